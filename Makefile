@@ -22,7 +22,7 @@ NEWEST ?= $(shell python3.13 $(EXECUTABLE) || PYENV_VERSION=$$(pyenv latest 3.13
 # models once.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all test-slow test-bad test-page fuzz test-newest test-tpu test-ray lint docs parity bench emoji-model clean
+.PHONY: demo test test-all test-slow test-bad test-page fuzz test-newest test-tpu test-wheel test-ray lint docs parity bench emoji-model clean
 
 demo: .venv/runtime
 	$(BIN)/canvax generate "a red apple" "a dog face" "a lemon" "a house" "a sunflower" "an umbrella" "a fire engine" \
@@ -65,6 +65,13 @@ test-newest:
 # libtpu needs no TPU to compile for one.
 test-tpu: .venv/tpu
 	$(BIN)/python -m pytest tests/test_plan_compiled.py
+
+# The wheel as a stranger installs it: bare environment, no network when it draws. VERSIONS=lowest-direct installs the
+# oldest versions that pyproject.toml allows.
+VERSIONS ?= highest
+test-wheel: .venv/test-no
+	rm -rf out/wheel && $(BIN)/uv build --quiet --out-dir out/wheel
+	$(BIN)/python .ci/check_wheel.py out/wheel --resolution $(VERSIONS)
 
 # A cluster of three nodes in this machine; Ray takes 750 MB on disk. No part of test-all.
 test-ray: .venv/ray

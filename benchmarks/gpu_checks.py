@@ -152,11 +152,11 @@ def check_pictures(_: bool) -> Iterator[Check]:
     one, two = (half(prompts, **say) for _ in range(2))
     yield "the same call again: values that differ", float((one.latents != two.latents).sum()), 0.0
     yield "the same call again: compilations", float(two.compilations), 0.0
-    fused, gpu.cudnn_takes = gpu.cudnn_takes, lambda q: False
+    fused, gpu.supports_cudnn = gpu.supports_cudnn, lambda q: False
     try:
         plain = canvax.load("emoji", dtype="bfloat16", mesh=here)(prompts, **say)
     finally:
-        gpu.cudnn_takes = fused
+        gpu.supports_cudnn = fused
     yield "without cuDNN's attention: 100 dB less PSNR", 100 - psnr(plain, one), 70.0
 
 

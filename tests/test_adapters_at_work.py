@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from adapter_files import Draw, layers, lora, write
 from control_files import controlnet
+from refusals import refused
 from safetensors.numpy import load_file
 from small_checkpoint import write_small_checkpoint
 from small_sdxl import build
@@ -102,11 +103,11 @@ def test_prompts_name_adapters(sd: canvax.StableDiffusion, loras: Path) -> None:
     sd.adapters.load("ink", loras / "ink.safetensors", weight=0.5)
     wanted = pixels(sd)
     sd.adapters.remove()
-    with pytest.warns(HintWarning, match=r"<lora:ink:0.5> is read as text: give a folder"):
+    with pytest.warns(HintWarning, match="<lora:ink:0.5>"):
         as_text = pixels(sd, "a cat <lora:ink:0.5>")
     sd.adapters.folder = loras
     np.testing.assert_array_equal(pixels(sd, "a cat <lora:ink:0.5>"), wanted)
-    with pytest.warns(HintWarning, match="<lora:ink:1> in the negative prompt is read as text"):
+    with pytest.warns(HintWarning, match="<lora:ink:1>"):
         sd("a cat", "a dog <lora:ink:1>", **STEPS)
     np.testing.assert_array_equal(pixels(sd, ["a <lora:ink-v1:0.5> cat"]), wanted)  # by the name of its trainer
     assert np.abs(as_text - wanted).max() > 1e-3
@@ -117,14 +118,14 @@ def test_prompts_name_adapters(sd: canvax.StableDiffusion, loras: Path) -> None:
     entry = sd("a cat <lora:clay:0.5>", **STEPS).metadata[0]
     assert entry["prompt"] == "a cat"
     assert entry["adapters"].keys() == {"ink", "clay"}
-    for prompt, words in (
-        ("a cat <lora:sand>", "no such file in .*ink"),
-        ("a cat <lora:../ink>", "no such file in "),
-        ("a cat <lora:ink:much>", "'much' is no weight"),
-        ("a cat <lora:ink:1:2:3>", "has other parts than a weight"),
-        (["a cat <lora:ink>", "a dog"], "name different adapters"),
+    for prompt in (
+        "a cat <lora:sand>",
+        "a cat <lora:../ink>",
+        "a cat <lora:ink:much>",
+        "a cat <lora:ink:1:2:3>",
+        ["a cat <lora:ink>", "a dog"],
     ):
-        with pytest.raises(InputError, match=words):
+        with refused("prompt", "prompts"):
             sd(prompt, **STEPS)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from adapter_files import Draw, Made, dora, layers, loha, lokr, lora, lora_tucker, write
 from control_files import controlnet
+from refusals import refused
 from small_checkpoint import write_small_checkpoint
 from small_sdxl import build
 
@@ -145,11 +146,11 @@ def test_prompts_name_their_own(sd: canvax.StableDiffusion, loras: Path) -> None
     assert set(sd.adapters) == {"ink", "wool"}
     np.testing.assert_allclose(wool.pixels[1], found.pixels[0], atol=1e-4)
     np.testing.assert_allclose(wool.pixels[2], found.pixels[2], atol=1e-4)
-    with pytest.raises(InputError, match="all 2 places are taken"):
+    with refused("adapter"):
         pixels(sd, ["<lora:wool>", "<lora:ink>", "<lora:clay>"])
-    with pytest.raises(InputError, match="<lora:inc>: no such file"):
+    with refused("prompt"):
         pixels(sd, "a cat <lora:inc>")
-    with pytest.raises(InputError, match="no such file"):
+    with refused("prompt"):
         pixels(sd, "a cat <lora:../loras/ink>")
 
 
@@ -242,21 +243,21 @@ def test_what_is_not(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
 
 
 def test_arguments(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="nothing is beside the weights"):
+    with refused("adapters"):
         sd("a cat", adapters={"ink": 1.0}, **STEPS)
     sd.adapters.load("ink", loras / "ink.safetensors", beside=True)
     with pytest.warns(HintWarning, match="beside the weights are not in what is saved: ink"):
         sd.save(tmp_path / "model")
     sd.adapters.load("clay", loras / "clay.safetensors")
-    for asked, said in (
-        ({"inc": 1.0}, "'inc' is not loaded"),
-        ({"clay": 1.0}, "'clay' is merged"),
-        ({"ink": "much"}, "weight='much'"),
-        ({"ink": {"unet.up_blocks": 1}}, "for 'unet.up_blocks'"),
-        (["ink"], "neither a table"),
-        ([None, None], "2 entries for 1 prompts"),
+    for asked in (
+        {"inc": 1.0},
+        {"clay": 1.0},
+        {"ink": "much"},
+        {"ink": {"unet.up_blocks": 1}},
+        ["ink"],
+        [None, None],
     ):
-        with pytest.raises(InputError, match=said):
+        with refused("adapters", "adapter", "weight"):
             sd("a cat", adapters=asked, **STEPS)
 
 

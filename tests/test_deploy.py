@@ -114,7 +114,7 @@ def test_steps_of_the_image(tmp_path: Path) -> None:
     """Without a container engine: the files that are copied, and the steps of its first half, in a bare environment."""
     text = (DEPLOY / "Dockerfile").read_text()
     assert (ROOT / ".dockerignore").read_text().split() == [
-        "*", *(f"!{name}" for name in ("pyproject.toml", "README.md", "LICENSE", "src")), "**/__pycache__",
+        "*", *(f"!{name}" for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE", "src")), "**/__pycache__",
     ]  # fmt: skip
     first = text.split("\nFROM ")[1]
     for sources, target in re.findall(r"^COPY (.+) (\S+)$", first, re.MULTILINE):
@@ -123,11 +123,9 @@ def test_steps_of_the_image(tmp_path: Path) -> None:
         subprocess.run(["cp", "-r", *sources.split(), str(folder) if target.endswith("/") else str(folder.parent)],
                        cwd=ROOT, check=True)  # fmt: skip
     for step in re.findall(r"^RUN (.+)$", first, re.MULTILINE):
-        step = (
-            step.replace("${EXTRAS}", "serve,batch")
-            .replace("/opt", f"{tmp_path}/opt")
-            .replace("/src[", f"{tmp_path}/src[")
-        )
+        step = step.replace("${EXTRAS}", "serve,batch")
+        for folder in ("/opt", "/wheel", "/src"):
+            step = re.sub(rf"(?<![\w/]){folder}\b", f"{tmp_path}{folder}", step)
         subprocess.run(["sh", "-c", step.replace("python -m", f"{sys.executable} -m", 1)], check=True, timeout=900,
                        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)})  # fmt: skip
     (tmp_path / "rows.txt").write_text("a red apple\n")

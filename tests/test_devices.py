@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from bundled import LATENTS
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from refusals import refused
 from small_checkpoint import TEXT, VAE, write_small_checkpoint
 
 import canvax
@@ -227,18 +228,11 @@ def test_collectives_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"data": 3}, "mesh 'data=3,model=1' is one of 3 devices, and there are 8"),
-        ({"data": 4, "model": 4}, "mesh 'data=4,model=4' is one of 16 devices"),
-        ({"model": 3}, "mesh 'model=3': 3 does not divide 8 devices; use one of 1, 2, 4, 8"),
-        ({"model": 0}, "model=0"),
-        ({"data": 2.0}, "data=2.0"),
-        ({"devices": []}, "devices is empty"),
-    ],
+    "arguments",
+    [{"data": 3}, {"data": 4, "model": 4}, {"model": 3}, {"model": 0}, {"data": 2.0}, {"devices": []}],
 )
-def test_bad_mesh(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(canvax.InputError, match=message):
+def test_bad_mesh(arguments: dict[str, Any]) -> None:
+    with refused("mesh", *arguments):
         canvax.make_mesh(**arguments)
 
 

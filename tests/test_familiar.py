@@ -13,18 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import refused
 
 import canvax
 import canvax.train
-from canvax.cli import main
 from canvax.cli.sheet import Axis
 from canvax.errors import slip
 from canvax.familiar import ATTRIBUTES, CALL, LOAD, Both
-from canvax.flax_api import FlaxDDIMScheduler, FlaxStableDiffusionPipeline, shard
 from canvax.nn import LOW_RANK
 from canvax.pipelines.option_checks import plain_value
 from canvax.pipelines.translate import place_of, translate_call, translate_load
-from canvax.train.lora import Lora
 from canvax.weights.cast import parse_dtype
 
 QUICK: dict[str, Any] = {"steps": 2, "seed": 1, "progress": False}
@@ -75,9 +73,6 @@ def test_generators_and_dtypes_of_torch() -> None:
 def test_every_argument_of_a_call_is_known_as_one(emoji: canvax.StableDiffusion) -> None:
     for name in set(inspect.signature(type(emoji).__call__).parameters) - {"self"}:
         assert place_of(name)
-        if name not in ("options", "params"):
-            with pytest.raises(canvax.InputError, match="an argument of the call"):
-                canvax.Options(**{name: 1})
 
 
 def test_timesteps_leave_the_settings_of_the_sampler() -> None:
@@ -125,12 +120,6 @@ def test_a_callback_steers_the_run(emoji: canvax.StableDiffusion, kind: str) -> 
     assert np.abs(steered.latents - plain.latents / 2).max() > 1e-3
     last = emoji("a cat", **QUICK, callback=lambda step: step.latents / 2 if step.index == 1 else None)
     np.testing.assert_allclose(last.latents, plain.latents / 2, atol=1e-6)
-
-
-@pytest.mark.parametrize("returned", ["text", np.zeros((1, 8, 8, 4)), {"noise": 1}, float("nan")])
-def test_what_a_callback_cannot_return(emoji: canvax.StableDiffusion, returned: Any) -> None:
-    with pytest.raises(canvax.InputError, match="the callback returned"):
-        emoji("a cat", **QUICK, callback=lambda step: returned)
 
 
 @pytest.mark.parametrize("name", sorted(CALL))
@@ -191,85 +180,6 @@ def test_slips_of_the_fingers() -> None:
         assert slip(name, ["x", choice]) == choice
 
 
-def _flax_call(dtype: Any) -> Any:
-    pipe, params = FlaxStableDiffusionPipeline.from_pretrained("emoji")
-    return pipe(pipe.prepare_inputs("a").astype(dtype), params, jax.random.key(0), num_inference_steps=1)
-
-
-SENTENCES: dict[str, tuple[Any, str]] = {
-    "two for one": (lambda _: canvax.StableDiffusion.from_pretrained("emoji")("a cat"), "pipeline, params ="),
-    "two for one, flax": (
-        lambda _: FlaxStableDiffusionPipeline.from_pretrained("emoji").prepare_inputs("a"), "pipeline, params ="),
-    "an old key": (lambda pipe: pipe("a", seed=jax.random.PRNGKey(0)), "seed is a JAX key"),
-    "an old key for two": (lambda pipe: pipe(["a", "b"], seed=jax.random.PRNGKey(0)), "seed is a JAX key"),
-    "letters far apart": (lambda _: canvax.load("emoji", presicion="highest"), "did you mean 'precision'"),
-    "no name": (lambda _: canvax.load("emoji", "float16"), "what follows model is given by name, such as dtype="),
-    "text for a table": (lambda pipe: pipe("a", sampler_settings="s_churn=10"), r"such as \{'s_churn': 10\}"),
-    "an empty image": (lambda pipe: pipe("a", image=np.zeros((0, 0, 3))), "is empty; give an image"),
-    "no file": (lambda pipe: pipe("a", image=""), "image='' names no file"),
-    "no prompts": (lambda _: FlaxStableDiffusionPipeline.from_pretrained("emoji")[0].prepare_inputs([]), "is empty"),
-    "an option changed": (lambda _: setattr(canvax.Options(), "eta", 0.5), "dataclasses.replace"),
-    "stopped as in diffusers": (lambda pipe: setattr(pipe, "_interrupt", True), "return False from the callback"),
-    "no safety checker": (lambda pipe: setattr(pipe, "safety_checker", None), "safety_checker=.* decides"),
-    "an argument of load": (lambda pipe: pipe("a", safety_checker=None), r"canvax.load\(model, safety_checker=...\)"),
-    "a table of settings": (lambda pipe: pipe({"prompt": "a", "seed": 1}), r"write pipe\(\*\*settings\)"),
-    "a private name": (lambda pipe: pipe.parms, "did you mean 'params'"),
-    "others' names of a step": (lambda pipe: pipe("a", callback=lambda step: step.step, **QUICK), "write step.index"),
-    "a flag of a result": (lambda pipe: pipe("a", **QUICK).nsfw_content_detected, r"metadata\[0\]\['nsfw'\]"),
-    "a list in a list": (lambda pipe: pipe("a", **QUICK)[0][0], r"result\[0\] is the first image itself"),
-    "a file to write": (lambda pipe: pipe("a", output_path="a.png"), "a call writes no file: write pipe"),
-    "named as it was given": (lambda pipe: pipe("a", cfg_scale="x"), "^cfg_scale='x' is not a finite number"),
-    "an option, too": (lambda pipe: pipe("a", cfg_rescale=2), "^cfg_rescale=2 is not in"),
-    "embeds": (lambda pipe: pipe(prompt_embeds=np.zeros((2, 3))), "^prompt_embeds is"),
-    "as loaded": (lambda _: canvax.load("emoji", torch_dtype="nope"), "^torch_dtype='nope'"),
-    "set on the pipeline": (lambda pipe: setattr(pipe, "guidance_scale", 3), r"pipe\(prompt, guidance_scale="),
-    "read from the pipeline": (lambda pipe: pipe.steps, r"it is an argument of a call: pipe\(prompt, steps=...\)"),
-    "of the model": (lambda pipe: setattr(pipe, "dtype", "float16"), r"canvax.load\(model, dtype=...\)"),
-    "an architecture": (lambda _: canvax.load("SD 1.5"), "such as 'stable-diffusion-v1-5/"),
-    "an address": (lambda _: canvax.load("https://civitai.com/models/4384"), "download the file"),
-    "latents for an image": (lambda pipe: pipe("a", image=np.zeros((8, 8, 32))), "of latents pipe.decode makes one"),
-    "no image to encode": (lambda pipe: pipe.encode_image(None), "^image=None"),
-    "floats for ids": (lambda _: _flax_call(np.float32), "token ids are whole numbers"),
-    "a folder that is not there": (
-        lambda _: FlaxDDIMScheduler.from_pretrained("emoji", subfolder="schedular"), "folders .* are .*scheduler"),
-    "a line for the command": (lambda _: main("generate x"), "give a list of words"),
-    "a task of training": (lambda _: canvax.train.__getattr__("dreambooth"), "canvax train dreambooth FOLDER"),
-    "text to split": (lambda _: shard("a cat"), "pipeline.prepare_inputs makes one"),
-    "names of a LoRA": (lambda _: Lora(names="a1111"), "^names = 'a1111'"),
-    "8 bits where there are none": (lambda _: canvax.convert("emoji", "m", dtype="fp8"), "'float16'"),
-    "a curve for a sampler": (
-        lambda pipe: pipe("a", sampler_name="euler", scheduler="karras"), "^scheduler='karras' is a sigma schedule"),
-    "both as given": (lambda pipe: pipe("a", batch_size=2, n_iter=3), "^n_iter=3 and batch_size=2 both say num_images"),
-    "of A1111's API": (lambda pipe: pipe("a", CLIP_stop_at_last_layers=2), "write clip_skip=1"),
-    "nothing in common": (
-        lambda pipe: pipe("a", wibble=2), "it takes prompt, .* and the fields of canvax.Options"),
-    "another module's class": (lambda _: canvax.WanPipeline, "one pipeline for all tasks"),
-    "nobody's name": (lambda _: canvax.wibble, "it has Cancelled, .*load, "),
-    "a list for an image": (
-        lambda pipe: pipe("a", **QUICK).images.save("a.png"), r"result.images\[0\].save; result.save"),
-    "a result for an image": (lambda pipe: pipe("a", **QUICK).show(), r"write result.images\[0\].show"),
-    "nobody's attribute": (lambda pipe: pipe.wibble, "it has adapters, .*with_ip_adapter"),
-    "two lists for a table": (lambda pipe: pipe.adapters.set(["ink"], [0.5]), r"adapters.set\(\{'ink': 0.5\}\)"),
-    "a folder of an adapter": (lambda pipe: pipe.with_ip_adapter("a/b", subfolder="models"), "a part of the name"),
-    "a table of networks": (lambda pipe: pipe["unet"], r"weights are pipe.params\['unet'\]"),
-    "a size by place": (lambda pipe: pipe("a", 64, 64), "height=64, width=64"),
-    "noise as an array": (lambda pipe: pipe("a", noise=np.zeros((1, 8, 8, 32))), "an array is given as latents="),
-    "as in Flax": (lambda pipe: pipe("a", pipe.params, jax.random.key(0)), "is a model's weights; .* params="),
-    "a pair of one": (lambda pipe: list(pipe), "gives one pipeline, whose weights are pipe.params"),
-    "no text": (lambda pipe: pipe("a", negative_prompt=True), "strings; give text, such as 'blurry'$"),
-    "guidance of steps": (lambda pipe: pipe("a", guidance_scale=[3.0, 5.0]), "one for each step is guidance_steps="),
-    "a slip in an ending": (lambda pipe: pipe("a", **QUICK).save("a.pgn"), "did you mean .png"),
-    "a grid of nothing": (lambda pipe: pipe("a", denoising_end=0.5, **QUICK).grid(), "stopped by denoising_end"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", SENTENCES)
-def test_sentences(emoji: canvax.StableDiffusion, case: str) -> None:
-    run, said = SENTENCES[case]
-    with pytest.raises((canvax.CanvaxError, AttributeError, ImportError, TypeError), match=said):
-        run(emoji)
-
-
 def test_two_for_one() -> None:
     """It is a tuple to all that take tuples."""
     both = Both({"a": jnp.ones(2)}, {"b": jnp.zeros(2)})
@@ -283,39 +193,25 @@ def test_seeds_of_jax(emoji: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said"),
-    [
-        ("a red apple AND a tree", "AND is read as text; prompt_syntax='a1111'"),
-        ("a cat BREAK a dog", "BREAK is read"),
-        ("a [cat:dog:0.5]", r"\[cat:dog:0.5\] is read"),
-        ("a [cat|dog]", r"\[cat\|dog\] is read"),
-        ("((red)) cat", r"\(\(red\)\) is read"),
-        ("a red++ cat", r"red\+\+ is read as text; prompt_syntax='compel'"),
-    ],
+    "prompt", ["a red AND a tree", "a cat BREAK a dog", "a [cat:dog:0.5]", "a [cat|dog]", "((red)) cat", "a red++ cat"]
 )
-def test_signs_in_a_plain_prompt(emoji: canvax.StableDiffusion, prompt: str, said: str) -> None:
-    with pytest.warns(canvax.HintWarning, match=said):
+def test_signs_in_a_plain_prompt_get_a_hint(emoji: canvax.StableDiffusion, prompt: str) -> None:
+    with pytest.warns(canvax.HintWarning) as hints:
         emoji(prompt, **QUICK)
-    if said[:2] in (r"\(", r"\["):
-        with pytest.warns(canvax.HintWarning, match=said):
-            emoji("a cat", prompt, **QUICK)
+    assert [hint.message.argument for hint in hints] == ["prompt"]  # type: ignore[union-attr]
+
+
+def test_plain_prompts_get_no_hint(emoji: canvax.StableDiffusion) -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "is read", canvax.HintWarning)
-        for plain in ("SALT AND PEPPER", "a [small] cat", "C++ on a cat", "a cat (red)", "a cat -- red"):
+        warnings.simplefilter("error", canvax.HintWarning)
+        for plain in ("SALT AND PEPPER", "a [red] cat", "a cat (red)"):
             emoji(plain, **QUICK)
-
-
-def test_options_that_need_more_steps(emoji: canvax.StableDiffusion) -> None:
-    with pytest.warns(canvax.HintWarning, match="reuse=2 in so few steps"):
-        emoji("a", reuse=2, **QUICK)
-    with pytest.warns(canvax.HintWarning, match="guidance_steps reads no negative prompt"):
-        emoji("a", negative_prompt="b", guidance_steps=[1] * QUICK["steps"], **QUICK)
 
 
 def test_words_in_any_script(emoji: canvax.StableDiffusion) -> None:
     assert len(emoji(np.array(["a cat", "a dog"]), **QUICK)) == 2  # type: ignore[arg-type]
     for prompt in ("红苹果", "красное яблоко", "un café", "सेब"):
-        with pytest.warns(canvax.HintWarning, match=f"has never seen: .*{prompt.split()[-1]}"):
+        with pytest.warns(canvax.HintWarning, match=prompt.split()[-1]):
             emoji(prompt, **QUICK)
 
 
@@ -325,71 +221,51 @@ def test_numbers_as_people_write_them() -> None:
         0.5, 1.0, 0.5, -0.01, 5, [0.5, 1.0], [0.5], True, "a.5", ".", "9" * 5000,
     ]  # fmt: skip
     assert canvax.Options(control_scale=".5,+1", control_start=".2").control_scale == (0.5, 1)
-    assert Axis.of("--x", "eta=.5,1").values == [0.5, 1]
+    assert Axis.of("x", "eta=.5,1").values == [0.5, 1]
 
 
 def test_unknown_names(emoji: canvax.StableDiffusion) -> None:
-    with pytest.raises(canvax.InputError, match="did you mean 'clip_skip'"):
-        emoji("a", clipskip=1)  # type: ignore[call-arg]
-    with pytest.raises(canvax.InputError, match="did you mean 'clip_skip'"):
-        canvax.Options(clipskip=1)  # type: ignore[call-arg]
-    with pytest.raises(
-        canvax.InputError,
-        match=r"is not an argument of a call; it takes prompt, .* fields of canvax\.Options",
-    ):
-        emoji("a", qqqq=1)  # type: ignore[call-arg]
-    with pytest.raises(canvax.InputError, match="by its place and by its name"):
+    for given in ({"clipskip": 1}, {"qqqq": 1}, {"clip_skip": 1, "options": canvax.Options(clip_skip=1)}):
+        with pytest.raises(canvax.InputError):
+            emoji("a", **given)  # type: ignore[arg-type]
+    for given in ({"clipskip": 1}, {"prompt": "a"}):
+        with pytest.raises(TypeError):
+            canvax.Options(**given)
+    with pytest.raises(TypeError):
         emoji("a", "b", steps=1, negative_prompt="c")  # type: ignore[call-arg]
-    with pytest.raises(canvax.InputError, match="an argument and in options"):
-        emoji("a", clip_skip=1, options=canvax.Options(clip_skip=1))  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        canvax.load("emoji", "float16", torch_dtype="float16")  # type: ignore[misc]
     with pytest.raises(AttributeError, match="did you mean 'decode'"):
         emoji.decoded  # noqa: B018
-    with pytest.raises(AttributeError, match="cannot be set: scheduler: the sampler is chosen in each call"):
+    with pytest.raises(AttributeError):
         emoji.scheduler = 1
-    with pytest.raises(ImportError, match=r"write canvax.load\(model\)"):
+    with pytest.raises(ImportError, match="StableDiffusionPipeline"):
         from canvax import StableDiffusionPipeline  # noqa: F401
-    with pytest.raises(AttributeError, match=r"from canvax.flax_api import FlaxDDIMScheduler"):
+    with pytest.raises(AttributeError, match="FlaxDDIMScheduler"):
         canvax.FlaxDDIMScheduler  # noqa: B018
     with pytest.raises(ImportError, match="did you mean 'load'"):
         from canvax import laod  # noqa: F401
-    with pytest.raises(ImportError, match="did you mean 'FlaxPNDMScheduler'"):
-        from canvax.flax_api import FlaxPNDMSchedulr  # noqa: F401
     assert not hasattr(canvax, "a_name_that_nobody_knows")
 
 
-def test_what_was_said_wrongly(emoji: canvax.StableDiffusion) -> None:
-    with pytest.raises(canvax.InputError, match="seed is a JAX key"):
-        emoji("a", seed=jax.random.key(0))  # type: ignore[arg-type]
-    with pytest.raises(canvax.InputError, match="seed is traced by JAX"):
+def test_what_jax_traces_is_refused(emoji: canvax.StableDiffusion) -> None:
+    with refused("seed"):
         jax.jit(lambda seed: emoji("a", seed=seed).pixels)(1)
     for traced in (jax.jit, jax.grad):  # one of jax.grad has a value that could be read
         for name in ("guidance_scale", "strength", "guidance_rescale"):
-            with pytest.raises(canvax.InputError, match=f"{name} is traced by JAX"):
+            with refused(name):
                 traced(lambda x, name=name: emoji("a", image=np.zeros((64, 64, 3)), **{name: x}).latents.sum())(0.5)
-    with pytest.raises(canvax.InputError, match="params is traced by JAX"):
+    with refused("params"):
         jax.grad(lambda params: emoji("a", params=params).pixels.sum())(emoji.params)
     leaked: list[jax.Array] = []
     jax.jit(lambda x: (leaked.append(x), x)[1])(1.0)
     for name in ("image", "latents", "seed", "prompt", "control", "ip_adapter_image", "sigmas"):
-        with pytest.raises(canvax.InputError, match=f"{name} is traced by JAX.*under-the-pipeline"):
+        with refused(name):
             emoji("a", **{name: [leaked[0]]})  # type: ignore[arg-type]
-    with pytest.raises(canvax.InputError, match="sampler_settings is traced by JAX"):
+    with refused("sampler_settings"):
         canvax.Options(sampler_settings={"s_churn": leaked[0]})
-    with pytest.raises(canvax.InputError, match="scale is traced by JAX"):
+    with refused("scale"):
         emoji.upscale(np.zeros((64, 64, 3)), "a", scale=leaked[0])  # type: ignore[arg-type]
-    with pytest.raises(canvax.InputError, match="cannot be called with one argument"):
-        emoji("a", callback=lambda index, timestep, latents: None)  # type: ignore[call-arg]
-    with pytest.raises(canvax.InputError, match="latents: complex64"):
-        emoji("a", latents=np.zeros((1, 8, 8, 32), np.complex64))
-    with pytest.raises(canvax.InputError, match="move PyTorch's channels last"):
-        emoji("a", latents=np.zeros((1, 32, 8, 8)))
-    with pytest.raises(canvax.InputError, match="more than 65536 images at once"):
-        emoji("a", n=10**9)  # type: ignore[call-arg]
-    with pytest.raises(canvax.InputError, match="is too large"):
-        emoji("a", steps=10**5000)  # type: ignore[call-arg]
-    with pytest.raises(canvax.InputError) as caught:
-        emoji("a", sampler="x" * 100_000)
-    assert len(str(caught.value)) < 1000
 
 
 def test_a_pipeline_can_be_pickled(emoji: canvax.StableDiffusion) -> None:

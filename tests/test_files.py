@@ -111,8 +111,8 @@ def test_a_umask_that_forbids_what_it_makes(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(Path, "touch", forbidden)
     monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)
-    with pytest.raises(InputError, match=r"--output out: .* cannot be written to"):
-        check_writable("--output out", tmp_path / "out")
+    with pytest.raises(InputError, match="cannot be written to"):
+        check_writable("output", tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 

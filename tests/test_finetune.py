@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
+from refusals import refused
 from small_checkpoint import write_small_checkpoint
 
 import canvax
@@ -206,9 +207,9 @@ def test_masks_that_leave_nothing(model: Path, tmp_path: Path) -> None:
         start()
     (folder / "half.png").unlink()
     shutil.copy(write_pictures(tmp_path / "q") / "metadata.jsonl", folder / "metadata.jsonl")
-    with pytest.raises(InputError, match=r"unmasked_weight = 0\.1, but no picture has a mask"):
+    with refused("unmasked_weight"):
         start(unmasked_weight=0.1)
-    with pytest.raises(InputError, match=r"unmasked_weight = 1\.5 must be in 0\.\.1"):
+    with refused("unmasked_weight"):
         start(unmasked_weight=1.5)
     assert not (tmp_path / "run").exists()
 
@@ -242,14 +243,14 @@ def test_a_table_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
 
 
 def test_no_such_folder_and_no_zip(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no such folder"):
+    with refused("pictures"):
         read_pictures(tmp_path / "nothing", 32)
     (tmp_path / "x.zip").write_text("text")
-    with pytest.raises(InputError, match="neither a folder nor a zip"):
+    with refused("pictures"):
         read_pictures(tmp_path / "x.zip", 32)
     with zipfile.ZipFile(tmp_path / "empty.zip", "w"):
         pass
-    with pytest.raises(InputError, match="no captioned pictures"):
+    with refused("pictures"):
         read_pictures(tmp_path / "empty.zip", 32)
 
 
@@ -314,11 +315,11 @@ def test_stopped_and_gone_on_with_it_is_the_same_model(model: Path, done: Path, 
 
 def test_bad_input_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
     mesh, pictures = make_mesh(jax.devices()[:1]), write_pictures(tmp_path / "p")
-    with pytest.raises(InputError, match="size = 60"):
+    with refused("size"):
         finetune(task(model, tmp_path / "run", pictures, size=60), mesh)
-    with pytest.raises(InputError, match="no such folder"):
+    with refused("pictures"):
         finetune(task(model, tmp_path / "run", tmp_path / "nothing"), mesh)
-    with pytest.raises(InputError, match="gamma"):
+    with refused("gamma"):
         task(model, tmp_path / "run", pictures, gamma=0.0)
     assert not (tmp_path / "run").exists()
 

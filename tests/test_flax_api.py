@@ -391,7 +391,7 @@ def test_bad_parameters(old: Old, copies: Params) -> None:
     with pytest.raises(canvax.InputError, match=r"does not fit the model.*without a device axis"):
         pipeline(some, copies, key, STEPS)
     other = {**params, "unet": {**params["unet"], "conv_in": {"weight": np.zeros((3, 3, 9, 32))}}}
-    with pytest.raises(canvax.InputError, match=r"'unet'. does not fit the model: conv_in.bias is missing"):
+    with pytest.raises(canvax.InputError, match=r"conv_in\.bias is missing"):
         pipeline(some, other, key, STEPS)
     with pytest.raises(canvax.InputError, match=r"conv_in.bias is missing.*after replicate"):
         pipeline(ids(pipeline), replicate(other, jax.devices()[:D]), keys(), STEPS, jit=True)

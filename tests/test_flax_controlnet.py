@@ -124,7 +124,7 @@ def test_what_it_says(loaded: tuple[Any, Any], folders: tuple[Path, Path]) -> No
         (lambda: pipe(ids, image, params, key, controlnet_conditioning_scale="much"), "is not a number"),
         (lambda: pipe(ids, image, params, key, controlnet_conditioning_scale=[1.0, 2.0]), "is not a number, nor one"),
         (lambda: pipe.prepare_image_inputs(Image.new("RGB", (32, 64))), "both sides need 64 pixels"),
-        (lambda: pipe.prepare_text_inputs(5), "is not text or a list"),
+        (lambda: pipe.prepare_text_inputs(5), "prompt=5"),
         (lambda: FlaxStableDiffusionControlNetPipeline.from_pretrained(base), "is no FlaxControlNetModel"),
         (lambda: FlaxControlNetModel.from_pretrained(folders[1].parent / "adapter"), "is no ControlNet"),
         (lambda: FlaxControlNetModel.from_pretrained(folders[1], subfolder="x"), "subfolder"),

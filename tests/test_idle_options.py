@@ -35,8 +35,8 @@ VALUES: dict[str, Any] = {
 }  # fmt: skip
 """Of each option one that is not its default."""
 
-AS_BEFORE = {"tiling"}
-"""Changes no small image, and is no wish that it should."""
+AS_BEFORE = {"tiling", "spacing"}
+"""Tiles change no small image; some samplers and curves place the steps themselves, and no hint says so."""
 
 IMAGE = Image.effect_noise((64, 64), 90).convert("RGB")
 MASK = Image.new("L", (64, 64))
@@ -79,13 +79,13 @@ def test_those_of_sdxl(tmp_path: Path) -> None:
 def test_what_a_second_pass_reads(emoji: canvax.StableDiffusion) -> None:
     """It encodes the first one's image, whatever that was begun from; and what goes with a mask is said once."""
 
-    def names(**option: Any) -> list[list[str]]:
+    def names(**option: Any) -> list[str]:
         call = Call("a", image=IMAGE, strength=1, options=canvax.Options(**option))
-        return [names for _, names in idle(emoji.model, make_request(emoji.model, call))]
+        return [hint.argument for hint in idle(emoji.model, make_request(emoji.model, call))]
 
-    assert names(image_encoding="sample") == [["image_encoding"]]
+    assert names(image_encoding="sample") == ["image_encoding"]
     assert names(image_encoding="sample", hires=1.5) == []
-    assert names(mask_fill="noise") == [["mask_fill"]]
+    assert names(mask_fill="noise") == ["mask_fill"]
 
 
 def assert_answered(pipe: canvax.StableDiffusion, beside: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -97,7 +97,8 @@ def assert_answered(pipe: canvax.StableDiffusion, beside: Mapping[str, Any], val
         with warnings.catch_warnings(record=True) as hints:
             warnings.simplefilter("always")
             result = pipe(**asked, options=options)
-        return result, [str(hint.message) for hint in hints if "changes nothing" in str(hint.message)]
+        found = [hint.message for hint in hints if isinstance(hint.message, canvax.HintWarning)]
+        return result, [hint.argument for hint in found if "no effect" in hint.problem]
 
     plain, silent, wrong = draw()[0], [], []
     for name, value in values.items():
@@ -108,7 +109,7 @@ def assert_answered(pipe: canvax.StableDiffusion, beside: Mapping[str, Any], val
         same = all(np.array_equal(*pair) for pair in ((plain.latents, result.latents), (plain.pixels, result.pixels)))
         if same and not idle and name not in AS_BEFORE:
             silent.append(name)
-        if not same and any(hint.startswith(name) for hint in idle):
+        if not same and name in idle:
             wrong.append(name)
     assert not silent
     assert not wrong

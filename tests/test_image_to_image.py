@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
+from refusals import refused
 
 import canvax
 from canvax.cli import BAD_INPUT, main
@@ -160,9 +161,9 @@ def test_only_the_masked_part(emoji: canvax.StableDiffusion) -> None:
     assert changed[50:75, 100:130].mean() > 0.95
     changed[50:75, 100:130] = False
     assert not changed.any()
-    with pytest.raises(canvax.InputError, match="padding_mask_crop without a mask"):
+    with refused("padding_mask_crop"):
         draw(emoji, image=large, padding_mask_crop=8)
-    with pytest.raises(canvax.InputError, match="padding_mask_crop without an image"):
+    with refused("padding_mask_crop"):
         draw(emoji, padding_mask_crop=8)
 
 
@@ -272,52 +273,52 @@ def test_rotation_and_transparency(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "argument"),
     [
-        ({"image": None, "mask": half()}, "mask without an image"),
-        ({"image": None, "strength": 0.5}, "strength without an image"),
-        ({"image": 5}, "image=5 is not an image"),
-        ({"image": object()}, "is not an image, a path or an array"),
-        ({"image": "nowhere.png"}, "image='nowhere.png' cannot be read"),
-        ({"image": "/dev/zero"}, "cannot be read"),
-        ({"image": "."}, "cannot be read"),
-        ({"image": "x" * 5000}, "cannot be read"),
-        ({"image": []}, "0 entries for 1 images"),
-        ({"image": [half()] * 2}, "2 entries for 1 images"),
-        ({"image": np.zeros((8, 8, 5))}, r"shape \(8, 8, 5\)"),
-        ({"image": np.zeros((0, 8, 3))}, "shape"),
-        ({"image": np.full((64, 64, 3), np.nan)}, "not finite"),
-        ({"image": np.full((64, 64, 3), 2.0)}, "outside of 0..1"),
-        ({"image": np.zeros((64, 64, 3), complex)}, "complex128"),
-        ({"image": np.full((64, 64), "a")}, "give uint8"),
-        ({"image": Image.new("L", (1, 1))}, "1 x 1 pixels"),
-        ({"image": Image.new("L", (60, 64))}, "width of 60 pixels.*width=56 or width=64"),
-        ({"image": Image.new("L", (3, 3))}, "give height=8, which"),
-        ({"mask": Image.new("L", (32, 64))}, "mask is 32 x 64 and the image 64 x 64"),
-        ({"strength": 0}, "strength=0 is not in 0..1"),
-        ({"strength": 1.5}, "strength=1.5 is not in 0..1"),
-        ({"strength": "much"}, "strength='much' is not a finite number"),
-        ({"strength": float("nan")}, "strength=nan"),
-        ({"strength": 0.1}, "less than one step"),
-        ({"strength_rule": "half"}, "strength_rule='half' is not known"),
-        ({"mask_mode": 3}, "mask_mode=3 is not known"),
-        ({"image_encoding": "mode"}, "image_encoding='mode' is not known"),
-        ({"mask_blur": -1}, "mask_blur=-1 is not in 0..1000"),
-        ({"mask_fill": "red"}, "mask_fill='red' is not known"),
-        ({"padding_mask_crop": -1}, "padding_mask_crop=-1 is not a whole number"),
-        ({"outpaint": "up=5"}, "outpaint='up=5' is not pixels by side"),
-        ({"outpaint": (1, 2)}, r"outpaint=\(1, 2\) is not"),
-        ({"outpaint": 5}, "outpaint=5 is not"),
-        ({"outpaint": "left=x"}, "outpaint='left=x' is not"),
-        ({"outpaint": "left=0"}, "outpaint='left=0' is not"),
-        ({"outpaint": "left=16384,top=16384"}, "add fewer"),
-        ({"outpaint": "left=5"}, "width of 69 pixels"),
-        ({"denoising_start": 0.5}, "leave denoising_start out"),
-        ({"sampler": "ddim_inverse"}, "encode_image"),
+        ({"image": None, "mask": half()}, "mask"),
+        ({"image": None, "strength": 0.5}, "strength"),
+        ({"image": 5}, "image"),
+        ({"image": object()}, "image"),
+        ({"image": "nowhere.png"}, "image"),
+        ({"image": "/dev/zero"}, "image"),
+        ({"image": "."}, "image"),
+        ({"image": "x" * 5000}, "image"),
+        ({"image": []}, "image"),
+        ({"image": [half()] * 2}, "image"),
+        ({"image": np.zeros((8, 8, 5))}, "image"),
+        ({"image": np.zeros((0, 8, 3))}, "image"),
+        ({"image": np.full((64, 64, 3), np.nan)}, "image"),
+        ({"image": np.full((64, 64, 3), 2.0)}, "image"),
+        ({"image": np.zeros((64, 64, 3), complex)}, "image"),
+        ({"image": np.full((64, 64), "a")}, "image"),
+        ({"image": Image.new("L", (1, 1))}, "image"),
+        ({"image": Image.new("L", (60, 64))}, "image"),
+        ({"image": Image.new("L", (3, 3))}, "image"),
+        ({"mask": Image.new("L", (32, 64))}, "mask"),
+        ({"strength": 0}, "strength"),
+        ({"strength": 1.5}, "strength"),
+        ({"strength": "much"}, "strength"),
+        ({"strength": float("nan")}, "strength"),
+        ({"strength": 0.1}, "strength"),
+        ({"strength_rule": "half"}, "strength_rule"),
+        ({"mask_mode": 3}, "mask_mode"),
+        ({"image_encoding": "mode"}, "image_encoding"),
+        ({"mask_blur": -1}, "mask_blur"),
+        ({"mask_fill": "red"}, "mask_fill"),
+        ({"padding_mask_crop": -1}, "padding_mask_crop"),
+        ({"outpaint": "up=5"}, "outpaint"),
+        ({"outpaint": (1, 2)}, "outpaint"),
+        ({"outpaint": 5}, "outpaint"),
+        ({"outpaint": "left=x"}, "outpaint"),
+        ({"outpaint": "left=0"}, "outpaint"),
+        ({"outpaint": "left=16384,top=16384"}, "outpaint"),
+        ({"outpaint": "left=5"}, "outpaint"),
+        ({"denoising_start": 0.5}, "image"),
+        ({"sampler": "ddim_inverse"}, "image"),
     ],
 )
-def test_bad_input(changes: dict[str, Any], message: str, emoji: canvax.StableDiffusion) -> None:
-    with pytest.raises(canvax.InputError, match=message):
+def test_bad_input(changes: dict[str, Any], argument: str, emoji: canvax.StableDiffusion) -> None:
+    with refused(argument):
         draw(emoji, **{"image": half()} | changes)
 
 
@@ -353,7 +354,7 @@ def test_noise_of_an_encoding_is_not_the_initial_noise() -> None:
 
 def test_images_that_ask_for_memory(tmp_path: Path, emoji: canvax.StableDiffusion) -> None:
     Image.new("1", (20_000, 20_000)).save(tmp_path / "huge.png")
-    with pytest.raises(canvax.InputError, match=r"which is too many|more than \d+ pixels; give a smaller one"):
+    with refused("image"):
         draw(emoji, image=tmp_path / "huge.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "huge.png").read_bytes()[:200])
     Image.new("RGB", (64, 64)).save(tmp_path / "a.gif")
@@ -362,15 +363,8 @@ def test_images_that_ask_for_memory(tmp_path: Path, emoji: canvax.StableDiffusio
     for name in ("two.png", "two.webp"):
         frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:], lossless=True)
     Image.new("CMYK", (64, 64)).save(tmp_path / "print.jpg")
-    for name, message in (
-        ("a.gif", "is not a PNG, JPEG or WebP"),
-        ("text.png", "is not a PNG"),
-        ("two.png", "is animated; save one"),
-        ("two.webp", "is animated; save one"),
-        ("print.jpg", r"\(CMYK\); convert it"),
-        ("cut.png", "pixels; give a smaller one"),
-    ):
-        with pytest.raises(canvax.InputError, match=message):
+    for name in ("a.gif", "text.png", "two.png", "two.webp", "print.jpg", "cut.png"):
+        with refused("image"):
             draw(emoji, image=tmp_path / name)
 
 

@@ -27,6 +27,7 @@ from drawing import draw, far
 from hub_imitation import HubImitation, Repository, folder_files
 from ip_adapter_files import VISION, arrays, encoder, ip_adapter
 from PIL import Image
+from refusals import refused
 from safetensors.numpy import save_file
 from small_checkpoint import UNET, write_small_checkpoint
 
@@ -217,37 +218,37 @@ def test_strength_by_parts(pipe: canvax.StableDiffusion) -> None:
             layer_scales(bad, net)
 
 
-BAD_CALLS: dict[str, tuple[Any, str]] = {
-    "several images for one": ([photo(1), photo(2)], "list of canvax.ImagePrompt"),
-    "both kinds": ([photo(1), ImagePrompt(photo(2))], "has images and ImagePrompts"),
-    "lists": ([[ImagePrompt(photo(1))], [ImagePrompt(photo(2))]], "has lists of ImagePrompts"),
-    "no image": (lambda: ImagePrompt(), "give an image or embeds"),
-    "image and embeds": (lambda: ImagePrompt(photo(1), embeds=np.zeros(24)), "one of the two"),
-    "adapter": (ImagePrompt(photo(1), adapter=2), r"adapter=2 is not one of 0..1"),
-    "no file": ("nowhere.png", "nowhere.png"),
-    "embeds of another width": (ImagePrompt(embeds=np.zeros((1, 25))), r"this adapter reads \[n, 24\]"),
-    "embeds of too few": (ImagePrompt(embeds=np.zeros((1, 5, 64)), adapter=1), "has 5 features"),
-    "embeds that are not finite": (ImagePrompt(embeds=np.full((1, 24), np.nan)), "not finite"),
-    "embeds that are no numbers": (ImagePrompt(embeds="x"), "not an array of numbers"),
-    "scales": (ImagePrompt(photo(1), [1, 2]), "scale has 2 entries"),
-    "a number": (3, "not an image"),
-    "too many": ([ImagePrompt(photo(1))] * 17, "a call takes 16"),
+BAD_CALLS: dict[str, Any] = {
+    "several images for one": [photo(1), photo(2)],
+    "both kinds": [photo(1), ImagePrompt(photo(2))],
+    "lists": [[ImagePrompt(photo(1))], [ImagePrompt(photo(2))]],
+    "no image": lambda: ImagePrompt(),
+    "image and embeds": lambda: ImagePrompt(photo(1), embeds=np.zeros(24)),
+    "adapter": ImagePrompt(photo(1), adapter=2),
+    "no file": "nowhere.png",
+    "embeds of another width": ImagePrompt(embeds=np.zeros((1, 25))),
+    "embeds of too few": ImagePrompt(embeds=np.zeros((1, 5, 64)), adapter=1),
+    "embeds that are not finite": ImagePrompt(embeds=np.full((1, 24), np.nan)),
+    "embeds that are no numbers": ImagePrompt(embeds="x"),
+    "scales": ImagePrompt(photo(1), [1, 2]),
+    "a number": 3,
+    "too many": [ImagePrompt(photo(1))] * 17,
 }
 
 
 @pytest.mark.parametrize("case", BAD_CALLS)
 def test_bad_calls(case: str, pipe: canvax.StableDiffusion) -> None:
-    value, said = BAD_CALLS[case]
-    with pytest.raises(canvax.InputError, match=said), counting() as counts:
+    value = BAD_CALLS[case]
+    with refused("image_prompt"), counting() as counts:
         draw(pipe, image_prompt=value() if callable(value) else value)
     assert counts.compilations == 0
 
 
 def test_a_pipeline_without(base: canvax.StableDiffusion, root: Path) -> None:
-    with pytest.raises(canvax.InputError, match="with_ip_adapter"):
+    with refused("image_prompt"):
         draw(base, image_prompt=photo(1))
     blind = base.with_ip_adapter(root / "models" / "plus.safetensors", image_encoder=False)
-    with pytest.raises(canvax.InputError, match="no image encoder"):
+    with refused("image_prompt"):
         draw(blind, image_prompt=photo(1))
     embeds = np.random.default_rng(0).standard_normal((2, VISION.tokens, 64))
     draw(blind, image_prompt=ImagePrompt(embeds=embeds[0], negative_embeds=embeds[1]))
@@ -372,8 +373,7 @@ def test_rows_of_a_file(pipe: canvax.StableDiffusion, tmp_path: Path, monkeypatc
             Row("word", {"prompt": "a cat", "ip_image": ["one.png:strong", "two.png"]})]  # fmt: skip
     worker = Worker(pipe, batch=1, defaults={"num_inference_steps": 4, "seed": 1})
     made = {one.row.id: one for _, some in worker.run(rows) for one in some}
-    assert "one image for each" in made["few"].error
-    assert "'strong' is not a strength; write one.png:0.6" in made["word"].error
+    assert all("ip_image" in made[name].error for name in ("few", "word"))
     prompts = [ImagePrompt(photo(1), 0.5), ImagePrompt(photo(2), adapter=1)]
     for name, given in (("both", prompts), ("none", None)):
         want = draw(pipe, image_prompt=given).images[0]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from refusals import refused
 
 import canvax
 from canvax.cli import BAD_INPUT, main
@@ -76,27 +77,27 @@ def test_the_second_pass_is_image_to_image(emoji: canvax.StableDiffusion) -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "argument"),
     [
-        ({"hires": 0.5}, r"hires=0.5 is not in 1..8"),
-        ({"hires": "2x"}, "hires='2x' is not"),
-        ({"hires_strength": 0.5}, "hires_strength without hires"),
-        ({"hires": 2, "hires_strength": 0}, "hires_strength=0 is not in 0..1"),
-        ({"hires": 2, "hires_steps": 0}, "hires_steps=0 is not"),
-        ({"hires": 2, "hires_method": "magic"}, "hires_method='magic' is not known"),
-        ({"hires": 2, "hires_sampler": "nothing"}, "nothing"),
-        ({"hires": 2, "denoising_end": 0.5}, "leave one out"),
-        ({"hires": 2, "image": Image.new("RGB", (64, 64))}, "pipe.upscale.image, prompt. and canvax upscale"),
-        ({"hires": 8, "height": 4096, "width": 64}, "more than 16384"),
-        ({"variation_strength": 0.5}, "without variation_seed"),
-        ({"variation_strength": 2, "variation_seed": 1}, "variation_strength=2 is not in 0..1"),
-        ({"variation_seed": -1}, "variation_seed=-1 is not"),
-        ({"seed_size": 5}, "seed_size=5 is not"),
-        ({"seed_size": (64, 64), "latents": np.zeros((1, 8, 8, 32))}, "latents with variation_strength or seed_size"),
+        ({"hires": 0.5}, "hires"),
+        ({"hires": "2x"}, "hires"),
+        ({"hires_strength": 0.5}, "hires_strength"),
+        ({"hires": 2, "hires_strength": 0}, "hires_strength"),
+        ({"hires": 2, "hires_steps": 0}, "hires_steps"),
+        ({"hires": 2, "hires_method": "magic"}, "hires_method"),
+        ({"hires": 2, "hires_sampler": "nothing"}, "hires_sampler"),
+        ({"hires": 2, "denoising_end": 0.5}, "hires"),
+        ({"hires": 2, "image": Image.new("RGB", (64, 64))}, "hires"),
+        ({"hires": 8, "height": 4096, "width": 64}, "hires"),
+        ({"variation_strength": 0.5}, "variation_strength"),
+        ({"variation_strength": 2, "variation_seed": 1}, "variation_strength"),
+        ({"variation_seed": -1}, "variation_seed"),
+        ({"seed_size": 5}, "seed_size"),
+        ({"seed_size": (64, 64), "latents": np.zeros((1, 8, 8, 32))}, "latents"),
     ],
 )
-def test_bad_input(changes: dict[str, Any], message: str, emoji: canvax.StableDiffusion) -> None:
-    with pytest.raises(canvax.InputError, match=message):
+def test_bad_input(changes: dict[str, Any], argument: str, emoji: canvax.StableDiffusion) -> None:
+    with refused(argument):
         draw(emoji, **changes)
 
 
@@ -252,21 +253,21 @@ def test_a_stopped_run_has_nothing_to_refuse(emoji: canvax.StableDiffusion) -> N
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "argument"),
     [
-        ({"scale": 0}, "scale=0 is not in 1..16"),
-        ({"scale": "much"}, "scale='much' is not a finite number"),
-        ({"scale": 17}, "scale=17 is not"),
-        ({"overlap": 40}, "overlap=40"),
-        ({"batch": 0}, "batch=0"),
-        ({"strength": 0}, "strength=0 is not"),
-        ({"image": "nowhere.png"}, "cannot be read"),
-        ({"image": Image.new("L", (8000, 8000)), "scale": 2}, "use less"),
-        ({"options": canvax.Options(hires=2)}, "do not go with upscale"),
+        ({"scale": 0}, "scale"),
+        ({"scale": "much"}, "scale"),
+        ({"scale": 17}, "scale"),
+        ({"overlap": 40}, "overlap"),
+        ({"batch": 0}, "batch"),
+        ({"strength": 0}, "strength"),
+        ({"image": "nowhere.png"}, "image"),
+        ({"image": Image.new("L", (8000, 8000)), "scale": 2}, "scale"),
+        ({"options": canvax.Options(hires=2)}, "hires"),
     ],
 )
-def test_bad_upscale(changes: dict[str, Any], message: str, emoji: canvax.StableDiffusion) -> None:
-    with pytest.raises(canvax.InputError, match=message):
+def test_bad_upscale(changes: dict[str, Any], argument: str, emoji: canvax.StableDiffusion) -> None:
+    with refused(argument):
         upscale(emoji, changes.pop("image", Image.new("RGB", (64, 64))), **changes)
 
 
@@ -316,23 +317,22 @@ def _left(pixels: np.ndarray) -> int:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words",
     [
-        (["a"], "no axis; try"),
-        (["a", "--x", "nothing=1"], "'nothing' is not a setting"),
-        (["a", "--x", "steps"], "write values behind ="),
-        (["a", "--x", "steps=1,,2"], "write values behind ="),
-        (["a", "--x", "steps=1", "--y", "num_inference_steps=2"], "give two settings"),
-        (["a", "--x", "steps=1,x"], "steps='x'"),
-        (["a", "b", "--x", "steps=1"], "one prompt"),
-        (["a", "--x", "seed=" + ",".join(map(str, range(500)))], "more than 400"),
-        (["a", "-n", "2", "--x", "steps=1"], "--num-images"),
-        (["--x", "steps=1"], "no prompt"),
+        ["a"],
+        ["a", "--x", "nothing=1"],
+        ["a", "--x", "steps"],
+        ["a", "--x", "steps=1,,2"],
+        ["a", "--x", "steps=1", "--y", "num_inference_steps=2"],
+        ["a", "--x", "steps=1,x"],
+        ["a", "b", "--x", "steps=1"],
+        ["a", "--x", "seed=" + ",".join(map(str, range(500)))],
+        ["a", "-n", "2", "--x", "steps=1"],
+        ["--x", "steps=1"],
     ],
 )
-def test_bad_sheets(words: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_sheets(words: list[str], here: Path) -> None:
     assert main(["sheet", *words]) == BAD_INPUT
-    assert message in capsys.readouterr().err
     assert not list(here.iterdir())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import refused
 
 from canvax.errors import InputError
 from canvax.samplers import (
@@ -243,7 +244,7 @@ def test_every_spelling_finds_its_sampler() -> None:
         ("DPM++ 2N Karras", "DPM.. 2M Karras"),
         ("uniPD", "did you mean"),
         ("DPM adaptive", "chooses its steps"),
-        ("DDIM inversion Karras", "no karras sigmas"),
+        ("DDIM inversion Karras", "karras sigmas"),
     ],
 )
 def test_unknown_names(name: str, hint: str) -> None:
@@ -358,82 +359,82 @@ def test_configs_that_cannot_be_honoured(fields: dict[str, Any], said: list[str]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "argument"),
     [
-        ({"steps": 0}, "1..1000"),
-        ({"steps": 5000}, "1..1000"),
-        ({"steps": 2.5}, "whole number"),
-        ({"steps": True}, "whole number"),
-        ({"steps": 20, "spacing": "middle"}, "spacing='middle'"),
-        ({"steps": 20, "sigmas": "caras", "sampler": "euler"}, "'karras'"),
-        ({"steps": 20, "sigmas": "karras", "sampler": "ddim inversion"}, "leave it out"),
-        ({"steps": 20, "sigmas": [1.0, 2.0]}, "does not fall"),
-        ({"steps": 20, "sigmas": []}, "list of numbers"),
-        ({"steps": None, "sigmas": [1e308, 1.0, 0.0]}, "numbers in 0..1e6"),
-        ({"steps": None, "sigmas": [10**400, 1.0]}, "finite number"),
-        ({"steps": 20, "guidance": 1e39}, "guidance=1e.39"),
-        ({"steps": 20, "sigmas": [3.0, 2.0, 0.0]}, "2 levels"),
-        ({"steps": None}, "whole number"),
-        ({"steps": 20, "sampler": "ddim inversion", "start": 0.5}, "run whole"),
-        ({"steps": 20, "guidance": [1.0, 2.0]}, "20 steps"),
-        ({"steps": 20, "guidance_interval": (0.5, 0.2)}, "in order"),
-        ({"steps": 20, "settings": {"s_churn": 1.0}}, "is not a setting of sampler='pndm'; it has rho"),
+        ({"steps": 0}, "steps"),
+        ({"steps": 5000}, "steps"),
+        ({"steps": 2.5}, "steps"),
+        ({"steps": True}, "steps"),
+        ({"steps": 20, "spacing": "middle"}, "spacing"),
+        ({"steps": 20, "sigmas": "caras", "sampler": "euler"}, "sigmas"),
+        ({"steps": 20, "sigmas": "karras", "sampler": "ddim inversion"}, "sigmas"),
+        ({"steps": 20, "sigmas": [1.0, 2.0]}, "sigmas"),
+        ({"steps": 20, "sigmas": []}, "sigmas"),
+        ({"steps": None, "sigmas": [1e308, 1.0, 0.0]}, "sigmas"),
+        ({"steps": None, "sigmas": [10**400, 1.0]}, "sigmas"),
+        ({"steps": 20, "guidance": 1e39}, "guidance"),
+        ({"steps": 20, "sigmas": [3.0, 2.0, 0.0]}, "steps"),
+        ({"steps": None}, "steps"),
+        ({"steps": 20, "sampler": "ddim inversion", "start": 0.5}, "sampler"),
+        ({"steps": 20, "guidance": [1.0, 2.0]}, "guidance_steps"),
+        ({"steps": 20, "guidance_interval": (0.5, 0.2)}, "guidance_interval"),
+        ({"steps": 20, "settings": {"s_churn": 1.0}}, "sampler_settings"),
         (
             {"steps": 20, "sampler": "euler", "settings": {"s_churn": "much"}},
-            "s_churn='much' cannot be used .a number in 0",
+            "s_churn",
         ),
         (
             {"steps": 20, "sampler": "euler", "settings": {"s_churn": -1.0}},
-            "s_churn=-1.0 cannot be used .a number in 0",
+            "s_churn",
         ),
-        ({"steps": 20, "sampler": "unipc", "settings": {"solver_order": 4}}, "solver_order=4"),
-        ({"steps": 20, "sampler": "unipc", "settings": {"solver_order": 2.5}}, "whole number"),
-        ({"steps": 20, "eta": 0.5}, "leave it out or use"),
-        ({"steps": 20, "eta": 1.5, "sampler": "ddim"}, "0..1"),
-        ({"steps": 20, "eta": float("nan"), "sampler": "ddim"}, "eta=nan is not a finite number"),
-        ({"steps": 20, "guidance": float("nan")}, "guidance=nan"),
-        ({"steps": 20, "rescale": 2.0}, "rescale=2.0"),
-        ({"steps": 1000, "sampler": "ddim", "spacing": "leading"}, "fewer steps"),
-        ({"steps": 1000, "sampler": "dpmpp_2m"}, "fewer steps"),
-        ({"steps": 1000, "sampler": "deis", "spacing": "linspace"}, "fewer"),
-        ({"steps": None, "settings": {"timesteps": 999}}, "list of numbers"),
-        ({"steps": None, "settings": {"timesteps": "abc"}}, "list of numbers"),
-        ({"steps": None, "settings": {"timesteps": [5000, 500]}}, "not in 0..999"),
+        ({"steps": 20, "sampler": "unipc", "settings": {"solver_order": 4}}, "solver_order"),
+        ({"steps": 20, "sampler": "unipc", "settings": {"solver_order": 2.5}}, "solver_order"),
+        ({"steps": 20, "eta": 0.5}, "eta"),
+        ({"steps": 20, "eta": 1.5, "sampler": "ddim"}, "eta"),
+        ({"steps": 20, "eta": float("nan"), "sampler": "ddim"}, "eta"),
+        ({"steps": 20, "guidance": float("nan")}, "guidance"),
+        ({"steps": 20, "rescale": 2.0}, "rescale"),
+        ({"steps": 1000, "sampler": "ddim", "spacing": "leading"}, "steps"),
+        ({"steps": 1000, "sampler": "dpmpp_2m"}, "steps"),
+        ({"steps": 1000, "sampler": "deis", "spacing": "linspace"}, "steps"),
+        ({"steps": None, "settings": {"timesteps": 999}}, "timesteps"),
+        ({"steps": None, "settings": {"timesteps": "abc"}}, "timesteps"),
+        ({"steps": None, "settings": {"timesteps": [5000, 500]}}, "timesteps"),
         (
             {"steps": 20, "sampler": "euler", "sigmas": "karras", "settings": {"rho": 0}},
-            "rho=0 cannot be used .a number in 0.1..1000",
+            "rho",
         ),
-        ({"steps": 3, "sampler": "euler", "settings": {"steps_offset": -5}}, "steps_offset=-5 cannot"),
+        ({"steps": 3, "sampler": "euler", "settings": {"steps_offset": -5}}, "steps_offset"),
         *[
-            ({"steps": 3, "sampler": name, "spacing": "leading", "settings": {"steps_offset": 400}}, "steps_offset=400")
+            ({"steps": 3, "sampler": name, "spacing": "leading", "settings": {"steps_offset": 400}}, "steps")
             for name in ("euler", "heun", "ddim")
         ],
-        ({"steps": 4, "sampler": "dpmpp_2m", "spacing": "leading", "settings": {"steps_offset": 400}}, "timestep 1200"),
-        ({"steps": 1000, "sampler": "euler", "spacing": "leading"}, "timestep 1000, outside 0..999; use fewer steps"),
-        ({"steps": 1000, "sampler": "heun", "spacing": "leading"}, "timestep 1000, outside 0..999; use fewer steps"),
-        ({"steps": 999, "sampler": "dpmpp_2m", "spacing": "leading"}, "timestep 1000"),
-        ({"steps": 4, "sampler": "lcm", "settings": {"original_inference_steps": 0}}, "original_inference_steps=0"),
-        ({"steps": 4, "sampler": "ddim", "settings": {"clip_sample_range": -1}}, "clip_sample_range=-1 cannot"),
+        ({"steps": 4, "sampler": "dpmpp_2m", "spacing": "leading", "settings": {"steps_offset": 400}}, "steps"),
+        ({"steps": 1000, "sampler": "euler", "spacing": "leading"}, "steps"),
+        ({"steps": 1000, "sampler": "heun", "spacing": "leading"}, "steps"),
+        ({"steps": 999, "sampler": "dpmpp_2m", "spacing": "leading"}, "steps"),
+        ({"steps": 4, "sampler": "lcm", "settings": {"original_inference_steps": 0}}, "original_inference_steps"),
+        ({"steps": 4, "sampler": "ddim", "settings": {"clip_sample_range": -1}}, "clip_sample_range"),
         (
             {"steps": 4, "sampler": "ddpm", "settings": {"variance_type": 3}},
-            "variance_type=3 cannot be used .choose one of",
+            "variance_type",
         ),
-        ({"steps": 4, "sampler": "ddpm", "settings": {"variance_type": "fixed_lage"}}, "'fixed_large'"),
-        ({"steps": 4, "sampler": "ddpm", "settings": {"variance_type": "learned"}}, "'fixed_small'"),
-        ({"steps": 4, "sampler": "dpm_single_2", "settings": {"euler_at_final": True}}, "is not a setting"),
-        ({"steps": None, "sigmas": [3.0, 1.0], "settings": {"timesteps": [900, 500]}}, "leave one out"),
-        ({"steps": None, "sigmas": "karras", "settings": {"timesteps": [900, 500]}}, "sigmas='karras': both"),
-        ({"steps": None, "sampler": "Euler Karras", "settings": {"timesteps": [900, 500]}}, "'Euler Karras': both"),
-        ({"steps": 4, "sampler": "euler", "settings": {"s_noise": float("inf")}}, "s_noise=inf cannot"),
-        ({"steps": 4, "sampler": "dpmpp_2m_sde", "settings": {"s_noise": -1}}, "s_noise=-1 cannot"),
+        ({"steps": 4, "sampler": "ddpm", "settings": {"variance_type": "fixed_lage"}}, "variance_type"),
+        ({"steps": 4, "sampler": "ddpm", "settings": {"variance_type": "learned"}}, "variance_type"),
+        ({"steps": 4, "sampler": "dpm_single_2", "settings": {"euler_at_final": True}}, "sampler_settings"),
+        ({"steps": None, "sigmas": [3.0, 1.0], "settings": {"timesteps": [900, 500]}}, "timesteps"),
+        ({"steps": None, "sigmas": "karras", "settings": {"timesteps": [900, 500]}}, "timesteps"),
+        ({"steps": None, "sampler": "Euler Karras", "settings": {"timesteps": [900, 500]}}, "timesteps"),
+        ({"steps": 4, "sampler": "euler", "settings": {"s_noise": float("inf")}}, "s_noise"),
+        ({"steps": 4, "sampler": "dpmpp_2m_sde", "settings": {"s_noise": -1}}, "s_noise"),
         (
             {"steps": 4, "sampler": "Euler Karras", "settings": {"sigma_max": float("inf")}},
-            "sigma_max=inf cannot",
+            "sigma_max",
         ),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_bad_arguments(arguments: dict[str, Any], argument: str) -> None:
+    with refused(argument):
         build_table(scheduler(), **arguments)
 
 

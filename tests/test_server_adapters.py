@@ -19,15 +19,12 @@ from PIL import Image
 
 import canvax
 from canvax.compile.monitor import counting
-from canvax.errors import InputError
 from canvax.images.metadata import metadata_in
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import Ask, Refused
 from canvax.server.served import Warm
 from canvax.server.shelf import AdapterSettings, Shelf, Wanted
-from canvax.server.words import Words
 from canvax.server.work import check, may_begin
-from canvax.weights.embeddings import Embedding
 from tests.serving import generating
 
 NAMES = ("ink", "clay", "wool")
@@ -49,9 +46,8 @@ def folder(emoji: canvax.StableDiffusion, tmp_path_factory: pytest.TempPathFacto
             if component != "vae" and "attn" in module:
                 arrays |= {f"{component}.{module}{end}": a * 0.5 for end, a in lora(draw, shape).arrays.items()}
         write(folder / f"{name}.safetensors", arrays, {"ss_output_name": f"{name}-v1"})
-    for i, name in enumerate(("knit", "knot")):  # the last of them, with a word
-        yarn = {"bundle_emb.yarn.string_to_param.*": Draw(7 + i)(2, 160)}
-        write(folder / f"{name}.safetensors", arrays | yarn)
+    yarn = {"bundle_emb.yarn.string_to_param.*": Draw(7)(2, 160)}
+    write(folder / "knit.safetensors", arrays | yarn)
     (folder / "broken.safetensors").write_bytes(b"{}")
     return folder
 
@@ -107,48 +103,6 @@ def test_each_request_has_its_own(
     assert np.abs(found[1][0] - merged).max() <= 2
 
 
-def test_words_of_a_lora(server: tuple[httpx.Client, ImageEngine], folder: Path, emoji: canvax.StableDiffusion) -> None:
-    """They are known to the requests that name it, as in the pipeline, and text to all others of the batch."""
-    client, _ = server
-    text = {"prompt": "a yarn apple", "negative_prompt": "yarn"}
-    asked = [text, text | {"prompt": "a yarn apple <lora:knit:0.5>"}, text | {"prompt": "a yarn apple <lora:knot:0>"}]
-    with counting() as counts, ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda one: drawn(client, **one)[0], asked))
-        assert np.abs(drawn(client, **text)[0] - found[0]).max() <= 1  # still text, when the files have been read
-    assert counts.compilations == 0
-    call = {**text, "seed": 3, "num_inference_steps": 3}
-    for image, (name, weight) in zip(found, (("", 0.0), ("knit", 0.5), ("knot", 0.0)), strict=True):
-        if name:
-            emoji.adapters.load(name, folder / f"{name}.safetensors", weight)
-        want = np.asarray(emoji(**call)[0], np.int16)
-        emoji.adapters.remove()
-        assert np.abs(image - want).max() <= 2, name
-    assert all(np.abs(a - b).max() > 20 for i, a in enumerate(found) for b in found[:i])
-
-
-def test_room_for_words(emoji: canvax.StableDiffusion, folder: Path) -> None:
-    """Rows are those of who holds a word; files that nobody wants give theirs away."""
-    words = Words(emoji.model)
-    room = len(emoji.model.tokenizers["text_encoder"].spare)
-    many = [Embedding("many", {"text_encoder": Draw()(room - 1, 160)})]
-    (one,) = held = words.placed(many)
-    with pytest.raises(InputError, match="has room for 1 more"):
-        words.placed(many)
-    del one, held
-    words.placed(many)
-    with pytest.raises(InputError, match="overflow"):
-        words.placed([Embedding("nan", {"text_encoder": np.full((1, 160), np.nan, np.float32)})])
-    shelf = Shelf(emoji.model, emoji.mesh, AdapterSettings(folder, places=1))
-    first = shelf.read("knit")
-    assert shelf.read("knit") is first
-    del first
-    (kept,) = shelf._placed(many)
-    with pytest.raises(Refused, match="has room for 1 more"):
-        shelf.read("knit")
-    del kept
-    assert shelf.read("knit").words[0].name == "yarn"
-
-
 @pytest.mark.slow
 def test_the_other_apis(server: tuple[httpx.Client, ImageEngine]) -> None:
     client, _ = server
@@ -172,7 +126,7 @@ def test_the_other_apis(server: tuple[httpx.Client, ImageEngine]) -> None:
 def test_the_list(server: tuple[httpx.Client, ImageEngine], folder: Path) -> None:
     client, _ = server
     told = {one["name"]: one for one in client.get("/sdapi/v1/loras").json()}
-    assert set(told) == {*NAMES, "broken", "knit", "knot"}
+    assert set(told) == {*NAMES, "broken", "knit"}
     assert told["ink"] == {"name": "ink", "alias": "ink-v1", "path": "ink.safetensors", "metadata": {}}
     (folder / "ink.safetensors").rename(folder / "tusche.safetensors")
     try:
@@ -192,7 +146,7 @@ def test_the_list(server: tuple[httpx.Client, ImageEngine], folder: Path) -> Non
         ({"/etc/passwd": 1.0}, 404, "is not there"),
         ({"broken": 1.0}, 400, "broken.safetensors"),
         ({"ink": 1.0, "clay": 1.0, "wool": 1.0}, 400, "3 are more than an image can have here, 2"),
-        ({"knit": 1.0, "knot": 0.5}, 400, "'yarn' is a word of both 'knit' and 'knot'"),
+        ({"knit": 1.0}, 400, "textual inversions ('yarn')"),
         ({"ink": {"unet.up_blocks.1": 1.0}}, 400, "for 'unet.up_blocks.1'"),
         ({"ink": 1e9}, 400, "beyond 1000"),
     ],
@@ -232,7 +186,7 @@ def test_two_files_of_one_name(folder: Path, emoji: canvax.StableDiffusion, tmp_
     assert upper.sha256 != deeper.sha256
     assert shelf.read("deep/wool") is shelf.read("wool")
     _, wanted = shelf.wanted("a <lora:./ink:0.5><lora:deep/ink:0.8> fox", {})
-    told = shelf.shares(wanted, {}).records[0]
+    told = shelf.shares(wanted).records[0]
     assert {name: entry["sha256"] for name, entry in told.items()} == {
         "./ink": upper.sha256,
         "deep/ink": deeper.sha256,
@@ -253,14 +207,14 @@ def test_places_are_held_until_images_are_over(folder: Path, emoji: canvax.Stabl
     for image in (ink, clay):
         assert may(image) == [image]
         shelf.slots.pin(image.adapters)
-        shelf.shares(image.adapters, {})
+        shelf.shares(image.adapters)
     held = dict(shelf.slots.held)
     assert may(wool, again, plain) == [plain]  # there is a place for ``again``; it would keep wool out
     assert may(again, wool, plain) == [again, plain]  # wool is not asked for: nobody remembers it
     shelf.slots.unpin(clay.adapters)
     assert may(wool, again, plain) == [wool, again, plain]
     shelf.slots.pin(wool.adapters)
-    rows = shelf.shares(wool.adapters, {}).weights["unet"]
+    rows = shelf.shares(wool.adapters).weights["unet"]
     (where,) = np.flatnonzero(rows[0])
     assert where == next(place for entry, place in held.items() if entry.name == "clay")  # which nobody holds
     assert may(again) == [again]
@@ -285,9 +239,9 @@ def test_a_place_that_cannot_be_written_is_not_held(
     with monkeypatch.context() as patch:
         patch.setattr(shelf.bank, "put", fail)
         with pytest.raises(RuntimeError):
-            shelf.shares(ink, {})
+            shelf.shares(ink)
     assert not shelf.slots.held
-    shelf.shares(ink, {})
+    shelf.shares(ink)
     assert any(np.any(np.asarray(array)) for array in jax.tree.leaves(shelf.bank.arrays))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,7 +13,6 @@ from typing import Any
 
 import httpx2 as httpx
 import jax
-import msgspec
 import numpy as np
 import pytest
 from adapter_files import Draw, layers, lora, write
@@ -28,20 +26,17 @@ import canvax
 from canvax.cli.arguments import parse
 from canvax.cli.serve import _load
 from canvax.compile.monitor import counting
-from canvax.images.maps import control_map
 from canvax.images.metadata import metadata_in
 from canvax.scale.serve import Images, Wanted
-from canvax.server.a1111_ask import ImageToImage, TextToImage, ask_of
 from canvax.server.book import Book
 from canvax.server.control import cards, publicly
 from canvax.server.engine import EngineSettings, ImageEngine
-from canvax.server.jobs import Ask, ControlCard, Job, ModelCard, Picture, PromptImage, Refused, Status
+from canvax.server.jobs import Ask, Job, Picture, PromptImage, Refused, Status
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.served import Warm
 from canvax.server.shelf import AdapterSettings
 from canvax.server.work import check
-from tests.server_stub import CARD as STUB
 from tests.serving import generating
 
 BODY = {"prompt": "a cat", "seed": 3, "steps": 4, "width": 64, "height": 64}
@@ -206,8 +201,6 @@ def test_types_adapters_and_several_prompts(tmp_path: Path) -> None:
         assert len(engine._models.groups()) == 2  # several image prompts of one adapter have programs of their own
         told = client.get("/api/models").json()["models"][0]["controls"][0]
         assert (told["name"], told["kind"], "tile" in told["types"]) == ("all", "union", True)
-        answer = client.post("/sdapi/v1/txt2img", json=units(unit(TWO, model="all", union_control_type="tile")))
-        assert answer.status_code == 200, answer.text
     pipe.adapters.load("ink", tmp_path / "loras" / "ink.safetensors", beside=True)
     for (pixels, _), (_, call) in zip(found, calls, strict=True):
         wanted = called(pipe, **{"adapters": {}, **call})
@@ -220,8 +213,6 @@ def test_what_is_there_is_told(server: tuple[httpx.Client, ImageEngine]) -> None
         {"name": "edges", "kind": "controlnet", "types": []}, {"name": "colours", "kind": "t2i-adapter", "types": []},
     ]  # fmt: skip
     assert card["ip_adapters"] == ["plain", "plus"]
-    assert server[0].get("/controlnet/model_list").json() == {"model_list": ["edges", "colours", "plain", "plus"]}
-    assert server[0].get("/sdapi/v1/scripts").json() == {"txt2img": ["controlnet"], "img2img": ["controlnet"]}
 
 
 def test_flags(root: Path, pipe: canvax.StableDiffusion) -> None:
@@ -319,145 +310,9 @@ def test_a_journal_keeps_the_images(tmp_path: Path) -> None:
     journal.close()
 
 
-# Units of sd-webui-controlnet.
-
-
-def unit(image: Image.Image | str | None = ONE, **more: Any) -> dict[str, Any]:
-    sent = b64(image) if isinstance(image, Image.Image) else image
-    return {"input_image": sent, "module": "none", "model": "edges", "weight": 1.0, **more}
-
-
-def units(*args: Any, **more: Any) -> dict[str, Any]:
-    return BODY | {"alwayson_scripts": {"controlnet": {"args": args}}} | more
-
-
-def test_units_are_control_images(server: tuple[httpx.Client, ImageEngine]) -> None:
-    """As the same job of canvax's own API."""
-    client, _ = server
-    wanted, _ = drawn(
-        client, control=[b64(control_map("canny", ONE)), b64(TWO)], control_scale=[0.7, 0.5], control_end=[1, 0.5],
-        control_mode=["prompt", "control"], image_prompt={"image": b64(TWO), "scale": 0.5, "adapter": 1},
-    )  # fmt: skip
-    body = units(
-        unit(module="canny", weight=0.7, threshold_a=-1, control_mode="My prompt is more important", pixel_perfect=True,
-             processor_res=512, low_vram=False, resize_mode="Just Resize"),
-        {"enabled": True, "image": {"image": b64(TWO)}, "model": "colours [d14c016b]", "weight": 0.5, "control_mode": 2,
-         "guidance_end": 0.5},
-        unit(TWO, module="ip-adapter-auto", model="plus", weight=0.5),
-        unit(TWO, model="of another server", enabled=False),
-    )  # fmt: skip
-    answer = client.post("/sdapi/v1/txt2img", json=body)
-    assert answer.status_code == 200, answer.text
-    assert "input_image" not in answer.text
-    (image,) = answer.json()["images"]
-    found = np.asarray(Image.open(io.BytesIO(base64.b64decode(image))), np.int16)
-    assert np.abs(found - wanted).max() <= 2
-
-
-CARD = replace(
-    STUB, controls=(ControlCard("edges", "controlnet"), ControlCard("all", "union", ("depth", "canny", "softedge"))),
-    ip_adapters=("plain",),
-)  # fmt: skip
-
-
-def asked(body: dict[str, Any], kind: type[TextToImage] = TextToImage, card: ModelCard = CARD) -> Ask:
-    return ask_of(msgspec.convert(body, kind, strict=False), card, "")
-
-
-def test_what_units_mean() -> None:
-    ask = asked(units(unit(guessmode=True, guidance="0.5", threshold_a=64)))
-    assert (ask.control[1], ask.options["control_mode"], ask.options["control_end"]) == (
-        None, ["guess", "balanced"], [0.5, 1.0],
-    )  # fmt: skip
-    kinds = [unit(model="all", union_control_type="Depth"), unit(model="ALL", module="canny")]
-    assert list(asked(units(*kinds)).control[1]) == ["depth", "canny"]
-    alone = replace(CARD, controls=CARD.controls[:1], ip_adapters=())
-    assert asked(units({"input_image": b64(ONE)}), card=alone).control[0].size == (64, 64)
-    from_image = asked(units(unit(None), init_images=[b64(TWO)]), ImageToImage)
-    assert from_image.control[0].tobytes() == TWO.tobytes()
-    assert asked({"prompt": "x", "alwayson_scripts": {"ADetailer": {"args": []}}}).control is None
-
-
-@pytest.mark.parametrize(
-    ("mode", "white"), [(0, 16), ("Just Resize", 16), (None, 32), (1, 32), ("Crop and Resize", 32), ("2", 16)]
-)
-def test_units_are_brought_to_the_size(mode: Any, white: int) -> None:
-    """Stretched, cropped, or with the colour of its edge around it."""
-    wide = Image.new("RGB", (128, 64))
-    wide.paste((255, 255, 255), (48, 16, 80, 48))
-    found = asked(units(unit(wide, resize_mode=mode))).control[0].convert("L")
-    assert found.size == (64, 64)
-    assert sum(level > 128 for level in found.crop((0, 32, 64, 33)).tobytes()) == white
-    assert sum(level > 128 for level in found.crop((32, 0, 33, 64)).tobytes()) == (16 if mode == "2" else 32)
-
-
-@pytest.mark.parametrize(
-    ("args", "param", "said"),
-    [
-        ([unit(model="depths")], "model", "/controlnet/model_list lists edges, all, plain"),
-        ([unit(model=None)], "model", "is missing, and there are several; /controlnet/model_list lists edges"),
-        ([unit(module="openpose_full")], "module", "send its finished map with none"),
-        ([unit(None)], "image", "there is none"),
-        ([unit("http://169.254.169.254/x")], "image", "nothing is fetched here"),
-        ([unit(control_mode=3)], "control_mode", "send 0, 1 or 2"),
-        ([unit(resize_mode=3)], "resize_mode", "send 0, 1 or 2"),
-        ([unit(guidance_start=0.5, guidance_end=0.5)], "guidance_start", "is not before"),
-        ([unit(mask=b64(ONE))], "mask", "not offered"),
-        ([unit(advanced_weighting=[1.0] * 13)], "advanced_weighting", "not offered"),
-        ([unit(), unit(TWO)], "model", "in two units"),
-        ([unit(model="all")], "union_control_type", "no type of all"),
-        ([unit(model="all", module="canny"), unit(model="all", module="canny")], "union_control_type", "two images"),
-        ([unit(model="all", module="canny", weight=0.5), unit(model="all", union_control_type="Depth")], "weight",
-         "of which it has one"),
-        ([unit(model="plain", module="canny")], "module", "does not go with an IP-Adapter"),
-        ([unit(model="plain", guidance_end=0.5)], "guidance_start", "the whole run"),
-        ([unit()] * 11, "alwayson_scripts", "more than 10"),
-        ([True, "canny"], "alwayson_scripts", "each an object"),
-    ],
-)  # fmt: skip
-def test_bad_units(args: list[Any], param: str, said: str) -> None:
-    with pytest.raises(Refused, match=re.escape(said)) as caught:
-        asked(units(*args))
-    assert (caught.value.param, caught.value.status) in ((param, 422), (param, 400))
-
-
-def test_a_unit_without_a_list() -> None:
-    with pytest.raises(Refused, match="put it into a list"):
-        asked(BODY | {"alwayson_scripts": {"controlnet": {"image": b64(ONE)}}})
-
-
-def test_units_of_a_size_that_is_not_ready() -> None:
-    """Nothing is made that large."""
-    for size, card, said in (
-        ({"width": 16384, "height": 16384}, CARD, "16384x16384 is not ready here; ask for 64x64 or 96x64"),
-        ({"width": 16384, "height": 512}, replace(CARD, any_size=True), "more than 4194304 pixels"),
-    ):
-        with pytest.raises(Refused, match=said):
-            asked(units(unit(), **size), card=card)
-    large = {"init_images": [b64(ONE)], "resize_mode": 1, "width": 16384, "height": 16384}
-    with pytest.raises(Refused, match="more than 16777216 pixels"):
-        asked({"prompt": "x", **large}, ImageToImage)
-
-
-def test_units_and_only_masked() -> None:
-    """AUTOMATIC1111 generates the masked part alone unless told otherwise; a control image is of the whole."""
-    body = units(unit(), init_images=[b64(TWO)], mask=b64(left()))
-    with pytest.raises(Refused, match="inpaint_full_res"):
-        asked(body, ImageToImage)
-    assert asked(body | {"inpaint_full_res": False}, ImageToImage).control
-
-
 def test_metadata_has_no_folders() -> None:
     told = {"model": "/srv/ada/sd", "vae": "/srv/ada/vae", "controlnet": ["/srv/ada/net", "/srv/bob/net"]}
     told |= {"adapters": {"ink": {"file": "/srv/ada/ink.safetensors"}}, "embeddings": {"wool": "/srv/ada/wool"}}
     found = publicly(told)
     assert "/srv" not in str(found)
     assert found["controlnet"] == ["net", "net-2"]
-
-
-def test_lists(server: tuple[httpx.Client, ImageEngine]) -> None:
-    assert server[0].get("/controlnet/version").json() == {"version": 3}
-    told = server[0].get("/controlnet/module_list").json()
-    assert {"none", "canny"} <= set(told["module_list"])
-    assert [one and one["value"] for one in told["module_detail"]["canny"]["sliders"]] == [None, 100, 200]
-    assert server[0].get("/controlnet/nothing").json().keys() == {"error", "detail", "body", "errors"}

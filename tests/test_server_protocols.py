@@ -681,7 +681,7 @@ A1111_BAD = [
     ({"enable_hr": True}, "enable_hr"), ({"tiling": True}, "tiling"), ({"script_name": "x"}, "script_name"),
     ({"alwayson_scripts": {"ADetailer": {"args": [True]}}}, "alwayson_scripts"),
     ({"alwayson_scripts": {"ControlNet": {"args": [True]}}}, "alwayson_scripts"),
-    ({"alwayson_scripts": {"ControlNet": {"args": [{"input_image": b64(picture())}]}}}, "model"),
+    ({"alwayson_scripts": {"ControlNet": {"args": [{"input_image": b64(picture())}]}}}, "alwayson_scripts"),
     ({"sampler_name": "Magic"}, "sampler_name"),
     ({"scheduler": "Magic"}, "scheduler"), ({"subseed_strength": 2}, "subseed_strength"), ({"eta": "NaN"}, "eta"),
     ({"override_settings": []}, "override_settings"), ({"sampler_index": "Magic"}, "sampler_index"),

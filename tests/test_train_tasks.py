@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
+from refusals import refused
 from small_checkpoint import write_small_checkpoint
 from small_sdxl import build as build_xl
 from test_finetune import write_pictures
@@ -207,18 +208,11 @@ def test_another_lora_in_the_same_folder_is_refused(model: Path, pictures: Path,
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"rank": 0}, "rank"),
-        ({"rank": 5000}, "rank = 5000 is more than 1024"),
-        ({"alpha": 0.0}, "alpha"),
-        ({"layers": "atention"}, "did you mean 'attention'"),
-        ({"names": "a1111"}, "names"),
-        ({"save_dtype": "fp9"}, "fp9"),
-    ],
+    "values",
+    [{"rank": 0}, {"rank": 5000}, {"alpha": 0.0}, {"layers": "atention"}, {"names": "a1111"}, {"save_dtype": "fp9"}],
 )
-def test_a_lora_that_cannot_be(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_a_lora_that_cannot_be(values: dict[str, Any]) -> None:
+    with refused(*values, "dtype"):
         Lora(**values)
 
 
@@ -439,27 +433,27 @@ def test_the_commands(model: Path, pictures: Path, tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "name"),
     [
-        (["lora", "{p}", "--rank", "0"], "rank=0"),
-        (["lora", "{p}", "--layers", "some"], "--layers 'some' is not known"),
-        (["lora", "{p}", "--network-dimm", "8"], "did you mean '--network-dim'"),
+        (["lora", "{p}", "--rank", "0"], "--rank"),
+        (["lora", "{p}", "--layers", "some"], "--layers"),
+        (["lora", "{p}", "--network-dimm", "8"], "--network-dim"),
         (["dreambooth", "{p}"], "--instance-prompt"),
         (["textual-inversion", "{p}", "--token", "<x>"], "--initializer"),
-        (["controlnet", "{p}", "--hint-channels", "a"], "--hint-channels 'a'"),
-        (["controlnet", "{p}"], "has no control image 'conditioning_image'"),
-        (["lora", "{p}", "--accumulate", "0"], "--accumulate=0 is not a whole number"),
-        (["lora", "{p}", "--empty-captions", "1"], "--empty-captions=1 is not in 0..1; below 1"),
-        (["lora", "{p}", "--unmasked-weight", "2"], "--unmasked-weight=2 is not in 0..1"),
-        (["dreambooth", "{p}", "-p", "sks", "--unmasked-weight", "0.5"], "0.5, but no picture has a mask"),
+        (["controlnet", "{p}", "--hint-channels", "a"], "--hint-channels"),
+        (["controlnet", "{p}"], "conditioning_image"),
+        (["lora", "{p}", "--accumulate", "0"], "--accumulate"),
+        (["lora", "{p}", "--empty-captions", "1"], "--empty-captions"),
+        (["lora", "{p}", "--unmasked-weight", "2"], "--unmasked-weight"),
+        (["dreambooth", "{p}", "-p", "sks", "--unmasked-weight", "0.5"], "--unmasked-weight"),
     ],
 )
 def test_commands_that_cannot_be(
-    words: list[str], message: str, model: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], name: str, model: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [word.format(p=pictures) for word in words]
     assert main(["train", *words, "-m", str(model), "-o", str(tmp_path / "run")]) == 2
-    assert message in capsys.readouterr().err
+    assert name in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -468,9 +462,9 @@ def test_pictures_are_looked_at_first(tmp_path: Path, monkeypatch: pytest.Monkey
     for module in (task, dreambooth):
         monkeypatch.setattr(module, "open_model", lambda *_, **__: pytest.fail("the model was opened"))
     run = training(Path("owner/name"), tmp_path / "nothing", tmp_path / "run")
-    with pytest.raises(InputError, match="no such folder"):
+    with refused("pictures"):
         train_lora(run, Lora(), one())
-    with pytest.raises(InputError, match="no such folder"):
+    with refused("pictures"):
         subject_of(Instance("sks", "a dog"), run, one())
     assert not (tmp_path / "run").exists()
 
@@ -479,15 +473,15 @@ def test_all_is_looked_at_before_weights_are_read(
     model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("canvax.pipelines.open.load_components", lambda *_, **__: pytest.fail("weights were read"))
-    for message, more in {
-        "size = 63 must be divisible": {"size": 63},
-        "preview 'xxx.*letters": {"prompts": ("x" * 100_001,)},
-        "no picture has a mask": {"unmasked_weight": 0.5},
+    for argument, more in {
+        "size": {"size": 63},
+        "preview": {"prompts": ("x" * 100_001,)},
+        "unmasked_weight": {"unmasked_weight": 0.5},
     }.items():
-        with pytest.raises(InputError, match=message):
+        with refused(argument):
             train_lora(training(model, pictures, tmp_path / "run", **more), Lora(), one())
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png")  # without a table
-    with pytest.raises(InputError, match="lies in that of the pictures"):
+    with refused("folder"):
         subject_of(Instance("sks", "a dog"), training(model, tmp_path, tmp_path / "run"), one())
     assert not (tmp_path / "run").exists()
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import refused
 from small_checkpoint import TEXT, UNET, VAE
 
 from canvax.errors import CanvaxError, CheckpointError, InputError
@@ -207,7 +208,7 @@ def test_eight_devices_learn_what_one_does(tmp_path: Path) -> None:
     one, _ = toy(tmp_path / "1", plan)
     eight, _ = toy(tmp_path / "8", plan, make_mesh(jax.devices()))
     np.testing.assert_allclose(one["w"], eight["w"], rtol=1e-6)
-    with pytest.raises(InputError, match="batch = 4 cannot be split over 8 devices"):
+    with refused("batch"):
         toy(tmp_path / "4", PLAN, make_mesh(jax.devices()))
 
 

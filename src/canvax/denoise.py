@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from canvax.guidance import Method, compose, guide, projected, thresholded, zero_star
+from canvax.guidance import Method, Rule, compose, guide, projected, thresholded, zero_star
 from canvax.models.controlled import ControlledDenoiser, of_halves
 from canvax.models.deep_features import Recall
 from canvax.models.denoiser import Denoiser
@@ -148,7 +148,7 @@ def denoise(
     denoiser: Denoiser | ControlledDenoiser,
     clip: Clip | None = None,
     deep_layers: int = 0,
-    method: Method = "cfg",
+    method: Method | Rule = "cfg",
 ) -> tuple[Array, Array, Array | None]:
     """Run the first ``count`` rows of a window.
 
@@ -223,7 +223,7 @@ def denoise(
         return jax.lax.fori_loop(0, inputs.count, step, first)
 
 
-def _guided(x: Array, outputs: Array, row: Rows, inputs: StepInputs, method: Method) -> Array:
+def _guided(x: Array, outputs: Array, row: Rows, inputs: StepInputs, method: Method | Rule) -> Array:
     """D of outputs [B, n, h, w, C]: for the negative prompt, the prompts and the perturbed one, as far as there are."""
     guided, tuning = inputs.negative is not None, inputs.tuning
 
@@ -243,6 +243,8 @@ def _guided(x: Array, outputs: Array, row: Rows, inputs: StepInputs, method: Met
     scale = row["guidance"]
     if method == "cfg":
         return at(guide(negative, conditional, scale, row["rescale"], further))
+    if not isinstance(method, str):
+        return method(at(negative), at(conditional), scale) + _per_image(row["q"]) * further
     numbers = tuning.method[:, 0], tuning.method[:, 1]
     if method == "cfg_zero":
         return at(zero_star(negative, conditional, scale, row["step"], numbers[0]) + further)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import re
 import sys
 import warnings
@@ -34,12 +35,8 @@ Write = Callable[[str, str | None], str]
 """How an entry point writes an argument: its name, and the value's text or None for the name alone."""
 
 
-class InputError(CanvaxError, ValueError):
-    """An argument cannot be used; raised before anything is downloaded, traced or compiled.
-
-        raise InputError("hires_steps", 5, "needs a second pass", "add {hires=2}")
-
-    An error about no single argument is one sentence: ``InputError("sentence")``.
+class _AboutArgument(Exception):
+    """The record that errors and hints about an argument carry; each entry point makes its sentence of it.
 
     Args:
         argument: name of the argument, as the Python call has it.
@@ -49,6 +46,11 @@ class InputError(CanvaxError, ValueError):
             its way: ``hires=2`` in Python, ``--hires 2`` on the command line, ``"hires": 2`` in JSON.
     """
 
+    argument: str
+    value: Any
+    problem: str
+    cure: str
+
     @overload
     def __init__(self, problem: str, /) -> None: ...
     @overload
@@ -57,7 +59,7 @@ class InputError(CanvaxError, ValueError):
         self.argument, self.value, self.problem, self.cure = (
             ("", NO_VALUE, parts[0], "") if len(parts) == 1 else (*parts, "")[:4]
         )
-        super().__init__(self.format(_in_python))
+        super().__init__(self.format(in_python))
 
     def format(self, write: Write) -> str:
         """The message as an entry point writes it."""
@@ -68,9 +70,27 @@ class InputError(CanvaxError, ValueError):
         return f"{subject}{self.problem}" + (f"; {cure}" if cure else "")
 
 
+class InputError(_AboutArgument, CanvaxError, ValueError):
+    """An argument cannot be used; raised before anything is downloaded, traced or compiled.
+
+        raise InputError("hires_steps", 5, "needs a second pass", "add {hires=2}")
+
+    An error about no single argument is one sentence: ``InputError("sentence")``. The arguments are those of
+    ``_AboutArgument``.
+    """
+
+    def about(self, argument: str) -> InputError:
+        """This error under another name of its argument."""
+        return InputError(argument, self.value, self.problem, self.cure) if self.argument else self
+
+
 def shown(value: Any) -> str:
     """A value's text for an error, at most 80 characters, also of a value that has no text."""
     try:
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        if hasattr(value, "dtype") and getattr(value, "shape", None) == ():
+            value = value.item()
         arrayed = not isinstance(value, type) and hasattr(value, "dtype") and getattr(value, "ndim", 0)
         text = f"<array {value.dtype} {list(value.shape)}>" if arrayed else re.sub(r" at 0x\w+", "", repr(value))
         text = f"the class {value.__name__}" if isinstance(value, type) else text
@@ -80,7 +100,8 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _in_python(argument: str, value: str | None) -> str:
+def in_python(argument: str, value: str | None) -> str:
+    """How a Python call writes an argument."""
     return argument if value is None else f"{argument}={value}"
 
 
@@ -100,11 +121,11 @@ class Cancelled(CanvaxError):
     """A callback asked to stop between two steps."""
 
 
-class HintWarning(UserWarning):
-    """Images will be generated, but most likely not those that were wanted."""
+class HintWarning(_AboutArgument, UserWarning):
+    """Images will be generated, but most likely not those that were wanted. It is made as ``InputError`` is."""
 
 
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
+def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
     """Warn at the line outside of canvax that led here, which is the one its author can change."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "canvax":
@@ -159,8 +180,10 @@ def reading_arguments(arguments: Mapping[str, Any] | None = None) -> Iterator[No
         names = [name for name, value in (arguments or {}).items() if not _readable(value)]
         if isinstance(error, TypeError) and not names:
             raise
-        which = " and ".join(names) or "an argument"
-        raise InputError(f"{which} cannot be read ({type(error).__name__}: {error}); give plain values") from error
+        problem, cure = f"cannot be read ({type(error).__name__}: {error})", "give plain values"
+        if len(names) == 1:
+            raise InputError(names[0], NO_VALUE, problem, cure) from error
+        raise InputError(f"{' and '.join(names) or 'an argument'} {problem}; {cure}") from error
 
 
 def _readable(value: Any) -> bool:
@@ -189,8 +212,10 @@ def refuse_tracers(name: str, value: Any) -> None:
 
     if any(isinstance(leaf, jax.core.Tracer) for leaf in _leaves(value)):
         raise InputError(
-            f"{name} is traced by JAX: the pipeline compiles by itself, so call it outside of jit, grad and vmap; "
-            "docs/under-the-pipeline.md has the functions to use inside them"
+            name,
+            NO_VALUE,
+            "is traced by JAX: the pipeline compiles by itself, so call it outside of jit, grad and vmap",
+            "docs/under-the-pipeline.md has the functions to use inside them",
         )
 
 
@@ -215,11 +240,11 @@ def plain(value: Any, name: str = "a number") -> Any:
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         refuse_tracers(name, value)  # one of jax.grad has a value, and its gradient would be a silent 0
         if getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M"):  # which NumPy counts among whole numbers
-            raise InputError(f"{name}={value!r:.80} is a time, not a number")
+            raise InputError(name, str(value), "is a time, not a number")
         with reading_arguments({name: value}):
             value = value.item()
     if isinstance(value, int) and value.bit_length() > 1024:
-        raise InputError(f"{name}: a whole number of {value.bit_length()} bits is too large")
+        raise InputError(name, NO_VALUE, f"is a whole number of {value.bit_length()} bits, which is too large")
     return value
 
 
@@ -231,21 +256,21 @@ def check_count(name: str, value: Any, most: int = 2**31 - 1) -> int:
     """
     value = plain(value, name)
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise InputError(f"{name}={value!r} is not a whole number of at least 1")
+        raise InputError(name, value, "is not a whole number of at least 1")
     count = int(value)
     if count > most:
-        raise InputError(f"{name}={count} is more than {most}")
+        raise InputError(name, count, f"is more than {most}")
     return count
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """``value``, if it is True or False: other values would count as one of them without a word.
+    """``value``, if it is True or False: other values would silently count as one of them.
 
     Raises:
         InputError: it is not.
     """
     if not isinstance(plain(value, name), bool):
-        raise InputError(f"{name}={value!r:.80} is neither True nor False")
+        raise InputError(name, value, "is neither True nor False")
     return value
 
 
@@ -253,7 +278,7 @@ def check_number(name: str, value: Any, cure: str = "") -> float:
     """``value`` as a float, if it is a finite number that float32 can hold.
 
     Raises:
-        InputError: it is not; ``cure`` follows.
+        InputError: it is not.
     """
     value = plain(value, name)
     try:
@@ -261,9 +286,32 @@ def check_number(name: str, value: Any, cure: str = "") -> float:
     except OverflowError:
         number = math.inf
     if not abs(number) <= FLOAT32_MAX:
-        told = repr(value) if isinstance(value, str) else str(value)
-        raise InputError(f"{name}={told[:80]} is not a finite number{cure}")
+        raise InputError(name, value, "is not a finite number", cure)
     return number
+
+
+def check_function(name: str, function: Any, count: int, arguments: str) -> None:
+    """Refuse a callback that cannot be called with ``count`` arguments, before anything runs.
+
+    Args:
+        name: of the argument.
+        function: its value.
+        count: number of arguments of a call.
+        arguments: what they are, for the error.
+
+    Raises:
+        InputError: it cannot.
+    """
+    if not callable(function):
+        raise InputError(name, function, "is not a function", f"it is called with {arguments}")
+    if inspect.iscoroutinefunction(function):
+        raise InputError(name, function, "is an async function", "give one without async")
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except ValueError:  # functions of C may have no signature
+        return
+    except TypeError:
+        raise InputError(name, function, f"cannot be called with {arguments}") from None
 
 
 def check_utf8(name: str, text: str) -> str:
@@ -275,7 +323,7 @@ def check_utf8(name: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InputError(f"{name}={text!r:.80} is not UTF-8 text; check the encoding of where it comes from") from None
+        raise InputError(name, text, "is not UTF-8 text", "check the encoding of where it comes from") from None
     return text
 
 

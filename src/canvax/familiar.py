@@ -7,7 +7,6 @@ scripts that people really migrate; for all others "did you mean" or the list of
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
@@ -15,7 +14,6 @@ from importlib.util import find_spec
 from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 
-from canvax.checked import placed, refuse_deleted
 from canvax.errors import InputError, did_you_mean, shown
 
 PAGE = "docs/coming-from-diffusers.md"
@@ -244,47 +242,34 @@ def accepts(
 ) -> Callable[[F], F]:
     """A decorator: a call with keywords that a function does not name goes through ``translate`` first.
 
-    ``check`` is given the name and the value of each argument before that. Errors name an argument as it was given,
-    where ``table`` knows it under another name.
+    ``check`` gets the name and the value of each argument before that. Errors name an argument as the caller did, where
+    ``table`` knows it under another name.
     """
 
     def decorate(function: F) -> F:
-        parameters, inner = list(signature(function).parameters), placed(function)
+        form = signature(function)
 
         @wraps(function)
         def call(*arguments: Any, **keywords: Any) -> Any:
-            given = (*zip(parameters, arguments, strict=False), *keywords.items())
-            for name, value in given if check else ():
+            for name, value in (*zip(form.parameters, arguments, strict=False), *keywords.items()) if check else ():
                 check(name, value)  # type: ignore[misc]
-            others = {name: value for name, value in keywords.items() if name not in parameters}
+            others = {name: value for name, value in keywords.items() if name not in form.parameters}
             if not others:
-                return inner(*arguments, **keywords)
-            for name, value in given:
-                refuse_deleted(name, value)
-            own = dict(zip(parameters, arguments, strict=False))
-            for name in keywords.keys() - others.keys():
-                if name in own:
-                    raise InputError(f"{name} is given twice, by its place and by its name")
-                own[name] = keywords[name]
+                return function(*arguments, **keywords)
+            known = {name: value for name, value in keywords.items() if name in form.parameters}
             try:
-                own, finish = translate(own, others)
-                result = inner(**own)
+                own, finish = translate(dict(form.bind_partial(*arguments, **known).arguments), others)
+                result = function(**own)
             except InputError as error:
-                raise _as_given(error, others, table or {}) from None
+                aliases = {entry.becomes: name for name, entry in (table or {}).items() if name in others}
+                if error.argument in others or error.argument not in aliases:
+                    raise
+                raise error.about(aliases[error.argument]) from None
             return finish(result) if finish else result
 
         return call  # type: ignore[return-value]
 
     return decorate
-
-
-def _as_given(error: InputError, given: Mapping[str, Any], table: Mapping[str, Familiar]) -> InputError:
-    """An error that begins with an argument, under the name that it was given by."""
-    for name in given:
-        own = table[name].becomes if name in table else ""
-        if own and own not in given and re.match(rf"{re.escape(own)}(?!\w)", str(error)):
-            return InputError(name + str(error).removeprefix(own))
-    return error
 
 
 def renamed(own: dict[str, Any], others: Mapping[str, Any], table: Mapping[str, Familiar]) -> dict[str, Any]:

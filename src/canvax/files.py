@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from errno import EINVAL, ENAMETOOLONG
 from io import FileIO
-from mimetypes import MimeTypes
 from pathlib import Path
 from typing import Any
 
-from canvax.errors import CheckpointError, InputError, shown
+from canvax.errors import CheckpointError, InputError
 
 DAMAGED = "The file is damaged or incomplete: download or copy it again."
 
@@ -30,11 +29,11 @@ _LEFTOVER = 3600
 """Seconds without a change after which a temporary file is taken for one that a killed process left."""
 
 
-def named_path(label: str, name: Any) -> Path:
+def named_path(argument: str, name: Any) -> Path:
     """The path of a name that somebody gave, with ``~`` for a home; nothing needs to be there.
 
     Args:
-        label: what errors begin with, such as ``--output``.
+        argument: the argument that errors are about.
         name: a text or a ``Path``.
 
     Raises:
@@ -42,34 +41,16 @@ def named_path(label: str, name: Any) -> Path:
             where nobody may look; or it is neither.
     """
     if not isinstance(name, str | os.PathLike):
-        raise InputError(f"{label}={shown(name)} is not the name of a file or folder")
+        raise InputError(argument, name, "is not the name of a file or folder")
     if not str(name):
-        raise InputError(f"{label}={name!r} is empty; give a name")
+        raise InputError(argument, name, "is empty", "give a name")
     try:
         path = Path(name).expanduser()
         _check_length(path)
         _is_there(path)
     except (RuntimeError, ValueError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{label}={str(name)[:80]!r} cannot be a name ({reason})") from None
-    return path
-
-
-FILE_ENDINGS = frozenset(MimeTypes().types_map[True]) | {
-    *(".safetensors", ".ckpt", ".pt", ".pth", ".gguf", ".onnx", ".yaml", ".yml", ".toml", ".log", ".jsonl"),
-}
-"""Endings of files, which nobody gives to a folder: Python's own table, so that all machines answer alike."""
-
-
-def named_folder(label: str, name: Any) -> Path:
-    """As ``named_path``, of a folder that is to be made: one that is not there has no ending of a file.
-
-    Raises:
-        InputError: it has, or it cannot be a name.
-    """
-    path = named_path(label, name)
-    if path.suffix.lower() in FILE_ENDINGS and not path.is_dir():
-        raise InputError(f"{label}={str(name)[:80]!r}: a folder is written, and {path.suffix} ends a file")
+        raise InputError(argument, name, f"cannot be a name ({reason})") from None
     return path
 
 
@@ -143,12 +124,12 @@ def written(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def check_writable(name: str, folder: Path) -> None:
+def check_writable(argument: str, folder: Path) -> None:
     """Refuse a folder in which nothing can be made; one that is not there yet is looked at where it will be made.
 
     Args:
-        name: what the error begins with, such as ``--output out``.
-        folder: it; nothing is left there.
+        argument: the argument that errors are about.
+        folder: its value; nothing is left there.
 
     Raises:
         InputError: it is no folder, or writing there fails.
@@ -158,7 +139,8 @@ def check_writable(name: str, folder: Path) -> None:
         there = first_there(folder)
         if not there.is_dir():
             leads = ", a link that leads to no folder" if there.is_symlink() else ""
-            raise InputError(f"{name}: {there} is not a folder that can be written to{leads}; choose another one")
+            problem = f"cannot be written to: {there} is not a folder{leads}"
+            raise InputError(argument, folder, problem, "choose another one")
         with temporary_folder(there) as probe:  # permissions alone do not say it: /proc, full disks, quotas, umask
             (probe / "file").touch()
     except (OSError, ValueError) as error:  # a name that is too long, or has a null byte
@@ -166,7 +148,7 @@ def check_writable(name: str, folder: Path) -> None:
             reason, cure = getattr(error, "strerror", None) or error, "choose another one"
             if isinstance(error, FileNotFoundError) and not folder.is_absolute():
                 cure = "is the working folder gone? cd to one that is there"
-            raise InputError(f"{name}: {folder!s:.80} cannot be written to ({reason}); {cure}") from None
+            raise InputError(argument, folder, f"cannot be written to ({reason})", cure) from None
         raise
 
 

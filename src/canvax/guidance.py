@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import jax.numpy as jnp
@@ -10,6 +11,10 @@ from canvax.types import Array
 
 Method = Literal["cfg", "cfg_zero", "apg", "threshold"]
 """How the two outputs become one."""
+
+Rule = Callable[[Array, Array, Array], Array]
+"""A method of one's own: (denoised image for the negative prompt, denoised image for the prompt, guidance scale) to the
+guided one. Images are [B, h, w, C] float32, the scale is [B]."""
 
 SETTINGS: dict[str, dict[str, tuple[float, float, float]]] = {
     "cfg": {},

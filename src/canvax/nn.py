@@ -1,8 +1,8 @@
 """Layers as pure functions of ``(params, x)``.
 
-Only ``linear``, ``gated_linear`` and the convolutions look at a weight leaf, so another kind of leaf (quantised, a
-low-rank adapter beside it) is taught here and nowhere else. Each layer is two neighbours: what it declares
-(``*_spec``) and what it computes.
+Only ``linear``, ``gated_linear`` and the convolutions read a weight leaf, so this module is the only place that handles
+other kinds of leaf (quantised weights, low-rank adapters). Each layer is a pair of functions: the declaration
+(``*_spec``) and the computation.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from canvax.quantize import SCALE
 from canvax.types import Array
 
 LOW_RANK = "lora"
-"""Name of a low-rank adapter beside ``weight`` (Hu et al. 2021, section 4.1): ``down`` [in, r], of a convolution
-[kh, kw, in, r], and ``up`` [r, out], which its scale is multiplied into. Where there is a ``share`` [B, r], each image
-has its own part of what lies between them: several adapters one behind the other along r are then mixed for each image
-as it wants them."""
+"""Key of a low-rank adapter in the same layer as ``weight`` (Hu et al. 2021, section 4.1): ``down`` [in, r], for a
+convolution [kh, kw, in, r], and ``up`` [r, out], into which the adapter's scale is multiplied. An optional ``share``
+[B, r] weights the r inner channels for each image: with several adapters concatenated along r, each image of a batch
+has a different mixture."""
 
 SHARE = "share"
 
@@ -37,7 +37,7 @@ def linear_spec(
     bias: bool = True,
     conv: bool = False,
 ) -> Spec:
-    """A linear map; ``conv=True`` when the checkpoint stores it as a 1x1 convolution."""
+    """Declares a linear map; ``conv=True`` if the checkpoint stores it as a 1x1 convolution."""
     spec: Spec = {"weight": Param((inputs, outputs), axes, layout="conv1x1" if conv else "linear")}
     if bias:
         spec["bias"] = Param((outputs,), (axes[1],), init="zeros")
@@ -45,17 +45,17 @@ def linear_spec(
 
 
 def _multiplied(p: Params, x: Array) -> Array:
-    """``x @ weight``, without what is beside the weight."""
+    """Returns ``x @ weight``, without the low-rank adapter and the bias."""
     weight, scale = p["weight"], p.get(SCALE)
     return matmul(x, weight) if scale is None else matmul(x, weight.astype(x.dtype), scale)
 
 
 def _convolved(p: Params, x: Array, convolve: Callable[[Array, Array], Array]) -> Array:
-    """``convolve(weight, x)``, without what is beside the weight.
+    """Returns ``convolve(weight, x)``, without the low-rank adapter and the bias.
 
-    Of a weight of 8 bits the scales multiply the result. A CPU computes convolutions in float32 in any case, and so its
-    result is rounded once. Float16 cannot hold results of weights up to 127: those are multiplied by the power of two
-    next to their scale before, which rounds nothing.
+    The scales of an 8-bit weight multiply the result. A CPU always computes convolutions in float32, so its result is
+    rounded only once. The result for weights up to 127 can overflow float16: there the weight is first multiplied by
+    the power of two nearest to its scale, which is exact.
     """
     weight, scale = p["weight"], p.get(SCALE)
     if scale is None:
@@ -69,19 +69,19 @@ def _convolved(p: Params, x: Array, convolve: Callable[[Array, Array], Array]) -
 
 
 def linear(p: Params, x: Array) -> Array:
-    """``x @ weight + bias`` over the last axis: (..., in) -> (..., out)."""
+    """Returns ``x @ weight + bias`` over the last axis: (..., in) -> (..., out)."""
     return _completed(p, _multiplied(p, x), lambda down: matmul(x, down))
 
 
 def _completed(p: Params, y: Array, inner: Callable[[Array], Array]) -> Array:
-    """``y`` with what is beside the weight: a low-rank adapter, whose first half ``inner`` applies, and a bias."""
+    """Adds the layer's low-rank adapter and bias to ``y``; ``inner(down)`` applies the adapter's first half."""
     if LOW_RANK in p:
         y = y + _low_rank(p[LOW_RANK], inner)
     return _biased(p, y)
 
 
 def _low_rank(factors: Params, inner: Callable[[Array], Array]) -> Array:
-    """What a low-rank adapter adds; ``inner`` applies its first half."""
+    """Returns the low-rank adapter's contribution, ``(inner(down) * share) @ up``."""
     between = inner(factors["down"])
     if SHARE in factors:
         share = factors[SHARE]
@@ -90,7 +90,7 @@ def _low_rank(factors: Params, inner: Callable[[Array], Array]) -> Array:
 
 
 def without_shares(p: Params) -> tuple[Params, Array | None]:
-    """Parameters without what differs between the images of a batch, and that [B, r], which all layers have alike."""
+    """Removes every ``share`` from the parameters; returns them and the share [B, r], the same array in all layers."""
     shares = _share_in(p)
     return (p, None) if shares is None else (_bare(p), shares)
 
@@ -98,8 +98,8 @@ def without_shares(p: Params) -> tuple[Params, Array | None]:
 def _share_in(p: Params) -> Array | None:
     if SHARE in p:
         return p[SHARE]
-    found = (_share_in(value) for value in p.values() if isinstance(value, dict))
-    return next((share for share in found if share is not None), None)
+    shares = (_share_in(value) for value in p.values() if isinstance(value, dict))
+    return next((share for share in shares if share is not None), None)
 
 
 def _bare(p: Params) -> Params:
@@ -107,7 +107,7 @@ def _bare(p: Params) -> Params:
 
 
 def with_shares(p: Params, shares: Array | None) -> Params:
-    """The inverse of ``without_shares``."""
+    """Inverts ``without_shares``."""
     if shares is None:
         return p
     whole = {name: with_shares(value, shares) if isinstance(value, dict) else value for name, value in p.items()}
@@ -115,15 +115,15 @@ def with_shares(p: Params, shares: Array | None) -> Params:
 
 
 def _biased(p: Params, y: Array) -> Array:
-    """``y`` and the bias of its layer, if it has one."""
+    """Adds the layer's bias, if it has any, to ``y``."""
     return y + p["bias"] if "bias" in p else y
 
 
 def gated_linear(p: Params, x: Array) -> tuple[Array, Array]:
-    """Values and gate of a gated unit, each half of the outputs of one linear map: (..., in) -> 2 x (..., out / 2).
+    """Returns values and gate of a gated unit, the halves of a linear map's output: (..., in) -> 2 x (..., out / 2).
 
-    A weight [in, 2, out / 2] is one whose halves the sharding rules have split alike, so that each device has the
-    gates of its own values.
+    The sharding rules store the weight as [in, 2, out / 2] to split both halves in the same way, so that each device
+    has the gates of its values.
     """
     if p["weight"].ndim == 2:
         values, gate = jnp.split(linear(p, x), 2, axis=-1)
@@ -147,7 +147,7 @@ def conv2d_spec(
     axes: tuple[AxisName, AxisName] = ("conv_in", "conv_out"),
     bias: bool = True,
 ) -> Spec:
-    """A square convolution; ``axes`` of its input and output channels."""
+    """Declares a square convolution; ``axes`` are the logical names of its input and output channels."""
     spec: Spec = {"weight": Param((kernel, kernel, inputs, outputs), (None, None, *axes), layout="conv")}
     if bias:
         spec["bias"] = Param((outputs,), (axes[1],), init="zeros")
@@ -155,18 +155,18 @@ def conv2d_spec(
 
 
 def conv2d(p: Params, x: Array, *, stride: int = 1, padding: tuple[int, int] = (1, 1)) -> Array:
-    """2-D convolution, [B, H, W, Cin] -> [B, H', W', Cout]; ``padding`` is (before, after) on both axes."""
+    """Applies a 2-D convolution, [B, H, W, Cin] -> [B, H', W', Cout]; ``padding`` is (before, after) on both axes."""
     how = {"stride": stride, "padding": padding}
     return _completed(p, _convolved(p, x, partial(convolve, **how)), lambda down: convolve(down, x, **how))
 
 
 def conv2d_of_doubled(p: Params, x: Array) -> Array:
-    """3x3 convolution of the image doubled by nearest neighbour: [B, h, w, Cin] -> [B, 2h, 2w, Cout]."""
+    """Applies a 3x3 convolution to ``x`` after nearest-neighbour doubling: [B, h, w, Cin] -> [B, 2h, 2w, Cout]."""
     return _completed(p, _convolved(p, x, convolve_doubled), lambda down: convolve_doubled(down, x))
 
 
 def norm_spec(channels: int) -> Spec:
-    """Scale and shift of a normalisation."""
+    """Declares scale and shift of a normalisation."""
     return {
         "weight": Param((channels,), (None,), init="ones"),
         "bias": Param((channels,), (None,), init="zeros"),
@@ -178,22 +178,25 @@ def group_norm(
 ) -> Array:
     """Group normalisation over height, width and the channels of a group (Wu & He 2018), [B, H, W, C].
 
-    Statistics in float32, by two passes where x is: the one-pass form E[x^2] - E[x]^2 cancels where the mean is large.
-    Of 16-bit numbers it loses less than their own rounding has lost already, and saves reading them once more. The
-    ``activation`` that follows is computed in float32 too, before what comes out is rounded.
+    Statistics are float32. For float32 inputs they take two passes, since the one-pass form E[x^2] - E[x]^2 cancels if
+    the mean is large. For 16-bit inputs the one-pass form loses less than the inputs' rounding already has, and saves a
+    read of x. The ``activation`` that follows is computed in float32 too, before the result is rounded.
     """
     batch, channels = x.shape[0], x.shape[-1]
     half = x.dtype.itemsize < 4
 
     def widened() -> Array:
-        """[B, pixels, C] in float32; on the CPU each time anew, or XLA would write them to memory for all uses."""
+        """Returns x as [B, pixels, C] in float32.
+
+        On the CPU each call converts again: a shared result would be written to memory by XLA.
+        """
         nonlocal x
         if half and target_platform() == "cpu":
             x = jax.lax.optimization_barrier(x)
         return x.astype(jnp.float32).reshape(batch, -1, channels)
 
     def mean_of(y: Array) -> Array:
-        """[B, pixels, C] -> [B, groups]; over pixels first, since a GPU would write each pixel's sums to memory."""
+        """Averages [B, pixels, C] -> [B, groups]; pixels first, or a GPU would write a sum per pixel to memory."""
         parts = _parts(y.shape[1])
         return y.reshape(batch, parts, -1, channels).mean(2).reshape(batch, parts, groups, -1).mean((1, 3))
 
@@ -202,7 +205,7 @@ def group_norm(
         variance = jnp.maximum(mean_of(jnp.square(widened())) - jnp.square(mean), 0.0)
     else:
         variance = mean_of(jnp.square(widened() - jnp.repeat(mean, channels // groups, 1)[:, None]))
-    # Folded to one multiply-add per element, which fuses with the activation that follows.
+    # A single multiply-add per element, which fuses with the activation that follows.
     weight = p["weight"].astype(jnp.float32).reshape(groups, -1)
     bias = p["bias"].astype(jnp.float32).reshape(groups, -1)
     scale = weight * jax.lax.rsqrt(variance + eps)[..., None]
@@ -212,20 +215,20 @@ def group_norm(
 
 
 def _parts(pixels: int) -> int:
-    """How many sums are made of each channel of a picture, to be added up then.
+    """Returns the number of partial sums of a channel of an image.
 
-    XLA's kernel for GPUs gives 128 channels to one multiprocessor, and divides only more than 4,096 pixels among
-    several: 64 x 64 pixels of 320 channels, two pictures of them, took 6 of 132 on an H100, and 32 microseconds where
-    reading them takes 2.
+    XLA's GPU kernel assigns 128 channels to a multiprocessor, and divides only more than 4,096 pixels among several.
+    Two images of 64 x 64 pixels and 320 channels used 6 of an H100's 132 multiprocessors and took 32 microseconds,
+    while reading them takes 2.
     """
     divided = target_platform() == "gpu" and 1024 < pixels <= 4096
     return max(part for part in range(1, 32) if pixels % part == 0) if divided else 1
 
 
 def layer_norm(p: Params, x: Array, *, eps: float = 1e-5) -> Array:
-    """Layer normalisation over the last axis, statistics in float32, in one pass or two as in ``group_norm``.
+    """Layer normalisation over the last axis, statistics in float32, in one or two passes as in ``group_norm``.
 
-    Always in two on a GPU: of these XLA makes one kernel, of a single pass three.
+    A GPU always takes two passes: XLA compiles them to one kernel, but a single pass to three.
     """
     x32 = x.astype(jnp.float32)
     mean = x32.mean(-1, keepdims=True)
@@ -239,17 +242,17 @@ def layer_norm(p: Params, x: Array, *, eps: float = 1e-5) -> Array:
 
 
 def embedding_spec(entries: int, width: int) -> Spec:
-    """A lookup table."""
+    """Declares a lookup table."""
     return {"weight": Param((entries, width), (None, None), init="normal")}
 
 
 def embedding(p: Params, ids: Array) -> Array:
-    """Rows of the table: ids (...) -> (..., D)."""
+    """Looks up rows of the table: ids (...) -> (..., D)."""
     return p["weight"][ids]
 
 
 def gelu(x: Array) -> Array:
-    """Exact (erf) GELU; the tanh approximation differs by up to 5e-4, visible after twenty steps."""
+    """Exact (erf) GELU; the tanh approximation differs by up to 5e-4, which is visible after twenty steps."""
     x32 = x.astype(jnp.float32)
     return (x32 * (0.5 + 0.5 * jax.lax.erf(x32 * 0.5**0.5))).astype(x.dtype)
 
@@ -264,7 +267,7 @@ ACTIVATIONS = {"gelu": gelu, "quick_gelu": quick_gelu}
 
 
 def upsample_nearest(x: Array, height: int, width: int) -> Array:
-    """Nearest-neighbour resize of [B, h, w, C]; doubling is a broadcast, other sizes a gather."""
+    """Resizes [B, h, w, C] by nearest neighbour; doubling is a broadcast, other sizes a gather."""
     _, h, w, _ = x.shape
     if (height, width) == (2 * h, 2 * w):
         return doubled(x)

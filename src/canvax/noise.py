@@ -1,17 +1,17 @@
-"""Initial noise and seeds: made on the host, one image at a time, from that image's seed alone.
+"""Initial noise and seeds. The host computes the noise of each image from that image's seed only.
 
-Everything here is integer arithmetic or a float64 operation that IEEE 754 rounds exactly (``+ - * / sqrt``), each done
-by its own numpy call. Logarithm, sine and cosine are short series of such operations, because those of libm and of
-numpy's vector units differ in their last bits from one processor to the next. So a seed gives the same bits on
-every machine, whatever the batch, the device or the sharding.
+Every operation is integer arithmetic or a float64 operation that IEEE 754 rounds exactly (``+ - * / sqrt``), each in a
+separate numpy call. Logarithm, sine and cosine are short series of these operations, because the results of libm and of
+numpy's vector units differ in their last bits between processors. So a seed gives the same bits on every machine,
+whatever the batch, the device or the sharding.
 
 Two kinds of noise:
 
 ``philox``
     The default. Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with the seed as
-    its key and the counter at zero, as ``numpy.random.Philox(key=seed)`` gives it; then Box-Muller (see `_philox`).
+    its key and the counter at zero, equal to ``numpy.random.Philox(key=seed)``; then Box-Muller (see `_philox`).
 ``torch``
-    What ``torch.randn((1, C, h, w), generator=torch.Generator("cpu").manual_seed(seed))`` gives (see `_torch`).
+    Equal to ``torch.randn((1, C, h, w), generator=torch.Generator("cpu").manual_seed(seed))`` (see `_torch`).
 """
 
 from __future__ import annotations
@@ -23,78 +23,78 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from canvax.errors import InputError, nearest
+from canvax.errors import NO_VALUE, InputError, nearest
 
 NoiseKind = Literal["philox", "torch"]
-"""Where the initial noise comes from."""
+"""Generator of the initial noise."""
 
 MAX_SEED = 2**64 - 1
 """The largest seed."""
 
 
 def random_seed() -> int:
-    """A fresh seed in 0..2**32-1: short enough to type, and different for every kind of noise."""
+    """Returns a random seed in 0..2**32-1: short enough to type, and distinct under either kind of noise."""
     return secrets.randbelow(2**32)
 
 
 def check_seed(seed: int | None) -> int:
-    """The seed to use: ``seed`` itself, or a random one for ``None`` and ``-1`` (the habit of A1111).
+    """Returns ``seed``, or a random seed for ``None`` and ``-1`` (A1111's convention).
 
     Raises:
-        InputError: not an integer, or outside -1..2**64-1.
+        InputError: ``seed`` is not an integer, or is outside -1..2**64-1.
     """
     if seed is None:
         return random_seed()
     if isinstance(seed, bool | np.bool_) or not isinstance(seed, int | np.integer):
-        raise InputError(f"seed={seed!r} is not a whole number in 0..2**64-1, or None for a random one")
+        raise InputError("seed", seed, "is not a whole number in 0..2**64-1, or None for a random one")
     seed = int(seed)
     if seed == -1:
         return random_seed()
     if seed < 0:
         cure = f"PyTorch's seed {seed} is {seed % 2**64} here" if seed >= -(2**63) else "pass a smaller number"
-        raise InputError(f"seed must be in 0..2**64-1, or -1 for a random one; got {seed} ({cure})")
+        raise InputError("seed", NO_VALUE, "must be in 0..2**64-1, or -1 for a random one", f"got {seed} ({cure})")
     if seed > MAX_SEED:
-        raise InputError(f"seed must be in 0..2**64-1; got {seed}, which needs {seed.bit_length()} bits")
+        raise InputError("seed", NO_VALUE, "must be in 0..2**64-1", f"got {seed}, which needs {seed.bit_length()} bits")
     return seed
 
 
 def image_seeds(seed: int | None, count: int) -> list[int]:
-    """Seeds of ``count`` images asked for together: image i has ``seed + i`` modulo 2**64.
+    """Returns the seeds of ``count`` images of the same call: image i has ``seed + i`` modulo 2**64.
 
     Raises:
-        InputError: a bad seed (`check_seed`) or a count below 1.
+        InputError: `check_seed` refuses the seed, or ``count`` is below 1.
     """
     if count < 1:
-        raise InputError(f"count must be 1 or more, got {count}")
+        raise InputError("count", NO_VALUE, f"must be 1 or more, got {count}")
     first = check_seed(seed)
     return [(first + i) % 2**64 for i in range(count)]
 
 
 def seed_keys(seeds: Sequence[int]) -> np.ndarray:
-    """Key words of each image's step noise, uint32 [B, 2]: the high and the low half of its seed.
+    """Returns the keys of the images' step noise, uint32 [B, 2]: the high and the low half of each seed.
 
-    This is the layout of JAX's ``threefry2x32`` keys (``jax.random.wrap_key_data``). For a seed below 2**32 it is
-    what ``jax.random.key(seed)`` holds.
+    This is the layout of JAX's ``threefry2x32`` keys (``jax.random.wrap_key_data``). For a seed below 2**32 the key
+    equals the data of ``jax.random.key(seed)``.
     """
     words = [(seed >> 32, seed & 0xFFFFFFFF) for seed in map(_exact_seed, seeds)]
     return np.array(words, np.uint32).reshape(-1, 2)
 
 
 def initial_noise(seeds: Sequence[int], shape: tuple[int, int, int], kind: NoiseKind = "philox") -> np.ndarray:
-    """Standard normal noise for each seed, float32 [B, h, w, C].
+    """Returns standard normal noise for each seed, float32 [B, h, w, C].
 
     Args:
-        seeds: one for each image, 0..2**64-1 (``torch`` uses the low 32 bits only, as PyTorch does).
-        shape: h, w, C of one image's latents.
+        seeds: a seed in 0..2**64-1 for each image (``torch`` uses the low 32 bits only, as PyTorch does).
+        shape: h, w, C of an image's latents.
         kind: ``philox`` or ``torch``.
 
     Raises:
-        InputError: a seed out of range, an empty shape or an unknown kind.
+        InputError: a seed is out of range, the shape is empty or the kind is unknown.
     """
     if kind not in get_args(NoiseKind):
         raise InputError(f"unknown noise {kind!r}; {nearest(str(kind), get_args(NoiseKind))}")
     if len(shape) != 3 or min(shape) < 1:
-        raise InputError(f"shape must be three positive numbers (h, w, C), got {shape}")
+        raise InputError("shape", NO_VALUE, f"must be three positive numbers (h, w, C), got {shape}")
     h, w, channels = shape
     noise = np.empty((len(seeds), h, w, channels), np.float32)
     for image, seed in zip(noise, map(_exact_seed, seeds), strict=True):
@@ -106,9 +106,10 @@ def initial_noise(seeds: Sequence[int], shape: tuple[int, int, int], kind: Noise
 
 
 def slerp(noise: np.ndarray, other: np.ndarray, part: float) -> np.ndarray:
-    """From one noise to another along the sphere, image by image [B, h, w, C]: in between it is noise as well.
+    """Interpolates spherically from ``noise`` [B, h, w, C] (``part`` 0) to ``other`` (``part`` 1), image by image.
 
-    ``other`` may be [1, h, w, C], the same for all images.
+    Unlike linear interpolation this keeps the norm of Gaussian noise. ``other`` may be [1, h, w, C], shared by all
+    images.
     """
     a, b = (array.astype(np.float64).reshape(len(array), -1) for array in (noise, other))
     cosine = (a * b).sum(axis=1) / np.sqrt((a * a).sum(axis=1) * (b * b).sum(axis=1))
@@ -118,31 +119,34 @@ def slerp(noise: np.ndarray, other: np.ndarray, part: float) -> np.ndarray:
     return np.where(np.sin(angle) > 1e-6, mixed, a).astype(np.float32).reshape(noise.shape)
 
 
-def pasted_in_the_middle(noise: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """``noise`` [B, h, w, C] with the noise of another size in its middle, so that a seed keeps its composition."""
+def pasted_in_the_middle(noise: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Pastes ``other``, noise of another size, into the centre of ``noise`` [B, h, w, C].
+
+    With it a seed keeps its composition when the size of the image changes.
+    """
     result = noise.copy()
     theirs, ours = [], []
-    for large, small in zip(noise.shape[1:3], own.shape[1:3], strict=True):
+    for large, small in zip(noise.shape[1:3], other.shape[1:3], strict=True):
         length = min(large, small)
         ours.append(slice((large - length) // 2, (large - length) // 2 + length))
         theirs.append(slice((small - length) // 2, (small - length) // 2 + length))
-    result[:, ours[0], ours[1]] = own[:, theirs[0], theirs[1]]
+    result[:, ours[0], ours[1]] = other[:, theirs[0], theirs[1]]
     return result
 
 
 def _exact_seed(seed: int) -> int:
-    """``seed`` as a Python int; unlike `check_seed`, nothing stands for a random one here."""
+    """Returns ``seed`` as a Python int; unlike `check_seed`, it does not replace None and -1 by a random seed."""
     if seed is None or seed == -1:
         raise InputError(f"a seed in 0..2**64-1 is needed here, got {seed}; choose one with check_seed or image_seeds")
     return check_seed(seed)
 
 
 def _philox(seed: int, count: int) -> np.ndarray:
-    """``count`` normals, float32.
+    """Returns ``count`` normals, float32.
 
-    Words 2k and 2k+1 of the stream, each cut to its upper 53 bits a and b, make normals 2k and 2k+1: with the radius
-    ``r = sqrt(-2 log((a + 1) / 2**53))`` they are ``r cos(2 pi b / 2**53)`` and ``r sin(2 pi b / 2**53)``, computed
-    in float64 and rounded once. Latents are filled with C fastest, then w, then h.
+    Let a and b be the upper 53 bits of words 2k and 2k+1 of the stream. With ``r = sqrt(-2 log((a + 1) / 2**53))``,
+    normals 2k and 2k+1 are ``r cos(2 pi b / 2**53)`` and ``r sin(2 pi b / 2**53)``, computed in float64 and rounded
+    once. Latents are filled with C fastest, then w, then h.
     """
     words = np.random.Philox(key=seed).random_raw(count + count % 2) >> np.uint64(11)
     bits = words.reshape(-1, 2).astype(np.float64)
@@ -152,19 +156,19 @@ def _philox(seed: int, count: int) -> np.ndarray:
 
 
 def _torch(seed: int, count: int) -> np.ndarray:
-    """``count`` normals of PyTorch's CPU generator, float32, in the order of a contiguous tensor.
+    """Returns ``count`` normals of PyTorch's CPU generator, float32, in the order of a contiguous tensor.
 
-    The words are those of MT19937 (Matsumoto and Nishimura, 1998) under its 32-bit seeding. PyTorch turns them into
-    normals in one way for tensors below 16 elements and in another for larger ones.
+    The words come from MT19937 (Matsumoto and Nishimura, 1998) with its 32-bit seeding. PyTorch converts them to
+    normals differently for tensors below 16 elements and for larger tensors.
     """
-    # Words enough for either way; RandomState's stream is frozen (NumPy NEP 19).
+    # Enough words for both conversions; RandomState's stream is frozen (NumPy NEP 19).
     generator = np.random.RandomState(seed & 0xFFFFFFFF)
     words = generator.randint(0, 2**32, size=max(count + 16, 32), dtype=np.uint32)
     return _torch_small(words, count) if count < 16 else _torch_large(words, count)
 
 
 def _torch_small(words: np.ndarray, count: int) -> np.ndarray:
-    """Below 16 elements: two words make one 53-bit uniform, two uniforms (angle, radius) make two normals."""
+    """Converts words below 16 elements: two words make a 53-bit uniform, two uniforms (angle, radius) two normals."""
     high, low = words[:32].astype(np.uint64).reshape(-1, 2).T
     bits = ((high << np.uint64(32)) | low) & np.uint64(2**53 - 1)
     uniforms = bits.astype(np.float64).reshape(-1, 2) * 2.0**-53
@@ -174,9 +178,9 @@ def _torch_small(words: np.ndarray, count: int) -> np.ndarray:
 
 
 def _torch_large(words: np.ndarray, count: int) -> np.ndarray:
-    """16 elements or more: 24-bit uniforms fill the tensor, then each block of 16 becomes 16 normals.
+    """Converts words from 16 elements on: 24-bit uniforms fill the tensor, then each block of 16 becomes 16 normals.
 
-    When the size is no multiple of 16, the last 16 elements are made again from 16 new words.
+    If the size is not a multiple of 16, the last 16 elements are computed again from 16 new words.
     """
     uniforms = (words & np.uint32(2**24 - 1)).astype(np.float32) * np.float32(2.0**-24)
     whole = count - count % 16
@@ -188,9 +192,9 @@ def _torch_large(words: np.ndarray, count: int) -> np.ndarray:
 
 
 def _torch_blocks(uniforms: np.ndarray) -> np.ndarray:
-    """Box-Muller on blocks of 16: 8 uniforms for the radius, 8 for the angle; 8 cosines, then 8 sines.
+    """Applies Box-Muller to blocks of 16: 8 uniforms for the radius, 8 for the angle; 8 cosines, then 8 sines.
 
-    The float32 roundings are PyTorch's; without them the result is off by up to 3e-6.
+    The float32 roundings are PyTorch's; without them the result differs by up to 3e-6.
     """
     blocks = uniforms.reshape(-1, 2, 8)
     log = _log((np.float32(1) - blocks[:, 0]).astype(np.float64)).astype(np.float32)
@@ -201,7 +205,7 @@ def _torch_blocks(uniforms: np.ndarray) -> np.ndarray:
 
 
 def _log(x: np.ndarray) -> np.ndarray:
-    """Natural logarithm of positive float64, within 3e-16 of itself, the same bits everywhere.
+    """Returns the natural logarithm of positive float64 numbers, relative error 3e-16, with the same bits everywhere.
 
     ``log(m 2**e) = e log 2 + 2 artanh((m - 1) / (m + 1))`` with m in [sqrt(1/2), sqrt(2)).
     """
@@ -214,9 +218,9 @@ def _log(x: np.ndarray) -> np.ndarray:
 
 
 def _cos_sin(turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cosine and sine of ``2 pi turns`` (float64), within 3e-16, the same bits everywhere.
+    """Returns cosine and sine of ``2 pi turns`` (float64), error 3e-16, with the same bits everywhere.
 
-    The nearest quarter turn is taken off exactly; Taylor series give the rest, at most an eighth of a turn.
+    The nearest quarter turn is subtracted exactly; Taylor series cover the rest, at most an eighth of a turn.
     """
     quarter = np.rint(turns * 4.0)
     angle = (turns - quarter * 0.25) * (2.0 * math.pi)
@@ -230,7 +234,7 @@ def _cos_sin(turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _polynomial(x: np.ndarray, coefficients: Sequence[float]) -> np.ndarray:
-    """Horner's rule, one rounding for each operation (no fused multiply-add)."""
+    """Evaluates a polynomial by Horner's rule with a rounding after each operation (no fused multiply-add)."""
     total = np.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         total = total * x

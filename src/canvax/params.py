@@ -1,8 +1,8 @@
 """Parameters are a nested dict of arrays, declared once.
 
-A model's *spec* is a nested dict of ``Param``. Everything else follows from it: abstract shapes, random
-initialisation, strict loading, saving, sharding and counts. Keys along a path are the diffusers checkpoint's own dotted
-name, so ``down_blocks.0.resnets.1.conv1.weight`` is ``params["down_blocks"]["0"]["resnets"]["1"]["conv1"]["weight"]``.
+A model's *spec* is a nested dict of ``Param``. Abstract shapes, random initialisation, strict loading, saving, sharding
+and counts are derived from it. The keys along a path form the tensor's name in a diffusers checkpoint:
+``down_blocks.0.resnets.1.conv1.weight`` is ``params["down_blocks"]["0"]["resnets"]["1"]["conv1"]["weight"]``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Spec = dict[str, Any]
 
 
 class Axis(NamedTuple):
-    """A logical axis that may not be cut just anywhere.
+    """A logical axis that may be split only between certain entries.
 
     Attributes:
         name: its logical name.
-        units: equal runs that stay whole: heads of an attention, groups of a normalisation.
-        parts: sections side by side that are cut alike: 2 where a gate lies behind the values that it opens.
+        units: number of equal runs that must stay whole: attention heads, or groups of a normalisation.
+        parts: number of consecutive sections that are split in the same way: 2 for the values and the gate of a GEGLU.
     """
 
     name: str
@@ -43,16 +43,16 @@ AxisName = str | Axis | None
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter: what it is in memory, and how a checkpoint stores it.
+    """The declaration of a parameter: its form in memory and in a checkpoint.
 
     Attributes:
         shape: shape in memory.
         axes: a logical name for each axis (``None`` for no name), which the sharding rules map to mesh axes; an
-            ``Axis`` where it matters between which entries a cut goes.
+            ``Axis`` if it may be split only between certain entries.
         init: ``fan_in`` is normal with variance 1/fan_in over all axes but the last, ``normal`` has std 0.02.
         layout: checkpoint form. ``linear`` is stored (out, in), ``conv`` (out, in, kh, kw), ``conv1x1`` is a linear map
-            that the checkpoint stores as a convolution (out, in, 1, 1), ``plain`` is stored as it is in memory.
-        dtype: name of the dtype it has in any case; None for that of the model.
+            that the checkpoint stores as a convolution (out, in, 1, 1), ``plain`` is stored as in memory.
+        dtype: name of a fixed dtype; None for the model's dtype.
     """
 
     shape: tuple[int, ...]
@@ -72,12 +72,12 @@ class Param:
         return math.prod(self.shape)
 
     def dtype_in(self, model: DType) -> np.dtype:
-        """Its dtype in a model of dtype ``model``."""
+        """Returns the parameter's dtype in a model of dtype ``model``."""
         return jnp.dtype(self.dtype or model)
 
     @property
     def in_parts(self) -> tuple[int, ...]:
-        """The shape with an axis of its own for the ``parts`` of an axis, which devices need to share such an axis."""
+        """The shape with ``parts`` as a separate axis, which lets devices split each part in the same way."""
         shape: list[int] = []
         for length, axis in zip(self.shape, self.axes, strict=True):
             parts = axis.parts if isinstance(axis, Axis) else 1
@@ -86,10 +86,10 @@ class Param:
 
     @property
     def checkpoint_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes accepted from a checkpoint; the first is the one written by ``save``.
+        """Shapes accepted from a checkpoint; ``save`` writes the first.
 
-        1x1 convolutions and linear maps are the same thing, and real files mix the two forms: Stable Diffusion 1.x
-        projects with 1x1 convolutions, the original VAE stores its attention that way too.
+        1x1 convolutions and linear maps are equivalent, and real files mix the two forms: Stable Diffusion 1.x
+        projects with 1x1 convolutions, and the original VAE stores its attention that way too.
         """
         if self.layout == "conv":
             kh, kw, i, o = self.shape
@@ -101,7 +101,7 @@ class Param:
         return (self.shape,)
 
     def from_checkpoint(self, array: HostArray) -> HostArray:
-        """View of a checkpoint array in memory layout (a strided view, not yet contiguous)."""
+        """Returns a strided view of a checkpoint array in memory layout; it is not contiguous."""
         if self.layout == "conv":
             return array.transpose(2, 3, 1, 0)
         if self.layout in ("linear", "conv1x1"):
@@ -109,18 +109,18 @@ class Param:
         return array
 
     def to_checkpoint(self, array: HostArray) -> HostArray:
-        """Inverse of ``from_checkpoint``, in the first of ``checkpoint_shapes``."""
+        """Inverts ``from_checkpoint``; the result has the first of ``checkpoint_shapes``."""
         return np.ascontiguousarray(self.turned(array)).reshape(self.checkpoint_shapes[0])
 
     def turned(self, array: HostArray) -> HostArray:
-        """View of an array in memory layout with the axes in a checkpoint's order, outputs first."""
+        """Returns a view of an array in memory layout with its axes in checkpoint order, outputs first."""
         if self.layout == "conv":
             return array.transpose(3, 2, 0, 1)
         return array.T if self.layout in ("linear", "conv1x1") else array
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ``(dotted name, leaf)`` of a nested dict, in order."""
+    """Yields ``(dotted name, leaf)`` for each leaf of a nested dict, in order."""
     for key, value in tree.items():
         name = f"{prefix}.{key}" if prefix else key
         if isinstance(value, Mapping):
@@ -130,7 +130,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def unflatten(items: Iterator[tuple[str, Any]] | Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dict from ``(dotted name, leaf)`` pairs."""
+    """Builds a nested dict from ``(dotted name, leaf)`` pairs."""
     tree: dict[str, Any] = {}
     for name, leaf in items.items() if isinstance(items, Mapping) else items:
         *parents, last = name.split(".")
@@ -142,17 +142,17 @@ def unflatten(items: Iterator[tuple[str, Any]] | Mapping[str, Any]) -> dict[str,
 
 
 def map_spec(fn: Callable[[Param], Any], spec: Spec) -> Any:
-    """Apply ``fn`` to every ``Param`` of a spec, keeping the nesting."""
+    """Applies ``fn`` to every ``Param`` of a spec, keeping the nesting."""
     return jax.tree.map(fn, spec, is_leaf=lambda leaf: isinstance(leaf, Param))
 
 
 def count(spec: Spec) -> int:
-    """Number of scalar parameters a spec declares."""
+    """Counts the scalar parameters that a spec declares."""
     return sum(param.size for _, param in flatten(spec))
 
 
 def init_params(spec: Spec, seed: int, dtype: DType = np.float32) -> Params:
-    """Random host parameters (nested dict of numpy arrays), reproducible from ``seed``."""
+    """Returns random host parameters (a nested dict of numpy arrays), reproducible from ``seed``."""
     rng = np.random.default_rng(seed)
     return map_spec(lambda param: init_param(param, rng, dtype), spec)
 
@@ -160,7 +160,7 @@ def init_params(spec: Spec, seed: int, dtype: DType = np.float32) -> Params:
 def init_param(
     param: Param, rng: np.random.Generator, dtype: DType = np.float32, shape: tuple[int, ...] | None = None
 ) -> HostArray:
-    """One random parameter; ``shape`` is how it is laid out, if not as ``param.shape``."""
+    """Returns a random parameter; ``shape`` is its layout, by default ``param.shape``."""
     shape = param.shape if shape is None else shape
     if param.init in ("zeros", "ones"):
         return np.full(shape, param.init == "ones", dtype)

@@ -1,12 +1,12 @@
-"""Vocabulary shared by every module: the axis legend and the type aliases.
+"""The axis legend and the type aliases that every module uses.
 
-Axis legend (a letter means the same thing everywhere in canvax):
+Axis legend (each letter has the same meaning everywhere in canvax):
 
     B  images of a batch          H W  image height, width (pixels)
     T  text tokens (77)           h w  latent height, width (H/8, W/8 for Stable Diffusion)
     D  width of a token           C    channels
     N  attention heads            K    slots of sampler state (6)
-    R  rows of a sampler table: one row is one evaluation of the network
+    R  rows of a sampler table: each row is an evaluation of the network
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HostArray = np.ndarray
 """An array in host memory."""
 
 Params = dict[str, Any]
-"""Nested dict of arrays; the keys along a path are the checkpoint's own dotted name."""
+"""Nested dict of arrays; the keys along a path form the tensor's dotted name in the checkpoint."""
 
 DType = Any
-"""Whatever ``numpy.dtype`` accepts, ``jax.numpy.bfloat16`` included."""
+"""Anything that ``numpy.dtype`` accepts, including ``jax.numpy.bfloat16``."""

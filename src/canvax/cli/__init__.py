@@ -16,7 +16,6 @@ from typing import Any
 
 from canvax.cli.arguments import COMMANDS, parse
 from canvax.cli.terminal import complain, emit_json, flush, hush_stdout, tolerant_streams
-from canvax.cli.wording import in_flags
 from canvax.errors import CanvaxError, HintWarning, InputError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -40,8 +39,6 @@ def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
         argv: the arguments, by default those of the process.
         run: the command, by default ``canvax`` with its subcommands.
     """
-    if isinstance(argv, str):
-        raise InputError(f"argv={argv!r:.80} is one text; give a list of words, as in main(['generate', 'a cat'])")
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in takewhile(lambda word: word != "--", arguments)  # what follows is prompts
     report: dict[str, Any] = {}
@@ -82,11 +79,15 @@ def _dispatch(arguments: list[str], report: dict[str, Any]) -> None:
     chosen = parse(arguments)
     if chosen.command not in _OF_OTHERS:
         show = warnings.showwarning
-        warnings.showwarning = lambda told, *more: show(in_flags(str(told), chosen.flags), *more)  # type: ignore
+
+        def in_flags(message: Warning | str, *others: Any) -> None:
+            show(message.format(chosen.write) if isinstance(message, HintWarning) else message, *others)
+
+        warnings.showwarning = in_flags
     try:
         import_module(f"canvax.cli.{COMMANDS[chosen.command]}").run(chosen, report)
-    except CanvaxError as error:
-        error.args = (in_flags(str(error), chosen.flags),)
+    except InputError as error:
+        error.args = (" ".join(error.format(chosen.write).split()),)
         raise
 
 

@@ -44,14 +44,14 @@ def check_adapters(arguments: argparse.Namespace) -> None:
         name, weight = split_weight(text)
         file, _, number = text.rpartition(":")
         if not name or not math.isfinite(weight) or (name == text and file and os.path.isfile(file)):
-            raise InputError(f"--lora {text[:200]}: {number!r:.40} is not a weight; write FILE:0.8")
+            raise InputError("lora", text, f"ends in {number!r:.40}, which is not a weight", "write FILE:0.8")
         if sum(split_weight(other)[0] == name for other in arguments.lora) > 1:
-            raise InputError(f"--lora {name[:200]} is given twice; give it once, with the weight that it is to have")
+            raise InputError("lora", name[:200], "is given twice", "give it once, with the weight that it is to have")
         _source(name, arguments).check(LORA_FILES)
     for text in arguments.embedding:
         _source(text, arguments).check(EMBEDDING_FILES)
-    if arguments.lora_dir is not None and not named_path("--lora-dir", arguments.lora_dir).is_dir():
-        raise InputError(f"--lora-dir {arguments.lora_dir[:200]}: is not a folder")
+    if arguments.lora_dir is not None and not named_path("lora_dir", arguments.lora_dir).is_dir():
+        raise InputError("lora_dir", arguments.lora_dir[:200], "is not a folder")
 
 
 def split_weight(text: str) -> tuple[str, float]:

@@ -23,12 +23,11 @@ from canvax.cli.generate_arguments import (
     add_source,
     add_upscale,
 )
-from canvax.cli.parser import Parser
+from canvax.cli.parser import Parser, writer
 from canvax.cli.serve_arguments import SERVE_EXAMPLES, add_serve
 from canvax.cli.terminal import say
 from canvax.cli.train_arguments import add_train
-from canvax.cli.wording import actions_of, as_written, flags_of
-from canvax.errors import InputError, check_utf8, did_you_mean, slip
+from canvax.errors import did_you_mean, slip
 
 COMMANDS = {
     name: name
@@ -119,23 +118,10 @@ def versions() -> dict[str, str]:
     return numbers | {"python": ".".join(map(str, sys.version_info[:3]))}
 
 
-_ELSEWHERE = {
-    "txt2img": "generate", "text2image": "generate", "draw": "generate", "img2img": "generate --image",
-    "inpaint": "generate --image --mask", "webui": "ui", "server": "serve", "models": "info", "run": "generate",
-    "dream": "generate", "imagine": "generate", "pull": "info", "download": "info", "version": "--version",
-}  # fmt: skip
-"""What commands are called in other programs."""
-
-_MAY_BE_EMPTY = ("prompt", "prompts", "negative_prompt", "prompt_2", "negative_prompt_2")
-_TEXTS = (
-    *(*_MAY_BE_EMPTY, "hires_prompt", "instance_prompt", "class_prompt", "preview"),
-    *("initializer", "trigger"),
-)
-"""What is no name of a file, which alone may be anything but UTF-8."""
-
-
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line. Words after ``--`` are prompts, whatever they start with; ``flags`` has each flag's name.
+    """Parse a command line. Words after ``--`` are prompts, whatever they start with.
+
+    The ``write`` of what it returns writes an argument as its flag, for errors.
 
     Raises:
         InputError: an argument is unknown or malformed.
@@ -151,31 +137,20 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if not words[0].startswith("-") and words[0] not in COMMANDS:
         word = words[0].lower()
         begun = (name for name in COMMANDS if len(word) > 1 and name.startswith(word))
-        meant = _ELSEWHERE.get(word) or slip(word, COMMANDS) or next(begun, None)
-        if meant is None:  # a prompt, quoted or not; or a verb before one in quotes
-            prompt = list(takewhile(lambda one: not one.startswith("-"), words))
-            quoted = len(prompt) == 2 and " " in prompt[1]
-            meant = f"generate {shlex.quote(prompt[1] if quoted else ' '.join(prompt))}"
+        meant = slip(word, COMMANDS) or next(begun, None)
+        if meant is None:  # a prompt, quoted or not
+            meant = f"generate {shlex.quote(' '.join(takewhile(lambda one: not one.startswith('-'), words)))}"
         parser.error(f"{words[0]!r} is not a command; did you mean: canvax {meant}?")
     if words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
         near = did_you_mean(words[0], ("--version", "--help"))
         cure = near or "a command comes first: canvax generate 'a cat'"
         parser.error(f"{words[0]!r} is not a flag of canvax alone; {cure}")
     arguments = parser.parse_args(words[:end])
-    actions = actions_of(parser, arguments)
-    for name, given in vars(arguments).items():
-        for value in given if isinstance(given, list) else [given]:
-            if isinstance(value, str) and ("\0" in value or (not value.strip() and name not in _MAY_BE_EMPTY)):
-                cure = "give it a value" if actions[name].required else "leave it out, or give it a value"
-                fault = "has a NUL character" if value.strip() else f"is empty; {cure}"
-                raise InputError(f"{as_written(actions[name], words)} {fault}")
-            if isinstance(value, str) and name in _TEXTS:
-                check_utf8(as_written(actions[name], words), value)
     if words[end + 1 :]:
         if arguments.command not in ("generate", "sheet"):
             parser.error(f"{words[end + 1]!r} is not expected here")
         arguments.prompts += words[end + 1 :]
-    arguments.flags = flags_of(actions, words)
+    arguments.write = writer(parser, arguments)
     return arguments
 
 

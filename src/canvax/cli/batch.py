@@ -13,8 +13,8 @@ from canvax.cli.arguments import versions
 from canvax.cli.generate import check_against_model, description, join_others, load_model
 from canvax.cli.images import OF_MODEL, ZERO_SNR, ImageRequest, Source, check_table, source_of
 from canvax.cli.terminal import complain, say, seconds
-from canvax.errors import InputError, check_count, nearest
-from canvax.files import named_folder
+from canvax.errors import NO_VALUE, InputError, check_count, nearest
+from canvax.files import named_path
 from canvax.images.maps import SETTINGS as MAPS
 from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_size
 from canvax.pipelines.control_images import OPTIONS as CONTROL_OPTIONS
@@ -64,20 +64,30 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 def _check(arguments: argparse.Namespace) -> None:
     for name in ("batch_size", "shard_size", "actors"):
         if (value := getattr(arguments, name)) is not None:
-            check_count(f"--{name.replace('_', '-')}", value, 1_000_000)
-    named_folder("--output", arguments.output)
+            check_count(name, value, 1_000_000)
+    named_path("output", arguments.output)
     if arguments.seed is not None and not 0 <= arguments.seed < 2**64:
-        raise InputError(f"--seed {arguments.seed} is not a whole number in 0..2**64-1")
+        raise InputError("seed", arguments.seed, "is not a whole number in 0..2**64-1")
     if arguments.shard_size is not None and arguments.into == "files":
-        raise InputError(f"--shard-size {arguments.shard_size} without shards: add --into tar or --into parquet")
+        raise InputError("shard_size", arguments.shard_size, "needs shards", "add --into tar or --into parquet")
     if arguments.quality is not None and not 1 <= arguments.quality <= 100:
-        raise InputError(f"--quality {arguments.quality} is not in 1..100")
+        raise InputError("quality", arguments.quality, "is not in 1..100")
     if arguments.quality is not None and arguments.format == "png":
-        raise InputError(f"--quality {arguments.quality}: PNG loses nothing; leave it out, or write --format webp")
+        raise InputError(
+            "quality",
+            arguments.quality,
+            "has no effect on PNG, which loses nothing",
+            "leave it out, or write {format=webp}",
+        )
     if arguments.actors is not None and arguments.ray is None:
-        raise InputError("--actors goes with --ray; add it")
+        raise InputError("actors", NO_VALUE, "goes with --ray", "add it")
     if arguments.lora_dir is not None:
-        raise InputError("--lora-dir: adapters are the same for all rows; write --lora FILE:0.8")
+        raise InputError(
+            "lora_dir",
+            NO_VALUE,
+            "does not go with a batch, whose adapters are the same for all rows",
+            "write --lora FILE:0.8",
+        )
     if arguments.ray is not None and arguments.distributed:
         raise InputError("--ray and --distributed: choose one; JobSet starts --distributed on each TPU slice")
     if arguments.ray is not None and (arguments.lora or arguments.embedding or arguments.safety_checker):
@@ -94,7 +104,7 @@ def _share(text: str | None) -> tuple[int, int]:
         return 0, 1
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and len(text) < 12 and int(number) < int(count)):
-        raise InputError(f"--share {text[:80]}: not a share; write 0/4, 1/4, 2/4 and 3/4 for four jobs")
+        raise InputError("share", text[:80], "is not a share", "write 0/4, 1/4, 2/4 and 3/4 for four jobs")
     return int(number), int(count)
 
 
@@ -104,7 +114,9 @@ def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], sou
 
     options = Options(**{name: defaults[name] for name in OPTIONS if name in defaults})
     if "ip_mask" in defaults and "ip_image" not in defaults and not source.ip_adapter:
-        raise InputError("--ip-mask without --ip-adapter: name the network that reads the image")
+        raise InputError(
+            "ip_mask", NO_VALUE, "needs an IP-Adapter", "name the network that reads the image with {ip_adapter}"
+        )
     for name in ("height", "width"):
         check_size(name, defaults.get(name), SIZE_STEP)
     height, width, steps = (defaults.get(name) for name in ("height", "width", "num_inference_steps"))
@@ -114,12 +126,16 @@ def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], sou
     check_table(request, None)
     for kind in defaults.get("control_from", "none").split(","):
         if (kind := kind.strip()) not in (*MAPS, "none"):
-            raise InputError(f"--control-from {kind!r:.80} is not made here; {nearest(kind, list(MAPS))}")
+            raise InputError("control_from", kind, "is not made here", nearest(kind, list(MAPS)))
     for name in ("control", "control_from", *CONTROL_OPTIONS, "ip_image"):  # which all rows would lack
         networks = "ip_adapter" if name == "ip_image" else "controlnet"
         if name in defaults and not getattr(source, networks):
-            flags = [f"--{one.replace('_', '-')}" for one in (name, networks)]
-            raise InputError(f"{flags[0]} without {flags[1]}: name the network that reads the image")
+            raise InputError(
+                name,
+                NO_VALUE,
+                f"has no effect without {networks}",
+                f"name the network that reads the image with {{{networks}}}",
+            )
     check_against_model(arguments, [request], source)
 
 
@@ -188,7 +204,9 @@ def _on_ray(arguments: argparse.Namespace, plan: Plan, source: Source, most: int
     from canvax.scale.data import on_ray
 
     if arguments.mesh:
-        raise InputError("--mesh with --ray: each model has all devices that Ray gives it; leave it out")
+        raise InputError(
+            "mesh", NO_VALUE, "does not go with --ray: each model has all devices that Ray gives it", "leave it out"
+        )
     given = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
     load = {**{name: getattr(source, name) for name in OF_MODEL}, **given}
     load |= {"scheduler": ZERO_SNR} if source.zero_snr else {}

@@ -27,10 +27,10 @@ TASKS: dict[str, dict[str, Any]] = {
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Time whole images, text to pixels, and print a table."""
     width, height = parse_size(arguments.size)
-    rounds = check_count("--rounds", arguments.rounds, 1_000_000)
-    batch = check_count("--batch", arguments.batch, MOST_IMAGES)
+    rounds = check_count("rounds", arguments.rounds, 1_000_000)
+    batch = check_count("batch", arguments.batch, MOST_IMAGES)
     if arguments.steps is not None:
-        check_count("--steps", arguments.steps, 1000)
+        check_count("steps", arguments.steps, 1000)
     import canvax
     from canvax.parallel.mesh import mesh_of
 

@@ -17,10 +17,10 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     from canvax.pipelines.checks import MOST_IMAGES
 
     for batch in arguments.batch:
-        check_count("--batch", batch, MOST_IMAGES)
+        check_count("batch", batch, MOST_IMAGES)
     check_ip_adapters(arguments)
     if arguments.reuse_layers:
-        check_count("--reuse-layers", arguments.reuse_layers, 1000)
+        check_count("reuse_layers", arguments.reuse_layers, 1000)
     from canvax.pipelines.open import open_model
     from canvax.pipelines.pipeline import StableDiffusion
 

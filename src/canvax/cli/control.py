@@ -17,8 +17,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     settings = {
         name: value for name in ("low", "high", "at", "radius") if (value := getattr(arguments, name)) is not None
     }
-    output = new_image("OUTPUT", arguments.output)
-    (image,) = read_images("IMAGE", arguments.file, 1)
+    output = new_image("output", arguments.output)
+    (image,) = read_images("file", arguments.file, 1)
     path = save_image(output, control_map(arguments.kind, image, **settings), {"control": arguments.kind})
     report["files"] = [str(path)]
     if not arguments.json:

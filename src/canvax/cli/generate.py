@@ -15,10 +15,10 @@ from canvax.cli.adapters import check_adapters, load_adapters
 from canvax.cli.arguments import versions
 from canvax.cli.batching import batch_size, batches
 from canvax.cli.generate_arguments import OUTPUT
-from canvax.cli.images import ALIASES, ZERO_SNR, ImageRequest, Source, check_table, gather, without_prompts
+from canvax.cli.images import ZERO_SNR, ImageRequest, Source, check_table, gather, without_prompts
 from canvax.cli.preview import previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
-from canvax.errors import CanvaxError, CheckpointError, HintWarning, HubError, InputError, warn
+from canvax.errors import NO_VALUE, CanvaxError, CheckpointError, HintWarning, HubError, InputError, warn
 from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file, new_image
 from canvax.images.grid import make_grid
@@ -49,9 +49,11 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         requests = _with_common_seeds(requests)
     where = Destination.checked(arguments, requests)
     _check_batch_size(arguments.batch_size)
-    preview = None if arguments.preview is None else new_image("--preview", arguments.preview)
+    preview = None if arguments.preview is None else new_image("preview", arguments.preview)
     if spread and preview is not None:
-        raise InputError("--preview: no process of --distributed has all images; leave it out")
+        raise InputError(
+            "preview", NO_VALUE, "does not go with --distributed, where no process has all images", "leave it out"
+        )
     _hint_at_quotes(arguments)
     check_against_model(arguments, requests, source)
     pipe = load_model(arguments, source)
@@ -70,45 +72,20 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         _summarise(report)
 
 
-_CURLY = "“”„«»‘’"
-"""Quotation marks of word processors, which no shell reads."""
-
-
 def _hint_at_quotes(arguments: argparse.Namespace) -> None:
     words = arguments.prompts
-    for word in words:
-        name = word.lstrip("-\u2013\u2014\u2212")
-        if word[:1] in "\u2013\u2014\u2212" and name[:1].isalpha():  # of a page that made dashes of hyphens
-            raise InputError(f"{word[:80]!r} begins with a dash that is no hyphen; write --{name[:80]}")
-        if os.path.splitext(word)[1] and os.path.isfile(word):
-            cure = "--prompt-file reads prompts, --image an image, --from-image the settings of one"
-            warn(f"prompt {word[:80]!r} is text, and there is a file of that name; {cure}", HintWarning)
-        name, equals, value = word.partition("=")
-        if equals and ALIASES.get(name, name) in vars(arguments):  # as other programs' settings are written
-            flag = name.replace("_", "-")
-            warn(f"prompt {word[:80]!r} is text; a setting is written --{flag} {value[:40] or 'VALUE'}", HintWarning)
-        if word.strip().lstrip("+-").replace(".", "", 1).isdecimal():
-            cure = "a value follows its flag, as in --steps 20, and a LoRA's weight its file: --lora FILE:0.8"
-            warn(f"prompt {word[:80]!r} is text; {cure}", HintWarning)
     if not (arguments.prompt_file or arguments.from_image):
         for network, image in (("controlnet", "control"), ("ip_adapter", "ip_image")):
             if getattr(arguments, network) and not getattr(arguments, image):
-                flags = [f"--{one.replace('_', '-')}" for one in (network, image)]
-                warn(f"{flags[0]} without {flags[1]}: the network reads no image and changes nothing", HintWarning)
+                warn(HintWarning(network, NO_VALUE, "has no effect without an image", f"give {{{image}}}"))
         is_folder = arguments.lora_dir and os.path.isdir(os.path.expanduser(arguments.lora_dir))
         if is_folder and not any("<l" in word for word in words):
-            warn("--lora-dir without <lora:name:0.8> in a prompt: changes nothing", HintWarning)
+            warn(HintWarning("lora_dir", NO_VALUE, "has no effect without <lora:name:0.8> in a prompt"))
     if words and not any(word.strip() for word in words) and not (arguments.image or arguments.ip_image):
-        warn(
-            "the prompt is empty, so that nothing says what to generate; is a variable of your shell empty?",
-            HintWarning,
-        )
+        warn(HintWarning("the prompt is empty; is a variable of your shell empty?"))
     if len(words) > 1 and not any(" " in word for word in words):
-        one = " ".join(words)
-        told = f'{len(words)} prompts of one word each; to make them one, quote them: "{one.strip(_CURLY)}"'
-        if one != one.strip(_CURLY):
-            told += "; the shell takes “ and ” for letters"
-        warn(told, HintWarning)
+        quoted = f'"{" ".join(words)}"'
+        warn(HintWarning(f"{len(words)} prompts of one word each; to make them one, quote them: {quoted}"))
 
 
 def join_others(arguments: argparse.Namespace) -> bool:
@@ -121,7 +98,9 @@ def join_others(arguments: argparse.Namespace) -> bool:
             raise InputError("--coordinator, --num-processes and --process-id go with --distributed; add it")
         return False
     if getattr(arguments, "grid", False):
-        raise InputError("--grid: no process of --distributed has all images; leave it out")
+        raise InputError(
+            "grid", NO_VALUE, "does not go with --distributed, where no process has all images", "leave it out"
+        )
     keep_stdout_for_results()
     multihost.initialize(*cluster)
     return True
@@ -151,23 +130,28 @@ class Destination:
         Raises:
             InputError: the images cannot be written there.
         """
-        path = named_path("--output", arguments.output or OUTPUT)
-        is_file = names_file(path, "--output")
+        path = named_path("output", OUTPUT if arguments.output is None else arguments.output)
+        is_file = names_file(path)
         if str(path) == "-":
-            raise InputError("--output -: images are not written to stdout; name a folder or a file")
+            raise InputError("output", "-", "is stdout, to which images are not written", "name a folder or a file")
         if is_file and len(requests) > 1 and not arguments.grid:
-            raise InputError(f"--output {path}: is one file for {len(requests)} images; name a folder")
+            raise InputError("output", path, f"is one file for {len(requests)} images", "name a folder")
         if is_file and os.path.lexists(path):
-            raise InputError(f"--output {path}: this file exists and is not replaced; choose another name")
-        check_writable(f"--output {str(path)[:80]}", path.parent if is_file else path)
+            raise InputError("output", path, "exists and is not replaced", "choose another name")
+        check_writable("output", path.parent if is_file else path)
         if not is_file:
             unique_path(path, 0)  # which looks into the folder, as saving will
-        preview = named_path("--preview", arguments.preview) if getattr(arguments, "preview", None) else None
+        preview = named_path("preview", arguments.preview) if getattr(arguments, "preview", None) else None
         if is_file and preview is not None and preview.absolute() == path.absolute():
-            raise InputError(f"--preview {preview}: is the file of --output, which it would be in the way of")
+            raise InputError("preview", preview, "is the file of --output, which it would be in the way of")
         sizes = {(request.height, request.width) for request in requests}
         if arguments.grid and len(sizes) > 1:
-            raise InputError("--grid: the images have different sizes; leave it out, or give all the same size")
+            raise InputError(
+                "grid",
+                NO_VALUE,
+                "does not go with images of different sizes",
+                "leave it out, or give all the same size",
+            )
         return cls(path, is_file, grid=arguments.grid)
 
     def save(self, image: Image, metadata: Mapping[str, Any]) -> Path | None:
@@ -193,7 +177,7 @@ class Destination:
 
 def _check_batch_size(size: int | None) -> None:
     if size is not None and not 1 <= size <= 1_000_000:
-        raise InputError(f"--batch-size {size} is not a whole number in 1..1000000")
+        raise InputError("batch_size", size, "is not a whole number in 1..1000000")
 
 
 def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageRequest], source: Source) -> None:
@@ -210,7 +194,9 @@ def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageR
         parse_dtype(source.dtype, quantizes=True)
     check_kind(source.quantize)
     if any(request.control for request in requests) and not source.controlnet:
-        raise InputError("--control without --controlnet: name the network that reads the image")
+        raise InputError(
+            "control", NO_VALUE, "needs a ControlNet", "name the network that reads the image with {controlnet}"
+        )
     overrides = Overrides.of(source.vae, source.prediction_type, ZERO_SNR if source.zero_snr else None)
     try:
         origin = ModelSource(

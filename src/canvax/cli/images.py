@@ -5,10 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import select
-import shlex
-import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +33,7 @@ from canvax.pipelines.prompt_files import (
 )
 from canvax.pipelines.prompt_tags import TAG
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
-from canvax.scale.rows import KINDS, check_prompt_line
+from canvax.scale.rows import check_prompt_line
 from canvax.weights.source import BUNDLED
 
 if TYPE_CHECKING:
@@ -75,10 +71,6 @@ ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 """What ``--zero-snr`` says of a model's schedule."""
 
 _MAX_PROMPT_FILE = 64 << 20
-_TABLES = (".csv", ".tsv", ".parquet")
-_MARKUP = (".yaml", ".yml", ".toml")
-_PATIENCE = 10.0
-"""Seconds that a named pipe is waited for."""
 
 OF_MODEL = ("revision", "variant", "dtype", "quantize", "vae", "prediction_type")
 """What the metadata of an image holds about its model besides the name: fields of ``Source``."""
@@ -236,6 +228,8 @@ def _requests(
                     "latents=result.latents"
                 )
         except InputError as error:
+            if not where:
+                raise
             raise InputError(f"{where}{error}") from None
         except TypeError as error:  # a JSON field of another type than a flag could have
             raise InputError(f"{where}a setting has the wrong type: {error}") from None
@@ -299,11 +293,6 @@ def read_prompt_file(name: str) -> list[tuple[str, dict[str, Any]]]:
     try:
         if name == "-" and sys.stdin is None:
             raise InputError("--prompt-file -: there is no standard input; name a file")
-        if (kind := Path(name).suffix.lower()) in _TABLES:  # whose header would be the first prompt
-            cure = f"a table is read by canvax batch {shlex.quote(name)} -o FOLDER"
-            raise InputError(f"--prompt-file {name}: {cure if kind in KINDS else 'save it as .csv for canvax batch'}")
-        if kind in _MARKUP:  # whose signs would be parts of prompts
-            raise InputError(f"--prompt-file {name}: {kind} is not read; write a prompt or a JSON object a line")
         data = sys.stdin.buffer.read(_MAX_PROMPT_FILE + 1) if name == "-" else _content(name)
         if len(data) > _MAX_PROMPT_FILE:
             raise InputError(f"--prompt-file {name}: is longer than {_MAX_PROMPT_FILE} bytes; split it")
@@ -328,15 +317,8 @@ def read_prompt_file(name: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _content(name: str) -> bytes:
-    """What is in a prompt file, at most a byte more than the limit. A pipe will do, but not without a writer."""
-    descriptor = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    with open(descriptor, "rb") as file:
-        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-            # A shell's own, <(command), has its writer; of another's nobody knows whether it will ever have one.
-            patience = None if name.startswith(("/dev/", "/proc/")) else _PATIENCE
-            if not select.select([file], [], [], patience)[0]:
-                raise InputError(f"--prompt-file {name}: nothing came out of this pipe; start what writes to it first")
-            os.set_blocking(descriptor, True)
+    """The content of a prompt file, at most a byte more than the limit."""
+    with open(name, "rb") as file:
         return file.read(_MAX_PROMPT_FILE + 1)
 
 

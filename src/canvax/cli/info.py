@@ -14,9 +14,9 @@ from canvax.cli.adapters import flags_of, info_lines
 from canvax.cli.image_prompts import flags_of as image_prompt_flags
 from canvax.cli.images import OF_MODEL, OPTIONS, ZERO_SNR, recorded_model
 from canvax.cli.terminal import byte_size, command_line, complain, say, table
-from canvax.errors import CanvaxError, InputError, check_count
+from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count
 from canvax.files import named_path
-from canvax.images.formats import FORMATS, OTHERS
+from canvax.images.formats import FORMATS
 from canvax.images.metadata import read_metadata
 from canvax.pipelines.options import PAIRS
 from canvax.tokenizers.concepts import Concepts
@@ -53,7 +53,7 @@ _FLAGS = {
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Describe a model or an image."""
-    path = named_path("MODEL|IMAGE", arguments.what)
+    path = named_path("what", arguments.what)
     suffix = path.suffix.lower()
     is_image = suffix in FORMATS
     if path.is_dir() and arguments.what not in BUNDLED and not (path / INDEX).is_file():
@@ -61,8 +61,6 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         report |= folder_info(path)
         _show(arguments, _folder_lines(report))
         return
-    if suffix in OTHERS and path.is_file():
-        raise InputError(f"{path}: of images PNG, JPEG and WebP are read; the settings of other kinds are not")
     kind = "an image" if is_image else Source(arguments.what).other_kind()
     is_model = kind not in ("an image", "a LoRA", "a textual inversion")
     found = identify(path) if is_model and path.is_file() else None
@@ -90,7 +88,12 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         if arguments.concepts:
             report["prompts"] = Concepts.of(files.folder()).names
             if not report["prompts"]:
-                raise InputError(f"--prompts: {arguments.what} has no list of concepts; it takes any prompt")
+                raise InputError(
+                    "concepts",
+                    NO_VALUE,
+                    f"is not for {arguments.what}, which has no list of concepts",
+                    "it takes any prompt",
+                )
             lines = report["prompts"]
         if arguments.memory:
             report["memory"] = memory_info(arguments)
@@ -107,7 +110,7 @@ def _show(arguments: argparse.Namespace, lines: list[str]) -> None:
 def _refuse_flags(arguments: argparse.Namespace, names: Sequence[str], cure: str) -> None:
     for name in names:
         if (value := getattr(arguments, name)) is not None and value is not False:  # 0 is a value
-            raise InputError(f"--{'prompts' if name == 'concepts' else name.replace('_', '-')}: {cure}")
+            raise InputError(name, NO_VALUE, "does not go with this file", cure)
 
 
 def folder_info(folder: Path) -> dict[str, Any]:
@@ -322,9 +325,9 @@ def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
     from canvax.pipelines.pipeline import StableDiffusion
 
     for name in ("width", "height"):
-        check_size(f"--{name}", getattr(arguments, name), 0)
+        check_size(name, getattr(arguments, name), 0)
     if arguments.batch_size is not None:
-        check_count("--batch-size", arguments.batch_size, MOST_IMAGES)
+        check_count("batch_size", arguments.batch_size, MOST_IMAGES)
     mesh = mesh_of(arguments.mesh)
     model, programs, _ = open_model(
         arguments.what,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import re
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NoReturn
 
-from canvax.errors import HintWarning, InputError, did_you_mean, warn
+from canvax.errors import HintWarning, InputError, Write, did_you_mean, in_python, warn
 from canvax.familiar import CALL, LOAD
 
 
@@ -28,12 +26,8 @@ class Parser(argparse.ArgumentParser):
         if message.endswith("expected one argument"):
             what = action.help if action and action.help else "a value"
             message += f": {what}; one that starts with - is written --flag=VALUE"
-        if message.endswith("expected 2 arguments"):
-            message += f", such as {flag} 64 64"
         if message.startswith("the following arguments are required"):  # other programs' flags may stand for them
             self._refuse_unknown([word for word in self._words if word.startswith("--")])
-        if found := re.fullmatch(r"argument (\S+): invalid (int|float) value: (.*)", message):
-            message = f"argument {found[1]}: {_no_number(found[2], found[3], action and action.metavar)}"
         raise InputError(f"{message} (see: {self.prog} --help)")
 
     def parse_known_args(  # type: ignore[override]
@@ -82,7 +76,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{flag!r} has one hyphen; write -{flag}")
 
     def _check_once(self, words: Sequence[str]) -> None:
-        """Tell of a flag of one value that is given two: argparse takes the last without a word."""
+        """Warn of a flag of one value that is given two: argparse silently takes the last."""
         of = {flag: action for action in self._actions for flag in action.option_strings}
         seen: dict[str, str] = {}
         for word, following in zip_longest(words, words[1:], fillvalue=""):
@@ -93,7 +87,7 @@ class Parser(argparse.ArgumentParser):
             value = value if sign else following
             again = action.dest in seen
             if seen.setdefault(action.dest, value) != value or (action.nargs and again):
-                warn(f"{flag} is given twice; the last value, {value[:80]!r}, is the one that counts", HintWarning)
+                warn(HintWarning(f"{flag} is given twice; the last value, {value[:80]!r}, counts"))
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Of a flag written ``--flag=--``, which argparse takes for no value at all."""
@@ -102,21 +96,24 @@ class Parser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)  # type: ignore[misc]
 
 
-_EXAMPLES = {
-    "int": {"PIXELS": "512", "SEED": "7", "N": "2"},
-    "float": {"PIXELS": "4", "G": "7.5", "X": "0.8", "RATE": "0.0001"},
-}
-"""Numbers of each kind, by what the help calls them."""
+def writer(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Write:
+    """How errors and hints write the arguments of the command that was chosen: ``height=3`` is ``--height 3``."""
+    actions: dict[str, argparse.Action] = {}
+    chosen: argparse.ArgumentParser | None = parser
+    while chosen is not None:
+        within, chosen = chosen._actions, None
+        for action in within:
+            if isinstance(action, argparse._SubParsersAction):
+                chosen = action.choices[getattr(arguments, action.dest)]
+            elif action.dest not in ("prompt", "prompts"):
+                actions[action.dest] = action
+    actions |= {"steps": actions["num_inference_steps"]} if "num_inference_steps" in actions else {}
 
-_LIKE_A_NUMBER = re.compile(r"'([+-]?\d*[.,]?\d+(?:e[+-]?\d+)?)\s*(%|[a-z]*)'", re.IGNORECASE)
+    def write(argument: str, value: str | None) -> str:
+        if (action := actions.get(argument)) is None:
+            return in_python(argument, value)
+        long = [flag for flag in action.option_strings if flag.startswith("--")]
+        name = (long or [*action.option_strings, str(action.metavar or action.dest)])[0]
+        return name if value is None or action.nargs == 0 else f"{name} {value}"
 
-
-def _no_number(kind: str, quoted: str, name: object) -> str:
-    """What to write in place of a text that is no number of a kind: the number that was meant, or such a one."""
-    what = "a whole number" if kind == "int" else "a number"
-    if found := _LIKE_A_NUMBER.fullmatch(quoted):
-        number = re.sub(r",(?=\d{3}$)", "", found[1]) if kind == "int" else found[1].replace(",", ".")
-        meant = math.nan if "," in number else float(number) / (100 if found[2] == "%" else 1)
-        if math.isfinite(meant) and (kind == "float" or meant == int(meant)):
-            return f"{quoted} is not {what}; write {int(meant) if kind == 'int' else f'{meant:.10g}'}"
-    return f"{quoted} is not {what}, such as {_EXAMPLES[kind].get(str(name), '10')}"
+    return write

@@ -56,12 +56,11 @@ def parse_size(text: str | None) -> tuple[int | None, int | None]:
         return None, None
     match = re.fullmatch(r"(\d{1,9})[x×](\d{1,9})", text.lower(), re.ASCII)
     if match is None:
-        raise InputError(f"--size {text!r} is not WIDTHxHEIGHT in pixels, such as 1024x768")
+        raise InputError("size", text, "is not WIDTHxHEIGHT in pixels, such as 1024x768")
     from canvax.pipelines.checks import check_size  # late, so that such a text is refused before JAX is imported
 
     width, height = (
-        check_size(f"--size {text}: {name}", int(side), 0)
-        for name, side in zip(("width", "height"), match.groups(), strict=True)
+        check_size(name, int(side), 0) for name, side in zip(("width", "height"), match.groups(), strict=True)
     )
     return width, height
 

@@ -33,7 +33,6 @@ def _decoded(pipe: StableDiffusion, latents: HostArray) -> HostArray:
     from canvax.parallel.place import put
 
     mesh, factor = pipe.programs.mesh, pipe.model.vae.factor
-    assert pipe.params is not None  # canvax.load has read them
     whole = filled(latents, padded_batch(len(latents), mesh))
     tiled = is_tiled(latents.shape[1] * factor, latents.shape[2] * factor)
     decode = pipe.programs.decode(pipe.params, whole.shape, tiled=tiled)  # pyright: ignore[reportArgumentType]

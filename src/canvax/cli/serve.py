@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.cli.generate_arguments import OUTPUT, check_ip_adapters, source_keywords, with_networks
 from canvax.cli.terminal import complain
-from canvax.errors import CanvaxError, HintWarning, InputError, check_count, warn
+from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, check_count, warn
 from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file
 from canvax.images.metadata import unique_path
@@ -35,7 +35,7 @@ _LEAST_BODY = 1 << 10
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _NAME = re.compile(r"\*|[\w.-]+|\[[0-9a-f:.]+\]", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[\w.-]+|\[[0-9a-f:.]+\])(?::\d{1,5})?", re.ASCII)
-_USUAL = {"--allow-host": "draw.example.org, without a port", "--allow-origin": "https://shop.example.org"}
+_USUAL = {"allow_host": "draw.example.org, without a port", "allow_origin": "https://shop.example.org"}
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -54,14 +54,20 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
     opens_page = arguments.command == "ui"
     if opens_page and arguments.no_page:
-        raise InputError("--no-page: canvax ui opens the page; leave it out, or use canvax serve")
-    keys = Keys.read(named_path("--keys", arguments.keys) if arguments.keys else None)
+        raise InputError(
+            "no_page", NO_VALUE, "does not go with canvax ui, which opens the page", "leave it out, or use canvax serve"
+        )
+    keys = Keys.read(named_path("keys", arguments.keys) if arguments.keys else None)
     if keys is not None and arguments.no_keys:
-        raise InputError("--no-keys, and there are keys (--keys, or the variable CANVAX_KEYS); leave one of them out")
+        raise InputError(
+            "no_keys", NO_VALUE, "does not go with keys ({keys}, or the variable CANVAX_KEYS)", "leave one of them out"
+        )
     if arguments.host not in _LOOPBACK and keys is None and not arguments.no_keys:
         raise InputError(
-            f"--host {arguments.host}: anyone who reaches it could use this machine; give --keys FILE, or --no-keys if "
-            "that is meant"
+            "host",
+            arguments.host,
+            "can be reached by others, who could use this machine",
+            "give {keys=FILE}, or {no_keys} if that is meant",
         )
     names = _names(arguments.models or ["emoji"], source_keywords(arguments))
     if arguments.dtype:
@@ -74,9 +80,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     web = Settings(
         keys=keys,
         host=arguments.host,
-        more_hosts=_checked("--allow-host", arguments.allow_host, _NAME)
+        more_hosts=_checked("allow_host", arguments.allow_host, _NAME)
         or (("*",) if arguments.host in ("0.0.0.0", "::") and keys else ()),
-        origins=_checked("--allow-origin", [text.rstrip("/") for text in arguments.allow_origin], _ORIGIN),
+        origins=_checked("allow_origin", [text.rstrip("/") for text in arguments.allow_origin], _ORIGIN),
         max_body=_check_body(arguments.max_body),
         rate=arguments.rate,
         page=not arguments.no_page,
@@ -84,7 +90,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     with listen(arguments.host, arguments.port, spare=opens_page) as listener:
         _log_to_stderr(quiet=arguments.quiet)
         say: Callable[[str], None] = (lambda text: None) if arguments.quiet else complain
-        journal = Journal(named_path("--journal", arguments.journal)) if arguments.journal else None
+        journal = Journal(named_path("journal", arguments.journal)) if arguments.journal else None
         metrics = Metrics()
 
         def load(name: str, **pinned: Any) -> Any:
@@ -107,13 +113,13 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 def _check_body(text: str) -> int:
     """The bytes of ``--max-body``, told of where no request fits into them."""
-    count = byte_count("--max-body", text)
+    count = byte_count("max_body", text)
     if count < _LEAST_BODY:
-        warn(f"--max-body {text} is {count} bytes, into which hardly a request fits; 32MB is usual", HintWarning)
+        warn(HintWarning("max_body", text, f"is {count} bytes, too few for most requests", "32MB is usual"))
     return count
 
 
-def byte_count(flag: str, text: str) -> int:
+def byte_count(argument: str, text: str) -> int:
     """The bytes that a text such as 20GB means.
 
     Raises:
@@ -122,15 +128,15 @@ def byte_count(flag: str, text: str) -> int:
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})\s*([kmg]?)i?b?", text.strip().lower(), re.ASCII)
     count = int(float(found[1]) * _UNITS[found[2]]) if found else 0
     if count < 1:
-        raise InputError(f"{flag} {text} is not a size; write 20GB or 500MB")
+        raise InputError(argument, text, "is not a size", "write 20GB or 500MB")
     return count
 
 
-def _checked(flag: str, values: list[str], form: re.Pattern[str]) -> tuple[str, ...]:
+def _checked(argument: str, values: list[str], form: re.Pattern[str]) -> tuple[str, ...]:
     """The values in small letters, as browsers send them."""
     for value in values:
         if not form.fullmatch(value.lower()):
-            raise InputError(f"{flag} {value} is not such a name; write {_USUAL[flag]}")
+            raise InputError(argument, value, "is not a name of this kind", f"write {_USUAL[argument]}")
     return tuple(value.lower() for value in values)
 
 
@@ -170,14 +176,14 @@ def _output(arguments: argparse.Namespace) -> Path | None:
         InputError: the images cannot be written there.
     """
     if arguments.no_output and arguments.output is not None:
-        raise InputError("--output and --no-output; leave one of them out")
+        raise InputError("no_output", NO_VALUE, "does not go with --output", "leave one of them out")
     name = OUTPUT if arguments.output is None and arguments.command == "ui" else arguments.output
     if name is None or arguments.no_output:
         return None
-    folder = named_path("--output", name)
-    if names_file(folder, "--output"):
-        raise InputError(f"--output {folder}: is one file; name a folder")
-    check_writable(f"--output {str(folder)[:80]}", folder)
+    folder = named_path("output", name)
+    if names_file(folder):
+        raise InputError("output", folder, "is one file", "name a folder")
+    check_writable("output", folder)
     unique_path(folder, 0)  # which looks into the folder, as saving will
     return folder
 
@@ -190,11 +196,16 @@ def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> Engi
     for flag in ("queue_seconds", "queue_images", "keep_seconds", "drain_seconds", "stall_seconds", "rate"):
         value = getattr(arguments, flag)
         if value is not None and not 0 < value <= MOST:
-            raise InputError(f"--{flag.replace('_', '-')} {value} is not a number above 0 and of at most {MOST:g}")
+            raise InputError(flag, value, f"is not a number above 0 and of at most {MOST:g}")
     if not all(1 <= count <= MOST_CHUNKS for count in arguments.chunks):
-        raise InputError(f"--chunks {' '.join(map(str, arguments.chunks))} are not whole numbers in 1..{MOST_CHUNKS}")
+        raise InputError("chunks", " ".join(map(str, arguments.chunks)), f"are not whole numbers in 1..{MOST_CHUNKS}")
     if arguments.batching == "none" and any(":" in text and not text.endswith(":1") for text in arguments.warm or ()):
-        raise InputError(f"--warm {' '.join(arguments.warm)}: --batching none has one image at a time; write 512x512:1")
+        raise InputError(
+            "warm",
+            " ".join(arguments.warm),
+            "does not go with --batching none, which has one image at a time",
+            "write 512x512:1",
+        )
     return EngineSettings(
         warm=tuple(Warm.parse(text) for text in arguments.warm) if arguments.warm else (Warm(),),
         chunks=tuple(dict.fromkeys(arguments.chunks)),
@@ -203,7 +214,7 @@ def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> Engi
         queue_images=arguments.queue_images,
         keep_seconds=arguments.keep_seconds,
         stall_seconds=arguments.stall_seconds,
-        memory=byte_count("--memory", arguments.memory) if arguments.memory else None,
+        memory=byte_count("memory", arguments.memory) if arguments.memory else None,
         batching=arguments.batching,
         log_prompts=arguments.log_prompts,
         adapters=_adapter_settings(arguments),
@@ -220,23 +231,25 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
     if not (arguments.lora_dir or arguments.lora):
         for name in ("lora_rank", "lora_places", "lora_layers"):
             if getattr(arguments, name) is not None:
-                raise InputError(f"--{name.replace('_', '-')} without --lora-dir and --lora: give one")
+                raise InputError(name, NO_VALUE, "needs adapters", "give {lora_dir} or {lora}")
         return None
     from canvax.pipelines.beside import COUNT, check_places
     from canvax.server.shelf import AdapterSettings
     from canvax.weights.safetensors import open_safetensors
 
-    folder = named_path("--lora-dir", arguments.lora_dir) if arguments.lora_dir else None
+    folder = named_path("lora_dir", arguments.lora_dir) if arguments.lora_dir else None
     if folder is not None and not folder.is_dir():
-        raise InputError(f"--lora-dir {arguments.lora_dir} is not a folder")
-    files = tuple(named_path("--lora", file) for file in arguments.lora)
+        raise InputError("lora_dir", arguments.lora_dir, "is not a folder")
+    files = tuple(named_path("lora", file) for file in arguments.lora)
     for file in files:
         if not (file.is_file() and file.suffix == ".safetensors"):
-            raise InputError(f"--lora {file} is not a safetensors file")
+            raise InputError("lora", file, "is not a safetensors file")
         open_safetensors(file, plain_names=False)  # a damaged one is found before a model is fetched
     if twice := [name for name, count in Counter(file.stem for file in dict.fromkeys(files)).items() if count > 1]:
-        raise InputError(f"--lora: two files are called {twice[0]}; rename one, or give their folder as --lora-dir")
-    places = COUNT if arguments.lora_places is None else check_count("--lora-places", arguments.lora_places)
+        raise InputError(
+            "lora", NO_VALUE, f"has two files called {twice[0]}", "rename one, or give their folder as {lora_dir}"
+        )
+    places = COUNT if arguments.lora_places is None else check_count("lora_places", arguments.lora_places)
     check_places(1 if arguments.lora_rank is None else arguments.lora_rank, places, "all")
     return AdapterSettings(folder, files, arguments.lora_rank, places, arguments.lora_layers)
 
@@ -249,7 +262,7 @@ def listen(host: str, port: int | None, *, spare: bool = False) -> socket.socket
     spare = spare and port is None
     port = PORT if port is None else port
     if not 0 <= port < 1 << 16:  # which some C libraries take for another port
-        raise InputError(f"--port {port} is not in 0..65535; choose another port, such as --port 0")
+        raise InputError("port", port, "is not in 0..65535", "choose another port, such as --port 0")
     listener = None
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -270,7 +283,7 @@ def listen(host: str, port: int | None, *, spare: bool = False) -> socket.socket
         cure = (
             "choose another port, such as --port 0" if known else "name an address of this machine, such as 127.0.0.1"
         )
-        raise InputError(f"--host {host} --port {port}: {reason}; {cure}") from None
+        raise InputError("host", host, f"cannot be listened on at port {port}: {reason}", cure) from None
     return listener
 
 

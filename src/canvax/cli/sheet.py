@@ -10,7 +10,7 @@ from canvax.cli.batching import batch_size, batches
 from canvax.cli.generate import Destination, check_against_model, description, generate_batch, load_model
 from canvax.cli.images import ALIASES, SETTINGS, gather
 from canvax.cli.terminal import complain, say, seconds
-from canvax.errors import InputError, nearest
+from canvax.errors import NO_VALUE, InputError, nearest
 from canvax.images.grid import make_sheet
 from canvax.noise import check_seed
 from canvax.pipelines.option_checks import plain_value
@@ -28,7 +28,7 @@ class Axis:
     values: list[Any]
 
     @classmethod
-    def of(cls, flag: str, text: str) -> Self:
+    def of(cls, argument: str, text: str) -> Self:
         """Read ``steps=10,20``; with a semicolon in it, values are between semicolons.
 
         Raises:
@@ -39,10 +39,12 @@ class Axis:
         name = ALIASES.get(name, name)
         known = ["prompt", *SETTINGS]
         if name not in known or name == "num_images_per_prompt":
-            raise InputError(f"{flag} {text}: {given!r} is not a setting; {nearest(name, [*known, *ALIASES])}")
+            raise InputError(
+                argument, text, f"begins with {given!r}, which is not a setting", nearest(name, [*known, *ALIASES])
+            )
         cells = [value.strip() for value in values.split(";" if ";" in values else ",")]
         if not equals or not all(cells):
-            raise InputError(f"{flag} {text}: write values behind =, such as steps=10,20,40")
+            raise InputError(argument, text, "has no values", "write them behind =, such as steps=10,20,40")
         return cls(name, given.strip(), [_value(name, cell) for cell in cells])
 
     def labels(self) -> list[str]:
@@ -52,16 +54,16 @@ class Axis:
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Generate the images and put them on one sheet."""
-    axes = [Axis.of(flag, text) for flag, text in (("--x", arguments.x), ("--y", arguments.y)) if text is not None]
+    axes = [Axis.of(flag, text) for flag, text in (("x", arguments.x), ("y", arguments.y)) if text is not None]
     if not axes:
         raise InputError("no axis; try: canvax sheet \"a cat\" --x steps=10,20,40 --y sampler='Euler,DPM++ 2M'")
     if len({axis.name for axis in axes}) < len(axes):
-        raise InputError(f"--x and --y are both {axes[0].name}; give two settings, or one")
+        raise InputError("y", axes[0].name, "is the setting of --x as well", "give two settings, or one")
     if arguments.distributed or (arguments.num_images_per_prompt or 1) > 1 or arguments.grid:
         raise InputError("--distributed, --num-images and --grid do not go with a sheet; leave them out")
     for axis in axes:  # a prompt beside an axis of prompts is what the usage has
         if axis.name != "prompt" and getattr(arguments, axis.name, None) not in (None, [], False):
-            raise InputError(f"{axis.label} is given as a flag and along an axis; leave out the flag")
+            raise InputError(axis.name, NO_VALUE, "is given as a flag and along an axis", "leave out the flag")
     across, down = axes[0], axes[1] if len(axes) > 1 else None
     cells = [{across.name: x} | ({down.name: y} if down else {}) for y in (down.values if down else [None])
              for x in across.values]  # fmt: skip

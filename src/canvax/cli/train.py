@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.terminal import complain, say
-from canvax.errors import CanvaxError, InputError, check_count, check_number
-from canvax.files import check_writable, named_folder, named_path
+from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count, check_number
+from canvax.files import check_writable, named_path
 from canvax.parallel.mesh import make_mesh
 from canvax.pipelines.checks import MAX_SIDE, MOST_IMAGES
 
@@ -32,12 +32,12 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         "textual-inversion": _textual_inversion,
         "controlnet": _controlnet,
     }
-    named_path("IMAGES", arguments.pictures)
+    named_path("pictures", arguments.pictures)
     for name in ("output", "tensorboard", "class_images"):
         if (value := getattr(arguments, name, None)) is not None:
-            setattr(arguments, name, str(named_folder(f"--{name.replace('_', '-')}", value)))
+            setattr(arguments, name, str(named_path(name, value)))
     check_numbers(arguments)
-    check_writable(f"--output {arguments.output[:80]}", Path(arguments.output))
+    check_writable("output", Path(arguments.output))
     finish(tasks[arguments.task], arguments, report)
 
 
@@ -82,8 +82,6 @@ _RANGES = {
 _STEPS = {"finetune": 1000, "lora": 1000, "dreambooth": 400, "textual-inversion": 5000, "controlnet": 5000}
 """Unless ``--steps`` says otherwise."""
 
-_FLAGS = {"batch": "--batch-size", "final": "--final-lr", "average": "--ema"}
-
 
 def check_numbers(arguments: argparse.Namespace) -> None:
     """Refuse numbers that no run can have, before pictures are read, and those that would change nothing.
@@ -92,30 +90,34 @@ def check_numbers(arguments: argparse.Namespace) -> None:
         InputError: naming the flag.
     """
     values = {name: value for name, value in vars(arguments).items() if value is not None}
-    flags = {name: _FLAGS.get(name, f"--{name.replace('_', '-')}") for name in values}
     for name in values.keys() & _WHOLE.keys():
-        check_count(flags[name], values[name], _WHOLE[name])
+        check_count(name, values[name], _WHOLE[name])
     for name in values.keys() & _RANGES.keys():
         low, high, cure = _RANGES[name]
-        if not low <= check_number(flags[name], values[name], f"; {cure}") <= high:
-            raise InputError(f"{flags[name]}={values[name]:g} is not in {low:g}..{high:g}; {cure}")
+        if not low <= check_number(name, values[name], cure) <= high:
+            raise InputError(name, values[name], f"is not in {low:g}..{high:g}", cure)
     if not 0 <= values.get("seed", 0) < 2**32:  # JAX takes so many bits, and of more silently the lowest
-        raise InputError(f"--seed {arguments.seed} is not in 0..2**32-1")
+        raise InputError("seed", arguments.seed, "is not in 0..2**32-1")
     steps = values.get("steps", _STEPS[arguments.task])
     if values.get("warmup", 0) >= steps:
-        raise InputError(f"--warmup {arguments.warmup} of --steps {steps}: give fewer, or more steps")
+        raise InputError("warmup", arguments.warmup, f"leaves nothing of --steps {steps}", "give fewer, or more steps")
     if "text_lr" in values and not arguments.text_encoder:
-        raise InputError("--text-lr without --text-encoder: add it")
+        raise InputError("text_lr", NO_VALUE, "has no effect without --text-encoder", "add {text_encoder}")
     usual = {"rank": 4, "alpha": None, "layers": "attention", "format": "peft", "trigger": None}
     idle = sorted(name for name in usual.keys() & values.keys() if values[name] != usual[name])
     if idle and arguments.task == "dreambooth" and not arguments.lora:
-        raise InputError(f"{flags[idle[0]]} without --lora: add it")
+        raise InputError(idle[0], NO_VALUE, "has no effect without --lora", "add {lora}")
     usual = {"prior_weight": 1.0, "num_class_images": 100, "class_images": None}
     idle = sorted(name for name in usual.keys() & values.keys() if values[name] != usual[name])
     if idle and "class_prompt" not in values:
-        raise InputError(f"{flags[idle[0]]} without --class-prompt: say which class it is, such as 'a photo of a dog'")
+        raise InputError(
+            idle[0],
+            NO_VALUE,
+            "has no effect without a prompt of the class",
+            "say which class it is with {class_prompt}, such as 'a photo of a dog'",
+        )
     if "class_images" in values and Path(arguments.class_images).is_file():
-        raise InputError(f"--class-images {arguments.class_images}: is a file; name a folder")
+        raise InputError("class_images", arguments.class_images, "is a file", "name a folder")
 
 
 def _finetune(arguments: argparse.Namespace) -> Path | None:
@@ -179,11 +181,11 @@ def _controlnet(arguments: argparse.Namespace) -> Path | None:
 
 def _channels(text: str) -> tuple[int, ...]:
     try:
-        return tuple(check_count("--hint-channels", int(word), 4096) for word in text.split(","))
+        return tuple(check_count("hint_channels", int(word), 4096) for word in text.split(","))
     except InputError:
         raise
     except ValueError:
-        raise InputError(f"--hint-channels {text!r} is not a list of whole numbers, such as 16,32,96,256") from None
+        raise InputError("hint_channels", text, "is not a list of whole numbers, such as 16,32,96,256") from None
 
 
 def _lora_of(arguments: argparse.Namespace) -> Lora:
@@ -242,8 +244,8 @@ def deadline(arguments: argparse.Namespace) -> float | None:
     """``time.monotonic()`` at which to stop."""
     if arguments.stop_after is None:
         return None
-    if check_number("--stop-after", arguments.stop_after) <= 0:
-        raise InputError(f"--stop-after {arguments.stop_after} must be more than 0 minutes")
+    if check_number("stop_after", arguments.stop_after) <= 0:
+        raise InputError("stop_after", arguments.stop_after, "must be more than 0 minutes")
     return time.monotonic() + 60 * arguments.stop_after
 
 

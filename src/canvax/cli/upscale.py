@@ -8,7 +8,7 @@ from typing import Any
 from canvax.cli.generate import Destination, check_against_model, description, load_model
 from canvax.cli.images import OPTIONS, ImageRequest, check_table, source_of
 from canvax.cli.terminal import complain, say, seconds
-from canvax.errors import InputError, check_count
+from canvax.errors import NO_VALUE, InputError, check_count
 from canvax.images.given import read_images
 from canvax.noise import check_seed
 from canvax.pipelines.checks import MAX_SIDE, MOST_IMAGES, check_guidance
@@ -26,7 +26,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     settings = {name: value for name in OPTIONS if (value := getattr(arguments, name, None)) is not None}
     options = Options(**settings, progress=not arguments.quiet)
     if not arguments.controlnet and (given := sorted({*CONTROL_OPTIONS} & {*settings})):
-        raise InputError(f"--{given[0].replace('_', '-')} without --controlnet: name the network that reads the tiles")
+        raise InputError(
+            given[0], NO_VALUE, "needs a ControlNet", "name the network that reads the tiles with {controlnet}"
+        )
     request = _request(arguments, options)
     _check(arguments, request)
     where = Destination.checked(arguments, [request])
@@ -59,7 +61,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 def _check(arguments: argparse.Namespace, request: ImageRequest) -> None:
     """Refuse what no model could do, before one is read."""
-    (image,) = read_images("image", arguments.file, 1)
+    (image,) = read_images("file", arguments.file, 1)
     check_for_upscale(request.options)
     if arguments.scale is not None:
         check_scale(arguments.scale, image)
@@ -67,7 +69,7 @@ def _check(arguments: argparse.Namespace, request: ImageRequest) -> None:
         check_strength(arguments.strength)
     for name, most in (("overlap", MAX_SIDE), ("batch_size", MOST_IMAGES), ("num_inference_steps", MOST_STEPS)):
         if (value := getattr(arguments, name)) is not None:
-            check_count(f"--{name.replace('_', '-')}", value, most)
+            check_count(name, value, most)
     if arguments.num_inference_steps is not None:
         strength = STRENGTH if arguments.strength is None else arguments.strength
         steps_of_strength(strength, arguments.num_inference_steps, request.options.strength_rule, MOST_STEPS)
@@ -77,13 +79,13 @@ def _check(arguments: argparse.Namespace, request: ImageRequest) -> None:
         check_seed(arguments.seed)
     for name in ("preview", "distributed", "coordinator", "num_processes", "process_id"):
         if (value := getattr(arguments, name)) is not None and value is not False:  # 0 is a value
-            raise InputError(f"--{name.replace('_', '-')} does not go with tiles; leave it out")
+            raise InputError(name, NO_VALUE, "does not go with tiles", "leave it out")
     check_table(request, None)
 
 
 def _request(arguments: argparse.Namespace, options: Options) -> ImageRequest:
     """What the destination is checked for: one image."""
     if arguments.grid:
-        raise InputError("--grid: there is one image; leave it out")
+        raise InputError("grid", NO_VALUE, "does not go with one image", "leave it out")
     steps, sampler = arguments.num_inference_steps, arguments.sampler
     return ImageRequest(arguments.prompt or "", None, 0, None, None, steps, arguments.guidance_scale, sampler, options)

@@ -11,10 +11,10 @@ What ``compile/`` uses of JAX that is experimental or not documented, and what h
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,19 +56,12 @@ class CacheEntry:
     path: Path
     header: dict[str, Any]
     devices: Sequence[Any]
-    in_tree: Any
 
-    def read(self) -> tuple[dict[str, Any], bytes] | None:
-        """Header and executable, checked; None if there is nothing of use."""
+    def read(self) -> bytes | None:
+        """The executable, checked; None if there is nothing of use."""
         return cache.read(self.path, self.header["key"])
 
-    def stored(self) -> dict[str, Any]:
-        """The header alone, to choose by, its signature unchecked; empty if it does not tell what a program costs."""
-        header = cache.header(self.path)
-        told = all(isinstance(header.get(name), int | float) for name in ("seconds", "flops"))
-        return header if told else {}
-
-    def load(self, header: dict[str, Any], executable: bytes) -> Any | None:
+    def load(self, executable: bytes) -> Any | None:
         """The program, ready to be called; None if it cannot be loaded, when its file is removed too.
 
         Raises:
@@ -77,9 +70,8 @@ class CacheEntry:
         try:
             from jax.experimental.serialize_executable import deserialize_and_load
 
-            out_tree = jax.tree.structure(_tree_from_json(header["out"]))
-            client = self.devices[0].client
-            return deserialize_and_load(executable, self.in_tree, out_tree, client, self.devices)
+            payload, in_tree, out_tree = pickle.loads(executable)
+            return deserialize_and_load(payload, in_tree, out_tree, self.devices[0].client, self.devices)
         except Exception as error:  # whatever JAX, the plugin and pickle raise, compiling again is the cure
             if _out_of_memory(error):
                 raise
@@ -90,20 +82,16 @@ class CacheEntry:
         """Remove the file, since the program in it failed."""
         cache.remove(self.path, f"cannot be used ({type(error).__name__}: {error})")
 
-    def write(self, program: Any, seconds: float) -> int:
-        """Store a compiled program and what it took; returns bytes on disk, 0 if it cannot be stored."""
+    def write(self, program: Any) -> int:
+        """Store a compiled program; returns bytes on disk, 0 if it cannot be stored."""
         try:
             from jax.experimental.serialize_executable import serialize
 
-            executable, _, out_tree = serialize(program)
+            executable = pickle.dumps(serialize(program))
         except Exception as error:  # not every backend can
             cache.logger.debug("%s cannot be stored: %s", self.header["description"]["program"], error)
             return 0
-        out = _tree_to_json(jax.tree.unflatten(out_tree, range(out_tree.num_leaves)))
-        cost = {"seconds": round(seconds, 3), "flops": 0.0}
-        with suppress(Exception):  # not every backend tells
-            cost["flops"] = program.cost_analysis()["flops"]
-        return cache.write(self.path, self.header | cost | {"out": out, "created": time.time()}, executable)
+        return cache.write(self.path, self.header | {"created": time.time()}, executable)
 
 
 def find_entry(
@@ -112,7 +100,7 @@ def find_entry(
     """Where a program is stored; None if it cannot be.
 
     The cache may be off, the devices not this process's own, canvax's sources no longer those that it runs, functions
-    of them may be replaced, or JAX may lack what the key is made of.
+    of them may be replaced, the program may call a function of the user, or JAX may lack what the key is made of.
 
     Args:
         function: what is compiled, with its static keywords.
@@ -123,6 +111,8 @@ def find_entry(
     """
     devices = list(mesh.devices.flat)
     folder = cache.open_cache() if _own(devices) else None
+    if any(callable(value) for value in function.keywords.values()):  # its text says nothing in another process
+        return None
     if folder is None or key.edited() or replaced():
         return None
     try:
@@ -132,7 +122,7 @@ def find_entry(
         cache.logger.debug("%s cannot be stored: %s", description["program"], error)
         return None
     header = {"key": name, "description": description, **environment}
-    return CacheEntry(folder / f"{name}.program", header, devices, jax.tree.structure((arguments, {})))
+    return CacheEntry(folder / f"{name}.program", header, devices)
 
 
 def load_or_compile(
@@ -151,43 +141,28 @@ def load_or_compile(
     def compiled() -> Any:
         report(Build(name, cached=False))
         began = time.perf_counter()
-        with _plain_settings(), counting() as counts:
+        # Not with JAX's settings for finding faults in one's own code: our programs add a bias to a batch.
+        with jax.disable_jit(False), jax.numpy_rank_promotion("allow"), counting() as counts:
             program, keep = compile()
         # A program that JAX read from its own cache cannot be stored again: on the CPU (jaxlib 0.10 to 0.12) the copy
         # lacks its machine code. JAX has it in any case.
-        took = time.perf_counter() - began
-        size = entry.write(program, took) if entry and keep and not counts.cache_hits else 0
+        size = entry.write(program) if entry and keep and not counts.cache_hits else 0
         report(Build(name, False, time.perf_counter() - began, size))
         return program
 
     began = time.perf_counter()
-    stored = entry.read() if entry else None
-    if entry is None or stored is None:
-        return Program(compiled())
+    executable = entry.read() if entry else None
+    if entry is None or executable is None:
+        return compiled()
     report(Build(name, cached=True))
-    program = entry.load(*stored)
+    program = entry.load(executable)
     if program is None:
-        return Program(compiled())
-    report(Build(name, True, time.perf_counter() - began, len(stored[1])))
+        return compiled()
+    report(Build(name, True, time.perf_counter() - began, len(executable)))
     return LoadedProgram(program, entry, compiled)
 
 
-class Program:
-    """A compiled program."""
-
-    def __init__(self, program: Any) -> None:
-        self._program = program
-
-    def __call__(self, *arguments: Any) -> Any:
-        with _plain_settings():
-            return self._program(*arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        """Whatever else JAX's compiled programs have, such as ``memory_analysis``."""
-        return getattr(self._program, name)
-
-
-class LoadedProgram(Program):
+class LoadedProgram:
     """A program from the cache. If its first run fails it is compiled.
 
     Loading does not find all faults: an executable that a backend did not store properly may load, and fail when it
@@ -195,43 +170,30 @@ class LoadedProgram(Program):
     """
 
     def __init__(self, program: Any, entry: CacheEntry, compile: Callable[[], Any]) -> None:
-        super().__init__(program)
-        self._entry, self._compile = entry, compile
+        self._program, self._entry, self._compile = program, entry, compile
         self._proven = False
         self._lock = threading.Lock()
 
     def __call__(self, *arguments: Any) -> Any:
         program = self._program  # another thread may replace it
         if self._proven:
-            return super().__call__(*arguments)
+            return program(*arguments)
         try:
-            with _plain_settings():
-                result = jax.block_until_ready(program(*arguments))
+            result = jax.block_until_ready(program(*arguments))
         except jax.errors.JaxRuntimeError as error:
             if _out_of_memory(error):
                 raise
-            self._replace(program, error)
-            return super().__call__(*arguments)
+            with self._lock:
+                if self._program is program:
+                    self._entry.remove(error)
+                    self._program, self._proven = self._compile(), True
+            return self._program(*arguments)
         self._proven = True
         return result
 
-    def _replace(self, failed: Any, error: Exception) -> None:
-        """Compile the program anew, unless another thread whose run failed has done so."""
-        with self._lock:
-            if self._program is failed:
-                self._entry.remove(error)
-                self._program = self._compile()
-                self._proven = True
-
-
-@contextmanager
-def _plain_settings() -> Iterator[None]:
-    """Without JAX's settings for finding faults in one's own code, whose rules our programs break on purpose.
-
-    They are compiled ahead, take small arrays of the host, and add a bias to a batch.
-    """
-    with jax.disable_jit(False), jax.transfer_guard("allow"), jax.numpy_rank_promotion("allow"):
-        yield
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else JAX's compiled programs have, such as ``memory_analysis``."""
+        return getattr(self._program, name)
 
 
 def _out_of_memory(error: Exception) -> bool:
@@ -250,20 +212,3 @@ def _own(devices: Sequence[Any]) -> bool:
         return set(devices) <= set(jax.local_devices(backend=devices[0].platform))
     except RuntimeError:  # there is no such backend here
         return False
-
-
-def _tree_to_json(tree: Any) -> Any:
-    """A tree of dicts, tuples and numbers as JSON, which has no tuples."""
-    if isinstance(tree, dict):
-        return {"dict": {name: _tree_to_json(value) for name, value in tree.items()}}
-    if isinstance(tree, tuple):
-        return {"tuple": [_tree_to_json(value) for value in tree]}
-    return tree
-
-
-def _tree_from_json(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    if "dict" in value:
-        return {name: _tree_from_json(child) for name, child in value["dict"].items()}
-    return tuple(_tree_from_json(child) for child in value["tuple"])

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import jax
 
-MODE: ContextVar[Literal["held", "stored", None]] = ContextVar("mode", default=None)
-"""Whether only programs in memory are wanted, or only what the cache tells of them; None: they are made."""
+MODE: ContextVar[Literal["held", None]] = ContextVar("mode", default=None)
+"""Whether only programs in memory are wanted; None: they are made."""
 
 
 class NotReady(Exception):

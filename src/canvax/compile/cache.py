@@ -1,8 +1,6 @@
-"""A private folder of compiled programs: what a file looks like, what is thrown out. ``trust.py`` says what may be run.
+"""A private folder of compiled programs: what a file looks like, and which files go. ``trust.py`` says what may be run.
 
-Every file says what it is for, and carries a SHA-256 against accidents and its signature against strangers.
-
-    programs/KEY.program    magic, signature, SHA-256 of the rest, length of the header, header (JSON), executable
+programs/KEY.program    magic, signature, SHA-256 of the rest, header (a line of JSON), executable
 """
 
 from __future__ import annotations
@@ -30,11 +28,9 @@ SIZE = "CANVAX_CACHE_SIZE"
 DEFAULT_SIZE = 10_000_000_000
 """Bytes; a full-size model takes tens of megabytes for each size and batch."""
 
-MAGIC = b"canvax program 2\n\0\0\0"
-_DIGEST = hashlib.sha256().digest_size
-_LENGTH = 8
-_SIGNED = len(MAGIC) + _DIGEST
-_START = _SIGNED + _DIGEST + _LENGTH
+MAGIC = b"canvax program 3\n"
+_SIGNED = len(MAGIC) + 32
+_START = _SIGNED + 32
 _MAX_HEADER = 1 << 20
 _LEFTOVER = 3600.0
 """Seconds after which a file that was never finished belongs to a dead process."""
@@ -59,19 +55,12 @@ class StoredProgram:
     size: int
     used: float
 
-    @property
-    def batch(self) -> int:
-        """Images at once; 0 if the file does not say."""
-        description = self.header.get("description")
-        batch = description.get("batch") if isinstance(description, dict) else 0
-        return batch if isinstance(batch, int) else 0
-
 
 def cache_path() -> Path | None:
     """The folder that CANVAX_CACHE_DIR names, else ``usual_path``; None for "off". Nothing is looked at.
 
     Raises:
-        InputError: it is not a whole path, or there is no home folder.
+        InputError: it is not an absolute path, or there is no home folder.
     """
     named = os.environ.get(FOLDER, "")
     if named.lower() == "off":
@@ -82,7 +71,7 @@ def cache_path() -> Path | None:
         raise InputError(f"there is no home folder; set {FOLDER} to a folder") from None
     if not folder.is_absolute():  # in a downloaded folder it would be the programs of whoever made that
         raise InputError(
-            f"the cache folder {str(folder)!r} depends on where canvax is started; set {FOLDER} to a whole path"
+            f"the cache folder {str(folder)!r} depends on where canvax is started; set {FOLDER} to an absolute path"
         )
     return folder
 
@@ -93,7 +82,7 @@ def usual_path() -> Path:
     Raises:
         RuntimeError: there is no home folder.
     """
-    return user_folder("XDG_CACHE_HOME", ".cache", "Library/Caches", "LOCALAPPDATA", "Local")
+    return user_folder("cache")
 
 
 def size_limit() -> int:
@@ -123,9 +112,8 @@ def open_cache() -> Path | None:
         if folder is None:
             return None
         programs = folder / "programs"
-        for path in reversed([path for path in (programs, *programs.parents) if not path.exists()]):
-            with suppress(FileExistsError):
-                path.mkdir(mode=0o700)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        programs.mkdir(mode=0o700, exist_ok=True)
         check_folder(programs)
         for path, _, used in _files(programs):
             if path.suffix == ".part" and time.time() - used > _LEFTOVER:
@@ -136,13 +124,18 @@ def open_cache() -> Path | None:
     return programs
 
 
-def read(path: Path, key: str) -> tuple[dict[str, Any], bytes] | None:
-    """Header and executable of a whole, private file that was made for ``key``; another is removed, and None."""
+def read(path: Path, key: str) -> bytes | None:
+    """The executable of a whole, signed, private file that was made for ``key``; None where there is none.
+
+    Another file is removed, unless it is whole and has a stranger's signature.
+    """
     try:
         with open_private(path) as file:
             data = file.read()
-            header = _checked_header(data, key)
-            ours = is_ours(file, data[_SIGNED : _SIGNED + _DIGEST], data[len(MAGIC) : _SIGNED])
+            digest = data[_SIGNED:_START]
+            if not data.startswith(MAGIC) or hashlib.sha256(memoryview(data)[_START:]).digest() != digest:
+                raise CanvaxError("damaged, or of another version of canvax")
+            ours = is_ours(file, digest, data[len(MAGIC) : _SIGNED])
     except FileNotFoundError:
         return None
     except (CanvaxError, OSError) as error:
@@ -154,28 +147,28 @@ def read(path: Path, key: str) -> tuple[dict[str, Any], bytes] | None:
             f"Set {SECRET} to the same text wherever this folder is used"
         )
         return None
-    with suppress(OSError):  # a folder that is only read has no order of use
+    header, _, executable = data[_START:].partition(b"\n")
+    if _parsed(header).get("key") != key:
+        remove(path, "made for something else")
+        return None
+    with suppress(OSError):  # in a folder that is only read
         os.utime(path)
-    return header, data[_START + int.from_bytes(data[_START - _LENGTH : _START], "little") :]
+    return executable
 
 
 def write(path: Path, header: dict[str, Any], executable: bytes) -> int:
     """Keep an executable: whole under its name or not at all. Returns bytes written, 0 after a warning."""
-    text = json.dumps(header).encode()
-    length = len(text).to_bytes(_LENGTH, "little")
-    total = hashlib.sha256(length)
-    total.update(text)
-    total.update(executable)
-    size = _START + len(text) + len(executable)
+    data = json.dumps(header).encode() + b"\n" + executable
+    size = _START + len(data)
     if size > size_limit():
         _not_stored(f"one alone is larger than {SIZE} allows")
         return 0
-    temporary = None
+    temporary, digest = None, hashlib.sha256(data).digest()
     try:
-        signed = signature(total.digest())
+        signed = signature(digest)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")  # mode 0600
         with os.fdopen(descriptor, "wb") as file:
-            file.writelines((MAGIC, signed, total.digest(), length, text, executable))
+            file.writelines((MAGIC, signed, digest, data))
         os.replace(temporary, path)
     except (CanvaxError, OSError) as error:
         if temporary:
@@ -187,9 +180,9 @@ def write(path: Path, header: dict[str, Any], executable: bytes) -> int:
     return size
 
 
-def remove(path: Path, fault: str) -> None:
+def remove(path: Path, reason: str) -> None:
     """Remove a file that is of no use."""
-    logger.debug("%s: %s; it is made again", path, fault)
+    logger.debug("%s: %s; it is made again", path, reason)
     _unlink(path)
 
 
@@ -199,9 +192,8 @@ def programs() -> list[StoredProgram]:
     Raises:
         CanvaxError: the folder cannot be used (``cache_path``, ``check_folder``).
     """
-    stored = [
-        StoredProgram(path, header(path), size, used) for path, size, used in _own_files() if path.suffix == ".program"
-    ]
+    files = [file for file in _files_in_use() if file[0].suffix == ".program"]
+    stored = [StoredProgram(path, _header(path), size, used) for path, size, used in files]
     return sorted(stored, key=lambda program: -program.used)
 
 
@@ -212,11 +204,11 @@ def clear(unused_seconds: float = 0.0) -> tuple[int, int]:
         CanvaxError: the folder cannot be used (``cache_path``, ``check_folder``).
     """
     now = time.time()
-    sizes = [size for path, size, used in _own_files() if now - used >= unused_seconds and _unlink(path)]
+    sizes = [size for path, size, used in _files_in_use() if now - used >= unused_seconds and _unlink(path)]
     return len(sizes), sum(sizes)
 
 
-def _own_files() -> list[tuple[Path, int, float]]:
+def _files_in_use() -> list[tuple[Path, int, float]]:
     """``_files`` of the folder in use, if there is one."""
     folder = cache_path()
     if folder is None or not os.path.lexists(folder / "programs"):
@@ -226,7 +218,7 @@ def _own_files() -> list[tuple[Path, int, float]]:
 
 
 def _files(programs: Path) -> Iterator[tuple[Path, int, float]]:
-    """Files of the cache, their sizes and when they were last used; links and whatever else lies there are not."""
+    """Files of the cache, their sizes and when they were last used; links and other files are left alone."""
     with os.scandir(programs) as entries:
         for entry in entries:
             name = entry.name
@@ -237,35 +229,16 @@ def _files(programs: Path) -> Iterator[tuple[Path, int, float]]:
                         yield Path(entry.path), status.st_size, status.st_mtime
 
 
-def _checked_header(data: bytes, key: str) -> dict[str, Any]:
-    """The header of a whole file that was made for ``key``.
-
-    Raises:
-        CanvaxError: it is another, or not whole.
-    """
-    if not data.startswith(MAGIC):
-        raise CanvaxError("not a program of this version of canvax")
-    begin = _SIGNED + _DIGEST
-    if hashlib.sha256(memoryview(data)[begin:]).digest() != data[_SIGNED:begin]:
-        raise CanvaxError("damaged")
-    header = _parsed(data[_START : _START + int.from_bytes(data[begin:_START], "little")])
-    if header.get("key") != key:
-        raise CanvaxError("made for something else")
-    return header
-
-
-def header(path: Path) -> dict[str, Any]:
-    """The header of a file, to be shown; empty if it cannot be read."""
+def _header(path: Path) -> dict[str, Any]:
+    """The header of a file, unchecked, to be shown; empty if it cannot be read."""
     with suppress(OSError, CanvaxError), open_private(path) as file:
-        start = file.read(_START)
-        length = int.from_bytes(start[-_LENGTH:], "little")
-        if start.startswith(MAGIC) and length <= _MAX_HEADER:
-            return _parsed(file.read(length))
+        if file.read(_START).startswith(MAGIC):
+            return _parsed(file.readline(_MAX_HEADER))
     return {}
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
-    """A JSON object; empty for anything else, brackets in brackets without end included."""
+    """A JSON object; empty for anything else, also for brackets in brackets without end."""
     with suppress(ValueError, RecursionError):
         header = json.loads(text)
         if isinstance(header, dict):

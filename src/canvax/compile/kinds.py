@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from canvax.guidance import Method
+from canvax.guidance import Method, Rule
 from canvax.models.beside import Places
 from canvax.models.text import Conditions
 from canvax.samplers.table import Clip
@@ -66,7 +66,7 @@ class Kinds(NamedTuple):
     image_encoder: Literal["whole", "tiled", None] = None
     chunks: int = 1
     parts: int = 0
-    method: Method = "cfg"
+    method: Method | Rule = "cfg"
     tuned: tuple[str, ...] = ()
     controls: tuple[str, ...] = ()
     image_prompts: tuple[PromptKind, ...] = ()

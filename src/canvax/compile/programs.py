@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from canvax.compile.abstract import abstract_of, on_each_device
-from canvax.compile.aot import Build, BuildCallback, CacheEntry, find_entry, load_or_compile
+from canvax.compile.aot import Build, BuildCallback, find_entry, load_or_compile
 from canvax.compile.at_once import MODE, NotReady, at_once
 from canvax.compile.kinds import TUNING, Kinds, LatentShape, PromptKind, Ready
 from canvax.denoise import (
@@ -216,16 +216,6 @@ class Programs:
         calls = self._calls(params, latents, kinds, announce)[3 : 3 + len(kinds.guided)]
         return dict(zip(kinds.guided, at_once(calls), strict=True))
 
-    def stored(self, params: Params, latents: LatentShape, kinds: Kinds) -> list[dict[str, Any]] | None:
-        """What the cache tells of the programs that ``ready`` would use; None if one would be compiled."""
-        token = MODE.set("stored")
-        try:
-            return [call() for call in self._calls(params, latents, kinds, None) if call]
-        except NotReady:
-            return None
-        finally:
-            MODE.reset(token)
-
     def _calls(
         self, params: Params, latents: LatentShape, kinds: Kinds, announce: BuildCallback | None
     ) -> list[Callable[[], Any] | None]:
@@ -328,15 +318,9 @@ class Programs:
         ambient = jax.config.values["jax_default_matmul_precision"]  # may be set around a single image
         static = tuple(sorted(function.keywords.items(), key=str))
         key = (name, static, structure, signature, ambient, replaced())
-        program, mode = self._held(key), MODE.get()
-        if mode == "stored":
-            entry = self._entry(name, function, arguments)
-            header = entry.stored() if entry else {}
-            if header or program:
-                return header  # pyright: ignore[reportReturnType]
-        elif program:
+        if program := self._held(key):
             return program
-        if mode:
+        if MODE.get():
             raise NotReady
         with self._lock:
             building = self._building.setdefault(key, threading.Lock())
@@ -363,12 +347,9 @@ class Programs:
     def _build(
         self, name: str, function: partial[Any], arguments: tuple[Any, ...], announce: BuildCallback | None
     ) -> Callable[..., Any]:
-        entry = self._entry(name, function, arguments)
-        return load_or_compile(name, partial(self._compile, function, arguments), entry, announce or _silent)
-
-    def _entry(self, name: str, function: partial[Any], arguments: tuple[Any, ...]) -> CacheEntry | None:
         decisive = {"precision": self.precision, "stacked": self.stacked}
-        return find_entry(function, arguments, self.mesh, self._describe(name, arguments), **decisive)
+        entry = find_entry(function, arguments, self.mesh, self._describe(name, arguments), **decisive)
+        return load_or_compile(name, partial(self._compile, function, arguments), entry, announce or _silent)
 
     def _describe(self, name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
         """What ``canvax cache`` tells of a program."""

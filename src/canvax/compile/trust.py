@@ -1,9 +1,8 @@
 """Which files of compiled programs may be run.
 
-An executable is machine code. Two questions are asked before one is loaded: whether anybody else could have written to
-its folder or put another in its place (owners and modes), and whether this user's canvax wrote it (a message
-authentication code with a secret that is kept outside the folder). The second refuses a folder that was downloaded or
-unpacked: such files belong to the user, but were made by a stranger.
+An executable is machine code. It is loaded if this user's canvax signed it with a secret that is kept outside the
+folder, and if the folder and the file belong to the user or root and nobody else can write to them. A folder that was
+downloaded fails the first test: the files belong to the user, but a stranger's canvax made them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from canvax.errors import CanvaxError
 
@@ -27,43 +26,31 @@ FOLDER, SECRET = "CANVAX_CACHE_DIR", "CANVAX_CACHE_SECRET"
 _SECRET_BYTES = 32
 
 
-def check_folder(programs: Path) -> None:
-    """Refuse a folder of programs that anybody else could have written to or put in place of ours.
-
-    Looked at are the folder, the one around it and all above, up to the home folder or the root. There links are
-    followed, which only the user or root can have made: what they lead to is looked at as well.
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that others can write to.
 
     Raises:
-        CanvaxError: naming the folder at fault, and the cure.
-        OSError: one of them cannot be looked at.
+        CanvaxError: naming the reason and the cure.
+        OSError: the folder cannot be looked at.
     """
-    homes = {Path(os.path.expanduser("~")), Path(os.path.realpath(os.path.expanduser("~")))}
-    for folder in dict.fromkeys((programs, Path(os.path.realpath(programs)))):
-        for path in (folder, *folder.parents):
-            status = path.lstat()
-            own = path in (programs, programs.parent)
-            right_kind = stat.S_ISDIR(status.st_mode) or (path != programs and stat.S_ISLNK(status.st_mode))
-            fault = _fault(status, sticky=not own) if right_kind else "is not a folder"
-            if fault:
-                raise CanvaxError(f"{path} {fault}; or choose another folder with {FOLDER}")
-            if path in homes:
-                break
+    status = folder.lstat()
+    if fault := _fault(status) if stat.S_ISDIR(status.st_mode) else "is not a folder":
+        raise CanvaxError(f"{folder} {fault}; or choose another folder with {FOLDER}")
 
 
 def open_private(path: Path) -> BinaryIO:
-    """A file of ours to read; a pipe would be waited for, and a link or another user's file cannot be trusted."""
+    """Open a file that nobody else can write to; a link is refused, and a pipe, whose reader would wait for ever."""
     flags = ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")
     descriptor = os.open(path, os.O_RDONLY | sum(getattr(os, flag, 0) for flag in flags))
     status = os.fstat(descriptor)
-    fault = _fault(status) if stat.S_ISREG(status.st_mode) else "is not a file"
-    if fault:
+    if fault := _fault(status) if stat.S_ISREG(status.st_mode) else "is not a file":
         os.close(descriptor)
         raise CanvaxError(f"{path} {fault}")
     return os.fdopen(descriptor, "rb")
 
 
 def signature(digest: bytes) -> bytes:
-    """HMAC-SHA256 (RFC 2104) of a digest with the secret of this user, or of ``SECRET``.
+    """HMAC-SHA256 (RFC 2104) of a digest with this user's secret.
 
     Raises:
         CanvaxError: there is no secret, and none can be stored.
@@ -72,61 +59,47 @@ def signature(digest: bytes) -> bytes:
 
 
 def is_ours(file: BinaryIO, digest: bytes, signed: bytes) -> bool:
-    """Whether this user's canvax wrote an executable, or root for others.
+    """Whether this user's canvax wrote a file, or root wrote it for other users.
 
     Raises:
-        CanvaxError: there is no secret to ask, and none can be stored.
+        CanvaxError: there is no secret, and none can be stored.
     """
     by_root = hasattr(os, "geteuid") and os.fstat(file.fileno()).st_uid == 0 != os.geteuid()
     return by_root or hmac.compare_digest(signature(digest), signed)
 
 
-def user_folder(variable: str, unix: str, macos: str, windows: str, otherwise: str) -> Path:
-    """``canvax`` in a folder of the user's: the one that ``variable`` names, else that of this system in the home.
-
-    ``windows`` is the variable that names it there, ``otherwise`` its name below ``AppData``.
+def user_folder(kind: Literal["cache", "config"]) -> Path:
+    """``canvax`` in the folder where this system keeps a user's caches or settings.
 
     Raises:
         RuntimeError: there is no home folder.
     """
-    if os.environ.get(variable, "").startswith("/"):
-        base = Path(os.environ[variable])
-    elif sys.platform == "win32":
-        base = Path(os.environ.get(windows) or Path.home() / "AppData" / otherwise)
-    else:
-        base = Path.home() / (macos if sys.platform == "darwin" else unix)
-    return base / "canvax"
-
-
-def secret_path() -> Path:
-    """``canvax/cache-secret`` in the folder where this system keeps a user's settings.
-
-    Raises:
-        RuntimeError: there is no home folder.
-    """
-    return (
-        user_folder("XDG_CONFIG_HOME", ".config", "Library/Application Support", "APPDATA", "Roaming") / "cache-secret"
-    )
+    named = os.environ.get(f"XDG_{kind.upper()}_HOME", "")
+    if named.startswith("/"):
+        return Path(named, "canvax")
+    if sys.platform == "win32":
+        variable, folder = ("LOCALAPPDATA", "Local") if kind == "cache" else ("APPDATA", "Roaming")
+        return Path(os.environ.get(variable) or Path.home() / "AppData" / folder, "canvax")
+    macos = "Library/Caches" if kind == "cache" else "Library/Application Support"
+    return Path.home() / (macos if sys.platform == "darwin" else f".{kind}") / "canvax"
 
 
 def _secret() -> bytes:
-    """The secret: of the environment, else of this user's file, which is made once."""
+    """The secret of the environment, else that of this user's file, which is made once."""
     if named := os.environ.get(SECRET):
         return named.encode(errors="surrogateescape")
     try:
-        path = secret_path()
-        for _ in range(2):
-            with suppress(FileNotFoundError), open_private(path) as file:
-                if len(secret := file.read(_SECRET_BYTES + 1)) == _SECRET_BYTES:
-                    return secret
-                raise CanvaxError(f"{path} is damaged: remove it")
+        path = user_folder("config") / "cache-secret"
+        if not path.exists():
             _make_secret(path)
-        raise CanvaxError(f"{path} cannot be read")
+        with open_private(path) as file:
+            secret = file.read(_SECRET_BYTES + 1)
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise CanvaxError(
-            f"the secret that marks this user's programs cannot be stored ({reason}); set {SECRET} to one"
-        ) from None
+        raise CanvaxError(f"the secret that signs programs cannot be stored ({reason}); set {SECRET} to one") from None
+    if len(secret) != _SECRET_BYTES:
+        raise CanvaxError(f"{path} is damaged: remove it")
+    return secret
 
 
 def _make_secret(path: Path) -> None:
@@ -142,32 +115,12 @@ def _make_secret(path: Path) -> None:
         os.unlink(temporary)
 
 
-def _fault(status: os.stat_result, *, sticky: bool = False) -> str:
-    """Why something on disk cannot be trusted, or nothing. Root could write anywhere, so what is root's is trusted.
-
-    Args:
-        status: of a file, a folder or a link, whose own mode says nothing.
-        sticky: whether it may be a folder such as /tmp, in which anybody can write and only the owner rename.
-    """
+def _fault(status: os.stat_result) -> str:
+    """Why others could have written a file or a folder; empty if they could not. Root could write anywhere."""
     if not hasattr(os, "geteuid"):
         return ""
     if status.st_uid not in (os.geteuid(), 0):
         return f"belongs to another user ({status.st_uid}), who could put code there"
-    mode = status.st_mode
-    if stat.S_ISLNK(mode) or (sticky and mode & stat.S_ISVTX):
-        return ""
-    if mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_private_group(status.st_gid)):
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return "can be written to by others, who could put code there (chmod go-w makes it private)"
     return ""
-
-
-def _is_private_group(group: int) -> bool:
-    """Whether a group is the user's alone, as many systems make one for each user and let it write."""
-    import grp
-    import pwd
-
-    try:
-        user, members = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
-    except KeyError:  # no such user or group
-        return False
-    return group == user.pw_gid and members.gr_name == user.pw_name and set(members.gr_mem) <= {user.pw_name}

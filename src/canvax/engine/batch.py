@@ -202,7 +202,7 @@ class Batch:
         """
         for slot in images:
             if self._runs[slot] is not None:
-                raise InputError(f"slot={slot} holds an image; take it out first, or choose one of {self.free}")
+                raise InputError("slot", slot, "holds an image", f"take it out first, or choose one of {self.free}")
         if self._deep is not None:
             raise InputError("this batch reuses deep features, for which all its images stand at one row; fill it")
         runs = [run for run in (*self._runs, *(image.run for image in images.values())) if run]

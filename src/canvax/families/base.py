@@ -229,7 +229,7 @@ class Model:
             return f"{spec.name}_{curve}", f"{spec.label} {curve_label(curve)}"
         own = self.scheduler.options.sigmas if spec.curves else "automatic"
         label = f"{spec.label} {curve_label(own)}" if isinstance(own, str) and own != "automatic" else spec.label
-        return spec.name if same else spec.diffusers_class, label
+        return spec.name if same or spec.diffusers_class is None else spec.diffusers_class, label
 
     def save(self, folder: str | Path, params: Params, *, dtype: DType | None = None, overwrite: bool = False) -> Path:
         """Write the checkpoint in the diffusers layout into a folder that is empty, or with ``overwrite`` any.
@@ -338,7 +338,7 @@ def read_defaults(path: Path, usual: Defaults) -> Defaults:
     try:
         told = read_json(path)
         for name in told.keys() - (known := {one.name for one in fields(usual)}):
-            raise InputError(f"{name!r:.80} is none of them; {nearest(name, sorted(known))}")
+            raise InputError("name", name, "is none of them", nearest(name, sorted(known)))
         defaults = replace(usual, **told)
         check_count("num_inference_steps", defaults.num_inference_steps)
         return replace(defaults, guidance_scale=check_number("guidance_scale", defaults.guidance_scale))

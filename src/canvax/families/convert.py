@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from canvax.checked import checked
 from canvax.errors import CheckpointError, InputError, check_flag, warn
 from canvax.families.base import Model, read_clip_unet_vae
 from canvax.families.read import family_of, read_model
-from canvax.files import FILE_ENDINGS, check_writable, named_path
+from canvax.files import check_writable, named_path
 from canvax.models.networks import Networks
 from canvax.params import flatten
 from canvax.tokenizers.clip import ClipTokenizer
@@ -41,7 +40,6 @@ _ALIKE = {
 """Fields of configs that may be written in several ways, or that specs say already."""
 
 
-@checked
 def convert(
     model: str | Path, output: str | Path, *, dtype: DType | None = None, overwrite: bool = False, **source: Any
 ) -> Path:
@@ -65,21 +63,23 @@ def convert(
     check_flag("overwrite", overwrite)
     dtype = None if dtype is None else parse_dtype(dtype)
     output, single = named_path("output", output), str(output).lower().endswith(".safetensors")
-    if not single and output.suffix.lower() in (*FILE_ENDINGS, *PICKLES) and not output.is_dir():
-        raise InputError(f"output = {str(output)!r}: a folder is written, or a file that ends in .safetensors")
+    if not single and output.suffix.lower() in PICKLES and not output.is_dir():
+        raise InputError("output", output, "is neither a folder nor a file that ends in .safetensors")
     if single and output.is_dir():
-        raise InputError(f"output = {str(output)!r} is a folder; choose another name")
+        raise InputError("output", output, "is a folder", "choose another name")
     if single and os.path.lexists(output) and not overwrite:
-        raise InputError(f"output = {str(output)!r} exists already; choose another name, or pass overwrite=True")
-    check_writable(f"output = {str(output)!r:.80}", output.parent if single else output)
+        raise InputError("output", output, "exists already", "choose another name, or pass overwrite=True")
+    check_writable("output", output.parent if single else output)
     path, origin = named_path("model", model), Source(model, **source)
     tell_of_idle_cache(origin.cache_dir, model)
     if path.is_file() and _is_pickle(path):
         origin.tell_of_idle("file", "revision", "variant")
         if not single:
             raise InputError(
-                f"output = {str(output)!r}: {path.name} is read as a pickle, which becomes one file; name one ending "
-                "in .safetensors"
+                "output",
+                output,
+                f"is a folder: {path.name} is read as a pickle, which becomes one file",
+                "name one ending in .safetensors",
             )
         return _from_pickle(path, output, dtype)
     files = open_files(origin, accept=_of_a_family)
@@ -152,8 +152,10 @@ def _single(model: Model, params: Params, output: Path, dtype: DType | None) -> 
         if not faults:
             return arrays, single_metadata(kind, v_prediction=says["v_prediction"], inpaints=model.networks.inpaints)
     raise InputError(
-        f"output = {str(output)!r}: one file cannot say what {model.name} is: {'; '.join(faults[:4])}. Write a folder "
-        "(a name without .safetensors)"
+        "output",
+        output,
+        f"is one file, which cannot say what {model.name} is: {'; '.join(faults[:4])}",
+        "write a folder (a name without .safetensors)",
     )
 
 

@@ -1,9 +1,9 @@
-"""The names and habits of diffusers' JAX/Flax pipelines, over canvax's programs.
+"""The interface of diffusers' JAX/Flax pipelines, implemented with canvax's programs.
 
     from canvax.flax_api import FlaxStableDiffusionPipeline, make_image_grid, replicate, shard
 
-Scripts written for those pipelines run with these imports; ``docs/migrating-from-diffusers-flax.md`` has it line by
-line. New code is better off with ``canvax.load``, which needs neither copies of the parameters nor a device axis.
+Scripts written for those pipelines run with these imports; ``docs/migrating-from-diffusers-flax.md`` explains each
+line. New code should use ``canvax.load``, which needs neither copies of the parameters nor a device axis.
 """
 
 from typing import Any
@@ -59,7 +59,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Names that are not here get a sentence."""
+    """Explains unknown names in the error."""
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     raise no_such_name(__name__, name, answer(name, FLAX, __all__, "in canvax.flax_api", FLAX_PAGE))

@@ -1,9 +1,10 @@
-"""What the old pipelines share: loading, and the old way of calling over canvax's three programs.
+"""The base class of the Flax pipelines: loading, and calls that run canvax's three programs.
 
-With ``jit=True`` every array has a leading device axis and each device draws its own images with its own copy of the
-parameters; without it there is one device and no such axis. Either way the programs are compiled once for a size and
-batch: steps, sampler, guidance, prompts and keys are arguments. ``_generate`` is the same computation as one traceable
-function, for ``jax.pmap``, ``jax.jit`` and ahead-of-time compiling by the caller; there the steps are static.
+With ``jit=True`` every array has a leading device axis, and each device generates its images with its copy of the
+parameters; otherwise there is one device and no device axis. In both cases the programs are compiled once for an image
+size and batch size: steps, sampler, guidance, prompts and keys are runtime arguments. ``_generate`` is the same
+computation as a single traceable function, for ``jax.pmap``, ``jax.jit`` and ahead-of-time compilation by the caller;
+there the number of steps is static.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import checked
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
 from canvax.denoise import WINDOW
@@ -26,9 +26,9 @@ from canvax.engine.batch import Batch, Texts
 from canvax.errors import CheckpointError, InputError, check_flag
 from canvax.familiar import FLAX_ATTRIBUTES, FLAX_LOAD, FLAX_PAGE, Both, accepts, answer
 from canvax.families.base import TOKENIZERS, Model
-from canvax.files import named_folder
+from canvax.files import named_path
 from canvax.flax_api.devices import home_device, host_device, on_host, stacked_devices
-from canvax.flax_api.images import CONTROL_STEP, ControlImage, Given, check_given
+from canvax.flax_api.images import CONTROL_STEP, ControlImage, SourceImages, check_images
 from canvax.flax_api.inputs import (
     Call,
     Inputs,
@@ -44,7 +44,7 @@ from canvax.flax_api.inputs import (
 )
 from canvax.flax_api.output import FlaxStableDiffusionPipelineOutput, numpy_to_pil
 from canvax.flax_api.parts import TextEncoder, Tokenizer, UNet, Vae
-from canvax.flax_api.safety import FlaxStableDiffusionSafetyChecker, ImageProcessor, check_checker, own_checker
+from canvax.flax_api.safety import FlaxStableDiffusionSafetyChecker, ImageProcessor, check_checker, load_checker
 from canvax.flax_api.schedulers import FlaxScheduler, SchedulerState, table_of
 from canvax.models.text import FIRST, SECOND, Conditions
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
@@ -65,15 +65,14 @@ FROM_PRETRAINED = (
 )
 
 
-@checked
 @dataclass(frozen=True, eq=False, repr=False)
 class FlaxPipeline:
-    """A checkpoint behind the interface of diffusers' Flax pipelines; its classes add their ``__call__``.
+    """A checkpoint with the interface of diffusers' Flax pipelines; subclasses add ``__call__``.
 
     Attributes:
-        model: where the model came from, its configs and its tokenizers.
-        scheduler: what draws when ``params`` has no state of one.
-        safety_checker: looks at the images of each call, with ``params["safety_checker"]``; None for none.
+        model: the model's source, configs and tokenizers.
+        scheduler: the scheduler to use if ``params`` contains no scheduler state.
+        safety_checker: checks the images of each call, with ``params["safety_checker"]``; None for no checks.
     """
 
     model: Model
@@ -88,7 +87,7 @@ class FlaxPipeline:
         return summary(self)
 
     def __getattr__(self, name: str) -> Any:
-        """What the old pipelines had and this one has not gets a sentence."""
+        """Explains, in the error, attributes of the original pipelines that do not exist here."""
         if name == "_generate":
             raise AttributeError(f"{name}: with images there is none to trace: call the pipeline ({FLAX_PAGE})")
         if name.startswith("_"):
@@ -99,27 +98,27 @@ class FlaxPipeline:
 
     @property
     def unet(self) -> UNet:
-        """The denoiser by itself."""
+        """The denoiser as a separate network."""
         return UNet(self.model, "unet")
 
     @property
     def vae(self) -> Vae:
-        """The autoencoder by itself."""
+        """The autoencoder as a separate network."""
         return Vae(self.model, "vae")
 
     @property
     def text_encoder(self) -> TextEncoder:
-        """The first text encoder by itself."""
+        """The first text encoder as a separate network."""
         return TextEncoder(self.model, FIRST)
 
     @property
     def text_encoder_2(self) -> TextEncoder:
-        """SDXL's second one."""
+        """SDXL's second text encoder as a separate network."""
         return TextEncoder(self.model, self._second(SECOND))
 
     @property
     def feature_extractor(self) -> ImageProcessor | None:
-        """What prepares images for the safety checker; None without one."""
+        """The image processor of the safety checker; None without a safety checker."""
         return self.safety_checker and self.safety_checker.feature_extractor
 
     @property
@@ -129,7 +128,7 @@ class FlaxPipeline:
 
     @property
     def tokenizer_2(self) -> Tokenizer:
-        """That of SDXL's second one."""
+        """The tokenizer of SDXL's second text encoder."""
         return Tokenizer(self.model, TOKENIZERS[self._second(SECOND)])
 
     def _second(self, name: str) -> str:
@@ -137,16 +136,15 @@ class FlaxPipeline:
             raise AttributeError(name)
         return name
 
-    @checked
     def save_pretrained(self, save_directory: str | Path, params: Params, *, overwrite: bool = False) -> Path:
-        """Write the model in the diffusers layout; ``params`` without a device axis.
+        """Writes the model in the diffusers layout.
 
         Args:
-            save_directory: where to write; one that is not empty only with ``overwrite``.
-            params: the parameters; a scheduler's state and a safety checker in them are left out.
+            save_directory: the folder; it must be empty unless ``overwrite``.
+            params: the parameters without a device axis; scheduler state and safety checker are not saved.
             overwrite: whether files there may be replaced.
         """
-        save_directory = named_folder("save_directory", save_directory)
+        save_directory = named_path("save_directory", save_directory)
         weights = weights_of(params, self.model.specs)
         check_weights(self.model.specs, weights)
         return self.model.save(save_directory, weights, overwrite=overwrite)
@@ -171,29 +169,29 @@ class FlaxPipeline:
         local_files_only: bool = False,
         progress: bool = True,
     ) -> tuple[Self, Params]:
-        """The pipeline, and its parameters in host memory with the scheduler's state under ``"scheduler"``.
+        """Loads a pipeline; returns it and its parameters in host memory, with the scheduler state as ``"scheduler"``.
 
         Args:
             pretrained_model_name_or_path: a Hub id, a folder, or "emoji".
-            dtype: dtype of the parameters, and so of what is computed with them; float32 if not given.
-            scheduler: in place of the checkpoint's own.
-            safety_checker: by default the checkpoint's own where it has one, with its parameters under
-                "safety_checker"; None for none; or one whose parameters the caller puts there.
-            feature_extractor: None; the safety checker has its own.
-            from_pt: needed no more: PyTorch's safetensors and Flax's msgpack are both read.
-            use_memory_efficient_attention: decides nothing: the kernel is chosen by size and platform.
-            split_head_dim: decides nothing: heads are always kept apart, which is what it asked for.
-            revision: as for ``canvax.load``, like those that follow.
-            variant: which of several sets of weights.
+            dtype: dtype of the parameters and the computation; by default float32.
+            scheduler: replaces the checkpoint's scheduler.
+            safety_checker: by default the checkpoint's, if it has one, with its parameters in
+                ``params["safety_checker"]``; None for no checks; or a checker whose parameters the caller puts there.
+            feature_extractor: must be None; the safety checker brings its feature extractor.
+            from_pt: ignored: PyTorch's safetensors and Flax's msgpack can both be loaded.
+            use_memory_efficient_attention: ignored: size and platform decide the attention kernel.
+            split_head_dim: ignored: heads are always a separate axis.
+            revision: branch, tag or commit on the Hub.
+            variant: which of several sets of weights to load, e.g. "fp16".
             token: Hub token.
-            cache_dir: where the Hub's files are kept.
-            local_files_only: never ask the Hub.
+            cache_dir: folder of the Hub's files.
+            local_files_only: never connect to the Hub.
             progress: show downloads on stderr.
 
         Raises:
-            InputError: an argument cannot be used.
-            CheckpointError: the checkpoint is missing, damaged or refused.
-            HubError: the Hub cannot be reached or does not have it.
+            InputError: an argument is invalid.
+            CheckpointError: the checkpoint is missing, damaged or not supported.
+            HubError: the Hub cannot be reached or does not have the model.
         """
         del from_pt, use_memory_efficient_attention, split_head_dim
         if feature_extractor is not None:
@@ -223,14 +221,14 @@ class FlaxPipeline:
                 else f"{model.name} takes the masked image as an input; load it with "
                 f"{'' if cls.XL else 'FlaxStableDiffusionInpaintPipeline or '}canvax.load"
             )
-        own = SchedulerState.of(model.files.config("scheduler"))
-        state = own if scheduler is None else scheduler.create_state()
+        checkpoint_state = SchedulerState.of(model.files.config("scheduler"))
+        state = checkpoint_state if scheduler is None else scheduler.create_state()
         params = {**on_host(params), "scheduler": state}
         if safety_checker == "own":
             named = not cls.XL and has_checker(model.files.index)
-            found = own_checker(pretrained_model_name_or_path, hub) if named else None
-            safety_checker = found[0] if found else None
-            params |= {COMPONENT: found[1]} if found else {}
+            loaded = load_checker(pretrained_model_name_or_path, hub) if named else None
+            safety_checker = loaded[0] if loaded else None
+            params |= {COMPONENT: loaded[1]} if loaded else {}
         return Both(cls(model, FlaxScheduler.of(state, xl=cls.XL), safety_checker), params)
 
     @property
@@ -239,11 +237,7 @@ class FlaxPipeline:
         return self.model.vae.factor
 
     def _ids(self, prompt: str | list[str]) -> np.ndarray:
-        """Token ids of one prompt or several, int32 [B, 77]; SDXL has two tokenizers and [B, 2, 77].
-
-        Raises:
-            InputError: neither a string nor a list of strings.
-        """
+        """Returns the token ids of prompts, int32 [B, 77]; for SDXL's two tokenizers [B, 2, 77]."""
         if isinstance(prompt, list | tuple) and not prompt:
             raise InputError(f"prompt={prompt!r} is empty; give one prompt or more")
         if not isinstance(prompt, str | list):
@@ -256,22 +250,22 @@ class FlaxPipeline:
         self,
         call: Call,
         *,
-        given: Mapping[str, Any] | None = None,
+        images: Mapping[str, Any] | None = None,
         strength: Any = None,
         control: tuple[Any, Any] | None = None,
         decode: bool = True,
     ) -> np.ndarray:
-        """Images [(D,) B, H, W, 3], or latents [(D,) B, C, h, w] if not to ``decode``.
+        """Generates images [(D,) B, H, W, 3], or without ``decode`` latents [(D,) B, C, h, w].
 
-        ``given`` are the arguments that hold the image and the mask. With ``strength`` the run begins from the image,
-        and ``call.latents`` are the noise that is added. ``control`` is a control image, whose size is generated, and
-        how strong it is.
+        ``images`` are the arguments for image and mask, by name. With ``strength`` the run begins from the image, and
+        ``call.latents`` is the noise added to it. ``control`` is a control image, which determines the size, and its
+        scale.
         """
-        given, jit, params, size = given or {}, call.jit, call.params, call.size
+        images, jit, params, size = images or {}, call.jit, call.params, call.size
         check_flag("jit", jit)
         if self.safety_checker is not None:
             self.safety_checker.check(params, stacked=jit)
-        refuse_traced(**call._asdict(), strength=strength, control=control, **given)
+        refuse_traced(**call._asdict(), strength=strength, control=control, **images)
         text = self.model.text
         ids = check_ids("prompt_ids", call.prompt_ids, text, jit)
         negative = None if call.neg_prompt_ids is None else check_pair(ids, call.neg_prompt_ids, text, jit)
@@ -280,7 +274,7 @@ class FlaxPipeline:
         check_weights(self.model.specs, weights, stacked=jit)
         table = self._table(params, call.num_inference_steps, strength)
         lead = ids.shape[: 2 if jit else 1]
-        pixels, mask = check_given(given, lead) if given else (None, None)
+        pixels, mask = check_images(images, lead) if images else (None, None)
         if pixels is not None and mask is None:
             size = (pixels.shape[2] if size[0] is None else size[0], pixels.shape[3] if size[1] is None else size[1])
         steered = control and ControlImage.of(*control, lead, CONTROL_STEP)
@@ -292,7 +286,8 @@ class FlaxPipeline:
         inputs = check_inputs(call, ids, negative, shape[1:], lead, "latents" if strength is None else "noise")
         inputs = replace(inputs, control=steered)
         if pixels is not None:
-            inputs = replace(inputs, given=Given.of(pixels, mask, shape, self.vae_scale_factor, call.prng_seed, lead))
+            source = SourceImages.of(pixels, mask, shape, self.vae_scale_factor, call.prng_seed, lead)
+            inputs = replace(inputs, source=source)
         programs = self._programs_on(devices or [home_device(weights)], stacked=jit)
         drawn = self._run(programs, weights, inputs, table, decode=decode)
         if not decode:
@@ -302,16 +297,19 @@ class FlaxPipeline:
     def _output(
         self, images: np.ndarray, params: Params, jit: bool, return_dict: bool
     ) -> FlaxStableDiffusionPipelineOutput | tuple[np.ndarray, bool | list[bool]]:
-        """What a call returns: images, and which of them the safety checker refused; False where there is none."""
-        found: tuple[np.ndarray, bool | list[bool]] = images, False
+        """Returns a call's output: images, and for each whether the safety checker refused it (False without)."""
+        output: tuple[np.ndarray, bool | list[bool]] = images, False
         if self.safety_checker is not None:
-            found = self.safety_checker.look(images, params, stacked=jit)
-        return FlaxStableDiffusionPipelineOutput(*found) if return_dict else found
+            output = self.safety_checker.look(images, params, stacked=jit)
+        return FlaxStableDiffusionPipelineOutput(*output) if return_dict else output
 
     def _run(
         self, programs: Programs, weights: Params, inputs: Inputs, table: SamplerTable, *, decode: bool
     ) -> np.ndarray:
-        """Encode, denoise, decode on the devices of ``programs``; images [N, H, W, 3], or latents [N, h, w, C]."""
+        """Encodes, denoises and decodes on the devices of ``programs``.
+
+        Returns images [N, H, W, 3], or without ``decode`` latents [N, h, w, C].
+        """
         split, count = over_batch(programs.mesh), len(inputs.ids)
         params = jax.device_put(weights, split if programs.stacked else replicated(programs.mesh))
         latents = (count, *inputs.noise.shape[1:])
@@ -319,7 +317,7 @@ class FlaxPipeline:
             guided=(inputs.guided,),
             clip=table.clip,
             decoder="whole" if decode else None,
-            image_encoder=None if inputs.given is None else "whole",
+            image_encoder=None if inputs.source is None else "whole",
             controls=tuple(name for name, _ in self.model.networks.controls if inputs.control),
         )
         ready = programs.ready(params, latents, kinds)
@@ -332,18 +330,18 @@ class FlaxPipeline:
             negative = zeros_like(conditions) if inputs.negative is None else encoded(inputs.negative)
         sizes = jax.device_put(self._size_conditions(count, latents[1:3]), split)
         images = None
-        if inputs.given is not None and ready.encode_image is not None:
+        if inputs.source is not None and ready.encode_image is not None:
             encoder = partial(ready.encode_image, params["vae"])
-            images = inputs.given.encoded(lambda one: encoder(jax.device_put(one, split)), programs.mesh.size)
-            if inputs.given.masks is not None:
-                masked = np.concatenate([inputs.given.masks, images], axis=-1)
+            images = inputs.source.encoded(lambda pixels: encoder(jax.device_put(pixels, split)), programs.mesh.size)
+            if inputs.source.masks is not None:
+                masked = np.concatenate([inputs.source.masks, images], axis=-1)
                 sizes, images = sizes | {"masked": jax.device_put(masked, split)}, None
         conditions, negative = conditions | sizes, negative and negative | sizes
         strengths = None
         if inputs.control is not None:
             ((name, net),) = self.model.networks.controls
             read = partial(ready.encode_controls[name], params[name])
-            kept = inputs.control.read(lambda one: read(jax.device_put(one, split)), programs.mesh.size, count)
+            kept = inputs.control.read(lambda pixels: read(jax.device_put(pixels, split)), programs.mesh.size, count)
             steered: Any = {name: jax.device_put(kept, split)}
             conditions, negative = conditions | steered, negative and negative | steered
             strengths = [np.full((len(table), 1, 2, net.layers), scale, np.float32) for scale in inputs.control.scales]
@@ -357,7 +355,7 @@ class FlaxPipeline:
         return jax.device_get(ready.decode(params["vae"], jax.device_put(final, split))) if ready.decode else final
 
     def _by_encoder(self, ids: Any) -> dict[str, Any]:
-        """Ids of each text encoder [B, 77], from those of ``prepare_inputs``."""
+        """Splits the ids of ``prepare_inputs`` into the ids [B, 77] of each text encoder."""
         names = list(self.model.text.parts)
         return {name: ids[:, i] for i, name in enumerate(names)} if self.XL else {names[0]: ids}
 
@@ -373,7 +371,10 @@ class FlaxPipeline:
         return latents_shape(batch, height, width, self.model.native_size[0], vae.factor, vae.latent_channels)
 
     def _size_conditions(self, batch: int, latents: tuple[int, ...]) -> dict[str, np.ndarray]:
-        """SDXL: the numbers about images that are not cropped, for latents of h x w; the same for both halves."""
+        """Returns SDXL's size conditions of uncropped images for latents [B, h, w, ...]; {} for other models.
+
+        They are the same for prompt and negative prompt.
+        """
         height, width = (side * self.vae_scale_factor for side in latents)
         numbers = self.model.size_conditions(height, width, {})
         return {} if numbers is None else {"time_ids": np.tile(numbers[0], (batch, 1))}

@@ -1,4 +1,4 @@
-"""The old ControlNet classes: a network by itself, and the pipeline that it steers."""
+"""The ControlNet classes of diffusers' Flax API: the network, and the pipeline that uses it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Self
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import checked
 from canvax.errors import InputError, check_flag
 from canvax.familiar import FLAX_CALL, FLAX_LOAD, FLAX_PAGE, Both, accepts
 from canvax.families.controls import check_family, controlnet_config
@@ -40,7 +39,7 @@ _FROM_PRETRAINED = ("pretrained_model_name_or_path", "dtype", "from_pt", "revisi
 
 
 class FlaxControlNetOutput(NamedTuple):
-    """What a ControlNet adds to the UNet's features, [B, C, h, w] each."""
+    """The features that a ControlNet adds to the UNet's, [B, C, h, w] each."""
 
     down_block_res_samples: tuple[Array, ...]
     mid_block_res_sample: Array
@@ -48,11 +47,11 @@ class FlaxControlNetOutput(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FlaxControlNetModel:
-    """A ControlNet of Stable Diffusion 1.x or 2.x behind the interface of diffusers' class of that name.
+    """A ControlNet of Stable Diffusion 1.x or 2.x with the interface of diffusers' class of the same name.
 
     Attributes:
-        files: where it came from.
-        net: its sizes.
+        files: the source of the network.
+        net: the configuration of the network.
     """
 
     files: ControlFiles
@@ -65,7 +64,6 @@ class FlaxControlNetModel:
 
     @classmethod
     @accepts(loader(FLAX_LOAD, _FROM_PRETRAINED, "an argument of from_pretrained", FLAX_PAGE), table=FLAX_LOAD)
-    @checked
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | Path,
@@ -79,23 +77,23 @@ class FlaxControlNetModel:
         local_files_only: bool = False,
         progress: bool = True,
     ) -> tuple[Self, Params]:
-        """The network, and its parameters in host memory, for ``params["controlnet"]``.
+        """Loads a network; returns it and its parameters in host memory, for ``params["controlnet"]``.
 
         Args:
             pretrained_model_name_or_path: a Hub id, a folder, or a safetensors file.
-            dtype: dtype of the parameters; float32 if not given.
-            from_pt: needed no more: PyTorch's safetensors and Flax's msgpack are both read.
-            revision: as for ``canvax.load``, like those that follow.
-            variant: which of several sets of weights.
+            dtype: dtype of the parameters; by default float32.
+            from_pt: ignored: PyTorch's safetensors and Flax's msgpack can both be loaded.
+            revision: branch, tag or commit on the Hub.
+            variant: which of several sets of weights to load, e.g. "fp16".
             token: Hub token.
-            cache_dir: where the Hub's files are kept.
-            local_files_only: never ask the Hub.
+            cache_dir: folder of the Hub's files.
+            local_files_only: never connect to the Hub.
             progress: show downloads on stderr.
 
         Raises:
-            InputError: an argument cannot be used.
-            CheckpointError: the network is missing, damaged or refused.
-            HubError: the Hub cannot be reached or does not have it.
+            InputError: an argument is invalid.
+            CheckpointError: the network is missing, damaged or not supported.
+            HubError: the Hub cannot be reached or does not have the network.
         """
         del from_pt
 
@@ -130,15 +128,15 @@ class FlaxControlNetModel:
         controlnet_cond: Array,
         conditioning_scale: float | Array = 1.0,
     ) -> FlaxControlNetOutput:
-        """What is added to the UNet's features: a function of its arrays.
+        """Computes the features to add to the UNet's; it is a pure function of its arrays.
 
         Args:
             variables: ``{"params": params["controlnet"]}``.
             sample: noisy latents [B, C, h, w].
-            timesteps: [B], or one for all.
+            timesteps: [B], or a single number.
             encoder_hidden_states: features of the prompts [B, T, D].
             controlnet_cond: control images [B, 3, H, W] in 0..1.
-            conditioning_scale: how strong it is.
+            conditioning_scale: factor of the outputs.
         """
         if not isinstance(variables, Mapping) or "params" not in variables:
             raise InputError("variables has no 'params'; write net.apply({'params': params['controlnet']}, ...)")
@@ -148,7 +146,7 @@ class FlaxControlNetModel:
         height, width = (factor * side for side in np.shape(sample)[2:])
         check_array("controlnet_cond", controlnet_cond, (None, 3, height, width))
         functions.numbers("timesteps", timesteps)
-        x, images = (jnp.moveaxis(jnp.asarray(one), 1, -1) for one in (sample, controlnet_cond))
+        x, images = (jnp.moveaxis(jnp.asarray(array), 1, -1) for array in (sample, controlnet_cond))
         hint = embedded_hint(p["controlnet_cond_embedding"], images.astype(x.dtype), self.net.hint)
         times = jnp.broadcast_to(jnp.asarray(timesteps), x.shape[:1])
         outputs = add_to_unet(p, x, times, hint, self.net, text=jnp.asarray(encoder_hidden_states))
@@ -157,13 +155,13 @@ class FlaxControlNetModel:
 
 
 class FlaxStableDiffusionControlNetPipeline(FlaxPipeline):
-    """Stable Diffusion 1.x and 2.x with a ControlNet behind the interface of diffusers' class of that name."""
+    """Stable Diffusion 1.x and 2.x with a ControlNet, with the interface of diffusers' class of the same name."""
 
     XL = False
 
     @property
     def controlnet(self) -> FlaxControlNetModel:
-        """The network by itself."""
+        """The ControlNet as a separate network."""
         ((_, net),) = self.model.networks.controls
         assert isinstance(net, ControlNet)
         return FlaxControlNetModel(self.model.controls[0], net)
@@ -172,16 +170,18 @@ class FlaxStableDiffusionControlNetPipeline(FlaxPipeline):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | Path, *, controlnet: Any = None, **keywords: Any
     ) -> tuple[Self, Params]:
-        """The pipeline, and its parameters but for those of the ControlNet, which the caller puts there.
+        """Loads a pipeline; returns it and its parameters, to which the caller adds those of the ControlNet.
 
         Args:
             pretrained_model_name_or_path: a Hub id or a folder of the model.
-            controlnet: the network, as ``FlaxControlNetModel.from_pretrained`` returns it first; second are its
-                parameters: ``params["controlnet"] = controlnet_params``.
-            keywords: as for ``FlaxStableDiffusionPipeline.from_pretrained``.
+            controlnet: the network. ``FlaxControlNetModel.from_pretrained`` returns it and its parameters, which belong
+                in ``params["controlnet"]``.
+            keywords: the arguments of ``FlaxStableDiffusionPipeline.from_pretrained``.
 
         Raises:
-            InputError, CheckpointError, HubError: as there; or the network is for another kind of model.
+            InputError: an argument is invalid, or the network is for another kind of model.
+            CheckpointError: the checkpoint is missing, damaged or not supported.
+            HubError: the Hub cannot be reached or does not have the model.
         """
         if not isinstance(controlnet, FlaxControlNetModel):
             raise InputError(
@@ -195,25 +195,18 @@ class FlaxStableDiffusionControlNetPipeline(FlaxPipeline):
         model = replace(model, networks=networks, controls=(controlnet.files,))
         return Both(cls(model, pipeline.scheduler, pipeline.safety_checker), params)
 
-    @checked
     def prepare_text_inputs(self, prompt: str | list[str]) -> np.ndarray:
-        """Token ids of one prompt or several, int32 [B, 77].
-
-        Raises:
-            InputError: neither a string nor a list of strings.
-        """
+        """Returns the token ids of prompts, int32 [B, 77]."""
         return self._ids(prompt)
 
-    @checked
     def prepare_image_inputs(self, image: Any) -> np.ndarray:
-        """Control images float32 [B, 3, H, W] in 0..1.
+        """Returns control images float32 [B, 3, H, W] in 0..1.
 
         Args:
-            image: a PIL image, a path or an array, or a list of these. Sides are brought down to multiples of 64
-                pixels.
+            image: a PIL image, a path or an array, or a list of these. Sides are reduced to multiples of 64 pixels.
 
         Raises:
-            InputError: naming the argument and what is wrong with it.
+            InputError: an image cannot be read, or the images have several sizes.
         """
         count = len(image) if isinstance(image, list | tuple) else 1
         return prepare_images("image", image, count, step=CONTROL_STEP)
@@ -233,28 +226,29 @@ class FlaxStableDiffusionControlNetPipeline(FlaxPipeline):
         return_dict: bool = True,
         jit: bool = False,
     ) -> FlaxStableDiffusionPipelineOutput | tuple[np.ndarray, bool | list[bool]]:
-        """Generate images of the control images' size. D is the number of devices, B that of images on each.
+        """Generates images of the control images' size. B is the images per device; with ``jit``, D is the devices.
 
         Args:
             prompt_ids: from ``prepare_text_inputs``, [B, 77]; with ``jit`` [D, B, 77].
-            image: from ``prepare_image_inputs``, [B, 3, H, W] in 0..1, with ``jit`` [D, B, 3, H, W]; 1 for B or D is
-                one image for all.
-            params: from ``from_pretrained``, with those of the ControlNet under "controlnet"; with ``jit`` after
-                ``canvax.flax_api.replicate``.
+            image: from ``prepare_image_inputs``, [B, 3, H, W] in 0..1, with ``jit`` [D, B, 3, H, W]. An axis B or D of
+                length 1 is broadcast.
+            params: from ``from_pretrained``, with those of the ControlNet in ``params["controlnet"]``; with ``jit``
+                after ``canvax.flax_api.replicate``.
             prng_seed: a key; with ``jit`` D keys.
-            num_inference_steps: steps of the sampler.
+            num_inference_steps: number of steps.
             guidance_scale: a number, or one for each image; 1 or less switches guidance off.
             latents: initial noise of unit variance [B, C, h, w]; with ``jit`` [D, B, C, h, w].
-            neg_prompt_ids: what to keep away from, shaped like ``prompt_ids``; "" if not given.
-            controlnet_conditioning_scale: how strong the network is: a number, or one for each device or image.
+            neg_prompt_ids: the negative prompts, shaped like ``prompt_ids``; by default "".
+            controlnet_conditioning_scale: strength of the ControlNet: a number, or one for each device or image.
             return_dict: False returns a plain tuple.
-            jit: generate on several devices, the parameters of each under a leading axis.
+            jit: generate on several devices, with a leading device axis in all arrays.
 
         Returns:
-            Images in 0..1, float32 [B, H, W, 3]; with ``jit`` [D, B, H, W, 3]. And whether each was refused, or False.
+            Images in 0..1, float32 [B, H, W, 3], with ``jit`` [D, B, H, W, 3]; and for each whether the safety checker
+            refused it, or False.
 
         Raises:
-            InputError: an argument cannot be used; nothing has been compiled.
+            InputError: an argument is invalid; nothing has been compiled.
         """
         check_flag("return_dict", return_dict)
         size = (None, None)

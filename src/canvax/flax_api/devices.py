@@ -1,4 +1,4 @@
-"""The leading device axis: arrays [D, ...] whose entry d lies on device d."""
+"""The leading device axis: arrays [D, ...] whose entry d is on device d."""
 
 from __future__ import annotations
 
@@ -9,55 +9,51 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from canvax.checked import checked, is_deleted
 from canvax.errors import InputError, shown
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
 from canvax.types import Array, Params
 
 
-@checked
 def replicate(tree: Any, devices: Sequence[Any] | None = None) -> Any:
-    """A copy of each array for each device: [...] becomes [D, ...], entry d on device d.
+    """Copies each array to each device: [...] becomes [D, ...], with entry d on device d.
 
-    ``flax.jax_utils.replicate`` stacks the D copies in one place first; here every device is sent the one array there
-    is; on the CPU all entries share its memory, so do not write into a NumPy array that was replicated. ``devices`` are
-    those of this process if not given.
+    ``flax.jax_utils.replicate`` stacks D copies first; this function sends the same array to every device. On the CPU
+    all entries share the memory of the original, so do not modify a NumPy array after replicating it. ``devices`` are
+    by default those of this process.
     """
     mesh = make_mesh(jax.local_devices() if devices is None else devices)
     everywhere, stacked = replicated(mesh), over_batch(mesh)
 
-    def one(leaf: Any) -> Array:
-        if is_deleted(leaf) or isinstance(leaf, Tracer) or np.asarray(leaf).dtype.kind in "OSUmM":
+    def replicate_leaf(leaf: Any) -> Array:
+        if isinstance(leaf, Tracer) or np.asarray(leaf).dtype.kind in "OSUmM":
             raise InputError(f"replicate: {shown(leaf)} is not an array of numbers")
-        copies = jax.device_put(_one_entry(leaf), everywhere)
+        copies = jax.device_put(_with_device_axis(leaf), everywhere)
         shards = [shard.data for shard in copies.addressable_shards]
         return jax.make_array_from_single_device_arrays((mesh.size, *copies.shape[1:]), stacked, shards)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(replicate_leaf, tree)
 
 
-@checked
 def unreplicate(tree: Any) -> Any:
-    """The first entry of each array with a leading device axis, from the device that has it."""
+    """Returns the first entry of each array with a device axis, from the device that has it."""
 
-    def one(leaf: Any) -> Any:
+    def first_entry(leaf: Any) -> Any:
         if not getattr(leaf, "ndim", 0):
             raise InputError(f"unreplicate: {shown(leaf)} has no device axis; give what replicate returned")
         return leaf.addressable_shards[0].data[0] if isinstance(leaf, jax.Array) else leaf[0]
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(first_entry, tree)
 
 
-@checked
 def shard(tree: Any) -> Any:
-    """Split the first axis over the devices of this process: [D * B, ...] becomes [D, B, ...].
+    """Splits the first axis over the devices of this process: [D * B, ...] becomes [D, B, ...].
 
     Raises:
         InputError: the first axis is not a multiple of the number of devices.
     """
     devices = jax.local_device_count()
 
-    def one(leaf: Any) -> Any:
+    def shard_leaf(leaf: Any) -> Any:
         if not hasattr(leaf, "ndim"):
             cure = "; of text pipeline.prepare_inputs makes one" if isinstance(leaf, str) else ""
             raise InputError(f"shard: {shown(leaf)} is not an array{cure}")
@@ -68,11 +64,11 @@ def shard(tree: Any) -> Any:
             )
         return leaf.reshape(devices, -1, *leaf.shape[1:])
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(shard_leaf, tree)
 
 
 def stacked_devices(params: Params, count: int) -> list[Any]:
-    """The devices that hold the entries of stacked ``params``, in order.
+    """Returns the devices of the entries of stacked ``params``, in order.
 
     Raises:
         InputError: the parameters have no leading axis of length ``count``.
@@ -97,7 +93,7 @@ def stacked_devices(params: Params, count: int) -> list[Any]:
 
 
 def home_device(params: Params) -> Any:
-    """Where to run parameters without a device axis: on their own accelerator, else on the first device."""
+    """Returns the device for parameters without a device axis: their accelerator, or else the first device."""
     first = jax.tree.leaves(params)[0]
     if isinstance(first, jax.Array) and len(first.devices()) == 1:
         (device,) = first.devices()
@@ -107,7 +103,7 @@ def home_device(params: Params) -> Any:
 
 
 def host_device() -> Any:
-    """The device whose memory is the host's, where loaded parameters wait until they are replicated."""
+    """Returns the CPU device, which has loaded parameters until they are replicated."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS leaves no CPU backend
@@ -115,10 +111,10 @@ def host_device() -> Any:
 
 
 def on_host(params: Params) -> Params:
-    """``params`` from a mesh of ``host_device`` alone as arrays of no mesh: the same buffers, for any use.
+    """Detaches ``params`` from the mesh of ``host_device``: the result has the same buffers, and can be used anywhere.
 
-    Where the CPU is all there is, they are bound to no device either, so that ``jax.pmap`` takes what is made of them.
-    Beside an accelerator they are: else the first cast would move them there.
+    On a machine with only CPUs the arrays are not committed to a device either, so that ``jax.pmap`` accepts arrays
+    computed from them. With an accelerator they are committed: otherwise the first cast would move them there.
     """
     device = host_device()
     if device.platform != jax.default_backend():
@@ -126,8 +122,8 @@ def on_host(params: Params) -> Params:
     return jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf)), params)
 
 
-def _one_entry(leaf: Any) -> Any:
-    """``leaf`` with a leading axis of length 1; of a host array no copy is made."""
+def _with_device_axis(leaf: Any) -> Any:
+    """Adds a leading axis of length 1, without copying host arrays."""
     if isinstance(leaf, jax.Array) and any(device.platform != "cpu" for device in leaf.devices()):
         return leaf[None]
     return np.asarray(leaf)[None]

@@ -1,4 +1,4 @@
-"""Images and masks of the old pipelines: made arrays [B, C, H, W], checked, and their latents."""
+"""Images and masks of the Flax pipelines: conversion to arrays [B, C, H, W], checks, and encoding to latents."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from canvax.images.masks import as_floats, pixels_resized, resized
 from canvax.pipelines.checks import floats
 
 STEP, CONTROL_STEP = 32, 64
-"""Pixels that the sides of a prepared image, and of a control image, are a multiple of, as they were."""
+"""The sides of prepared images, and of control images, are multiples of these pixels, as in diffusers."""
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
-    """The images of a call. D is 1 without a device axis; b is B, or 1 for one image for all of a device's.
+class SourceImages:
+    """The source images of a call. D is 1 without a device axis; b is B, or 1 for an image shared by a device's batch.
 
-    pixels [D, b, H, W, 3] in 0..1, masks [N, h, w, 1] of 0 and 1 or None, and the noise of the encoding [N, h, w, C].
+    pixels [D, b, H, W, 3] in 0..1, masks [N, h, w, 1] of 0 and 1 or None, noise of the encoding [N, h, w, C].
     """
 
     pixels: np.ndarray
@@ -41,16 +41,16 @@ class Given:
         prng_seed: Any,
         lead: tuple[int, ...],
     ) -> Self:
-        """What ``check_given`` returned, at the size of latents [B, C, h, w] with ``factor`` pixels each."""
+        """Resizes the result of ``check_images`` to latents of ``shape`` [B, C, h, w], of ``factor`` pixels each."""
         batch, _, *small = shape
         height, width = (side * factor for side in small)
         masks, devices = None, lead[0] if len(lead) == 2 else 1
         if pixels.shape[2:4] != (height, width):
-            flat = [pixels_resized(one, height, width) for one in pixels.reshape(-1, *pixels.shape[2:])]
+            flat = [pixels_resized(image, height, width) for image in pixels.reshape(-1, *pixels.shape[2:])]
             pixels = np.stack(flat).reshape(*pixels.shape[:2], height, width, 3)
         if mask is not None:
             rows, columns = (
-                np.arange(wanted) * own // wanted for wanted, own in zip((height, width), mask.shape[2:4], strict=True)
+                np.arange(new) * old // new for new, old in zip((height, width), mask.shape[2:4], strict=True)
             )
             mask = mask[:, :, rows][:, :, :, columns] >= 0.5
             pixels = np.where(mask, np.float32(0.5), pixels)
@@ -60,7 +60,7 @@ class Given:
         return cls(pixels, masks, encoding_noise(keys, shape))
 
     def encoded(self, encode: Callable[[np.ndarray], Any], devices: int) -> np.ndarray:
-        """Latents [N, h, w, C], drawn from what ``encode`` gives for an image of each device [D, H, W, 3]."""
+        """Draws latents [N, h, w, C]; ``encode`` maps an image per device [D, H, W, 3] to mean and deviation."""
         pixels = np.broadcast_to(self.pixels, (devices, *self.pixels.shape[1:]))
         moments = [jax.device_get(encode(pixels[:, i])) for i in range(pixels.shape[1])]
         means, deviations = (np.stack(parts, axis=1) for parts in zip(*moments, strict=True))
@@ -69,12 +69,12 @@ class Given:
 
 
 def prepare_images(name: str, value: Any, count: int, *, grey: bool = False, step: int = STEP) -> np.ndarray:
-    """Images for ``count`` prompts, [count, 3, H, W] float32 in 0..1, with ``grey`` [count, 1, H, W].
+    """Reads images for ``count`` prompts, [count, 3, H, W] float32 in 0..1, with ``grey`` [count, 1, H, W].
 
-    Sides are brought down to multiples of ``step`` by Lanczos resampling.
+    Sides are reduced to multiples of ``step`` by Lanczos resampling.
 
     Raises:
-        InputError: not images, not one for all or one for each, too small or of several sizes.
+        InputError: an image cannot be read or is too small, their number is neither 1 nor ``count``, or sizes differ.
     """
     images = []
     for image in read_images(name, value, count, grey=grey):
@@ -89,15 +89,15 @@ def prepare_images(name: str, value: Any, count: int, *, grey: bool = False, ste
     return np.repeat(np.moveaxis(pixels, -1, 1), count // len(images), axis=0)
 
 
-def check_given(given: Mapping[str, Any], lead: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray | None]:
-    """The image [D, b, H, W, 3] in 0..1 and the mask [D, b, H, W, 1] or None, float32; ``lead`` is [B], or [D, B].
+def check_images(images: Mapping[str, Any], lead: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the image [D, b, H, W, 3] in 0..1 and the mask [D, b, H, W, 1] or None, float32.
 
-    ``given`` holds them under their names, the image first.
+    ``images`` maps argument names to arrays, the image first; ``lead`` is [B], or [D, B].
 
     Raises:
-        InputError: naming the argument, what is wrong with it and the cure.
+        InputError: an array has another shape, dtype or range.
     """
-    (name, image), *others = given.items()
+    (name, image), *others = images.items()
     pixels = (_checked(name, image, lead, 3, -1) + 1) / 2
     for other, mask in others:
         mask = _checked(other, mask, lead, 1, 0)
@@ -112,17 +112,17 @@ def check_given(given: Mapping[str, Any], lead: tuple[int, ...]) -> tuple[np.nda
 
 @dataclass(frozen=True, eq=False)
 class ControlImage:
-    """The control images of a call [D, b, H, W, 3] in 0..1, and how strong each is [N] float32; as in ``Given``."""
+    """The control images of a call [D, b, H, W, 3] in 0..1, with D and b as in ``SourceImages``, and scales [N]."""
 
     pixels: np.ndarray
     scales: np.ndarray
 
     @classmethod
     def of(cls, image: Any, scale: Any, lead: tuple[int, ...], step: int = CONTROL_STEP) -> Self:
-        """The arguments of a call, checked.
+        """Checks the arguments of a call and converts them.
 
         Raises:
-            InputError: naming the argument, what is wrong with it and the cure.
+            InputError: an argument has another shape, dtype or range.
         """
         pixels = _checked("image", image, lead, 3, 0)
         height, width = pixels.shape[2:4]
@@ -141,11 +141,11 @@ class ControlImage:
         return cls(pixels, scales.astype(np.float32))
 
     def read(self, encode: Callable[[np.ndarray], Any], devices: int, count: int) -> tuple[np.ndarray, ...]:
-        """What a network keeps of each of ``count`` images [N, ...]; ``encode`` reads an image of each device."""
+        """Returns the network's features of each of ``count`` images [N, ...]; ``encode`` reads an image per device."""
         pixels = np.broadcast_to(self.pixels, (devices, *self.pixels.shape[1:]))
-        found = [jax.device_get(encode(pixels[:, i])) for i in range(pixels.shape[1])]
+        features = [jax.device_get(encode(pixels[:, i])) for i in range(pixels.shape[1])]
         kept = []
-        for parts in zip(*found, strict=True):
+        for parts in zip(*features, strict=True):
             whole = np.stack(parts, axis=1)  # [D, b, ...]
             whole = np.broadcast_to(whole, (devices, count // devices, *whole.shape[2:]))
             kept.append(whole.reshape(-1, *whole.shape[2:]))
@@ -153,16 +153,16 @@ class ControlImage:
 
 
 def _checked(name: str, value: Any, lead: tuple[int, ...], channels: int, least: int) -> np.ndarray:
-    """[D, b, H, W, C] float32 of an array [(D,) b, C, H, W] with values in ``least``..1."""
+    """Checks an array [(D,) b, C, H, W] with values in ``least``..1; returns it as [D, b, H, W, C] float32."""
     try:
         array = floats(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # as of deleted arrays, numbers of any length
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # e.g. deleted arrays, huge integers
         raise InputError(f"{name} is not an array of numbers; pass what prepare_inputs returned") from None
-    given, wanted = array.shape[: len(lead)], array.shape[len(lead) : len(lead) + 1]
-    counts = all(count in (1, most) for count, most in zip(given, lead, strict=False))
+    leading, channel_axis = array.shape[: len(lead)], array.shape[len(lead) : len(lead) + 1]
+    counts = all(count in (1, most) for count, most in zip(leading, lead, strict=False))
     if (
         array.ndim != len(lead) + 3
-        or wanted != (channels,)
+        or channel_axis != (channels,)
         or 0 in array.shape
         or not counts
         or array.dtype != np.float32

@@ -1,4 +1,4 @@
-"""Checks the arguments of a call before anything is compiled, and gives them one form, with a device axis or not."""
+"""Checks the arguments of a call before anything is compiled, and brings them to a form without device axis."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from canvax.errors import FLOAT32_MAX, CheckpointError, InputError
 from canvax.families.read import SDXL
-from canvax.flax_api.images import ControlImage, Given
+from canvax.flax_api.images import ControlImage, SourceImages
 from canvax.flax_api.keys import LatentsShape, host_draw, wrap_keys
 from canvax.models.text import Conditions, TextEncoders
 from canvax.parallel.rules import check_params
@@ -21,7 +21,7 @@ from canvax.pipelines.checks import check_size, floats
 
 
 class Call(NamedTuple):
-    """What ``FlaxStableDiffusionPipeline`` and others were called with, as it came; ``size`` is height and width."""
+    """The unchecked arguments of a pipeline's call; ``size`` is (height, width)."""
 
     prompt_ids: Any
     params: Params
@@ -36,10 +36,10 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """One call. N images, D * B of them, those of a device next to each other.
+    """The inputs of a call for N = D * B images, ordered by device.
 
-    ids [N, 77] or [N, 2, 77], negative the same or None for zeros, noise [N, h, w, C] of unit variance, words [N, 2]
-    for step noise, guidance [N]; and the images that it was given.
+    ids [N, 77] or [N, 2, 77], negative ids of the same shape or None for zeros, noise [N, h, w, C] of unit variance,
+    words [N, 2] for step noise, guidance [N], source images and control images.
     """
 
     ids: np.ndarray
@@ -47,25 +47,27 @@ class Inputs:
     noise: np.ndarray
     words: np.ndarray
     guidance: np.ndarray
-    given: Given | None = None
+    source: SourceImages | None = None
     control: ControlImage | None = None
 
     @property
     def guided(self) -> bool:
-        """Whether the negative prompt matters for any image."""
+        """Whether any image needs the negative prompt."""
         return bool((self.guidance > 1).any())
 
 
 def check_ids(name: str, ids: Any, text: TextEncoders, jit: bool = False) -> Any:
-    """Token ids int32 [B, 77], for two encoders [B, 2, 77], with ``jit`` under D; on the host, if they are not traced.
+    """Checks token ids [B, 77], for two encoders [B, 2, 77], with ``jit`` [D, B, ...]; returns them as int32.
+
+    The result is on the host unless it is traced.
 
     Raises:
-        InputError: another shape or dtype, or an id that has no embedding.
+        InputError: the ids have another shape or dtype, or an id has no embedding.
     """
     prompt = (len(text.parts), text.tokens)[-2 if len(text.parts) > 1 else -1 :]
     try:
         array = ids if isinstance(ids, Tracer) else np.asarray(ids)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # as of deleted arrays
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # e.g. deleted arrays
         raise InputError(f"{name} is not an array of whole numbers; pass what prepare_inputs returned") from None
     if not np.issubdtype(array.dtype, np.integer):
         raise InputError(f"{name} has dtype {array.dtype}; token ids are whole numbers, as prepare_inputs makes them")
@@ -81,13 +83,13 @@ def check_ids(name: str, ids: Any, text: TextEncoders, jit: bool = False) -> Any
         raise InputError(f"{name} has shape {array.shape}; prepare_inputs makes [B, {one}]")
     if not isinstance(array, Tracer):
         for i, (encoder, cfg) in enumerate(text.parts.items()):
-            own = array[..., i, :] if len(text.parts) > 1 else array
-            check_embedded(name, own, encoder, cfg.vocab_size)
+            encoder_ids = array[..., i, :] if len(text.parts) > 1 else array
+            check_embedded(name, encoder_ids, encoder, cfg.vocab_size)
     return array.astype(np.int32)
 
 
 def check_embedded(name: str, ids: np.ndarray, encoder: str, count: int) -> None:
-    """Refuse ids that ``encoder``, which has ``count`` embeddings, does not know: JAX would clamp them in silence."""
+    """Refuses ids without an embedding: ``encoder`` has ``count`` of them, and JAX would silently clamp larger ids."""
     strange = ids[(ids < 0) | (ids >= count)]
     if strange.size:
         raise InputError(
@@ -97,7 +99,7 @@ def check_embedded(name: str, ids: np.ndarray, encoder: str, count: int) -> None
 
 
 def check_pair(ids: Any, neg_prompt_ids: Any, text: TextEncoders, jit: bool = False) -> Any:
-    """The negative ids as :func:`check_ids` returns them, shaped like ``ids``."""
+    """Checks the negative ids like :func:`check_ids`; they must have the shape of ``ids``."""
     negative = check_ids("neg_prompt_ids", neg_prompt_ids, text, jit)
     if negative.shape != ids.shape:
         raise InputError(
@@ -114,12 +116,18 @@ def check_inputs(
     lead: tuple[int, ...],
     noise: str,
 ) -> Inputs:
-    """The arguments; ``ids`` and ``negative`` are checked. ``image_shape`` is C, h, w; ``lead`` [B], or [D, B].
+    """Checks and converts the arguments of a call.
 
-    ``noise`` is what ``call.latents`` are called by the caller.
+    Args:
+        call: the arguments.
+        ids: the checked token ids.
+        negative: the checked negative ids.
+        image_shape: C, h, w.
+        lead: [B], or [D, B].
+        noise: the name of ``call.latents`` in errors.
 
     Raises:
-        InputError: naming the argument, what was given and the cure.
+        InputError: key, latents or guidance scale are invalid.
     """
     jit, prompt = len(lead) == 2, ids.shape[len(lead) :]
     keys = wrap_keys(call.prng_seed, lead[0] if jit else None)
@@ -138,10 +146,10 @@ def check_inputs(
 
 
 def latents_shape(batch: int, height: Any, width: Any, side: int, factor: int, channels: int) -> LatentsShape:
-    """B, C, h, w of one device's latents for a size in pixels; ``side`` is the model's own.
+    """Returns B, C, h, w of a device's latents for a size in pixels, by default ``side``.
 
     Raises:
-        InputError: a size that is traced, or not a multiple of 8.
+        InputError: a size is traced, or not a multiple of 8.
     """
     for name, value in (("height", height), ("width", width)):
         check_static(name, value)
@@ -150,7 +158,7 @@ def latents_shape(batch: int, height: Any, width: Any, side: int, factor: int, c
 
 
 def check_static(name: str, value: Any) -> None:
-    """Refuse a traced value where the shape of the program depends on it."""
+    """Refuses a traced value that must be static."""
     if isinstance(value, Tracer):
         raise InputError(
             f"{name} decides the program and cannot be traced; with jax.pmap or jax.jit of _generate, make steps, "
@@ -159,7 +167,7 @@ def check_static(name: str, value: Any) -> None:
 
 
 def refuse_traced(**arguments: Any) -> None:
-    """A call compiles by itself: inside of ``jax.jit`` and ``jax.pmap`` there is ``_generate``."""
+    """Refuses traced arguments: a call compiles its programs; inside ``jax.jit`` and ``jax.pmap`` use ``_generate``."""
     for name, value in arguments.items():
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
             raise InputError(
@@ -169,15 +177,15 @@ def refuse_traced(**arguments: Any) -> None:
 
 
 def weights_of(params: Any, components: Iterable[str]) -> Params:
-    """The parameters without the scheduler."""
-    given = params if isinstance(params, Mapping) else {}
-    if missing := [name for name in components if not given.get(name)]:
+    """Returns the parameters of the ``components``, without scheduler state."""
+    available = params if isinstance(params, Mapping) else {}
+    if missing := [name for name in components if not available.get(name)]:
         raise InputError(f"params has no {', '.join(missing)}; pass what from_pretrained returned")
     return {name: params[name] for name in components}
 
 
 def check_weights(specs: Mapping[str, Spec], weights: Params, *, stacked: bool = False) -> None:
-    """Refuse parameters of another model; ``stacked``: all of them are under a device axis."""
+    """Refuses parameters that do not match the specs; ``stacked``: all have a device axis."""
     try:
         for name, spec in specs.items():
             check_params(spec, weights[name], name, stacked=stacked)
@@ -187,7 +195,7 @@ def check_weights(specs: Mapping[str, Spec], weights: Params, *, stacked: bool =
 
 
 def check_guidance(scale: Any, lead: tuple[int, ...]) -> np.ndarray:
-    """A scale for each image [N] float32, from one number, one for each device, or one for each image."""
+    """Returns the scale of each image [N] float32, from a number, one for each device, or one for each image."""
     cure = "7.5 is usual, 1 or less switches it off"
     try:
         array = np.asarray(scale)
@@ -206,12 +214,12 @@ def check_guidance(scale: Any, lead: tuple[int, ...]) -> np.ndarray:
         ) from None
     if not (np.abs(array) <= FLOAT32_MAX).all():
         raise InputError(f"guidance_scale={scale!r} is not finite; {cure}")
-    # At 1 the negative prompt cancels out; below it guidance is off too, as documented, and not turned round.
+    # At 1 the negative prompt cancels out. Below 1 guidance is off too, as documented, and not reversed.
     return np.maximum(array, 1.0).astype(np.float32).reshape(-1)
 
 
 def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -> Any:
-    """Given latents of this shape, float32; on the host, if they are not traced."""
+    """Checks latents of this shape, float32; the result is on the host unless it is traced."""
     try:
         array = floats(latents)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -226,7 +234,7 @@ def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -
 
 
 def check_kind(name: str, xl: bool, index: Mapping[str, Any]) -> None:
-    """Refuse a ``model_index.json`` of what the class does not draw."""
+    """Refuses a ``model_index.json`` of a kind that the class does not support."""
     is_xl = index.get("_class_name") in SDXL.pipelines
     if is_xl and index.get("requires_aesthetics_score"):
         raise CheckpointError(f"{name} is SDXL's refiner, which no old class drew; use canvax.load")
@@ -238,7 +246,7 @@ def check_kind(name: str, xl: bool, index: Mapping[str, Any]) -> None:
 
 
 def zeros_like(conditions: Conditions) -> Conditions:
-    """SDXL's conditions for no negative prompt. Made on the host: on the device it would be one more program."""
+    """Returns SDXL's conditions without a negative prompt: zeros, made on the host to avoid another program."""
     return {
         name: jax.device_put(np.zeros(array.shape, array.dtype), array.sharding) for name, array in conditions.items()
     }

@@ -1,8 +1,8 @@
-"""JAX keys and the noise that the old pipelines drew from them.
+"""JAX keys, and the noise that the Flax pipelines draw from them.
 
-The law is theirs: the latents of a device are ``jax.random.normal(key, (B, C, h, w))``, float32. (The native pipeline
-has another: there noise belongs to the image.) JAX 0.5 changed what ``jax.random.normal`` gives for a key;
-``jax.config.update("jax_threefry_partitionable", False)`` brings back the numbers from before, and is respected here.
+As in diffusers, the latents of a device are ``jax.random.normal(key, (B, C, h, w))``, float32. (In the native pipeline
+noise belongs to the image instead.) JAX 0.5 changed the numbers of ``jax.random.normal``;
+``jax.config.update("jax_threefry_partitionable", False)`` restores the earlier numbers, and works here too.
 """
 
 from __future__ import annotations
@@ -14,22 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import is_deleted
 from canvax.errors import InputError
 from canvax.types import Array
 
 LatentsShape = tuple[int, int, int, int]
-"""Of one device, in the order of old: B, C, h, w."""
+"""Shape of a device's latents in diffusers' order: B, C, h, w."""
 
 
 def wrap_keys(keys: Any, devices: int | None = None) -> Array:
-    """Typed keys, [] or [devices], of ``jax.random.key`` or ``jax.random.PRNGKey`` keys.
+    """Converts keys of ``jax.random.key`` or ``jax.random.PRNGKey`` to typed keys, [] or [devices].
 
     Raises:
-        InputError: not a key, or not one for each device.
+        InputError: ``keys`` is not a key, or not a key for each device.
     """
-    if is_deleted(keys):
-        raise InputError("prng_seed was deleted or donated; make another with jax.random.key(0)")
     if not (isinstance(keys, jax.Array) and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)):
         try:
             keys = jax.random.wrap_key_data(jnp.asarray(keys))
@@ -45,20 +42,21 @@ def wrap_keys(keys: Any, devices: int | None = None) -> Array:
 
 
 def draw(key: Array, shape: LatentsShape) -> tuple[Array, Array]:
-    """The latents of one device [B, h, w, C] float32, and two words [B, 2] uint32 for the step noise of each image."""
+    """Draws the latents of a device [B, h, w, C] float32, and the keys [B, 2] uint32 of the images' step noise."""
     latents = jax.random.normal(key, shape, jnp.float32)
     return jnp.moveaxis(latents, 1, -1), step_words(key, shape[0])
 
 
 def step_words(key: Array, batch: int) -> Array:
-    """Two words [B, 2] uint32 for the step noise of each image."""
+    """Draws the keys of the images' step noise, two words for each: [B, 2] uint32."""
     return jax.random.bits(jax.random.fold_in(key, 1), (batch, 2), jnp.uint32)
 
 
 def encoding_noise(keys: Array, shape: LatentsShape) -> np.ndarray:
-    """Noise for the encoding of the images of each of ``keys`` [D], on the host: [D * B, h, w, C] float32.
+    """Draws the noise of encoding images on the host, [D * B, h, w, C] float32, from ``keys`` [D].
 
-    The law is that of the old inpainting class. Image to image took the key itself, and so the numbers of ``draw``.
+    It equals the noise of diffusers' inpainting class. Their image to image used the key itself, and so the numbers
+    of ``draw``.
     """
     batch, channels, *small = shape
     second = [jax.random.split(key)[1] for key in keys]
@@ -66,12 +64,12 @@ def encoding_noise(keys: Array, shape: LatentsShape) -> np.ndarray:
 
 
 def host_draw(keys: Array, shape: LatentsShape) -> tuple[np.ndarray, np.ndarray]:
-    """``draw`` for each of ``keys`` [D], brought to the host: [D * B, h, w, C] and [D * B, 2]."""
+    """Calls ``draw`` for each of ``keys`` [D]; returns [D * B, h, w, C] and [D * B, 2] on the host."""
     latents, words = _draw_all(keys, shape)
     return np.asarray(latents).reshape(-1, *latents.shape[2:]), np.asarray(words).reshape(-1, 2)
 
 
 @partial(jax.jit, static_argnums=1)
 def _draw_all(keys: Array, shape: LatentsShape) -> tuple[Array, Array]:
-    # No vmap: under it the generator "rbg" heeds the first key alone.
+    # Not vmap, under which the generator "rbg" uses only the first key.
     return jax.lax.map(partial(draw, shape=shape), keys)

@@ -1,4 +1,4 @@
-"""What the pipeline returns, and from there to pictures."""
+"""The outputs of the pipelines, and their conversion to PIL images."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from canvax.checked import checked
 from canvax.errors import check_count
 from canvax.images.convert import to_pil
 from canvax.images.grid import make_grid
@@ -17,15 +16,16 @@ if TYPE_CHECKING:
 
 
 def by_name_or_index(fields: Any, key: Any) -> Any:
-    """``__getitem__`` of a named tuple whose fields can be had by their names as well."""
+    """Implements ``__getitem__`` of a named tuple whose fields are also available as keys."""
     return getattr(fields, key) if isinstance(key, str) else tuple.__getitem__(fields, key)
 
 
 class FlaxStableDiffusionXLPipelineOutput(NamedTuple):
-    """The field can be had by name, by index, and with its name as key.
+    """The output of the SDXL pipeline; the field is available as attribute, by index and by key.
 
     Attributes:
-        images: float32 in 0..1, [B, H, W, 3], or [D, B, H, W, 3] with a device axis; latents if those were asked for.
+        images: float32 in 0..1, [B, H, W, 3], or [D, B, H, W, 3] with a device axis; latents with
+            output_type="latent".
     """
 
     images: np.ndarray
@@ -34,12 +34,12 @@ class FlaxStableDiffusionXLPipelineOutput(NamedTuple):
 
 
 class FlaxStableDiffusionPipelineOutput(NamedTuple):
-    """Fields can be had by name, by index, and with their names as keys.
+    """The output of a pipeline; fields are available as attributes, by index and by key.
 
     Attributes:
         images: float32 in 0..1, [B, H, W, 3], or [D, B, H, W, 3] with a device axis.
-        nsfw_content_detected: whether the safety checker refused each image [D * B], which is black then; False where
-            there is none.
+        nsfw_content_detected: for each image [D * B], whether the safety checker refused it and made it black; False
+            without a safety checker.
     """
 
     images: np.ndarray
@@ -48,15 +48,13 @@ class FlaxStableDiffusionPipelineOutput(NamedTuple):
     __getitem__ = by_name_or_index
 
 
-@checked
 def numpy_to_pil(images: Any) -> list[Image]:
-    """PIL images of floats in 0..1, [B, H, W, 3] or [H, W, 3]; a NumPy or JAX array of any float dtype."""
+    """Converts floats in 0..1 [B, H, W, 3] or [H, W, 3], in NumPy or JAX of any float dtype, to PIL images."""
     return to_pil(images)
 
 
-@checked
 def make_image_grid(images: Sequence[Image], rows: int, cols: int, resize: int | None = None) -> Image:
-    """The images in one, row by row; with ``resize`` each is first made a square of that side."""
+    """Arranges images row by row in one image; ``resize`` first makes each a square of this side."""
     if resize is not None:
         check_count("resize", resize, 1 << 14)
     return make_grid([image.resize((resize, resize)) for image in images] if resize else images, rows, cols)

@@ -1,7 +1,7 @@
-"""Networks and tokenizers of an old pipeline, one by one: ``pipeline.unet.apply({"params": params["unet"]}, ...)``.
+"""The networks and tokenizers of a pipeline: ``pipeline.unet.apply({"params": params["unet"]}, ...)``.
 
-Arrays are channels first, as they were: samples [B, C, h, w], images [B, 3, H, W] in -1..1. All are functions of their
-arrays, and may stand inside ``jax.jit`` and ``jax.grad``.
+Arrays are channels first, as in diffusers: samples [B, C, h, w], images [B, 3, H, W] in -1..1. All calls are pure
+functions of their arrays, and can be used inside ``jax.jit`` and ``jax.grad``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import numpy as np
 from jax.core import Tracer
 
 from canvax.errors import InputError, check_count
-from canvax.familiar import FLAX_ATTRIBUTES, FLAX_PAGE, answer
 from canvax.families.base import TOKENIZERS, Model
 from canvax.flax_api.inputs import check_embedded, check_weights
 from canvax.flax_api.output import by_name_or_index
@@ -33,7 +32,7 @@ from canvax.types import Array
 
 
 class FlaxSampleOutput(NamedTuple):
-    """What UNet and VAE return: ``sample`` [B, C, h, w]."""
+    """Output of UNet and VAE: ``sample`` [B, C, h, w]."""
 
     sample: Array
 
@@ -41,7 +40,7 @@ class FlaxSampleOutput(NamedTuple):
 
 
 class FlaxTextOutput(NamedTuple):
-    """What the first text encoder returns: [B, T, D], and with ``output_hidden_states`` each layer's."""
+    """Output of the first text encoder: features [B, T, D], and with ``output_hidden_states`` those of each layer."""
 
     last_hidden_state: Array
     hidden_states: tuple[Array, ...] | None = None
@@ -50,7 +49,7 @@ class FlaxTextOutput(NamedTuple):
 
 
 class FlaxTextProjectionOutput(NamedTuple):
-    """What SDXL's second text encoder returns: ``text_embeds`` [B, P] comes first."""
+    """Output of SDXL's second text encoder; ``text_embeds`` [B, P] comes first."""
 
     text_embeds: Array
     last_hidden_state: Array
@@ -60,7 +59,7 @@ class FlaxTextProjectionOutput(NamedTuple):
 
 
 class FlaxTokenizerOutput(NamedTuple):
-    """Token ids int32 [B, T]."""
+    """Output of a tokenizer: token ids int32 [B, T]."""
 
     input_ids: np.ndarray
 
@@ -68,22 +67,22 @@ class FlaxTokenizerOutput(NamedTuple):
 
 
 class FlaxLatents(NamedTuple):
-    """A normal distribution of latents [B, h, w, C], channels last as it was."""
+    """A normal distribution of latents [B, h, w, C], channels last as in diffusers."""
 
     mean: Array
     logvar: Array
 
     def mode(self) -> Array:
-        """The most likely latents."""
+        """Returns the most likely latents."""
         return self.mean
 
     def sample(self, key: Array) -> Array:
-        """Latents drawn with a key."""
+        """Draws latents with a key."""
         return self.mean + jnp.exp(self.logvar / 2) * jax.random.normal(key, self.mean.shape, self.mean.dtype)
 
 
 class FlaxLatentsOutput(NamedTuple):
-    """What the VAE's encoder returns."""
+    """Output of the VAE's encoder."""
 
     latent_dist: FlaxLatents
 
@@ -91,41 +90,36 @@ class FlaxLatentsOutput(NamedTuple):
 
 
 class Config(dict[str, Any]):
-    """A config.json, whose fields are attributes as well."""
+    """A config.json whose fields are also attributes."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in self:
+        try:
             return self[name]
-        raise AttributeError(f"this config has no {name}; there are {', '.join(sorted(self))}")
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A component of ``model``, called ``name`` there."""
+    """The component ``name`` of ``model``."""
 
     model: Model
     name: str
 
-    def __getattr__(self, name: str) -> Any:
-        """What the old classes had and this has not gets a sentence."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise AttributeError(answer(name, FLAX_ATTRIBUTES, dir(type(self)), f"an attribute of {self.name}", FLAX_PAGE))
-
 
 class Network(Part, ABC):
-    """A component with parameters, which its calls are given."""
+    """A component whose calls get its parameters."""
 
     @property
     def config(self) -> Config:
-        """Its config.json, with the defaults of what that leaves out."""
+        """The config.json of the network, with defaults for missing fields."""
         model = self.model
         cfg = {"unet": model.unet, "vae": model.vae, **model.text.parts}[self.name]
         return Config(asdict(cfg) | model.files.config(self.name))
 
     @abstractmethod
     def __call__(self, *arguments: Any, params: Params, **keywords: Any) -> Any:
-        """The network with ``params``."""
+        """Runs the network with ``params``."""
 
     def apply(
         self,
@@ -137,9 +131,9 @@ class Network(Part, ABC):
         deterministic: bool = True,
         **keywords: Any,
     ) -> Any:
-        """Flax's way of calling: ``variables`` are ``{"params": params["unet"]}``.
+        """Runs the network as in Flax, with ``variables`` ``{"params": params["unet"]}``.
 
-        ``rngs``, ``train`` and ``deterministic`` decide nothing: there is no dropout.
+        ``rngs``, ``train`` and ``deterministic`` have no effect, since there is no dropout.
         """
         del rngs, train, deterministic
         if not isinstance(variables, Mapping) or "params" not in variables:
@@ -165,9 +159,9 @@ class UNet(Network):
         params: Params,
         return_dict: bool = True,
     ) -> FlaxSampleOutput | tuple[Array]:
-        """Network output [B, C, h, w] float32 for noisy latents [B, C, h, w] and text features [B, T, D].
+        """Returns the output [B, C, h, w] float32 for noisy latents [B, C, h, w] and text features [B, T, D].
 
-        ``added_cond_kwargs``: SDXL's ``text_embeds`` [B, P] and ``time_ids`` [B, 6].
+        ``added_cond_kwargs`` contains SDXL's ``text_embeds`` [B, P] and ``time_ids`` [B, 6].
         """
         check_array("sample", sample, (None, self.model.unet.in_channels, None, None))
         check_array("encoder_hidden_states", encoder_hidden_states, (None, None, self.model.text.width))
@@ -182,14 +176,14 @@ class UNet(Network):
 
 
 class Vae(Network):
-    """The autoencoder. Its latents are as the encoder gives them: those of a pipeline / ``config.scaling_factor``."""
+    """The autoencoder. Its latents are not scaled: they are a pipeline's latents / ``config.scaling_factor``."""
 
     def __call__(self, sample: Array, *, params: Params) -> FlaxSampleOutput:
-        """Images [B, 3, H, W] to latents and back."""
+        """Encodes images [B, 3, H, W] and decodes the latents."""
         return self.decode(jnp.moveaxis(self.encode(sample, params=params).latent_dist.mode(), -1, 1), params=params)
 
     def decode(self, latents: Array, *, params: Params) -> FlaxSampleOutput:
-        """Images [B, 3, H, W] in about -1..1 of latents [B, C, h, w]."""
+        """Decodes latents [B, C, h, w] to images [B, 3, H, W], approximately in -1..1."""
         check_array("latents", latents, (None, self.model.vae.latent_channels, None, None))
         weights, cfg = self._checked(params), self.model.vae
         scaled = (jnp.moveaxis(jnp.asarray(latents), 1, -1) - cfg.shift) / cfg.scale
@@ -197,7 +191,7 @@ class Vae(Network):
         return FlaxSampleOutput(jnp.moveaxis(_decode(weights, scaled.astype(dtype), cfg=cfg), -1, 1))
 
     def encode(self, sample: Array, *, params: Params) -> FlaxLatentsOutput:
-        """The distribution of the latents of images [B, 3, H, W] in -1..1."""
+        """Encodes images [B, 3, H, W] in -1..1 to a distribution of latents."""
         check_array("sample", sample, (None, 3, None, None))
         weights = self._checked(params)
         images = jnp.moveaxis(jnp.asarray(sample), 1, -1).astype(compute_dtype(weights))
@@ -210,7 +204,7 @@ class TextEncoder(Network):
     def __call__(
         self, input_ids: Any, *, params: Params, output_hidden_states: bool = False, train: bool = False
     ) -> FlaxTextOutput | FlaxTextProjectionOutput:
-        """Features [B, T, D] of token ids [B, T]; of SDXL's second encoder also the pooled ones [B, P]."""
+        """Returns the features [B, T, D] of token ids [B, T]; SDXL's second encoder adds pooled features [B, P]."""
         del train
         cfg = self.model.text.parts[self.name]
         ids: Any = input_ids if isinstance(input_ids, Tracer) else np.asarray(input_ids)
@@ -231,7 +225,7 @@ class TextEncoder(Network):
 
 
 class Tokenizer(Part):
-    """A tokenizer, which fills up and cuts prompts to one length."""
+    """A tokenizer that pads and truncates prompts to the same length."""
 
     def __call__(
         self,
@@ -242,7 +236,7 @@ class Tokenizer(Part):
         truncation: bool = True,
         return_tensors: str = "np",
     ) -> FlaxTokenizerOutput:
-        """Ids [B, T] of one prompt or several, T being ``max_length`` or what the text encoder reads."""
+        """Returns the ids [B, T] of prompts; T is ``max_length``, by default the text encoder's length."""
         for name, value, only in (
             ("padding", padding, ("max_length", True)),
             ("truncation", truncation, (True,)),
@@ -255,31 +249,31 @@ class Tokenizer(Part):
         if not isinstance(text, str | list | tuple) or (not len(text) and not isinstance(text, str)):
             raise InputError(f"text={text!r:.80} is neither a string nor a list of strings")
         prompts = [text] if isinstance(text, str) else list(text)
-        return FlaxTokenizerOutput(self._own(prompts, length=max(2, length)))
+        return FlaxTokenizerOutput(self._tokenizer(prompts, length=max(2, length)))
 
     @property
     def model_max_length(self) -> int:
-        """Tokens of a prompt, 77."""
+        """Number of tokens of a prompt, 77."""
         return self.model.text.tokens
 
     @property
     def bos_token_id(self) -> int:
         """The id that begins a prompt."""
-        return self._own.bos
+        return self._tokenizer.bos
 
     @property
     def eos_token_id(self) -> int:
-        """The id that ends it."""
-        return self._own.eos
+        """The id that ends a prompt."""
+        return self._tokenizer.eos
 
     @property
     def pad_token_id(self) -> int:
-        """The id that fills up the rest."""
-        return self._own.pad
+        """The id of the padding."""
+        return self._tokenizer.pad
 
     @property
-    def _own(self) -> Any:
-        return {TOKENIZERS[name]: own for name, own in self.model.tokenizers.items()}[self.name]
+    def _tokenizer(self) -> Any:
+        return {TOKENIZERS[name]: tokenizer for name, tokenizer in self.model.tokenizers.items()}[self.name]
 
 
 _decode = jitted(vae_decode, static_argnames="cfg")
@@ -289,13 +283,13 @@ _encode_text = jitted(text_encoder, static_argnames="cfg")
 
 @partial(jitted, static_argnames="cfg")
 def _all_layers(params: Params, ids: Array, *, cfg: Any) -> Array:
-    """The output of the embeddings and of each layer, [1 + layers, B, T, D]; each layer is computed once."""
+    """Returns the output of the embeddings and of each layer, [1 + layers, B, T, D]; each layer is computed once."""
     skips = jnp.arange(cfg.num_hidden_layers, -1, -1)
     return jax.vmap(lambda skip: hidden_states(params, ids, cfg, skip=skip)[0])(skips)
 
 
 def check_array(name: str, array: Any, wanted: tuple[int | None, ...]) -> None:
-    """Refuse what is no array of real numbers of this shape, traced or not; None is any length."""
+    """Refuses values that are not arrays of real numbers of this shape, traced or not; None is any length."""
     shape = functions.numbers(name, array).shape
     if len(shape) != len(wanted) or any(size not in (None, got) for got, size in zip(shape, wanted, strict=True)):
         axes = ", ".join("any" if size is None else str(size) for size in wanted)

@@ -1,4 +1,4 @@
-"""The old classes: what each is called with, and what it returns."""
+"""The text-to-image pipelines, with the signatures of diffusers' Flax classes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from canvax.params import Params
 from canvax.types import Array
 
 
-def translate_call(own: dict[str, Any], others: dict[str, Any]) -> tuple[dict[str, Any], None]:
-    """The keywords of a call.
+def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> tuple[dict[str, Any], None]:
+    """Translates the keywords of a call, of which ``others`` are not parameters.
 
     Raises:
-        InputError: an argument is not known, is given twice or means what canvax does not have.
+        InputError: an argument is unknown, passed twice or not supported by canvax.
     """
-    for name in renamed(own, others, FLAX_CALL):
-        known = list(signature(type(own["self"]).__call__).parameters)
+    for name in renamed(arguments, others, FLAX_CALL):
+        known = list(signature(type(arguments["self"]).__call__).parameters)
         raise InputError(answer(name, FLAX_CALL, known, "an argument of a call", FLAX_PAGE))
-    return own, None
+    return arguments, None
 
 
 class FlaxStableDiffusionPipeline(FlaxTextToImage):
-    """Stable Diffusion 1.x and 2.x behind the interface of diffusers' class of that name."""
+    """Stable Diffusion 1.x and 2.x with the interface of diffusers' class of the same name."""
 
     XL = False
 
@@ -48,26 +48,27 @@ class FlaxStableDiffusionPipeline(FlaxTextToImage):
         return_dict: bool = True,
         jit: bool = False,
     ) -> FlaxStableDiffusionPipelineOutput | tuple[np.ndarray, bool | list[bool]]:
-        """Draw pictures. D is the number of devices, B that of images on each; without ``jit`` there is no D.
+        """Generates images. B is the number of images per device; with ``jit``, D is the number of devices.
 
         Args:
             prompt_ids: from ``prepare_inputs``, [B, 77]; with ``jit`` [D, B, 77].
             params: from ``from_pretrained``; with ``jit`` after ``canvax.flax_api.replicate``.
             prng_seed: a key; with ``jit`` D keys.
-            num_inference_steps: steps of the sampler.
-            height: pixels, divisible by 8; by default the size the model was trained for.
-            width: likewise.
+            num_inference_steps: number of steps.
+            height: height in pixels, divisible by 8; by default the size the model was trained for.
+            width: width in pixels, divisible by 8; by default the size the model was trained for.
             guidance_scale: a number, or one for each image; 1 or less switches guidance off.
             latents: initial noise of unit variance [B, C, h, w]; with ``jit`` [D, B, C, h, w].
-            neg_prompt_ids: what to keep away from, shaped like ``prompt_ids``; "" if not given.
+            neg_prompt_ids: the negative prompts, shaped like ``prompt_ids``; by default "".
             return_dict: False returns a plain tuple.
-            jit: draw on several devices, the parameters of each under a leading axis.
+            jit: generate on several devices, with a leading device axis in all arrays.
 
         Returns:
-            Images in 0..1, float32 [B, H, W, 3]; with ``jit`` [D, B, H, W, 3]. And whether each was refused, or False.
+            Images in 0..1, float32 [B, H, W, 3], with ``jit`` [D, B, H, W, 3]; and for each whether the safety checker
+            refused it, or False.
 
         Raises:
-            InputError: an argument cannot be used; nothing has been compiled.
+            InputError: an argument is invalid; nothing has been compiled.
         """
         size = (height, width)
         check_flag("return_dict", return_dict)
@@ -78,7 +79,7 @@ class FlaxStableDiffusionPipeline(FlaxTextToImage):
 
 
 class FlaxStableDiffusionXLPipeline(FlaxTextToImage):
-    """Stable Diffusion XL, its base model, behind the interface of diffusers' class of that name."""
+    """Stable Diffusion XL's base model with the interface of diffusers' class of the same name."""
 
     XL = True
 
@@ -98,27 +99,28 @@ class FlaxStableDiffusionXLPipeline(FlaxTextToImage):
         output_type: str | None = None,
         jit: bool = False,
     ) -> FlaxStableDiffusionXLPipelineOutput | tuple[np.ndarray]:
-        """Draw pictures; as ``FlaxStableDiffusionPipeline.__call__``, with these differences.
+        """Generates images. B is the number of images per device; with ``jit``, D is the number of devices.
 
         Args:
             prompt_ids: from ``prepare_inputs``, [B, 2, 77]; with ``jit`` [D, B, 2, 77].
             params: from ``from_pretrained``; with ``jit`` after ``canvax.flax_api.replicate``.
             prng_seed: a key; with ``jit`` D keys.
-            num_inference_steps: steps of the sampler.
-            guidance_scale: before height and width, as it always was here.
-            height: pixels, divisible by 8; by default the size the model was trained for.
-            width: likewise.
+            num_inference_steps: number of steps.
+            guidance_scale: a number, or one for each image; 1 or less switches guidance off. As in diffusers, it comes
+                before height and width in this class.
+            height: height in pixels, divisible by 8; by default the size the model was trained for.
+            width: width in pixels, divisible by 8; by default the size the model was trained for.
             latents: initial noise of unit variance [B, C, h, w]; with ``jit`` [D, B, C, h, w].
-            neg_prompt_ids: what to keep away from; if not given zeros or "", whichever the model was trained with.
+            neg_prompt_ids: the negative prompts; by default zeros or "", as the model was trained with.
             return_dict: False returns a plain tuple.
-            output_type: "latent" returns the latents [B, C, h, w], with ``jit`` [D, B, C, h, w], not decoded.
-            jit: draw on several devices, the parameters of each under a leading axis.
+            output_type: "latent" returns the latents without decoding, [B, C, h, w]; with ``jit`` [D, B, C, h, w].
+            jit: generate on several devices, with a leading device axis in all arrays.
 
         Returns:
             Images in 0..1, float32 [B, H, W, 3]; with ``jit`` [D, B, H, W, 3].
 
         Raises:
-            InputError: an argument cannot be used; nothing has been compiled.
+            InputError: an argument is invalid; nothing has been compiled.
         """
         if output_type not in (None, "latent"):
             raise InputError(f"output_type={output_type!r} is neither None, for images, nor 'latent'")

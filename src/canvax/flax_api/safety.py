@@ -1,6 +1,6 @@
-"""The old safety checker: the images of a call are looked at, and those that are refused become black.
+"""The safety checker of the Flax API: it checks the images of a call, and makes refused images black.
 
-The numbers are those of ``canvax.pipelines.safety``, on the first device and in float32 whatever ``params`` are.
+The computation is that of ``canvax.pipelines.safety``, on the first device and always in float32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import checked
 from canvax.errors import CheckpointError, HintWarning, InputError, warn
 from canvax.familiar import FLAX_LOAD, FLAX_PAGE, accepts
 from canvax.flax_api.devices import host_device, on_host, unreplicate
@@ -42,7 +41,7 @@ _FROM_PRETRAINED = (
 
 
 class FlaxImages(NamedTuple):
-    """What the feature extractor returns: ``pixel_values`` [B, 3, S, S] float32, with CLIP's mean and spread."""
+    """Output of the feature extractor: ``pixel_values`` [B, 3, S, S] float32, normalised by CLIP's mean and std."""
 
     pixel_values: np.ndarray
 
@@ -51,12 +50,12 @@ class FlaxImages(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """``pipeline.feature_extractor``: images as CLIP is shown them, squares of ``size`` pixels."""
+    """``pipeline.feature_extractor``: converts images to CLIP's input, squares of ``size`` pixels."""
 
     size: int
 
     def __call__(self, images: Image | Sequence[Image], return_tensors: str = "np") -> FlaxImages:
-        """``pixel_values`` of PIL images."""
+        """Returns the ``pixel_values`` of PIL images."""
         if return_tensors not in ("np", "jax"):
             raise InputError(f"return_tensors={return_tensors!r}: pixel values are NumPy arrays; write 'np'")
         several = list(images) if isinstance(images, Sequence) else [images]
@@ -66,10 +65,10 @@ class ImageProcessor:
 
 @dataclass(frozen=True, eq=False)
 class FlaxStableDiffusionSafetyChecker:
-    """The safety checker of Stable Diffusion 1.x behind the interface of diffusers' class of that name.
+    """The safety checker of Stable Diffusion 1.x with the interface of diffusers' class of the same name.
 
     Attributes:
-        config: ``config.json``, parsed.
+        config: the parsed ``config.json``.
     """
 
     config: Mapping[str, Any]
@@ -77,7 +76,6 @@ class FlaxStableDiffusionSafetyChecker:
 
     @classmethod
     @accepts(loader(FLAX_LOAD, _FROM_PRETRAINED, "an argument of from_pretrained", FLAX_PAGE), table=FLAX_LOAD)
-    @checked
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | Path,
@@ -91,22 +89,22 @@ class FlaxStableDiffusionSafetyChecker:
         local_files_only: bool = False,
         progress: bool = True,
     ) -> tuple[Self, Params]:
-        """The checker, and its parameters in host memory, for ``params["safety_checker"]``, in float32.
+        """Loads a checker; returns it and its float32 parameters in host memory, for ``params["safety_checker"]``.
 
         Args:
             pretrained_model_name_or_path: a Hub id or a folder.
-            subfolder: where in it the checker is: "safety_checker" in a model.
-            from_pt: needed no more: PyTorch's safetensors and Flax's msgpack are both read.
-            revision: as for ``canvax.load``, like those that follow.
-            variant: which of several sets of weights.
+            subfolder: folder of the checker in it: "safety_checker" for a model.
+            from_pt: ignored: PyTorch's safetensors and Flax's msgpack can both be loaded.
+            revision: branch, tag or commit on the Hub.
+            variant: which of several sets of weights to load, e.g. "fp16".
             token: Hub token.
-            cache_dir: where the Hub's files are kept.
-            local_files_only: never ask the Hub.
+            cache_dir: folder of the Hub's files.
+            local_files_only: never connect to the Hub.
             progress: show downloads on stderr.
 
         Raises:
-            CheckpointError: it is missing, damaged or refused.
-            HubError: the Hub cannot be reached or does not have it.
+            CheckpointError: the checker is missing, damaged or not supported.
+            HubError: the Hub cannot be reached or does not have the checker.
         """
         del from_pt
         source = Source(
@@ -118,11 +116,11 @@ class FlaxStableDiffusionSafetyChecker:
 
     @property
     def feature_extractor(self) -> ImageProcessor:
-        """What prepares images for a call."""
+        """The image processor for calls of the checker."""
         return ImageProcessor(vision_config(self.config).image_size)
 
     def __call__(self, clip_input: Any, params: Params) -> np.ndarray:
-        """Whether each image is one to refuse, bool [B], for the ``pixel_values`` of ``feature_extractor``."""
+        """Returns for each image whether to refuse it, bool [B]; ``clip_input`` comes from ``feature_extractor``."""
         values = np.asarray(clip_input, np.float32)
         side = vision_config(self.config).image_size
         if values.ndim != 4 or values.shape[1:] != (3, side, side):
@@ -133,13 +131,8 @@ class FlaxStableDiffusionSafetyChecker:
         seen = np.moveaxis(values, 1, -1) * np.asarray(STD, np.float32) + np.asarray(MEAN, np.float32)
         return np.asarray(self._with(params).judge(seen))
 
-    @checked
     def check(self, params: Any, *, stacked: bool = False) -> None:
-        """Refuse parameters of a pipeline without those of this checker; ``stacked``: they are under a device axis.
-
-        Raises:
-            InputError: saying how to get them.
-        """
+        """Raises InputError if a pipeline's parameters lack those of this checker; ``stacked``: with a device axis."""
         specs = {COMPONENT: safety_spec(vision_config(self.config))}
         try:
             check_weights(specs, weights_of(params, specs), stacked=stacked)
@@ -150,7 +143,7 @@ class FlaxStableDiffusionSafetyChecker:
             ) from None
 
     def look(self, images: np.ndarray, params: Params, *, stacked: bool) -> tuple[np.ndarray, list[bool]]:
-        """Images in 0..1 [(D,) B, H, W, 3] with those in black that are refused, and whether each of all is."""
+        """Makes refused images black; returns images in 0..1 [(D,) B, H, W, 3], and for each whether it was refused."""
         flat = images.reshape(-1, *images.shape[-3:])
         pixels, flags = self._with(params[COMPONENT], stacked=stacked).blacken(flat)
         if any(flags):
@@ -162,17 +155,17 @@ class FlaxStableDiffusionSafetyChecker:
         return pixels.reshape(images.shape), flags
 
     def _with(self, params: Params, *, stacked: bool = False) -> SafetyChecker:
-        """With these parameters on the first device; kept, because the next call has most often the same."""
+        """Returns the checker with these parameters on the first device; cached, as calls usually repeat them."""
         if self._used.get("params") is not params:
-            own = unreplicate(params) if stacked else params
+            weights = unreplicate(params) if stacked else params
             device = jax.local_devices()[0]
-            own = jax.tree.map(lambda leaf: jax.device_put(jnp.asarray(leaf, jnp.float32), device), own)
-            self._used.update(params=params, checker=SafetyChecker.of(vision_config(self.config), own))
+            weights = jax.tree.map(lambda leaf: jax.device_put(jnp.asarray(leaf, jnp.float32), device), weights)
+            self._used.update(params=params, checker=SafetyChecker.of(vision_config(self.config), weights))
         return self._used["checker"]
 
 
 def check_checker(value: Any) -> None:
-    """Refuse what ``from_pretrained(..., safety_checker=value)`` cannot use."""
+    """Raises InputError for an invalid ``safety_checker`` argument of ``from_pretrained``."""
     if not (value is None or isinstance(value, FlaxStableDiffusionSafetyChecker) or str(value) == "own"):
         raise InputError(
             f"safety_checker={value!r:.80} is neither None, for none, nor a FlaxStableDiffusionSafetyChecker of "
@@ -180,8 +173,8 @@ def check_checker(value: Any) -> None:
         )
 
 
-def own_checker(model: str | Path, hub: Mapping[str, Any]) -> tuple[FlaxStableDiffusionSafetyChecker, Params] | None:
-    """That of a model which names one; None for a folder that it was left out of."""
+def load_checker(model: str | Path, hub: Mapping[str, Any]) -> tuple[FlaxStableDiffusionSafetyChecker, Params] | None:
+    """Loads the checker of a model whose index names one; returns None if its folder does not contain the checker."""
     folder = Source(model).local_folder()
     if folder is not None and not (folder / COMPONENT / "config.json").is_file():
         warn(

@@ -1,11 +1,11 @@
-"""The old scheduler classes, as names for canvax's samplers.
+"""The scheduler classes of diffusers' Flax API, as names for canvax's samplers.
 
     scheduler, state = FlaxDPMSolverMultistepScheduler.from_pretrained(model, subfolder="scheduler")
     pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(model, scheduler=scheduler)
     params["scheduler"] = state
 
-``params["scheduler"]`` decides which sampler draws. It holds a config and no arrays, so casting, replicating or
-sharding the parameters with it inside leaves it as it is.
+``params["scheduler"]`` determines the sampler. It contains a config and no arrays, so casting, replicating or sharding
+the parameters does not change it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from canvax.checked import checked, is_deleted, placed
 from canvax.errors import InputError, check_flag, shown
 from canvax.familiar import FLAX_ATTRIBUTES, FLAX_PAGE, answer
 from canvax.flax_api.steps import FlaxSchedulerOutput, StepState, begin, check_alike, scaled, step
@@ -36,7 +35,7 @@ from canvax.weights.source import Source
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class SchedulerState:
-    """A scheduler config inside ``params``: a pytree without leaves, equal to any other of the same config.
+    """A scheduler config inside ``params``: a pytree without leaves, equal to any other with the same config.
 
     Attributes:
         text: the config as JSON; read ``config``.
@@ -45,43 +44,40 @@ class SchedulerState:
     text: str
 
     @classmethod
-    @checked
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """The state that stands for a scheduler_config.json."""
+        """Makes the state for a scheduler_config.json."""
         if other := [name for name in config if not isinstance(name, str)]:
             raise InputError(f"config: {shown(other[0])} is not the name of a field")
         return cls(json.dumps(config, sort_keys=True, default=_plain))
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config, as scheduler_config.json has it."""
+        """The config as in scheduler_config.json."""
         return json.loads(self.text)
 
 
 class FlaxScheduler:
-    """A scheduler class of old: a name and a config. What it computes is canvax's table of that sampler."""
+    """A scheduler class of diffusers: a name and a config. It computes with canvax's table of the sampler."""
 
     CLASS: ClassVar[str]
     _xl = False
 
     def __init__(self, **config: Any) -> None:
-        config.pop("dtype", None)  # tables are made in float64 whatever is asked for
+        config.pop("dtype", None)  # tables are always float64
         self._state = SchedulerState.of({**config, "_class_name": self.CLASS})
-        from_scheduler_config(self.config)  # so that faults are told where the config is
+        from_scheduler_config(self.config)  # reports faults of the config here
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config, as scheduler_config.json has it."""
+        """The config as in scheduler_config.json."""
         return self._state.config
 
     @classmethod
-    @checked
     def from_config(cls, config: Mapping[str, Any], **changes: Any) -> Self:
-        """The scheduler of a config that may have been written for another class."""
+        """Makes a scheduler from a config, which can be of another class."""
         return cls(**{**config, **changes})
 
     @classmethod
-    @checked
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | Path,
@@ -93,7 +89,7 @@ class FlaxScheduler:
         local_files_only: bool = False,
         **changes: Any,
     ) -> tuple[Self, SchedulerState]:
-        """The scheduler and its state, from the scheduler_config.json of a model; ``changes`` are fields of it."""
+        """Reads a model's scheduler_config.json and replaces fields by ``changes``; returns scheduler and state."""
         source = Source(
             pretrained_model_name_or_path, revision, None, token, cache_dir, local_files_only, progress=False
         )
@@ -103,30 +99,27 @@ class FlaxScheduler:
 
     @classmethod
     def of(cls, state: SchedulerState, *, xl: bool) -> FlaxScheduler:
-        """The scheduler of a checkpoint, whatever its class; ``xl`` as for :func:`table_of`."""
+        """Makes the scheduler of a checkpoint, whatever its class; ``xl`` as for :func:`table_of`."""
         name = str(state.config.get("_class_name")).removeprefix("Flax")
-        own = next((known for known in FlaxScheduler.__subclasses__() if name == known.CLASS), FlaxScheduler)
-        scheduler = own.__new__(own)
+        subclass = next((known for known in FlaxScheduler.__subclasses__() if name == known.CLASS), FlaxScheduler)
+        scheduler = subclass.__new__(subclass)
         scheduler._state, scheduler._xl = state, xl
         return scheduler
 
     def create_state(self) -> SchedulerState:
-        """The state to put into ``params["scheduler"]``."""
+        """Returns the state to put into ``params["scheduler"]``."""
         return self._state
 
-    @placed
     def set_timesteps(self, state: SchedulerState, num_inference_steps: int, shape: Sequence[int] = ()) -> StepState:
-        """The state of a loop of one's own over latents [B, C, h, w] of this shape; it has ``timesteps``."""
+        """Returns the initial state, with ``timesteps``, of a user-written loop; ``shape`` is that of the latents."""
         config = stable_diffusion_config(check_state(state).config, xl=self._xl)
         return begin(json.dumps(config, sort_keys=True), num_inference_steps, shape)
 
-    @placed
     def scale_model_input(self, state: StepState, sample: Array, timestep: Any = None) -> Array:
-        """What the network is given in the next step of ``state``, which knows its timestep."""
+        """Returns the network's input in the next step of ``state``, which determines the timestep."""
         del timestep
-        return scaled(_begun(state), functions.numbers("sample", sample))
+        return scaled(_check_step_state(state), functions.numbers("sample", sample))
 
-    @placed
     def step(
         self,
         state: StepState,
@@ -136,19 +129,18 @@ class FlaxScheduler:
         key: Any = None,
         return_dict: bool = True,
     ) -> FlaxSchedulerOutput | tuple[Array, StepState]:
-        """The latents after the next step of ``state``, which knows its timestep, and the state after it.
+        """Returns the latents and the state after the next step of ``state``, which determines the timestep.
 
-        Latents are of variance 1 or less throughout, also for Euler, whose old class had larger ones. ``key`` is for
-        schedulers that add noise, the same in all steps.
+        The variance of latents is at most 1, also for Euler, where it is larger in diffusers. ``key`` is for schedulers
+        that add noise; pass the same key in all steps.
         """
         check_flag("return_dict", return_dict)
         del timestep
-        made = step(_begun(state), model_output, sample, key)
-        return made if return_dict else made.to_tuple()
+        output = step(_check_step_state(state), model_output, sample, key)
+        return output if return_dict else output.to_tuple()
 
-    @placed
     def add_noise(self, state: Any, original_samples: Array, noise: Array, timesteps: Any) -> Array:
-        """Noisy samples [B, ...] at the training timesteps [B]."""
+        """Adds noise to samples [B, ...] at the training timesteps [B]."""
         if not isinstance(state, SchedulerState | StepState):
             raise InputError(f"state is a {type(state).__name__}; give that of create_state or set_timesteps")
         check_alike("original_samples", original_samples, "noise", noise)
@@ -163,7 +155,7 @@ class FlaxScheduler:
         return jnp.sqrt(kept) * original_samples + jnp.sqrt(1 - kept) * noise
 
     def __getattr__(self, name: str) -> Any:
-        """What the old classes had and this has not gets a sentence."""
+        """Explains, in the error, attributes of diffusers' classes that do not exist here."""
         if name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(answer(name, FLAX_ATTRIBUTES, dir(type(self)), "an attribute of a scheduler", FLAX_PAGE))
@@ -176,7 +168,7 @@ class FlaxDDIMScheduler(FlaxScheduler):
 
 
 class FlaxDDPMScheduler(FlaxScheduler):
-    """DDPM: random in every step."""
+    """DDPM, stochastic."""
 
     CLASS = "DDPMScheduler"
 
@@ -200,18 +192,18 @@ class FlaxEulerDiscreteScheduler(FlaxScheduler):
 
 
 def table_of(state: Any, steps: int, *, xl: bool, skip: int = 0) -> SamplerTable:
-    """The table of ``params["scheduler"]`` for a number of steps without the first ``skip``; guidance is set later.
+    """Builds the table of ``params["scheduler"]`` for ``steps`` without the first ``skip``; guidance is set later.
 
-    ``xl``: the config means what it says, also where those of Stable Diffusion 1.x and 2.x are known to be wrong.
+    With ``xl`` the config is used without the corrections for Stable Diffusion 1.x and 2.x.
 
     Raises:
-        InputError: not a ``SchedulerState``, or its config or the steps cannot be used.
+        InputError: ``state`` is not a ``SchedulerState``, or its config or the steps are invalid.
     """
     return build_table(_read(check_state(state), xl), steps, skip=skip)
 
 
 def check_state(state: Any) -> SchedulerState:
-    """Refuse what is no :class:`SchedulerState`."""
+    """Raises InputError unless ``state`` is a :class:`SchedulerState`."""
     if not isinstance(state, SchedulerState):
         raise InputError(
             f"params['scheduler']={shown(state)}: put back what from_pretrained returned there, or the "
@@ -220,7 +212,7 @@ def check_state(state: Any) -> SchedulerState:
     return state
 
 
-def _begun(state: Any) -> StepState:
+def _check_step_state(state: Any) -> StepState:
     if not isinstance(state, StepState):
         raise InputError(
             f"state is a {type(state).__name__}; write state = scheduler.set_timesteps(state, steps, latents.shape)"
@@ -234,8 +226,8 @@ def _read(state: SchedulerState, xl: bool) -> Scheduler:
 
 
 def _plain(value: Any) -> Any:
-    """JSON for what a config may hold besides plain values: arrays of betas."""
-    array = None if is_deleted(value) or isinstance(value, Tracer) else np.asarray(value)
+    """Converts arrays in a config, e.g. of betas, to JSON."""
+    array = None if isinstance(value, Tracer) else np.asarray(value)
     if array is None or array.dtype.kind not in "biuf":
         raise InputError(f"the scheduler config holds {shown(value)}, which no scheduler_config.json has")
     return array.tolist()

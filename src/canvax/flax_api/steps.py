@@ -1,4 +1,4 @@
-"""One step of a sampler after the other, for loops of one's own over an old scheduler."""
+"""Single steps of a sampler, for user-written loops with a Flax scheduler."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from canvax.types import Array
 @partial(jax.tree_util.register_dataclass, data_fields=["index", "slots"], meta_fields=["config", "steps"])
 @dataclass(frozen=True)
 class StepState:
-    """Where a loop is: a pytree, which ``jax.lax.fori_loop`` can carry.
+    """The state of a loop: a pytree, which ``jax.lax.fori_loop`` can carry.
 
     Attributes:
         index: the next step, int32.
-        slots: what the sampler remembers of steps before [B, SLOTS, h, w, C].
-        config: the scheduler's, as JSON.
-        steps: their number.
+        slots: the sampler's memory of earlier steps [B, SLOTS, h, w, C].
+        config: the scheduler's config as JSON.
+        steps: number of steps.
     """
 
     index: Array
@@ -42,7 +42,7 @@ class StepState:
 
     @property
     def table(self) -> SamplerTable:
-        """All steps as numbers."""
+        """The sampler table of all steps."""
         return _table(self.config, self.steps)
 
     @property
@@ -53,7 +53,7 @@ class StepState:
 
     @property
     def init_noise_sigma(self) -> float:
-        """What noise of unit variance is multiplied with before the first step."""
+        """The factor of unit noise before the first step."""
         return self.table.init_scale
 
 
@@ -66,15 +66,15 @@ class FlaxSchedulerOutput(NamedTuple):
     __getitem__ = by_name_or_index
 
     def to_tuple(self) -> tuple[Array, StepState]:
-        """Both."""
+        """Returns both as a plain tuple."""
         return self.prev_sample, self.state
 
 
 def begin(config: str, steps: int, shape: Any) -> StepState:
-    """The state before the first step, for latents [B, C, h, w] of this shape.
+    """Returns the state before the first step, for latents of ``shape`` [B, C, h, w].
 
     Raises:
-        InputError: a shape of another kind, or steps that the scheduler cannot do.
+        InputError: the shape is invalid, or the scheduler does not support this number of steps.
     """
     shape = tuple(shape) if isinstance(shape, list | tuple) else ()
     if len(shape) != 4 or not all(isinstance(side, int | np.integer) for side in shape):
@@ -86,23 +86,23 @@ def begin(config: str, steps: int, shape: Any) -> StepState:
     return StepState(jnp.int32(0), slots, config, steps)
 
 
-def check_alike(first: str, one: Any, second: str, other: Any) -> None:
-    """Refuse arrays of different shapes, or no arrays of numbers, traced or not."""
-    shapes = functions.numbers(first, one).shape, functions.numbers(second, other).shape
+def check_alike(first: str, a: Any, second: str, b: Any) -> None:
+    """Raises InputError unless a and b, traced or not, are arrays of numbers with the same shape."""
+    shapes = functions.numbers(first, a).shape, functions.numbers(second, b).shape
     if shapes[0] != shapes[1]:
         raise InputError(f"{first} has shape {shapes[0]} and {second} {shapes[1]}; they must be alike")
 
 
 def scaled(state: StepState, sample: Array) -> Array:
-    """The network's input."""
+    """Returns the network's input in the next step."""
     return jnp.asarray(state.table.c_in, jnp.float32)[state.index] * sample
 
 
 def step(state: StepState, model_output: Array, sample: Array, key: Any) -> FlaxSchedulerOutput:
-    """Latents [B, C, h, w] after one step, by the same loop that draws: it is given the network's output.
+    """Returns the latents [B, C, h, w] after a step. It runs the denoising loop with a network of known output.
 
     Raises:
-        InputError: the sampler needs noise, and there is no key.
+        InputError: the sampler needs noise, and ``key`` is None.
     """
     check_alike("sample", sample, "model_output", model_output)
     table, batch = state.table, sample.shape[0]
@@ -118,15 +118,15 @@ def step(state: StepState, model_output: Array, sample: Array, key: Any) -> Flax
     }
     slots = state.slots.at[:, 0].set(jnp.moveaxis(sample, 1, -1).astype(jnp.float32))
     inputs = StepInputs(slots, {}, None, rows, words, jnp.asarray(noisy)[state.index][None], jnp.int32(1))
-    given = cast(Denoiser, _Given(jnp.moveaxis(model_output, 1, -1)))
-    slots, *_ = denoise({}, inputs, denoiser=given, clip=table.clip)
+    denoiser = cast(Denoiser, _KnownOutput(jnp.moveaxis(model_output, 1, -1)))
+    slots, *_ = denoise({}, inputs, denoiser=denoiser, clip=table.clip)
     after = StepState(state.index + 1, slots, state.config, state.steps)
     return FlaxSchedulerOutput(jnp.moveaxis(slots[:, 0], -1, 1), after)
 
 
 @dataclass(frozen=True, eq=False)
-class _Given:
-    """A network whose output is known."""
+class _KnownOutput:
+    """A denoiser that returns a known output."""
 
     output: Array
 

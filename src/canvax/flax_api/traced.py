@@ -1,4 +1,4 @@
-"""What begins from prompts alone: the old ``prepare_inputs``, and ``_generate``, which callers trace themselves."""
+"""The base class of text to image: ``prepare_inputs``, and ``_generate``, which callers can trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from canvax.checked import checked
 from canvax.denoise import StepInputs, denoise
 from canvax.flax_api.base import FlaxPipeline
 from canvax.flax_api.inputs import (
@@ -31,14 +30,13 @@ from canvax.types import Array
 
 
 class FlaxTextToImage(FlaxPipeline):
-    """What the classes share that begin from prompts alone."""
+    """The base class of pipelines that need only prompts."""
 
-    @checked
     def prepare_inputs(self, prompt: str | list[str]) -> np.ndarray:
-        """Token ids of one prompt or several, int32 [B, 77]; SDXL has two tokenizers and [B, 2, 77].
+        """Returns the token ids of prompts, int32 [B, 77]; for SDXL's two tokenizers [B, 2, 77].
 
         Raises:
-            InputError: neither a string nor a list of strings.
+            InputError: ``prompt`` is neither a string nor a list of strings.
         """
         return self._ids(prompt)
 
@@ -55,10 +53,10 @@ class FlaxTextToImage(FlaxPipeline):
         neg_prompt_ids: Array | None = None,
         return_latents: bool = False,
     ) -> Array:
-        """The images of one device [B, H, W, 3] as one traceable function; arguments as without ``jit``.
+        """Generates the images of a device [B, H, W, 3] as a single traceable function, with arguments as without jit.
 
-        Steps, height, width and ``return_latents`` (arguments 3, 4, 5, 9) are static. With the last, the latents
-        [B, C, h, w] are returned before they are decoded.
+        Steps, height, width and ``return_latents`` (arguments 3, 4, 5, 9) are static. With ``return_latents`` the
+        result is the latents [B, C, h, w] without decoding.
         """
         check_static("num_inference_steps", num_inference_steps)
         prompt_ids = check_ids("prompt_ids", prompt_ids, self.model.text)

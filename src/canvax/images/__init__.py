@@ -1,1 +1,1 @@
-"""Images: arrays to PIL and back, grids, and the metadata that their files carry."""
+"""Images: conversion between arrays and PIL, grids, and the metadata in image files."""

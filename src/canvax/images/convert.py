@@ -1,4 +1,4 @@
-"""Arrays to PIL images and back."""
+"""Conversion of arrays to PIL images and back."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from canvax.errors import InputError, warn
+from canvax.errors import NO_VALUE, InputError, warn
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
 def to_uint8(images: Any) -> np.ndarray:
-    """Floats in 0..1 [..., 3] to uint8 of the same shape: clipped, times 255, rounded half to even in float32.
+    """Converts floats in 0..1 [..., 3] to uint8 of the same shape: clipped, times 255, rounded half to even in float32.
 
-    Any array with an array interface will do (a JAX array, bfloat16 too). The rounding is that of diffusers, so equal
-    floats make equal files. Values that are not a number become black, with a RuntimeWarning: they mean that the
-    model overflowed its dtype.
+    Accepts anything with an array interface (JAX arrays, bfloat16). The rounding equals that of diffusers, so equal
+    floats give equal files. NaN becomes black, with a RuntimeWarning: it means that the model overflowed its dtype.
 
     Raises:
-        InputError: not floating point (uint8 images need no conversion).
+        InputError: ``images`` are not floating point (uint8 images need no conversion).
     """
     array = np.asarray(images)
     if np.issubdtype(array.dtype, np.integer) or array.dtype == np.bool_:
-        raise InputError(f"images must be floats in 0..1, got {array.dtype}")
+        raise InputError("images", NO_VALUE, f"must be floats in 0..1, got {array.dtype}")
     if array.dtype.kind in "cmMOSU" or array.dtype.fields is not None:
-        raise InputError(f"images must be floats in 0..1, got {array.dtype}")
+        raise InputError("images", NO_VALUE, f"must be floats in 0..1, got {array.dtype}")
     array = array.astype(np.float32, copy=False)
     if np.isnan(array.max(initial=0)):
         warn(
@@ -42,10 +41,10 @@ def to_uint8(images: Any) -> np.ndarray:
 
 
 def to_pil(images: Any) -> list[Image]:
-    """PIL images (mode RGB) of [B, H, W, 3] or [H, W, 3], uint8 or floats in 0..1.
+    """Converts [B, H, W, 3] or [H, W, 3], uint8 or floats in 0..1, to PIL images of mode RGB.
 
     Raises:
-        InputError: another shape.
+        InputError: ``images`` have another shape.
     """
     from PIL import Image
 
@@ -53,33 +52,33 @@ def to_pil(images: Any) -> list[Image]:
     if array.ndim == 3:
         array = array[None]
     if array.ndim != 4 or array.shape[-1] != 3:
-        raise InputError(f"images must have the shape [B, H, W, 3] or [H, W, 3], got {list(np.shape(images))}")
+        raise InputError(
+            "images", NO_VALUE, f"must have the shape [B, H, W, 3] or [H, W, 3], got {list(np.shape(images))}"
+        )
     if array.dtype != np.uint8:
         array = to_uint8(array)
     return [Image.fromarray(np.ascontiguousarray(image)) for image in array]
 
 
 def check_equal_sizes(images: Sequence[Image]) -> None:
-    """Refuse images of several sizes, naming the first that differs.
-
-    Raises:
-        InputError: they differ.
-    """
+    """Raises InputError, naming the first that differs, unless all images have the same size."""
     first = images[0].size
     for i, image in enumerate(images):
         if image.size != first:
             raise InputError(
-                f"images must have one size: image 0 is {first[0]}x{first[1]}, "
-                f"image {i} is {image.width}x{image.height}; resize them first"
+                "images",
+                NO_VALUE,
+                f"must have one size: image 0 is {first[0]}x{first[1]}, image {i} is {image.width}x{image.height}",
+                "resize them first",
             )
 
 
 def upright_rgb(image: Image) -> Image:
-    """Turned as its EXIF says, transparent parts on white, 8 bits for each of three colours."""
+    """Converts to 8-bit RGB: applies the EXIF orientation and puts transparent parts on white."""
     from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I"):  # 16 bits of grey, which convert() would cut off at 255
+    if image.mode.startswith("I"):  # 16-bit grey, which convert() would clip at 255
         grey = np.asarray(image, np.float32) / 257.0
         image = Image.fromarray(np.clip(grey + 0.5, 0, 255).astype(np.uint8))
     if image.has_transparency_data:
@@ -89,7 +88,7 @@ def upright_rgb(image: Image) -> Image:
 
 
 def upright_mask(image: Image) -> Image:
-    """Turned as its EXIF says, 8 bits of grey: of an image of one colour its transparency, else its brightness."""
+    """Converts to an 8-bit mask with EXIF orientation: the brightness, or for a single colour the alpha channel."""
     if image.mode in ("RGBA", "LA") and np.ptp(np.asarray(image.convert("L"))) == 0:
-        image = image.getchannel("A")  # a mask that was painted into the transparency
+        image = image.getchannel("A")  # a mask that was painted into the alpha channel
     return upright_rgb(image).convert("L")

@@ -1,7 +1,7 @@
-"""How metadata lies in the files of each format, and images that write it themselves when they are saved.
+"""How each file format stores metadata, and images that write their metadata when they are saved.
 
-PNG: the texts ``parameters`` (the form that A1111 and its relatives read) and ``canvax`` (JSON). JPEG and WebP: EXIF,
-with ``parameters`` as UserComment, where A1111 has it, and the JSON as MakerNote. (EXIF 2.3, tags 0x9286 and 0x927C.)
+PNG: the texts ``parameters`` (read by A1111 and related programs) and ``canvax`` (JSON). JPEG and WebP: EXIF, with
+``parameters`` as UserComment, as in A1111, and the JSON as MakerNote (EXIF 2.3, tags 0x9286 and 0x927C).
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import Any, BinaryIO
 from PIL import Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
-from canvax.checked import checked
-from canvax.errors import CanvaxError, InputError, shown, slip
-from canvax.files import FILE_ENDINGS, check_writable, named_path
+from canvax.errors import CanvaxError, InputError, shown
+from canvax.files import check_writable, named_path
 from canvax.files import written as whole
 from canvax.images.infotext import to_infotext
 
@@ -26,19 +25,13 @@ JSON_TEXT = "canvax"
 INFOTEXT = "parameters"
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 
-OTHERS = (
-    *(".avif", ".bmp", ".gif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jxl"),
-    *(".mp4", ".pdf", ".psd", ".svg", ".tga", ".tif", ".tiff", ".webm"),
-)
-"""Endings of other formats of images, which nobody gives to a folder."""
-
 MAX_EXIF = 65_000
-"""Bytes of EXIF that a JPEG can hold, about: one segment of 64 KiB."""
+"""Bytes of EXIF that fit into a JPEG, approximately: a segment of 64 KiB."""
 
 _EXIF, _MAKER_NOTE, _USER_COMMENT = 0x8769, 0x927C, 0x9286
 _UTF16 = b"UNICODE\0"
-# Of a PNG runs alone are looked for: a photograph of 1024 x 1024 takes 0.08 s in place of 0.2 to 0.6, and fewer bytes;
-# drawings take up to a tenth more.
+# PNG uses run-length encoding only: a photograph of 1024 x 1024 takes 0.08 s instead of 0.2 to 0.6 s, and fewer bytes.
+# Drawings take up to a tenth more bytes.
 _QUALITY = {
     "JPEG": {"quality": 95, "subsampling": 0},
     "WEBP": {"lossless": True},
@@ -46,60 +39,45 @@ _QUALITY = {
 }
 
 
-def format_of(path: str | Path, label: str = "") -> str:
-    """The format that a name asks for, as Pillow calls it; an error begins with ``label``.
+def format_of(path: str | Path, argument: str = "path") -> str:
+    """Returns Pillow's name of the format that a file's extension selects; an error is about ``argument``.
 
     Raises:
-        InputError: its ending is none of ``FORMATS``.
+        InputError: the extension is not in ``FORMATS``.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in FORMATS:
-        what = f"{suffix} is no format here" if suffix else "has no ending"
-        raise InputError(f"{f'{label} {path}'.strip()}: {what}; end it with .png, .jpg or .webp")
+        what = f"ends in {suffix}, which is not written" if suffix else "has no ending"
+        raise InputError(argument, path, what, "end it with .png, .jpg or .webp")
     return FORMATS[suffix]
 
 
-def names_file(path: Path, label: str = "") -> bool:
-    """Whether a name where images are to go is that of one image, and not of a folder.
+def names_file(path: Path) -> bool:
+    """Whether the path of an output is an image file, not a folder."""
+    return path.suffix.lower() in FORMATS and not path.is_dir()
+
+
+def new_image(argument: str, name: Any) -> Path:
+    """Checks, before any work is done, that an image can be written as ``name``; returns the path.
 
     Raises:
-        InputError: it has the ending of another format.
+        InputError: the extension is unknown, the file exists, or it cannot be written; about ``argument``.
     """
-    suffix = path.suffix.lower()
-    if path.name.lower() in (*FORMATS, *OTHERS) and not path.is_dir():
-        told = f"{label} {path}".strip()
-        raise InputError(f"{told}: is an ending without a name before it; write NAME{path.name}")
-    if (suffix in OTHERS or suffix in FILE_ENDINGS) and not path.is_dir():
-        format_of(path, label)
-    if (near := slip(suffix[1:], [one[1:] for one in FORMATS])) and suffix not in FORMATS and not path.exists():
-        told = f"{label} {path}".strip()
-        raise InputError(f"{told}: {suffix} is no format here; did you mean .{near}? A folder of this name ends with /")
-    return suffix in FORMATS and not path.is_dir()
-
-
-def new_image(label: str, name: Any) -> Path:
-    """The file of an image that is to be made, before anything is done for it.
-
-    Raises:
-        InputError: its ending is not known, it is there already, or it cannot be written; it begins with ``label``.
-    """
-    path = named_path(label, name)
-    format_of(path, label)
+    path = named_path(argument, name)
+    format_of(path, argument)
     if os.path.lexists(path):
-        raise InputError(f"{label} {path}: this file exists and is not replaced; choose another name")
+        raise InputError(argument, path, "exists and is not replaced", "choose another name")
     if not path.parent.is_dir():
-        raise InputError(f"{label} {path}: {path.parent} is not a folder that can be written to; choose another one")
-    check_writable(f"{label} {path}", path.parent)
+        problem = f"is not in a folder that can be written to: {path.parent}"
+        raise InputError(argument, path, problem, "choose another one")
+    check_writable(argument, path.parent)
     return path
 
 
 def written(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata as it goes into files: of local models, networks and adapters only the last part of the path.
-
-    It is written as ``./name``. The folders above it are private.
-    """
+    """Returns metadata as it is written to files: each local path becomes ``./name``, since its folders are private."""
     if "grid" in metadata:
-        return {**metadata, "grid": [written(one) for one in metadata["grid"]]}
+        return {**metadata, "grid": [written(entry) for entry in metadata["grid"]]}
     return {name: _without_folders(value) if name in _LOCAL else value for name, value in metadata.items()}
 
 
@@ -108,7 +86,7 @@ _LOCAL = ("model", "vae", "scheduler", "controlnet", "ip_adapter", "adapters", "
 
 
 def _without_folders(value: Any) -> Any:
-    """``value``, where each local path in it is ``./`` and its last part. The names of Hub repositories stay."""
+    """Replaces each local path in ``value`` by ``./`` and its last part. Names of Hub repositories are unchanged."""
     if isinstance(value, Mapping):
         return {name: _without_folders(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -121,7 +99,7 @@ def _without_folders(value: Any) -> Any:
 
 
 def save_keywords(kind: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``Image.save`` is given to write ``metadata`` into a file of this kind."""
+    """Returns the keywords of ``Image.save`` that write ``metadata`` to a file of this format."""
     keywords = dict(_QUALITY[kind])
     if not metadata:
         return keywords
@@ -144,17 +122,17 @@ def save_keywords(kind: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quality_keywords(kind: str, quality: int | None) -> dict[str, Any]:
-    """What ``Image.save`` is given for a ``quality`` of JPEG and WebP; nothing without one, or for a PNG."""
+    """Returns the keywords of ``Image.save`` for a JPEG or WebP ``quality``; none for None or PNG."""
     if quality is None or kind == "PNG":
         return {}
     return {"quality": quality} | ({"lossless": False} if kind == "WEBP" else {})
 
 
 def exif_texts(file: BinaryIO, path: Path) -> dict[str, str]:
-    """The texts of a JPEG or WebP under the names that they have in a PNG; no pixel is decoded.
+    """Reads the texts of a JPEG or WebP, under the names they have in a PNG, without decoding pixels.
 
     Raises:
-        InputError: it is neither.
+        InputError: the file is neither.
     """
     try:
         with Image.open(file, formats=("JPEG", "WEBP")) as image:
@@ -171,9 +149,9 @@ def exif_texts(file: BinaryIO, path: Path) -> dict[str, str]:
 
 
 class GeneratedImage(Image.Image):
-    """A PIL image that writes how it was made into the PNG, JPEG or WebP that it is saved as.
+    """A PIL image that writes its generation settings into the PNG, JPEG or WebP file it is saved as.
 
-    What Pillow derives from it, such as a smaller copy, is an ordinary image.
+    Images that Pillow derives from it, e.g. a smaller copy, are ordinary images.
 
     Attributes:
         metadata: as in ``canvax.Result.metadata``.
@@ -182,20 +160,11 @@ class GeneratedImage(Image.Image):
     metadata: Mapping[str, Any]
 
     @classmethod
-    @checked
     def of(cls, image: Image.Image, metadata: Mapping[str, Any]) -> GeneratedImage:
-        """The same pixels with ``metadata``."""
+        """Copies ``image`` and attaches ``metadata``."""
         copy = cls()
         copy.__setstate__([{}, image.mode, image.size, None, image.tobytes(), metadata])
         return copy
-
-    __iter__ = None  # else what follows would make it a sequence
-
-    def __getitem__(self, index: Any) -> Any:
-        # diffusers' pipe(...)[0] is the list of images.
-        raise TypeError(
-            f"[{index!r:.80}] of an image: result[0] is the first image itself; np.asarray(image) has pixels"
-        )
 
     def __getstate__(self) -> list[Any]:
         return [*super().__getstate__(), getattr(self, "metadata", {})]
@@ -205,37 +174,40 @@ class GeneratedImage(Image.Image):
         self.metadata = state[5] if len(state) > 5 else {}
 
     def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
-        """As ``PIL.Image.Image.save``, with the metadata unless ``params`` bring their own; a file is written whole."""
+        """Saves like ``PIL.Image.Image.save``, and adds the metadata; ``params`` take precedence.
+
+        A file is written atomically.
+        """
         if not isinstance(format, str | None):
-            raise InputError(f"format={shown(format)} is not the name of a format, such as PNG")
+            raise InputError("format", format, "is not the name of a format, such as PNG")
         name = fp if isinstance(fp, str | os.PathLike) else getattr(fp, "name", "")
         suffix = Path(str(name)).suffix.lower()
         kind = str(format or FORMATS.get(suffix, "")).upper().replace("JPG", "JPEG")
-        own = save_keywords(kind, getattr(self, "metadata", {})) if kind in _QUALITY else {}
+        keywords = save_keywords(kind, getattr(self, "metadata", {})) if kind in _QUALITY else {}
         kind = kind or Image.registered_extensions().get(suffix, "")
         try:
             path = Path(name).resolve() if isinstance(fp, str | os.PathLike) and kind else None
             if path is None or (path.exists() and not path.is_file()):
-                super().save(fp, format, **own | params)
+                super().save(fp, format, **keywords | params)
             else:
                 with whole(path) as draft, open(draft, "wb") as file:
-                    super().save(file, kind, **own | params)
+                    super().save(file, kind, **keywords | params)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
             told = f"{name} cannot be written ({error.strerror}); give a name in a folder that is there"
             raise InputError(told) from None
         except OSError as error:
             raise CanvaxError(f"{name or shown(fp)} cannot be written ({error.strerror or error})") from None
-        except (AttributeError, KeyError, RuntimeError, ValueError) as error:  # Pillow, of a format
+        except (AttributeError, KeyError, RuntimeError, ValueError) as error:  # Pillow's errors about a format
             raise InputError(
                 f"{name or shown(fp)} cannot be saved ({error}); end it with .png, .jpg or .webp"
             ) from None
 
 
 def _encodable(text: str) -> str:
-    """The text with escapes for what UTF-8 cannot hold, such as half of a surrogate pair; the same ones as in JSON."""
+    """Escapes, as JSON does, what UTF-8 cannot encode, e.g. half of a surrogate pair."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _plain(value: Any) -> Any:
-    """A numpy scalar as a Python number."""
+    """Converts a numpy scalar to a Python number."""
     return value.item() if hasattr(value, "item") else str(value)

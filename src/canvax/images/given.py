@@ -1,4 +1,4 @@
-"""Images that are given to a call: read, turned upright, brought to size. Nothing here knows a model."""
+"""Reads the image arguments of a call and turns them upright. This module knows no model."""
 
 from __future__ import annotations
 
@@ -12,62 +12,67 @@ from typing import Any
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from canvax.errors import InputError, reading_arguments, shown
+from canvax.errors import NO_VALUE, InputError, reading_arguments
 from canvax.files import open_regular
 from canvax.images.convert import upright_mask, upright_rgb
 from canvax.images.formats import FORMATS
 from canvax.types import HostArray
 
 LONGEST = 8
-"""Times as long as it is wide, an image is resized as a whole for ``clip_square``."""
+"""Aspect ratio above which ``clip_square`` crops an image before it resizes."""
 
 MOST_PIXELS = 1 << 26
-"""Pixels of the largest image that is read, 8192 x 8192: a file of a few bytes may ask for any number."""
+"""Pixels of the largest image that is read, 8192 x 8192: a file of a few bytes can declare any size."""
 
 
 def read_images(name: str, value: Any, count: int, *, grey: bool = False) -> list[Image.Image]:
-    """One image for all of ``count``, or one for each, as upright RGB (or with ``grey`` L) images.
+    """Reads an argument's images, one for each of ``count`` or a single image; upright, RGB or with ``grey`` L.
 
     Args:
-        name: of the argument, for errors.
+        name: the argument's name, for errors.
         value: a PIL image, a path, an array, or a list of these. Arrays are [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]
-            (a batch has an axis more in front), uint8 or floats in 0..1.
-        count: images of the call.
-        grey: one channel is wanted.
+            (a batch has another axis in front), uint8 or floats in 0..1.
+        count: number of images that the call generates.
+        grey: return images with one channel.
 
     Raises:
-        InputError: naming the argument and what is wrong with it.
+        InputError: an image cannot be read, or the number of images is neither 1 nor ``count``.
     """
     with reading_arguments({name: value}):
-        return [_upright(name, one, grey=grey) for one in _entries(name, value, count)]
+        return [_upright(name, entry, grey=grey) for entry in _entries(name, value, count)]
 
 
 def _entries(name: str, value: Any, count: int) -> Sequence[Any]:
-    """One image, or one for each of ``count``."""
+    """Returns the entries of an argument, after checking that there is one, or one for each of ``count`` images."""
     if isinstance(value, Image.Image | str | Path) or (_is_array(value) and np.ndim(value) < 4):
         values: Sequence[Any] = [value]
     elif isinstance(value, list | tuple) or _is_array(value):
         values = list(value)
     else:
-        images = getattr(value, "images", None)  # of a canvax.Result, and of what other libraries return
+        images = getattr(value, "images", None)  # a canvax.Result, or the result of another library
         cure = "give its images, such as result.images[0]" if images is not None else "nor a list of these"
-        raise InputError(f"{name}={shown(value)} is not an image, a path or an array; {cure}")
+        raise InputError(name, value, "is not an image, a path or an array", cure)
     if len(values) not in (1, count):
-        raise InputError(f"{name} has {len(values)} entries for {count} images; give one for all, or one for each")
+        raise InputError(
+            name, NO_VALUE, f"has {len(values)} entries for {count} images", "give one for all, or one for each"
+        )
     return values
 
 
 def fingerprint(image: Image.Image) -> str:
-    """SHA-256 of the pixels and the size of an upright image, whatever file it came from."""
+    """Returns the SHA-256 of an upright image's pixels and size; it does not depend on the file."""
     return hashlib.sha256(f"{image.mode} {image.size} ".encode() + image.tobytes()).hexdigest()
 
 
 def clip_square(image: Image.Image, side: int) -> HostArray:
-    """How CLIP is shown an image: its middle square [side, side, 3] float32 in 0..1, bicubic, with 8 bits between."""
+    """Returns CLIP's input for an image: its central square [side, side, 3] float32 in 0..1.
+
+    The bicubic resize is rounded to 8 bits, as in CLIP's image processor.
+    """
     short = min(image.size)
-    if max(image.size) > LONGEST * short:  # of which all but the middle would be made as large for nothing
+    if max(image.size) > LONGEST * short:  # saves resizing parts that are cropped away
         sides = [min(length, LONGEST * short) for length in image.size]
-        left, top = ((whole - own) // 2 for whole, own in zip(image.size, sides, strict=True))
+        left, top = ((whole - length) // 2 for whole, length in zip(image.size, sides, strict=True))
         image = image.crop((left, top, left + sides[0], top + sides[1]))
     wide, tall = image.size
     size = (side * wide // short, side * tall // short)
@@ -83,55 +88,64 @@ def _is_array(value: Any) -> bool:
 def _upright(name: str, value: Any, *, grey: bool) -> Image.Image:
     if isinstance(value, str) and value[:5].lower() == "data:":
         cure = "open it first: Image.open(io.BytesIO(base64.b64decode(value.partition(',')[2])))"
-        raise InputError(f"{name}={value[:40]!r}: a data URL is no file; {cure}")
+        raise InputError(name, value[:40], "is a data URL, not a file", cure)
     if isinstance(value, str) and re.match(r"[a-z0-9+.-]{2,}:/", value, re.IGNORECASE):
-        raise InputError(f"{name}={value!r}: no address is fetched; download the image and give its file")
+        raise InputError(name, value, "is an address, and none is fetched", "download the image and give its file")
     if isinstance(value, str) and not value:
-        raise InputError(f"{name}='' names no file; give the file's name, or leave it out")
+        raise InputError(name, value, "names no file", "give the file's name, or leave it out")
     if isinstance(value, str | Path):
         image = _from_file(name, Path(value))
     elif isinstance(value, Image.Image):
         image = value
     elif _is_array(value):
-        if math.prod(np.shape(value)) > 4 * MOST_PIXELS:  # a view may pretend to any size
-            raise InputError(f"{name} is an array of shape {np.shape(value)}, more than {MOST_PIXELS} pixels")
+        if math.prod(np.shape(value)) > 4 * MOST_PIXELS:  # a broadcast view can have any size
+            raise InputError(name, NO_VALUE, f"is an array of shape {np.shape(value)}, more than {MOST_PIXELS} pixels")
         image = _from_array(name, np.asarray(value))
     else:
-        raise InputError(f"{name}={value!r} is not an image, a path or an array")
+        raise InputError(name, value, "is not an image, a path or an array")
     if min(image.size) < 2 or image.width * image.height > MOST_PIXELS:
-        raise InputError(f"{name} of {image.width} x {image.height} pixels; images of 2 x 2 to {MOST_PIXELS} pixels do")
+        raise InputError(
+            name,
+            NO_VALUE,
+            f"has {image.width} x {image.height} pixels",
+            f"give 2 x 2 pixels or more, and at most {MOST_PIXELS}",
+        )
     if image.mode == "CMYK":
-        raise InputError(f"{name} has the colours of a printer (CMYK); convert it to RGB with its profile")
-    if image.mode == "F":  # which PIL would cut off at 0 and 255, be it of 0..1 or of anything else
-        raise InputError(f"{name} has the mode F, numbers of any range; give np.asarray(image) with floats in 0..1")
+        raise InputError(name, NO_VALUE, "is CMYK", "convert it to RGB with its profile")
+    if image.mode == "F":  # PIL would clip it to 0..255, whatever its range
+        raise InputError(
+            name, NO_VALUE, "has the mode F, numbers of any range", "give np.asarray(image) with floats in 0..1"
+        )
     try:
         return (upright_mask if grey else upright_rgb)(image)
     except (OSError, ValueError, SyntaxError) as error:
-        raise InputError(f"{name} cannot be read ({error})") from None
+        raise InputError(name, NO_VALUE, f"cannot be read ({error})") from None
 
 
 def _from_file(name: str, path: Path) -> Image.Image:
     try:
         with open_regular(path.expanduser()) as file, Image.open(file, formats=tuple(set(FORMATS.values()))) as image:
             if image.width * image.height > MOST_PIXELS:
-                raise InputError(f"{name}={str(path)!r} has {image.width} x {image.height} pixels, which is too many")
+                raise InputError(name, path, f"has {image.width} x {image.height} pixels, which is too many")
             if image.format in ("PNG", "WEBP") and getattr(image, "is_animated", False):
-                raise InputError(f"{name}={str(path)!r} is animated; save one of its frames as an image")
+                raise InputError(name, path, "is animated", "save one of its frames as an image")
             image.load()
             return image
     except UnidentifiedImageError:
-        raise InputError(f"{name}={str(path)!r} is not a PNG, JPEG or WebP") from None
+        raise InputError(name, path, "is not a PNG, JPEG or WebP") from None
     except InputError:
         raise
     except Image.DecompressionBombError:
-        raise InputError(f"{name}={str(path)!r} has more than {MOST_PIXELS} pixels; give a smaller one") from None
+        raise InputError(name, path, f"has more than {MOST_PIXELS} pixels", "give a smaller one") from None
     except (OSError, ValueError, SyntaxError, RuntimeError) as error:
-        raise InputError(f"{name}={str(path)!r} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        raise InputError(name, path, f"cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
 def _from_array(name: str, array: np.ndarray) -> Image.Image:
     if 0 in array.shape:
-        raise InputError(f"{name} is an array of shape {array.shape}, which is empty; give an image with pixels")
+        raise InputError(
+            name, NO_VALUE, f"is an array of shape {array.shape}, which is empty", "give an image with pixels"
+        )
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)):
         told = f"{name} is an array of shape {array.shape}; an image is [H, W], [H, W, 3] or [H, W, 4]"
         raise InputError(f"{told}; of latents pipe.decode makes one")
@@ -141,11 +155,13 @@ def _from_array(name: str, array: np.ndarray) -> Image.Image:
         array = array.astype(np.float32)
     if array.dtype != np.uint8:
         if not np.issubdtype(array.dtype, np.number) or np.iscomplexobj(array):
-            raise InputError(f"{name} is an array of {array.dtype}; give uint8, or floats in 0..1")
+            raise InputError(name, NO_VALUE, f"is an array of {array.dtype}", "give uint8, or floats in 0..1")
         array = array.astype(np.float32)
         if not np.isfinite(array).all():
-            raise InputError(f"{name} has values that are not finite (NaN or infinity); give floats in 0..1")
+            raise InputError(name, NO_VALUE, "has values that are not finite (NaN or infinity)", "give floats in 0..1")
         if array.min() < 0 or array.max() > 1:
-            raise InputError(f"{name} has values outside of 0..1; of -1..1 give (x + 1) / 2, of 0..255 give uint8")
+            raise InputError(
+                name, NO_VALUE, "has values outside of 0..1", "of -1..1 give (x + 1) / 2, of 0..255 give uint8"
+            )
         array = np.rint(array * np.float32(255)).astype(np.uint8)
     return Image.fromarray(np.ascontiguousarray(array))

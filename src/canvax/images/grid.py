@@ -1,4 +1,4 @@
-"""Several images in one."""
+"""Grids and labelled sheets of images."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from canvax.errors import InputError, check_count
+from canvax.errors import NO_VALUE, InputError, check_count
 from canvax.images.convert import check_equal_sizes
 
 if TYPE_CHECKING:
@@ -17,25 +17,25 @@ _MOST_PIXELS = 1 << 30
 
 
 def make_grid(images: Sequence[Image], rows: int | None = None, cols: int | None = None) -> Image:
-    """All ``images`` on one sheet, row by row; cells left over are white.
+    """Arranges ``images`` row by row in one image; unused cells are white.
 
-    Without ``rows`` and ``cols`` the grid is as near to square as it can be, rather wide than high; with one of them,
-    the other is as small as it can be.
+    Without ``rows`` and ``cols`` the grid is as square as possible, wider rather than higher. With one of them, the
+    other is as small as possible.
 
     Raises:
-        InputError: no images, images of unequal size, or more of them than cells.
+        InputError: there are no images, their sizes differ, or there are more images than cells.
     """
     from PIL import Image
 
     if not isinstance(images, Sequence) or not all(isinstance(image, Image.Image) for image in images):
-        raise InputError(f"images={images!r:.80} is not a list of PIL images")
+        raise InputError("images", images, "is not a list of PIL images")
     if not images:
-        raise InputError("images is empty; a grid needs at least one")
+        raise InputError("images", NO_VALUE, "is empty", "a grid needs at least one")
     check_equal_sizes(images)
     rows, cols = _layout(len(images), rows, cols)
     width, height = images[0].size
     if rows * cols * width * height > _MOST_PIXELS:
-        raise InputError(f"rows={rows} and cols={cols} of {width} x {height} pixels are too many; give fewer")
+        raise InputError("rows", rows, f"and cols={cols} of {width} x {height} pixels are too many", "give fewer")
     grid = Image.new("RGB", (cols * width, rows * height), "white")
     for i, image in enumerate(images):
         grid.paste(image, (i % cols * width, i // cols * height))
@@ -43,10 +43,10 @@ def make_grid(images: Sequence[Image], rows: int | None = None, cols: int | None
 
 
 def make_sheet(images: Sequence[Image], columns: Sequence[str], rows: Sequence[str] = ()) -> Image:
-    """``images`` row by row with a label above each column and, if there are several rows, left of each row.
+    """Arranges ``images`` row by row, with a label above each column and, if ``rows`` are given, left of each row.
 
     Raises:
-        InputError: images of unequal size.
+        InputError: the sizes of the images differ.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -57,7 +57,7 @@ def make_sheet(images: Sequence[Image], columns: Sequence[str], rows: Sequence[s
     boxes = {text: [*map(math.ceil, measure((0, 0), text, font=font))] for text in (*columns, *rows)}
     pad, line = 6, max(box[3] for box in boxes.values()) + 6
     left = max((boxes[text][2] + 2 * pad for text in rows), default=0)
-    # A column is as wide as its label, so that none is cut.
+    # A column is at least as wide as its label.
     cell = max(width, *(boxes[text][2] + pad for text in columns))
     sheet = Image.new("RGB", (left + cell * len(columns), line + grid.height), "white")
     draw = ImageDraw.Draw(sheet)
@@ -81,6 +81,6 @@ def _layout(count: int, rows: int | None, cols: int | None) -> tuple[int, int]:
         rows = math.ceil(count / cols)
     if rows * cols < count:
         raise InputError(
-            f"rows={rows}, cols={cols} is {rows * cols} cells for {count} images; leave one of the two out"
+            "rows", rows, f"and cols={cols} make {rows * cols} cells for {count} images", "leave one of the two out"
         )
     return rows, cols

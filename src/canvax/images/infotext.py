@@ -1,10 +1,10 @@
-"""The text that A1111, Forge and stable-diffusion.cpp keep in a PNG under the name ``parameters``.
+"""Writes and reads the text that A1111, Forge and stable-diffusion.cpp store in a PNG as ``parameters``.
 
     a red apple
     Negative prompt: blurry
     Steps: 20, Sampler: DPM++ 2M, Schedule type: Karras, CFG scale: 7, Seed: 1, Size: 512x512, Version: canvax 0.1.0
 
-Values that hold a comma, a colon or a new line are written as JSON strings.
+Values with a comma, a colon or a line break are written as JSON strings.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _CURVES = {
     for spelling in (*curve.also, curve.name)
     if spelling.lower() not in _PLAIN_SCHEDULES
 }
-"""Schedule types in small letters, and what canvax calls these curves."""
+"""Schedule type in lower case -> name of the curve in canvax."""
 _KEY = re.compile(r"\s*([A-Za-z][\w /+\-]*):\s*")
 _NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]*>")
-"""What names another network in a prompt, and is no words for the text encoder."""
+"""A network in a prompt, which is not text for the encoder."""
 _SIZE = r"(\d{1,6})x(\d{1,6})"
 _UPSCALERS = ("", "latent", "lanczos")
-"""What A1111 calls the ways in which canvax makes the image of a first pass larger."""
+"""A1111's upscalers that equal canvax's methods of enlarging a first pass."""
 _FEWEST = 3
-"""Settings that a last line must have to be taken for settings, not for the end of a prompt."""
+"""Minimum number of settings in the last line; with fewer it is the end of the prompt."""
 
 
 def to_infotext(metadata: Mapping[str, Any]) -> str:
-    """The text for one image.
+    """Returns the text for an image.
 
     Args:
-        metadata: as in ``canvax.Result.metadata``. ``sampler_label`` ("DPM++ 2M Karras"), if there, is what other
-            programs call the sampler.
+        metadata: as in ``canvax.Result.metadata``. An optional ``sampler_label`` ("DPM++ 2M Karras") is the name of the
+            sampler in other programs.
     """
     lines = [" ".join([str(metadata.get("prompt", "")), *_networks(metadata)])]
     if metadata.get("negative_prompt"):
@@ -52,7 +52,7 @@ def to_infotext(metadata: Mapping[str, Any]) -> str:
 
 
 def _networks(metadata: Mapping[str, Any]) -> Iterator[str]:
-    """Adapters as other programs name them in a prompt; one with a table of weights cannot be named."""
+    """Yields adapters as other programs write them in a prompt, except those with a table of weights."""
     for entry in (metadata.get("adapters") or {}).values():
         if isinstance(entry["weight"], int | float):
             name = os.path.basename(os.path.normpath(entry["file"])).removesuffix(".safetensors")
@@ -70,12 +70,12 @@ def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if "width" in metadata and "height" in metadata:
         yield "Size", f"{metadata['width']}x{metadata['height']}"
     model = str(metadata.get("model") or "")
-    # The folders above a local model are private.
+    # The folders of a local model's path are private.
     local = os.path.isabs(model) or model.startswith("./") or os.path.isdir(model)
     yield "Model", os.path.basename(os.path.normpath(model)) if local else model
     yield "Eta", options.get("eta")
     if options.get("clip_skip"):
-        yield "Clip skip", options["clip_skip"] + 1  # there, 1 is the last layer
+        yield "Clip skip", options["clip_skip"] + 1  # in A1111, 1 is the last layer
     if metadata.get("noise") == "torch":
         yield "RNG", "CPU"
     if "canvax" in metadata:
@@ -83,7 +83,7 @@ def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _split_sampler(metadata: Mapping[str, Any]) -> tuple[str, str]:
-    """Sampler and schedule type; the options of an image overrule what the sampler's name implies."""
+    """Returns sampler and schedule type; an image's options override the schedule implied by the sampler's name."""
     options = metadata.get("options") or {}
     sampler = str(metadata.get("sampler_label") or metadata.get("sampler") or "")
     words, curve = sampler.lower().replace("_", " "), None
@@ -104,7 +104,7 @@ def _quote(value: Any) -> str:
 
 
 def from_infotext(text: str) -> dict[str, Any]:
-    """The keys of ``canvax.Result.metadata`` found in a text; what canvax has no key for is ``other``, as text."""
+    """Parses a text to the keys of ``canvax.Result.metadata``; ``other`` has the settings without a key in canvax."""
     prompt, negative, settings = parts_of(text)
     prompts = {"prompt": prompt, "negative_prompt": negative}
     read = _read_settings(settings)
@@ -115,7 +115,7 @@ def from_infotext(text: str) -> dict[str, Any]:
 
 
 def parts_of(text: str) -> tuple[str, str, dict[str, str]]:
-    """Prompt, negative prompt and settings of a text, as they are written there."""
+    """Splits a text into prompt, negative prompt and settings, without converting them."""
     *head, last = text.replace("\r\n", "\n").strip().split("\n")
     settings = dict(_split(last))
     if len(settings) < _FEWEST:
@@ -126,9 +126,9 @@ def parts_of(text: str) -> tuple[str, str, dict[str, str]]:
 
 
 def without_networks(prompt: str) -> str:
-    """``prompt`` with one blank in place of each network and the blanks around it, and none at the ends of lines.
+    """Replaces each network and the blanks around it by one blank, and strips the ends of lines.
 
-    Without patterns of repeated blanks, which take quadratic time where there are thousands of them.
+    It uses no regular expression for repeated blanks, which would take quadratic time on thousands of blanks.
     """
     parts = _NETWORK.split(prompt)
     parts[1:] = [part.lstrip(" ") for part in parts[1:]]
@@ -137,7 +137,7 @@ def without_networks(prompt: str) -> str:
 
 
 def _split(line: str) -> Iterator[tuple[str, str]]:
-    """``name: value`` pairs of a line; nothing if the line is anything else."""
+    """Yields the ``name: value`` pairs of a line; nothing if any part of the line is not a pair."""
     at, pairs = 0, []
     while at < len(line):
         key = _KEY.match(line, at)
@@ -183,14 +183,14 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
     _take(settings, "Eta", float, options, "eta")
     _take(settings, "Clip skip", int, options, "clip_skip")
     if "clip_skip" in options:
-        options["clip_skip"] = max(options["clip_skip"] - 1, 0)  # there, 1 is the last layer
+        options["clip_skip"] = max(options["clip_skip"] - 1, 0)  # in A1111, 1 is the last layer
     if settings.get("RNG", "").lower() == "cpu":
         options["noise"] = metadata["noise"] = "torch"
         del settings["RNG"]
     _read_variation(settings, options)
     _read_second_pass(settings, options)
     if not settings.get("Version", "").startswith("canvax"):
-        options["prompt_syntax"] = "a1111"  # which all programs that write this text read weights by
+        options["prompt_syntax"] = "a1111"  # all other programs that write this text use A1111's weights
     return metadata | {"options": options, "other": settings}
 
 
@@ -218,7 +218,7 @@ def _read_second_pass(settings: dict[str, str], options: dict[str, Any]) -> None
 
 
 def _take(settings: dict[str, str], name: str, kind: Any, into: dict[str, Any], key: str) -> None:
-    """Move one setting into ``into``; one that cannot be read stays where it is."""
+    """Moves a setting from ``settings`` to ``into``; a setting that cannot be parsed stays."""
     if name in settings:
         try:
             into[key] = kind(settings[name])

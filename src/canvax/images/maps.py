@@ -1,6 +1,6 @@
-"""Control images made of images, without a network: edges, and simple changes of tone.
+"""Control images computed from images without a network: edges, and simple changes of tone.
 
-Depth, poses and the like come from networks of other programs; their images are given as they are.
+Maps such as depth and poses come from networks of other programs; pass their images unchanged.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ SETTINGS: Mapping[str, Mapping[str, tuple[float, float, float]]] = {
     "threshold": {"at": (127, 0, 255)},
     "blur": {"radius": (9, 0, 500)},
 }
-"""The kinds of maps, and the numbers of each: usual, least and most."""
+"""Kind of map -> its settings, each with (default, minimum, maximum)."""
 
 
 def control_map(kind: str, image: Image.Image, **settings: float) -> Image.Image:
-    """A control image of an RGB image, of the same size.
+    """Computes a control image from an RGB image, of the same size.
 
     Args:
         kind: "canny": edges, white on black; "invert": for drawings, black on white; "threshold": black and white;
             "blur": for networks that sharpen.
-        image: the image.
+        image: an RGB image.
         settings: see ``SETTINGS``.
 
     Raises:
-        InputError: the kind or a setting is not known.
+        InputError: the kind or a setting is unknown.
     """
     numbers = _checked(kind, settings)
     if kind == "canny":
@@ -49,7 +49,7 @@ def control_map(kind: str, image: Image.Image, **settings: float) -> Image.Image
 def _checked(kind: Any, settings: Mapping[str, Any]) -> dict[str, float]:
     if not isinstance(kind, str) or kind not in SETTINGS:
         raise InputError(
-            f"{kind!r} is not a kind of control image that is made here; {nearest(str(kind), list(SETTINGS))}"
+            "kind", kind, "is not a kind of control image that is made here", nearest(str(kind), list(SETTINGS))
         )
     numbers = {name: usual for name, (usual, _, _) in SETTINGS[kind].items()}
     for name, value in settings.items():
@@ -57,18 +57,19 @@ def _checked(kind: Any, settings: Mapping[str, Any]) -> dict[str, float]:
             raise InputError(f"{kind} has no {name!r}; it has {', '.join(numbers) or 'no settings'}")
         _, low, high = SETTINGS[kind][name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise InputError(f"{name}={value!r} is not in {low:g}..{high:g}")
+            raise InputError(name, value, f"is not in {low:g}..{high:g}")
         numbers[name] = value
     if kind == "canny" and numbers["low"] > numbers["high"]:
-        raise InputError(f"low={numbers['low']:g} is above high={numbers['high']:g}; give them in order")
+        raise InputError("low", numbers["low"], f"is above high={numbers['high']:g}", "give them in order")
     return numbers
 
 
 def canny(pixels: HostArray, low: float, high: float) -> HostArray:
-    """Edges [H, W] bool of an image [H, W, C] uint8 (Canny 1986), the same pixels that OpenCV's ``Canny`` finds.
+    """Returns the edges [H, W] bool of an image [H, W, C] uint8 (Canny 1986), the same pixels as OpenCV's ``Canny``.
 
-    Where gradients are steepest along their own direction, and above ``high``, or above ``low`` and connected with such
-    a place. Gradients are Sobel's, of the channel in which they are largest, their size the sum of both parts.
+    An edge pixel is a local maximum of the gradient along its direction that is above ``high``, or above ``low`` and
+    connected to a pixel above ``high``. The gradient is Sobel's in the channel where it is largest; its size is
+    |dx| + |dy|.
     """
     from scipy import ndimage
 
@@ -78,7 +79,7 @@ def canny(pixels: HostArray, low: float, high: float) -> HostArray:
     across = padded[:, :-2] + 2 * padded[:, 1:-1] + padded[:, 2:]
     dy = across[2:] - across[:-2]
     channel = (np.abs(dx) + np.abs(dy)).argmax(axis=-1)[..., None]
-    dx, dy = (np.take_along_axis(one, channel, axis=-1)[..., 0] for one in (dx, dy))
+    dx, dy = (np.take_along_axis(gradient, channel, axis=-1)[..., 0] for gradient in (dx, dy))
     size = np.abs(dx) + np.abs(dy)
     around = np.pad(size, 1)
     height, width = size.shape
@@ -86,7 +87,7 @@ def canny(pixels: HostArray, low: float, high: float) -> HostArray:
     def at(row: int, column: int) -> HostArray:
         return around[1 + row : 1 + row + height, 1 + column : 1 + column + width]
 
-    # Directions to 22.5 and 67.5 degrees, in whole numbers: the tangents are t and t + 2, in parts of 2^15.
+    # The tangents of 22.5 and 67.5 degrees are t and t + 2, here in integers as multiples of 2^-15.
     flat = np.abs(dx) * 13573
     steep = np.abs(dy) << 15
     horizontal, vertical = steep < flat, steep > flat + (np.abs(dx) << 16)
@@ -101,8 +102,8 @@ def canny(pixels: HostArray, low: float, high: float) -> HostArray:
         ),
     )
     weak = peak & (size > np.floor(low))
-    found: Any = ndimage.label(weak, np.ones((3, 3)))
-    labels, count = found
+    labelled: Any = ndimage.label(weak, np.ones((3, 3)))
+    labels, count = labelled
     strong = np.zeros(count + 1, bool)
     strong[np.unique(labels[weak & (size > np.floor(high))])] = True
     strong[0] = False

@@ -1,4 +1,4 @@
-"""What is done to images and their masks before and after a part of them is generated. White is generated."""
+"""Operations on images and masks before and after inpainting. White pixels of a mask are generated."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from PIL import Image, ImageFilter
 from canvax.types import HostArray
 
 Box = tuple[int, int, int, int]
-"""left, top, right, bottom in pixels, as PIL has them."""
+"""(left, top, right, bottom) in pixels, as in PIL."""
 
 _RADII = (256, 64, 16, 16, 4, 4, 4, 4, 2, 2, 0)
-"""Of the blurs that paint a hole: from far colours to near ones."""
+"""Radii of the blurs that fill a hole, from distant colours to near ones."""
 
 
 def resized(image: Image.Image, height: int, width: int) -> Image.Image:
-    """The image at another size, by Lanczos resampling."""
+    """Resizes an image by Lanczos resampling."""
     return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.LANCZOS)
 
 
 def blurred(mask: Image.Image, radius: float) -> Image.Image:
-    """A mask with soft edges, by a Gaussian of this standard deviation in pixels."""
+    """Softens a mask's edges by a Gaussian with this standard deviation in pixels."""
     return mask.filter(ImageFilter.GaussianBlur(radius)) if radius else mask
 
 
 def rounded(mask: Image.Image) -> Image.Image:
-    """A mask of black and white alone."""
+    """Rounds a mask to black and white."""
     return mask.point([0] * 128 + [255] * 128)
 
 
 def extended(image: Image.Image, sides: Box) -> Image.Image:
-    """The image with more pixels on each side: those of its edge again."""
+    """Extends an image on each side by repeating its edge pixels."""
     left, top, right, bottom = sides
     return Image.fromarray(np.pad(np.asarray(image), ((top, bottom), (left, right), (0, 0)), mode="edge"))
 
 
 def around(mask: Image.Image | None, size: tuple[int, int], sides: Box) -> Image.Image:
-    """The mask of an image (width, height) that was extended: what is new is white, and what was white before."""
+    """Extends the mask of an image of ``size`` (width, height); new pixels are white."""
     left, top, right, bottom = sides
     whole = Image.new("L", (size[0] + left + right, size[1] + top + bottom), 255)
     whole.paste(Image.new("L", size, 0) if mask is None else mask, (left, top))
@@ -44,13 +44,13 @@ def around(mask: Image.Image | None, size: tuple[int, int], sides: Box) -> Image
 
 
 def painted_over(image: Image.Image, mask: Image.Image) -> Image.Image:
-    """The image with its masked part painted in the colours of its surroundings."""
+    """Fills the masked part of an image with the colours of its surroundings."""
     kept = np.asarray(mask, np.float32)[..., None] < 127.5
     pixels = np.asarray(image, np.float32)
     painted = np.broadcast_to(pixels[kept[..., 0]].mean(axis=0), pixels.shape) if kept.any() else pixels
     outside = Image.fromarray(np.concatenate([np.where(kept, pixels, 0), 255 * kept], axis=-1).astype(np.uint8))
     for radius in _RADII:
-        # Blurred with black in the hole, and divided by how much was no hole.
+        # Blur with black in the hole, then divide by the blurred share of pixels outside the hole.
         soft = np.asarray(outside.filter(ImageFilter.GaussianBlur(radius)), np.float32)
         weight = soft[..., 3:] / 255
         painted = painted + weight * (soft[..., :3] / np.maximum(weight, 1 / 255) - painted)
@@ -58,15 +58,15 @@ def painted_over(image: Image.Image, mask: Image.Image) -> Image.Image:
 
 
 def box_of(mask: Image.Image, padding: int, height: int, width: int) -> Box:
-    """What to cut out to generate what is masked, with ``padding`` around it and the proportions of height to width.
+    """Returns the crop for inpainting: the masked part with ``padding``, in the aspect ratio of height to width.
 
-    The whole image where nothing is masked.
+    If nothing is masked, it is the whole image.
     """
-    found = mask.getbbox()
-    if found is None:
+    masked = mask.getbbox()
+    if masked is None:
         return 0, 0, *mask.size
     sides = []
-    ends = [(max(found[i] - padding, 0), min(found[i + 2] + padding, mask.size[i])) for i in (0, 1)]
+    ends = [(max(masked[i] - padding, 0), min(masked[i + 2] + padding, mask.size[i])) for i in (0, 1)]
     long = max((ends[0][1] - ends[0][0]) / width, (ends[1][1] - ends[1][0]) / height)
     for (begin, end), most, wanted in zip(ends, mask.size, (width, height), strict=True):
         length = min(max(round(long * wanted), end - begin), most)
@@ -76,12 +76,12 @@ def box_of(mask: Image.Image, padding: int, height: int, width: int) -> Box:
 
 
 def as_floats(image: Image.Image) -> HostArray:
-    """[H, W, 3] float32 in 0..1."""
+    """Converts an image to [H, W, 3] float32 in 0..1."""
     return np.asarray(image, np.float32) / np.float32(255)
 
 
 def pixels_resized(pixels: HostArray, height: int, width: int) -> HostArray:
-    """[H, W, 3] float32 in 0..1 at another size, by Lanczos resampling."""
+    """Resizes [H, W, 3] float32 in 0..1 by Lanczos resampling."""
     if pixels.shape[:2] == (height, width):
         return pixels
     channels = [resized(Image.fromarray(pixels[..., i]), height, width) for i in range(pixels.shape[2])]

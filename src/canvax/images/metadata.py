@@ -1,7 +1,7 @@
-"""The metadata of an image: written into its file, read back from files of canvax and of other programs.
+"""Writes metadata into image files, and reads it from files of canvax and of other programs.
 
-``canvax.images.formats`` says where it lies. Reading looks at a PNG's own structure and never decodes pixels, so an
-image that claims to be enormous costs nothing. (Format: the PNG specification, sections 5 and 11.3.3.)
+``canvax.images.formats`` defines where it is stored. Reading parses a PNG's chunks and never decodes pixels, so an
+image that declares an enormous size costs nothing (PNG specification, sections 5 and 11.3.3).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_TEXT = 4 << 20
-"""The longest text that is read, in bytes, before and after it is unpacked."""
+"""Limit on the length of a text, in bytes, before and after decompression."""
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _TEXTS = (b"tEXt", b"zTXt", b"iTXt")
@@ -35,20 +35,20 @@ _KINDS: dict[str, type] = {
     **dict.fromkeys(("options", "adapters", "embeddings", "upscale"), dict),
     **dict.fromkeys(("grid", "controlnet", "ip_adapter", "control_sha256", "image_prompts"), list),
 }
-"""What some keys hold, on which readers rely."""
+"""Types of some entries, on which readers rely."""
 
 
 def save_image(path: str | Path, image: Image, metadata: Mapping[str, Any]) -> Path:
-    """Write an image with its metadata, whole or not at all, and never over a file that is there.
+    """Writes an image with its metadata atomically; never replaces an existing file.
 
     Args:
-        path: the file to make, in a folder that exists; its ending, .png, .jpg or .webp, chooses the format.
-        image: what to write.
+        path: the new file, in an existing folder; its extension, .png, .jpg or .webp, selects the format.
+        image: the image to write.
         metadata: as in ``canvax.Result.metadata``; the metadata of a grid is ``{"grid": [metadata, ...]}``.
 
     Raises:
-        InputError: the file exists, even if another process made it a moment ago, or its ending is not known.
-        CanvaxError: it cannot be written.
+        InputError: the file exists, even if another process created it a moment ago, or its extension is unknown.
+        CanvaxError: the file cannot be written.
     """
     from canvax.images.formats import format_of, save_keywords
 
@@ -72,12 +72,12 @@ def save_image(path: str | Path, image: Image, metadata: Mapping[str, Any]) -> P
 
 
 def _publish(draft: Path, path: Path) -> None:
-    """Give the finished file its name, unless the name is taken."""
+    """Renames the finished file to ``path``, unless that exists."""
     try:
         os.link(draft, path)
     except FileExistsError:
         raise
-    except OSError:  # a file system without links: claim the name, then replace what claimed it
+    except OSError:  # no hard links on this file system: claim the name with an empty file, then replace that
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         try:
             os.replace(draft, path)
@@ -87,16 +87,16 @@ def _publish(draft: Path, path: Path) -> None:
 
 
 MOST = 10**9 - 1
-"""Numbers of files are counted below it; a greater one is something else, such as a date."""
+"""Larger numbers in file names are not counters, but e.g. dates."""
 
 
 def unique_path(folder: str | Path, seed: int, index: int = 0, *, prefix: str = "") -> Path:
-    """A free name ``00001-SEED.png`` in a folder: one above the highest number there, and at least ``index``.
+    """Returns a free name ``00001-SEED.png`` in a folder: above the highest number there, and at least ``index``.
 
-    Names with a ``prefix`` are counted on their own.
+    Each ``prefix`` is counted separately.
 
     Raises:
-        InputError: nobody may look into the folder.
+        InputError: the folder cannot be listed.
     """
     folder = Path(folder)
     try:
@@ -112,7 +112,7 @@ def unique_path(folder: str | Path, seed: int, index: int = 0, *, prefix: str = 
 def save_numbered(
     folder: str | Path, image: Image, metadata: Mapping[str, Any], seed: int, *, prefix: str = ""
 ) -> Path:
-    """Write an image into a folder under the next free name (``unique_path``), whoever else writes there."""
+    """Writes an image under the next free name (``unique_path``), also if other processes write to the folder."""
     while True:
         path = unique_path(folder, seed, prefix=prefix)
         try:
@@ -123,13 +123,13 @@ def save_numbered(
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
-    """How an image was made, with the keys of ``canvax.Result.metadata``, from a PNG, JPEG or WebP.
+    """Reads the settings an image was generated with from a PNG, JPEG or WebP, as in ``canvax.Result.metadata``.
 
-    Files of canvax give back exactly what was written. Those of A1111, Forge and stable-diffusion.cpp give the keys
-    that their text has, and under ``other`` what canvax has no key for. No pixel is decoded.
+    For files of canvax the result is exactly what was written. For files of A1111, Forge and stable-diffusion.cpp it
+    has the settings in their text; ``other`` contains those without an equivalent in canvax. No pixel is decoded.
 
     Raises:
-        InputError: no such file, not such an image, or nothing in it that can be read.
+        InputError: the file does not exist, is not a PNG, JPEG or WebP, or has no readable metadata.
     """
     path = Path(path)
     try:
@@ -143,18 +143,18 @@ _OTHERS = {
     "workflow": "ComfyUI (a workflow)", "prompt": "ComfyUI (a workflow)", "invokeai_metadata": "InvokeAI",
     "sd-metadata": "InvokeAI", "Dream": "InvokeAI", "fooocus_scheme": "Fooocus",
 }  # fmt: skip
-"""Programs, by the name of a text that they write into a PNG."""
+"""Name of a PNG text -> the program that writes it."""
 
 
 def metadata_in(file: BinaryIO, path: Path) -> dict[str, Any]:
-    """The same of an open file; ``path`` is what errors call it."""
+    """Reads the metadata of an open file, like ``read_metadata``; errors name ``path``."""
     from canvax.images.formats import INFOTEXT, JSON_TEXT, exif_texts
 
     is_png = file.read(len(_SIGNATURE)) == _SIGNATURE
     file.seek(0)
     texts = dict(_texts(file, path, (JSON_TEXT, INFOTEXT))) if is_png else exif_texts(file, path)
-    if (own := _own(texts.get(JSON_TEXT))) is not None:
-        return own
+    if (metadata := _canvax_metadata(texts.get(JSON_TEXT))) is not None:
+        return metadata
     if texts.get(INFOTEXT, "").strip():
         return from_infotext(texts[INFOTEXT])
     if damaged := [repr(name) for name in (JSON_TEXT, INFOTEXT) if name in texts]:
@@ -171,10 +171,9 @@ def metadata_in(file: BinaryIO, path: Path) -> dict[str, Any]:
 
 
 def check_kinds(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Refuse metadata to generate from whose parts are not what they should be; they can be shown all the same.
+    """Raises InputError if an entry of metadata to generate from has the wrong type.
 
-    Raises:
-        InputError: naming the first.
+    Reading does not check this, so that damaged metadata can still be shown.
     """
     for name, kind in _KINDS.items():
         if name in metadata and not isinstance(metadata[name], kind):
@@ -184,8 +183,8 @@ def check_kinds(path: Path, metadata: Mapping[str, Any]) -> None:
             )
 
 
-def _own(text: str | None) -> dict[str, Any] | None:
-    """What canvax wrote; None if it is not that, of which a prompt is the least, or a grid's images."""
+def _canvax_metadata(text: str | None) -> dict[str, Any] | None:
+    """Parses the JSON that canvax writes; returns None if it is something else, without a prompt or a grid's images."""
     try:
         metadata = json.loads(text or "", parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
@@ -194,7 +193,7 @@ def _own(text: str | None) -> dict[str, Any] | None:
 
 
 def _finite(text: str) -> float:
-    """A number of the JSON text; canvax writes none that is infinite."""
+    """Parses a number of the JSON text; canvax never writes infinity or NaN."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(text)
@@ -202,7 +201,7 @@ def _finite(text: str) -> float:
 
 
 def _texts(file: BinaryIO, path: Path, names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """The texts of a PNG, in order; those under other ``names`` are given as empty."""
+    """Yields the name and text of each text chunk of a PNG, in order; the text is empty if not in ``names``."""
     size = file.seek(0, os.SEEK_END)
     file.seek(len(_SIGNATURE))
     for _ in range(_MAX_CHUNKS):
@@ -226,7 +225,7 @@ def _texts(file: BinaryIO, path: Path, names: tuple[str, ...]) -> Iterator[tuple
 
 
 def _decode(kind: bytes, body: bytes, path: Path, name: str) -> str:
-    """The text of a chunk, given what follows its keyword."""
+    """Decodes the text of a chunk from ``body``, the bytes after its keyword."""
     packed = kind == b"zTXt"
     if packed:
         body = body[1:]
@@ -242,6 +241,6 @@ def _decode(kind: bytes, body: bytes, path: Path, name: str) -> str:
         if unpack.unconsumed_tail:
             raise InputError(f"{path}: its text {name!r} is longer than {MAX_TEXT} bytes and is not read")
     try:
-        return body.decode("utf-8")  # some programs write it in plain tEXt, too
+        return body.decode("utf-8")  # some programs write UTF-8 even in tEXt chunks
     except UnicodeDecodeError:
         return body.decode("latin-1")

@@ -1,1 +1,1 @@
-"""Matrix products, attention and convolution in the form that suits the platform compiled for."""
+"""Matrix products, attention and convolution, each in the form that suits the target platform."""

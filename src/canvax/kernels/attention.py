@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: the plain form, and where another one is used. Models never choose."""
+"""Scaled dot-product attention: the plain form, and the choice of a platform's kernel. Models never choose."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from canvax.kernels.target import on_each_device, target_platform, weight_shards
 from canvax.types import Array
 
 Form = Callable[[Array, Array, Array, Array | None], Array]
-"""From queries, keys, values and lengths to what ``attention`` returns; it sees one device's part and is never
-causal."""
+"""Maps queries, keys, values and lengths to attention's output. It gets one device's part and is never causal."""
 
 
 def attention(
@@ -28,8 +27,8 @@ def attention(
         q: queries [B, Tq, N, Dh].
         k: keys [B, Tk, N, Dh]; or of fewer heads, each for a group of neighbouring query heads (Ainslie et al. 2023).
         v: values [B, Tk, N, Dh], of as many heads as the keys.
-        lengths: how many keys of each sample are attended to, int [B], at least 1: those behind them are padding.
-        causal: a token sees itself and what comes before it.
+        lengths: number of keys that each sample attends to, int [B], at least 1; the keys after them are padding.
+        causal: a token attends to itself and earlier tokens only.
         upcast: compute the scores in float32 (``upcast_attention`` of Stable Diffusion 2.x).
 
     Returns:
@@ -37,8 +36,8 @@ def attention(
     """
     if k.shape[2] != q.shape[2]:
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-    form = None if causal else _special_form(q, k)  # the tokens of a text encoder are too few to gain by one
-    if upcast and form not in (gpu.attend_by_cudnn, tpu.attend_by_flash):  # whose scores are float32 in any case
+    form = None if causal else _special_form(q, k)  # a kernel does not pay off for the 77 tokens of a text encoder
+    if upcast and form not in (gpu.attend_by_cudnn, tpu.attend_by_flash):  # their scores are always float32
         q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if form is not None:
         return _on_each_device(form, q, k, v, lengths)
@@ -46,7 +45,7 @@ def attention(
 
 
 def plain_attention(q: Array, k: Array, v: Array, lengths: Array | None = None, *, causal: bool = False) -> Array:
-    """``attention`` as it is written down, with all scores [B, N, Tq, Tk] in memory."""
+    """Attention as in the paper, with all scores [B, N, Tq, Tk] in memory."""
     scores = jnp.einsum("bqnd,bknd->bnqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     if causal:
         future = jnp.arange(k.shape[1])[None, :] > jnp.arange(q.shape[1])[:, None]
@@ -59,21 +58,21 @@ def plain_attention(q: Array, k: Array, v: Array, lengths: Array | None = None, 
 
 
 def _special_form(q: Array, k: Array) -> Form | None:
-    """The form that beats the plain one on the platform compiled for, or None."""
+    """Returns the form that is faster than the plain form on the target platform, or None."""
     platform = target_platform()
     if platform == "cpu" and cpu.many_scores(q, k):
         return cpu.attend_head_by_head
-    if platform == "gpu" and gpu.cudnn_takes(q):
+    if platform == "gpu" and gpu.supports_cudnn(q):
         return gpu.attend_by_cudnn
     if platform == "gpu" and gpu.score_bytes(q, k) > gpu.SCORE_BYTES:
         return partial(gpu.attend_in_parts, plain_attention)
-    if platform == "tpu" and tpu.flash_takes(q, k):
+    if platform == "tpu" and tpu.supports_flash(q, k):
         return tpu.attend_by_flash
     return None
 
 
 def _on_each_device(form: Form, q: Array, k: Array, v: Array, lengths: Array | None) -> Array:
-    """A form that XLA cannot split, run by each device on its own images and, if the weights are split, heads."""
+    """Runs a form that XLA cannot partition on each device's images and, if the weights are split, on its heads."""
     split = "model" if weight_shards() > 1 and q.shape[2] % weight_shards() == 0 else None
     spec = PartitionSpec("data", None, split, None)
     return on_each_device(form, (spec, spec, spec, PartitionSpec("data")), spec)(q, k, v, lengths)

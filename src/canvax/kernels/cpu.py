@@ -1,7 +1,7 @@
-"""Forms for CPUs: attention head by head, and convolutions by im2col, Winograd's tiles or doubled products.
+"""Kernels for CPUs: attention head by head, and convolutions by im2col, Winograd's tiles or doubled products.
 
-Constants were measured on two machines (docs/design/experiments.md, "Kernels on a CPU"): "Zen 4", two cores of an EPYC
-with AVX512-BF16, and "EPYC", two of an older one with AVX-512.
+The constants were measured on two machines (docs/design/experiments.md, "Kernels on a CPU"): "Zen 4" is two cores of an
+EPYC with AVX512-BF16, "EPYC" is two cores of an older EPYC with AVX-512.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ from canvax.kernels.target import weight_shards
 from canvax.types import Array
 
 CHUNK_SCORES = 2 * 2**20
-"""Scores of one head that are held at once: 8 MiB in float32, which stay in the caches (EPYC)."""
+"""Scores of a head in memory at a time: 8 MiB in float32, which stay in the caches (EPYC)."""
 
 IM2COL_PIXELS = 0.5
-"""Pixels of a batch that comes out, over its channels, up to which one matmul is faster than XLA's convolution (EPYC):
-2.4 times at 2 x 8 x 8 pixels, 1.2 times at 2 x 16 x 16 (float32, 1280 channels). Beyond it the nine shifted images no
+"""Output pixels of a batch, divided by output channels, up to which one matmul is faster than XLA's convolution (EPYC):
+2.4 times at 2 x 8 x 8 pixels, 1.2 times at 2 x 16 x 16 (float32, 1280 channels). Above this the nine shifted images no
 longer stay in the caches."""
 
 IM2COL_CHANNELS = 64
-"""Input channels from which it is worth it (EPYC)."""
+"""Input channels from which that matmul pays off (EPYC)."""
 
 IM2COL_FEW_CHANNELS = 4
-"""Input channels up to which it always is, as in first layers: 0.35 of the time of XLA's convolution at 64 x 64 pixels
-and 3 -> 24 channels, 0.6 at 64 x 64 and 4 -> 320, 0.86 at 512 x 512 and 3 -> 128 (EPYC)."""
+"""Input channels up to which that matmul always pays off, as in first layers: 0.35 of the time of XLA's convolution at
+64 x 64 pixels and 3 -> 24 channels, 0.6 at 64 x 64 and 4 -> 320, 0.86 at 512 x 512 and 3 -> 128 (EPYC)."""
 
 TILE_CHANNELS = 256
-"""Input channels, and twice the output channels, from which tiles take 0.4 to 0.8 of the time of XLA's convolution (Zen
-4). Half as many inputs do for bfloat16, which XLA would widen in memory first."""
+"""Input channels, and twice the output channels, from which Winograd's tiles take 0.4 to 0.8 of the time of XLA's
+convolution (Zen 4). For bfloat16, which XLA would first widen in memory, half as many input channels suffice."""
 
 MIN_TILES = 64
-"""Tiles of 4 x 4 pixels of a batch that are worth what has to be done to the weight (Zen 4)."""
+"""Tiles of 4 x 4 pixels in a batch from which transforming the weight pays off (Zen 4)."""
 
 TILES_AT_ONCE = 256
-"""Tiles whose matmuls are large and stay in the caches (Zen 4); four times as many up to ``TILE_CHANNELS`` output
-channels."""
+"""Tiles computed at a time, so that their matmuls are large but stay in the caches (Zen 4); four times as many for up
+to ``TILE_CHANNELS`` output channels."""
 
 PRODUCT_BYTES = 48 * 2**20
-"""Bytes of float32 products that ``_doubled_products`` keeps at a time (Zen 4)."""
+"""Bytes of float32 products that ``_doubled_products`` has in memory at a time (Zen 4)."""
 
 
 def many_scores(q: Array, k: Array) -> bool:
-    """Whether the scores of a head [Tq, Tk] are more than the caches hold beside everything else."""
+    """Whether the scores of a head [Tq, Tk] are too many for the caches, which other data also needs."""
     return q.shape[1] * k.shape[1] > CHUNK_SCORES // 4
 
 
 def attend_head_by_head(q: Array, k: Array, v: Array, lengths: Array | None = None) -> Array:
-    """Long sequences on the CPU: one head and a chunk of its queries at a time, plain matrices all the way.
+    """Attention for long sequences on the CPU: a chunk of the queries of a head at a time, as plain matrices.
 
     The whole score matrix (1 GiB for 4,096 tokens, 8 heads and guidance) never exists. A chunk of queries sees all
-    keys, so its softmax needs no second pass; the division is done on the narrow result.
+    keys, so its softmax needs no second pass. The result is divided, not the scores, since it is narrower.
     """
     batch, queries, heads, width = q.shape
     chunk = max(1, min(queries, CHUNK_SCORES // k.shape[1]))
@@ -73,7 +73,7 @@ def attend_head_by_head(q: Array, k: Array, v: Array, lengths: Array | None = No
     def by_head(x: Array) -> Array:
         return x.swapaxes(1, 2).reshape(batch * heads, x.shape[1], -1)
 
-    in_float32 = q.dtype == jnp.float32  # 16 bits would be rounded once more if queries were scaled, not scores
+    in_float32 = q.dtype == jnp.float32  # scaling 16-bit queries, not the scores, would add a rounding
     scaled = q * jnp.asarray(width**-0.5, q.dtype) if in_float32 else q
     chunks = by_head(jnp.pad(scaled, ((0, 0), (0, padded - queries), (0, 0), (0, 0))))
     chunks = chunks.reshape(batch * heads, padded // chunk, chunk, width)
@@ -81,7 +81,7 @@ def attend_head_by_head(q: Array, k: Array, v: Array, lengths: Array | None = No
     def head(operands: tuple[Array, Array, Array, Array | None]) -> Array:
         chunks, k, v, length = operands
 
-        def one(q: Array) -> Array:
+        def attend_chunk(q: Array) -> Array:
             scores = jnp.matmul(q, k, preferred_element_type=jnp.float32)
             if length is not None:
                 scores = jnp.where(jnp.arange(k.shape[-1]) < length, scores, jnp.finfo(jnp.float32).min)
@@ -90,29 +90,29 @@ def attend_head_by_head(q: Array, k: Array, v: Array, lengths: Array | None = No
             values = jnp.matmul(weights, v, preferred_element_type=jnp.float32)
             return (values / weights.astype(jnp.float32).sum(-1, keepdims=True)).astype(v.dtype)
 
-        # The gradient computes a chunk's weights again; kept, they would be the whole score matrix after all.
-        return jax.lax.map(jax.checkpoint(one), chunks)
+        # The gradient computes a chunk's weights again: storing them would take the memory of the whole score matrix.
+        return jax.lax.map(jax.checkpoint(attend_chunk), chunks)
 
-    # XLA multiplies bfloat16 as such only where the keys have been turned beforehand, and otherwise in float32.
+    # XLA multiplies in bfloat16 only if the keys are transposed beforehand, and otherwise in float32.
     per_head = None if lengths is None else jnp.repeat(lengths, heads)
     out = jax.lax.map(head, (chunks, by_head(k).swapaxes(1, 2), by_head(v), per_head))
     return out.reshape(batch, heads, padded, -1)[:, :, :queries].swapaxes(1, 2)
 
 
 def convolve(weight: Array, x: Array, stride: int, padding: tuple[int, int]) -> Array:
-    """``canvax.kernels.convolution.convolve`` in the form that is fastest for these sizes."""
+    """Computes ``canvax.kernels.convolution.convolve`` in the form that is fastest for these sizes."""
     inputs, outputs = weight.shape[2:]
     if weight.shape[:2] == (3, 3) and weight_shards() == 1:
         small = inputs >= IM2COL_CHANNELS and math.prod(x.shape[:3]) <= IM2COL_PIXELS * stride**2 * outputs
         if small or inputs <= IM2COL_FEW_CHANNELS:
             return _by_im2col(weight, x, stride, padding)
-        if (stride, padding) == (1, (1, 1)) and _tiles_take(weight, x):
+        if (stride, padding) == (1, (1, 1)) and _supports_tiles(weight, x):
             return _by_tiles(weight, x)
     return by_xla(weight, x, stride, (padding, padding))
 
 
 def convolve_doubled(weight: Array, x: Array) -> Array:
-    """``canvax.kernels.convolution.convolve_doubled``; products are doubled, and a quarter of the work is left."""
+    """Computes ``canvax.kernels.convolution.convolve_doubled`` by doubling products, with a quarter of the work."""
     if weight_shards() > 1:
         return convolve_pairs(pair_weights(weight, x.dtype), x, by_xla)
     return on_each_image(_doubled_products)(weight, x)
@@ -131,9 +131,12 @@ def _direct(weight: Array, x: Array, stride: int, padding: Padding) -> Array:
     return jax.lax.conv_general_dilated(x, weight, (stride, stride), padding, dimension_numbers=LAYOUT)
 
 
-def _backward(stride: int, padding: Padding, given: tuple[Array, Array], slope: Array) -> tuple[Array, Array]:
-    """To the image: a convolution of the slope with the turned weight. To the weight: a matmul for each tap."""
-    weight, x = given
+def _backward(stride: int, padding: Padding, operands: tuple[Array, Array], slope: Array) -> tuple[Array, Array]:
+    """Returns the gradients of ``_direct``, given ``slope``, the gradient of its result.
+
+    The weight's gradient is a matmul for each tap, the image's a convolution of the slope with the flipped weight.
+    """
+    weight, x = operands
     kernel, sizes = weight.shape[:2], x.shape[1:3]
     spread = [
         (k - 1 - before, size - (n - 1) * stride - 1 + before, stride - 1)
@@ -154,13 +157,13 @@ def _backward(stride: int, padding: Padding, given: tuple[Array, Array], slope: 
 
 
 _direct_with_vjp = jax.custom_vjp(_direct, nondiff_argnums=(2, 3))
-"""XLA's convolution with a gradient of our own: of the convolutions that XLA makes of it inside a larger program some
-are not of the layout that its fast CPU convolution knows, and training takes ten times as long."""
+"""XLA's convolution with a custom gradient. XLA's gradient convolutions in a larger program partly have a layout that
+its fast CPU convolution does not support, which makes training ten times slower."""
 _direct_with_vjp.defvjp(lambda weight, x, *how: (_direct(weight, x, *how), (weight, x)), _backward)
 
 
 def _by_im2col(weight: Array, x: Array, stride: int, padding: tuple[int, int]) -> Array:
-    """3x3 convolution as one matmul: the nine shifted images side by side times the weight (im2col)."""
+    """Computes a 3x3 convolution as one matmul: the nine shifted images side by side times the weight (im2col)."""
     padded = jnp.pad(x, ((0, 0), padding, padding, (0, 0)))
     _, h, w, c = padded.shape
     moved = [padded[:, i : h - 2 + i : stride, j : w - 2 + j : stride] for i in range(3) for j in range(3)]
@@ -168,7 +171,7 @@ def _by_im2col(weight: Array, x: Array, stride: int, padding: tuple[int, int]) -
     return matmul(columns, weight.reshape(9 * c, -1))
 
 
-def _tiles_take(weight: Array, x: Array) -> bool:
+def _supports_tiles(weight: Array, x: Array) -> bool:
     inputs, outputs = weight.shape[2:]
     if x.dtype == jnp.bfloat16:
         inputs = 2 * inputs
@@ -176,17 +179,17 @@ def _tiles_take(weight: Array, x: Array) -> bool:
 
 
 def _winograd(*points: float) -> list[np.ndarray]:
-    """Matrices for a 3x3 kernel and tiles of 4 x 4 pixels by five points of an axis, and infinity.
+    """Returns Winograd's matrices for a 3x3 kernel and tiles of 4 x 4 pixels (Lavin & Gray 2016, section 4.3).
 
-    Of Lavin & Gray 2016, section 4.3.
+    They use five ``points`` of an axis, and infinity.
 
     Returns:
-        From the nine taps to the kernel's values at 36 points of a plane [36, 9]; from a tile of 6 x 6 pixels to its
-        values there [36, 36]; from the products of these to 4 x 4 pixels [16, 36].
+        Matrices from the nine taps to the kernel's values at 36 points of a plane [36, 9], from a tile of 6 x 6 pixels
+        to its values at these points [36, 36], and from the products of both to 4 x 4 pixels [16, 36].
     """
     p = np.array(points)
     others = [np.delete(p, i) for i in range(len(p))]
-    scale = np.array([[np.prod(one - rest)] for one, rest in zip(p, others, strict=True)])
+    scale = np.array([[np.prod(point - rest)] for point, rest in zip(p, others, strict=True)])
     kernel = np.vstack([np.vander(p, 3, increasing=True) / scale, [0, 0, 1]])
     tile = np.array([*([*np.poly(rest)[::-1], 0] for rest in others), np.poly(p)[::-1]])
     pixels = np.hstack([np.vander(p, 4, increasing=True).T, [[0], [0], [0], [1]]])
@@ -194,16 +197,16 @@ def _winograd(*points: float) -> list[np.ndarray]:
 
 
 TO_KERNEL, TO_POINTS, TO_PIXELS = _winograd(0, 2 / 3, -2 / 3, 3 / 2, -3 / 2)
-"""By points that are each other's inverse, with which float32 loses less than with 1, -1, 2 and -2 (Barabasz et al.
-2020, "Error analysis and improving the accuracy of Winograd convolution")."""
+"""Reciprocal points lose less in float32 than 1, -1, 2 and -2 (Barabasz et al. 2020, "Error analysis and improving the
+accuracy of Winograd convolution")."""
 
 
 @with_reference_vjp(_by_xla_3x3)
 def _by_tiles(weight: Array, x: Array) -> Array:
-    """3x3 convolution with padding 1 on a CPU by Winograd's method: 36 products in float32 for 16 pixels, not 144.
+    """Computes a 3x3 convolution with padding 1 by Winograd's method: 36 float32 products for 16 pixels, not 144.
 
-    All three maps are matmuls, and tiles are gathered pixel by pixel, which compiles in a tenth of a second. Stacked of
-    strided slices they take XLA seven times as long.
+    All three maps are matmuls, and tiles are gathered pixel by pixel, which compiles in a tenth of a second. Stacking
+    strided slices takes XLA seven times as long.
     """
     outputs = weight.shape[-1]
     kernel = jnp.matmul(TO_KERNEL, weight.astype(jnp.float32).reshape(9, -1)).reshape(36, -1, outputs)
@@ -211,13 +214,13 @@ def _by_tiles(weight: Array, x: Array) -> Array:
     down, across = -(-h // 4), -(-w // 4)
     rimmed = jnp.pad(x, ((0, 0), (1, 1 + 4 * down - h), (1, 1 + 4 * across - w), (0, 0)))
     height, width = rimmed.shape[1:3]
-    # As bits, since XLA would widen the whole image before it gathers bfloat16.
+    # Gathers integers, since XLA would widen the whole image before gathering bfloat16.
     bits = jax.lax.bitcast_convert_type(rimmed.reshape(-1, c), f"u{x.dtype.itemsize}")
     i, j, column = np.ix_(range(6), range(6), range(across))
     inside = (width * i + 4 * column + j)[:, :, None]
 
     def rows_of_tiles(first: Array | np.ndarray) -> Array:
-        """[n, 4, 4 * across, outputs] for the rows of tiles that begin with the pixels ``first`` [n]."""
+        """Returns [n, 4, 4 * across, outputs] for the rows of tiles that begin with the pixels ``first`` [n]."""
         pixels = (first[:, None] + inside).reshape(36, -1)
         tiles = jax.lax.bitcast_convert_type(bits.at[pixels].get(mode="promise_in_bounds"), x.dtype).astype(jnp.float32)
         points = jnp.matmul(TO_POINTS, tiles.reshape(36, -1)).reshape(36, -1, c)
@@ -233,10 +236,10 @@ def _by_tiles(weight: Array, x: Array) -> Array:
 
 
 def _doubled_products(weight: Array, x: Array) -> Array:
-    """``convolve_doubled``: each tap's product of the small image, doubled and moved, and their sum.
+    """Computes ``convolve_doubled``: doubles and shifts each tap's product with the small image, and adds them up.
 
-    For four pixels of the doubled image that is 9 products; of the image itself it would be 36, and 16 where copies
-    share a weight.
+    This takes 9 products for four pixels of the doubled image. Convolving the doubled image would take 36, and 16 with
+    the weights of ``pair_weights``.
     """
 
     def part(x: Array, first: Array | int, rows: int) -> Array:

@@ -1,6 +1,6 @@
-"""Forms for NVIDIA GPUs: cuDNN's fused attention, and some of the queries at a time where it has no kernel.
+"""Attention on NVIDIA GPUs: cuDNN's fused kernel, or a part of the queries at a time where cuDNN has no kernel.
 
-Chosen by what XLA's CUDA compiler makes of whole programs, and timed on an H100 (docs/gpu.md).
+Both were chosen by looking at whole programs as XLA's CUDA compiler compiles them, and timed on an H100 (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -14,49 +14,44 @@ from canvax.kernels.target import target_capability
 from canvax.types import Array
 
 SCORE_BYTES = 256 * 2**20
-"""Float32 scores held at once where cuDNN has no kernel for the head. All of the VAE's at 1024 x 1024 are 1 GiB an
-image, beside 24 GiB of the smallest GPUs that SDXL is run on."""
+"""Bytes of float32 scores in memory at a time where cuDNN has no kernel for the head size. All scores of the VAE at
+1024 x 1024 take 1 GiB per image; the smallest GPUs that run SDXL have 24 GiB."""
 
 
-def cudnn_takes(q: Array) -> bool:
-    """Whether cuDNN's fused attention compiles: NVIDIA's Ampere or newer, 16 bits, heads of 8, 16, ... 128."""
+def supports_cudnn(q: Array) -> bool:
+    """Whether cuDNN's fused attention compiles: NVIDIA's Ampere or newer, 16 bits, head sizes 8, 16, ... 128."""
     width = q.shape[-1]
     return q.dtype.itemsize == 2 and width <= 128 and width % 8 == 0 and target_capability() >= 8.0
 
 
 def attend_by_cudnn(q: Array, k: Array, v: Array, lengths: Array | None = None) -> Array:
-    """cuDNN's fused attention; scores are float32 and never leave the chip.
+    """Attention by cuDNN's fused kernel; the scores are float32 and never leave the chip.
 
-    For the 77 keys of a prompt as well: XLA would turn queries and results around in memory, and write the scores there
-    twice. A step of SDXL at 1024 x 1024 moves 4.7 GB less so, in 280 kernels less: 6 % of its time on an H100.
+    It pays off for the 77 keys of a prompt too: XLA would transpose queries and results in memory, and write the scores
+    there twice. A step of SDXL at 1024 x 1024 moves 4.7 GB less and runs 280 fewer kernels: 6 % of its time on an H100.
     """
     return jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, implementation="cudnn")
 
 
 def score_bytes(q: Array, k: Array) -> int:
-    """What the float32 scores of all heads would take."""
+    """Returns the bytes that the float32 scores of all heads would take."""
     return 4 * q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1]
 
 
 def attend_in_parts(attend: Callable[..., Array], q: Array, k: Array, v: Array, lengths: Array | None = None) -> Array:
-    """``attend`` with some of the queries of all heads at a time, as for the one wide head of the VAE.
+    """Calls ``attend``, the plain form, with a part of the queries of all heads at a time.
 
-    Args:
-        attend: the plain form.
-        q: queries [B, Tq, N, Dh].
-        k: keys [B, Tk, N, Dh].
-        v: values [B, Tk, N, Dh].
-        lengths: keys of each sample that are attended to [B].
+    The VAE needs it, whose single head is too wide for cuDNN.
     """
     batch, queries, heads, width = q.shape
     parts = -(-score_bytes(q, k) // SCORE_BYTES)
     each = -(-queries // parts)
     filled = jnp.pad(q, ((0, 0), (0, parts * each - queries), (0, 0), (0, 0)))
 
-    # The gradient computes a part's weights again; kept, they would be the whole score matrix after all.
+    # The gradient computes a part's weights again: storing them would take as much memory as the whole score matrix.
     @jax.checkpoint
-    def one(q: Array) -> Array:
+    def attend_part(q: Array) -> Array:
         return attend(q, k, v, lengths)
 
-    out = jax.lax.map(one, filled.reshape(batch, parts, each, heads, width).swapaxes(0, 1))
+    out = jax.lax.map(attend_part, filled.reshape(batch, parts, each, heads, width).swapaxes(0, 1))
     return out.swapaxes(0, 1).reshape(batch, parts * each, heads, -1)[:, :queries]

@@ -1,4 +1,4 @@
-"""Matrix products, in the form that suits the target."""
+"""Matrix products, in the form that suits the target platform."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from canvax.types import Array
 
 
 def matmul(x: Array, weight: Array, scale: Array | None = None) -> Array:
-    """``x @ weight`` in the dtype of ``x``; a ``scale`` multiplies float32 sums, before they are rounded.
+    """Returns ``x @ weight`` in the dtype of ``x``; a ``scale`` multiplies the float32 sums before they are rounded.
 
-    On the CPU sums of bfloat16 are asked for in float32, which is what they are anyway: XLA of jax 0.10 then multiplies
-    at twice the rate of float32 where the processor can (AVX512-BF16), and otherwise at less than it.
+    On the CPU a bfloat16 product requests float32 sums, which XLA uses anyway. With this, XLA of jax 0.10 multiplies at
+    twice the rate of float32 if the processor can (AVX512-BF16), and below the rate of float32 otherwise.
     """
     if scale is not None:
         return (jnp.matmul(x, weight, preferred_element_type=jnp.float32) * scale).astype(x.dtype)

@@ -1,5 +1,5 @@
-"""What a trace is compiled for: the platform, so that kernels are chosen by the target and not by the host, and the
-mesh, so that a kernel which XLA cannot split by itself can be told how."""
+"""The target of a trace: the platform, so that kernels are chosen for the target and not for the host, and the mesh,
+which a kernel needs if XLA cannot partition it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import jax
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
-from canvax.checked import checked
 from canvax.errors import warn
 from canvax.originals import replaced
 
@@ -28,32 +27,30 @@ class _Target:
 
 
 _target = jax.make_user_context(None)
-"""The current ``_Target``. JAX counts it among what a trace depends on: none is taken for another target."""
+"""The current ``_Target``. It is part of JAX's trace context, so no trace is reused for another target."""
 
 
 @contextmanager
 def compiling_for(platform: str, mesh: Mesh | None = None, kind: str = "", capability: str = "") -> Iterator[None]:
-    """Choose kernels for ``platform`` ("cpu", "gpu", "tpu") while tracing, whatever machine does the tracing.
+    """Chooses kernels for ``platform`` while tracing, whatever machine does the tracing.
 
-    For "none" everything is computed as models are written down, to count their work.
-    ``mesh`` is given where XLA splits the program over several devices; ``kind`` is JAX's ``device_kind``, and
-    ``capability`` its ``compute_capability`` of a GPU.
+    Args:
+        platform: "cpu", "gpu" or "tpu"; "none" uses no platform's kernels, which is how a model's work is counted.
+        mesh: the devices that XLA splits the program over, if several.
+        kind: JAX's ``device_kind``.
+        capability: JAX's ``compute_capability`` of a GPU.
     """
     with _target(_Target(platform, mesh, kind, capability, replaced())):
         yield
 
 
-@checked
 def plain_kernels() -> AbstractContextManager[None]:
-    """Compute as the models are written down, without kernels of any platform's own.
-
-    Slower, but forward-mode derivatives (``jax.jvp``) pass.
-    """
+    """Uses no platform-specific kernels: slower, but forward-mode derivatives (``jax.jvp``) work."""
     return compiling_for("none")
 
 
 def jitted(function: Callable[..., Any], *, static_argnames: str | Sequence[str]) -> Callable[..., Any]:
-    """``jax.jit``, whose traces are of canvax's code as it is at each call; static arguments are given by keyword."""
+    """``jax.jit`` that traces again if code of canvax was replaced; static arguments must be passed by keyword."""
 
     def inside(code: Any, *arrays: Any, **keywords: Any) -> Any:
         del code
@@ -64,14 +61,17 @@ def jitted(function: Callable[..., Any], *, static_argnames: str | Sequence[str]
 
 
 def traced(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The jaxpr of ``function`` for the current target."""
+    """Returns the jaxpr of ``function`` for the current target."""
     return jax.make_jaxpr(function)(*arguments).jaxpr
 
 
 def compiling_on(mesh: Mesh, *, split: bool = True, fused: bool = True) -> AbstractContextManager[None]:
-    """``compiling_for`` the devices of ``mesh``; without ``split`` the trace is of one device's part.
+    """``compiling_for`` the devices of ``mesh``.
 
-    Without ``fused`` nothing is said of what a GPU can do, and no kernel is chosen that not all of them have.
+    Args:
+        mesh: the devices.
+        split: XLA splits the program over the mesh; otherwise the trace is of one device's part.
+        fused: use the GPU's compute capability; otherwise only kernels that every GPU has are chosen.
     """
     device = mesh.devices.flat[0]
     capability = _capability(device) if fused else ""
@@ -83,25 +83,26 @@ def _capability(device: Any) -> str:
 
 
 OPTIONS: Mapping[str, Mapping[str, str | bool]] = {
-    # XLA makes one matmul of those of queries, keys and values. Of its result each is then copied out in every step,
-    # and the weights side by side are a second copy of theirs: 4 GB to move and 0.4 GiB for SDXL at 1024 x 1024.
+    # XLA merges the matmuls of queries, keys and values. Each is then copied out of the result in every step, and the
+    # concatenated weights are a second copy: for SDXL at 1024 x 1024 that is 4 GB to move and 0.4 GiB of memory.
     "gpu": {"xla_gpu_dot_merger_threshold_mb": "0"},
 }
-"""Settings of XLA that a program is compiled with, by platform."""
+"""XLA's compiler options for each platform."""
 
 
 def compiled_on(mesh: Mesh, function: Callable[..., Any], *arguments: Any, **how: Any) -> Compiled:
-    """The program of ``compile_or_fall_back``."""
+    """Returns the program that ``compile_or_fall_back`` compiles."""
     return compile_or_fall_back(mesh, function, *arguments, **how)[0]
 
 
 def compile_or_fall_back(
     mesh: Mesh, function: Callable[..., Any], *arguments: Any, split: bool = True, **how: Any
 ) -> tuple[Compiled, bool]:
-    """``function`` compiled for the devices of ``mesh``, and whether it is the program that was wanted.
+    """Compiles ``function`` for the devices of ``mesh``; also returns whether no fallback was needed.
 
-    A GPU whose cuDNN is missing, or has no attention for it, gets a program without: slower, but it works. It may not
-    be stored for other processes, whose cuDNN may have been mended. ``how`` are arguments of ``jax.jit``.
+    If a GPU's cuDNN is missing or has no attention for the GPU, the program is compiled without cuDNN: slower, but it
+    works. The caller must not store that program for later processes, whose cuDNN may be repaired. ``how`` are
+    arguments of ``jax.jit``.
     """
 
     def compiled(*, fused: bool) -> Compiled:
@@ -111,7 +112,7 @@ def compile_or_fall_back(
 
     try:
         return compiled(fused=True), True
-    except RuntimeError as error:  # JAX's and XLA's own are kinds of it
+    except RuntimeError as error:  # the base class of JAX's and XLA's errors
         if not re.search("cud(a_d)?nn", str(error), re.IGNORECASE):
             raise
         reason = str(error).splitlines()[0][:200]
@@ -120,45 +121,48 @@ def compile_or_fall_back(
 
 
 def target_platform() -> str:
-    """Platform that the current trace is compiled for; JAX's default backend outside ``compiling_for``."""
+    """Returns the platform of the current trace's target; outside ``compiling_for`` JAX's default backend."""
     target = _target.value
     return target.platform if target else jax.default_backend()
 
 
 def target_kind() -> str:
-    """``device_kind`` of what is compiled for, such as "TPU v3"; "" where ``compiling_for`` was not told."""
+    """Returns the target's ``device_kind``, e.g. "TPU v3"; "" if ``compiling_for`` got none."""
     target = _target.value
     return target.kind if target else jax.devices()[0].device_kind
 
 
 def target_capability() -> float:
-    """Compute capability of the NVIDIA GPU that is compiled for, such as 9.0; 0.0 for anything else."""
+    """Returns the compute capability of the target, e.g. 9.0; 0.0 unless it is an NVIDIA GPU."""
     target = _target.value
     return _number(target.capability if target else _capability(jax.devices()[0]))
 
 
 def half_of(device: Any) -> str:
-    """The dtype of 16 bits that a TPU or GPU multiplies fast."""
-    return fast_half(_number(_capability(device)))
+    """Returns the 16-bit dtype that a TPU or GPU multiplies fast."""
+    return fast_16bit_dtype(_number(_capability(device)))
 
 
-def fast_half(capability: float) -> str:
-    """Likewise of a compute capability, 0.0 for what is no NVIDIA GPU: before Ampere (8.0) they have no bfloat16."""
+def fast_16bit_dtype(capability: float) -> str:
+    """Returns the fast 16-bit dtype for a compute capability, 0.0 if it is not an NVIDIA GPU.
+
+    NVIDIA GPUs before Ampere (8.0) have no bfloat16.
+    """
     return "float16" if 0 < capability < 8 else "bfloat16"
 
 
 def _number(capability: str) -> float:
-    return float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0  # AMD's are names: "gfx942"
+    return float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0  # AMD has names: "gfx942"
 
 
 def target_mesh() -> Mesh | None:
-    """Devices that XLA splits the current trace over, or None: one device, or the trace is of one device's part."""
+    """Returns the devices that XLA splits the current trace over; None if the trace is for one device."""
     target = _target.value
     return target.mesh if target and target.mesh is not None and target.mesh.size > 1 else None
 
 
 def on_each_device(kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """``kernel``, which XLA cannot split by itself, run by each device of ``target_mesh`` on its own part."""
+    """Runs ``kernel``, which XLA cannot partition, on each device of ``target_mesh`` with that device's part."""
     mesh = target_mesh()
     if mesh is None:
         return kernel
@@ -166,12 +170,12 @@ def on_each_device(kernel: Callable[..., Any], in_specs: Any, out_specs: Any) ->
 
 
 def weight_shards() -> int:
-    """How many devices share the weights of one copy of the model: the size of ``model``."""
+    """Returns how many devices share the weights of a copy of the model: the size of the axis ``model``."""
     return _size_of("model")
 
 
 def batch_shards() -> int | None:
-    """How many devices share the batch of the current trace: the size of ``data``; None where nobody has said."""
+    """Returns how many devices share the batch, the size of the axis ``data``; None outside ``compiling_for``."""
     return _size_of("data") if _target.value else None
 
 

@@ -1,7 +1,7 @@
-"""Forms for TPUs from v4 on: JAX's flash attention, and convolutions as sums of matmuls, one for each tap.
+"""Kernels for TPU v4 and newer: JAX's flash attention, and convolutions as sums of matmuls, one per tap.
 
-Chosen by the estimate of the TPU's own compiler (docs/tpu.md); no TPU has timed them. The generations before, which are
-no longer for hire, get the plain forms.
+They were chosen by the estimates of the TPU compiler (docs/tpu.md) and have not been timed on a TPU. Older generations,
+which can no longer be rented, use the plain forms.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from canvax.kernels.target import target_kind, weight_shards
 from canvax.types import Array
 
 RETIRED = ("TPU v2", "TPU v3")
-"""Their compiler refuses flash attention of bfloat16, and they have no memory on the chip that would hold sums."""
+"""The compiler refuses bfloat16 flash attention for these, and their on-chip memory is too small for the sums."""
 
 LANES = 128
-"""Numbers side by side in a TPU's registers; lengths of blocks are multiples of it."""
+"""Width of a TPU's registers in numbers; block lengths are multiples of it."""
 
 MIN_KEYS = 512
-"""Keys from which flash attention is worth what it costs to call (v5e); the 77 of a prompt are not."""
+"""Keys from which flash attention outweighs the cost of its call (v5e); the 77 keys of a prompt do not."""
 
 QUERIES_AT_ONCE, KEYS_AT_ONCE = 256, 4096
-"""Queries and keys of a block of flash attention (v5e); a quarter as many keys of heads wider than ``LANES``."""
+"""Queries and keys per block of flash attention (v5e); a quarter as many keys for heads wider than ``LANES``."""
 
 MIN_CHANNELS = 64
 """Channels from which a convolution is worth writing as matmuls (v5e)."""
 
 ACCUMULATOR_BYTES = 48 * 2**20
-"""Float32 sums of a convolution that are kept at a time. They are read and written nine times, which is free as long as
-they stay in vector memory (128 MiB on v5e)."""
+"""Bytes of a convolution's float32 sums at a time. They are read and written nine times, which is free as long as they
+stay in vector memory (128 MiB on v5e)."""
 
 _BACKWARD_BLOCKS = (
     "block_q_major_dkv", "block_k_major_dkv", "block_q_dkv", "block_k_dkv", "block_k_major_dq", "block_k_dq",
@@ -45,20 +45,20 @@ _BACKWARD_BLOCKS = (
 )  # fmt: skip
 
 
-def flash_takes(q: Array, k: Array) -> bool:
-    """Whether flash attention compiles for these numbers, and pays."""
+def supports_flash(q: Array, k: Array) -> bool:
+    """Whether flash attention compiles for this dtype and head size, and pays off."""
     width = q.shape[-1]
     compiles = q.dtype in (jnp.float32, jnp.bfloat16) and (width < LANES or width % LANES == 0)
     return compiles and k.shape[1] >= MIN_KEYS and target_kind() not in RETIRED
 
 
 def attend_by_flash(q: Array, k: Array, v: Array, lengths: Array | None = None) -> Array:
-    """Online softmax (Dao et al. 2022) by JAX's own kernel; no score leaves the chip's VMEM.
+    """Attention with online softmax (Dao et al. 2022) by JAX's kernel; no score leaves the chip's VMEM.
 
-    Up to 4,096 keys, as many as Stable Diffusion has at 512 x 512 and SDXL at 1024 x 1024, are one block, whose softmax
-    needs no second look. Other lengths are filled up, and the filling is masked, as is what lies behind ``lengths``.
+    Up to 4,096 keys, as in Stable Diffusion at 512 x 512 and SDXL at 1024 x 1024, form a single block, whose softmax
+    needs one pass. Other lengths are padded. The padding is masked, as are keys beyond ``lengths``.
     """
-    # Imported here: it takes as long as the rest of canvax, and only a TPU's programs need it.
+    # Imported here because it takes as long as the rest of canvax, and only TPU programs need it.
     from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, SegmentIds, flash_attention
 
     batch, queries, _, width = q.shape
@@ -73,7 +73,7 @@ def attend_by_flash(q: Array, k: Array, v: Array, lengths: Array | None = None) 
 
     ids = None
     if padded_k > keys or lengths is not None:
-        # Equal numbers see each other: queries are 0, as real keys are.
+        # Tokens with equal ids attend to each other: queries and real keys have id 0, padded keys 1.
         filled = jnp.arange(padded_k) >= (jnp.full(batch, keys) if lengths is None else lengths)[:, None]
         ids = SegmentIds(jnp.zeros((batch, padded_q), jnp.int32), filled.astype(jnp.int32))
     backward = dict.fromkeys(_BACKWARD_BLOCKS, LANES)
@@ -86,12 +86,12 @@ def attend_by_flash(q: Array, k: Array, v: Array, lengths: Array | None = None) 
 
 
 def _ceil(length: int, multiple: int) -> int:
-    """The smallest multiple that is not below ``length``."""
+    """Rounds ``length`` up to a multiple."""
     return -(-length // multiple) * multiple
 
 
-def taps_take(weight: Array, stride: int, padding: tuple[int, int]) -> bool:
-    """Whether ``convolve_by_taps`` is of this convolution, and pays."""
+def supports_taps(weight: Array, stride: int, padding: tuple[int, int]) -> bool:
+    """Whether ``convolve_by_taps`` supports this convolution and pays off."""
     same = (weight.shape[:2], stride, padding) == ((3, 3), 1, (1, 1))
     return same and min(weight.shape[2:]) >= MIN_CHANNELS and _by_taps_here()
 
@@ -110,11 +110,12 @@ def _by_xla_3x3(weight: Array, x: Array) -> Array:
 
 @with_reference_vjp(_by_xla_3x3)
 def convolve_by_taps(weight: Array, x: Array) -> Array:
-    """3x3 convolution with padding 1 as a sum of nine matmuls, one for each tap, of the image moved by it.
+    """Computes a 3x3 convolution with padding 1 as a sum of nine matmuls, one per tap, each with a shifted image.
 
-    For XLA's own convolution of few images the TPU's compiler cuts each into strips, and moves about more than it
-    multiplies. Here, by the compiler's estimate for v5e, it multiplies at 83 % of the peak where channels are multiples
-    of 128, padding and moving included; and one matmul is compiled in place of a search for a good form of the whole.
+    With XLA's convolution of few images the TPU compiler cuts each image into strips and spends more time on copies
+    than on products. Here, by the compiler's estimate for v5e, it multiplies at 83 % of the peak if channels are
+    multiples of 128, including padding and shifts. It also compiles faster: one matmul, without a search for a good
+    form of the whole convolution.
     """
 
     def part(x: Array, first: Array | int, rows: int) -> Array:
@@ -124,14 +125,14 @@ def convolve_by_taps(weight: Array, x: Array) -> Array:
 
 
 def convolve_doubled(weight: Array, x: Array) -> Array:
-    """``canvax.kernels.convolution.convolve_doubled`` as a 2x2 convolution for each place in a doubled pixel."""
+    """Computes ``canvax.kernels.convolution.convolve_doubled`` as four 2x2 convolutions (see ``pair_weights``)."""
     kernels = pair_weights(weight, x.dtype)
     return _pairs_by_taps(jnp.array(kernels), x) if _by_taps_here() else convolve_pairs(kernels, x, _by_xla)
 
 
 @with_reference_vjp(lambda kernels, x: convolve_pairs(kernels, x, _by_xla))
 def _pairs_by_taps(kernels: Array, x: Array) -> Array:
-    """The pairs likewise by taps, with ``kernels`` [2, 2, 2, 2, Cin, Cout] for the four places."""
+    """Computes ``convolve_pairs`` by taps, with the four weights as ``kernels`` [2, 2, 2, 2, Cin, Cout]."""
 
     def part(x: Array, first: Array | int, rows: int) -> Array:
         def place(number: Array | int) -> Array:
@@ -145,22 +146,22 @@ def _pairs_by_taps(kernels: Array, x: Array) -> Array:
 
 
 def _taps(kernel: Array, x: Array, corner: tuple[Array | int, Array | int], rows: int) -> Array:
-    """``rows`` rows of the sum over the taps of ``kernel`` [kh, kw, Cin, Cout], each times the image moved by it.
+    """Computes ``rows`` rows of the sum over the taps of ``kernel`` [kh, kw, Cin, Cout], each times the shifted image.
 
-    ``corner`` is where the first tap begins: row and column of the image with a rim of zeros.
+    ``corner`` is the row and column, in the image padded by one zero on each side, where the first tap begins.
     """
     b, _, w, c = x.shape
     width = kernel.shape[1]
     taps = kernel.shape[0] * width
 
     def tap(number: Array | int) -> Array:
-        # The rim and the move are said anew for each tap, so that the compiler makes them part of reading the operand.
+        # Padding and shift are repeated for each tap, so that the compiler fuses them with reading the operand.
         i, j = number // width, number % width
         rimmed = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
         moved = jax.lax.dynamic_slice(rimmed, (0, corner[0] + i, corner[1] + j, 0), (b, rows, w, c))
         return jnp.matmul(moved, kernel[i, j], preferred_element_type=jnp.float32)
 
-    # The last tap is outside of the loop, where what comes after the convolution becomes part of writing the result.
+    # The last tap is outside the loop, so that operations after the convolution are fused with writing the result.
     sums = jnp.zeros((b, rows, w, kernel.shape[-1]), jnp.float32)
     sums = jax.lax.fori_loop(0, taps - 1, lambda number, sums: sums + tap(number), sums)
     return (sums + tap(taps - 1)).astype(x.dtype)

@@ -1,1 +1,1 @@
-"""Devices as a mesh, and where arrays lie on it."""
+"""Device meshes, and the placement of arrays on them."""

@@ -1,4 +1,4 @@
-"""Device memory: what there is, what a program takes, and an error with the cure before it runs out."""
+"""Device memory: how much is free, how much a program needs, and clear errors before it runs out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import jax
 from jax.sharding import Mesh
 
-from canvax.checked import checked
 from canvax.errors import InputError, OutOfMemoryError
 
 _MEMINFO = Path("/proc/meminfo")
@@ -21,22 +20,21 @@ _CONTAINERS = (
     ("memory.max", "memory.current", "memory.stat"),  # control groups, version 2
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),  # version 1
 )
-"""Where Linux says what a container may use, what it does, and what for."""
+"""Linux's files with a container's memory limit, current use and statistics, for each cgroup version."""
 
-_ASKED: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
-"""What programs take. Asking the compiler costs tens of milliseconds, and every image wants to know of three."""
+_PROGRAM_BYTES: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
+"""Cache of ``program_bytes``. Asking the compiler takes tens of milliseconds, and each image needs three programs."""
 
 
-@checked
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that each device needs for a model at some size and batch.
+    """Bytes that each device needs for a model, an image size and a batch size.
 
     Attributes:
-        weights: the parameters that lie on the device, exactly.
-        programs: what each program takes beside them while it runs: "text encoder", "denoiser", "decoder"; the
-            compiler's own figures.
-        limit: what the device has for them; None if it does not tell.
+        weights: the exact size of the parameters on the device.
+        programs: the additional memory of each running program: "text encoder", "denoiser", "decoder"; as reported by
+            the compiler.
+        limit: the memory available on the device; None if the device does not report it.
     """
 
     weights: int
@@ -47,23 +45,23 @@ class Memory:
         sizes = {"weights": self.weights, "limit": self.limit or 0, **self.programs}
         for name, size in sizes.items():
             if size < 0:
-                raise InputError(f"{name}={size} bytes are fewer than none")
+                raise InputError(name, size, "is fewer than 0 bytes")
 
     @property
     def total(self) -> int:
-        """Weights and the largest program: the programs run one after the other."""
+        """Weights and the largest program, since programs do not run at the same time."""
         return self.weights + max(self.programs.values(), default=0)
 
     @property
     def fits(self) -> bool | None:
-        """Whether the device has as much; None if it does not tell."""
+        """Whether ``total`` fits on the device; None if the device does not report its memory."""
         return None if self.limit is None else self.total <= self.limit
 
 
 def free_bytes(mesh: Mesh) -> int | None:
-    """Bytes that are free on the fullest device of this process; None if the devices do not tell.
+    """Returns the free bytes on the fullest device of this process; None if the devices do not report it.
 
-    CPU devices share the host's memory: each is counted an equal part of what is available.
+    CPU devices share the host's memory: each counts as an equal part of what is available.
     """
     devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     if devices[0].platform == "cpu":
@@ -78,16 +76,12 @@ def free_bytes(mesh: Mesh) -> int | None:
 
 
 def check_weights(needed: int, mesh: Mesh, what: str, dtype: str, *, quantized: bool = False) -> None:
-    """Refuse to load weights of ``needed`` bytes a device that cannot fit.
-
-    Raises:
-        OutOfMemoryError: naming the estimate, the limit and the cures.
-    """
+    """Raises OutOfMemoryError if weights of ``needed`` bytes per device do not fit; the error lists cures."""
     free = free_bytes(mesh)
     if free is None:
         return
     shared = mesh.devices.flat[0].platform == "cpu" and mesh.shape.get("model", 1) == 1
-    if shared:  # whole weights are there once, whatever the number of CPU devices
+    if shared:  # unsplit weights exist once, whatever the number of CPU devices
         free *= sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
     if needed > free:
         raise OutOfMemoryError(
@@ -97,24 +91,20 @@ def check_weights(needed: int, mesh: Mesh, what: str, dtype: str, *, quantized: 
 
 
 def program_bytes(program: Any) -> int | None:
-    """What a compiled program takes on a device beside its arguments, as its compiler says; None if it does not."""
-    if program not in _ASKED:
+    """Returns the bytes per device that a compiled program needs besides its arguments; None if not reported."""
+    if program not in _PROGRAM_BYTES:
         try:
             analysis = program.memory_analysis()
-        except (NotImplementedError, jax.errors.JaxRuntimeError):  # a backend that does not tell
+        except (NotImplementedError, jax.errors.JaxRuntimeError):  # the backend does not report it
             analysis = None
-        _ASKED[program] = (
+        _PROGRAM_BYTES[program] = (
             analysis and analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         )
-    return _ASKED[program]
+    return _PROGRAM_BYTES[program]
 
 
 def check_programs(programs: Iterable[tuple[str, Any]], mesh: Mesh, cure: Callable[[], str]) -> None:
-    """Refuse to run programs, each with its name, of which one takes more than is free.
-
-    Raises:
-        OutOfMemoryError: naming the program, what it takes, what there is and the cure.
-    """
+    """Raises OutOfMemoryError if one of the (name, program) pairs needs more memory than is free."""
     free = free_bytes(mesh)
     for name, program in programs:
         needed = program_bytes(program)
@@ -126,15 +116,9 @@ def check_programs(programs: Iterable[tuple[str, Any]], mesh: Mesh, cure: Callab
 
 
 def check_least(needed: int, mesh: Mesh, cure: Callable[[], str]) -> None:
-    """Refuse images of which the features alone are too large, before a compiler spends minutes on them.
+    """Raises OutOfMemoryError if the features of an image are too large, before minutes are spent on compiling.
 
-    Args:
-        needed: bytes on each device, less than a program will take.
-        mesh: the devices in use.
-        cure: says what helps.
-
-    Raises:
-        OutOfMemoryError: naming what is needed, what there is and the cure.
+    ``needed`` is a lower bound of a program's bytes on each device; ``cure`` returns the advice in the error.
     """
     free = free_bytes(mesh)
     if free is not None and needed > free:
@@ -145,11 +129,7 @@ def check_least(needed: int, mesh: Mesh, cure: Callable[[], str]) -> None:
 
 @contextmanager
 def explained(cure: Callable[[], str]) -> Iterator[None]:
-    """Turn a device's running out of memory, while compiling or running, into an error that names the cure.
-
-    Raises:
-        OutOfMemoryError: what is inside ran out of memory.
-    """
+    """Replaces an out-of-memory error of compiling or running by an OutOfMemoryError with advice."""
     try:
         yield
     except OutOfMemoryError:
@@ -165,15 +145,15 @@ def explained(cure: Callable[[], str]) -> Iterator[None]:
 def cures(
     mesh: Mesh, dtype: str, *, quantized: bool = False, batch: int | None = None, height: int = 0, width: int = 0
 ) -> str:
-    """What would help against too little memory, most useful first.
+    """Returns advice against a lack of memory, most useful first.
 
     Args:
         mesh: the devices in use.
         dtype: the dtype of the weights.
-        quantized: whether the large ones are of 8 bits already.
-        batch: images generated at once; None while loading, when there are none yet.
-        height: of an image, in pixels.
-        width: likewise.
+        quantized: whether the large weights already have 8 bits.
+        batch: images generated at once; None while loading.
+        height: height of an image in pixels.
+        width: width of an image in pixels.
     """
     ways = []
     data, model = mesh.shape["data"], mesh.shape.get("model", 1)
@@ -193,29 +173,26 @@ def cures(
 
 
 def gigabytes(size: int) -> str:
-    """A size for people, in powers of ten."""
+    """Formats a number of bytes, in powers of ten."""
     return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
 def available_bytes() -> int | None:
-    """Memory that programs can have without swapping, of the host or of the container that this process is in.
-
-    None where the system does not tell.
-    """
+    """Returns the bytes available without swapping on the host or in this process's container; None if unknown."""
     try:
         lines = _MEMINFO.read_text(encoding="ascii").splitlines()
     except OSError:
         return None
     host = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-    return min((one for one in (host, *map(_left_in, _CONTAINERS)) if one is not None), default=None)
+    return min((limit for limit in (host, *map(_left_in, _CONTAINERS)) if limit is not None), default=None)
 
 
 def _left_in(files: tuple[str, str, str]) -> int | None:
-    """What a container's limit leaves, pages of files that can be dropped included; None without a limit."""
+    """Returns the bytes left below a container's limit, where reclaimable file pages are free; None without a limit."""
     try:
         limit, used, stat = ((_CONTROL / name).read_text(encoding="ascii").strip() for name in files)
         pages = dict(line.split() for line in stat.splitlines())
         cached = sum(int(pages.get(name, 0)) for name in ("active_file", "inactive_file"))
         return max(0, int(limit) - int(used) + cached)
-    except (OSError, ValueError):  # there is none, or it is "max"
+    except (OSError, ValueError):  # the file does not exist, or the limit is "max"
         return None

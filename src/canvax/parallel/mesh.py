@@ -1,4 +1,4 @@
-"""The device mesh and how batches lie on it.
+"""The device mesh and the sharding of batches over it.
 
 Two axes: ``data`` splits the batch, ``model`` splits large weights. The default mesh puts every device on ``data``.
 """
@@ -15,24 +15,22 @@ import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from canvax.checked import checked
-from canvax.errors import InputError, check_count
+from canvax.errors import NO_VALUE, InputError, check_count
 
 AXES = ("data", "model")
 
 _users: list[int] = []
-"""The process that uses the devices, once it does."""
+"""The process that uses the devices; empty before the first use."""
 
 
-@checked
 def make_mesh(devices: Sequence[Any] | None = None, *, data: int | None = None, model: int = 1) -> Mesh:
-    """Mesh over JAX devices, for ``canvax.load(..., mesh=)``.
+    """Makes a mesh over JAX devices, for ``canvax.load(..., mesh=)``.
 
     Args:
-        devices: by default all devices of the default backend, those of other processes too.
-        data: how many ways the batch is split; by default as many as the devices allow.
-        model: how many ways attention heads, feed-forward and residual blocks are split, for models that do not fit
-            into one device or for less time per image. These devices talk to each other in every layer.
+        devices: by default all devices of the default backend, including those of other processes.
+        data: number of parts that the batch is split into; by default as many as the devices allow.
+        model: number of parts that attention heads, feed-forward and residual blocks are split into, for models that
+            do not fit on a device, or for less time per image. These devices communicate in every layer.
 
     Raises:
         InputError: ``data * model`` is not the number of devices.
@@ -40,24 +38,24 @@ def make_mesh(devices: Sequence[Any] | None = None, *, data: int | None = None, 
     try:
         chosen = all_devices() if devices is None else list(devices)
     except TypeError:
-        raise InputError(f"devices={devices!r} is not a list of JAX devices, such as jax.devices()[:2]") from None
+        raise InputError("devices", devices, "is not a list of JAX devices, such as jax.devices()[:2]") from None
     if not all(hasattr(device, "platform") for device in chosen):
-        raise InputError(f"devices={chosen!r:.80} are not JAX devices, such as jax.devices()[:2]")
+        raise InputError("devices", chosen, "are not JAX devices, such as jax.devices()[:2]")
     if not chosen:
-        raise InputError("devices is empty; give at least one, or None for all of them")
+        raise InputError("devices", NO_VALUE, "is empty", "give at least one, or None for all of them")
     if len(set(chosen)) < len(chosen):
-        raise InputError(f"devices={chosen!r:.80} name one twice; give each once")
+        raise InputError("devices", chosen, "name one twice", "give each once")
     data = check_sizes(len(chosen), data, model)
-    if model > 1 and chosen[0].platform == "tpu":  # neighbours on the board talk fastest
+    if model > 1 and chosen[0].platform == "tpu":  # neighbours on the board communicate fastest
         return Mesh(create_device_mesh((data, model), chosen), AXES)
     return Mesh(np.asarray(chosen, dtype=object).reshape(data, model), AXES)
 
 
 def refuse_fork() -> None:
-    """Called by whatever is about to use devices.
+    """Checks that this process may use devices; every function that does calls it.
 
     Raises:
-        InputError: another process used them and forked into this one, where JAX's threads are missing: it would hang.
+        InputError: the process was forked from one that uses devices. JAX's threads are missing here: it would hang.
     """
     if not _users:
         _users.append(os.getpid())
@@ -69,15 +67,15 @@ def refuse_fork() -> None:
 
 
 def all_devices() -> list[Any]:
-    """``jax.devices()``.
+    """Returns ``jax.devices()``.
 
     Raises:
-        InputError: JAX has none of the platform that was asked for, or this is a fork.
+        InputError: JAX has no device of the requested platform, or this process is a fork.
     """
     refuse_fork()
     try:
         return jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter bare, where the named platform is not installed
+    except (RuntimeError, AssertionError) as error:  # AssertionError if the platform is not installed
         asked = jax.config.values.get("jax_platforms")
         if not asked:
             raise
@@ -89,7 +87,7 @@ def all_devices() -> list[Any]:
 
 
 def check_sizes(devices: int, data: int | None, model: int) -> int:
-    """The size of ``data`` of a mesh over so many devices.
+    """Returns the size of the axis ``data`` for a number of devices.
 
     Raises:
         InputError: ``data * model`` is not the number of devices.
@@ -100,39 +98,39 @@ def check_sizes(devices: int, data: int | None, model: int) -> int:
     if data is None:
         if devices % model:
             divisors = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
-            raise InputError(f"mesh 'model={model}': {model} does not divide {devices} devices; use one of {divisors}")
+            raise InputError("mesh", f"model={model}", f"does not divide {devices} devices", f"use one of {divisors}")
         return devices // model
     if data * model != devices:
         some = ", or name the devices, as in make_mesh(jax.devices()[:2])" if devices > 1 else ""
         there = f"there {'is' if devices == 1 else 'are'} {devices}; leave it out to use them all{some}"
-        raise InputError(f"mesh 'data={data},model={model}' is one of {data * model} devices, and {there}")
+        raise InputError("mesh", f"data={data},model={model}", f"is one of {data * model} devices, and {there}")
     return data
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Sizes of the axes from a text such as ``data=4,model=2``.
+    """Parses the sizes of the axes from a text, e.g. ``data=4,model=2``.
 
     Raises:
-        InputError: it is not one.
+        InputError: the text has another form.
     """
     text = text.replace(" ", "")
     if not re.fullmatch(r"(data|model)=\d{1,9}(,(data|model)=\d{1,9})?", text, re.ASCII):
-        raise InputError(f"mesh {text!r} is not understood; write data=4,model=2, or one of the two")
+        raise InputError("mesh", text, "is not understood", "write data=4,model=2, or one of the two")
     pairs = [part.split("=") for part in text.split(",")]
     sizes = {name: int(size) for name, size in pairs}
     if len(sizes) < len(pairs):
-        raise InputError(f"mesh {text!r} names an axis twice; write data=4,model=2")
+        raise InputError("mesh", text, "names an axis twice", "write data=4,model=2")
     if 0 in sizes.values():
-        raise InputError(f"mesh {text!r}: the sizes of axes are numbers of at least 1")
+        raise InputError("mesh", text, "has an axis whose size is not a number of at least 1")
     check_sizes(sizes.get("data", 1) * sizes.get("model", 1), sizes.get("data"), sizes.get("model", 1))
     return sizes
 
 
 def mesh_of(text: str | None) -> Mesh:
-    """The mesh that a text such as ``data=4,model=2`` asks for, over the first devices if there are more.
+    """Makes the mesh that a text describes, e.g. ``data=4,model=2``, over the first devices if there are more.
 
     Raises:
-        InputError: it is not understood, or there are too few devices.
+        InputError: the text has another form, or there are too few devices.
     """
     sizes = parse_mesh(text) if text else {}
     devices = all_devices()
@@ -142,21 +140,24 @@ def mesh_of(text: str | None) -> Mesh:
 
 
 def check_mesh(mesh: Mesh) -> Mesh:
-    """The mesh, if its axes are those canvax knows; with both of them, and sharding left to the compiler.
+    """Returns ``mesh`` with both axes, ``data`` and ``model``, and sharding left to the compiler.
 
     Raises:
-        InputError: no ``data`` axis, an axis other than ``data`` and ``model``, some processes left out, or a fork.
+        InputError: the mesh has no ``data`` axis, has an axis other than ``data`` and ``model``, or leaves some
+            processes out; or this process is a fork.
     """
     if not isinstance(mesh, Mesh):
-        raise InputError(f"mesh={mesh!r} is not a mesh; make one with canvax.make_mesh(data=4, model=2)")
+        raise InputError("mesh", mesh, "is not a mesh", "make one with canvax.make_mesh(data=4, model=2)")
     if "data" not in mesh.axis_names or not set(mesh.axis_names) <= set(AXES):
-        raise InputError(f"mesh has axes {mesh.axis_names}; name them 'data' and, if wanted, 'model'")
+        raise InputError("mesh", NO_VALUE, f"has axes {mesh.axis_names}", "name them 'data' and, if wanted, 'model'")
     refuse_fork()
     owners = processes(mesh)
     if jax.process_index() not in owners or (len(owners) > 1 and len(owners) < jax.process_count()):
         raise InputError(
-            f"mesh has devices of the processes {owners} of {jax.process_count()}; give it devices of all of them, or "
-            "of this one alone, as in make_mesh(jax.local_devices())"
+            "mesh",
+            NO_VALUE,
+            f"has devices of the processes {owners} of {jax.process_count()}",
+            "give it devices of all of them, or of this one alone, as in make_mesh(jax.local_devices())",
         )
     if mesh.axis_names == AXES and all(kind == AxisType.Auto for kind in mesh.axis_types):
         return mesh
@@ -164,21 +165,21 @@ def check_mesh(mesh: Mesh) -> Mesh:
 
 
 def processes(mesh: Mesh) -> list[int]:
-    """Indices of the processes that a mesh has devices of."""
+    """Returns the indices of the processes whose devices are in a mesh."""
     return sorted({device.process_index for device in mesh.devices.flat})
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The same array on every device."""
+    """Returns the sharding of an array that every device has whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def over_batch(mesh: Mesh) -> NamedSharding:
-    """The first axis split over ``data``."""
+    """Returns the sharding that splits the first axis over ``data``."""
     return NamedSharding(mesh, PartitionSpec("data"))
 
 
 def padded_batch(batch: int, mesh: Mesh) -> int:
-    """The smallest batch of at least ``batch`` that the ``data`` axis divides."""
+    """Rounds a batch size up to a multiple of the axis ``data``."""
     size = mesh.shape["data"]
     return -(-batch // size) * size

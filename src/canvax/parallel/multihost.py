@@ -1,7 +1,8 @@
-"""Several processes as one program: joining them, and seeing to it that all mean the same.
+"""Several processes that run the same program: joins them, and checks that they agree.
 
-Every process runs the same script. What needs all of them is little: a random seed, which the first process chooses for
-all, and a check that every process was given the same arguments, without which they would wait for each other forever.
+Every process runs the same script. Only two things need communication: a random seed, which the first process chooses
+for all, and a check that every process got the same arguments. If they differed, the processes would wait for each
+other forever.
 """
 
 from __future__ import annotations
@@ -21,30 +22,32 @@ from canvax.parallel.mesh import processes
 
 
 def initialize(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> None:
-    """Join the other processes; before anything else that uses JAX. ``jax.distributed.initialize`` with clear errors.
+    """Joins the other processes: ``jax.distributed.initialize`` with clear errors. Call it before any other use of JAX.
 
-    On Cloud TPU, Slurm and Open MPI JAX finds all three by itself. Elsewhere give all three.
+    On Cloud TPU, Slurm and Open MPI JAX detects all three arguments. Elsewhere pass all three.
 
     Args:
-        coordinator: "host:port" of process 0, which all others can reach.
-        num_processes: how many there are.
-        process_id: which of them this is, from 0.
+        coordinator: "host:port" of process 0, reachable from all other processes.
+        num_processes: number of processes.
+        process_id: index of this process, from 0.
 
     Raises:
-        InputError: only some of the three are given, or they make no sense.
-        CanvaxError: the others could not be reached, or nothing in the environment says where they are.
+        InputError: only some of the arguments are given, or a value is invalid.
+        CanvaxError: the other processes could not be reached, or the environment does not tell their addresses.
     """
     cluster = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in cluster.items() if value is None]
     if missing and len(missing) < 3:
         raise InputError(f"{', '.join(missing)} not given; a cluster made by hand needs {', '.join(cluster)}")
     if num_processes is not None and num_processes < 1:
-        raise InputError(f"num_processes={num_processes} is not a number of processes of at least 1")
+        raise InputError("num_processes", num_processes, "is not a number of processes of at least 1")
     if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
-        raise InputError(f"process_id={process_id} is not in 0..{num_processes - 1}, for num_processes={num_processes}")
+        raise InputError(
+            "process_id", process_id, f"is not in 0..{num_processes - 1}, for num_processes={num_processes}"
+        )
     port = "" if coordinator is None else coordinator.rpartition(":")[2]
     if coordinator is not None and not (port.isascii() and port.isdigit() and 0 < int(port[:9]) < 1 << 16):
-        raise InputError(f"coordinator={coordinator!r} is not host:port, such as 10.0.0.1:8476")
+        raise InputError("coordinator", coordinator, "is not host:port, such as 10.0.0.1:8476")
     try:
         jax.distributed.initialize(coordinator, num_processes, process_id)
     except (RuntimeError, ValueError) as error:
@@ -61,17 +64,17 @@ def is_spread(mesh: Mesh) -> bool:
 
 
 def leads(mesh: Mesh) -> bool:
-    """Whether this process speaks for the mesh: progress is shown by one process alone."""
+    """Whether this is the main process of the mesh, the only one that shows progress."""
     return processes(mesh)[0] == jax.process_index()
 
 
 def agree(seeds: Sequence[int], *call: Any) -> list[int]:
-    """The seeds of process 0, once it is certain that all processes were given the same.
+    """Returns the seeds of process 0, after checking that all processes got the same arguments.
 
-    Every process calls it. ``call`` are the arguments that must be the same in all, with a ``repr`` that shows it.
+    Every process must call it. ``call`` are the arguments to compare, by their ``repr``.
 
     Raises:
-        InputError: in every process, if they are not the same.
+        InputError: the arguments differ; raised in every process.
     """
     digest = np.frombuffer(hashlib.sha256(repr((len(seeds), *call)).encode()).digest(), np.uint32)
     if (np.asarray(multihost_utils.process_allgather(digest)) != digest).any():
@@ -86,7 +89,7 @@ def agree(seeds: Sequence[int], *call: Any) -> list[int]:
 
 @contextmanager
 def together(name: str) -> Iterator[None]:
-    """Leave when every process is done inside; where one failed there, all of them fail.
+    """Waits at the end of the block for all processes; if one of them failed in the block, all fail.
 
     Raises:
         CanvaxError: another process failed.
@@ -102,5 +105,5 @@ def together(name: str) -> Iterator[None]:
 
 
 def any_of(value: Any) -> Any:
-    """Whether it is true in any process, for each entry of an array; every process calls it with one of that shape."""
+    """Returns, for each entry of an array, whether it is true in any process; every process must call it."""
     return np.asarray(multihost_utils.process_allgather(np.asarray(value))).any(axis=0)

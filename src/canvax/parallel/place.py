@@ -1,6 +1,6 @@
-"""Arrays between the host and the devices of a mesh, some of which may belong to other processes.
+"""Transfers arrays between the host and the devices of a mesh, which may belong to several processes.
 
-Every process calls these with the same arguments; each sends and fetches only what its own devices have.
+Every process must call these functions with the same arguments; it transfers only the parts of its local devices.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from canvax.types import Array, HostArray
 
 
 def put(array: Any, sharding: Sharding) -> Array:
-    """An array that every process has whole, on the devices: each is sent its own part alone."""
+    """Puts an array, which every process has whole, on the devices; each device receives only its part."""
     if len(sharding.device_set) > 1 and isinstance(array, np.ndarray):
-        array = np.ascontiguousarray(array)  # turned around once here, not for each device
+        array = np.ascontiguousarray(array)  # transposes once, not for each device
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
     host = np.asarray(array)
@@ -26,29 +26,29 @@ def put(array: Any, sharding: Sharding) -> Array:
 
 
 def put_all(arrays: Any, sharding: Sharding) -> Any:
-    """The same of a tree of them. Where it can be one transfer it is: each costs a tenth of a millisecond."""
+    """Puts a tree of arrays on the devices, in a single transfer if possible: each takes a tenth of a millisecond."""
     if sharding.is_fully_addressable and len(sharding.device_set) == 1:
         return jax.device_put(arrays, sharding)
     return jax.tree.map(lambda array: put(array, sharding), arrays)
 
 
 def own_indices(count: int, sharding: Sharding) -> list[int]:
-    """Which of ``count`` rows this process has, of an array that is split so over its first axis."""
+    """Returns which of ``count`` rows are on this process's devices if ``sharding`` splits the first axis."""
     of_devices = sharding.addressable_devices_indices_map((count,)).values()
     parts = {index[0].indices(count)[:2] for index in of_devices if index is not None}
     return [row for start, stop in sorted(parts) for row in range(start, stop)]
 
 
 def own_rows(array: Array, count: int | None = None, *, shared: bool = False) -> tuple[list[int], HostArray]:
-    """The rows of a batch that this process has, and no other one answers for: their indices, and the rows.
+    """Returns the indices and values of a batch's rows that this process is responsible for.
 
     Args:
-        array: [B, ...], split over the first axis alone.
-        count: leave out rows from this one on, which only fill up the batch.
-        shared: those as well that another process answers for.
+        array: [B, ...], split only over the first axis.
+        count: number of rows without padding; the others are left out.
+        shared: include local rows that another process is responsible for.
     """
-    found = {shard.index[0].start or 0: shard for shard in array.addressable_shards if shared or shard.replica_id == 0}
-    shards = [found[start] for start in sorted(found)]
+    parts = {shard.index[0].start or 0: shard for shard in array.addressable_shards if shared or shard.replica_id == 0}
+    shards = [parts[start] for start in sorted(parts)]
     limit = array.shape[0] if count is None else count
     indices: list[int] = []
     rows = [np.zeros((0, *array.shape[1:]), array.dtype)]
@@ -62,7 +62,7 @@ def own_rows(array: Array, count: int | None = None, *, shared: bool = False) ->
 
 
 def map_parts(function: Callable[[HostArray], HostArray], array: Array) -> Array:
-    """``function`` of each device's part [b, ...] of a batch, computed on the host; the batch stays split as it is."""
+    """Applies ``function`` on the host to each device's part [b, ...] of a batch; the sharding does not change."""
     parts = [(shard.device, function(jax.device_get(shard.data))) for shard in array.addressable_shards]
     shape = (array.shape[0], *parts[0][1].shape[1:])
     sharding = array.sharding

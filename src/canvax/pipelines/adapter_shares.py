@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from canvax.errors import InputError
+from canvax.errors import NO_VALUE, InputError
 from canvax.pipelines.adapter_weights import Weights, parse_weight
 from canvax.pipelines.adapters import Adapters
 from canvax.pipelines.beside import Bank, Shares, parted
@@ -39,8 +39,11 @@ def shares_of(
         if asked is None:
             return prompt, None
         raise InputError(
-            f"adapters={asked!r:.80}: nothing is beside the weights; load with pipe.adapters.load(name, file, "
-            "beside=True), or set weights for all images with pipe.adapters.set"
+            "adapters",
+            asked,
+            "needs an adapter beside the weights",
+            "load with pipe.adapters.load(name, file, beside=True), or set weights for all images with "
+            "pipe.adapters.set",
         )
     prompt, tags = _without_tags(prompt, read=adapters.folder is not None)
     usual = _as_set(adapters, bank) if as_set else {}
@@ -58,8 +61,10 @@ def shares_of(
     for name in named:
         if adapters[name].place is None:
             raise InputError(
-                f"adapter {name!r} is merged, which is the same for all images; load it with beside=True for images "
-                "of a call to differ in it"
+                "adapters",
+                NO_VALUE,
+                f"names {name!r}, which is merged and the same for all images",
+                "load it with beside=True for images of a call to differ in it",
             )
     places = {name: place for name, one in adapters.items() if (place := one.place) is not None}
     weights = share_rows(images, places, bank)
@@ -129,8 +134,11 @@ def per_image(name: str, weight: Any, components: Sequence[str]) -> Weights:
     found = parse_weight(weight, None)
     if deeper := found.keys() - {"", *components}:
         raise InputError(
-            f"adapters: the weight of {name!r:.80} is for {min(deeper)!r:.80}; an image's own weight is a number or a "
-            f"table by network ({', '.join(components)}). Blocks have weights with pipe.adapters.set"
+            "adapters",
+            NO_VALUE,
+            f"has a weight of {name!r:.80} for {min(deeper)!r:.80}",
+            f"an image's weight is a number or a table by network ({', '.join(components)}); blocks have weights with "
+            "pipe.adapters.set",
         )
     return found
 
@@ -156,8 +164,10 @@ def one_for_each(adapters: Any, prompts: int, per_prompt: int) -> list[Any]:
         return [adapters] * count
     if not isinstance(adapters, list | tuple) or not all(one is None or isinstance(one, Mapping) for one in adapters):
         raise InputError(
-            f"adapters={adapters!r:.80} is neither a table of weights by name, {{'ink': 0.8}}, nor a list of such"
+            "adapters", adapters, "is neither a table of weights by name, {'ink': 0.8}, nor a list of such"
         )
     if len(adapters) not in (prompts, count):
-        raise InputError(f"adapters has {len(adapters)} entries for {prompts} prompts; give one for each, or a table")
+        raise InputError(
+            "adapters", NO_VALUE, f"has {len(adapters)} entries for {prompts} prompts", "give one for each, or a table"
+        )
     return [one or {} for one in adapters for _ in range(count // len(adapters))]

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from canvax.checked import checked, placed
 from canvax.errors import HintWarning, InputError, check_flag, nearest, shown, warn
 from canvax.families.base import Model
 from canvax.files import named_path
@@ -38,14 +37,14 @@ from canvax.weights.lora import TABLE, Key, read_adapter, token_widths
 class _Word(NamedTuple):
     """A textual inversion in a pipeline: where its vectors are in the tables of the text encoders.
 
-    ``source``, ``token`` and ``found_by`` are the arguments of ``load_embedding``, without the Hub's token.
+    ``source``, ``token`` and ``source_keywords`` are the arguments of ``load_embedding``, without the Hub's token.
     """
 
     source: str
     token: str | tuple[str, ...] | None
     ids: Mapping[str, tuple[int, ...]]
     vectors: Mapping[str, HostArray]
-    found_by: Mapping[str, Any]
+    source_keywords: Mapping[str, Any]
 
 
 class Adapters(Mapping[str, LoadedAdapter]):
@@ -89,7 +88,6 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def __contains__(self, name: object) -> bool:
         return name in self._loaded
 
-    @checked
     def get(self, key: str, default: Any = None) -> Any:
         """The adapter, or ``default`` where there is none of this name."""
         return self._loaded.get(key, default)
@@ -109,7 +107,6 @@ class Adapters(Mapping[str, LoadedAdapter]):
         """The textual inversions, as prompts write them."""
         return tuple(self._words)
 
-    @placed
     def load(
         self,
         name: str,
@@ -150,8 +147,6 @@ class Adapters(Mapping[str, LoadedAdapter]):
         (path, *_), config = origin.find(LORA_FILES)
         specs = {part: spec for part, spec in self._model.networks.specs().items() if part != "vae"}
         adapter = read_adapter(path, specs, config)
-        found_by = {"weight_name": weight_name, "revision": revision}
-        found_by |= {"cache_dir": cache_dir, "local_files_only": local_files_only}
         loaded = LoadedAdapter(
             name,
             str(source),
@@ -159,20 +154,19 @@ class Adapters(Mapping[str, LoadedAdapter]):
             weight,
             sha256_of(path),
             weights=parse_weight(weight, adapter),
-            found_by=found_by,
+            source_keywords=origin.keywords,
         )
         loaded.words = tuple(embedding.name for embedding in adapter.embeddings)
         tell_of_odd(name, loaded.weights)
         with self._pipe.changing:
             check_name(name, self._loaded)  # another thread may have loaded it meanwhile
-            words = self._placed(adapter.embeddings, str(source), None, found_by)
+            words = self._placed(adapter.embeddings, str(source), None, origin.keywords)
             if beside:
                 self._put_beside(loaded)
             changed = set() if beside else set(adapter.parts)
             self._apply({**self._loaded, name: loaded}, {**self._words, **words}, changed)
         return loaded
 
-    @checked
     def beside(self, rank: int | None = 16, places: int = COUNT, layers: str = "all") -> None:
         """Make places for adapters beside the weights, for which programs are compiled once; later ones fill them.
 
@@ -193,7 +187,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         bank = Bank(self._model, self._mesh, check_places(rank, places, layers))
         if len(held) > places:
             raise InputError(
-                f"places={places} are too few for {', '.join(one.name for one in held)}; remove some first"
+                "places", places, f"are too few for {', '.join(one.name for one in held)}", "remove some first"
             )
         packed = [bank.pack(one.name, one.adapter, self._inner(one)) for one in held]
         for place, (one, arrays) in enumerate(zip(held, packed, strict=True)):
@@ -216,8 +210,10 @@ class Adapters(Mapping[str, LoadedAdapter]):
         free = [k for k in range(bank.places.count) if k not in taken]
         if not free:
             raise InputError(
-                f"adapter {loaded.name!r}: all {bank.places.count} places are taken, by {', '.join(taken.values())}; "
-                f"remove one, or call pipe.adapters.beside(rank={bank.places.rank}, places={2 * bank.places.count})"
+                "adapter",
+                loaded.name,
+                f"finds all {bank.places.count} places taken, by {', '.join(taken.values())}",
+                f"remove one, or call pipe.adapters.beside(rank={bank.places.rank}, places={2 * bank.places.count})",
             )
         bank.put(free[0], bank.pack(loaded.name, loaded.adapter, self._inner(loaded, bank)))
         loaded.place, self._bank = free[0], bank
@@ -229,7 +225,6 @@ class Adapters(Mapping[str, LoadedAdapter]):
         by_block, _ = parted(loaded.weights, bank.components)
         return loaded.factor if by_block else None
 
-    @placed
     def load_embedding(
         self,
         source: str | Path,
@@ -266,14 +261,11 @@ class Adapters(Mapping[str, LoadedAdapter]):
         if len(widths) == 1:
             paths = paths[:1]
         embeddings = read_embeddings(paths, widths, asked)
-        found_by = {"weight_name": weight_name, "revision": revision}
-        found_by |= {"cache_dir": cache_dir, "local_files_only": local_files_only}
         with self._pipe.changing:
-            words = self._placed(embeddings, str(source), asked, found_by)
+            words = self._placed(embeddings, str(source), asked, origin.keywords)
             self._apply(self._loaded, {**self._words, **words}, set())
         return tuple(words)
 
-    @placed
     def set(self, weights: Mapping[str, float | Mapping[str, Any]], *others: Any) -> None:
         """Give adapters these weights, and all others none; they stay loaded.
 
@@ -311,7 +303,6 @@ class Adapters(Mapping[str, LoadedAdapter]):
         if parted(before.weights, self._bank.components)[0] != parted(now.weights, self._bank.components)[0]:
             self._bank.put(now.place, self._bank.pack(now.name, now.adapter, self._inner(now)))
 
-    @checked
     def remove(self, *names: str) -> None:
         """Remove adapters and textual inversions; without names, all of them.
 
@@ -344,11 +335,10 @@ class Adapters(Mapping[str, LoadedAdapter]):
     @folder.setter
     def folder(self, folder: str | Path | None) -> None:
         if folder is not None and not (isinstance(folder, str | Path) and named_path("folder", folder).is_dir()):
-            raise InputError(f"adapters.folder={str(folder)[:200]!r} is not a folder")
+            raise InputError("folder", folder, "is not a folder")
         self._folder = None if folder is None else Path(folder).expanduser()
 
     @contextmanager
-    @checked
     def named_in(self, prompt: str | Sequence[str]) -> Iterator[str | list[str]]:
         """With the adapters that a prompt names, which it yields without their names; afterwards as before.
 
@@ -385,16 +375,15 @@ class Adapters(Mapping[str, LoadedAdapter]):
         places = self._bank and self._bank.places
         calls: list[tuple[Any, ...]] = [("beside", (places.rank, places.count, places.layers), {})] if places else []
         for one in self._loaded.values():
-            keywords = {**one.found_by, "beside": one.place is not None}
+            keywords = {**one.source_keywords, "beside": one.place is not None}
             calls.append(("load", (one.name, one.source, one.weight), keywords))
         own = {word for one in self._loaded.values() for word in one.words}
         words = [word for name, word in self._words.items() if name not in own]
-        for call in [("load_embedding", (word.source, word.token), dict(word.found_by)) for word in words]:
+        for call in [("load_embedding", (word.source, word.token), dict(word.source_keywords)) for word in words]:
             if call not in calls:  # a file may have several words
                 calls.append(call)
         return calls
 
-    @checked
     def restore(self, recipe: Sequence[tuple[Any, ...]]) -> None:
         """Make the calls of a ``recipe``."""
         for method, arguments, keywords in recipe:
@@ -422,14 +411,14 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def _check_known(self, name: str) -> None:
         if not isinstance(name, str) or name not in self._loaded:
             there = nearest(shown(name), list(self._loaded)) if self._loaded else "none is loaded: pipe.adapters.load"
-            raise InputError(f"adapter {shown(name)} is not loaded; {there}")
+            raise InputError("adapter", name, "is not loaded", there)
 
     def _placed(
         self,
         embeddings: Sequence[Embedding],
         source: str,
         token: str | tuple[str, ...] | None,
-        found_by: Mapping[str, Any],
+        source_keywords: Mapping[str, Any],
     ) -> dict[str, _Word]:
         """Embeddings with free rows of the tables.
 
@@ -439,19 +428,21 @@ class Adapters(Mapping[str, LoadedAdapter]):
         found: dict[str, _Word] = {}
         for embedding in embeddings:
             if embedding.name.lower() in {word.lower() for word in (*self._words, *found)}:
-                raise InputError(f"token={embedding.name!r} is loaded already; remove it first, or give another token")
+                raise InputError("token", embedding.name, "is loaded already", "remove it first, or give another token")
             ids = {}
             for part, vectors in embedding.vectors.items():
                 used = {i for word in (*self._words.values(), *found.values()) for i in word.ids.get(part, ())}
                 free = [i for i in self._model.tokenizers[part].spare if i not in used]
                 if len(free) < len(vectors):
                     raise InputError(
-                        f"{embedding.name!r} has {len(vectors)} vectors, and {part} has room for {len(free)} more; "
-                        "remove another textual inversion"
+                        "token",
+                        embedding.name,
+                        f"has {len(vectors)} vectors, and {part} has room for {len(free)} more",
+                        "remove another textual inversion",
                     )
                 ids[part] = tuple(free[: len(vectors)])
             self._hint(embedding)
-            found[embedding.name] = _Word(source, token, ids, embedding.vectors, found_by)
+            found[embedding.name] = _Word(source, token, ids, embedding.vectors, source_keywords)
         return found
 
     def _hint(self, embedding: Embedding) -> None:

@@ -114,14 +114,18 @@ class Bank:
         if faults:
             more = f" and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
             raise InputError(
-                f"adapter {name!r} cannot be beside the weights: {'; '.join(faults[:_LISTED])}{more}. Load it merged, "
-                "with pipe.adapters.load without beside"
+                "adapter",
+                name,
+                f"cannot be beside the weights: {'; '.join(faults[:_LISTED])}{more}",
+                "load it merged, with pipe.adapters.load without beside",
             )
         if most > self.places.rank:
             larger = f"make them larger with pipe.adapters.beside(rank={bucket(most)}), or " if most <= LARGEST else ""
             raise InputError(
-                f"adapter {name!r} has a rank of {most}, and places have {self.places.rank}; {larger}load it merged, "
-                "without beside"
+                "adapter",
+                name,
+                f"has a rank of {most}, and places have {self.places.rank}",
+                f"{larger}load it merged, without beside",
             )
         return packed
 
@@ -200,7 +204,7 @@ def check_places(rank: Any, places: Any, layers: Any) -> Places:
     check_count("rank", rank, LARGEST)
     check_count("places", places, MOST_PLACES)
     if layers not in LAYERS:
-        raise InputError(f"layers={layers!r:.80} is not known; {nearest(str(layers), list(LAYERS))}")
+        raise InputError("layers", layers, "is not known", nearest(str(layers), list(LAYERS)))
     return Places(places, rank, layers)
 
 

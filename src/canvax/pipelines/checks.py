@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -12,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from canvax.errors import InputError, check_count, check_number, plain, refuse_tracers, shown
+from canvax.errors import NO_VALUE, InputError, check_count, check_number, plain, refuse_tracers
 from canvax.kernels.target import half_of
 from canvax.noise import image_seeds
 from canvax.types import DType
@@ -43,30 +44,33 @@ def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str
     )
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if isinstance(prompts, list | tuple) and not prompts:
-        raise InputError(f"prompt={prompt!r} is empty; give one prompt or more")
+        raise InputError("prompt", prompt, "is empty", "give one prompt or more")
     if not isinstance(prompts, Sequence) or not all(isinstance(p, str) for p in prompts):
-        embeds = "; write prompt={'text': array}, as pipe.encode gives it" if hasattr(prompt, "shape") else ""
-        told = shown(prompt) if embeds else repr(prompt)
-        raise InputError(f"prompt={told} is neither a string nor a list of strings{embeds}")
+        cure = "write prompt={'text': array}, as pipe.encode gives it" if hasattr(prompt, "shape") else ""
+        raise InputError("prompt", prompt, "is neither a string nor a list of strings", cure)
     negatives = [negative or ""] * len(prompts) if negative is None or isinstance(negative, str) else negative
     if not isinstance(negatives, Sequence) or not all(isinstance(n, str) for n in negatives):
         cure = (
-            f"; a size is given by name: height={negative}, width={negative}"
+            f"a size is given by name: {{height={negative}}}, {{width={negative}}}"
             if type(negative) is int
-            else "; give text, such as 'blurry'"
+            else "give text, such as 'blurry'"
         )
-        raise InputError(f"negative_prompt={shown(negative)} is neither a string nor a list of strings{cure}")
+        raise InputError("negative_prompt", negative, "is neither a string nor a list of strings", cure)
     check_length("prompt", prompts)
     check_length("negative_prompt", negatives)
     if len(prompts) * per_prompt > MOST_IMAGES:
         raise InputError(
-            f"num_images_per_prompt={per_prompt} of {len(prompts)} prompts is more than {MOST_IMAGES} images at once; "
-            "call the pipeline for some at a time"
+            "num_images_per_prompt",
+            per_prompt,
+            f"for {len(prompts)} prompts makes more than {MOST_IMAGES} images at once",
+            "call the pipeline for some at a time",
         )
     if len(negatives) != len(prompts):
         raise InputError(
-            f"negative_prompt has {len(negatives)} entries for {len(prompts)} prompts; give one string for all, "
-            "or as many as there are prompts"
+            "negative_prompt",
+            NO_VALUE,
+            f"has {len(negatives)} entries for {len(prompts)} prompts",
+            "give one string for all, or as many as there are prompts",
         )
     return (
         [p for p in prompts for _ in range(per_prompt)],
@@ -81,17 +85,19 @@ def check_second(name: str, value: Any, otherwise: list[str], per_prompt: int) -
     count = len(otherwise) // per_prompt
     values = [value] * count if isinstance(value, str) else value
     if not isinstance(values, Sequence) or not all(isinstance(v, str) for v in values):
-        raise InputError(f"{name}={shown(value)} is neither a string nor a list of strings")
+        raise InputError(name, value, "is neither a string nor a list of strings")
     check_length(name, values)
     if len(values) != count:
-        raise InputError(f"{name} has {len(values)} entries for {count} prompts; give one string, or one for each")
+        raise InputError(
+            name, NO_VALUE, f"has {len(values)} entries for {count} prompts", "give one string, or one for each"
+        )
     return [v for v in values for _ in range(per_prompt)]
 
 
 def check_length(name: str, texts: Sequence[str]) -> None:
     """Refuse texts that no model reads to their end."""
     if (longest := max(map(len, texts), default=0)) > LONGEST_PROMPT:
-        raise InputError(f"{name} has {longest} letters, more than {LONGEST_PROMPT}; shorten it")
+        raise InputError(name, NO_VALUE, f"has {longest} letters, more than {LONGEST_PROMPT}", "shorten it")
 
 
 def check_size(name: str, value: Any, default: int, factor: int = SIZE_STEP) -> int:
@@ -100,11 +106,11 @@ def check_size(name: str, value: Any, default: int, factor: int = SIZE_STEP) -> 
         return default
     step = math.lcm(SIZE_STEP, factor)
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 0 < value <= MAX_SIDE:
-        raise InputError(f"{name}={value!r} is not a whole number of pixels in {step}..{MAX_SIDE}")
+        raise InputError(name, value, f"is not a whole number of pixels in {step}..{MAX_SIDE}")
     value = int(value)
     if value % step:
         down, up = value - value % step, value - value % step + step
-        raise InputError(f"{name}={value} is not divisible by {step}; use {f'{down} or ' if down else ''}{up}")
+        raise InputError(name, value, f"is not divisible by {step}", f"use {f'{down} or ' if down else ''}{up}")
     return value
 
 
@@ -117,11 +123,13 @@ def check_steps(value: Any, own: int | None, default: int, most: int) -> int:
     if (value := plain(value, "num_inference_steps")) is None:
         return own or default
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= most:
-        raise InputError(f"num_inference_steps={value!r} is not a whole number in 1..{most}; 20 to 50 is usual")
+        raise InputError("num_inference_steps", value, f"is not a whole number in 1..{most}", "20 to 50 is usual")
     if own not in (None, int(value)):
         raise InputError(
-            f"num_inference_steps={value} with {own} levels, timesteps or scales of your own (sigmas, timesteps, "
-            "guidance_steps); leave it out"
+            "num_inference_steps",
+            value,
+            f"does not go with {own} levels, timesteps or scales (sigmas, timesteps, guidance_steps)",
+            "leave it out",
         )
     return int(value)
 
@@ -129,10 +137,10 @@ def check_steps(value: Any, own: int | None, default: int, most: int) -> int:
 def check_guidance(scale: Any, default: float) -> float:
     """Guidance scale: a number that leaves an image; beyond ``MOST_GUIDANCE`` there is none."""
     several = isinstance(scale, list | tuple) or getattr(scale, "ndim", 0)
-    cure = "; one for each step is guidance_steps=" if several else "; 7.5 is usual, 1 or less switches it off"
+    cure = "give one for each step with {guidance_steps}" if several else "7.5 is usual, 1 or less switches it off"
     found = default if scale is None else check_number("guidance_scale", scale, cure)
     if abs(found) > MOST_GUIDANCE:
-        raise InputError(f"guidance_scale={found:g} is beyond {MOST_GUIDANCE}{cure}")
+        raise InputError("guidance_scale", found, f"is beyond {MOST_GUIDANCE}", cure)
     return found
 
 
@@ -145,13 +153,15 @@ def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -
         array = floats(latents)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         why = f" ({str(error).splitlines()[0]})" if isinstance(error, RuntimeError) else ""  # of torch, with the cure
-        raise InputError(f"{name}: not an array of numbers{why}; this call needs [B, h, w, C] = {shape}") from None
+        raise InputError(
+            name, NO_VALUE, f"is not an array of numbers{why}", f"this call needs [B, h, w, C] = {shape}"
+        ) from None
     if array.shape != shape or array.dtype != np.float32:
         got = f"{array.dtype} {array.shape}"
         moved = " (move PyTorch's channels last: np.moveaxis(latents, 1, -1))" * _is_nchw(array.shape, shape)
-        raise InputError(f"{name}: {got} is not float [B, h, w, C] = {shape}{moved}")
+        raise InputError(name, NO_VALUE, f"is {got}, not float [B, h, w, C] = {shape}{moved}")
     if not np.isfinite(array).all():
-        raise InputError(f"{name} has values that are not finite")
+        raise InputError(name, NO_VALUE, "has values that are not finite")
     return array
 
 
@@ -170,27 +180,51 @@ def _is_nchw(got: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 
 def check_seeds(seed: Any, count: int) -> list[int]:
-    """A seed for each image: ``seed + i``, or the list or array given.
+    """A seed for each image: ``seed + i``, or the list or array of seeds.
 
-    Whole numbers of any library will do; keys of JAX and generators get a sentence.
+    Whole numbers of any library will do, and keys of JAX (``seed_of_key``).
     """
     refuse_tracers("seed", seed)
-    if isinstance(seed, jax.Array) and (
-        jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) or (seed.dtype == jnp.uint32 and seed.shape[-1:] == (2,))
-    ):  # of jax.random.PRNGKey as well, which two seeds can look like
-        cure = "write seed=1, or latents=jax.random.normal(key, (B, h, w, C)); of two seeds give seed.tolist()"
-        raise InputError(f"seed is a JAX key; {cure}")
     if (initial := getattr(seed, "initial_seed", None)) is not None:
-        raise InputError(f"seed is a generator; write generator=, or seed={initial()} and noise='torch'")
+        cure = f"write {{generator}}, or {{seed={initial()}}} and {{noise='torch'}}"
+        raise InputError("seed", NO_VALUE, "is a generator", cure)
+    seed = seed_of_key(seed)
     if not isinstance(seed, str) and getattr(seed, "ndim", 0) == 1 and hasattr(seed, "tolist"):
         seed = seed.tolist()
     if isinstance(seed, list | tuple | range):
         if len(seed) != count:
             raise InputError(
-                f"seed (or generator) has {len(seed)} entries for {count} images; give one, or one for each"
+                "seed", NO_VALUE, f"has {len(seed)} entries for {count} images", "give one, or one for each"
             )
-        return [image_seeds(plain(own, "seed"), 1)[0] for own in seed]
+        return [image_seeds(plain(seed_of_key(own), "seed"), 1)[0] for own in seed]
     return image_seeds(plain(seed, "seed"), count)
+
+
+def seed_of_key(value: Any) -> Any:
+    """The seed that a JAX key stands for, or the list of seeds of an array of keys; any other value as it is.
+
+    A key is typed, or raw words uint32 [2]; an array of raw keys is uint32 [n, 2]. The two words of a key are the high
+    and the low half of its seed, so that ``jax.random.key(3)`` is seed 3. Of a typed key with more words (``rbg``) the
+    seed is the first 8 bytes of their SHA-256, little-endian.
+    """
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        words = np.asarray(jax.random.key_data(value))
+    elif getattr(value, "dtype", None) == np.uint32 and value.shape[-1:] == (2,):
+        if value.ndim == 1 and not isinstance(value, jax.Array):  # NumPy has no keys: these are two seeds
+            return value
+        words = np.asarray(value)
+    else:
+        return value
+    if words.ndim > 2:
+        raise InputError("seed", NO_VALUE, f"has keys in {words.ndim - 1} axes", "give one key, or one for each image")
+    seeds = [_seed_of_words(key) for key in words.reshape(-1, words.shape[-1])]
+    return seeds[0] if words.ndim == 1 else seeds
+
+
+def _seed_of_words(words: np.ndarray) -> int:
+    if len(words) == 2:
+        return int(words[0]) << 32 | int(words[1])
+    return int.from_bytes(hashlib.sha256(words.astype("<u4").tobytes()).digest()[:8], "little")
 
 
 def check_precision(precision: str | None) -> None:
@@ -199,7 +233,7 @@ def check_precision(precision: str | None) -> None:
         with jax.default_matmul_precision("default" if precision is None else precision):
             pass
     except (TypeError, ValueError):
-        raise InputError(f"precision={precision!r} is not known to JAX; 'highest' is real float32") from None
+        raise InputError("precision", precision, "is not known to JAX", "'highest' is real float32") from None
 
 
 def default_dtype(mesh: Mesh, *, training: bool = False) -> DType:

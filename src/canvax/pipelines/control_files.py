@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image
 
-from canvax.errors import InputError
+from canvax.errors import NO_VALUE, InputError
 from canvax.images.given import fingerprint, read_images
 from canvax.images.maps import control_map
 
@@ -33,18 +33,18 @@ def control_of(settings: Mapping[str, Any]) -> Control:
     files, kinds = settings.get("control"), settings.get("control_from")
     if files is None:
         if kinds is not None:
-            raise InputError(f"control_from={kinds!r} without control: name the image with --control as well")
+            raise InputError("control_from", kinds, "needs a control image", "give {control} as well")
         return ()
     files = [files] if isinstance(files, str) else files
     kinds = kinds.split(",") if isinstance(kinds, str) else [] if kinds is None else kinds
     if not isinstance(files, list) or not files or not all(isinstance(one, str | None) for one in files):
-        raise InputError(f"control={files!r} is not the name of an image, nor a list of names")
+        raise InputError("control", files, "is not the name of an image, nor a list of names")
     if (
         not isinstance(kinds, list)
         or not all(isinstance(one, str) for one in kinds)
         or len(kinds) not in (0, 1, len(files))
     ):
-        raise InputError(f"control_from={kinds!r} is not a kind of map, or one for each of {len(files)} control images")
+        raise InputError("control_from", kinds, f"is not a kind of map, or one for each of {len(files)} control images")
     found = []
     for i, file in enumerate(files):
         kind = kinds[i if len(kinds) > 1 else 0].strip() if kinds else NONE
@@ -66,7 +66,7 @@ def read_control(shown: Sequence[ControlFile]) -> Any:
     """A control image, made of its file where a map was asked for; those of several types are a dict."""
     images = {label: _read(*one) for label, *one in shown}
     if len(images) < len(shown):
-        raise InputError(f"control names a type twice: {', '.join(label for label, *_ in shown)}")
+        raise InputError("control", NO_VALUE, f"names a type twice: {', '.join((label for label, *_ in shown))}")
     return images.get("", images)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from canvax.compile.programs import Programs
-from canvax.errors import InputError
+from canvax.errors import NO_VALUE, InputError
 from canvax.families.base import Model
 from canvax.images.masks import as_floats, resized
 from canvax.models.controlled import Control
@@ -63,14 +63,18 @@ def size_of(images: Iterable[Image.Image], asked: tuple[Any, Any], factor: int) 
         return asked
     sizes = {one.size for one in images}
     if len(sizes) > 1:
-        raise InputError("the control images have several sizes; give height and width, which they are resized to")
+        raise InputError(
+            "control", NO_VALUE, "has images of several sizes", "give {height} and {width}, which they are resized to"
+        )
     ((width, height),) = sizes
     for name, side, given in (("height", height, asked[0]), ("width", width, asked[1])):
         if given is None and side % factor:
             below = side // factor * factor
             raise InputError(
-                f"the control image has a {name} of {side} pixels, which is not a multiple of {factor}; give "
-                f"{name}={below or factor} or {name}={below + factor}, which it is resized to"
+                "control",
+                NO_VALUE,
+                f"has a {name} of {side} pixels, which is not a multiple of {factor}",
+                f"give {{{name}={below or factor}}} or {{{name}={below + factor}}}, which it is resized to",
             )
     return asked[0] or height, asked[1] or width
 
@@ -90,24 +94,35 @@ def check_control(model: Model, control: Any, count: int, options: Options) -> C
     nets = model.networks.controls
     if control is None or (isinstance(control, list | tuple) and control and all(one is None for one in control)):
         for name in sorted(options.changed().keys() & set(OPTIONS)):
-            raise InputError(f"{name} without a control image: give control= as well")
+            raise InputError(name, NO_VALUE, "needs a control image", "give {control} as well")
         return None
     if not nets:
         raise InputError(
-            f"control with {model.name}, which has no ControlNet: canvax.load({model.name!r}, controlnet=...) gives it "
-            "one (docs/controlnet.md)"
+            "control",
+            NO_VALUE,
+            f"does not go with {model.name}, which has no ControlNet: canvax.load({model.name!r}, controlnet=...) "
+            "gives it one (docs/controlnet.md)",
         )
     if options.reuse > 1:
-        raise InputError("control with reuse: the features of a row that are reused know no control; leave one out")
+        raise InputError("control", NO_VALUE, "cannot be combined with reuse", "leave one out")
     if options.padding_mask_crop is not None:
-        raise InputError("control with padding_mask_crop: the control image is of the whole image; leave one out")
+        raise InputError(
+            "control",
+            NO_VALUE,
+            "cannot be combined with padding_mask_crop: the control image is of the whole image",
+            "leave one out",
+        )
     given: Sequence[Any] = [control] if len(nets) == 1 else control
     if len(nets) > 1 and (not isinstance(control, list | tuple) or len(control) != len(nets)):
         told = len(control) if isinstance(control, list | tuple) else "one"
-        raise InputError(f"control has {told} for {len(nets)} networks; give a list with an image for each, or None")
+        raise InputError(
+            "control", NO_VALUE, f"has {told} for {len(nets)} networks", "give a list with an image for each, or None"
+        )
     for name in OPTIONS:
         if isinstance(value := getattr(options, name), tuple) and len(value) != len(nets):
-            raise InputError(f"{name} has {len(value)} entries for {len(nets)} networks; give one, or one for each")
+            raise InputError(
+                name, NO_VALUE, f"has {len(value)} entries for {len(nets)} networks", "give one, or one for each"
+            )
     images = {
         name: read_typed(net, value, count) if isinstance(net, UnionNet) else read_shown(value, count)
         for (name, net), value in zip(nets, given, strict=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from canvax.errors import InputError, nearest
+from canvax.errors import NO_VALUE, InputError, nearest
 from canvax.images.given import fingerprint, read_images
 from canvax.models.controlnet_union import TYPES, UnionNet
 from canvax.pipelines.option_checks import is_number
@@ -41,8 +41,7 @@ def read_shown(value: Any, count: int) -> list[tuple[Shown, ...]]:
     """
     if isinstance(value, Mapping):
         raise InputError(
-            f"control={{{', '.join(map(repr, value))}}}: the network is no ControlNet-Union, which alone takes images "
-            "by type; give the image itself"
+            "control", value, "names types of images, which a ControlNet-Union alone takes", "give the image itself"
         )
     return [(Shown(image),) for image in read_images("control", value, count)]
 
@@ -62,7 +61,7 @@ def read_typed(net: UnionNet, value: Any, count: int) -> list[tuple[Shown, ...]]
     if isinstance(value, Mapping):
         own = {str(key): (_type_of(net, key), read_images("control", one, count)) for key, one in value.items()}
         if not own:
-            raise InputError(f"control={{}} names no type of control image; {_known(net)}")
+            raise InputError("control", value, "names no type of control image", _known(net))
         _check_once(own)
         several = max(len(images) for _, images in own.values())
         return [
@@ -71,10 +70,15 @@ def read_typed(net: UnionNet, value: Any, count: int) -> list[tuple[Shown, ...]]
         ]
     if isinstance(value, list | tuple) and value and all(isinstance(one, Mapping) for one in value):
         if len(value) not in (1, count):
-            raise InputError(f"control has {len(value)} entries for {count} images; give one for all, or one for each")
+            raise InputError(
+                "control", NO_VALUE, f"has {len(value)} entries for {count} images", "give one for all, or one for each"
+            )
         return [shown for one in value for shown in read_typed(net, one, 1)]
     raise InputError(
-        f"control for a ControlNet-Union names the type of each image, control={{'depth': image}}; {_known(net)}"
+        "control",
+        NO_VALUE,
+        "is not a table, as a ControlNet-Union needs: the type and the image, {'depth': image}",
+        _known(net),
     )
 
 
@@ -91,18 +95,23 @@ def _type_of(net: UnionNet, key: Any) -> tuple[int, float]:
     else:
         name, colon, weight = str(key).partition(":")
         if not isinstance(key, str) or (colon and not weight):
-            raise InputError(f"control={{{key!r}: ...}} is no type of control image; {_known(net)}")
+            raise InputError("control", NO_VALUE, f"has {key!r}, which is no type of control image", _known(net))
     name = name.strip().lower()
     slot = TYPES.get(name, int(name) if name.isdecimal() else net.types)
     if slot >= net.types:
         close = "" if name.isdecimal() else f"{nearest(name, _names(net))}; "
-        raise InputError(f"control={{{key!r}: ...}} is no type of this network; {close}{_known(net)}")
+        raise InputError("control", NO_VALUE, f"has {key!r}, which is no type of this network", f"{close}{_known(net)}")
     try:
         strength = float(weight or 1)
     except ValueError:
         strength = 0.0
     if not 0 < abs(strength) <= MOST_WEIGHT:
-        raise InputError(f"control={{{key!r}: ...}}: {weight!r} is no weight; write {name}:0.5, or leave the type out")
+        raise InputError(
+            "control",
+            NO_VALUE,
+            f"has {key!r}, where {weight!r} is no weight",
+            f"write {name}:0.5, or leave the type out",
+        )
     return slot, strength
 
 
@@ -110,7 +119,9 @@ def _check_once(own: Mapping[str, tuple[Any, ...]]) -> None:
     first: dict[int, str] = {}
     for label, ((slot, _), _) in own.items():
         if slot in first:
-            raise InputError(f"control has {first[slot]!r} and {label!r}, which are one type of the network; give one")
+            raise InputError(
+                "control", NO_VALUE, f"has {first[slot]!r} and {label!r}, which are one type of the network", "give one"
+            )
         first[slot] = label
 
 

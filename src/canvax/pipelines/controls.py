@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from canvax.compile.programs import Programs
-from canvax.errors import InputError, nearest
+from canvax.errors import NO_VALUE, InputError, nearest
 from canvax.families.base import Model
 from canvax.families.controls import component_name, control_of, read_control
 from canvax.models.controlled import Control
@@ -53,12 +53,14 @@ def control_sources(controlnet: Any, **source: Any) -> list[Source]:
     names = [controlnet] if isinstance(controlnet, str | os.PathLike) else controlnet
     if not isinstance(names, Sequence) or not all(isinstance(name, str | os.PathLike) and name != "" for name in names):
         raise InputError(
-            f"controlnet={controlnet!r:.80} is not a folder, a Hub id or a safetensors file, nor a list of these"
+            "controlnet", controlnet, "is not a folder, a Hub id or a safetensors file, nor a list of these"
         )
     if len(names) > MOST:
-        raise InputError(f"controlnet has {len(names)} entries; a pipeline takes {MOST}, of which a call uses some")
+        raise InputError(
+            "controlnet", NO_VALUE, f"has {len(names)} entries", f"a pipeline takes {MOST}, of which a call uses some"
+        )
     if unknown := sorted(source.keys() - set(_OF_SOURCE)):
-        raise InputError(f"{unknown[0]!r} is not an argument beside controlnet; {nearest(unknown[0], _OF_SOURCE)}")
+        raise InputError(unknown[0], NO_VALUE, "is not an argument beside controlnet", nearest(unknown[0], _OF_SOURCE))
     return [Source(os.fspath(name), **source) for name in names]
 
 
@@ -100,7 +102,7 @@ def with_controls(
         OutOfMemoryError: they do not fit into the devices.
     """
     if params is None and opened:
-        raise InputError("params=None: a pipeline that holds no parameters cannot be given a ControlNet; load it whole")
+        raise InputError("params", None, "cannot be given a ControlNet", "load the pipeline whole")
     names = [component_name(i) for i in range(len(opened))]
     controls = tuple(zip(names, (one.net for one in opened), strict=True))
     networks = dataclasses.replace(model.networks, controls=controls)

@@ -12,8 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import is_deleted
-from canvax.errors import InputError, shown
+from canvax.errors import NO_VALUE, InputError
 from canvax.families.base import Ids, Model
 from canvax.images.masks import as_floats
 from canvax.kernels.target import jitted
@@ -52,14 +51,16 @@ def encode(
     prompts, _ = check_prompts(prompt, None, 1)
     seconds = check_second("prompt_2", prompt_2, prompts, 1)
     if prompt_2 is not None and SECOND not in model.text.parts:
-        raise InputError(f"prompt_2 with {model.name}, which has one text encoder; leave it out")
+        raise InputError(
+            "prompt_2", NO_VALUE, f"does not go with {model.name}, which has one text encoder", "leave it out"
+        )
     if guidance_scale is not None and not model.networks.embeds_guidance:
-        raise InputError(f"guidance_scale with {model.name}, which reads none: mix its outputs yourself; leave it out")
+        raise InputError("guidance_scale", NO_VALUE, f"is not supported by {model.name}", "leave it out")
     options = Options(clip_skip=clip_skip, prompt_syntax=prompt_syntax)
     check_clip_skip(options.clip_skip, model)
     texts = read_texts(model, (prompts, seconds), ([""], [""]), options, 1)
     if texts.parts > 1 or (texts.weights != 1).any():
-        raise InputError(f"prompt={prompt!r:.80} adds prompts up (AND): encode each of them")
+        raise InputError("prompt", prompt, "adds prompts up (AND)", "encode each of them")
     weights = {name: _weights(model, params, name) for name in model.text.parts}
 
     def one_pass(ids: Ids) -> Conditions:
@@ -86,9 +87,9 @@ def encode_image(model: Model, params: Params, image: Any, height: int | None, w
     """See ``canvax.StableDiffusion.encode_image``."""
     count = len(image) if isinstance(image, list | tuple) else 1
     if not count:
-        raise InputError("image=[] holds no image: give a PIL image, a path, an array or a list of these")
+        raise InputError("image", [], "holds no image", "give a PIL image, a path, an array or a list of these")
     if image is None:
-        raise InputError("image=None: give a PIL image, a path, an array or a list of these")
+        raise InputError("image", None, "is no image", "give a PIL image, a path, an array or a list of these")
     given = check_given(image, None, 1.0, (height, width), count, model.vae.factor, Options())
     assert given is not None
     pixels = jnp.asarray(np.stack([as_floats(one) for one in given.images]))
@@ -106,12 +107,14 @@ def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditi
     if isinstance(timestep, int | float | np.ndarray | np.generic):
         schedule, given = model.scheduler.schedule, np.asarray(timestep, np.float64)
         if not np.isfinite(given).all():
-            raise InputError(f"timestep={shown(timestep)} is not finite")
+            raise InputError("timestep", timestep, "is not finite")
         last = schedule.last_timestep
         if schedule.timestep_unit == "index" and not ((given >= 0) & (given <= last)).all():
-            raise InputError(f"timestep={shown(timestep)} is not in 0..{last}, the timesteps that the model knows")
+            raise InputError("timestep", timestep, f"is not in 0..{last}, the timesteps that the model knows")
     if timesteps.ndim > 1 or timesteps.size not in (1, len(latents)):
-        raise InputError(f"timestep has shape {timesteps.shape}; give one number, or one for each of {len(latents)}")
+        raise InputError(
+            "timestep", NO_VALUE, f"has shape {timesteps.shape}", f"give one number, or one for each of {len(latents)}"
+        )
     timesteps = jnp.broadcast_to(timesteps.astype(jnp.float32), latents.shape[:1])
     output = denoiser.apply(weights, latents, timesteps, denoiser.prepare(weights, conditions))
     return output.astype(jnp.float32)
@@ -126,7 +129,9 @@ def _weights(model: Model, params: Any, component: str) -> Params:
     """The parameters of a component, traced or not."""
     if not isinstance(params, Mapping) or not isinstance(params.get(component), Mapping):
         found = sorted(map(str, params)) if isinstance(params, Mapping) else type(params).__name__
-        raise InputError(f"params has no {component!r} ({found!s:.80}); pass pipe.params, or a dict like it")
+        raise InputError(
+            "params", NO_VALUE, f"has no {component!r} ({found!s:.80})", "pass pipe.params, or a dict like it"
+        )
     check_params(model.specs[component], params[component], component, more=True)
     return params[component]
 
@@ -134,22 +139,23 @@ def _weights(model: Model, params: Any, component: str) -> Params:
 def numbers(name: str, value: Any) -> Array:
     """``value`` as an array of real numbers, traced or not."""
     try:
-        array = None if is_deleted(value) else jnp.asarray(value)
+        array = jnp.asarray(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # of text, None, ragged lists, lists of deleted arrays
         array = None
     if array is None or not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
-        deleted = " that was deleted" * is_deleted(value)
-        kind = f"{array.dtype} {array.shape}" if array is not None else f"a {type(value).__name__}{deleted}"
-        raise InputError(f"{name} is {kind}, not a number or an array of real numbers")
+        kind = f"{array.dtype} {array.shape}" if array is not None else f"a {type(value).__name__}"
+        raise InputError(name, NO_VALUE, f"is {kind}, not a number or an array of real numbers")
     return array
 
 
 def _latents(model: Model, value: Any) -> Array:
     latents, channels = numbers("latents", value), model.vae.latent_channels
     if latents.ndim != 4 or latents.shape[-1] != channels:
-        raise InputError(f"latents of shape {latents.shape} are not [B, h, w, {channels}] numbers")
+        raise InputError("latents", NO_VALUE, f"has shape {latents.shape}, not [B, h, w, {channels}] numbers")
     if 0 in latents.shape:
-        raise InputError(f"latents of shape {latents.shape} hold no image; give those of at least one")
+        raise InputError(
+            "latents", NO_VALUE, f"has shape {latents.shape} and holds no image", "give those of at least one"
+        )
     return latents
 
 
@@ -157,15 +163,15 @@ def _check_conditions(model: Model, conditions: Any, count: int) -> None:
     """Refuse what is not the conditions of ``count`` latents, without looking at a value: they may be traced."""
     cure = "give what pipe.encode returns, one entry or as many as there are latents"
     if not isinstance(conditions, Mapping):
-        raise InputError(f"conditions={conditions!r:.80} is not a dict of arrays; {cure}")
+        raise InputError("conditions", conditions, "is not a dict of arrays", cure)
     known = {"text", "pooled", "time_ids"} if model.text.second else {"text"}
     known |= {"guidance"} if model.networks.embeds_guidance else set()
     if unknown := sorted(map(repr, conditions.keys() - known)):
-        raise InputError(f"conditions has {', '.join(unknown)}, which {model.name} does not read; {cure}")
+        raise InputError("conditions", NO_VALUE, f"has {', '.join(unknown)}, which {model.name} does not read", cure)
     ranks = {"text": 3} | ({"pooled": 2, "time_ids": 2} if model.text.second else {})
     for name, rank in ranks.items():
         if name not in conditions:
-            raise InputError(f"conditions has no {name!r}; {cure}")
+            raise InputError("conditions", NO_VALUE, f"has no {name!r}", cure)
         array = numbers(f"conditions[{name!r}]", conditions[name])
         if (
             array.ndim != rank
@@ -174,4 +180,4 @@ def _check_conditions(model: Model, conditions: Any, count: int) -> None:
         ):
             width = model.text.width if name == "text" else "n"
             shape = f"[{', '.join([str(count), *['T'] * (rank - 2), str(width)])}]"
-            raise InputError(f"conditions[{name!r}] has shape {array.shape}, not {shape}; {cure}")
+            raise InputError("conditions", NO_VALUE, f"has {name!r} of shape {array.shape}, not {shape}", cure)

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from canvax.denoise import Known
-from canvax.errors import InputError
+from canvax.errors import NO_VALUE, InputError
 from canvax.images.given import MOST_PIXELS, fingerprint, read_images
 from canvax.images.masks import (
     Box,
@@ -131,16 +131,24 @@ def check_given(
     if image is None:
         for name, value in (("mask", mask), ("strength", strength), *_given_options(options)):
             if value is not None:
-                raise InputError(f"{name} without an image: give image= as well")
+                raise InputError(name, NO_VALUE, "needs an image", "give {image} as well")
         return None
     if options.denoising_start:
-        raise InputError("image with denoising_start: strength says where an image begins; leave denoising_start out")
+        raise InputError(
+            "image",
+            NO_VALUE,
+            "cannot be combined with denoising_start: strength says where an image begins",
+            "leave denoising_start out",
+        )
     images = read_images("image", image, count)
     masks = [] if mask is None else read_images("mask", mask, count, grey=True)
     for i in range(len(masks)):
         if masks[i].size != entry(images, i).size:
             raise InputError(
-                f"mask is {_size(masks[i])} and the image {_size(entry(images, i))}; they must be of the same size"
+                "mask",
+                NO_VALUE,
+                f"is {_size(masks[i])} and the image {_size(entry(images, i))}",
+                "they must be of the same size",
             )
     fingerprints = {"image": [fingerprint(one) for one in images], "mask": [fingerprint(one) for one in masks]}
     fingerprints = {name: found for name, found in fingerprints.items() if found}
@@ -174,14 +182,18 @@ def _given_options(options: Options) -> list[tuple[str, Any]]:
 
 def _sides(images: list[Image.Image], size: tuple[Any, Any], factor: int) -> tuple[int, int]:
     if None in size and len({one.size for one in images}) > 1:
-        raise InputError("the images have several sizes; give height and width, which they are resized to")
+        raise InputError(
+            "image", NO_VALUE, "has images of several sizes", "give {height} and {width}, which they are resized to"
+        )
     own = images[0].height, images[0].width
     for name, asked, side in zip(("height", "width"), size, own, strict=True):
         if asked is None and side % factor:
             below = side // factor * factor
             raise InputError(
-                f"image: its {name} of {side} pixels is not a multiple of {factor}; give "
-                f"{f'{name}={below} or ' if below else ''}{name}={below + factor}, which it is resized to"
+                "image",
+                NO_VALUE,
+                f"has a {name} of {side} pixels, which is not a multiple of {factor}",
+                f"give {f'{{{name}={below}}} or ' if below else ''}{{{name}={below + factor}}}, which it is resized to",
             )
     height, width = (check_size(*side, factor) for side in zip(("height", "width"), size, own, strict=True))
     return height, width
@@ -193,12 +205,15 @@ def _outpainted(
     """Images with more on each side, and masks by which that is generated."""
     for image in images:
         if (image.width + sides[0] + sides[2]) * (image.height + sides[1] + sides[3]) > MOST_PIXELS:
-            raise InputError(f"outpaint={sides}: that is more than {MOST_PIXELS} pixels; add fewer")
+            raise InputError("outpaint", sides, f"makes more than {MOST_PIXELS} pixels", "add fewer")
         added = sides[0] + sides[2], sides[1] + sides[3]
         for side, length, more in zip(("width", "height"), image.size, added, strict=True):
             if length % factor == 0 and more % factor:
                 raise InputError(
-                    f"outpaint={sides} makes a {side} of {length + more} pixels; add a multiple of {factor} to {length}"
+                    "outpaint",
+                    sides,
+                    f"makes a {side} of {length + more} pixels",
+                    f"add a multiple of {factor} to {length}",
                 )
     given: Sequence[Any] = masks or [None]
     count = max(len(images), len(given))
@@ -213,9 +228,16 @@ def _cut_out(
     """The masked parts alone, each brought to the size that is generated."""
     assert options.padding_mask_crop is not None
     if not masks:
-        raise InputError("padding_mask_crop without a mask: give mask=, of which the surroundings are cut out")
+        raise InputError(
+            "padding_mask_crop", NO_VALUE, "needs a mask", "give {mask}, of which the surroundings are cut out"
+        )
     if len({one.size for one in images}) > 1:
-        raise InputError("padding_mask_crop: the images have several sizes; call the pipeline for one at a time")
+        raise InputError(
+            "padding_mask_crop",
+            NO_VALUE,
+            "does not go with images of several sizes",
+            "call the pipeline for one at a time",
+        )
     masks = [_edged(mask, options) for mask in masks]
     boxes = [box_of(mask, options.padding_mask_crop, *size) for mask in masks]
     count = max(len(images), len(masks))

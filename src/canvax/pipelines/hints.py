@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 import numpy as np
 
-from canvax.errors import HintWarning, InputError, warn
+from canvax.errors import NO_VALUE, HintWarning, warn
 from canvax.families.base import Model
 from canvax.pipelines.given import Given
 from canvax.pipelines.hires import larger_side
@@ -16,7 +15,6 @@ from canvax.pipelines.request import Request
 from canvax.pipelines.text_to_image import sampler_table, work
 from canvax.prompts import words_of
 from canvax.samplers import find
-from canvax.samplers.options import SPACINGS
 from canvax.samplers.table import NOISE
 
 FAR = 2.0
@@ -52,7 +50,7 @@ _WORD = re.compile(r"<[^\s<>:|=-][^\s<>:|]{0,40}>|\bembedding:[^\s,()<>\[\]:]{1,
 def give_hints(model: Model, request: Request) -> None:
     """Warn of what ``hints`` finds."""
     for hint in hints(model, request):
-        warn(hint, HintWarning)
+        warn(hint)
 
 
 def _needs(model: Model, request: Request) -> Iterator[tuple[str, bool, set[str]]]:
@@ -62,9 +60,7 @@ def _needs(model: Model, request: Request) -> Iterator[tuple[str, bool, set[str]
     yield "pag_scale", options.pag_scale > 0, {"pag_adaptive_scale"}
     yield "reuse", options.reuse > 1, {"reuse_layers"}
     own = options.settings.get("timesteps") is not None or isinstance(options.sigmas, tuple)
-    yield "steps to place, which the levels or timesteps given do", not own, {"spacing"}
-    placing = "the curve of sigmas" if options.sigmas or _has_curve(request) else "the sampler"
-    yield f"steps to place, which {placing} does", own or not _is_placed(model, request), {"spacing"}
+    yield "steps to place: sigmas or timesteps fix them", not own, {"spacing"}
     yield "a seed's noise, in place of which there are latents", request.latents is None, {"noise"}
     texts = not all(embeds is not None for embeds in request.embeds[: 1 + request.guided])
     yield "a prompt to read, as text", texts, {"prompt_syntax", "clip_skip"}
@@ -86,123 +82,106 @@ def _forgets(given: Given | None) -> bool:
     return given is not None and given.strength == 1 and not given.masks
 
 
-def _has_curve(request: Request) -> bool:
-    """Whether the sampler's name says a curve of sigmas."""
-    return request.sampler is not None and "sigmas" in find(request.sampler)[1]
-
-
-def _is_placed(model: Model, request: Request) -> bool:
-    """Whether a curve of sigmas or the sampler leaves ``spacing`` nothing to do; of some a curve has the two ends."""
-    options = request.options
-    if options.spacing is None:
-        return False
-    each = (replace(request, options=replace(options, spacing=spacing)) for spacing in SPACINGS)
-    try:
-        one, *others = (sampler_table(model, call) for call in each)
-    except InputError:  # of a spacing that nobody asked for
-        return False
-    return all(np.array_equal(one.timestep, other.timestep) and np.array_equal(one.M, other.M) for other in others)
-
-
 def _odd_spread(request: Request) -> float | None:
     """The standard deviation of noise that is none, such as that of diffusers' Euler, times its first sigma."""
-    inverts = request.sampler is not None and find(request.sampler)[0].name == "ddim_inverse"
+    inverts = isinstance(request.sampler, str) and find(request.sampler)[0].name == "ddim_inverse"
     if request.latents is None or inverts or request.options.denoising_start > 0:
         return None
     spreads = [float(np.std(one)) for one in request.latents]
     return next((one for one in spreads if not 1 / ODD <= one <= ODD), None)
 
 
-def idle(model: Model, request: Request) -> Iterator[tuple[str, list[str]]]:
-    """Options that change nothing, beside what they would need."""
+def idle(model: Model, request: Request) -> Iterator[HintWarning]:
+    """Options that have no effect, with what they need."""
     for needed, there, names in _needs(model, request):
-        if found := [] if there else sorted(request.options.changed().keys() & names):
-            yield needed, found
+        for name in () if there else sorted(request.options.changed().keys() & names):
+            yield HintWarning(name, NO_VALUE, f"has no effect without {needed}")
     of_noise = sorted(request.options.settings.keys() & OF_NOISE)
     if of_noise and not sampler_table(model, request).M[:, :, NOISE].any():
-        yield "noise that the sampler adds, as s_churn or eta tell it", [f"sampler_settings: {', '.join(of_noise)}"]
+        problem = f"has {', '.join(of_noise)}, which has no effect without noise that the sampler adds (s_churn, eta)"
+        yield HintWarning("sampler_settings", NO_VALUE, problem)
 
 
-def hints(model: Model, request: Request) -> Iterator[str]:
-    """One sentence for each kind of thing."""
-    prompts, syntax = dict.fromkeys(request.prompts), request.options.prompt_syntax
+def hints(model: Model, request: Request) -> Iterator[HintWarning]:
+    """One hint for each kind of problem."""
+    prompts, syntax, options = dict.fromkeys(request.prompts), request.options.prompt_syntax, request.options
     words = (words_of(prompt, syntax) for prompt in prompts)
     added = {name for tokenizer in model.tokenizers.values() for name in tokenizer.added}
     strange = dict.fromkeys(word for text in words for word in model.concepts.unknown(text))
     known = {part for name in added for part in name.lower().split()}
     if unknown := [word for word in strange if word not in known]:
         more = f" and {len(unknown) - LISTED} more" if len(unknown) > LISTED else ""
-        yield (
-            f"{model.name} has never seen: {', '.join(unknown[:LISTED])}{more}; "
-            f"canvax info {model.name} --prompts lists what it knows"
-        )
+        problem = f"has words that {model.name} has never seen: {', '.join(unknown[:LISTED])}{more}"
+        yield HintWarning("prompt", NO_VALUE, problem, f"canvax info {model.name} --prompts lists what it knows")
     (tall, wide), pixels = model.native_size, request.height * request.width
     if not tall * wide / FAR <= pixels <= tall * wide * FAR:
         wrong = "repeat themselves" if pixels > tall * wide else "are poor"
-        yield (
+        yield HintWarning(
             f"{model.name} was trained for {wide} x {tall} pixels; images of {request.width} x {request.height} {wrong}"
         )
-    if request.options.reuse > 1 and work(model, request)[1] is None:
-        yield f"reuse={request.options.reuse} in so few steps: the first two compute everything, so it changes nothing"
-    for needed, names in idle(model, request):
-        yield f"{', '.join(names)} without {needed}: changes nothing"
-    wording = sorted(request.options.changed().keys() & {"prompt_syntax", "clip_skip"})
-    if wording and request.embeds[0] is not None and request.embeds[1] is None and request.guided:
-        yield f"{', '.join(wording)} beside an encoded prompt: acts on the negative prompt alone"
-    if request.guidance < 0 and not (request.guided or request.embedded or request.options.guidance_steps):
-        yield f"a guidance scale of {request.guidance:g} switches guidance off, as 1 does; {_usual(model)} is usual"
-    if request.guidance > BURNT and not request.options.guidance_steps:
-        yield f"a guidance scale of {request.guidance:g} burns the image; {_usual(model)} is usual"
-    if request.options.guidance_steps and request.guidance != model.defaults.guidance_scale:
-        yield f"guidance_scale={request.guidance:g} beside guidance_steps, which replace it: changes nothing"
+    if options.reuse > 1 and work(model, request)[1] is None:
+        yield HintWarning("reuse", options.reuse, "has no effect in so few steps: the first two compute everything")
+    yield from idle(model, request)
+    if request.embeds[0] is not None and request.embeds[1] is None and request.guided:
+        for name in sorted(options.changed().keys() & {"prompt_syntax", "clip_skip"}):
+            yield HintWarning(name, NO_VALUE, "acts on the negative prompt alone, since the prompt is encoded")
+    scale, usual = request.guidance, f"{model.defaults.guidance_scale:g} is usual"
+    if scale < 0 and not (request.guided or request.embedded or options.guidance_steps):
+        yield HintWarning("guidance_scale", scale, "switches guidance off, as 1 does", usual)
+    if scale > BURNT and not options.guidance_steps:
+        yield HintWarning("guidance_scale", scale, "burns the image", usual)
+    if options.guidance_steps and scale != model.defaults.guidance_scale:
+        yield HintWarning("guidance_scale", scale, "has no effect: guidance_steps replace it")
     if _forgets(request.given):
-        yield "a strength of 1 begins from noise alone, and nothing of the image stays; give less, such as 0.6"
-    least = 128 if request.options.mask_mode == "hard" else 1
+        yield HintWarning(
+            "strength", 1, "begins from noise alone and keeps nothing of the image", "give {strength=0.6}"
+        )
+    least = 128 if options.mask_mode == "hard" else 1
     if any(np.asarray(mask).max() < least for mask in (request.given.masks if request.given else ())):
-        yield "the mask is black, so that nothing is generated and the image stays as it is; what is white is generated"
+        yield HintWarning("mask", NO_VALUE, "is black, so the image stays as it is", "paint white what to generate")
     if (spread := _odd_spread(request)) is not None:
-        yield (
-            f"latents have a standard deviation of {spread:.3g}, and the noise a run begins with has 1; give "
-            "such noise, or with denoising_start= latents of a run that stopped"
+        yield HintWarning(
+            "latents",
+            NO_VALUE,
+            f"has a standard deviation of {spread:.3g}, and the noise a run begins with has 1",
+            "give noise, or with {denoising_start} latents of a run that stopped",
         )
     if not request.guided and not request.embedded and any(request.negatives):
-        scale = "guidance_steps" if request.options.guidance_steps else f"a guidance scale of {request.guidance:g}"
-        yield f"{scale} reads no negative prompt; give more than 1, or leave it out"
+        off = "guidance_steps" if options.guidance_steps else f"a guidance scale of {scale:g}"
+        yield HintWarning("negative_prompt", NO_VALUE, f"is not read with {off}", "give more than 1, or leave it out")
     if request.embedded and any(request.negatives):
-        yield f"{model.name} takes the guidance scale as an input and reads no negative prompt"
-    times, side = request.options.hires, request.height
+        problem = f"is not read by {model.name}, which takes the guidance scale as an input"
+        yield HintWarning("negative_prompt", NO_VALUE, problem)
+    times, side = options.hires, request.height
     if times > 1 and side * times != (larger := larger_side(model, side, times)):
-        yield f"hires={times:g} of {side} pixels makes {larger}: sizes are multiples of {max(8, model.vae.factor)}"
+        problem = f"makes {larger} of {side} pixels: sizes are multiples of {max(8, model.vae.factor)}"
+        yield HintWarning("hires", times, problem)
     yield from _of_words(list(prompts), list(filter(None, dict.fromkeys(request.negatives))), syntax, added)
 
 
-def _of_words(prompts: list[str], negatives: list[str], syntax: str, added: set[str]) -> Iterator[str]:
-    """What of the prompts is read as text and hardly meant so; ``added`` are words of textual inversions."""
+def _of_words(prompts: list[str], negatives: list[str], syntax: str, added: set[str]) -> Iterator[HintWarning]:
+    """Parts of the prompts that are read as text, most likely by mistake; ``added`` are words of textual inversions."""
+
+    def as_text(words: str, cure: str, name: str = "prompt") -> HintWarning:
+        return HintWarning(name, NO_VALUE, f"has {words}, which is read as text", cure)
+
     if network := _first(_NETWORK, prompts):
-        yield (
-            f"{network} is read as text: give a folder of adapters, pipe.adapters.folder or --lora-dir, or load "
-            "it with pipe.adapters.load"
+        yield as_text(
+            network, "give a folder of adapters, pipe.adapters.folder or --lora-dir, or load it with pipe.adapters.load"
         )
     texts = [*prompts, *negatives]
     found = dict.fromkeys(match[0] for text in texts for match in _WORD.finditer(text))
     bare = {one: one.lower().removeprefix("embedding:") for one in found}
     if free := [one for one in found if not {bare[one], bare[one].rpartition(".")[0]} & added]:
-        yield (
-            f"{free[0]} is read as text: no textual inversion of this name is loaded; "
-            "pipe.adapters.load_embedding or --embedding loads one"
-        )
+        yield as_text(free[0], "pipe.adapters.load_embedding or --embedding loads a textual inversion of this name")
     if network := _first(_NETWORK, negatives):
-        yield f"{network} in the negative prompt is read as text; name adapters in the prompt"
+        yield as_text(network, "name adapters in the prompt", "negative_prompt")
     if syntax == "plain" and (weight := _first(_WEIGHT, texts)):
-        yield f"{weight} is read as text; prompt_syntax='a1111' reads it as a weight"
+        yield as_text(weight, "{prompt_syntax='a1111'} reads it as a weight")
     elif syntax == "plain" and (words := _first(_WORDS, (text for text in texts if not text.isupper()))):
-        yield f"{words} is read as text; prompt_syntax='a1111' reads it as A1111 does"
+        yield as_text(words, "{prompt_syntax='a1111'} reads it as A1111 does")
     elif syntax == "plain" and (weight := _first(_COMPEL, texts)):
-        yield f"{weight} is read as text; prompt_syntax='compel' reads it as a weight"
-
-
-def _usual(model: Model) -> str:
-    return f"{model.defaults.guidance_scale:g}"
+        yield as_text(weight, "{prompt_syntax='compel'} reads it as a weight")
 
 
 def _first(pattern: re.Pattern[str], texts: Iterable[str]) -> str | None:

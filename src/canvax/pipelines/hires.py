@@ -42,8 +42,10 @@ def two_passes(
     """``text_to_image`` at the size of the request, then again at ``options.hires`` times that."""
     larger = second_pass(model, request)
     if multihost.is_spread(programs.mesh):
-        raise InputError(f"hires={request.options.hires:g} with several processes: no process has all images")
-    first = text_to_image(model, programs, params, request, cure, counts)
+        raise InputError(
+            "hires", request.options.hires, "does not go with several processes: no process has all images"
+        )
+    first = text_to_image(model, programs, params, replace(request, on_device=False), cure, counts)
     assert larger.given is not None
     if request.options.hires_method == "latent":
         latents = _latents_resized(first.latents, *larger.shape[1:3])
@@ -53,11 +55,13 @@ def two_passes(
         given = replace(larger.given, images=images, whole=(images, []))
     second = text_to_image(model, programs, params, replace(larger, given=given), cure, counts)
     both = {name: first.timings[name] + value for name, value in second.timings.items()}
-    told = zip(to_pil(second.pixels), first.metadata, strict=True)
+    records, images = first.metadata, second.images
+    if not request.on_device:
+        images = [GeneratedImage.of(image, own) for image, own in zip(to_pil(second.pixels), records, strict=True)]
     return replace(
         second,
-        images=[GeneratedImage.of(image, record) for image, record in told],
-        metadata=first.metadata,
+        images=images,
+        metadata=records,
         timings=both | {name: first.timings[name] for name in ("step", "first_step")},
     )
 
@@ -71,14 +75,16 @@ def second_pass(model: Model, request: Request) -> Request:
     options = request.options
     if request.given is not None:
         cure = "pipe.upscale(image, prompt) and canvax upscale IMAGE make one larger"
-        raise InputError(f"hires={options.hires:g} with an image: {cure}")
+        raise InputError("hires", options.hires, "cannot be combined with an image", cure)
     if options.denoising_start or options.denoising_end < 1:
-        raise InputError(f"hires={options.hires:g} with denoising_start or denoising_end: leave one out")
+        raise InputError(
+            "hires", options.hires, "cannot be combined with denoising_start or denoising_end", "leave one out"
+        )
     height, width = (larger_side(model, side, options.hires) for side in (request.height, request.width))
     if (height, width) == (request.height, request.width):
-        raise InputError(f"hires={options.hires:g} leaves {width} x {height} pixels as they are; 1.5 or 2 is usual")
+        raise InputError("hires", options.hires, f"leaves {width} x {height} pixels as they are", "1.5 or 2 is usual")
     if max(height, width) > MAX_SIDE:
-        raise InputError(f"hires={options.hires:g} makes {width} x {height} pixels, more than {MAX_SIDE}; use less")
+        raise InputError("hires", options.hires, f"makes {width} x {height} pixels, more than {MAX_SIDE}", "use less")
     most = model.scheduler.schedule.alphas_cumprod.size
     steps = check_steps(options.hires_steps, None, request.steps, most)
     strength = STRENGTHS[options.hires_method] if options.hires_strength is None else options.hires_strength
@@ -103,7 +109,7 @@ def second_pass(model: Model, request: Request) -> Request:
     try:
         sampler_table(model, larger)
     except InputError as error:  # of lists that are for the steps of the first pass, or of another sampler
-        raise InputError(f"hires={options.hires:g}: its second pass cannot be run: {error}") from None
+        raise InputError("hires", options.hires, f"has a second pass that cannot be run: {error}") from None
     return larger
 
 

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from canvax.checked import checked
 from canvax.compile.kinds import PromptKind
 from canvax.compile.programs import Programs
 from canvax.engine.batch import filled
-from canvax.errors import InputError
+from canvax.errors import NO_VALUE, InputError
 from canvax.families.base import Model
 from canvax.images.given import clip_square, fingerprint, read_images
 from canvax.images.masks import resized, rounded
@@ -33,7 +32,6 @@ MOST = 16
 """Image prompts of one call."""
 
 
-@checked
 @dataclass(frozen=True, eq=False)
 class ImagePrompt:
     """An image as a prompt, for a pipeline with an IP-Adapter (docs/ip-adapter.md).
@@ -58,9 +56,13 @@ class ImagePrompt:
 
     def __post_init__(self) -> None:
         if (self.image is None) == (self.embeds is None):
-            raise InputError("image_prompt: give an image or embeds, one of the two")
+            raise InputError("image_prompt", NO_VALUE, "needs an image or embeds, one of the two")
         if self.adapter < 0:
-            raise InputError(f"image_prompt: adapter={self.adapter} is not 0, the first adapter, or a later one")
+            raise InputError(
+                "image_prompt",
+                NO_VALUE,
+                f"has adapter={self.adapter}, which is not 0, the first adapter, or a later one",
+            )
         if not isinstance(self.scale, Mapping | list | tuple | np.ndarray):
             _number("scale", self.scale)
 
@@ -167,40 +169,57 @@ def check_image_prompts(model: Model, value: Any, count: int, options: Options) 
         return None
     if not model.networks.ip_adapters:
         raise InputError(
-            f"image_prompt with {model.name}, which has no IP-Adapter: pipe.with_ip_adapter(file) gives it one "
-            "(docs/ip-adapter.md)"
+            "image_prompt",
+            NO_VALUE,
+            f"does not go with {model.name}, which has no IP-Adapter",
+            "pipe.with_ip_adapter(file) gives it one (docs/ip-adapter.md)",
         )
     given = list(value) if isinstance(value, list | tuple) else [value]
     records = [one for one in given if isinstance(one, ImagePrompt)]
     if any(isinstance(inner, ImagePrompt) for one in given if isinstance(one, list | tuple) for inner in one):
         raise InputError(
-            "image_prompt has lists of ImagePrompts: one is for all images of the call, and "
-            "canvax.ImagePrompt([first, second], scale=[0.5, 1]) gives each image its own"
+            "image_prompt",
+            NO_VALUE,
+            "has lists of ImagePrompts: one is for all images of the call, and "
+            "canvax.ImagePrompt([first, second], scale=[0.5, 1]) gives each image its own",
         )
     if records and len(records) < len(given):
-        raise InputError("image_prompt has images and ImagePrompts; give canvax.ImagePrompt(image) for each")
+        raise InputError(
+            "image_prompt", NO_VALUE, "has images and ImagePrompts", "give canvax.ImagePrompt(image) for each"
+        )
     if not records and isinstance(value, list | tuple) and len(given) not in (1, count):
         raise InputError(
-            f"image_prompt has {len(given)} images for {count} images of the call: a list of images is one for each. "
-            "For several at once give a list of canvax.ImagePrompt(image)"
+            "image_prompt",
+            NO_VALUE,
+            f"has {len(given)} images for {count} images of the call: a list of images is one for "
+            "each. For several at once give a list of canvax.ImagePrompt(image)",
         )
     records = records or [ImagePrompt(value)]
     if len(records) > MOST:
-        raise InputError(f"image_prompt has {len(records)} entries; a call takes {MOST}")
+        raise InputError("image_prompt", NO_VALUE, f"has {len(records)} entries", f"a call takes {MOST}")
     adapters = dict(model.networks.ip_adapters)
     prompts = [_checked(model, one, count) for one in records]
     for name in adapters:
         shapes = {one.embeds.shape[1:] for one in prompts if one.component == name and one.embeds is not None}
         if len(shapes) > 1:
-            raise InputError(f"image_prompt: the embeds have several shapes {sorted(shapes)}; give all the same")
+            raise InputError(
+                "image_prompt", NO_VALUE, f"has embeds of several shapes {sorted(shapes)}", "give all the same"
+            )
     if options.padding_mask_crop is not None and any(one.masks for one in prompts):
-        raise InputError("image_prompt with a mask and padding_mask_crop: masks are of the whole image; leave one out")
+        raise InputError(
+            "image_prompt",
+            NO_VALUE,
+            "cannot be combined with a mask and padding_mask_crop: masks are of the whole image",
+            "leave one out",
+        )
     encoder = model.networks.image_encoder
     found = ImagePrompts(prompts, adapters, encoder.cfg.tokens if encoder else None)
     if encoder is None and found.sees(guided=True):
         raise InputError(
-            "image_prompt: this pipeline has no image encoder (image_encoder=False); give embeds, and negative_embeds "
-            "where the adapter is not a plain one"
+            "image_prompt",
+            NO_VALUE,
+            "needs an image encoder, and this pipeline has none (image_encoder=False)",
+            "give embeds, and negative_embeds where the adapter is not a plain one",
         )
     return found
 
@@ -209,7 +228,11 @@ def _checked(model: Model, prompt: ImagePrompt, count: int) -> Checked:
     nets = model.networks.ip_adapters
     at = prompt.adapter
     if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < len(nets):
-        raise InputError(f"image_prompt: adapter={at!r} is not one of 0..{len(nets) - 1}, those of this pipeline")
+        raise InputError(
+            "image_prompt",
+            NO_VALUE,
+            f"has adapter={at!r}, which is not one of 0..{len(nets) - 1}, those of this pipeline",
+        )
     component, net = nets[at]
     images = [] if prompt.image is None else read_images("image_prompt", prompt.image, count)
     encoder = model.networks.image_encoder
@@ -220,12 +243,17 @@ def _checked(model: Model, prompt: ImagePrompt, count: int) -> Checked:
     )
     if embeds is not None and negative is not None and embeds.shape[1:] != negative.shape[1:]:
         raise InputError(
-            f"image_prompt: embeds of shape {embeds.shape} and negative_embeds of shape {negative.shape}; give the same"
+            "image_prompt",
+            NO_VALUE,
+            f"has embeds of shape {embeds.shape} and negative_embeds of shape {negative.shape}",
+            "give the same",
         )
     masks = [] if prompt.mask is None else read_images("image_prompt's mask", prompt.mask, count, grey=True)
     told = list(prompt.scale) if isinstance(prompt.scale, list | tuple) else [prompt.scale]
     if len(told) not in (1, count):
-        raise InputError(f"image_prompt: scale has {len(told)} entries for {count} images; give one, or one for each")
+        raise InputError(
+            "image_prompt", NO_VALUE, f"has {len(told)} scales for {count} images", "give one, or one for each"
+        )
     scales = np.stack([layer_scales(scale, net) for scale in told])
     marks = [fingerprint(image) for image in images]
     if embeds is not None:
@@ -239,22 +267,30 @@ def _embeds(name: str, value: Any, net: IPAdapter, tokens: int | None, count: in
     try:
         array = np.asarray(value, np.float32)
     except (TypeError, ValueError):
-        raise InputError(f"image_prompt: {name}={value!r:.80} is not an array of numbers") from None
+        raise InputError(
+            "image_prompt", NO_VALUE, f"has {name}={value!r:.80}, which is not an array of numbers"
+        ) from None
     wanted = ("D",) if net.kind == "plain" else ("T", "D")
     if array.ndim == len(wanted):
         array = array[None]
     if array.ndim != 1 + len(wanted) or array.shape[-1] != net.reads or array.shape[0] not in (1, count):
         sizes = f"[n, {net.reads}]" if net.kind == "plain" else f"[n, {tokens or 'T'}, {net.reads}]"
         raise InputError(
-            f"image_prompt: {name} has shape {np.shape(value)}; this adapter reads {sizes}, n 1 or {count}"
+            "image_prompt",
+            NO_VALUE,
+            f"has {name} of shape {np.shape(value)}",
+            f"this adapter reads {sizes}, n 1 or {count}",
         )
     most = tokens or 4096
     if net.kind != "plain" and (array.shape[1] != tokens if tokens else not 1 <= array.shape[1] <= most):
         raise InputError(
-            f"image_prompt: {name} has {array.shape[1]} features of an image; CLIP makes {tokens or 'fewer'}"
+            "image_prompt",
+            NO_VALUE,
+            f"has {name} with {array.shape[1]} features of an image",
+            f"CLIP makes {tokens or 'fewer'}",
         )
     if not np.isfinite(array).all():
-        raise InputError(f"image_prompt: {name} has numbers that are not finite")
+        raise InputError("image_prompt", NO_VALUE, f"has {name} with numbers that are not finite")
     return array
 
 
@@ -276,7 +312,9 @@ def layer_scales(scale: Any, net: IPAdapter) -> HostArray:
     out = np.zeros(len(layers), np.float32)
     for name, value in scale.items():
         if name not in parts:
-            raise InputError(f"image_prompt: scale={{{name!r}: ...}}; parts of the UNet are down, mid and up")
+            raise InputError(
+                "image_prompt", NO_VALUE, f"has a scale for {name!r}", "parts of the UNet are down, mid and up"
+            )
         own = {block: count for (part, block), count in depths.items() if part == parts[name]}
         blocks = value if isinstance(value, Mapping) else {f"block_{block}": value for block in own}
         if name == "mid":
@@ -287,10 +325,14 @@ def layer_scales(scale: Any, net: IPAdapter) -> HostArray:
             where = f"scale[{name!r}][{key!r}]"
             if block is None:
                 names = ", ".join(f"block_{one}" for one in own)
-                raise InputError(f"image_prompt: {where}: {name} has attentions in {names or 'no block'}")
+                raise InputError(
+                    "image_prompt", NO_VALUE, f"has {where}, and {name} has attentions in {names or 'no block'}"
+                )
             numbers = list(each) if isinstance(each, list | tuple) else [each]
             if len(numbers) not in (1, own[block]):
-                raise InputError(f"image_prompt: {where} has {len(numbers)} entries for {own[block]} attentions")
+                raise InputError(
+                    "image_prompt", NO_VALUE, f"has {where} with {len(numbers)} entries for {own[block]} attentions"
+                )
             numbers = numbers * own[block] if len(numbers) == 1 else numbers
             for i, layer in enumerate(layers):
                 if layer.path[:2] == (parts[name], str(block)):
@@ -300,9 +342,11 @@ def layer_scales(scale: Any, net: IPAdapter) -> HostArray:
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not abs(value) < math.inf:
-        raise InputError(f"image_prompt: {name}={value!r:.80} is not a number; 1 is as trained")
+        raise InputError(
+            "image_prompt", NO_VALUE, f"has {name}={value!r:.80}, which is not a number", "1 is as trained"
+        )
     if not -10 <= value <= 10:
-        raise InputError(f"image_prompt: {name}={value!r} is not in -10..10; 1 is as trained")
+        raise InputError("image_prompt", NO_VALUE, f"has {name}={value!r}, which is not in -10..10", "1 is as trained")
     return float(value)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from canvax.compile.kinds import PromptKind
 from canvax.compile.programs import Programs
-from canvax.errors import InputError
+from canvax.errors import NO_VALUE, InputError
 from canvax.families.base import Model
 from canvax.families.ip_adapters import component_name, ip_adapter_of, with_encoder
 from canvax.models.ip_adapter import ImageEncoder
@@ -46,19 +46,21 @@ def ip_adapter_sources(ip_adapter: Any, image_encoder: Any, **source: Any) -> li
     """
     names = [ip_adapter] if isinstance(ip_adapter, str | os.PathLike) else ip_adapter
     if not isinstance(names, Sequence) or not all(isinstance(name, str | os.PathLike) and name != "" for name in names):
-        raise InputError(f"ip_adapter={ip_adapter!r:.80} is not a safetensors file or a Hub id, nor a list of these")
+        raise InputError("ip_adapter", ip_adapter, "is not a safetensors file or a Hub id, nor a list of these")
     if len(names) > MOST:
-        raise InputError(f"ip_adapter has {len(names)} entries; a pipeline takes {MOST}")
+        raise InputError("ip_adapter", NO_VALUE, f"has {len(names)} entries", f"a pipeline takes {MOST}")
     if image_encoder is True or not isinstance(image_encoder, str | os.PathLike | bool | None):
         raise InputError(
-            f"image_encoder={image_encoder!r:.80} is not a folder or a Hub id; nor None, for the one beside the "
-            "adapter; nor False, for none"
+            "image_encoder",
+            image_encoder,
+            "is not a folder or a Hub id",
+            "nor None, for the one beside the adapter; nor False, for none",
         )
     if not names and (unused := [*map(str, source), *["image_encoder"] * bool(image_encoder)]):
-        raise InputError(f"{', '.join(unused)} without ip_adapter: give one, or leave it out")
+        raise InputError(unused[0], NO_VALUE, "has no effect without ip_adapter", "give {ip_adapter}, or leave it out")
     if "subfolder" in source:
         example = "'owner/name/folder/file.safetensors'"
-        raise InputError(f"subfolder={source['subfolder']!r:.80}: the folder is a part of the name, such as {example}")
+        raise InputError("subfolder", source["subfolder"], "is a part of the name here", f"write {example}")
     return [AdapterSource(os.fspath(name), **source) for name in names]
 
 
@@ -82,9 +84,7 @@ def with_ip_adapters(
         OutOfMemoryError: they do not fit into the devices.
     """
     if params is None:
-        raise InputError(
-            "params=None: a pipeline that holds no parameters cannot be given an IP-Adapter; load it whole"
-        )
+        raise InputError("params", None, "cannot be given an IP-Adapter", "load the pipeline whole")
     for source in sources:
         check_ip_adapter(source)
     files = [open_ip_adapter(source) for source in sources]

@@ -13,13 +13,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from canvax.checked import checked, placed
 from canvax.compile.aot import Build
 from canvax.compile.kinds import PROGRAMS, Kinds, Ready
 from canvax.compile.programs import Programs
-from canvax.errors import HintWarning, InputError, check_count, check_flag, refuse_tracers, warn
+from canvax.errors import NO_VALUE, HintWarning, InputError, check_count, check_flag, refuse_tracers, warn
 from canvax.families.base import Model
-from canvax.files import named_folder
+from canvax.files import named_path
 from canvax.models.text import Conditions
 from canvax.parallel import multihost
 from canvax.parallel.memory import Memory, free_bytes, program_bytes
@@ -45,13 +44,13 @@ class LoadedModel:
         model: where it came from, its configs, tokenizers and noise schedule.
         programs: the compiled programs.
         params: ``{"unet": ..., "vae": ..., "text_encoder": ...}`` (SDXL also ``text_encoder_2``), nested dicts of
-            arrays; None when the caller keeps them and passes them to each call.
+            arrays. After ``from_pretrained``, whose caller passes them to each call, there are none (None).
         changing: held while ``model`` and ``params`` change, and while a call takes both.
     """
 
     model: Model
     programs: Programs
-    params: Params | None = None
+    params: Params = None  # pyright: ignore[reportAssignmentType]
     _fitting: list[tuple[Any, list[weakref.ref[Any]]]] = field(default_factory=list, init=False)
     changing: threading.RLock = field(default_factory=threading.RLock, init=False)
 
@@ -84,7 +83,6 @@ class LoadedModel:
         """The tokenizer of the first text encoder."""
         return next(iter(self.model.tokenizers.values()))
 
-    @checked
     def encode(
         self,
         prompt: str | Sequence[str],
@@ -116,7 +114,6 @@ class LoadedModel:
         more["prompt_syntax"] = prompt_syntax
         return functions.encode(self.model, params, prompt, prompt_2, **more)
 
-    @checked
     def encode_image(
         self, image: Any, *, height: int | None = None, width: int | None = None, params: Params | None = None
     ) -> Array:
@@ -130,7 +127,6 @@ class LoadedModel:
         """
         return functions.encode_image(self.model, self._own(params), image, height, width)
 
-    @placed
     def denoiser(self, latents: Array, timestep: Any, conditions: Conditions, *, params: Params | None = None) -> Array:
         """The network's output [B, h, w, C] float32: the noise, or what ``pipe.model.networks.prediction`` says.
 
@@ -144,7 +140,6 @@ class LoadedModel:
         """
         return functions.denoise(self.model, self._own(params), latents, timestep, conditions)
 
-    @checked
     def decode(self, latents: Array, *, params: Params | None = None) -> Array:
         """Images [B, H, W, 3] float32 in 0..1 of latents [B, h, w, C], such as ``Result.latents``.
 
@@ -152,7 +147,6 @@ class LoadedModel:
         """
         return functions.decode(self.model, self._own(params), latents)
 
-    @checked
     def save(
         self, folder: str | Path, params: Params | None = None, *, dtype: Any = None, overwrite: bool = False
     ) -> Path:
@@ -166,11 +160,13 @@ class LoadedModel:
             dtype: of the written arrays; their own by default.
             overwrite: see ``folder``.
         """
-        folder = named_folder("folder", folder)
+        folder = named_path("folder", folder)
         check_flag("overwrite", overwrite)
         params, spread = self._params(params), multihost.is_spread(self.programs.mesh)
         if any(len({device.process_index for device in row}) > 1 for row in self.programs.mesh.devices):
-            raise InputError("mesh splits the weights over several processes; load with model=1 to save them")
+            raise InputError(
+                "mesh", NO_VALUE, "splits the weights over several processes", "load with {model=1} to save them"
+            )
         with multihost.together("canvax save") if spread else nullcontext():
             if not spread or multihost.leads(self.programs.mesh):
                 if beside := [name for name, one in vars(self).get("adapters", {}).items() if one.place is not None]:
@@ -182,7 +178,6 @@ class LoadedModel:
 
     save_pretrained = save
 
-    @checked
     def place(self, params: Params) -> Params:
         """``params`` on the devices of this pipeline, each of which receives its own part; what is there stays there.
 
@@ -193,13 +188,12 @@ class LoadedModel:
             InputError: they do not fit the model.
         """
         if not isinstance(params, Mapping):
-            raise InputError(f"params={params!r:.80} are not parameters, as canvax.StableDiffusion.params holds them")
+            raise InputError("params", params, "are not parameters, as canvax.StableDiffusion.params holds them")
         return {
             part.name: place_all(part.spec, params.get(part.name, {}), self.programs.mesh, part.name)
             for part in self.model.components
         }
 
-    @checked
     def memory(
         self, height: int | None = None, width: int | None = None, batch: int = 1, *, guidance: bool = True
     ) -> Memory:
@@ -222,7 +216,6 @@ class LoadedModel:
         programs = {name: program_bytes(program) or 0 for name, program in ready.named}
         return Memory(weights, programs, None if free is None else free + held)
 
-    @checked
     def compile(
         self,
         height: int | None = None,
@@ -267,7 +260,9 @@ class LoadedModel:
             check_layers(reuse_layers, self.model)
         more: dict[str, Any] = {"deep_layers": reuse_layers, "known": mask and not self.model.networks.inpaints}
         if control and not self.model.networks.controls:
-            raise InputError(f"control=True with {self.model.name}, which has no ControlNet; leave it out")
+            raise InputError(
+                "control", True, f"does not go with {self.model.name}, which has no ControlNet", "leave it out"
+            )
         more |= {"controls": tuple(name for name, _ in self.model.networks.controls if control)}
         if image_prompt:
             from canvax.pipelines.ip_adapters import usual_kinds  # which most pipelines never need
@@ -275,7 +270,7 @@ class LoadedModel:
             more |= {"image_prompts": usual_kinds(self.model.networks), "sees": True}
             if not more["image_prompts"]:
                 why = "no IP-Adapter with an image encoder; leave it out"
-                raise InputError(f"image_prompt=True with {self.model.name}, which has {why}")
+                raise InputError("image_prompt", True, f"does not go with {self.model.name}, which has {why}")
         self._ready(
             self._params(params, described=True), (height, width), batch, guidance, display, image=image or mask, **more
         )
@@ -310,7 +305,12 @@ class LoadedModel:
         refuse_fork()
         params = self.params if params is None else params
         if params is None:
-            raise InputError("params=None: this pipeline holds no parameters; pass those that from_pretrained returned")
+            raise InputError(
+                "params",
+                None,
+                "does not do: this pipeline holds no parameters",
+                "pass those that from_pretrained returned",
+            )
         return params
 
     def _params(self, params: Params | None, *, described: bool = False) -> Params:
@@ -321,7 +321,7 @@ class LoadedModel:
         own = params is None or params is self.params
         params = self._own(params)
         if not isinstance(params, Mapping):
-            raise InputError(f"params={params!r} is not a dict of arrays; pass those that from_pretrained returned")
+            raise InputError("params", params, "is not a dict of arrays", "pass those that from_pretrained returned")
         # Looking at each of the thousands of arrays of a model takes 10 ms; at whether they are those of last time, 1.
         leaves, structure = jax.tree.flatten(params)
         for last, refs in self._fitting:
@@ -332,14 +332,13 @@ class LoadedModel:
         if not (own and placed):
             refuse_tracers("params", params)
             if not described and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-                raise InputError("params are jax.ShapeDtypeStruct, which hold no numbers; pass arrays")
+                raise InputError("params", NO_VALUE, "are jax.ShapeDtypeStruct, which hold no numbers", "pass arrays")
         for part in self.model.components:
             check_params(part.spec, params.get(part.name, {}), part.name)
         if not placed:
             params = {**params, **self.place(params)}
-            if own and self.params is not None:
-                self.params.update(params)
-                params = self.params
+            if own:
+                vars(self)["params"] = params  # the dict itself is the caller's
         elif all(isinstance(leaf, jax.Array) for leaf in leaves):
             self._fitting[:] = [(structure, [weakref.ref(leaf) for leaf in leaves])]
         return params

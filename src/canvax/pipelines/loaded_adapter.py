@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from canvax.errors import CheckpointError, InputError, nearest
+from canvax.errors import NO_VALUE, CheckpointError, InputError, nearest
 from canvax.pipelines.adapter_weights import Weights
 from canvax.weights.adapter_info import suggested, trigger_words
 from canvax.weights.lora import Adapter, Key
@@ -30,7 +30,7 @@ class LoadedAdapter:
         sha256: of the file.
         words: textual inversions that came with it.
         place: where it lies beside the weights; None of one that is merged.
-        found_by: arguments of ``load`` that its source was looked for with, without the token.
+        source_keywords: arguments of ``load`` that its source was looked for with, without the token.
     """
 
     name: str
@@ -41,16 +41,7 @@ class LoadedAdapter:
     words: tuple[str, ...] = ()
     weights: Weights = field(default_factory=dict, repr=False)
     place: int | None = None
-    found_by: Mapping[str, Any] = field(default_factory=dict, repr=False)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set what the pipeline sets later; anything else would change what is told of it, and no weight."""
-        if name in vars(self) and name not in ("words", "place"):
-            raise InputError(
-                f"{name} of the adapter {self.name!r} cannot be set: write pipe.adapters.set({{{self.name!r}: 0.8}}), "
-                "or load it again"
-            )
-        super().__setattr__(name, value)
+    source_keywords: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def suggested(self) -> dict[str, Any]:
@@ -123,18 +114,18 @@ def file_of(folder: Path, tag: str) -> Path:
     names = files.matches(tag)
     if not names:
         there = nearest(tag, list(files.paths)) if files.paths else "it holds no safetensors file"
-        raise InputError(f"<lora:{tag[:80]}>: no such file in {folder}; {there}")
+        raise InputError("prompt", NO_VALUE, f"names <lora:{tag[:80]}>, and there is no such file in {folder}", there)
     if len(names) > 1:
-        raise InputError(f"<lora:{tag[:80]}>: {several(tag, names)}")
+        raise InputError("prompt", NO_VALUE, f"names <lora:{tag[:80]}>: {several(tag, names)}")
     return files.paths[names[0]]
 
 
 def check_name(name: object, taken: Mapping[str, Any]) -> None:
     """Refuse what is no name, or is taken."""
     if not isinstance(name, str) or not name.strip() or len(name) > MOST_NAME or not name.isprintable():
-        raise InputError(f"name={str(name)[:80]!r} cannot be the name of an adapter; give a word")
+        raise InputError("name", name, "cannot be the name of an adapter", "give a word")
     if name in taken:
-        raise InputError(f"name={name!r}: such an adapter is loaded; remove it first, or set its weight with set")
+        raise InputError("name", name, "is loaded already", "remove it first, or set its weight with set")
 
 
 def alias_of(path: Path) -> str | None:

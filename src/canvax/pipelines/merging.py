@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from canvax.adapters import Part, change
-from canvax.errors import CanvaxError, InputError
+from canvax.errors import NO_VALUE, CanvaxError, InputError
 from canvax.parallel.rules import place
 from canvax.params import Param, Params, Spec, flatten
 from canvax.quantize import KINDS as QUANTIZED
@@ -103,7 +103,12 @@ class Merging:
         if key in self._kept and self._kept[key].ours is now:
             return self._kept[key]
         if not now.is_fully_addressable and not now.is_fully_replicated:
-            raise InputError("adapters: the mesh splits weights over several processes; load with model=1")
+            raise InputError(
+                "adapters",
+                NO_VALUE,
+                "cannot change weights that the mesh splits over several processes",
+                "load with {model=1}",
+            )
         quantized = self._declared[key].dtype in QUANTIZED.values()
         return _Kept(np.asarray(now), np.asarray(layer[scale_of(last)]) if quantized else None, now)
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from canvax.checked import check_function
-from canvax.errors import InputError, nearest, shown
+from canvax.errors import InputError, check_function, nearest, shown
 from canvax.guidance import SETTINGS as METHODS
 from canvax.pipelines.checks import MAX_SIDE, MOST_GUIDANCE
 from canvax.samplers.catalog import find
@@ -36,6 +35,11 @@ def check_step_end(callback: Any) -> None:
     """Refuse what cannot be called as a callback of diffusers is, before anything runs."""
     if callback is not None:
         check_function("callback_on_step_end", callback, 4, "(pipe, index, timestep, tensors)")
+
+
+def name_of(function: Any) -> str:
+    """The name of a function, as metadata has it."""
+    return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def is_number(value: Any) -> bool:
@@ -83,7 +87,15 @@ def _float(value: Any) -> float:
 
 def check_kinds_of_guidance(options: Any) -> None:
     """Refuse methods of guidance with numbers that they do not have."""
-    method, own = options.guidance_method, METHODS[options.guidance_method]
+    method = options.guidance_method
+    own = METHODS[method] if isinstance(method, str) else {}
+    if callable(method):
+        check_function("guidance_method", method, 3, "(negative, conditional, scale)")
+        try:
+            hash(method)  # its program is found again by it
+        except TypeError:
+            raise InputError("guidance_method", method, "cannot be hashed", "give a function") from None
+        method = name_of(method)
     for name in (one.partition("=")[0] for one in options.guidance_settings):
         if name not in own:
             having = "".join(f"; guidance_method={one!r} has it" for one in METHODS if name in METHODS[one])

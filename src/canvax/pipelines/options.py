@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from canvax.errors import InputError, check_count, nearest, plain, reading_arguments, refuse_tracers, shown
-from canvax.familiar import CALL
 from canvax.guidance import SETTINGS as METHODS
-from canvax.guidance import Method
+from canvax.guidance import Method, Rule
 from canvax.noise import NoiseKind
 from canvax.pipelines.checks import Tiling
 from canvax.pipelines.option_checks import (
@@ -23,6 +22,7 @@ from canvax.pipelines.option_checks import (
     check_noise,
     is_number,
     is_whole,
+    name_of,
     numbers_of,
     pair_of,
     plain_value,
@@ -53,14 +53,6 @@ class Step:
     latents: np.ndarray
     denoised: np.ndarray
 
-    def __getattr__(self, name: str) -> Any:
-        """Names that others' callbacks are told by."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        meant = {"step": "index", "i": "index", "t": "timestep", "steps": "total", "images": "denoised"}.get(name)
-        told = f"write step.{meant}" if meant else nearest(name, [field.name for field in dataclasses.fields(self)])
-        raise AttributeError(f"{name!r:.80} is not an attribute of a step; {told}")
-
 
 Callback = Callable[[Step], Any]
 """Called after each evaluation. It may return None to go on, False to cancel the image
@@ -85,9 +77,6 @@ _CHOICES = {
     "mask_blend": MaskBlend,
 }
 
-_OF_A_CALL = ("prompt", "negative_prompt", "height", "width", "num_inference_steps", "guidance_scale", "seed")
-_OF_A_CALL += ("num_images_per_prompt", "sampler", "latents", "image", "mask", "strength", "control", "image_prompt")
-_OF_A_CALL += ("adapters",)
 
 PAIRS = (
     *("original_size", "crops_coords_top_left", "target_size"),
@@ -112,7 +101,7 @@ class Options:
             prompt is followed without guidance, for half the work (Kynkaanniemi et al. 2024).
         guidance_rescale: 0..1, tames over-exposure at high guidance (Lin et al. 2024).
         guidance_method: how the outputs for the prompt and the negative prompt become one: "cfg", "cfg_zero", "apg" or
-            "threshold" (docs/guidance.md).
+            "threshold", or a function of your own (docs/guidance.md).
         guidance_settings: its numbers by name, such as ``{"eta": 0.0, "norm": 2.5}``; kept as ``("eta=0.0",)``.
         pag_scale: perturbed-attention guidance (Ahn et al. 2024), 3 is usual; 0 for none. Takes one evaluation more.
         pag_adaptive_scale: how much of it goes with each timestep; 0 for nothing.
@@ -187,7 +176,7 @@ class Options:
     guidance_steps: Sequence[float] | None = None
     guidance_interval: Sequence[float] = (0.0, 1.0)
     guidance_rescale: float = 0.0
-    guidance_method: Method = "cfg"
+    guidance_method: Method | Rule = "cfg"
     guidance_settings: Mapping[str, Any] | Sequence[str] = ()
     pag_scale: float = 0.0
     pag_adaptive_scale: float = 0.0
@@ -234,16 +223,6 @@ class Options:
     aesthetic_score: float | None = None
     negative_aesthetic_score: float | None = None
 
-    def __new__(cls, *arguments: Any, **keywords: Any) -> Self:
-        """Refuse unknown names in a sentence, before the constructor does in a bare one."""
-        for name in keywords.keys() - set(_names()):
-            meant = CALL[name].becomes if name in CALL else ""
-            told = f"write {meant}" if meant else nearest(name, _names())
-            if (meant or name) in _OF_A_CALL:
-                told = f"{meant}: " * bool(meant) + "it is an argument of the call itself"
-            raise InputError(f"canvax.Options has no {name!r}; {told}")
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         with reading_arguments(dict(vars(self))):
             self._check()
@@ -278,6 +257,8 @@ class Options:
         if not (is_number(self.guidance_rescale) and 0 <= self.guidance_rescale <= 1):
             raise InputError(f"guidance_rescale={self.guidance_rescale!r} is not in 0..1; 0.7 is usual")
         for name, kind in _CHOICES.items():
+            if name == "guidance_method" and callable(getattr(self, name)):
+                continue
             if (value := getattr(self, name)) not in get_args(kind):
                 array = name == "noise" and not isinstance(value, str)
                 told = "an array is given as latents=" if array else nearest(shown(value), get_args(kind))
@@ -317,7 +298,8 @@ class Options:
     def guidance_numbers(self) -> dict[str, float]:
         """The numbers of ``guidance_method`` by name, in their order."""
         given = {name: plain_value(value) for name, _, value in (one.partition("=") for one in self.guidance_settings)}
-        return {name: given.get(name, usual) for name, (usual, _, _) in METHODS[self.guidance_method].items()}
+        numbers = METHODS[self.guidance_method] if isinstance(self.guidance_method, str) else {}
+        return {name: given.get(name, usual) for name, (usual, _, _) in numbers.items()}
 
     @property
     def own_steps(self) -> int | None:
@@ -335,16 +317,10 @@ class Options:
     def changed(self) -> dict[str, Any]:
         """The options that differ from their defaults and decide the picture: what metadata keeps."""
         decisive = self.given() - {"progress", "callback"}
-        return {name: getattr(self, name) for name in _names() if name in decisive}
-
-
-def _refuse_change(options: Options, name: str, value: Any) -> None:
-    cure = f"give {name}= to the call, or write dataclasses.replace(options, {name}=...)"
-    cure = cure if name in _names() else nearest(name, _names())
-    raise dataclasses.FrozenInstanceError(f"options.{name} cannot be set; {cure}")
-
-
-setattr(Options, "__setattr__", _refuse_change)  # noqa: B010 (a frozen dataclass may not have its own)
+        changed = {name: getattr(self, name) for name in _names() if name in decisive}
+        if callable(rule := changed.get("guidance_method")):
+            changed["guidance_method"] = name_of(rule)
+        return changed
 
 
 def _names() -> list[str]:

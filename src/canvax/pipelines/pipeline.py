@@ -14,7 +14,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.checked import checked, placed
 from canvax.compile.monitor import counting
 from canvax.errors import InputError, check_count, reading_arguments, refuse_tracers
 from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
@@ -36,8 +35,17 @@ from canvax.pipelines.request import Call, Request, make_request
 from canvax.pipelines.result import Result
 from canvax.pipelines.text_to_image import text_to_image
 from canvax.pipelines.tiles import STRENGTH
-from canvax.pipelines.translate import GIVEN, place_of, translate_call, translate_load
+from canvax.pipelines.translate import (
+    GIVEN,
+    Output,
+    as_output,
+    check_output,
+    place_of,
+    translate_call,
+    translate_load,
+)
 from canvax.pipelines.upscale import AT_ONCE, upscaled
+from canvax.samplers import SamplerSpec, SamplerTable, Solver
 from canvax.types import Array, DType
 from canvax.weights.overrides import Overrides
 from canvax.weights.source import Source, tell_of_idle_cache
@@ -48,23 +56,8 @@ if TYPE_CHECKING:
     from canvax.pipelines.safety import SafetyChecker
 
 
-class _Answering(type):
-    """Of classes: what a pipeline says of attributes that it has not, its class says as well."""
-
-    def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
-        """Make one of its parts; a name or sizes, as KerasCV's class of this name takes them, are none."""
-        if len(arguments) < 2 and "programs" not in keywords:
-            raise InputError(f"canvax.{cls.__name__} is made by canvax.load: pipe = canvax.load('emoji')")
-        return super().__call__(*arguments, **keywords)
-
-    def __getattr__(cls, name: str) -> NoReturn:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise AttributeError(answer(name, ATTRIBUTES, dir(cls), "an attribute of a pipeline"))
-
-
 @dataclass(eq=False, repr=False)
-class StableDiffusion(LoadedModel, metaclass=_Answering):
+class StableDiffusion(LoadedModel):
     """A pipeline from text to images. Made by ``canvax.load`` or ``from_pretrained``.
 
     Attributes:
@@ -78,15 +71,17 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
     def __repr__(self) -> str:
         return summary(self)
 
-    def __getattr__(self, name: str) -> Any:
-        """Attributes that diffusers' pipelines have and this one has not get a sentence that says what to do."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        known = () if (place := place_of(name)) else dir(type(self))
-        public = ", ".join(one for one in dir(type(self)) if not one.startswith("_"))
-        raise AttributeError(
-            answer(name, ATTRIBUTES, known, "an attribute of a pipeline", takes=place or f"it has {public}")
-        )
+    if not TYPE_CHECKING:  # or every attribute would be known to type checkers
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Attributes that diffusers' pipelines have and this one has not get a sentence that says what to do."""
+            if name.startswith("_"):
+                raise AttributeError(name)
+            known = () if (place := place_of(name)) else dir(type(self))
+            public = ", ".join(one for one in dir(type(self)) if not one.startswith("_"))
+            raise AttributeError(
+                answer(name, ATTRIBUTES, known, "an attribute of a pipeline", takes=place or f"it has {public}")
+            )
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Parameters may be replaced; nothing else, since programs and configs belong together."""
@@ -95,13 +90,6 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
             said = answer(name, ASSIGNED, (), "an attribute that can be set", takes=place_of(name))
             raise AttributeError(f"cannot be set: {said}")
         object.__setattr__(self, name, value)
-
-    def __getitem__(self, name: object) -> NoReturn:
-        """A pipeline is no table, and no pair; its weights are a table."""
-        if isinstance(name, int):  # pipe, params = canvax.load(model)
-            told = "canvax.load gives one pipeline, whose weights are pipe.params; pipe(prompt)[0] is an image"
-            raise InputError(f"pipe[{name}]: {told}")
-        raise InputError(f"pipe[{name!r:.80}]: weights are pipe.params[{name!r:.80}], and images pipe(prompt)[0]")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled, a pipeline is how to load it again: for the processes of a pool, each of which has devices.
@@ -123,14 +111,13 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
 
     def _with(self, method: str, arguments: tuple[Any, ...], source: Mapping[str, Any], *made: Any) -> StableDiffusion:
         """The pipeline that a method has made of this one, with the adapters that are in the weights of both."""
-        pipe = StableDiffusion(*made, self.safety_checker)
+        pipe = StableDiffusion(*made, safety_checker=self.safety_checker)
         if "adapters" in vars(self):
             vars(pipe)["adapters"] = self.adapters.handed_to(pipe)
         keywords = {name: value for name, value in source.items() if name not in ("token", "progress")}
         pipe._made_by.update({**self._made_by, method: (arguments, keywords)} if self._made_by else {})
         return pipe
 
-    @checked
     def with_ip_adapter(
         self,
         ip_adapter: str | Path | Sequence[str | Path] | None,
@@ -158,7 +145,6 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
             other = with_ip_adapters(self.model, self.programs, self.params, sources, image_encoder)
             return self._with("with_ip_adapter", (ip_adapter, image_encoder), source, *other)
 
-    @checked
     def with_controlnet(self, controlnet: str | Path | Sequence[str | Path] | None, **source: Any) -> StableDiffusion:
         """This model with networks that read control images, which shares its weights and programs with this pipeline.
 
@@ -181,12 +167,10 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
             return self._with("with_controlnet", (controlnet,), source, *other)
 
     @classmethod
-    @placed
     def from_pretrained(cls, model: str | Path, **keywords: Any) -> tuple[Self, Params]:
         """Load a model as ``(pipeline, params)``; keywords are those of ``canvax.load``."""
         pipe = load(model, **keywords)
-        assert pipe.params is not None
-        return Both(cls(pipe.model, pipe.programs, None, pipe.safety_checker), pipe.params)
+        return Both(cls(pipe.model, pipe.programs, safety_checker=pipe.safety_checker), pipe.params)
 
     @accepts(translate_call, refuse_tracers, GIVEN)
     def __call__(
@@ -198,8 +182,8 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         num_images_per_prompt: int = 1,
-        seed: int | Sequence[int] | None = None,
-        sampler: str | None = None,
+        seed: int | Sequence[int] | np.ndarray | Array | None = None,
+        sampler: str | SamplerTable | SamplerSpec | Solver | None = None,
         latents: np.ndarray | Array | None = None,
         options: Options | None = None,
         params: Params | None = None,
@@ -209,6 +193,7 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
         control: Any = None,
         image_prompt: Any = None,
         adapters: Any = None,
+        output_type: Output = "pil",
     ) -> Result:
         """Generate images. Nothing but height, width, the number of images and guidance on or off ever compiles again.
 
@@ -223,8 +208,10 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
             guidance_scale: how closely to follow the prompt; 1 or less switches guidance off and halves the work. By
                 default the model's own, else 7.5, and 5 for SDXL.
             num_images_per_prompt: images for each prompt.
-            seed: image i of the call uses ``seed + i``; a list gives each image its own; None or -1 chooses one.
-            sampler: any name from ``canvax samplers``; by default the checkpoint's own.
+            seed: image i of the call uses ``seed + i``; a list gives each image its own; None or -1 chooses one. A JAX
+                key stands for a seed, an array of keys for a list of seeds (docs/seeds.md).
+            sampler: any name from ``canvax samplers``; by default the checkpoint's own. A solver of your own, a spec
+                or a table does as well (docs/samplers.md).
             latents: initial noise of unit variance [B, h, w, C] float32 in place of the seed's; with
                 ``options.denoising_start``, the noisy latents to go on from.
             options: what is seldom changed.
@@ -243,6 +230,8 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
                 (docs/ip-adapter.md).
             adapters: weights of adapters that are beside the model's, ``{"ink": 0.8}``, or a list of one such table for
                 each image, None for an image without; by default as they are set (docs/adapters.md).
+            output_type: kind of ``Result.images``: "pil"; "np" for ``Result.pixels``; "jax" for the same as an array
+                on the devices, split over the mesh, which is not copied to the host; "latent" for ``Result.latents``.
 
         Returns:
             The images; where several processes generate together, those of this process.
@@ -260,13 +249,17 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
         # One process that refuses must not leave the others waiting for it.
         together = multihost.together("canvax generate") if spread else nullcontext()
         with together, reading_arguments(arguments), self.changing:
+            output = check_output(output_type)
+            if output == "jax" and (spread or self.safety_checker):
+                why = "several processes" if spread else "a safety checker, which reads images on the host"
+                raise InputError("output_type", output, f"does not work with {why}", "use {output_type='np'}")
             as_set, own = params is None, params is None or params is self.params
             params = self._params(params)
             # Parameters of the caller's have no adapters, so that their images tell of none.
             model = self.model if own else replace(self.model, merged={})
             call = Call(**{field.name: arguments[field.name] for field in fields(Call)})
-            request = self._request(call, adapters, as_set=as_set)
-        return self._generate(model, request, params, seed)
+            request = replace(self._request(call, adapters, as_set=as_set), on_device=output == "jax")
+        return as_output(self._generate(model, request, params, seed), output)
 
     @property
     def _beside(self) -> bool:
@@ -311,7 +304,6 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
             result = run(model, self.programs, params, request, cure, counts)
         return self.safety_checker(result) if self.safety_checker else result
 
-    @checked
     def upscale(
         self,
         image: Any,
@@ -435,7 +427,7 @@ def load(
     from canvax.pipelines.safety import check_has_checker, load_safety_checker
 
     if not isinstance(safety_checker, bool | None):
-        raise InputError(f"safety_checker={safety_checker!r:.80} is not True, for the model's own, or None")
+        raise InputError("safety_checker", safety_checker, "is not True, for the model's own, or None")
     hub = {"variant": variant, "token": token, "cache_dir": cache_dir}
     hub |= {"local_files_only": local_files_only, "progress": progress}
     sources = control_sources([] if controlnet is None else controlnet, **hub)

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
-from canvax.checked import checked
-from canvax.errors import CheckpointError, InputError
+from canvax.errors import NO_VALUE, CheckpointError, InputError
 from canvax.images.convert import to_pil
 from canvax.kernels.target import jitted
 from canvax.models.configs import TinyConfig
@@ -26,7 +25,6 @@ from canvax.weights.open import open_network
 from canvax.weights.source import Source
 
 
-@checked
 @dataclass(frozen=True, eq=False)
 class Preview:
     """A tiny decoder on the first device, in float32.
@@ -39,7 +37,6 @@ class Preview:
     cfg: TinyConfig
     params: Params = field(repr=False)
 
-    @checked
     def pixels(self, latents: HostArray) -> HostArray:
         """Latents [B, h, w, C], such as ``step.denoised`` -> pictures [B, f h, f w, 3] float32 in 0..1.
 
@@ -50,16 +47,16 @@ class Preview:
         """
         latents = np.asarray(latents, np.float32)
         if latents.ndim != 4 or latents.shape[-1] != self.cfg.latent_channels:
-            raise InputError(f"latents are {latents.shape}; this decoder takes [B, h, w, {self.cfg.latent_channels}]")
+            raise InputError(
+                "latents", NO_VALUE, f"are {latents.shape}", f"this decoder takes [B, h, w, {self.cfg.latent_channels}]"
+            )
         return jax.device_get(_pixels(self.params, jax.device_put(latents), cfg=self.cfg))
 
-    @checked
     def images(self, latents: HostArray) -> list[Image.Image]:
         """The same as pictures of Pillow."""
         return to_pil(self.pixels(latents))
 
 
-@checked
 def load_preview(
     model: str | Path,
     *,

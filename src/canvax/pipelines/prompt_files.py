@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from canvax.errors import InputError
+from canvax.errors import NO_VALUE, InputError
 from canvax.images.given import read_images
 
 NONE = "none"
@@ -34,16 +34,26 @@ def image_prompts_of(settings: Mapping[str, Any], adapters: int) -> tuple[FilePr
     files, masks = (_listed(name, settings.get(name)) for name in SETTINGS)
     if not files:
         if masks:
-            raise InputError("ip_mask without ip_image: name the image with --ip-image as well")
+            raise InputError("ip_mask", NO_VALUE, "has no effect without an image prompt", "give {ip_image} as well")
         return ()
     if not adapters:
-        raise InputError("--ip-image without --ip-adapter: name the adapter that reads the image")
+        raise InputError(
+            "ip_image", NO_VALUE, "needs an IP-Adapter", "name the adapter that reads the image with {ip_adapter}"
+        )
     if adapters > 1 and len(files) != adapters:
         raise InputError(
-            f"{len(files)} --ip-image for {adapters} --ip-adapter: give one image for each, in their order"
+            "ip_image",
+            NO_VALUE,
+            f"has {len(files)} images for {adapters} adapters",
+            "give one image for each, in their order",
         )
     if masks and len(masks) != len(files):
-        raise InputError(f"{len(masks)} --ip-mask for {len(files)} --ip-image: give one for each; none for no mask")
+        raise InputError(
+            "ip_mask",
+            NO_VALUE,
+            f"has {len(masks)} masks for {len(files)} images",
+            "give one for each; none for no mask",
+        )
     found = []
     for i, text in enumerate(files):
         file, scale = _with_scale(text)
@@ -55,7 +65,7 @@ def image_prompts_of(settings: Mapping[str, Any], adapters: int) -> tuple[FilePr
 def _listed(name: str, value: Any) -> list[str]:
     values = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(one, str) and one for one in values):
-        raise InputError(f"{name}={value!r} is not the name of an image, nor a list of names")
+        raise InputError(name, value, "is not the name of an image, nor a list of names")
     return values
 
 
@@ -67,7 +77,9 @@ def _with_scale(text: str) -> tuple[str, float]:
             return file, float(number)
         except ValueError:  # a name with a colon in it
             if os.path.isfile(file) and not os.path.exists(text):
-                raise InputError(f"ip_image={text!r}: {number!r} is not a strength; write {file}:0.6") from None
+                raise InputError(
+                    "ip_image", text, f"ends in {number!r}, which is not a strength", f"write {file}:0.6"
+                ) from None
     return text, 1.0
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from canvax.errors import InputError
+from canvax.errors import NO_VALUE, InputError
 from canvax.images.infotext import without_networks
 
 TAG = re.compile(r"<(?:lora|lyco):([^<>:]{1,200})((?::[^<>:]{0,40}){0,4})>", re.IGNORECASE)
@@ -28,12 +28,14 @@ def take_tags(prompts: Sequence[str]) -> tuple[list[str], Tags]:
         InputError: they name different ones, or a weight is no number.
     """
     if not prompts:
-        raise InputError("prompt=[] holds no prompt; give at least one")
+        raise InputError("prompt", [], "holds no prompt", "give at least one")
     found = [tags_of(prompt) for prompt in prompts]
     if any(tags != found[0] for tags in found):
         raise InputError(
-            "prompts of one call name different adapters (<lora:...>), and its images share the weights of the model; "
-            "call once for each"
+            "prompts",
+            NO_VALUE,
+            "name different adapters (<lora:...>), and its images share the weights of the model",
+            "call once for each",
         )
     return [without_networks(prompt) for prompt in prompts], found[0]
 
@@ -51,12 +53,16 @@ def tags_of(prompt: str) -> Tags:
             label, _, number = word.rpartition("=")
             label = label.strip() or ("te" if "te" not in places else "unet")
             if label not in ("te", "unet") or label in places:
-                raise InputError(f"<lora:{name}{rest}>: has other parts than a weight, or te=0.5 and unet=0.8")
+                raise InputError(
+                    "prompt",
+                    NO_VALUE,
+                    f"names <lora:{name}{rest}> with other parts than a weight, or te=0.5 and unet=0.8",
+                )
             places[label] = _number(f"<lora:{name}{rest}>", number)
         text = places.get("te", 1.0)
         unet = places.get("unet", text)
         if name.strip() in tags:
-            raise InputError(f"prompt names the adapter {name!r} twice (<lora:...>); once is enough")
+            raise InputError("prompt", NO_VALUE, f"names the adapter {name!r} twice (<lora:...>)", "once is enough")
         tags[name.strip()] = text if text == unet else {"text_encoder": text, "text_encoder_2": text, "unet": unet}
     return tags
 
@@ -65,4 +71,6 @@ def _number(tag: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise InputError(f"{tag}: {text!r} is no weight; write <lora:name:0.8>") from None
+        raise InputError(
+            "prompt", NO_VALUE, f"names {tag}, where {text!r} is no weight", "write <lora:name:0.8>"
+        ) from None

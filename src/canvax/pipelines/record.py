@@ -9,11 +9,18 @@ from canvax.families.base import Model
 from canvax.pipelines.checks import check_second
 from canvax.pipelines.given import entry
 from canvax.pipelines.request import Request
+from canvax.samplers import SAMPLERS, SamplerSpec, SamplerTable
 
 
 def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
     """For each image everything that generates it again, in plain values."""
-    sampler, label = model.sampler_names(request.sampler)
+    sampler, label, table_sha256 = request.sampler, "", ""
+    if isinstance(sampler, SamplerTable):
+        sampler, label, table_sha256 = "custom", "custom", sampler.sha256
+    elif isinstance(sampler, SamplerSpec) and sampler not in SAMPLERS:
+        sampler, label = "custom", sampler.label
+    else:
+        sampler, label = model.sampler_names(sampler.name if isinstance(sampler, SamplerSpec) else sampler)
     shared = {
         "height": request.height,
         "width": request.width,
@@ -21,6 +28,7 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
         "guidance_scale": request.guidance,
         "sampler": sampler,
         "sampler_label": label,
+        **({"sampler_sha256": table_sha256} if table_sha256 else {}),
         "model": model.name,
         "revision": model.revision,
         "dtype": model.dtype,

@@ -6,11 +6,11 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from canvax.errors import InputError, refuse_tracers, shown
+from canvax.errors import NO_VALUE, InputError, refuse_tracers
 from canvax.families.base import Model
 from canvax.pipelines.checks import (
     MAX_SIDE,
@@ -26,7 +26,7 @@ from canvax.pipelines.control_images import ControlImages, check_control
 from canvax.pipelines.given import Given, all_anew, check_given
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.texts import Embeds, Texts, check_conditions, read_texts
-from canvax.samplers import find
+from canvax.samplers import SamplerSpec, SamplerTable, Solver, spec_of
 from canvax.samplers.strength import steps_of_strength
 from canvax.types import HostArray
 
@@ -40,7 +40,7 @@ class Request:
     """One call, checked: an entry for each image where lists stand. ``shape`` is that of the latents, [B, h, w, C].
 
     ``zeros``: no negative prompt was given, not even an empty one, and the model wants zeros for that.
-    ``embedded``: the guidance scale is an input of the network.
+    ``embedded``: the guidance scale is an input of the network. ``on_device``: pixels and latents stay on the devices.
     """
 
     prompts: list[str]
@@ -50,7 +50,7 @@ class Request:
     width: int
     steps: int
     guidance: float
-    sampler: str | None
+    sampler: str | SamplerSpec | SamplerTable | None
     latents: np.ndarray | None
     shape: tuple[int, int, int, int]
     options: Options
@@ -64,11 +64,16 @@ class Request:
     control: ControlImages | None = None
     image_prompts: ImagePrompts | None = None
     beside: Shares | None = None
+    on_device: bool = False
 
     def fingerprint(self) -> list[Any]:
         """Everything but the seeds that must be the same in processes that generate together, by its ``repr``."""
         apart = ("seeds", "options", "latents", "given", "texts", "embeds", "control", "image_prompts", "beside")
         decided = {name: value for name, value in vars(self).items() if name not in apart}
+        if isinstance(self.sampler, SamplerTable):
+            decided["sampler"] = self.sampler.sha256
+        elif isinstance(self.sampler, SamplerSpec):  # the text of a function is not the same in each process
+            decided["sampler"] = self.sampler.name
         image = self.given and (self.given.strength, self.given.fingerprints)
         given = None if self.latents is None else hashlib.sha256(self.latents.tobytes()).hexdigest()
         image = [image, self.control and dict(self.control.fingerprints)]
@@ -121,15 +126,15 @@ def make_request(model: Model, call: Call) -> Request:
     Raises:
         InputError: naming the argument, its value and the cure.
     """
-    options, sampler, per_prompt = check_options(call.options), call.sampler, call.num_images_per_prompt
-    if not isinstance(sampler, str | None):
-        raise InputError(f"sampler={shown(sampler)} is not the name of a sampler; canvax samplers lists them")
+    options, sampler, per_prompt = check_options(call.options), _sampler(call.sampler), call.num_images_per_prompt
     check_for_model(options, model)
     check_seed_size(options, model.vae.factor)
     prompt, negative, embeds = taken_apart(call.prompt, call.negative_prompt, model)
     prompts, negatives = check_prompts(prompt, negative, per_prompt)
     if any(one is not None and len(one["text"]) != len(prompts) for one in embeds):
-        raise InputError(f"the conditions are not of {len(prompts)} images; give an entry for each")
+        raise InputError(
+            "prompt", NO_VALUE, f"has conditions of other than {len(prompts)} images", "give an entry for each"
+        )
     (tall, wide), factor = model.native_size, model.vae.factor
     size = (call.height, call.width)
     if options.padding_mask_crop is not None:  # a part of the image, at the size the model was trained for
@@ -145,8 +150,16 @@ def make_request(model: Model, call: Call) -> Request:
         height, width = given.size
     shape = model.networks.latent_shape(len(prompts), height, width)
     most = model.scheduler.schedule.alphas_cumprod.size
-    steps = check_steps(call.num_inference_steps, options.own_steps, model.defaults.num_inference_steps, most)
-    if given is not None:
+    table = sampler if isinstance(sampler, SamplerTable) else None
+    own_steps = options.own_steps if table is None else int(table.step[-1]) + 1
+    steps = check_steps(call.num_inference_steps, own_steps, model.defaults.num_inference_steps, most)
+    if given is not None and table is not None:
+        if call.strength is not None:
+            cure = "leave it out: a table that was built with skip= begins later"
+            raise InputError("strength", call.strength, "has no effect on a sampler that is a table", cure)
+        first = int(table.step[0])
+        given = replace(given, steps=steps, skipped=first, strength=1 - first / steps)
+    elif given is not None:
         whole, skipped = steps_of_strength(given.strength, steps, options.strength_rule, most)
         given = replace(given, steps=whole, skipped=skipped)
     prompts_2 = check_second("prompt_2", options.prompt_2, prompts, per_prompt)
@@ -179,14 +192,29 @@ def make_request(model: Model, call: Call) -> Request:
     return request
 
 
+def _sampler(value: Any) -> str | SamplerSpec | SamplerTable | None:
+    """The sampler of a call, a function as a spec."""
+    if isinstance(value, str | SamplerSpec | SamplerTable | None):
+        return value
+    if not callable(value) or isinstance(value, type):
+        cure = "give a name that canvax samplers lists, a SamplerTable, a SamplerSpec or a solver"
+        raise InputError("sampler", value, "is not a sampler", cure)
+    return SamplerSpec.of(cast("Solver", value))
+
+
 def _check_together(request: Request, model: Model) -> None:
     """Refuse what is right by itself and cannot go with the rest."""
     prompts, options = request.prompts, request.options
     if request.composed and (options.reuse > 1 or request.embedded):
         why = f"{model.name} has no negative prompt" if request.embedded else "options.reuse is for one prompt"
-        raise InputError(f"prompt={prompts[0][:60]!r} adds prompts up (AND): {why}; leave AND and :weight out")
+        raise InputError("prompt", prompts[0][:60], f"adds prompts up (AND): {why}", "leave AND and :weight out")
     if request.latents is not None and (options.variation_strength or options.seed_size):
-        raise InputError("latents with variation_strength or seed_size: the noise is given already; leave them out")
+        raise InputError(
+            "latents",
+            NO_VALUE,
+            "cannot be combined with variation_strength or seed_size: the noise is given already",
+            "leave them out",
+        )
 
 
 def _image_prompts(model: Model, value: Any, count: int, options: Options) -> ImagePrompts | None:
@@ -217,10 +245,15 @@ def check_for_model(options: Options, model: Model) -> None:
     """
     unused = model.family.unused_options(model)
     for name in sorted(options.changed().keys() & unused.keys()):
-        raise InputError(f"options.{name} means nothing to {model.name}: {unused[name]}; leave it out")
+        raise InputError(name, NO_VALUE, f"is not supported by {model.name}: {unused[name]}", "leave it out")
     for name in ("guidance_steps", "guidance_interval", "guidance_rescale"):
         if model.networks.embeds_guidance and name in options.changed():
-            raise InputError(f"options.{name}: {model.name} takes one guidance scale, as an input; leave it out")
+            raise InputError(
+                name,
+                NO_VALUE,
+                f"is not supported by {model.name}, which takes one guidance scale, as an input",
+                "leave it out",
+            )
     check_clip_skip(options.clip_skip, model)
     check_layers(options.reuse_layers, model)
 
@@ -232,7 +265,7 @@ def check_clip_skip(skip: int, model: Model) -> None:
         InputError: naming how many these are.
     """
     if not 0 <= skip <= model.text.max_skip:
-        raise InputError(f"clip_skip={skip!r} is not in 0..{model.text.max_skip}, the layers that can be left out")
+        raise InputError("clip_skip", skip, f"is not in 0..{model.text.max_skip}, the layers that can be left out")
 
 
 def check_seed_size(options: Options, factor: int) -> None:
@@ -242,7 +275,7 @@ def check_seed_size(options: Options, factor: int) -> None:
         InputError: naming the sides that do.
     """
     if options.seed_size is not None and not all(factor <= side <= MAX_SIDE for side in options.seed_size):
-        raise InputError(f"seed_size={options.seed_size} is not (height, width) of {factor} to {MAX_SIDE} pixels")
+        raise InputError("seed_size", options.seed_size, f"is not (height, width) of {factor} to {MAX_SIDE} pixels")
     for side in options.seed_size or ():
         check_size("seed_size", side, 0, factor)
 
@@ -255,11 +288,11 @@ def check_layers(layers: int, model: Model) -> None:
     """
     most = model.networks.denoiser.deep_layers
     if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= most:
-        raise InputError(f"reuse_layers={layers!r} is not in 1..{most}, the skip connections of {model.name}")
+        raise InputError("reuse_layers", layers, f"is not in 1..{most}, the skip connections of {model.name}")
 
 
 def check_start(
-    options: Options, sampler: str | None, latents: HostArray | None, model: Model, *, image: bool = False
+    options: Options, sampler: Any, latents: HostArray | None, model: Model, *, image: bool = False
 ) -> None:
     """Refuse a call that goes on from an image but was given none.
 
@@ -269,19 +302,30 @@ def check_start(
     started = options.denoising_start > 0
     if started and latents is None:
         raise InputError(
-            "latents=None with options.denoising_start: pass result.latents of a run that stopped there, "
-            "with options.denoising_end"
+            "denoising_start",
+            NO_VALUE,
+            "needs latents",
+            "give {latents=result.latents} of a run that stopped there, with {denoising_end}",
         )
-    inverts = sampler is not None and find(sampler)[0].name == "ddim_inverse"
+    inverts = not isinstance(sampler, SamplerTable | None) and spec_of(sampler)[0].name == "ddim_inverse"
     if inverts and image:
-        raise InputError(f"image with sampler={sampler!r}: pass pipe.encode_image(image) as latents, without noise")
+        raise InputError(
+            "image",
+            NO_VALUE,
+            f"does not go with sampler={sampler!r}",
+            "pass pipe.encode_image(image) as latents, without noise",
+        )
     if inverts and latents is None:
         raise InputError(
-            f"latents=None with sampler={sampler!r}, which goes from an image to its noise: pass the "
-            "latents of the image, such as result.latents"
+            "sampler",
+            sampler,
+            "goes from an image to its noise and needs latents",
+            "pass the {latents} of the image, such as result.latents",
         )
     if model.is_refiner and not started and not image:
         raise InputError(
-            f"{model.name} is a refiner, which only finishes images; give an image, or latents of a base model that "
-            "stopped at options.denoising_end=0.8, and options.denoising_start=0.8"
+            "image",
+            NO_VALUE,
+            f"is missing: {model.name} is a refiner, which only finishes images",
+            "give {image}, or {latents} of a base model that stopped at {denoising_end=0.8}, and {denoising_start=0.8}",
         )

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
-import PIL.Image
 
-from canvax.checked import checked
-from canvax.errors import CanvaxError, InputError, nearest
+from canvax.errors import CanvaxError, InputError
 from canvax.files import named_path
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage, names_file
@@ -21,28 +19,6 @@ from canvax.images.metadata import save_image, save_numbered
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-
-class _Images(list[Any]):
-    """A list of images that tells who takes it for one."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(PIL.Image.Image, name):
-            raise AttributeError(f"'list' object has no attribute {name!r}")
-        more = "; result.save(folder) writes all" if name == "save" else ""
-        raise AttributeError(f"{name}: images is a list; write result.images[0].{name}{more}")
-
-
-class _NoImages(_Images):
-    """The images of a run that ``denoising_end`` stopped: none, and who asks for one is told why."""
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return []
-        raise IndexError(
-            f"images[{index}]: there are no images, since denoising_end stopped the run; "
-            "go on from result.latents with denoising_start="
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +30,8 @@ class Result:
     Attributes:
         images: PIL images, which write their metadata when they are saved as PNG, JPEG or WebP; none if the run was
             stopped by ``denoising_end``; arrays if the call had ``output_type``.
-        pixels: the same as an array [B, H, W, 3] float32 in 0..1, before rounding to 8 bits.
+        pixels: the same as an array [B, H, W, 3] float32 in 0..1, before rounding to 8 bits. With ``output_type="jax"``
+            it is a JAX array on the devices, and so is ``latents``.
         latents: what the decoder was given [B, h, w, C] float32; ``latents`` arguments have this layout too. After
             ``denoising_end`` noisy ones, in the variance-preserving frame, to go on from with ``denoising_start``.
         metadata: for each image, everything needed to generate it again.
@@ -74,22 +51,6 @@ class Result:
     compilations: int
     indices: list[int] = field(repr=False)
 
-    def __post_init__(self) -> None:
-        if isinstance(self.images, list):
-            stopped = not self.images and self.metadata
-            object.__setattr__(self, "images", _NoImages() if stopped else _Images(self.images))
-
-    def __getattr__(self, name: str) -> Any:
-        """A sentence for the attributes of other libraries' results, which this one has under other names."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if name == "nsfw_content_detected":
-            raise AttributeError(f"{name}: write result.metadata[0]['nsfw'], which a safety checker writes")
-        if hasattr(PIL.Image.Image, name):
-            raise AttributeError(f"{name}: a result holds several images; write result.images[0].{name}")
-        known = [*(one.name for one in fields(self)), "grid", "save"]
-        raise AttributeError(f"{name!r:.80} is not an attribute of a result; {nearest(name, known)}")
-
     def __len__(self) -> int:
         return len(self.images)
 
@@ -101,14 +62,7 @@ class Result:
     @overload
     def __getitem__(self, index: slice) -> list[Image]: ...
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, str):  # diffusers' outputs are dicts as well
-            raise InputError(f"result[{index!r}]: write result.images, or result[0]; docs/coming-from-diffusers.md")
-        if isinstance(self.images, _NoImages):
-            return self.images[index]
-        try:
-            return self.images[index]
-        except IndexError:
-            raise IndexError(f"result[{index}]: it has {len(self.images)} images, counted from 0") from None
+        return self.images[index]
 
     def _repr_png_(self) -> bytes | None:
         """What a notebook shows: all images in one."""
@@ -122,13 +76,11 @@ class Result:
         if not len(self.pixels) and self.metadata:
             raise InputError("there are no images: the run was stopped by denoising_end; go on from result.latents")
 
-    @checked
     def grid(self, rows: int | None = None, cols: int | None = None) -> Image:
         """All images in one, near square unless ``rows`` or ``cols`` are given, with the metadata of each."""
         self._check_finished()
         return GeneratedImage.of(make_grid(to_pil(self.pixels), rows, cols), {"grid": self.metadata})
 
-    @checked
     def save(self, path: str | Path) -> list[Path]:
         """Write each image with its metadata; returns the paths.
 
@@ -143,11 +95,11 @@ class Result:
         path, images = named_path("path", path), to_pil(self.pixels)
         if names_file(path):
             if len(images) != 1:
-                raise InputError(f"path={str(path)!r} is one file for {len(images)} images; give a folder")
+                raise InputError("path", path, f"is one file for {len(images)} images", "give a folder")
             make_folder(path.parent)
             return [save_image(path, images[0], self.metadata[0])]
         if path.exists() and not path.is_dir():
-            raise InputError(f"path={str(path)!r} is a file; give a folder, or a name that ends in .png")
+            raise InputError("path", path, "is a file", "give a folder, or a name that ends in .png")
         make_folder(path)
         return [
             save_numbered(path, image, meta, meta["seed"]) for image, meta in zip(images, self.metadata, strict=True)

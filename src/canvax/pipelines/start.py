@@ -54,7 +54,7 @@ def tuning_of(request: Request) -> Tuning:
 
     method = [*options.guidance_numbers.values(), 0.0, 0.0][:2]
     return Tuning(
-        rows(method) if options.guidance_method != "cfg" and request.guided else None,
+        rows(method) if options.guidance_numbers and request.guided else None,
         rows((options.pag_scale, options.pag_adaptive_scale)) if options.pag_scale else None,
         rows(options.freeu) if options.freeu else None,
     )

@@ -6,23 +6,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import Counts
 from canvax.compile.programs import Programs
-from canvax.engine.batch import Batch
+from canvax.engine.batch import Batch, filled
 from canvax.engine.segments import DeepPlan, guided_rows
-from canvax.errors import Cancelled, CanvaxError, InputError, shown
+from canvax.errors import NO_VALUE, Cancelled, CanvaxError, InputError, shown
 from canvax.families.base import Model
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
 from canvax.models.unet import least_bytes
 from canvax.parallel import multihost
 from canvax.parallel.memory import check_least, check_programs
-from canvax.parallel.mesh import padded_batch
-from canvax.parallel.place import map_parts, own_rows
+from canvax.parallel.mesh import over_batch, padded_batch
+from canvax.parallel.place import map_parts, own_rows, put
 from canvax.params import Params
 from canvax.pipelines.checks import check_latents, is_tiled
 from canvax.pipelines.display import Clock, Display
@@ -55,12 +56,12 @@ def text_to_image(
     began, clock = time.perf_counter(), Clock()
     mesh, count, spread = programs.mesh, len(request.prompts), multihost.is_spread(programs.mesh)
     if spread and keeps(model, request) and request.options.mask_blend == "renoised":
-        raise InputError("mask_blend='renoised' with several processes: use 'denoised'")
+        raise InputError("mask_blend", "renoised", "does not go with several processes", "use 'denoised'")
     display = Display(shown=multihost.leads(mesh) and request.options.progress)
     table, deep, kinds = work(model, request)
     latents = (padded_batch(count, mesh), *request.shape[1:])
-    samples = latents[0] // mesh.shape["data"] * (2 if request.guided else 1)
-    check_least(least_bytes(model.unet, samples, *latents[1:3], jnp.dtype(model.dtype).itemsize), mesh, cure)
+    evaluated = latents[0] // mesh.shape["data"] * (2 if request.guided else 1)
+    check_least(least_bytes(model.unet, evaluated, *latents[1:3], jnp.dtype(model.dtype).itemsize), mesh, cure)
     ready = programs.ready(params, latents, kinds, display.announce)
     check_programs(ready.named, mesh, cure)
 
@@ -68,15 +69,22 @@ def text_to_image(
         batch, keep = prepare(model, programs, params, request, ready, table, deep, tables)
     with clock("denoise"):
         denoise(batch, request, table, display, spread=spread, keep=keep)
-        indices, rows = own_rows(batch.state, count)
+        if request.on_device:
+            indices, samples = list(range(count)), jax.device_put(batch.state[:, 0], over_batch(mesh))
+            rows: Any = samples[:count]
+        else:
+            indices, slots = own_rows(batch.state, count)
+            rows, samples = slots[:, 0], map_parts(lambda part: part[:, 0], batch.state)
     with clock("decode"):
-        pixels = np.zeros((0, request.height, request.width, 3), np.float32)
+        pixels: Any = np.zeros((0, request.height, request.width, 3), np.float32)
         if ready.decode:
-            _, pixels = own_rows(ready.decode(params["vae"], map_parts(lambda part: part[:, 0], batch.state)), count)
+            decoded = ready.decode(params["vae"], samples)
+            pixels = decoded[:count] if request.on_device else own_rows(decoded, count)[1]
 
-    if request.given is not None:
-        pixels = request.given.pasted(pixels, indices)
-    if not np.isfinite(pixels).all():
+    if request.given is not None and request.given.masks:
+        pasted = request.given.pasted(np.asarray(pixels), indices)
+        pixels = put(filled(pasted, latents[0]), over_batch(mesh))[:count] if request.on_device else pasted
+    if not (jnp if request.on_device else np).isfinite(pixels).all():
         half = model.dtype == "float16"
         cause = "" if half else ", or its weights (params) are not finite"
         advice = "load it with dtype='bfloat16' or 'float32'" if half else "look at the weights"
@@ -88,9 +96,11 @@ def text_to_image(
     timings |= {"first_step": display.first_step - began, "total": time.perf_counter() - began}
     records = metadata(model, request)
     return Result(
-        images=[GeneratedImage.of(image, records[i]) for i, image in zip(indices, to_pil(pixels), strict=False)],
+        images=pixels
+        if request.on_device
+        else [GeneratedImage.of(image, records[i]) for i, image in zip(indices, to_pil(pixels), strict=False)],
         pixels=pixels,
-        latents=rows[:, 0],
+        latents=rows,
         metadata=[records[i] for i in indices],
         timings=timings,
         compilations=counts.compilations,
@@ -190,14 +200,17 @@ def steered(returned: Any, shape: tuple[int, ...], *, spread: bool) -> np.ndarra
     """The latents that a callback wants to go on from, checked."""
     if isinstance(returned, Mapping):
         if returned.get("latents") is None:
-            told = f"the callback returned a dict of {sorted(map(str, returned))!s:.80}; give {{'latents': array}}"
-            raise InputError(told)
+            problem = f"returned a dict of {sorted(map(str, returned))!s:.80}"
+            raise InputError("callback", NO_VALUE, problem, "return {'latents': array}")
         returned = returned["latents"]
     if returned is not None and not (isinstance(returned, list | tuple) or getattr(returned, "ndim", 0)):
-        told = f"the callback returned {shown(returned)}; give None to go on, False to stop, or latents {list(shape)}"
-        raise InputError(told)
-    latents = check_latents(returned, shape, "the latents that the callback returned")
+        cure = f"return None to go on, False to stop, or latents {list(shape)}"
+        raise InputError("callback", NO_VALUE, f"returned {shown(returned)}", cure)
+    try:
+        latents = check_latents(returned, shape)
+    except InputError as error:
+        raise InputError("callback", NO_VALUE, f"returned what {error.problem}", error.cure) from None
     if latents is None or spread:
         why = "several processes generate together" if spread else "it is neither latents nor None nor a bool"
-        raise InputError(f"the callback returned {type(returned).__name__}, which cannot be used: {why}")
+        raise InputError("callback", NO_VALUE, f"returned {type(returned).__name__}, which cannot be used: {why}")
     return latents

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from canvax.errors import InputError
+from canvax.errors import NO_VALUE, InputError
 from canvax.families.base import Model
 from canvax.models.text import SECOND
 from canvax.pipelines.options import Options
@@ -228,22 +228,30 @@ def check_conditions(name: str, value: Mapping[str, Any], model: Model) -> Embed
         shapes["pooled"] = ("n", text.pooled_width)
     found: Embeds = {}
     if isinstance(value.get("prompt"), str):
-        raise InputError(f"{name} is a table of settings; write pipe(**settings), or give the prompt's text alone")
+        raise InputError(
+            name, NO_VALUE, "is a table of settings", "write pipe(**settings), or give the prompt's text alone"
+        )
     if unknown := sorted(map(repr, value.keys() - shapes.keys() - {"time_ids", "guidance"})):
         if "unet" in value:  # pipe(prompt, params, key), as in diffusers' Flax
-            raise InputError(f"{name} is a model's weights; a pipeline has its own, others are given as params=")
-        raise InputError(f"{name} has {', '.join(unknown)}, which says nothing here; give what pipe.encode returns")
+            raise InputError(
+                name, NO_VALUE, "is a model's weights", "a pipeline has its own, others are given as {params}"
+            )
+        raise InputError(
+            name, NO_VALUE, f"has {', '.join(unknown)}, which says nothing here", "give what pipe.encode returns"
+        )
     for part, shape in shapes.items():
         if part not in value:
-            raise InputError(f"{name} has no {part!r}; give what pipe.encode returns")
+            raise InputError(name, NO_VALUE, f"has no {part!r}", "give what pipe.encode returns")
         array = np.asarray(value[part])
         if array.ndim != len(shape) or array.shape[-1] != shape[-1] or not len(array):
-            raise InputError(f"{name}[{part!r}] is {array.shape}, not {shape}; give what pipe.encode returns")
+            raise InputError(
+                name, NO_VALUE, f"has {part!r} of shape {array.shape}, not {shape}", "give what pipe.encode returns"
+            )
         if not np.isfinite(array.astype(np.float32)).all():
-            raise InputError(f"{name}[{part!r}] has values that are not finite")
+            raise InputError(name, NO_VALUE, f"has {part!r} with values that are not finite")
         found[part] = array
     if len({len(array) for array in found.values()}) > 1:
-        raise InputError(f"{name} has arrays of several lengths; give an entry of each for each image")
+        raise InputError(name, NO_VALUE, "has arrays of several lengths", "give an entry of each for each image")
     if not found["text"].shape[1] or found["text"].shape[1] % text.tokens:
-        raise InputError(f"{name}['text'] has {found['text'].shape[1]} tokens, not a multiple of {text.tokens}")
+        raise InputError(name, NO_VALUE, f"has {found['text'].shape[1]} tokens, not a multiple of {text.tokens}")
     return found

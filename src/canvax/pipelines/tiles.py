@@ -42,12 +42,12 @@ def check_scale(scale: Any, source: Image.Image) -> tuple[int, int]:
     Raises:
         InputError: ``scale`` is not in 1..16, or makes it too large.
     """
-    scale = check_number("scale", scale, "; 2 is usual")
+    scale = check_number("scale", scale, "2 is usual")
     if not 1 <= scale <= 16:
-        raise InputError(f"scale={scale:g} is not in 1..16, how many times larger; 2 is usual")
+        raise InputError("scale", scale, "is not in 1..16, how many times larger", "2 is usual")
     width, height = (max(1, round(side * scale)) for side in source.size)
     if width * height > MOST_PIXELS:
-        raise InputError(f"scale={scale:g} makes {width} x {height} pixels, more than {MOST_PIXELS}; use less")
+        raise InputError("scale", scale, f"makes {width} x {height} pixels, more than {MOST_PIXELS}", "use less")
     return width, height
 
 

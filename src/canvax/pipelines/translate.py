@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import numpy as np
 
@@ -19,21 +18,20 @@ if TYPE_CHECKING:
     from canvax.pipelines.image_prompts import ImagePrompt
     from canvax.pipelines.result import Result
 
-OUTPUTS = ("pil", "np", "numpy", "latent")
+Output = Literal["pil", "np", "numpy", "jax", "latent"]
+"""Kinds of ``Result.images``."""
 _OWN = tuple(field.name for field in dataclasses.fields(Options))
 _ARGUMENTS = ("prompt", "negative_prompt", "height", "width", "num_inference_steps", "guidance_scale")
 _ARGUMENTS += ("num_images_per_prompt", "seed", "sampler", "latents", "options", "params", "image", "mask", "strength")
-_ARGUMENTS += ("control", "image_prompt", "adapters")
+_ARGUMENTS += ("control", "image_prompt", "adapters", "output_type")
 _LOAD = ("model", "dtype", "quantize", "revision", "variant", "token", "cache_dir", "local_files_only", "mesh")
 _LOAD += ("precision", "safety_checker", "progress", "controlnet", "vae", "prediction_type", "scheduler")
-_SPECIAL = ("generator", "output_type", "return_dict", "timesteps", "callback_on_step_end", "guess_mode")
+_SPECIAL = ("generator", "return_dict", "timesteps", "callback_on_step_end", "guess_mode")
 _SPECIAL += ("callback_on_step_end_tensor_inputs", "prompt_embeds", "pooled_prompt_embeds")
 _SPECIAL += ("negative_prompt_embeds", "negative_pooled_prompt_embeds", "ip_adapter_image", "ip_adapter_image_embeds")
 GIVEN = CALL | {
-    "prompt_embeds": Familiar(becomes="prompt['text']"),
-    "pooled_prompt_embeds": Familiar(becomes="prompt['pooled']"),
-    "negative_prompt_embeds": Familiar(becomes="negative_prompt['text']"),
-    "negative_pooled_prompt_embeds": Familiar(becomes="negative_prompt['pooled']"),
+    "prompt_embeds": Familiar(becomes="prompt"),
+    "negative_prompt_embeds": Familiar(becomes="negative_prompt"),
 }
 """What errors of a call name otherwise than its caller."""
 
@@ -47,10 +45,8 @@ def place_of(name: str) -> str:
     return f"it is an argument of canvax.load: canvax.load(model, {name}=...)" if name in _LOAD else ""
 
 
-def translate_call(
-    own: dict[str, Any], others: dict[str, Any]
-) -> tuple[dict[str, Any], Callable[[Result], Result] | None]:
-    """The keywords of a call, given its ``own`` and ``others``, and how to give its result the asked-for kind.
+def translate_call(own: dict[str, Any], others: dict[str, Any]) -> tuple[dict[str, Any], None]:
+    """The keywords of a call, given its ``own`` and ``others``.
 
     Fields of ``canvax.Options`` may be given as arguments of the call.
 
@@ -91,9 +87,6 @@ def translate_call(
         own["seed"], changes["noise"] = _seeds(generator), "torch"
     if not left.get("return_dict", True):
         raise InputError("return_dict=False: a call returns a canvax.Result; its images are result.images")
-    output = left.get("output_type") or "pil"
-    if output not in OUTPUTS:
-        raise InputError(f"output_type={output!r} is not one of {', '.join(OUTPUTS)}; result.pixels is an array")
     for name, negative in (("prompt", ""), ("negative_prompt", "negative_")):
         if (text := left.get(f"{negative}prompt_embeds")) is not None:
             if own.get(name) is not None:
@@ -114,7 +107,7 @@ def translate_call(
         listed = list(timesteps) if isinstance(timesteps, list | tuple) else np.asarray(timesteps).tolist()
         options = dataclasses.replace(options, sampler_settings={**options.settings, "timesteps": listed})
     own["options"] = options
-    return own, None if output == "pil" else partial(as_output, output=output)
+    return own, None
 
 
 def image_prompts(given: Mapping[str, Any]) -> list[ImagePrompt] | None:
@@ -160,8 +153,23 @@ def with_changes(options: Any, changes: Mapping[str, Any]) -> Options:
     return dataclasses.replace(options, **changes)
 
 
-def as_output(result: Result, *, output: str) -> Result:
-    """``result`` with images of the kind that was asked for, one of ``OUTPUTS``."""
+def check_output(output: Any) -> Output:
+    """The kind of images; None is "pil", as in diffusers.
+
+    Raises:
+        InputError: there is no such kind.
+    """
+    if output is None:
+        return "pil"
+    if not isinstance(output, str) or output not in get_args(Output):
+        raise InputError("output_type", output, f"is not one of {', '.join(get_args(Output))}")
+    return cast("Output", output)
+
+
+def as_output(result: Result, output: Output) -> Result:
+    """``result`` with images of a kind."""
+    if output == "pil":
+        return result
     images: Any = result.latents if output == "latent" else result.pixels
     return dataclasses.replace(result, images=images)
 

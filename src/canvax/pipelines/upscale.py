@@ -43,10 +43,10 @@ def upscaled(
     check_for_upscale(options)
     check_flag("control", control)
     if control and not model.networks.controls:
-        raise InputError(f"control=True with {model.name}, which has no ControlNet; leave it out")
+        raise InputError("control", True, f"does not go with {model.name}, which has no ControlNet", "leave it out")
     (source,) = read_images("image", image, 1)
     if not isinstance(prompt, str):
-        raise InputError(f"prompt={prompt!r:.80} is not text; all tiles have one prompt")
+        raise InputError("prompt", prompt, "is not text", "all tiles have one prompt")
     seed = check_seed(seed)
     tiles = Tiles(model, source, scale=scale, overlap=overlap, seed=seed, noise=options.noise)
     results = []

@@ -1,1 +1,1 @@
-"""What a model will need and how long it will take on hardware that is not there."""
+"""Estimates memory and time of a model on hardware that is not present."""

@@ -1,4 +1,4 @@
-"""How fast chips can be at best, so that a figure can be told as a share of it."""
+"""Peak performance of chips, so that a measurement can be reported as a fraction of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DENSE_16_BIT = {
     "A30": 165e12,
     **{name.partition("-")[0].upper().replace("RTX", "RTX "): gpu.flops for name, gpu in GPUS.items()},
 }
-"""FLOP/s of NVIDIA's data sheets, dense, bfloat16 or float16 with sums in float32; part of JAX's ``device_kind``."""
+"""Part of JAX's ``device_kind`` -> dense 16-bit FLOP/s with float32 sums, from NVIDIA's data sheets."""
 
 _TPUS = {
     "TPU v4": "v4",
@@ -25,11 +25,9 @@ _TPUS = {
 
 
 def peak_flops(kind: str, dtype: str) -> float | None:
-    """Peak FLOP/s of a device in a dtype; None where the data sheet says nothing, as of CPUs and float32.
+    """Returns the peak FLOP/s of a device in a dtype; None without a data sheet value, as for CPUs and float32.
 
-    Args:
-        kind: JAX's ``device_kind``, such as "NVIDIA H100 80GB HBM3".
-        dtype: of weights and activations.
+    ``kind`` is JAX's ``device_kind``, e.g. "NVIDIA H100 80GB HBM3".
     """
     if dtype not in ("bfloat16", "float16"):
         return None

@@ -1,4 +1,4 @@
-"""Runs the compiling process, and keeps what it found."""
+"""Runs the compiling process and stores its results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from canvax.planning.targets import environment, parse_target
 
 _PACKAGE = Path(__file__).parent.parent
 _NO_PART = {"cli", "flax_api", "images", "pipelines", "tokenizers", "weights"}
-"""Parts of canvax that change nothing in a program."""
+"""Packages of canvax that do not affect compiled programs."""
 
 NAMES = {"encode": "text encoder", "denoise": "denoiser", "decode": "decoder"}
 
@@ -28,40 +28,40 @@ NAMES = {"encode": "text encoder", "denoise": "denoiser", "decode": "decoder"}
 def compile_programs(
     job: Job, versions: Mapping[str, str], *, reuse: bool, announce: Callable[[str, float | None], None] | None
 ) -> dict[str, dict[str, Any]]:
-    """The figures of each program: from an earlier plan, else from compiling it now.
+    """Returns the figures of each program, from an earlier plan or by compiling it now.
 
     Raises:
-        InputError: the compiler does not know the target.
+        InputError: the compiler does not support the target.
         CanvaxError: the compiler failed.
     """
     files = {name: cache_folder() / f"{_key(job, name, versions)}.json" for name in PROGRAMS}
-    found = {}
+    results = {}
     for name, file in files.items():
         with suppress(OSError, ValueError):
-            found[name] = {**json.loads(file.read_text(encoding="utf-8")), "reused": True} if reuse else {}
-    found = {name: result for name, result in found.items() if result}
-    missing = [name for name in PROGRAMS if name not in found]
+            results[name] = {**json.loads(file.read_text(encoding="utf-8")), "reused": True} if reuse else {}
+    results = {name: result for name, result in results.items() if result}
+    missing = [name for name in PROGRAMS if name not in results]
     for message in _messages(job, missing) if missing else ():
         name, result = message["program"], message.get("result")
         if announce:
             announce(f"{NAMES[name]} for {job.target}", result and result["compile_seconds"])
         if result is not None:
-            found[name] = result
-            with suppress(OSError):  # a full disk must not cost ten minutes of compiling
+            results[name] = result
+            with suppress(OSError):  # on a full disk the compiled result is still returned
                 _keep(files[name], result)
-    return found
+    return results
 
 
 def cache_folder() -> Path:
-    """Where plans are kept, wherever CANVAX_CACHE_DIR keeps programs."""
+    """Returns the folder of stored plans, inside the cache of programs (CANVAX_CACHE_DIR)."""
     return usual_path() / "plans"
 
 
 def _key(job: Job, program: str, versions: Mapping[str, str]) -> str:
-    """Changes with all that decides a program: the job, canvax's own code, the compiler and its flags."""
+    """Returns a hash of everything that determines a program: job, canvax's code, compiler and its flags."""
     flags = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
-    said = json.dumps([job.describe(program), dict(versions), flags], sort_keys=True)
-    digest = hashlib.sha256(said.encode())
+    description = json.dumps([job.describe(program), dict(versions), flags], sort_keys=True)
+    digest = hashlib.sha256(description.encode())
     for file in _sources():
         digest.update(file.read_bytes())
     return digest.hexdigest()
@@ -80,10 +80,10 @@ def _keep(file: Path, result: Mapping[str, Any]) -> None:
 
 
 def _messages(job: Job, programs: list[str]) -> Iterator[dict[str, Any]]:
-    """What the compiling process says, as it says it."""
+    """Yields the messages of the compiling process as they arrive."""
     paths = (str(_PACKAGE.parent), os.environ.get("PYTHONPATH", ""))
     env = environment() | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    # -P: a folder with a jax.py of its own must not be where modules are looked for.
+    # -P: do not import modules such as a jax.py from the current folder.
     command = [sys.executable, "-P", "-m", "canvax.planning.worker", *programs]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as noise:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": noise}
@@ -92,13 +92,13 @@ def _messages(job: Job, programs: list[str]) -> Iterator[dict[str, Any]]:
         assert process.stdout is not None
         try:
             with suppress(BrokenPipeError):
-                process.stdin.write(job.dumps() + "\n")  # left open: the process ends when this one does
+                process.stdin.write(job.dumps() + "\n")  # left open, so that the process ends with this process
                 process.stdin.flush()
             for line in process.stdout:
                 message = json.loads(line)
                 if "refused" in message:
                     compiler = parse_target(job.target).compiler
-                    raise InputError(f"target={job.target!r}: {compiler} refuses it: {message['refused']}")
+                    raise InputError("target", job.target, f"is refused by {compiler}: {message['refused']}")
                 yield message
             if process.wait() != 0:
                 noise.seek(0)

@@ -1,4 +1,4 @@
-"""FLOPs of a program as it is written, whatever the compiler makes of it."""
+"""FLOPs of a program as written, independent of the compiler."""
 
 from __future__ import annotations
 
@@ -17,22 +17,18 @@ from canvax.quantize import compute_dtype
 
 
 def count_flops(function: Callable[..., Any], *arguments: Any) -> float:
-    """Matmuls, convolutions and custom kernels of a call, with abstract arguments; a multiply-add is two.
+    """Counts the FLOPs of matmuls, convolutions and custom kernels in a call; a multiply-add counts as two.
 
-    Loops of known length count for each turn, others once. This is how papers count a network; the compiler's own
-    figure has element-wise work too, and counts the body of any loop once.
+    Arguments can be abstract. The body of a loop counts once per iteration, or once if the length is unknown. Papers
+    count networks in this way; the compiler's figure includes element-wise work, and counts the body of any loop once.
     """
     return _count(traced(function, *arguments))
 
 
 def evaluation_flops(programs: Programs, params: Params, latents: tuple[int, int, int, int], *, guided: bool) -> float:
-    """FLOPs of one evaluation of the denoiser on a batch of latents [B, h, w, C], twice as many samples if guided.
+    """Counts the FLOPs of a denoiser evaluation on a batch of latents [B, h, w, C]; guidance doubles the batch.
 
-    Args:
-        programs: of the model.
-        params: arrays, or shapes and dtypes alone.
-        latents: shape of the whole batch.
-        guided: whether the negative prompt is evaluated too.
+    ``params`` are arrays, or their shapes and dtypes.
     """
     denoiser = programs.networks.denoiser
     samples = latents[0] * (2 if guided else 1), *latents[1:]
@@ -58,7 +54,7 @@ def _equation(equation: Any) -> float:
         return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
     if name == "conv_general_dilated":
         kernel, layout = equation.invars[1].aval.shape, params["dimension_numbers"].rhs_spec
-        taps = math.prod(kernel) / kernel[layout[0]] / math.prod(params["lhs_dilation"])  # its zeros are never met
+        taps = math.prod(kernel) / kernel[layout[0]] / math.prod(params["lhs_dilation"])  # skips the dilation's zeros
         return 2.0 * math.prod(equation.outvars[0].aval.shape) * taps
     if name == "pallas_call":
         estimate = params["cost_estimate"]

@@ -1,8 +1,8 @@
-"""What a program costs, read from the text that the compiler leaves.
+"""Computes the cost of a program from the HLO text of the compiled program.
 
-``cost_analysis`` of a compiled program is not enough: it counts the body of a loop once, takes one second off for each
-custom call that it has no cost for, and counts what is fetched into on-chip memory twice. The text has each
-instruction's shapes, which memory they are in, and, for TPUs, the compiler's own estimate of its cycles.
+The compiler's ``cost_analysis`` is not enough: it counts the body of a loop once, subtracts a second for each custom
+call without a known cost, and counts prefetches into on-chip memory twice. The text has the shapes of each instruction,
+their memory space and, for TPUs, the compiler's estimate of cycles.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _ROLES = "calls|to_apply|body|condition|branch_computations|true_computation|false_computation"
 _CALLED = re.compile(rf"({_ROLES})=(%[\w.\-]+|\{{[^}}]*\}})")
 _KERNELS = re.compile(r'custom_call_target="(tpu_custom_call|__cu)')
-"""Custom calls that do something: a Pallas kernel, cuDNN's and cuBLAS's."""
+"""Custom calls that run a kernel: of Pallas, cuDNN or cuBLAS."""
 
 _FREE = frozenset({
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all"),
     *("copy-done", "slice-done", "async-done", "optimization-barrier", "iota", "partition-id"),
 })  # fmt: skip
-"""Instructions that move nothing themselves."""
+"""Instructions that move no data."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What running some instructions takes.
+    """The cost of running instructions.
 
     Attributes:
-        seconds: the compiler's estimate, and for custom kernels the roofline of what they say they do.
-        bytes: to and from the chip's memory (HBM).
-        kernels: instructions that do something, one after another.
-        unpriced: what has no estimate and is missing in ``seconds``.
+        seconds: the compiler's estimate; for custom kernels the roofline of their declared cost.
+        bytes: transfers to and from the chip's memory (HBM).
+        kernels: number of instructions that run a kernel, one after another.
+        unpriced: instructions without an estimate, which ``seconds`` does not include.
     """
 
     seconds: float = 0.0
@@ -56,13 +56,13 @@ class Work:
         return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def times(self, count: int) -> Work:
-        """The same, ``count`` times."""
+        """Returns the cost of ``count`` repetitions."""
         return Work(self.seconds * count, self.bytes * count, self.kernels * count, self.unpriced)
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line: ``name = shape opcode(operands) rest``."""
+    """A line of HLO: ``name = shape opcode(operands) rest``."""
 
     name: str
     shape: str
@@ -72,68 +72,68 @@ class Instruction:
     line: str
 
     def called(self, role: str) -> list[str]:
-        """Computations it names as its ``role``: calls, body, condition, ..."""
+        """Returns the names of the computations in a ``role``: calls, body, condition, ..."""
         return [
             n for key, names in _CALLED.findall(self.rest) if key == role for n in re.findall(r"%([\w.\-]+)", names)
         ]
 
 
 Computation = dict[str, Instruction]
-"""Instructions by name, in order."""
+"""Name -> instruction, in order."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """The text of a compiled program, taken apart as far as it is looked at."""
+    """The HLO text of a compiled program; computations are parsed when they are needed."""
 
     text: str
     chip: Chip
 
     @cached_property
     def _lines(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
+        computations: dict[str, list[str]] = {}
         here: list[str] = []
         for line in self.text.splitlines():
             if line.endswith("{") and (header := _HEADER.match(line)):
-                here = found[header[2]] = []
+                here = computations[header[2]] = []
                 if header[1]:
-                    found[""] = here
+                    computations[""] = here
             elif line.startswith("  "):
                 here.append(line)
-        return found
+        return computations
 
     @cached_property
     def _parsed(self) -> dict[str, Computation]:
         return {}
 
     def computation(self, name: str) -> Computation:
-        """A computation; the program's own is the one with the name ""."""
+        """Parses a computation; the entry computation has the name ""."""
         if name not in self._parsed:
             lines = self._lines[name]
-            self._parsed[name] = {one.name: one for one in map(_instruction, lines) if one is not None}
+            self._parsed[name] = {parsed.name: parsed for parsed in map(_instruction, lines) if parsed is not None}
         return self._parsed[name]
 
     def steps(self) -> Instruction | None:
-        """The first loop of the program whose length is not known before it runs: over the rows of a table."""
-        loops = [one for one in self.computation("").values() if one.opcode == "while"]
+        """Finds the first loop whose length is not known at compile time: the loop over the rows of a sampler table."""
+        loops = [instruction for instruction in self.computation("").values() if instruction.opcode == "while"]
         return next((loop for loop in loops if self._trips(loop, self.computation("")) is None), None)
 
     def whole(self) -> Work:
-        """Work of the program; a loop of unknown length counts once, and is named as unpriced."""
+        """Returns the cost of the program; a loop of unknown length counts once, and is listed as unpriced."""
         return self._work("")
 
     def setup(self) -> Work:
-        """Work outside of ``steps``."""
+        """Returns the cost outside of the loop ``steps``."""
         loop = self.steps()
         return self._work("", skip=loop.name if loop else None)
 
     def step(self) -> Work:
-        """Work of one turn of ``steps``."""
+        """Returns the cost of an iteration of ``steps``."""
         loop = self.steps()
         return Work() if loop is None else self._turn(loop)
 
     def step_text(self) -> str:
-        """The text of one turn of ``steps``, with all that it calls."""
+        """Returns the HLO text of an iteration of ``steps``, including all computations it calls."""
         loop = self.steps()
         return "" if loop is None else "\n".join(self._reached(loop.called("body") + loop.called("condition"), set()))
 
@@ -149,48 +149,48 @@ class Module:
         seconds, size, kernels, unpriced = 0.0, 0.0, 0, []
         inner = Work()
         computation = self.computation(name)
-        for one in computation.values():
-            if one.name == skip:
+        for instruction in computation.values():
+            if instruction.name == skip:
                 continue
-            if one.opcode == "while":
-                trips = self._trips(one, computation)
-                unpriced += [f"turns of the loop {one.name}"] if trips is None else []
-                inner += self._turn(one).times(trips or 1)
-            elif one.opcode == "call":
-                for callee in one.called("to_apply"):
+            if instruction.opcode == "while":
+                trips = self._trips(instruction, computation)
+                unpriced += [f"turns of the loop {instruction.name}"] if trips is None else []
+                inner += self._turn(instruction).times(trips or 1)
+            elif instruction.opcode == "call":
+                for callee in instruction.called("to_apply"):
                     inner += self._work(callee)
-            elif one.opcode == "conditional":
+            elif instruction.opcode == "conditional":
                 roles = ("branch_computations", "true_computation", "false_computation")
-                branches = [self._work(branch) for role in roles for branch in one.called(role)]
+                branches = [self._work(branch) for role in roles for branch in instruction.called(role)]
                 inner += max(branches, key=lambda work: (work.seconds, work.bytes))
-            price = self._seconds(one)
+            price = self._seconds(instruction)
             if price is None:
-                unpriced.append(one.name)
+                unpriced.append(instruction.name)
             seconds += price or 0.0
-            if _does_something(one):
-                size += self._bytes(one, computation)
+            if _runs_kernel(instruction):
+                size += self._bytes(instruction, computation)
                 kernels += 1
         return Work(seconds, size, kernels, tuple(unpriced)) + inner
 
     def _turn(self, loop: Instruction) -> Work:
         return self._work(loop.called("body")[0])
 
-    def _seconds(self, one: Instruction) -> float | None:
-        """The compiler's estimate; nothing for what takes no time, None for what should have one."""
-        if cycles := _CYCLES.search(one.rest):
+    def _seconds(self, instruction: Instruction) -> float | None:
+        """Returns the compiler's estimate of an instruction's time; None if it should have an estimate but has not."""
+        if cycles := _CYCLES.search(instruction.rest):
             return int(cycles[1]) / self.chip.clock
-        if one.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in one.rest:
-            if kernel := _KERNEL.search(one.rest):
+        if instruction.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in instruction.rest:
+            if kernel := _KERNEL.search(instruction.rest):
                 return max(int(kernel[1]) / self.chip.flops, int(kernel[2]) / self.chip.bandwidth)
             return None
-        return None if one.opcode.removesuffix("-start") in _COLLECTIVES else 0.0
+        return None if instruction.opcode.removesuffix("-start") in _COLLECTIVES else 0.0
 
     def _trips(self, loop: Instruction, computation: Computation) -> int | None:
-        """How often a loop turns, if the compiler says so or its condition compares a counter with a constant."""
+        """Returns a loop's iterations if the compiler states them or the condition compares a counter to a constant."""
         if known := _TRIPS.search(loop.rest):
             return int(known[1])
         condition = self.computation(loop.called("condition")[0])
-        compare = next((one for one in reversed(condition.values()) if one.opcode == "compare"), None)
+        compare = next((inner for inner in reversed(condition.values()) if inner.opcode == "compare"), None)
         if compare is None or "direction=LT" not in compare.rest:
             return None
         limit = condition.get(compare.operands[1])
@@ -204,39 +204,41 @@ class Module:
             return None
         return int(value[1]) if (value := re.search(r" constant\((\d+)\)", limit.line)) else None
 
-    def _bytes(self, one: Instruction, computation: Computation) -> float:
-        if one.opcode in ("copy-start", "slice-start"):
-            # (from, to, mark): a slice reads no more than it writes.
-            if one.opcode == "copy-start":
-                return hbm_bytes(one.shape)
-            kind, sides, layout = _ARRAY.findall(one.shape)[-2]
+    def _bytes(self, instruction: Instruction, computation: Computation) -> float:
+        if instruction.opcode in ("copy-start", "slice-start"):
+            # The shape is (from, to, mark); a slice reads as much as it writes.
+            if instruction.opcode == "copy-start":
+                return hbm_bytes(instruction.shape)
+            kind, sides, layout = _ARRAY.findall(instruction.shape)[-2]
             return _size(kind, sides) * (1 if _SPACE.search(layout) else 2)
-        written = self._written(one, computation)
-        return written + sum(self._read(one, i, computation) for i in range(len(one.operands)))
+        written = self._written(instruction, computation)
+        return written + sum(self._read(instruction, i, computation) for i in range(len(instruction.operands)))
 
-    def _written(self, one: Instruction, computation: Computation) -> float:
-        """Bytes that an instruction writes: of an array that it updates in place, the update alone."""
-        whole = hbm_bytes(one.shape)
-        if whole and one.opcode == "fusion":  # what it writes is its root's
-            computation = self.computation(one.called("calls")[0])
-            one = next((inner for inner in computation.values() if inner.line.lstrip().startswith("ROOT")), one)
-        if one.opcode != "dynamic-update-slice" or one.operands[1] not in computation:
+    def _written(self, instruction: Instruction, computation: Computation) -> float:
+        """Returns the bytes that an instruction writes; for an in-place update only the updated part."""
+        whole = hbm_bytes(instruction.shape)
+        if whole and instruction.opcode == "fusion":  # a fusion writes its root
+            computation = self.computation(instruction.called("calls")[0])
+            instruction = next(
+                (inner for inner in computation.values() if inner.line.lstrip().startswith("ROOT")), instruction
+            )
+        if instruction.opcode != "dynamic-update-slice" or instruction.operands[1] not in computation:
             return whole
-        return min(whole, _all_bytes(computation[one.operands[1]].shape))
+        return min(whole, _all_bytes(computation[instruction.operands[1]].shape))
 
-    def _read(self, one: Instruction, index: int, computation: Computation) -> float:
-        """Bytes that an instruction reads of an operand: a slice of it alone, if that is all it looks at."""
-        operand = computation.get(one.operands[index])
+    def _read(self, instruction: Instruction, index: int, computation: Computation) -> float:
+        """Returns the bytes that an instruction reads of an operand; only a slice if it uses no more."""
+        operand = computation.get(instruction.operands[index])
         whole = hbm_bytes(operand.shape) if operand else 0
         if not whole:
             return 0
-        if one.opcode == "dynamic-slice" and index == 0:
-            return min(whole, _all_bytes(one.shape))
-        if one.opcode == "dynamic-update-slice" and index == 0:
+        if instruction.opcode == "dynamic-slice" and index == 0:
+            return min(whole, _all_bytes(instruction.shape))
+        if instruction.opcode == "dynamic-update-slice" and index == 0:
             return 0
-        if one.opcode != "fusion":
+        if instruction.opcode != "fusion":
             return whole
-        inside = self.computation(one.called("calls")[0])
+        inside = self.computation(instruction.called("calls")[0])
         inner = next((p for p in inside.values() if p.opcode == "parameter" and f" parameter({index})" in p.line), None)
         if inner is None:
             return whole
@@ -244,8 +246,10 @@ class Module:
         return min(whole, sum(self._read(user, at, inside) for user, at in users)) if users else 0
 
 
-def _does_something(one: Instruction) -> bool:
-    return one.opcode not in _FREE and (one.opcode != "custom-call" or _KERNELS.search(one.rest) is not None)
+def _runs_kernel(instruction: Instruction) -> bool:
+    return instruction.opcode not in _FREE and (
+        instruction.opcode != "custom-call" or _KERNELS.search(instruction.rest) is not None
+    )
 
 
 _COLLECTIVES = frozenset({
@@ -254,7 +258,7 @@ _COLLECTIVES = frozenset({
 
 
 def hbm_bytes(shape: str) -> float:
-    """Bytes of the arrays of a shape that are in the chip's main memory, space 0."""
+    """Returns the bytes of a shape's arrays that are in the chip's main memory, space 0."""
     return sum(
         _size(kind, sides)
         for kind, sides, layout in _ARRAY.findall(shape)
@@ -289,7 +293,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(line: str, start: int) -> int:
-    """Index after the bracket that closes the one at ``start``."""
+    """Returns the index after the bracket that matches the bracket at ``start``."""
     depth = 0
     for match in re.compile(r"[()]").finditer(line, start):
         depth += 1 if match[0] == "(" else -1

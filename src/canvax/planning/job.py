@@ -1,4 +1,4 @@
-"""What one plan asks of the compiler, in a form that goes from one process to another and into the name of a file."""
+"""The description of a compilation, which can be sent to another process and hashed for a file name."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ PROGRAMS = ("encode", "denoise", "decode")
 
 @dataclass(frozen=True)
 class Job:
-    """The programs of a model for a target.
+    """The programs of a model to compile for a target.
 
     Attributes:
-        model: its networks.
+        model: the model's networks.
         target: name of the target.
-        mesh: devices along ``data`` and ``model``.
-        batch: pictures at once, on all devices together.
-        height: pixels.
-        width: pixels.
-        guided: with guidance, which doubles the UNet's batch.
-        dtype: of weights and activations.
-        quantize: what large weights are quantised to, or None.
+        mesh: number of devices along ``data`` and ``model``.
+        batch: images at once, on all devices together.
+        height: height of an image in pixels.
+        width: width of an image in pixels.
+        guided: whether guidance doubles the UNet's batch.
+        dtype: dtype of weights and activations.
+        quantize: quantisation of large weights, or None.
     """
 
     model: Networks
@@ -42,7 +42,7 @@ class Job:
     quantize: str | None = None
 
     def describe(self, program: str) -> dict[str, Any]:
-        """All that decides a program."""
+        """Returns everything that determines a program."""
         text = self.model.text
         same = {"program": program, "target": self.target, "mesh": self.mesh, "batch": self.batch, "dtype": self.dtype}
         if self.quantize and program != "decode":
@@ -58,19 +58,19 @@ class Job:
         )
 
     def dumps(self) -> str:
-        """As JSON."""
+        """Serialises the job as JSON."""
         return json.dumps({**self.describe("denoise"), "program": None})
 
     @classmethod
     def loads(cls, text: str) -> Self:
-        """Inverse of ``dumps``."""
-        said = json.loads(text)
-        encoders = {name: ClipTextConfig.from_dict(values) for name, values in said["text"].items()}
+        """Inverts ``dumps``."""
+        values = json.loads(text)
+        encoders = {name: ClipTextConfig.from_dict(config) for name, config in values["text"].items()}
         model = Networks(
-            UNetDenoiser(UNetConfig.from_dict(said["unet"])),
-            VaeConfig.from_dict(said["vae"]),
+            UNetDenoiser(UNetConfig.from_dict(values["unet"])),
+            VaeConfig.from_dict(values["vae"]),
             TextEncoders(encoders.get(FIRST), encoders.get(SECOND)),
         )
-        data, split = said["mesh"]
-        rest = {name: said[name] for name in ("target", "batch", "height", "width", "guided", "dtype")}
-        return cls(model=model, mesh=(data, split), **rest, quantize=said.get("quantize"))
+        data, split = values["mesh"]
+        rest = {name: values[name] for name in ("target", "batch", "height", "width", "guided", "dtype")}
+        return cls(model=model, mesh=(data, split), **rest, quantize=values.get("quantize"))

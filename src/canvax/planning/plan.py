@@ -1,7 +1,7 @@
-"""``plan``: will a model fit on a TPU or GPU that is not there, and how long would a picture take?
+"""``plan``: estimates whether a model fits on a TPU or GPU that is not present, and how long an image takes.
 
-The real programs are compiled for the real topology by the device's own compiler, with abstract weights. What it says
-is an estimate: nothing has run.
+The device's compiler compiles the real programs for the real topology, with abstract weights. The figures are
+estimates: nothing is run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from canvax._version import __version__
-from canvax.checked import checked
 from canvax.denoise import WINDOW
-from canvax.errors import CanvaxError, CheckpointError, InputError, check_count, nearest
+from canvax.errors import NO_VALUE, CanvaxError, CheckpointError, InputError, check_count, nearest
 from canvax.families.read import family_of, read_networks
 from canvax.files import named_path
 from canvax.models.networks import Networks
@@ -35,32 +34,32 @@ from canvax.weights.open import open_files
 from canvax.weights.source import BUNDLED, Source, tell_of_idle_cache
 
 Announce = Callable[[str, float | None], None]
-"""Told of a compilation: ``(what, None)`` when it begins and ``(what, seconds)`` when it is done."""
+"""Callback for compilations: gets ``(name, None)`` when one begins and ``(name, seconds)`` when it is done."""
 
 
 @dataclass(frozen=True)
 class ProgramPlan:
-    """One program, on one device. Sizes are bytes, times seconds.
+    """A program on a device. Sizes are in bytes, times in seconds.
 
     Attributes:
         name: "encode", "denoise" or "decode".
-        evaluations: how often it runs for a batch of pictures; for "denoise" the steps.
-        compile_seconds: what compiling took, now or when it was done.
-        reused: the figures are of an earlier plan.
-        refused: why the compiler would not compile it (memory), else None.
-        seconds: the compiler's estimate of one evaluation; None for GPUs, whose compiler makes none.
-        setup_seconds: likewise of what "denoise" does before its first step.
-        flops: matmuls, convolutions and kernels of one evaluation.
-        hbm_bytes: to and from the device's memory in one evaluation, on GPUs through their L2 cache.
-        kernels: what runs one after another in one evaluation.
-        collectives: how many of each kind are in the program.
-        collectives_in_loop: those in the loop over steps.
-        unpriced: instructions that the estimate knows no time for.
-        argument_bytes: weights and inputs.
-        output_bytes: results.
-        temporary_bytes: everything between.
-        code_bytes: the program itself.
-        cost_analysis: what the compiler's ``cost_analysis`` says, untouched; see docs/tpu.md for what is wrong with it.
+        evaluations: number of runs for a batch of images; for "denoise" the number of steps.
+        compile_seconds: time of compiling, now or in an earlier plan.
+        reused: whether the figures come from an earlier plan.
+        refused: why the compiler refused the program (memory), or None.
+        seconds: the compiler's estimate of an evaluation; None for GPUs, whose compiler has no estimate.
+        setup_seconds: the compiler's estimate of the work of "denoise" before its first step.
+        flops: FLOPs of matmuls, convolutions and kernels in an evaluation.
+        hbm_bytes: transfers to and from the device's memory in an evaluation; on GPUs through the L2 cache.
+        kernels: number of kernels in an evaluation.
+        collectives: number of collectives of each kind in the program.
+        collectives_in_loop: number of collectives of each kind in the loop over steps.
+        unpriced: instructions without an estimated time.
+        argument_bytes: size of weights and inputs.
+        output_bytes: size of the results.
+        temporary_bytes: size of temporary arrays.
+        code_bytes: size of the program.
+        cost_analysis: the unchanged result of the compiler's ``cost_analysis``; docs/tpu.md lists its errors.
     """
 
     name: str
@@ -83,9 +82,9 @@ class ProgramPlan:
     cost_analysis: Mapping[str, float] = field(default_factory=dict)
 
     def bound_seconds(self, chip: Chip) -> float:
-        """The least one evaluation can take: its FLOPs at the data sheet's peak, or its bytes at full bandwidth.
+        """Returns a lower bound of an evaluation: its FLOPs at the data sheet's peak, or its bytes at full bandwidth.
 
-        Of a GPU, whose cache may spare the rest, these are the bytes of weights, inputs and results.
+        For a GPU only weights, inputs and results count, since its cache may avoid other transfers.
         """
         least = self.argument_bytes + self.output_bytes if isinstance(chip, Gpu) else self.hbm_bytes
         return max(self.flops / chip.flops, least / chip.bandwidth)
@@ -93,21 +92,21 @@ class ProgramPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a batch of pictures needs on a target.
+    """The memory and time that a batch of images needs on a target.
 
     Attributes:
-        model: as it was asked for.
+        model: the argument ``model``.
         target: the chips.
-        mesh: devices along ``data`` and ``model``.
-        batch: pictures at once, on all devices together.
-        height: pixels.
-        width: pixels.
-        steps: evaluations of the UNet.
+        mesh: number of devices along ``data`` and ``model``.
+        batch: images at once, on all devices together.
+        height: height of an image in pixels.
+        width: width of an image in pixels.
+        steps: number of steps.
         guided: whether guidance doubles the UNet's batch.
-        dtype: of weights and activations.
-        quantize: what large weights are quantised to, or None.
+        dtype: dtype of weights and activations.
+        quantize: quantisation of large weights, or None.
         programs: the three programs.
-        versions: of canvax, jax and libtpu.
+        versions: versions of canvax, jax and the compiler.
     """
 
     model: str
@@ -125,27 +124,27 @@ class Plan:
 
     @property
     def resident_bytes(self) -> int:
-        """On each device all the time: the weights of all programs, their inputs and the programs themselves."""
+        """Permanent memory on each device: weights, inputs and code of all programs."""
         return sum(program.argument_bytes + program.code_bytes for program in self.programs)
 
     @property
     def working_bytes(self) -> int:
-        """On each device while the hungriest program runs: its temporaries and results."""
+        """Memory on each device for temporaries and results of the largest program."""
         return max(program.temporary_bytes + program.output_bytes for program in self.programs)
 
     @property
     def peak_bytes(self) -> int:
-        """The most a device holds at any time."""
+        """Peak memory of a device."""
         return self.resident_bytes + self.working_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether that is no more than programs can have; the runtime's own share is taken off already."""
+        """Whether the peak memory fits in the memory that programs can use (without the runtime's share)."""
         return self.why_not is None
 
     @property
     def why_not(self) -> str | None:
-        """Why it does not fit, or None."""
+        """The reason why it does not fit, or None."""
         refused = [f"{program.name}: {program.refused}" for program in self.programs if program.refused]
         if refused:
             return "; ".join(refused)
@@ -154,18 +153,18 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        """The compiler's estimate for the whole batch, from token ids to pixels; None without one, as for GPUs."""
+        """The compiler's estimate for the batch, from token ids to pixels; None without an estimate, as for GPUs."""
         calls = math.ceil(self.steps / WINDOW)
         times = [p.evaluations * p.seconds + calls * p.setup_seconds for p in self.programs if p.seconds is not None]
         return sum(times) if len(times) == len(self.programs) else None
 
     @property
     def bound_seconds(self) -> float:
-        """The least the whole batch can take."""
+        """Lower bound of the time for the whole batch."""
         return sum(program.evaluations * program.bound_seconds(self.target.chip) for program in self.programs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """Returns all figures as a dict for JSON."""
         chip = self.target.chip
         same = {
             name: getattr(self, name)
@@ -202,7 +201,6 @@ class Plan:
         }
 
 
-@checked
 def plan(
     model: str | Path,
     target: str,
@@ -219,31 +217,31 @@ def plan(
     announce: Announce | None = None,
     **source: Any,
 ) -> Plan:
-    """Compile a model for TPUs or GPUs that are not there, and say whether it fits and how long it takes at least.
+    """Compiles a model for TPUs or GPUs that are not present, and reports memory and time.
 
-    Needs libtpu (``pip install '.[tpu]'``) or JAX's CUDA plugin (``'.[cuda]'``), no device and no weights. A full SDXL
-    takes some minutes for a TPU the first time on two cores, and one for a GPU; the result is kept, and the same
+    It needs libtpu (``pip install '.[tpu]'``) or JAX's CUDA plugin (``'.[cuda]'``), but no device and no weights. On
+    two cores a full SDXL takes some minutes for a TPU, and one minute for a GPU. Results are stored, so that the same
     program is not compiled again.
 
     Args:
-        model: "sd14", "sd15", "sd21", "sdxl", "sdxl-refiner", "emoji", a folder, or a Hub id, of which no
-            weights are fetched.
-        target: such as "tpu-v5e:2x2", of v2, v3, v4, v5e, v5p and v6e, with chips along each axis; or "gpu-h100:8", of
-            those in ``canvax.planning.targets.GPUS``, with how many there are.
-        batch: pictures at once on all devices together; by default one on each.
-        height: pixels, divisible by 8; by default the size the model was trained for.
-        width: likewise.
-        steps: evaluations of the UNet.
+        model: "sd14", "sd15", "sd21", "sdxl", "sdxl-refiner", "emoji", a folder, or a Hub id (no weights are
+            downloaded).
+        target: a TPU with its chips along each axis, e.g. "tpu-v5e:2x2" (v2, v3, v4, v5e, v5p, v6e), or a GPU of
+            ``canvax.planning.targets.GPUS`` with a number, e.g. "gpu-h100:8".
+        batch: images at once on all devices together; by default one per device.
+        height: height in pixels, divisible by 8; by default the size the model was trained for.
+        width: width in pixels, divisible by 8; by default the size the model was trained for.
+        steps: number of steps.
         guided: whether the guidance scale is above 1.
-        dtype: of weights and activations; by default bfloat16, float16 on GPUs before Ampere.
+        dtype: dtype of weights and activations; by default bfloat16, on GPUs before Ampere float16.
         quantize: "int8" or "float8" for large weights in 8 bits.
-        mesh: devices along ``data`` and ``model``; by default all on ``data``.
-        reuse: use what an earlier plan with the same versions has found.
-        announce: told of each compilation.
+        mesh: number of devices along ``data`` and ``model``; by default all on ``data``.
+        reuse: use the results of earlier plans with the same versions.
+        announce: called at the begin and end of each compilation.
         source: ``revision``, ``token``, ``cache_dir`` and ``local_files_only`` as in ``canvax.load``.
 
     Raises:
-        InputError: an argument cannot be used; nothing has been compiled.
+        InputError: an argument is invalid; nothing has been compiled.
         CheckpointError, HubError: the model cannot be read.
         CanvaxError: the compiler is missing, or it failed.
     """
@@ -251,12 +249,12 @@ def plan(
         raise InputError(f"plan has no argument {name!r:.80}; {nearest(name, [*signature(plan).parameters, *known])}")
     aim = parse_target(target)
     if not isinstance(mesh, Mapping | None):
-        raise InputError(f"mesh={mesh!r} does not map axes to devices, as {{'data': 4}} does")
+        raise InputError("mesh", mesh, "does not map axes to devices, as {'data': 4} does")
     axes = check_axes(mesh, aim.devices, aim)
     batch = check_count("batch", axes["data"] if batch is None else batch)
     if batch % axes["data"]:
         up = -(-batch // axes["data"]) * axes["data"]
-        raise InputError(f"batch={batch} cannot be split over data={axes['data']} devices; use {up}")
+        raise InputError("batch", batch, f"cannot be split over data={axes['data']} devices", f"use {up}")
     check_count("steps", steps)
     computed = parse_dtype(aim.chip.half if dtype is None else dtype, quantizes=True).name
     check_kind(quantize)
@@ -277,8 +275,8 @@ def plan(
     results = compile_programs(job, versions, reuse=reuse, announce=announce)
     evaluations = {"encode": 2 if guided else 1, "denoise": steps, "decode": 1}
     programs = tuple(_program(name, evaluations[name], results[name]) for name in PROGRAMS)
-    said = (str(model), aim, axes, batch, job.height, job.width, steps, guided, computed, quantize)
-    return Plan(*said, programs=programs, versions=versions)
+    settings = (str(model), aim, axes, batch, job.height, job.width, steps, guided, computed, quantize)
+    return Plan(*settings, programs=programs, versions=versions)
 
 
 def _program(name: str, evaluations: int, result: Mapping[str, Any]) -> ProgramPlan:
@@ -286,27 +284,29 @@ def _program(name: str, evaluations: int, result: Mapping[str, Any]) -> ProgramP
 
 
 def check_axes(mesh: Mapping[str, int] | None, devices: int, target: Target) -> dict[str, int]:
-    """Devices along each axis of the mesh.
+    """Returns the number of devices along each axis of the mesh.
 
     Raises:
-        InputError: they are not the target's devices.
+        InputError: their product is not the target's number of devices.
     """
     asked = {"model": 1, **(mesh or {})}
     for name, size in asked.items():
         if name not in AXES:
-            raise InputError(f"mesh has an axis {name!r}; {nearest(name, AXES)}")
-        check_count(f"mesh {name}", size)
+            raise InputError("mesh", NO_VALUE, f"has an axis {name!r}", nearest(name, AXES))
+        check_count(name, size)
     axes = {"data": devices // asked["model"], **asked}
     if axes["data"] * axes["model"] != devices:
         raise InputError(
-            f"mesh data={axes['data']}, model={axes['model']} has {axes['data'] * axes['model']} devices, {target} has "
-            f"{devices}; their product must be {devices}"
+            "mesh",
+            axes,
+            f"has {axes['data'] * axes['model']} devices, {target} has {devices}",
+            f"their product must be {devices}",
         )
     return axes
 
 
 def architecture(model: str | Path, **source: Any) -> Networks:
-    """The networks of a preset, a folder or a Hub id; no weights are read."""
+    """Returns the networks of a preset, a folder or a Hub id, without reading weights."""
     if isinstance(model, str) and model in PRESETS:
         Source(model, **source).tell_of_idle("model of canvax's own", "revision", "cache_dir")
         return PRESETS[model]
@@ -317,7 +317,7 @@ def architecture(model: str | Path, **source: Any) -> Networks:
         if isinstance(model, str) and "/" not in model and not named_path("model", model).exists():
             names = [*PRESETS, *BUNDLED]
             raise InputError(
-                f"model={model!r} is no preset, folder or Hub id; {nearest(model, names)} Presets: {', '.join(names)}"
+                "model", model, "is no preset, folder or Hub id", f"{nearest(model, names)} Presets: {', '.join(names)}"
             ) from error
         raise
     return read_networks(files)
@@ -327,10 +327,10 @@ _COMPILERS = {"tpu": ("libtpu", "libtpu-nightly"), "gpu": ("jax-cuda13-plugin", 
 
 
 def compiler_version(target: Target) -> dict[str, str]:
-    """The package of the compiler for a target, and its version.
+    """Returns the package of the compiler for a target, with its version.
 
     Raises:
-        CanvaxError: it is not installed.
+        CanvaxError: the compiler is not installed.
     """
     for name in _COMPILERS[target.platform]:
         try:

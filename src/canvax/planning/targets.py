@@ -1,4 +1,4 @@
-"""TPUs and NVIDIA GPUs that can be planned for, and how to ask their compilers for them."""
+"""TPUs and NVIDIA GPUs that plans support, and the settings with which their compilers target them."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from canvax.errors import InputError, nearest
-from canvax.kernels.target import fast_half
+from canvax.kernels.target import fast_16bit_dtype
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Chip:
-    """What JAX calls one device: of TPUs a chip, or one of a chip's two cores in v2 and v3, or a GPU.
+    """A JAX device: a TPU chip, for v2 and v3 one of a chip's two cores, or a GPU.
 
-    Peak, bandwidth and memory are those of the vendors' data sheets (cloud.google.com/tpu/docs, system architecture;
-    NVIDIA's). The clock is the one at which the data sheet's peak follows from the number of multipliers; for v2 to v4
-    it is also published (Jouppi et al. 2020, 2023). ``usable`` is what libtpu says it has when a program asks for too
-    much: the data sheet's memory less what the runtime keeps for itself. Of a GPU it is what JAX takes.
+    Peak, bandwidth and memory come from the vendors' data sheets (cloud.google.com/tpu/docs, system architecture;
+    NVIDIA's). The clock is computed from the data sheet's peak and the number of multipliers; for v2 to v4 it is also
+    published (Jouppi et al. 2020, 2023). ``usable`` of a TPU is the limit in libtpu's out-of-memory error: the data
+    sheet's memory minus the runtime's share. ``usable`` of a GPU is the part that JAX allocates.
 
     Attributes:
         name: the generation.
         device: "chip", "core" or "GPU".
         flops: peak bfloat16 FLOP/s.
         bandwidth: bytes/s of its memory.
-        clock: Hz of its cores.
+        clock: clock of its cores in Hz.
         memory: bytes of its memory.
-        usable: bytes of it that programs can use.
-        options: what else the topology is asked with.
+        usable: bytes of its memory that programs can use.
+        options: further options of its topology.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Chip:
 
     @property
     def half(self) -> str:
-        """The dtype of 16 bits that it multiplies fast."""
+        """The 16-bit dtype that it multiplies fast."""
         return "bfloat16"
 
 
@@ -55,7 +55,7 @@ CHIPS = {
     for chip in (
         Chip("v2", "core", 22.5e12, 350e9, 0.70e9, 8 * GIB, 7.48 * GIB),
         Chip("v3", "core", 61.5e12, 450e9, 0.94e9, 16 * GIB, 15.48 * GIB),
-        # Both cores as one device, as JAX runs it; libtpu's own default for a topology is core by core.
+        # Both cores as one device, as JAX runs it; libtpu's default for a topology is a device per core.
         Chip("v4", "chip", 275e12, 1228e9, 1.05e9, 32 * GIB, 30.75 * GIB, {"chip_config_name": "megacore"}),
         Chip("v5e", "chip", 197e12, 819e9, 1.503e9, 16 * GIB, 15.75 * GIB),
         Chip("v5p", "chip", 459e12, 2765e9, 1.75e9, 96 * GIB, 95.74 * GIB),
@@ -68,12 +68,12 @@ CHIPS = {
 class Gpu(Chip):
     """An NVIDIA GPU, by the vendor's data sheets and architecture white papers.
 
-    ``flops`` is dense, with sums in float32; ``memory`` is what the driver shows.
+    ``flops`` is dense, with float32 sums; ``memory`` is the size that the driver reports.
 
     Attributes:
-        capability: compute capability, such as (9, 0).
-        processors: streaming multiprocessors.
-        shared: bytes of shared memory of each.
+        capability: compute capability, e.g. (9, 0).
+        processors: number of streaming multiprocessors.
+        shared: bytes of shared memory of a multiprocessor.
         cache: bytes of the L2 cache.
     """
 
@@ -85,11 +85,11 @@ class Gpu(Chip):
     @property
     def half(self) -> str:
         major, minor = self.capability
-        return fast_half(float(f"{major}.{minor}"))
+        return fast_16bit_dtype(float(f"{major}.{minor}"))
 
     @property
     def described(self) -> str:
-        """What XLA's compiler has to know: a GpuTargetConfigProto as text."""
+        """The description for XLA's compiler: a GpuTargetConfigProto as text."""
         major, minor = self.capability
         device = {
             "threads_per_block_limit": 1024,
@@ -97,7 +97,7 @@ class Gpu(Chip):
             "shared_memory_per_block": 48 * 1024,
             "shared_memory_per_block_optin": self.shared - 1024,
             "shared_memory_per_core": self.shared,
-            # 8.6 and 8.9 are the consumers' chips, of smaller processors.
+            # 8.6 and 8.9 are consumer chips with smaller multiprocessors.
             "threads_per_core_limit": {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536}.get(self.capability, 2048),
             "core_count": self.processors,
             "fpus_per_core": 64 if self.capability <= (8, 0) else 128,
@@ -111,9 +111,9 @@ class Gpu(Chip):
             "registers_per_core_limit": 65536,
             "registers_per_block_limit": 65536,
         }
-        told = "\n".join(f"  {name}: {value}" for name, value in device.items())
+        fields = "\n".join(f"  {name}: {value}" for name, value in device.items())
         return (
-            f"gpu_device_info {{\n{told}\n  cuda_compute_capability {{ major: {major} minor: {minor} }}\n}}\n"
+            f"gpu_device_info {{\n{fields}\n  cuda_compute_capability {{ major: {major} minor: {minor} }}\n}}\n"
             'platform_name: "CUDA"\n'
             "dnn_version_info { major: 9 minor: 10 }\n"
             "runtime_version { major: 13 minor: 0 patch: 0 }\n"
@@ -122,7 +122,7 @@ class Gpu(Chip):
 
 
 PREALLOCATED = 0.75
-"""Part of a GPU's memory that JAX takes, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
+"""Fraction of a GPU's memory that JAX allocates by default (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
 
 _KIB, _MIB = 2**10, 2**20
 
@@ -131,7 +131,7 @@ def _gpu(
     name: str, tflops: float, bandwidth: float, clock: float, memory: float, capability: tuple[int, int],
     processors: int, shared: int, cache: float,
 ) -> Gpu:  # fmt: skip
-    """TFLOP/s, GB/s, GHz, GiB, capability, processors, KiB of each, MiB."""
+    """Makes a ``Gpu`` from TFLOP/s, GB/s, GHz, GiB, capability, processors, KiB of shared memory, MiB of cache."""
     return Gpu(
         name, "GPU", tflops * 1e12, bandwidth * 1e9, clock * 1e9, memory * GIB, PREALLOCATED * memory * GIB,
         capability=capability, processors=processors, shared=shared * _KIB, cache=int(cache * _MIB),
@@ -158,18 +158,18 @@ GPUS = {
 _TPU_NAME = re.compile(r"(?:tpu[-:])?(\w+):(\d{1,4}(?:x\d{1,4}){1,2})", re.ASCII)
 _GPU_NAME = re.compile(r"(?:gpu[-:])?([\w-]+?)(?::(\d{1,6}))?", re.ASCII)
 _SPATIAL = ("v4", "v5p")
-"""Generations whose chips are wired in three axes."""
+"""Generations whose chips are connected along three axes."""
 _HOST = 4
-"""Chips of a host, as libtpu assumes unless told otherwise."""
+"""Chips per host that libtpu assumes by default."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Some chips, wired up.
+    """The chips of a machine.
 
     Attributes:
-        chip: the generation.
-        shape: chips along each axis, such as (2, 2); of GPUs how many there are.
+        chip: the type of chip.
+        shape: number of TPU chips along each axis, e.g. (2, 2); the number of GPUs.
     """
 
     chip: Chip
@@ -185,24 +185,24 @@ class Target:
 
     @property
     def compiler(self) -> str:
-        """What compiles for it."""
+        """The compiler for this platform."""
         return "JAX's CUDA plugin" if self.platform == "gpu" else "libtpu"
 
     @property
     def chips(self) -> int:
-        """How many chips or GPUs there are."""
+        """The number of chips or GPUs."""
         return math.prod(self.shape)
 
     @property
     def devices(self) -> int:
-        """How many devices JAX has there."""
+        """The number of JAX devices."""
         return self.chips * (2 if self.chip.device == "core" else 1)
 
     @property
     def topology(self) -> dict[str, Any]:
         """Arguments for ``jax.experimental.topologies.get_topology_desc``."""
         if isinstance(self.chip, Gpu):
-            # Slices, hosts of each, GPUs of each.
+            # Slices x hosts per slice x GPUs per host.
             topology = f"1x1x{self.shape[0]}"
             return {"platform": "cuda", "topology": topology, "target_config": self.chip.described}
         name = f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
@@ -213,43 +213,48 @@ class Target:
 
 
 def parse_target(target: str) -> Target:
-    """A target such as "tpu-v5e:2x2", "v4:2x2x1", "gpu-h100:8" or "l4".
+    """Parses a target, e.g. "tpu-v5e:2x2", "v4:2x2x1", "gpu-h100:8" or "l4".
 
     Raises:
-        InputError: it is not of that form, or the generation is not known.
+        InputError: ``target`` has another form, or the chip is unknown.
     """
     examples = "write it like 'tpu-v5e:2x2' (four chips), 'tpu-v4:2x2x1', 'gpu-h100' or 'gpu-h100:8'"
     if not isinstance(target, str) or not target:
-        raise InputError(f"target={target!r} is not the name of a TPU or GPU; {examples}")
-    said = target.lower()
-    match = _GPU_NAME.fullmatch(said)
-    if match and match[1] in GPUS and not said.startswith("tpu"):
+        raise InputError("target", target, "is not the name of a TPU or GPU", examples)
+    text = target.lower()
+    match = _GPU_NAME.fullmatch(text)
+    if match and match[1] in GPUS and not text.startswith("tpu"):
         count = int(match[2] or 1)
         if not count:
-            raise InputError(f"target={target!r} has no GPUs; {examples}")
+            raise InputError("target", target, "has no GPUs", examples)
         return Target(GPUS[match[1]], (count,))
-    match = _TPU_NAME.fullmatch(said)
-    name = match[1] if match else re.sub(r"^[tg]pu[-:]", "", said).partition(":")[0]
+    match = _TPU_NAME.fullmatch(text)
+    name = match[1] if match else re.sub(r"^[tg]pu[-:]", "", text).partition(":")[0]
     if name not in CHIPS:
-        begun = [repr(one) for one in (*CHIPS, *GPUS) if name and one.startswith(name) and one != name]
+        begun = [repr(known) for known in (*CHIPS, *GPUS) if name and known.startswith(name) and known != name]
         hint = f"there are {' and '.join(begun)}" if begun else nearest(name, [*CHIPS, *GPUS])
         hint += f" There are {', '.join(CHIPS)} and {', '.join(GPUS)}" if hint.endswith("?") else ""
-        raise InputError(f"target={target!r} is not known; {hint}; {examples}")
+        raise InputError("target", target, "is not known", f"{hint}; {examples}")
     if match is None:
-        raise InputError(f"target={target!r} does not say how the chips are wired; {examples}")
+        raise InputError("target", target, "does not say how the chips are wired", examples)
     shape = tuple(int(side) for side in match[2].split("x"))
     if not all(shape):
-        raise InputError(f"target={target!r} has no chips; {examples}")
+        raise InputError("target", target, "has no chips", examples)
     if name not in _SPATIAL and shape[2:] > (1,):
-        raise InputError(f"target={target!r}: chips of a {name} lie in a plane, such as tpu-{name}:2x4; {examples}")
+        raise InputError(
+            "target",
+            target,
+            f"is not laid out as chips of a {name}, which lie in a plane, such as tpu-{name}:2x4",
+            examples,
+        )
     return Target(CHIPS[name], shape)
 
 
 def environment() -> dict[str, str]:
-    """Environment of a process that compiles for devices that are not there; it has to be set before JAX is imported.
+    """Returns the environment of a process that compiles for absent devices; it must be set before importing JAX.
 
-    libtpu would otherwise look for a TPU to drive, ask the cloud's metadata server, complain on stderr, and refuse to
-    be loaded twice on a machine.
+    Without it libtpu searches for a TPU, queries the cloud's metadata server, prints errors to stderr, and cannot be
+    loaded twice on a machine.
     """
     quiet = {
         "JAX_PLATFORMS": "cpu",

@@ -1,7 +1,7 @@
-"""A process of its own that compiles for a TPU or GPU: a job on one line of stdin, one JSON object a line on stdout.
+"""A separate process that compiles for a TPU or GPU. It reads a job from a line of stdin and writes JSON lines.
 
-libtpu and JAX read their settings when they are loaded, and a compiler may run out of memory or crash; neither must
-happen to the caller, who may be using a GPU meanwhile.
+It is separate because libtpu and JAX read their settings at import, and a compiler can crash or run out of memory;
+neither must affect the caller, which may be using a GPU.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from canvax.planning.targets import parse_target
 
 
 def main() -> int:
-    """Compile what the job says; the arguments are the names of the programs."""
+    """Compiles the programs of the job whose names are the command's arguments."""
     report = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the compiler prints is no part of the report
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keeps the compiler's output out of the report
     job = Job.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_caller, daemon=True).start()
     target = parse_target(job.target)
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _end_with_caller() -> None:
-    """Stop when the other end of stdin goes away, however it went: nobody waits for the compiler any more."""
+    """Exits when stdin is closed, since the caller has then ended, even by a crash."""
     sys.stdin.read()
     os._exit(1)
 
@@ -72,7 +72,7 @@ def _memory_fault(error: Exception) -> str:
 
 
 def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
-    """Compile one program and read what it costs: the fields of ``canvax.planning.plan.ProgramPlan``."""
+    """Compiles a program and returns its figures, the fields of ``canvax.planning.plan.ProgramPlan``."""
     model = job.model
     programs, specs = Programs(model, mesh), model.specs(job.quantize)
     params = {name: abstract_params(spec, job.dtype, mesh) for name, spec in specs.items()}
@@ -96,7 +96,7 @@ def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
     setup, run = (module.setup(), module.step()) if name == "denoise" else (Work(), module.whole())
     cost = compiled.cost_analysis() or {}
     estimate = {} if target.platform == "gpu" else {
-        # The cycles do not include waiting for what is fetched ahead.
+        # The estimated cycles do not include waiting for prefetches.
         "seconds": max(run.seconds, run.bytes / target.chip.bandwidth),
         "setup_seconds": setup.seconds,
         "unpriced": sorted(set(setup.unpriced + run.unpriced)),
@@ -118,7 +118,7 @@ def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
 
 
 def _flops(job: Job, name: str, programs: Programs, params: Params, latents: tuple[int, int, int, int]) -> float:
-    """FLOPs of one evaluation of a program on the whole batch."""
+    """Counts the FLOPs of an evaluation of a program on the whole batch."""
     model, shape = job.model, jax.ShapeDtypeStruct
     with compiling_for(parse_target(job.target).platform):
         if name == "encode":

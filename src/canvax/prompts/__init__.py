@@ -1,4 +1,4 @@
-"""Prompts as people write them: weights, chunks, schedules. Text alone; nothing here knows a model or JAX."""
+"""Prompt syntax: weights, chunks, schedules. This package handles text only and knows neither models nor JAX."""
 
 from canvax.prompts.chunks import CHUNK, Chunk, chunked
 from canvax.prompts.grammar import BREAK, Fragment, PromptSyntax, check_weight, fragments, words_of

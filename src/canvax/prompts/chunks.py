@@ -1,4 +1,4 @@
-"""Prompts of any length: chunks of as many tokens as the text encoder reads, each encoded by itself."""
+"""Prompts of any length, split into chunks of the text encoder's length, each encoded separately."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from canvax.errors import InputError
 from canvax.prompts.grammar import BREAK, Fragment
 
 CHUNK = 77
-"""Tokens that a text encoder reads at once: 75 of the prompt, one before and one behind them."""
+"""Tokens that a text encoder reads at once: 75 of the prompt, between a begin and an end token."""
 
 MOST_CHUNKS = 8
 
 _BACK = 20
-"""Tokens behind a comma that move to the next chunk together with what follows, if the chunk ends among them."""
+"""A full chunk ends after its last comma if at most this many tokens follow the comma."""
 
 Chunk = tuple[tuple[int, ...], tuple[float, ...]]
-"""Ids and weights of one chunk, with those of the tokens that begin, end and fill it up, whose weight is 1."""
+"""Ids and weights of a chunk, including its begin, end and padding tokens, whose weight is 1."""
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer."""
+    """The tokenizer interface that ``chunked`` needs."""
 
     @property
     def bos(self) -> int:
@@ -32,30 +32,30 @@ class Tokenizer(Protocol):
 
     @property
     def eos(self) -> int:
-        """Id that ends it."""
+        """Id that ends every prompt."""
         ...
 
     @property
     def pad(self) -> int:
-        """Id that fills up the rest."""
+        """Id that pads a chunk."""
         ...
 
     def ids(self, text: str) -> list[int]:
-        """Ids of a text, without those that begin and end it."""
+        """Returns the ids of a text, without begin and end."""
         ...
 
     def units(self, text: str) -> list[tuple[int, ...]]:
-        """The same, those together that belong in one chunk."""
+        """Returns the ids of a text, grouped: the ids of a group must be in the same chunk."""
         ...
 
 
 def chunked(tokenizer: Tokenizer, fragments: Sequence[Fragment], length: int = CHUNK) -> list[Chunk]:
-    """The chunks of a prompt, at least one.
+    """Splits a prompt into chunks, at least one.
 
-    A chunk that is full ends behind its last comma, if there was one within 20 tokens.
+    A full chunk ends after its last comma, if that is within its final 20 tokens.
 
     Raises:
-        InputError: there would be more than ``MOST_CHUNKS``.
+        InputError: the prompt has more than ``MOST_CHUNKS`` chunks.
     """
     room, (comma,) = length - 2, tokenizer.ids(",") or [-1]
     full: list[list[tuple[int, float]]] = []
@@ -88,5 +88,5 @@ def _framed(tokenizer: Tokenizer, chunk: Sequence[tuple[int, float]], length: in
 
 
 def as_arrays(chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids [n, T] int32 and weights [n, T] float32 of chunks."""
+    """Stacks chunks to ids [n, T] int32 and weights [n, T] float32."""
     return np.array([ids for ids, _ in chunks], np.int32), np.array([weights for _, weights in chunks], np.float32)

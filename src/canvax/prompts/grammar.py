@@ -1,6 +1,6 @@
-"""Weights in prompts, as A1111, ComfyUI and Compel write them: text in, pieces of text with their weights out.
+"""Prompt weights in the syntax of A1111, ComfyUI and Compel: splits a text into pieces with weights.
 
-What cannot be read as a weight is text; no prompt is refused for its brackets.
+Anything that is not a valid weight is text. Brackets never cause an error.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ Fragment = tuple[str, float]
 """A piece of text and its weight."""
 
 BREAK: Fragment = ("BREAK", -1.0)
-"""Stands between pieces where the text before fills its chunk of tokens."""
+"""Marks, between two pieces, that a new chunk of tokens begins."""
 
 MOST_WEIGHT = 100.0
 
 _DEEPEST = 100
-"""Brackets that are open at once; more are text. Each weighs all that it holds: time goes with depth."""
+"""Limit on nested brackets; deeper brackets are text. Each bracket multiplies all its pieces, so time grows with
+depth."""
 
 _UP = 1.1
 _DOWN = 0.9
@@ -40,10 +41,10 @@ _BREAK = re.compile(r"\s*\bBREAK\b\s*")
 
 
 def fragments(prompt: str, syntax: PromptSyntax) -> list[Fragment]:
-    """The pieces of a prompt with their weights, neighbours of equal weight joined; at least one.
+    """Splits a prompt into pieces with weights, at least one; neighbours of equal weight are joined.
 
     Raises:
-        InputError: a weight is too large, or there are weights and no words.
+        InputError: a weight is too large, or the prompt has weights but no words.
     """
     reader = {"plain": _plain, "a1111": _a1111, "comfy": _comfy, "compel": _compel}[syntax]
     joined: list[Fragment] = []
@@ -54,24 +55,20 @@ def fragments(prompt: str, syntax: PromptSyntax) -> list[Fragment]:
         elif text:
             joined.append((text, weight))
     if not joined and prompt.strip():
-        raise InputError(f"prompt={prompt[:80]!r} has weights and no words; write (words:1.2)")
+        raise InputError("prompt", prompt[:80], "has weights and no words", "write (words:1.2)")
     return joined or [("", 1.0)]
 
 
 def check_weight(prompt: str, weight: float) -> None:
-    """Refuse a weight that leaves nothing of an image.
-
-    Raises:
-        InputError: naming it.
-    """
+    """Raises InputError for a weight above ``MOST_WEIGHT``, which would destroy the image."""
     if abs(weight) > MOST_WEIGHT:
         raise InputError(
-            f"prompt={prompt[:80]!r} has a weight of {weight:g}, more than {MOST_WEIGHT:g}; 0.5 to 1.5 is usual"
+            "prompt", prompt[:80], f"has a weight of {weight:g}, more than {MOST_WEIGHT:g}", "0.5 to 1.5 is usual"
         )
 
 
 def words_of(prompt: str, syntax: PromptSyntax) -> str:
-    """The words of a prompt without its weights."""
+    """Returns the words of a prompt without its weights."""
     return "".join(text if (text, weight) != BREAK else " " for text, weight in fragments(prompt, syntax))
 
 
@@ -80,17 +77,17 @@ def _plain(prompt: str) -> list[Fragment]:
 
 
 def _a1111(prompt: str) -> list[Fragment]:
-    """(more), [less], (words:1.3), escapes by backslash, BREAK. A bracket that is never closed counts to the end."""
-    found: list[Fragment] = []
+    """Reads (more), [less], (words:1.3), backslash escapes and BREAK. An unclosed bracket extends to the end."""
+    pieces: list[Fragment] = []
     opened: dict[str, list[int]] = {"(": [], "[": []}
 
     def times(factor: float, begin: int) -> None:
-        found[begin:] = [(text, weight * factor) for text, weight in found[begin:]]
+        pieces[begin:] = [(text, weight * factor) for text, weight in pieces[begin:]]
 
     for token in _A1111.findall(prompt):
         number = _number(token[1:-1]) if token[0] == ":" and token[-1] == ")" else None
         if token in opened and len(opened[token]) < _DEEPEST:
-            opened[token].append(len(found))
+            opened[token].append(len(pieces))
         elif number is not None and opened["("]:
             times(number, opened["("].pop())
         elif token == ")" and opened["("]:
@@ -98,21 +95,21 @@ def _a1111(prompt: str) -> list[Fragment]:
         elif token == "]" and opened["["]:
             times(1 / _UP, opened["["].pop())
         elif token[0] == "\\":
-            found.append((token[1:] or token, 1.0))
+            pieces.append((token[1:] or token, 1.0))
         else:
             for i, text in enumerate(_BREAK.split(token)):
-                found += [BREAK] * bool(i) + [(text, 1.0)]
+                pieces += [BREAK] * bool(i) + [(text, 1.0)]
     for begin in opened["("]:
         times(_UP, begin)
     for begin in opened["["]:
         times(1 / _UP, begin)
-    # In brackets a BREAK has no longer its own weight, and is a word.
-    return found
+    # A BREAK inside brackets no longer has its special weight, and is a word.
+    return pieces
 
 
 def _comfy(prompt: str) -> list[Fragment]:
-    """(more), (words:1.3), escaped brackets. A number is the weight itself: outer brackets do not multiply it."""
-    found: list[Fragment] = []
+    """Reads (more), (words:1.3) and escaped brackets. A number is the final weight: outer brackets do not change it."""
+    pieces: list[Fragment] = []
     tokens = _COMFY.findall(prompt)
     closes: dict[int, int] = {}
     opens: list[int] = []
@@ -134,37 +131,37 @@ def _comfy(prompt: str) -> list[Fragment]:
         elif i in ends:
             weight = outer.pop()
         else:
-            found.append((token[1:] if token in ("\\(", "\\)") else token, weight))
-    return found
+            pieces.append((token[1:] if token in ("\\(", "\\)") else token, weight))
+    return pieces
 
 
 def _compel(prompt: str) -> list[Fragment]:
-    """word+, word--, (some words)++, (some words)1.3; brackets without a sign group alone; escapes by backslash."""
-    found: list[Fragment] = []
+    """Reads word+, word--, (two words)++, (two words)1.3 and backslash escapes; brackets without a sign only group."""
+    pieces: list[Fragment] = []
     opened: list[int] = []
     for match in _COMPEL.finditer(prompt):
         if match["open"] and len(opened) < _DEEPEST:
-            opened.append(len(found))
-            found.append(("(", 1.0))  # which goes when it is closed
+            opened.append(len(pieces))
+            pieces.append(("(", 1.0))  # removed when the bracket is closed
         elif match["close"] and opened:
             begin, factor = opened.pop(), _factor(match["group"] or "")
-            found[begin:] = [(text, weight * factor) for text, weight in found[begin + 1 :]]
+            pieces[begin:] = [(text, weight * factor) for text, weight in pieces[begin + 1 :]]
         elif match["sign"]:
-            found.append((_ESCAPED.sub(r"\1", match["word"]), _factor(match["sign"])))
+            pieces.append((_ESCAPED.sub(r"\1", match["word"]), _factor(match["sign"])))
         else:
-            found.append((_ESCAPED.sub(r"\1", match[0]), 1.0))
-    return found
+            pieces.append((_ESCAPED.sub(r"\1", match[0]), 1.0))
+    return pieces
 
 
 def _factor(sign: str) -> float:
-    """What a sign of Compel multiplies with."""
+    """Returns the factor of a Compel sign."""
     if sign[:1] in ("+", "-"):
-        return (_UP if sign[0] == "+" else _DOWN) ** min(len(sign), 1000)  # which is far too much, and a number
+        return (_UP if sign[0] == "+" else _DOWN) ** min(len(sign), 1000)  # avoids overflow; far above MOST_WEIGHT
     return float(sign or 1)
 
 
 def _number(text: str) -> float | None:
-    """A weight; None if it is not a number, as in "1.2.3"."""
+    """Returns the weight, or None if the text is not a number, as in "1.2.3"."""
     try:
         return float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A1111's prompts that change on the way, and prompts that are added up: text in, plain texts out."""
+"""A1111's prompt schedules ([from:to:when], [a|b]) and AND: turns a prompt into plain texts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _WHEN = re.compile(r"\s*[+-]?(?:\d+\.?\d*|\.\d+)\s*")
 _TOKEN = re.compile(r"\\.|[\[\]():|]|[^\\\[\]():|]+", re.DOTALL)
 
 _DEEPEST = 100
-"""Brackets inside one another that are read: each is a call inside a call."""
+"""Limit on nested brackets: each level is a recursive call."""
 
 At = Callable[[int], str]
-"""The text of a step, from 1."""
+"""Maps a step, counted from 1, to its text."""
 
 
 def parts_of(prompt: str) -> list[tuple[str, float]]:
-    """What stands between AND, each with the weight behind its colon, by default 1."""
+    """Splits a prompt at AND; returns each part with the weight after its colon, by default 1."""
     parts = []
     for text in _AND.split(prompt):
         match = _PART.fullmatch(text)
@@ -29,10 +29,11 @@ def parts_of(prompt: str) -> list[tuple[str, float]]:
 
 
 def schedule_of(prompt: str, steps: int) -> list[tuple[int, str]]:
-    """The texts of a run: from which of its steps on, counted from 0, each stands; the first from 0.
+    """Returns the texts of a run, each with its first step, counted from 0.
 
-    ``[from:to:when]`` changes after ``when`` steps, or after that part of the run if it has a point; ``[a|b]`` takes
-    turns. As in A1111 a text lasts one step longer than ``when`` says, and the first one of taking turns two.
+    ``[from:to:when]`` changes after ``when`` steps, or after this fraction of the run if ``when`` has a decimal point.
+    ``[a|b]`` alternates every step. As in A1111, a text lasts one step longer than ``when`` says, and the first text of
+    an alternation lasts two steps.
     """
     try:
         tokens = _tokens(prompt)
@@ -41,18 +42,18 @@ def schedule_of(prompt: str, steps: int) -> list[tuple[int, str]]:
     except _Literal:
         return [(0, prompt)]
     ends = sorted({*reader.ends, steps})
-    found: list[tuple[int, str]] = []
+    texts: list[tuple[int, str]] = []
     begin = 0
     for end in ends:
         text = at(end)
-        if not found or found[-1][1] != text:
-            found.append((begin, text))
+        if not texts or texts[-1][1] != text:
+            texts.append((begin, text))
         begin = end + 1
-    return [(begin, text) for begin, text in found if begin < steps]
+    return [(begin, text) for begin, text in texts if begin < steps]
 
 
 class _Literal(Exception):
-    """The grammar has no place for this prompt, which is text then as a whole."""
+    """The prompt does not follow the grammar, so all of it is plain text."""
 
 
 def _tokens(prompt: str) -> list[str]:
@@ -64,7 +65,7 @@ def _tokens(prompt: str) -> list[str]:
 
 @dataclass
 class _Reader:
-    """Reads tokens into texts by step, and notes the steps after which something changes."""
+    """Parses tokens to a function from steps to texts; ``ends`` collects the steps after which the text changes."""
 
     tokens: list[str]
     steps: int
@@ -74,7 +75,7 @@ class _Reader:
         self.depth = 0
 
     def sequence(self, position: int, *, top: bool = False) -> tuple[At, int]:
-        """Text and groups up to a separator or a closing bracket that is not their own, and where that is."""
+        """Parses text and groups up to an outer separator or closing bracket; also returns the position of that."""
         pieces: list[At] = []
         self.depth += 1
         if self.depth > _DEEPEST:
@@ -91,7 +92,7 @@ class _Reader:
                 continue
             if token == "|" and top:
                 raise _Literal
-            if not top and token in "[]():|":  # an opening bracket here is never closed
+            if not top and token in "[]():|":  # an opening bracket that reaches this line is never closed
                 break
             pieces.append(_always(token))
             position += 1
@@ -99,7 +100,7 @@ class _Reader:
         return (lambda step: "".join(piece(step) for piece in pieces)), position
 
     def bracket(self, position: int) -> tuple[At, int] | None:
-        """What stands in round brackets, with them; None if they are not closed."""
+        """Parses round brackets, which stay in the text; returns None if they are not closed."""
         pieces = [_always("(")]
         while True:
             piece, position = self.sequence(position)
@@ -112,7 +113,10 @@ class _Reader:
                 return (lambda step: "".join(piece(step) for piece in pieces)), position
 
     def group(self, position: int) -> tuple[At, int] | None:
-        """A schedule, texts that take turns, or text in square brackets, with them; None if they are not closed."""
+        """Parses square brackets: a schedule, an alternation, or plain text, which keeps its brackets.
+
+        Returns None if they are not closed.
+        """
         known = set(self.ends)
         items: list[At] = []
         begins, separators = [position], ""

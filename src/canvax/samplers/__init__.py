@@ -1,6 +1,6 @@
-"""Samplers as tables of numbers. Host-side float64; knows no model.
+"""Samplers as tables of numbers, computed on the host in float64 and independent of any model.
 
-scheduler = from_scheduler_config(config)          # what the checkpoint says
+scheduler = from_scheduler_config(config)          # a checkpoint's scheduler_config.json
 table = build_table(scheduler, steps, sampler="DPM++ 2M Karras")
 """
 
@@ -10,12 +10,13 @@ from canvax.samplers.catalog import (
     curve_named,
     find,
     from_scheduler_config,
+    spec_of,
     stable_diffusion_config,
 )
 from canvax.samplers.curve_names import CURVES, Curve, curve_label
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.schedule import NoiseSchedule
-from canvax.samplers.specs import SAMPLERS, SamplerSpec
+from canvax.samplers.specs import SAMPLERS, SamplerSpec, Solver
 from canvax.samplers.table import SLOTS, Clip, SamplerTable, run
 
 __all__ = [
@@ -29,11 +30,13 @@ __all__ = [
     "SamplerSpec",
     "SamplerTable",
     "Scheduler",
+    "Solver",
     "build_table",
     "curve_label",
     "curve_named",
     "find",
     "from_scheduler_config",
     "run",
+    "spec_of",
     "stable_diffusion_config",
 ]

@@ -1,4 +1,4 @@
-"""Finding a sampler by any of its names, reading a checkpoint's scheduler_config.json, making the table of a run."""
+"""Finds samplers by name, reads a checkpoint's scheduler_config.json, and builds the table of a run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from canvax.checked import checked
-from canvax.errors import FLOAT32_MAX, InputError, did_you_mean, nearest, shown
+from canvax.errors import FLOAT32_MAX, NO_VALUE, InputError, did_you_mean, nearest, shown
 from canvax.samplers.config import ALIASES, CLASS_DEFAULTS, RELATIVES, faults_of, options_of, schedule_of
 from canvax.samplers.curve_names import CURVES, NAMES
 from canvax.samplers.options import SamplerOptions, check_option, falling, fault_of
 from canvax.samplers.schedule import NoiseSchedule
-from canvax.samplers.specs import SAMPLERS, SamplerSpec
+from canvax.samplers.specs import SAMPLERS, SamplerSpec, Solver
 from canvax.samplers.table import SamplerTable
 
 SHAPES = ("rho", "sigma_min", "sigma_max", "steps_offset")
-"""Settings of the noise levels, which every sampler takes."""
+"""Settings of the noise levels, which every sampler accepts."""
 
 IMPOSSIBLE = {
     "dpmadaptive": "DPM adaptive chooses its steps as it goes, and a table is made before; use 'DPM++ 2M'",
@@ -29,10 +28,9 @@ IMPOSSIBLE = {
 }
 
 
-@checked
 @dataclass(frozen=True)
 class Scheduler:
-    """What a scheduler_config.json says: the noise the model was trained with, its own sampler, and its options."""
+    """A checkpoint's scheduler_config.json: the noise schedule of its training, its default sampler and options."""
 
     schedule: NoiseSchedule
     spec: SamplerSpec
@@ -40,14 +38,16 @@ class Scheduler:
     config: Mapping[str, Any]
 
 
-@checked
 def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
-    """The sampler called `name` in any spelling, and the options that this name implies.
+    """Finds a sampler by any spelling of its name; also returns the options that the name implies.
 
-    A curve of `canvax.samplers.CURVES` behind the name, in any spelling ("Karras" or "k", "SGM Uniform", "AYS"),
-    chooses the sigmas. A class name (EulerDiscreteScheduler) implies nothing: its options are the checkpoint's.
+    The name may end with a curve of `canvax.samplers.CURVES` in any spelling ("Karras" or "k", "SGM Uniform", "AYS"),
+    which selects the sigmas. A class name (EulerDiscreteScheduler) implies no options: the checkpoint decides them.
     """
-    key, classes = _plain(name), {_plain(spec.diffusers_class): spec for spec in reversed(SAMPLERS)}
+    key, classes = (
+        _plain(name),
+        {_plain(spec.diffusers_class): spec for spec in reversed(SAMPLERS) if spec.diffusers_class},
+    )
     of_class = key.removeprefix("flax").replace("parallelscheduler", "scheduler")
     if of_class in classes:
         return classes[of_class], {}
@@ -59,27 +59,31 @@ def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
         if spec is None:
             continue
         if not spec.curves:
-            raise InputError(f"sampler={name!r}: {spec.label} takes no {curve} sigmas; use {spec.label!r}")
+            raise InputError(
+                "sampler", name, f"names {curve} sigmas, which {spec.label} does not take", f"use {spec.label!r}"
+            )
         return spec, {**spec.implied, "sigmas": curve}
     if key in IMPOSSIBLE:
-        raise InputError(f"sampler={name!r}: {IMPOSSIBLE[key]}")
+        raise InputError("sampler", name, f"is not possible: {IMPOSSIBLE[key]}")
     if key in _SUFFIXES:
         raise InputError(
-            f"sampler={name!r} is a sigma schedule: write sigmas={_SUFFIXES[key]!r}, or a name such as "
-            f"'DPM++ 2M {name}'"
+            "sampler",
+            name,
+            "is a sigma schedule",
+            f"write {{sigmas={_SUFFIXES[key]!r}}}, or a name such as 'DPM++ 2M {name}'",
         )
     choices = [spec.label for spec in SAMPLERS]
-    choices += [spelling for spec in SAMPLERS for spelling in (*spec.spellings, spec.diffusers_class)]
+    choices += [spelling for spec in SAMPLERS for spelling in (*spec.spellings, spec.diffusers_class) if spelling]
     choices += [f"{spec.label} Karras" for spec in SAMPLERS if spec.curves]
-    raise InputError(f"sampler={name!r} is not known; {nearest(str(name), choices, 'canvax samplers')}")
+    raise InputError("sampler", name, "is not known", nearest(str(name), choices, "canvax samplers"))
 
 
 def _plain(name: str) -> str:
-    """A spelling without case, spaces and the signs between words; other signs stay, so that no name has them."""
+    """Normalises a spelling: lower case, without spaces and separators. Other signs stay, so they match no name."""
     return re.sub(r"[\s\-_.,;:+*/()]", "", str(name).lower().replace("++", "pp"))
 
 
-# Longest first, so that "dpmpp_2m_beta_sigmas" is not "dpmpp_2m_beta" with a remainder.
+# Longest first, so that "beta_sigmas" is tried before shorter suffixes.
 _SUFFIXES = {
     _plain(spelling): curve.name
     for curve in CURVES
@@ -89,20 +93,18 @@ _SUFFIXES = {
 _SUFFIXES = dict(sorted(_SUFFIXES.items(), key=lambda pair: -len(pair[0])))
 
 
-@checked
 def curve_named(name: str) -> str:
-    """The curve called `name` in any spelling."""
+    """Finds a curve by any spelling of its name; returns the canonical name."""
     if _plain(name) not in _SUFFIXES:
-        raise InputError(f"sigmas={name!r} is not known; {nearest(str(name), NAMES, 'canvax samplers curves')}")
+        raise InputError("sigmas", name, "is not known", nearest(str(name), NAMES, "canvax samplers curves"))
     return _SUFFIXES[_plain(name)]
 
 
-@checked
 def from_scheduler_config(config: Mapping[str, Any], *, sampler: str | None = None) -> Scheduler:
-    """Read a scheduler_config.json. Raises InputError with every field and value that cannot be honoured, together.
+    """Reads a scheduler_config.json. The InputError lists all unsupported fields and values together.
 
-    sampler: the default to use in place of the file's own class; needed where that class is a relative that canvax
-    does not have (UniPC, Heun, ...), whose noise schedule is read all the same.
+    sampler: the default sampler instead of the file's class. It is required if canvax has no solver for that class
+    (`RELATIVES`), whose noise schedule it can still read.
     """
     config = _table_of(config)
     name = config.get("_class_name")
@@ -112,8 +114,10 @@ def from_scheduler_config(config: Mapping[str, Any], *, sampler: str | None = No
         cure = "name a sampler, such as sampler='DPM++ 2M', to use this model" if stem in RELATIVES else ""
         cure = cure or did_you_mean(stem, list(CLASS_DEFAULTS)).removesuffix("?")
         raise InputError(
-            f"_class_name={name!r} of the scheduler config is not supported; {cure and f'{cure}; '}supported are the "
-            "classes that canvax samplers lists"
+            "_class_name",
+            name,
+            "of the scheduler config is not supported",
+            f"{cure and f'{cure}; '}supported are the classes that canvax samplers lists",
         )
     spec, implied = find(stem if sampler is None else sampler)
     options = _read(config, spec, implied)
@@ -121,31 +125,27 @@ def from_scheduler_config(config: Mapping[str, Any], *, sampler: str | None = No
 
 
 def _table_of(config: Any) -> Mapping[str, Any]:
-    """A config as a table of names and values.
-
-    Raises:
-        InputError: it is something else.
-    """
+    """Returns ``config``, after checking that it is a mapping with string keys."""
     if not isinstance(config, Mapping):
-        raise InputError(f"config={config!r:.80} is not a table, such as json.loads of a scheduler_config.json gives")
+        raise InputError("config", config, "is not a table, such as json.loads of a scheduler_config.json gives")
     if other := [name for name in config if not isinstance(name, str)]:
-        raise InputError(f"config: {other[0]!r:.80} is not the name of a field")
+        raise InputError("config", NO_VALUE, f"has {other[0]!r:.80}, which is not the name of a field")
     return config
 
 
 def _read(config: Mapping[str, Any], spec: SamplerSpec, implied: Mapping[str, Any]) -> SamplerOptions:
-    """The options of `config` for the sampler `spec`, all faults reported together."""
-    faults = faults_of(config, spec.diffusers_class)
+    """Reads the options of `config` for the sampler `spec`; the InputError lists all faults together."""
+    class_name = spec.diffusers_class or "EulerDiscreteScheduler"
+    faults = faults_of(config, class_name)
     if faults:
         raise InputError(
-            f"the scheduler config, read as {spec.diffusers_class}, asks for what cannot be honoured: "
-            + "; ".join(faults)
+            f"the scheduler config, read as {class_name}, asks for what cannot be honoured: " + "; ".join(faults)
         )
-    return options_of(config, spec.diffusers_class, implied)
+    return options_of(config, class_name, implied)
 
 
 def _as_configured(spec: SamplerSpec, options: SamplerOptions) -> SamplerSpec:
-    """The sampler that a class becomes whose config asks for an SDE: one with fresh noise, and an eta to set."""
+    """Returns the stochastic form of `spec`, with noise and an adjustable eta, if the config selects an SDE."""
     if spec.eta or not options.algorithm_type.startswith("sde"):
         return spec
     if spec.name == "dpmpp_2m":
@@ -153,13 +153,12 @@ def _as_configured(spec: SamplerSpec, options: SamplerOptions) -> SamplerSpec:
     return replace(spec, stochastic=True, eta=True, settings=("s_noise", *spec.settings))
 
 
-@checked
 def stable_diffusion_config(config: Mapping[str, Any], *, xl: bool = False) -> dict[str, Any]:
-    """`config` as the pipelines of Stable Diffusion read it: latents are not clipped to -1..1 by a class's default.
+    """Corrects `config` as the pipelines of Stable Diffusion do: no class default clips latents to -1..1.
 
-    Those of 1.x and 2.x read steps_offset 1 and no clip_sample, always: early checkpoints left these out, and the
-    reference pipelines have put them right ever since. What a config of SDXL (`xl`) says, it means. A value that no
-    config can have stays, to be reported.
+    Pipelines of 1.x and 2.x always use steps_offset 1 and no clip_sample: early checkpoints left these out, and the
+    reference pipelines correct them. For SDXL (`xl`) the values in the config count. Invalid values are not replaced,
+    so that they are reported.
     """
     config = _table_of(config)
     if xl:
@@ -169,12 +168,11 @@ def stable_diffusion_config(config: Mapping[str, Any], *, xl: bool = False) -> d
     return {**config, **{name: value for name, value in right.items() if name not in wrong}}
 
 
-@checked
 def build_table(
     scheduler: Scheduler,
     steps: int | None,
     *,
-    sampler: str | None = None,
+    sampler: str | SamplerSpec | Solver | SamplerTable | None = None,
     eta: float | None = None,
     spacing: str | None = None,
     sigmas: str | Sequence[float] | None = None,
@@ -186,43 +184,57 @@ def build_table(
     guidance_interval: Sequence[float] = (0.0, 1.0),
     settings: Mapping[str, Any] | None = None,
 ) -> SamplerTable:
-    """The table of one run.
+    """Builds the table of a run.
 
-    steps: as the field counts them (`SamplerSpec.evaluations`); None where levels or timesteps themselves are given.
-    sampler: None for the checkpoint's own, else any name `find` knows, run on the checkpoint's noise schedule with the
-    fields of its config that the named sampler understands and that sampler's own defaults for the rest.
-    spacing, sigmas (a curve, "automatic" switches one off; or the levels themselves), eta: None keeps what config and
-    name say. guidance: one number, or one for each step; outside of `guidance_interval`, fractions of the run as
-    `start` and `end`, it is 1 (Kynkaanniemi et al. 2024).
-    skip: steps to leave out at the beginning, as image to image does; x begins from `SamplerTable.noised` latents.
-    settings: further fields of SamplerOptions, such as {"s_churn": 10} or {"timesteps": [999, 500, 250]}. Of a flow
-    model also `mu`, the shift for the size of the image, and `shift_terminal`, whatever the sampler.
-    start, end: the part of the run to do, as fractions of the training timesteps from noise to image. A part that
-    starts late begins from x as the part before it left it, or from `SamplerTable.noised` latents of an image.
+    steps: number of steps as usually counted (see `SamplerSpec.evaluations`); None if sigmas or timesteps are lists.
+    sampler: None for the checkpoint's, otherwise any name that `find` accepts. It uses the checkpoint's noise schedule,
+    the fields of its config that the named sampler supports, and that sampler's defaults for the rest. Or a spec that
+    is not in the catalogue, or a solver: a function of (schedule, steps, options) that returns a table. Or a table,
+    which then gets its guidance here and takes no `eta`, `spacing`, `sigmas`, `settings`, `start` and `end`.
+    spacing, sigmas (a curve, "automatic" for none, or a list of levels), eta: None keeps the value of config and name.
+    guidance: a number, or one for each step. Outside of `guidance_interval`, fractions of the run like `start` and
+    `end`, it is 1 (Kynkaanniemi et al. 2024).
+    skip: steps to omit at the beginning, as in image to image; x then starts from `SamplerTable.noised` latents.
+    settings: further fields of SamplerOptions, e.g. {"s_churn": 10} or {"timesteps": [999, 500, 250]}; for flow models
+    also `mu`, the shift for the image size, and `shift_terminal`, whatever the sampler.
+    start, end: the part of the run to do, as fractions of the training timesteps from noise to image. With start > 0, x
+    must be the result of the previous part, or `SamplerTable.noised` latents of an image.
     """
     if not isinstance(scheduler, Scheduler):
-        raise InputError(f"scheduler={scheduler!r:.80} is not a Scheduler; take pipe.model.scheduler")
+        raise InputError("scheduler", scheduler, "is not a Scheduler", "take pipe.model.scheduler")
+    if isinstance(sampler, SamplerTable):
+        _check_table(sampler, steps, skip)
+        changes = {"eta": eta, "spacing": spacing, "sigmas": sigmas, "sampler_settings": settings or None}
+        changes |= {"denoising_start": start or None, "denoising_end": None if end == 1 else end}
+        if changes := {name: value for name, value in changes.items() if value is not None}:
+            name, value = next(iter(changes.items()))
+            raise InputError(name, value, "has no effect on a sampler that is a table", "build the table with it")
+        return _guided(sampler, guidance, rescale, guidance_interval, scheduler.schedule)
     settings = dict(settings or {})
     schedule = _schedule_for(scheduler.schedule, settings)
     train = schedule.num_train_timesteps
     spec, options, implied = scheduler.spec, scheduler.options, {}
     if sampler is not None:
-        spec, implied = find(sampler)
+        spec, implied = spec_of(sampler)
         options = _read(scheduler.config, spec, implied)
         spec = _as_configured(spec, options)
     options = replace(options, **_changes(spec, eta, spacing, sigmas, settings))
     if sigmas is not None and "sigmas" in implied and options.sigmas not in ("automatic", implied["sigmas"]):
         raise InputError(
-            f"sigmas={sigmas!r:.80} with sampler={sampler!r}, whose name has a curve of its own; leave one of them out"
+            "sigmas", sigmas, f"does not go with sampler={sampler!r}, whose name has a curve", "leave one of them out"
         )
     if options.s_churn and options.s_tmin > options.s_tmax:
-        raise InputError(f"s_tmin={options.s_tmin:g} is above s_tmax={options.s_tmax:g}: swap them")
+        raise InputError("s_tmin", options.s_tmin, f"is above s_tmax={options.s_tmax:g}", "swap them")
     curve = implied.get("sigmas", "automatic") if sigmas is None else options.sigmas
     if options.timesteps is not None and curve != "automatic":
         other = f"sampler={sampler!r}" if sigmas is None else f"sigmas={sigmas!r}"
-        raise InputError(f"timesteps={list(options.timesteps)} with {other}: both place the steps; leave one out")
+        raise InputError(
+            "timesteps", list(options.timesteps), f"does not go with {other}: both place the steps", "leave one out"
+        )
     if options.timesteps is not None and options.timesteps[0] > (last := schedule.last_timestep):
-        raise InputError(f"timesteps={list(options.timesteps)}: {options.timesteps[0]:g} is not in 0..{last}")
+        raise InputError(
+            "timesteps", list(options.timesteps), f"has {options.timesteps[0]:g}, which is not in 0..{last}"
+        )
     steps = _steps(steps, options, train)
     if not np.all(np.abs(np.asarray(guidance, np.float64)) <= FLOAT32_MAX) or not 0 <= rescale <= 1:
         raise InputError(
@@ -232,21 +244,27 @@ def build_table(
     if not 0 <= start < end <= 1:
         raise InputError(f"start={start} and end={end} of the run are not in order; give 0 <= start < end <= 1")
     if skip < 0:
-        raise InputError(f"skip={skip} steps cannot be left out; give 0 or more")
+        raise InputError("skip", skip, "is not a number of steps to leave out", "give 0 or more")
     if not spec.curves and (start or end < 1 or skip):
-        raise InputError(f"sampler={spec.name!r} is run whole; a part of it means nothing")
-    with np.errstate(all="ignore"):  # what is not finite is refused by name, not warned about
+        raise InputError("sampler", spec.name, "is run whole", "a part of it means nothing")
+    with np.errstate(all="ignore"):  # infinite or NaN values are refused below, without warnings
         try:
             table = spec.solver(schedule, steps, options)
         except np.linalg.LinAlgError:
-            raise InputError(f"steps={steps}: two levels of sampler={spec.name!r} are the same; use fewer") from None
+            raise InputError(
+                "steps", steps, f"gives two levels of sampler={spec.name!r} that are the same", "use fewer"
+            ) from None
+        if spec not in SAMPLERS:
+            _check_table(table)
         table = _guided(table, guidance, rescale, guidance_interval, schedule)
         lo = max(skip, _steps_before(table, schedule, start) if start else 0)
         hi = _steps_before(table, schedule, end) if end < 1 else int(table.step[-1]) + 1
         if lo >= hi and skip >= hi:
             raise InputError(
-                f"skip={skip} leaves none of {hi} steps (where strength begins after denoising_end); skip fewer, or "
-                "take more steps"
+                "skip",
+                skip,
+                f"leaves none of {hi} steps (where strength begins after denoising_end)",
+                "skip fewer, or take more steps",
             )
         if lo >= hi:
             raise InputError(
@@ -257,21 +275,48 @@ def build_table(
         return _restarted(spec, schedule, steps, options, part, lo, hi) if lo else part
 
 
+def spec_of(sampler: str | SamplerSpec | Solver) -> tuple[SamplerSpec, dict[str, Any]]:
+    """`find` of a name; a spec is itself, and a solver gets one."""
+    if isinstance(sampler, str):
+        return find(sampler)
+    spec = sampler if isinstance(sampler, SamplerSpec) else SamplerSpec.of(sampler)
+    return spec, dict(spec.implied)
+
+
+def _check_table(table: Any, steps: int | None = None, skip: int = 0) -> None:
+    """Refuse what a sampler outside of the catalogue gave if it cannot be run."""
+    if not isinstance(table, SamplerTable):
+        raise InputError("sampler", NO_VALUE, f"returned {shown(table)}", "return a canvax.samplers.SamplerTable")
+    if not len(table) or not table.finite:
+        raise InputError("sampler", NO_VALUE, "is a table without rows, or with numbers that float32 cannot hold")
+    if (table.guidance != 1).any() or table.rescale.any():
+        raise InputError("sampler", NO_VALUE, "is a table with guidance", "leave it out there: {guidance_scale=7.5}")
+    first, whole = int(table.step[0]), int(table.step[-1]) + 1
+    if steps not in (None, whole):
+        raise InputError("num_inference_steps", steps, f"is not the {whole} steps of the table", "leave it out")
+    if skip not in (0, first):
+        raise InputError("sampler", NO_VALUE, f"is a table that begins at step {first}, not at {skip}")
+
+
 FLOW_SETTINGS = ("mu", "shift_terminal")
-"""Settings of the noise levels that belong to a flow model, and so are for every sampler."""
+"""Settings of a flow model's noise schedule, which every sampler accepts."""
 
 
 def _schedule_for(schedule: NoiseSchedule, settings: dict[str, Any]) -> NoiseSchedule:
-    """The model's noise schedule for this run: `FLOW_SETTINGS` are taken out of `settings`."""
+    """Returns the model's noise schedule for this run; removes `FLOW_SETTINGS` from `settings`."""
     if not schedule.is_flow:
         return schedule
     taken = {name: settings.pop(name) for name in FLOW_SETTINGS if settings.get(name) is not None}
     for name, value in taken.items():
         check_option(name, value, 0.0)
     if "mu" in taken and schedule.size_shift is None:
-        raise InputError(f"mu={taken['mu']:g} with a model whose shift is always {schedule.shift:g}; leave it out")
+        raise InputError(
+            "mu", taken["mu"], f"does not go with a model whose shift is always {schedule.shift:g}", "leave it out"
+        )
     if "mu" not in taken and schedule.size_shift is not None:
-        raise InputError("mu=None: this model's shift follows the size of the image; give mu=..., the shift for it")
+        raise InputError(
+            "mu", None, "does not say the shift, which follows the size of the image for this model", "give {mu}"
+        )
     if "mu" in taken:
         schedule = schedule.with_mu(float(taken["mu"]))
     return replace(schedule, shift_terminal=taken.get("shift_terminal", schedule.shift_terminal))
@@ -286,7 +331,7 @@ def _restarted(
     lo: int,
     hi: int,
 ) -> SamplerTable:
-    """Steps lo..hi as a run that remembers nothing of the steps before, guided like `part`."""
+    """Returns steps lo..hi as a run without memory of the earlier steps, with the guidance of `part`."""
     fresh = spec.solver(schedule, steps, replace(options, restart=lo))
     fresh = fresh.take(0, int(np.sum(fresh.step < hi - lo)))
     first = part.step - lo
@@ -302,12 +347,12 @@ def _restarted(
 
 
 def _steps_before(table: SamplerTable, schedule: NoiseSchedule, fraction: float) -> int:
-    """How many steps belong to the part before `fraction` of the way."""
+    """Counts the steps in the part before `fraction` of the run."""
     return int(np.sum(_before(table, schedule, fraction)))
 
 
 def _before(table: SamplerTable, schedule: NoiseSchedule, fraction: float) -> np.ndarray:
-    """Whether each step belongs to the part before `fraction` of the way: its timestep is at the limit or above."""
+    """Returns for each step whether it is before `fraction` of the run: its timestep is at the limit or above."""
     begins = table.timestep[np.searchsorted(table.step, np.arange(table.step[-1] + 1))]
     train = schedule.num_train_timesteps
     if schedule.timestep_unit == "index":
@@ -323,11 +368,11 @@ def _guided(
     interval: Sequence[float],
     schedule: NoiseSchedule,
 ) -> SamplerTable:
-    """The table with its guidance, 1 outside of the interval."""
+    """Sets the guidance of a table, 1 outside of the interval."""
     low, high = interval if len(interval) == 2 else (1, 0)
     if not 0 <= low < high <= 1:
         raise InputError(
-            f"guidance_interval={interval} is not in order; give two fractions of the run, 0 <= a < b <= 1"
+            "guidance_interval", interval, "is not in order", "give two fractions of the run, 0 <= a < b <= 1"
         )
     table = table.with_guidance(guidance, rescale)
     if (low, high) == (0.0, 1.0):
@@ -339,7 +384,7 @@ def _guided(
 
 
 def _steps(steps: int | None, options: SamplerOptions, train: int) -> int:
-    """The number of steps, which levels or timesteps of the user's own decide."""
+    """Checks and returns the number of steps; a list of levels or timesteps determines it."""
     own = None
     if options.timesteps is not None:
         own = len(options.timesteps)
@@ -347,10 +392,10 @@ def _steps(steps: int | None, options: SamplerOptions, train: int) -> int:
         own = len(options.sigmas) - (options.sigmas[-1] == 0)
     if own is not None and steps not in (None, own):
         name = "levels (sigmas)" if options.timesteps is None else "timesteps"
-        raise InputError(f"steps={steps} with {own} {name} of your own; give as many steps, or none")
+        raise InputError("steps", steps, f"does not go with {own} {name} of your own", "give as many steps, or none")
     steps = own if own is not None else steps
     if isinstance(steps, bool) or not isinstance(steps, Integral) or not 1 <= steps <= train:
-        raise InputError(f"steps={steps!r} is not a whole number in 1..{train}; 20 to 50 is usual")
+        raise InputError("steps", steps, f"is not a whole number in 1..{train}", "20 to 50 is usual")
     return int(steps)
 
 
@@ -361,30 +406,29 @@ def _changes(
     sigmas: str | Sequence[float] | None,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The changes asked for, checked, as fields of SamplerOptions."""
+    """Checks the arguments of a call and returns them as fields of SamplerOptions."""
     if spacing is not None:
         check_option("spacing", spacing)
     if eta is not None:
         check_option("eta", eta)
     if eta and not spec.eta:
         able = ", ".join(repr(other.name) for other in SAMPLERS if other.eta)
-        raise InputError(f"eta={eta} does not apply to sampler={spec.name!r}; leave it out or use {able}")
+        raise InputError("eta", eta, f"does not apply to sampler={spec.name!r}", f"leave it out or use {able}")
     changes: dict[str, Any] = {"eta": eta, "spacing": spacing}
     if isinstance(sigmas, str):
         changes["sigmas"] = curve_named(sigmas)
     elif sigmas is not None:
         changes["sigmas"] = falling("sigmas", sigmas)
     if changes.get("sigmas", "automatic") != "automatic" and not spec.curves:
-        raise InputError(f"sigmas={sigmas!r} does not apply to sampler={spec.name!r}; leave it out")
+        raise InputError("sigmas", sigmas, f"does not apply to sampler={spec.name!r}", "leave it out")
     for name, value in settings.items():
         if name == "timesteps" and spec.curves:
             changes[name] = falling(name, value)
             continue
         able = (*SHAPES, *spec.settings)
         if name not in able:
-            raise InputError(
-                f"{name}={shown(value)} is not a setting of sampler={spec.name!r}; it has {', '.join(able)}"
-            )
+            problem = f"has {name}={shown(value)}, which is not a setting of sampler={spec.name!r}"
+            raise InputError("sampler_settings", NO_VALUE, problem, f"it has {', '.join(able)}")
         check_option(name, value)
         changes[name] = tuple(value) if isinstance(value, list) else value
     return {name: value for name, value in changes.items() if value is not None}

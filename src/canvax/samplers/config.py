@@ -1,4 +1,4 @@
-"""Reading diffusers' scheduler_config.json: which fields a class has, their defaults, and what cannot be honoured."""
+"""Reads diffusers' scheduler_config.json: the fields of each class, their defaults, and unsupported values."""
 
 from __future__ import annotations
 
@@ -155,24 +155,24 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "FlowMatchEulerDiscreteScheduler": _MATCHING,
     "FlowMatchHeunDiscreteScheduler": {"shift": 1.0},
 }
-"""What each class reads beyond the schedule, and its value where the file says nothing."""
+"""The fields that each class reads besides the noise schedule, with their defaults."""
 
 ALIASES = {"DDIMParallelScheduler": "DDIMScheduler", "DDPMParallelScheduler": "DDPMScheduler"}
-"""Classes that differ from another in nothing that a table shows."""
+"""Classes whose tables equal those of another class."""
 
 RELATIVES = frozenset({"DPMSolverMultistepInverseScheduler"})
-"""Classes we have no solver for, but whose files describe the same kind of noise schedule."""
+"""Classes without a solver here, whose files describe the same kind of noise schedule."""
 
 KNOWN_CLASSES = frozenset({*CLASS_DEFAULTS, *ALIASES, *RELATIVES})
 """Every scheduler class whose files are read."""
 
-# Fields of sibling classes. A config carries them along when the class was changed; they mean nothing to this one.
+# Fields of other classes. A config keeps them when its class was changed; the current class ignores them.
 _FOREIGN_DEFAULTS = {name: default for fields in CLASS_DEFAULTS.values() for name, default in fields.items()}
 _FOREIGN = {name for fields in CLASS_DEFAULTS.values() for name in fields} | {
     *("clip_denoised", "eta", "noise_sampler_seed", "solver_p", "tau_func", "tensor_format"),
 }
-# Fields that are no options of a sampler: the noise of a step comes from the image's seed, the shift of a flow model
-# belongs to its noise schedule, and how it follows the size of the image is for whoever gives `mu`.
+# Fields that are not options of a sampler: the noise of a step comes from the image's seed, the shift of a flow model
+# belongs to its noise schedule, and the caller that passes `mu` computes it from the image size.
 _NOTHING_HERE = (
     *("noise_sampler_seed", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len"),
     *("tau_func", "solver_p", "invert_sigmas", "use_flow_sigmas", "flow_shift", "shift", "sigma_data"),
@@ -203,7 +203,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 
 
 def faults_of(config: Mapping[str, Any], class_name: str) -> list[str]:
-    """Every field and value of `config` that cannot be honoured, each with its cure."""
+    """Lists every unsupported field and value of `config`, each with its cure."""
     fields = {**_SCHEDULE_DEFAULTS, **CLASS_DEFAULTS[class_name]}
     faults = []
     for key, value in config.items():
@@ -212,14 +212,14 @@ def faults_of(config: Mapping[str, Any], class_name: str) -> list[str]:
         elif (
             value is not None
             and key in _FOREIGN_DEFAULTS
-            and (  # for another sampler, which a call may name
+            and (  # fields of another sampler, which a call may select
                 key in LIMITS or (isinstance(_FOREIGN_DEFAULTS[key], bool) and not isinstance(value, bool))
             )
         ):
             faults += _field_faults(key, value, _FOREIGN_DEFAULTS[key], class_name)
         elif key.startswith("_") or key in _FOREIGN or value is None or value is False:
             continue
-        elif not (key == "predict_epsilon" and value is True):  # what today's prediction_type "epsilon" was called
+        elif not (key == "predict_epsilon" and value is True):  # the old form of prediction_type "epsilon"
             meant = (near := did_you_mean(key, list(fields))) and f"{near} else "
             faults.append(f"unknown field {key}={value!r} ({meant}remove it from the file)")
     curves = [key for key in _CURVES if key in fields and config.get(key)]
@@ -237,7 +237,7 @@ def faults_of(config: Mapping[str, Any], class_name: str) -> list[str]:
 
 
 def _field_faults(key: str, value: Any, default: Any, class_name: str) -> list[str]:
-    """What is wrong with one known field."""
+    """Returns the faults of a known field's value."""
     if value is None and (default is None or isinstance(default, bool)):
         return []
     if key in _REFUSED:
@@ -255,7 +255,7 @@ def _field_faults(key: str, value: Any, default: Any, class_name: str) -> list[s
 
 
 def schedule_of(config: Mapping[str, Any], class_name: str | None = None) -> NoiseSchedule:
-    """The noise a model was trained with, as its config says; what it leaves out is as in its scheduler class."""
+    """Reads the noise schedule of a model's training from its config; missing fields have the class's defaults."""
     defaults = CLASS_DEFAULTS.get(class_name or "", {})
     values = {**_SCHEDULE_DEFAULTS, **{name: defaults[name] for name in _SCHEDULE_DEFAULTS if name in defaults}}
     values |= {name: config[name] for name in values if name in config}
@@ -278,7 +278,7 @@ def schedule_of(config: Mapping[str, Any], class_name: str | None = None) -> Noi
 
 
 def _flow_schedule(config: Mapping[str, Any], defaults: Mapping[str, Any], train: int, shift: str) -> NoiseSchedule:
-    """The noise schedule of a flow model; `shift` is the class's name for a shift that is always the same."""
+    """Reads the noise schedule of a flow model; `shift` is the name of the field with a constant shift."""
     fields = {name: config.get(name, default) for name, default in defaults.items()}
     terminal = fields.get("shift_terminal")
     if fields.get("use_dynamic_shifting"):
@@ -287,7 +287,7 @@ def _flow_schedule(config: Mapping[str, Any], defaults: Mapping[str, Any], train
 
 
 def options_of(config: Mapping[str, Any], class_name: str, implied: Mapping[str, Any]) -> SamplerOptions:
-    """The options of `config` as `class_name` reads it, its own defaults for missing fields; `implied` fields win."""
+    """Reads the options of `config` for `class_name`, with the class's defaults; `implied` fields take precedence."""
     values = {key: config.get(key, default) for key, default in CLASS_DEFAULTS[class_name].items()}
     sigmas = "automatic"
     for flag, curve in _CURVES.items():
@@ -310,7 +310,7 @@ def options_of(config: Mapping[str, Any], class_name: str, implied: Mapping[str,
             values["predict_x0"] = values.pop("algorithm_type") != "noise_prediction"
         case "TCDScheduler":
             values["final_sigmas_type"] = "sigma_min"
-            values["clip_sample"] = values["thresholding"] = False  # which the class declares and does not do
+            values["clip_sample"] = values["thresholding"] = False  # the class declares them but ignores them
         case "EDMEulerScheduler" | "EDMDPMSolverMultistepScheduler":
             values["sigma_min"] = values["sigma_max"] = None  # they are the ends of the schedule
             if class_name == "EDMEulerScheduler" and values["final_sigmas_type"] == "sigma_min":

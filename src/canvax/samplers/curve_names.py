@@ -1,17 +1,15 @@
-"""The names of curves of noise levels: what A1111 calls schedule types and ComfyUI schedulers."""
+"""Names of sigma curves, which A1111 calls schedule types and ComfyUI schedulers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from canvax.checked import checked
 from canvax.errors import InputError, nearest
 
 
-@checked
 @dataclass(frozen=True)
 class Curve:
-    """A way to place noise levels. `also`: what others call it; the first entry is A1111's name."""
+    """A way to place noise levels. `also`: its names in other programs; the first is A1111's."""
 
     name: str
     also: tuple[str, ...]
@@ -20,7 +18,7 @@ class Curve:
 
 
 CURVES = (
-    Curve("automatic", ("Automatic", "default"), "what sampler, checkpoint and `spacing` say", "diffusers"),
+    Curve("automatic", ("Automatic", "default"), "determined by sampler, checkpoint and `spacing`", "diffusers"),
     Curve(
         "karras", ("Karras", "k"), "more steps at low noise; the usual choice for few steps", "arXiv:2206.00364 eq. 5"
     ),
@@ -37,17 +35,16 @@ CURVES = (
     Curve("beta", ("Beta",), "beta(0.6, 0.6) quantiles of the timestep: more steps at both ends", "arXiv:2407.12173"),
     Curve("kl_optimal", ("KL Optimal",), "even in atan(sigma)", "arXiv:2404.14507"),
     Curve("ays", ("Align Your Steps", "AYS"), "optimised for Stable Diffusion 1.x at 10 steps", "arXiv:2404.14507"),
-    Curve("ays_sdxl", ("Align Your Steps SDXL", "AYS SDXL"), "the same for SDXL", "arXiv:2404.14507"),
+    Curve("ays_sdxl", ("Align Your Steps SDXL", "AYS SDXL"), "optimised for SDXL at 10 steps", "arXiv:2404.14507"),
 )
 
 
-@checked
 def curve_label(name: str) -> str:
-    """What A1111 calls the curve `name`."""
+    """Returns A1111's name of the curve `name`."""
     for curve in CURVES:
         if curve.name == name:
             return curve.also[0]
-    raise InputError(f"curve {name!r:.80} is not known; {nearest(str(name), NAMES)}")
+    raise InputError("sigmas", name, "is not known", nearest(str(name), NAMES))
 
 
 NAMES = tuple(curve.name for curve in CURVES)

@@ -1,4 +1,4 @@
-"""What can be chosen about a sampler: one frozen record shared by the solvers and the catalogue, and its limits."""
+"""The options of samplers: a frozen record shared by the solvers and the catalogue, and its limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from canvax.checked import placed
 from canvax.errors import FLOAT32_MAX, InputError, nearest, shown
 from canvax.samplers.curve_names import NAMES
 
@@ -44,7 +43,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "sigma_data": (1e-6, 1e6),
     "shift": (1e-6, 1e6),
     "flow_shift": (1e-6, 1e6),
-    "mu": (-13, 13),  # of which e^mu is a shift
+    "mu": (-13, 13),  # keeps the shift e^mu within its limits
     "shift_terminal": (0, 0.9999),
     "lambda_min_clipped": (-math.inf, 0),
     "clip_sample_range": (1e-6, FLOAT32_MAX),
@@ -56,7 +55,10 @@ LIMITS: dict[str, tuple[float, float]] = {
 
 
 def fault_of(name: str, value: Any, default: Any, choices: Mapping[str, tuple[str | None, ...]] = CHOICES) -> str:
-    """What the field `name`, whose kind follows from its default, should hold in place of `value`; "" if it may."""
+    """Checks a value of the field `name`, whose type follows from its default.
+
+    Returns what the field should contain instead, or "" if `value` is valid.
+    """
     if name in choices:
         known = (value is None or isinstance(value, str)) and value in choices[name]
         return "" if known else nearest(shown(value), [str(choice) for choice in choices[name]])
@@ -73,15 +75,14 @@ def fault_of(name: str, value: Any, default: Any, choices: Mapping[str, tuple[st
     return f"a {'whole ' if whole else ''}number in {low:g}..{high:g}"
 
 
-@placed
 @dataclass(frozen=True)
 class SamplerOptions:
-    """Choices of a sampler; a field that a solver does not use is ignored by it.
+    """Options of a sampler; solvers ignore the fields they do not use.
 
-    Fields keep the names of diffusers' scheduler_config.json, except `spacing` (timestep_spacing) and `sigmas`
-    (use_karras_sigmas, use_exponential_sigmas, use_beta_sigmas, use_lu_lambdas). `sigmas` is a name of
-    `canvax.samplers.CURVES` or the levels themselves; "automatic" leaves them to `spacing`. `timesteps` are the
-    timesteps themselves. `eta` None means the solver's own: 0 for DDIM, 1 for ancestral samplers, 0.3 for TCD.
+    Fields have the names of diffusers' scheduler_config.json, except `spacing` (timestep_spacing) and `sigmas`
+    (use_karras_sigmas, use_exponential_sigmas, use_beta_sigmas, use_lu_lambdas). `sigmas` is a name in
+    `canvax.samplers.CURVES` or a list of levels; with "automatic" they follow from `spacing`. `timesteps` is a list of
+    timesteps. `eta` None is the solver's default: 0 for DDIM, 1 for ancestral samplers, 0.3 for TCD.
     """
 
     spacing: str = "leading"
@@ -92,13 +93,13 @@ class SamplerOptions:
     solver_order: int = 2
     solver_type: str = "midpoint"
 
-    # Karras et al. 2022, algorithm 2: noise added in each step, between two levels, and its size.
+    # Karras et al. 2022, algorithm 2: amount of noise added in each step, the levels between which it is, its scale.
     s_churn: float = 0.0
     s_tmin: float = 0.0
     s_tmax: float = float("inf")
     s_noise: float = 1.0
 
-    # Where the levels lie: `rho` of the Karras (7) and polyexponential (1) curves, limits of a curve, the end.
+    # Noise levels: `rho` of the Karras (7) and polyexponential (1) curves, limits of a curve, the last level.
     rho: float | None = None
     sigma_min: float | None = None
     sigma_max: float | None = None
@@ -135,7 +136,7 @@ class SamplerOptions:
     stochastic_sampling: bool = False
 
     restart: int = 0
-    """Steps at the beginning that another run has done: nothing is remembered of them."""
+    """Number of initial steps that an earlier run has done; this run has no memory of them."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -144,24 +145,24 @@ class SamplerOptions:
             elif value is not None or getattr(SamplerOptions, name) is not None:
                 check_option(name, value)
                 if isinstance(value, Integral) and not isinstance(getattr(SamplerOptions, name), int):
-                    object.__setattr__(self, name, float(value))  # NumPy takes one of 64 bits and more for an object
+                    object.__setattr__(self, name, float(value))  # NumPy makes integers above 64 bits objects
 
 
 def check_option(name: str, value: Any, default: Any = None) -> None:
-    """Refuse what a field of `SamplerOptions` cannot hold, or a setting of another record with such a default."""
+    """Raises InputError for an invalid value of a field of `SamplerOptions`, or of a setting with this default."""
     if fault := fault_of(name, value, getattr(SamplerOptions, name, default)):
-        raise InputError(f"{name}={shown(value)} cannot be used ({fault})")
+        raise InputError(name, value, f"cannot be used ({fault})")
 
 
 def falling(name: str, values: Sequence[float]) -> tuple[float, ...]:
-    """Noise levels or timesteps as numbers, if they are such and fall."""
+    """Converts noise levels or timesteps to floats, after checking that they fall."""
     try:
         bools = any(isinstance(value, bool) for value in values)
         numbers = np.empty(0) if bools else np.asarray(values, np.float64)
-    except Exception:  # of an object, whatever it raises when it is looked at
+    except Exception:  # an arbitrary object can raise anything
         numbers = np.empty(0)
     if numbers.ndim != 1 or numbers.size == 0 or not np.all((numbers >= 0) & (numbers <= 1e6)):
-        raise InputError(f"{name}={shown(values)} is not a list of numbers in 0..1e6")
+        raise InputError(name, values, "is not a list of numbers in 0..1e6")
     if np.any(np.diff(numbers) >= 0) or numbers[0] <= 0:
-        raise InputError(f"{name}={shown(values)} does not fall from noise to image; sort it from the largest down")
+        raise InputError(name, values, "does not fall from noise to image", "sort it from the largest down")
     return tuple(float(number) for number in numbers)

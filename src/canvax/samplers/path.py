@@ -1,9 +1,9 @@
-"""Where a run goes: the timesteps and noise levels of its steps, from noisy to clean, in the frame a solver thinks in.
+"""The timesteps and noise levels of a run, from noisy to clean, in the frame of a solver's equations.
 
-    x = alpha * x0 + std * eps          what a table holds: alpha^2 + std^2 = 1, of flow models alpha + std = 1
-    y = x / scale                       what k-diffusion's solvers hold: dy / dsigma = (y - D) / sigma
+    x = alpha * x0 + std * eps     used in tables: alpha^2 + std^2 = 1, for flow models alpha + std = 1
+    y = x / scale                  used by k-diffusion's solvers: dy / dsigma = (y - D) / sigma
 
-For most models scale = alpha and sigma = std / alpha. A flow model obeys the same with scale = 1 and sigma = t.
+For most models scale = alpha and sigma = std / alpha. Flow models obey the same equations with scale = 1 and sigma = t.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import numpy as np
 from canvax.samplers.schedule import NoiseSchedule
 
 SMALLEST_ALPHA = 2.0**-24
-"""Stands for 0 where a flow model's pure noise is seen from the exploding frame."""
+"""Replaces alpha = 0, a flow model's pure noise, in the variance-exploding frame."""
 
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """How levels are counted: the level of a solver's equation, and what x is there.
+    """Converts the levels of a solver's equation to alpha, std, scale and timestep.
 
-    exploding: y = x / alpha even for flow models. Solvers that add noise think so.
+    exploding: y = x / alpha even for flow models, as in the equations of solvers that add noise.
     """
 
     schedule: NoiseSchedule
     exploding: bool = False
 
     def alpha_std(self, level: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Weights of the image and of the noise in x."""
+        """Returns the weights of the image and of the noise in x."""
         if self.schedule.is_flow:
             t = level / (1 + level) if self.exploding else level
             return 1 - t, t
@@ -38,24 +38,24 @@ class Frame:
             return alpha, np.where(np.isinf(level), 1.0, level * alpha)
 
     def scale(self, level: np.ndarray) -> np.ndarray:
-        """y = x / scale."""
+        """Returns the scale of y = x / scale."""
         alpha, _ = self.alpha_std(level)
         return np.ones_like(alpha) if self.schedule.is_flow and not self.exploding else alpha
 
     def timestep(self, level: np.ndarray) -> np.ndarray:
-        """The network's timestep at a level."""
+        """Returns the network's timestep at a level."""
         level = level / (1 + level) if self.schedule.is_flow and self.exploding else level
         return self.schedule.timestep_of(level)
 
 
 @dataclass(frozen=True, eq=False)
 class Path:
-    """The steps of a run; n of them.
+    """The n steps of a run.
 
     timesteps [n]      input of the network in each step
-    sigmas    [n + 1]  the level before each step and after the last: std / alpha, or t of flow models
-    total              steps of the whole run, of which these may be the last
-    even               the timesteps are those of `spacing`, a whole stride apart
+    sigmas    [n + 1]  the level before each step and after the last: std / alpha, or t for flow models
+    total              number of steps of the whole run, of which these may be the last
+    even               whether the timesteps come from `spacing`, a whole stride apart
     """
 
     schedule: NoiseSchedule
@@ -69,25 +69,25 @@ class Path:
 
     @property
     def alpha(self) -> np.ndarray:
-        """[n + 1]."""
+        """Weight of the image in x [n + 1]."""
         return Frame(self.schedule).alpha_std(self.sigmas)[0]
 
     @property
     def std(self) -> np.ndarray:
-        """[n + 1]."""
+        """Weight of the noise in x [n + 1]."""
         return Frame(self.schedule).alpha_std(self.sigmas)[1]
 
     @property
     def lambdas(self) -> np.ndarray:
-        """log(alpha / std) [n + 1], half the log of the signal-to-noise ratio; infinite where a level is zero."""
+        """log(alpha / std) [n + 1], half the log of the signal-to-noise ratio; infinite at level zero."""
         with np.errstate(divide="ignore"):
             return np.log(self.alpha) - np.log(self.std)
 
     @property
     def ratios(self) -> np.ndarray:
-        """Levels std / alpha [n + 1] in the exploding frame, finite even where a flow model sees nothing but noise."""
+        """Levels std / alpha [n + 1] in the exploding frame, finite even at a flow model's pure noise."""
         return self.std / np.maximum(self.alpha, SMALLEST_ALPHA) if self.schedule.is_flow else self.sigmas
 
     def after(self, steps: int) -> Path:
-        """What is left once the first `steps` are done."""
+        """Returns the path without its first `steps` steps."""
         return replace(self, timesteps=self.timesteps[steps:], sigmas=self.sigmas[steps:])

@@ -1,8 +1,8 @@
-"""Building blocks of the solvers: rows written as linear forms, and the table made of them.
+"""Building blocks of the solvers: linear forms for rows, and functions that make tables of them.
 
-A form is a row of weights over [state; D; noise], float64 [8], or [n, 8] for n rows at once. A solver reads like the
-paper: with `X`, `D`, `NOISE` and `S1` .. `S5` below, and columns of numbers, `X + col(dt) * (X - D) / col(sigma)` is an
-Euler step of every row.
+A form is a vector of weights over [state; D; noise], float64 [8], or [n, 8] for n rows. Solvers read like their papers:
+with the forms `X`, `D`, `NOISE` and `S1` .. `S5` below, `X + col(dt) * (X - D) / col(sigma)` is an Euler step in every
+row.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ D, NOISE = np.eye(SLOTS + 2)[[DENOISED, NOISE_COLUMN]]
 
 
 def col(values: np.ndarray) -> np.ndarray:
-    """Numbers of rows [n] as a column, to weigh forms with."""
+    """Makes a column of numbers [n], to multiply forms [n, 8] by."""
     return np.asarray(values)[:, None]
 
 
 def rows(count: int, slots: Mapping[int, np.ndarray]) -> np.ndarray:
-    """M [count, K, K + 2] in which the given slots take the given forms and the others keep what they have."""
+    """Returns M [count, K, K + 2] that sets each slot in `slots` to its form and keeps the other slots."""
     M = np.zeros((count, SLOTS, SLOTS + 2))
     M[:, range(SLOTS), range(SLOTS)] = 1.0
     for slot, form in slots.items():
@@ -37,25 +37,25 @@ def rows(count: int, slots: Mapping[int, np.ndarray]) -> np.ndarray:
 
 
 def pairs(first: np.ndarray, second: np.ndarray, both: np.ndarray) -> np.ndarray:
-    """first[0], second[0], first[1], ...; without the second where `both` is False."""
+    """Interleaves two arrays: first[0], second[0], first[1], ...; omits second[i] where `both[i]` is False."""
     merged = np.stack([first, second], axis=1).reshape(-1, *first.shape[1:])
     return merged[np.stack([np.ones_like(both), both], axis=1).ravel()]
 
 
 def history(count: int, limit: int) -> np.ndarray:
-    """How many values each row [count] may combine: what it has seen so far, at most `limit`."""
+    """Returns how many values each row [count] can combine: all so far, at most `limit`."""
     return np.minimum(np.arange(count) + 1, limit)
 
 
 def before(values: np.ndarray, k: int) -> np.ndarray:
-    """The value of k rows before, NaN where there is none."""
+    """Shifts `values` by k rows: each row gets the value of k rows earlier, NaN where there is none."""
     return np.concatenate([np.full(k, np.nan), values])[: len(values)]
 
 
 def stepped(path: Path, options: SamplerOptions, M: np.ndarray) -> SamplerTable:
-    """The table of rows M, one a step, written for x."""
+    """Makes the table of a solver with one row per step whose equations are in x."""
     if path.schedule.sigma_data is not None:
-        M[-1, 0] /= path.alpha[-1]  # EDM models hand over y
+        M[-1, 0] /= path.alpha[-1]  # the sample of an EDM model is y, not x
     clip = clip_of(options, thresholding_only=True)
     return table_of(path.schedule, path.timesteps, path.alpha[:-1], path.std[:-1], M, clip=clip)
 
@@ -72,9 +72,9 @@ def framed(
     init_scale: float | None = None,
     clip: Clip | None = None,
 ) -> SamplerTable:
-    """The table of rows N that are written for y: timestep, level before and level after each row.
+    """Makes the table of rows N whose equations are in y, with the timestep, level before and level after each row.
 
-    The last row leaves y itself, which is what such solvers hand over. y starts at noise of the first level.
+    The last row returns y, the sample of these solvers. y starts as noise of the first level.
     """
     alpha, std = frame.alpha_std(level)
     now, behind = frame.scale(level), frame.scale(after)
@@ -89,39 +89,43 @@ def framed(
 
 
 def clip_of(options: SamplerOptions, *, thresholding_only: bool = False) -> Clip | None:
-    """The limits on D that a config asks for."""
+    """Returns the limits on D that the options specify."""
     if options.thresholding:
         return Clip(options.sample_max_value, options.dynamic_thresholding_ratio)
     return Clip(options.clip_sample_range) if options.clip_sample and not thresholding_only else None
 
 
 def demand_signal(schedule: NoiseSchedule, alpha: np.ndarray, name: str, *, combines_eps: bool = False) -> None:
-    """Refuse to read an image from an eps that is all there is: at alpha 0, or at what stands for it along a curve.
+    """Refuses rows at pure noise (alpha 0, or its replacement along a curve), where eps does not determine the image.
 
-    combines_eps: the sampler reads images from eps even where the network predicts them.
+    combines_eps: the sampler computes images from eps even if the network predicts images.
     """
     no_signal = SMALLEST_ALPHA_CUMPROD * (1 + 1e-9) if schedule.alphas_cumprod[-1] == 0 else 0.0
     if not np.any(alpha**2 <= no_signal):
         return
     where = f"the last timestep of a zero-terminal-SNR schedule, which sampler={name!r} visits here"
-    lower = "" if name in ("lcm", "tcd") else "spacing='leading' without a curve, or "  # those always begin there
+    lower = "" if name in ("lcm", "tcd") else "spacing='leading' without a curve, or "  # they begin at pure noise
     if schedule.prediction_type == "epsilon":
         raise InputError(
-            f"prediction_type='epsilon' says nothing about the image at {where}; use {lower}sampler='euler'"
+            "prediction_type", "epsilon", f"says nothing about the image at {where}", f"use {lower}{{sampler='euler'}}"
         )
     if schedule.prediction_type == "sample" and combines_eps:
         raise InputError(
-            f"prediction_type='sample' is turned into eps by PNDM, which says nothing about the image at "
-            f"{where}; use {lower}sampler='ddim'"
+            "prediction_type",
+            "sample",
+            f"is turned into eps by PNDM, which says nothing about the image at {where}",
+            f"use {lower}{{sampler='ddim'}}",
         )
 
 
 def demand_numbered(schedule: NoiseSchedule, name: str) -> None:
-    """Refuse models that are not trained on numbered timesteps of a variance-preserving process."""
+    """Refuses models that are not trained on numbered timesteps of a variance-preserving process."""
     if schedule.is_flow or schedule.timestep_unit != "index":
         raise InputError(
-            f"sampler={name!r} steps between numbered training timesteps, which flow and EDM models do not have; use "
-            "sampler='euler' or 'heun'"
+            "sampler",
+            name,
+            "steps between numbered training timesteps, which flow and EDM models do not have",
+            "use {sampler='euler'} or 'heun'",
         )
 
 
@@ -137,7 +141,7 @@ def table_of(
     raw: np.ndarray | None = None,
     init_scale: float = 1.0,
 ) -> SamplerTable:
-    """The table of rows that stand at levels alpha, std: the one place where prediction types differ."""
+    """Makes the table of rows at levels alpha, std. Only this function depends on the prediction type."""
     count = len(timesteps)
     c_in, p, q = _reading(schedule, alpha, std)
     table = SamplerTable(
@@ -157,14 +161,16 @@ def table_of(
     )
     if not table.finite:
         raise InputError(
-            f"steps={int(table.step[-1]) + 1} gives this sampler two rows at one noise level, or a level it cannot "
-            "leave; use fewer steps or another spacing"
+            "steps",
+            int(table.step[-1]) + 1,
+            "gives this sampler two rows at one noise level, or a level it cannot leave",
+            "use fewer steps or another {spacing}",
         )
     return table
 
 
 def _reading(schedule: NoiseSchedule, alpha: np.ndarray, std: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """c_in, p and q of each row."""
+    """Returns c_in, p and q of each row."""
     unit = np.ones_like(alpha)
     if schedule.sigma_data is not None:
         level = std / alpha

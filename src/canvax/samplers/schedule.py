@@ -1,9 +1,9 @@
-"""The noise a model was trained with: how much of the image is left at each training timestep.
+"""The noise schedule of a model's training: how much of the image is left at each training timestep.
 
-Everything here is float64 from the mathematical definition. The usual training code builds the same betas in float32;
-`alphas_cumprod` then differs from ours by its own rounding, up to about 1e-6 relative for the 1,000 steps of Stable
-Diffusion, far below what a network trained in half precision can notice. We keep the exact values: nothing downstream
-cancels float32 rounding twice, and a test can run a reference in float64 and ask for agreement to the last digits.
+All values are float64, computed from the mathematical definition. Training code usually builds the betas in float32;
+its `alphas_cumprod` differs from ours by rounding, up to about 1e-6 relative for the 1,000 steps of Stable Diffusion,
+far below what a network trained in half precision can notice. Exact values avoid a second float32 rounding later, and
+let tests compare with a float64 reference to the last digits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from canvax.checked import checked
-from canvax.errors import InputError, check_count, nearest, shown
+from canvax.errors import NO_VALUE, InputError, check_count, nearest, shown
 
 TIMESTEP_UNITS = ("index", "quarter_log", "angle")
 MOST_TIMESTEPS = 1_000_000
@@ -24,30 +23,29 @@ PREDICTION_TYPES = ("epsilon", "v_prediction", "sample", "flow_prediction")
 BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2", "exp", "laplace", "sigmoid")
 
 SMALLEST_ALPHA_CUMPROD = 2.0**-24
-"""Stands for 0 in the variance-exploding view of a zero-terminal-SNR schedule, whose noise level would be infinite
-there: sigma 4096, the convention of the field."""
+"""Replaces 0 in the variance-exploding view of a zero-terminal-SNR schedule, where the noise level would be infinite:
+sigma becomes 4096, as is usual."""
 
 
-@checked
 @dataclass(frozen=True, eq=False)
 class NoiseSchedule:
-    """A variance-preserving diffusion, x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) eps, and what its network predicts.
+    """A variance-preserving diffusion, x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) eps, and its network's prediction type.
 
-    alphas_cumprod: a_t at each training timestep, float64, decreasing. 0 at the end for a zero-terminal-SNR schedule.
+    alphas_cumprod: a_t at each training timestep, float64, decreasing; 0 at the end for a zero-terminal-SNR schedule.
     prediction_type: "epsilon", "v_prediction" (v = sqrt(a) eps - sqrt(1 - a) x_0), "sample" (x_0), or
-    "flow_prediction" (v = eps - x_0), whose x_t = (1 - t) x_0 + t eps: such a schedule is made by `flow`.
-    sigma_data: set for EDM models, whose network is wrapped as in Karras et al. 2022, table 1; made by `edm`.
-    timestep_unit: what the network takes as timestep: the "index" of a training timestep, a "quarter_log" of the level
+    "flow_prediction" (v = eps - x_0), where x_t = (1 - t) x_0 + t eps; `flow` makes these schedules.
+    sigma_data: set for EDM models, whose network is preconditioned as in Karras et al. 2022, table 1; made by `edm`.
+    timestep_unit: unit of the network's timestep: the "index" of a training timestep, a "quarter_log" of the level
     (EDM), or the "angle" whose tangent is the level, as a fraction of a right angle.
-    shift: of flow models, t' = shift * t / (1 + (shift - 1) * t).
-    size_shift: of flow models whose shift follows the size of the image, how it comes from mu: "exponential" (e^mu) or
-    "linear" (mu). `with_mu` sets it for a size.
-    shift_terminal: of flow models, the time before the last step; the times of a run are stretched to end there.
+    shift: for flow models, t' = shift * t / (1 + (shift - 1) * t).
+    size_shift: for flow models whose shift depends on the image size: how it follows from mu, "exponential" (e^mu) or
+    "linear" (mu). `with_mu` sets mu.
+    shift_terminal: for flow models, the time before the last step; the times of a run are stretched to end there.
     Source: Ho et al. 2020 (DDPM), eq. 4; Salimans and Ho 2022 (progressive distillation), section 4 for v; Lipman et
     al. 2023 (flow matching); Esser et al. 2024 (Stable Diffusion 3), eq. 23 for the shift.
     """
 
-    alphas_cumprod: Any  # a list when it is given, an array from then on
+    alphas_cumprod: Any  # the argument may be a list, the attribute is an array
     prediction_type: str = "epsilon"
     sigma_data: float | None = None
     timestep_unit: str = "index"
@@ -58,37 +56,42 @@ class NoiseSchedule:
     def __post_init__(self) -> None:
         try:
             values = np.asarray(self.alphas_cumprod, np.float64)
-        except Exception:  # of an object, whatever it raises when it is looked at
-            raise InputError(f"alphas_cumprod={shown(self.alphas_cumprod)} is not a list of numbers") from None
+        except Exception:  # an arbitrary object can raise anything
+            raise InputError("alphas_cumprod", self.alphas_cumprod, "is not a list of numbers") from None
         object.__setattr__(self, "alphas_cumprod", values)
         if self.prediction_type not in PREDICTION_TYPES:
             hint = nearest(str(self.prediction_type), PREDICTION_TYPES)
-            raise InputError(f"prediction_type={self.prediction_type!r} is not known; {hint}")
+            raise InputError("prediction_type", self.prediction_type, "is not known", hint)
         if self.timestep_unit not in TIMESTEP_UNITS:
             hint = nearest(self.timestep_unit, TIMESTEP_UNITS)
-            raise InputError(f"timestep_unit={self.timestep_unit!r:.80} is not known; {hint}")
+            raise InputError("timestep_unit", self.timestep_unit, "is not known", hint)
         for name in ("sigma_data", "shift"):
             if (value := getattr(self, name)) is not None and value <= 0:
-                raise InputError(f"{name}={value} must be more than 0")
+                raise InputError(name, value, "must be more than 0")
         if values.ndim == 1 and (np.diff(values) > 0).any():
-            raise InputError("alphas_cumprod rises somewhere; give what is left of the image at each timestep, falling")
+            raise InputError(
+                "alphas_cumprod",
+                NO_VALUE,
+                "rises somewhere",
+                "give what is left of the image at each timestep, falling",
+            )
         if values.ndim != 1 or values.size == 0 or not np.all((values >= 0) & (values <= 1)):
             raise InputError(
-                f"alphas_cumprod must be a non-empty list of numbers in 0..1, got shape {values.shape}; "
-                "check the betas of the scheduler config"
+                "alphas_cumprod",
+                NO_VALUE,
+                f"must be a non-empty list of numbers in 0..1, got shape {values.shape}",
+                "check the betas of the scheduler config",
             )
 
     @classmethod
-    @checked
     def from_betas(
         cls, betas: np.ndarray | Sequence[float], prediction_type: str = "epsilon", *, zero_terminal_snr: bool = False
     ) -> NoiseSchedule:
-        """The schedule of given `betas`, rescaled to zero terminal SNR when asked."""
+        """Makes a schedule from `betas`, optionally rescaled to zero terminal SNR."""
         values = np.cumprod(1.0 - np.asarray(betas, np.float64))
         return cls(rescaled_to_zero_terminal_snr(values) if zero_terminal_snr else values, prediction_type)
 
     @classmethod
-    @checked
     def flow(
         cls,
         num_train_timesteps: int = 1000,
@@ -97,39 +100,36 @@ class NoiseSchedule:
         size_shift: Literal["exponential", "linear"] | None = None,
         shift_terminal: float | None = None,
     ) -> NoiseSchedule:
-        """Rectified flow: t = 1/n, 2/n, ... 1, shifted."""
+        """Makes the schedule of rectified flow: t = 1/n, 2/n, ... 1, shifted."""
         check_count("num_train_timesteps", num_train_timesteps, MOST_TIMESTEPS)
         if not 0 < shift <= 1e6:
-            raise InputError(f"shift={shift} must be more than 0, and at most 1e6; 1 is none")
+            raise InputError("shift", shift, "must be more than 0, and at most 1e6", "1 is none")
         t = shifted(np.arange(1, num_train_timesteps + 1) / num_train_timesteps, shift)
         remaining = (1 - t) ** 2 / ((1 - t) ** 2 + t**2)
         kind = "flow_prediction"
         return cls(remaining, kind, shift=shift, size_shift=size_shift, shift_terminal=shift_terminal)
 
-    @checked
     def with_mu(self, mu: float) -> NoiseSchedule:
-        """The schedule of a flow model for the size of image whose shift is `mu`."""
+        """Returns the schedule of a flow model for the image size that `mu` belongs to."""
         shift = float(np.exp(mu)) if self.size_shift == "exponential" else mu
         return NoiseSchedule.flow(
             self.num_train_timesteps, shift, size_shift=self.size_shift, shift_terminal=self.shift_terminal
         )
 
     @classmethod
-    @checked
     def edm(
         cls, sigma_min: float, sigma_max: float, sigma_data: float, prediction_type: str, num_train_timesteps: int
     ) -> NoiseSchedule:
-        """A network with EDM preconditioning between two noise levels: Karras et al. 2022, table 1."""
+        """Makes the schedule of a network with EDM preconditioning between two levels: Karras et al. 2022, table 1."""
         check_count("num_train_timesteps", num_train_timesteps, MOST_TIMESTEPS)
         if not 0 < sigma_min < sigma_max <= 1e6:
-            raise InputError(f"sigma_min={sigma_min} and sigma_max={sigma_max} are not in order within 0..1e6")
+            raise InputError("sigma_min", sigma_min, f"and sigma_max={sigma_max} are not in order within 0..1e6")
         levels = np.exp(np.linspace(np.log(sigma_min), np.log(sigma_max), num_train_timesteps))
         return cls(1 / (1 + levels**2), prediction_type, sigma_data=sigma_data, timestep_unit="quarter_log")
 
     @classmethod
-    @checked
     def angular(cls, num_train_timesteps: int = 1000) -> NoiseSchedule:
-        """sigma = sin^2 of an even angle, v prediction, timesteps that are the angle of the level (IPNDM's models)."""
+        """Makes the schedule of IPNDM's models: std = sin^2 of even angles, v prediction, angles as timesteps."""
         check_count("num_train_timesteps", num_train_timesteps, MOST_TIMESTEPS)
         std = np.sin(np.arange(1, num_train_timesteps + 1) / num_train_timesteps * np.pi / 2) ** 2
         return cls(1 - std**2, "v_prediction", timestep_unit="angle")
@@ -140,7 +140,7 @@ class NoiseSchedule:
 
     @property
     def last_timestep(self) -> int:
-        """The noisiest timestep that the network takes, where timesteps are numbered: 1000 t of flow models."""
+        """The noisiest timestep of a network with numbered timesteps; those of flow models are 1000 t."""
         return self.num_train_timesteps - (not self.is_flow)
 
     @property
@@ -149,8 +149,7 @@ class NoiseSchedule:
 
     @cached_property
     def sigmas(self) -> np.ndarray:
-        """The noise level of each training timestep, as the field's sigma: sqrt((1 - a) / a), always finite; of flow
-        models t."""
+        """The noise level sigma of each training timestep: sqrt((1 - a) / a), always finite; t for flow models."""
         if self.is_flow:
             n = self.num_train_timesteps
             return shifted(np.arange(1, n + 1) / n, self.shift)
@@ -163,9 +162,8 @@ class NoiseSchedule:
     def log_sigmas(self) -> np.ndarray:
         return np.log(self.sigmas)
 
-    @checked
     def timestep_of(self, sigmas: np.ndarray | Sequence[float] | float) -> np.ndarray:
-        """The network's timestep at each level: for most a fractional index, linear in log sigma, held at the ends."""
+        """Returns the network's timestep at each level; usually a fractional index, linear in log sigma, clamped."""
         sigmas = _numbers("sigmas", sigmas, 0)
         match self.timestep_unit:
             case "quarter_log":
@@ -176,15 +174,14 @@ class NoiseSchedule:
             return sigmas * self.num_train_timesteps
         return np.interp(np.log(sigmas), self.log_sigmas, np.arange(self.num_train_timesteps))
 
-    @checked
     def sigma_at(self, timesteps: np.ndarray | Sequence[float] | float) -> np.ndarray:
-        """The level at fractional timesteps, log-linear between training timesteps."""
+        """Returns the level at fractional timesteps, log-linear between training timesteps."""
         timesteps = _numbers("timesteps", timesteps)
         return np.exp(np.interp(timesteps, np.arange(self.num_train_timesteps), self.log_sigmas))
 
 
 def _numbers(name: str, values: Any, least: float = -np.inf) -> np.ndarray:
-    """Levels or timesteps as float64."""
+    """Converts levels or timesteps to float64."""
     array = np.asarray(values, np.float64)
     if not np.all((array >= least) & np.isfinite(array)):
         raise InputError(f"{name}={shown(values)} holds what is not a finite number" + " of at least 0" * (least == 0))
@@ -192,12 +189,12 @@ def _numbers(name: str, values: Any, least: float = -np.inf) -> np.ndarray:
 
 
 def shifted(t: np.ndarray, shift: float) -> np.ndarray:
-    """Flow times moved towards noise: Esser et al. 2024, eq. 23."""
+    """Shifts flow times towards noise: Esser et al. 2024, eq. 23."""
     return shift * t / (1 + (shift - 1) * t)
 
 
 def make_betas(kind: str, beta_start: float, beta_end: float, num_train_timesteps: int) -> np.ndarray:
-    """The variance added at each training timestep, float64 [num_train_timesteps].
+    """Returns the variance added at each training timestep, float64 [num_train_timesteps].
 
     linear: Ho et al. 2020, section 4. scaled_linear: linear in sqrt(beta), Rombach et al. 2022 (latent diffusion).
     squaredcos_cap_v2: Nichol and Dhariwal 2021, eq. 17. laplace: Hang et al. 2024. sigmoid: Xu et al. 2022 (GeoDiff).
@@ -219,16 +216,16 @@ def make_betas(kind: str, beta_start: float, beta_end: float, num_train_timestep
             log_snr = -0.5 * np.where(u < 0, -1.0, 1.0) * np.log(1.0 - 2.0 * np.abs(u) + 1e-6)
             snr = np.exp(log_snr)
             return _betas_of(np.sqrt(snr / (1.0 + snr)))
-    raise InputError(f"beta_schedule={kind!r} is not known; {nearest(str(kind), BETA_SCHEDULES)}")
+    raise InputError("beta_schedule", kind, "is not known", nearest(str(kind), BETA_SCHEDULES))
 
 
 def _betas_of(remaining: np.ndarray, largest: float = 0.999) -> np.ndarray:
-    """Betas whose running product follows `remaining` [n + 1], none above `largest`."""
+    """Returns the betas whose cumulative product of 1 - beta follows `remaining` [n + 1], clamped to `largest`."""
     return np.minimum(1.0 - remaining[1:] / remaining[:-1], largest)
 
 
 def rescaled_to_zero_terminal_snr(alphas_cumprod: np.ndarray) -> np.ndarray:
-    """Shifted and scaled so that the last timestep is pure noise and the first stays as it was.
+    """Shifts and scales a schedule so that the last timestep is pure noise and the first is unchanged.
 
     Source: Lin et al. 2024, "Common diffusion noise schedules and sample steps are flawed", algorithm 1.
     """

@@ -1,7 +1,7 @@
-"""Which timesteps and noise levels a run visits.
+"""Computes the timesteps and noise levels of a run, from noisy to clean.
 
-Each family of schedulers places its timesteps in its own way, and checkpoints depend on it, so the differences stay
-and are named here. All results run from noisy to clean.
+Each family of schedulers places its timesteps differently, and checkpoints depend on it, so every variant has a
+function here.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from canvax.samplers.path import Path
 from canvax.samplers.schedule import NoiseSchedule, shifted
 
 MOST_NOISE = 1 - 1e-6
-"""Of flow models, for solvers that take the logarithm of the signal."""
+"""Largest level of flow models for solvers that take the logarithm of the signal."""
 SMALLEST_SIGNAL = 2.0**-48
-"""alpha^2, likewise, of models whose timestep is an angle."""
+"""Smallest alpha^2 of models whose timestep is an angle."""
 
 Base = Callable[[NoiseSchedule, int, SamplerOptions], tuple[np.ndarray, np.ndarray]]
-"""Timesteps [n] of a spacing, and their levels [n]."""
+"""Returns the timesteps [n] of a spacing, and their levels [n]."""
 
 
 def training_path(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Path:
-    """For DDIM, DDPM, PNDM: whole timesteps, with the exact level of each, infinite where no signal is left."""
+    """Returns the path of DDIM, DDPM and PNDM: whole timesteps with exact levels, infinite where no signal is left."""
     return _path(schedule, steps, options, _training_base, family="training")
 
 
 def euler_path(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Path:
-    """For the solvers of k-diffusion: timesteps may be fractional."""
+    """Returns the path of k-diffusion's solvers, whose timesteps can be fractional."""
     return _path(schedule, steps, options, _euler_base, family="euler")
 
 
 def dpm_path(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Path:
-    """For DPM-Solver and its relatives: timesteps are whole.
+    """Returns the path of DPM-Solver and related solvers, whose timesteps are whole.
 
-    Unlike the others, linspace and leading place steps + 1 timesteps and leave out the cleanest.
+    Unlike the other paths, linspace and leading place steps + 1 timesteps and leave out the cleanest.
     """
     return _path(schedule, steps, options, _dpm_base, family="dpm")
 
 
 def distilled_path(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Path:
-    """For LCM and TCD: a subset of the timesteps that the model was distilled on, or of all where those are too few.
+    """Returns the path of LCM and TCD: a subset of the timesteps of the distillation, or of all if these are too few.
 
     Source: Luo et al. 2023 (Latent Consistency Models), section 4.3.
     """
@@ -63,7 +63,7 @@ def _path(schedule: NoiseSchedule, steps: int, options: SamplerOptions, base: Ba
     elif schedule.is_flow:
         timesteps, sigmas = _flow(schedule, steps, options, family)
     elif schedule.timestep_unit != "index" and options.sigmas == "automatic":
-        sigmas = _own_levels(schedule, steps, options)
+        sigmas = _unnumbered_levels(schedule, steps, options)
         timesteps = schedule.timestep_of(sigmas)
     else:
         timesteps, sigmas = base(schedule, steps, options)
@@ -84,7 +84,7 @@ def _path(schedule: NoiseSchedule, steps: int, options: SamplerOptions, base: Ba
 
 
 def _curve_timesteps(schedule: NoiseSchedule, sigmas: np.ndarray, options: SamplerOptions, family: str) -> np.ndarray:
-    """Timesteps of a curve: fractional, but where diffusers rounds them for its own curves."""
+    """Returns the timesteps of a curve: fractional, except where diffusers rounds those of its curves."""
     timesteps = schedule.timestep_of(sigmas)
     if options.sigmas not in ("karras", "exponential", "lu", "beta_sigmas"):
         return timesteps
@@ -94,19 +94,19 @@ def _curve_timesteps(schedule: NoiseSchedule, sigmas: np.ndarray, options: Sampl
         return timesteps
     if options.round_timesteps and options.sigmas in ("karras", "lu"):
         timesteps = timesteps.round()
-    return np.floor(timesteps + 1e-6)  # whole, and 998.9999999 is a 999 that went through exp and log
+    return np.floor(timesteps + 1e-6)  # 998.9999999 is 999 after exp and log
 
 
 def trailing(train: int, steps: int, start: int | None = None) -> np.ndarray:
-    """From the last training timestep down in equal strides of train / steps (Lin et al. 2024, table 2)."""
+    """Places timesteps from the last down, in equal strides of train / steps (Lin et al. 2024, table 2)."""
     stride = train / steps
     chosen = np.arange(train if start is None else start, 0, -stride).round() - 1.0
-    # Rounding may yield one value too many, at -1 (61 steps of 1,000, or with a lower start): cut it off.
+    # Rounding can give an additional value at -1 (61 steps of 1,000, or with a lower start): remove it.
     return chosen[chosen >= 0]
 
 
 def leading(train: int, steps: int, offset: int) -> np.ndarray:
-    """Multiples of the whole stride, from 0 up, plus `offset`."""
+    """Places timesteps at multiples of the whole stride, from 0 up, plus `offset`."""
     return np.arange(steps)[::-1] * float(train // steps) + offset
 
 
@@ -133,13 +133,13 @@ def _euler_base(schedule: NoiseSchedule, steps: int, options: SamplerOptions) ->
             timesteps = np.linspace(0, train - 1, steps)[::-1]
     if options.interpolation_type == "linear":
         return timesteps, _level_at(schedule, timesteps)
-    # One level more than timesteps: the run ends at the schedule's smallest level, not at the final one.
+    # One more level than timesteps: the run ends at the schedule's smallest level, not at the final level.
     return timesteps, np.exp(np.linspace(schedule.log_sigmas[-1], schedule.log_sigmas[0], steps + 1))
 
 
 def _dpm_base(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> tuple[np.ndarray, np.ndarray]:
     train = schedule.num_train_timesteps
-    # log(alpha / sigma) = -log(sigma / alpha); where the config cuts off the noisiest timesteps, start below them.
+    # log(alpha / sigma) = -log(sigma / alpha); start below the noisiest timesteps if the config cuts them off.
     last = train - int(np.searchsorted(-schedule.log_sigmas[::-1], options.lambda_min_clipped))
     match options.spacing:
         case "leading":
@@ -160,15 +160,15 @@ def _distilled_base(schedule: NoiseSchedule, steps: int, options: SamplerOptions
 
 
 def _flow(schedule: NoiseSchedule, steps: int, options: SamplerOptions, family: str) -> tuple[np.ndarray, np.ndarray]:
-    """Timesteps and times of a flow model. Each family of diffusers has its own even times; all are then shifted."""
+    """Returns timesteps and times of a flow model; diffusers' classes differ in the even times before the shift."""
     train, shift = schedule.num_train_timesteps, schedule.shift
     if options.sigmas in ("ays", "ays_sdxl"):
-        raise InputError(f"sigmas={options.sigmas!r} was made for Stable Diffusion, not for flow models; use 'beta'")
+        raise InputError("sigmas", options.sigmas, "was made for Stable Diffusion, not for flow models", "use 'beta'")
     if options.sigmas in ("normal", "simple", "sgm_uniform", "ddim_uniform", "beta"):
         sigmas = _to_terminal(schedule, curve_levels(schedule, steps, options, 1.0, 1.0))
         return schedule.timestep_of(sigmas), sigmas
     if family != "dpm":
-        # A shift that is always the same shifts the end twice, as the reference does.
+        # A constant shift is applied twice to the last time, as in the reference.
         cleanest = 1 / train if schedule.size_shift else schedule.sigmas[0]
         sigmas = shifted(np.linspace(1.0, cleanest, steps), shift)
     elif options.flow_from_one:
@@ -185,15 +185,15 @@ def _flow(schedule: NoiseSchedule, steps: int, options: SamplerOptions, family: 
 
 
 def _to_terminal(schedule: NoiseSchedule, times: np.ndarray) -> np.ndarray:
-    """The times of a run, stretched so that the last step begins at the schedule's `shift_terminal`."""
+    """Stretches the times of a run so that the last step begins at the schedule's `shift_terminal`."""
     if not schedule.shift_terminal or times[-1] == 1:
         return times
     left = 1 - times
     return 1 - left * ((1 - schedule.shift_terminal) / left[-1])
 
 
-def _own_levels(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> np.ndarray:
-    """Levels of models that are not trained on numbered timesteps."""
+def _unnumbered_levels(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> np.ndarray:
+    """Returns the default levels of models that are not trained on numbered timesteps."""
     if schedule.timestep_unit == "angle":
         std = np.sin(np.linspace(1, 0, steps + 1)[:-1] * np.pi / 2) ** 2
         return std / np.sqrt(np.maximum(1 - std**2, SMALLEST_SIGNAL))
@@ -202,7 +202,7 @@ def _own_levels(schedule: NoiseSchedule, steps: int, options: SamplerOptions) ->
 
 
 def final_sigma(schedule: NoiseSchedule, options: SamplerOptions, sigmas: np.ndarray) -> float:
-    """The noise level after the last step: of the kind "repeated", the last step stays where it is after a curve."""
+    """Returns the noise level after the last step; with "repeated", the last step of a curve keeps its level."""
     if not isinstance(options.sigmas, str) and options.sigmas[-1] == 0:
         return 0.0
     if options.final_sigmas_type == "zero":
@@ -213,7 +213,7 @@ def final_sigma(schedule: NoiseSchedule, options: SamplerOptions, sigmas: np.nda
 
 
 def _level_at(schedule: NoiseSchedule, timesteps: np.ndarray, *, exact: bool = False) -> np.ndarray:
-    """Levels at timesteps, linear between training timesteps; `exact` ones are infinite where no signal is left."""
+    """Returns levels at timesteps, linear between training timesteps; `exact` levels can be infinite (no signal)."""
     if schedule.is_flow:
         return timesteps / schedule.num_train_timesteps
     train = np.arange(schedule.num_train_timesteps)
@@ -225,16 +225,18 @@ def _level_at(schedule: NoiseSchedule, timesteps: np.ndarray, *, exact: bool = F
 
 
 def _demand_trained(schedule: NoiseSchedule, timesteps: np.ndarray, steps: int, options: SamplerOptions) -> None:
-    """Refuse timesteps that the network was never trained on."""
+    """Refuses timesteps that the network was not trained on."""
     last = schedule.num_train_timesteps - 1
     beyond = timesteps[(timesteps < 0) | (timesteps > last)]
     if beyond.size:
         raise InputError(
-            f"steps={steps} with steps_offset={options.steps_offset} reaches timestep {beyond[0]:g}, outside "
-            f"0..{last}; use fewer steps, a smaller steps_offset or spacing='trailing'"
+            "steps",
+            steps,
+            f"with steps_offset={options.steps_offset} reaches timestep {beyond[0]:g}, outside 0..{last}",
+            "use fewer steps, a smaller steps_offset or {spacing='trailing'}",
         )
 
 
 def _continuous(schedule: NoiseSchedule, options: SamplerOptions) -> bool:
-    """Euler networks whose timestep is the c_noise of Karras et al. 2022, table 1."""
+    """Whether the network's timestep is the c_noise of Karras et al. 2022, table 1 (Euler with v prediction)."""
     return options.timestep_type == "continuous" and schedule.prediction_type == "v_prediction"

@@ -1,12 +1,12 @@
-"""The samplers, one entry each: names in every spelling people know, what they cost, and when to use them."""
+"""The catalogue of samplers: all spellings of their names, their cost, and when to use them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from canvax.checked import checked
+from canvax.errors import check_function
 from canvax.samplers import solvers
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.schedule import NoiseSchedule
@@ -19,37 +19,45 @@ SINGLESTEP = ("solver_order", "solver_type", "lower_order_final", "final_sigmas_
 DPM = (*SINGLESTEP, "euler_at_final")
 
 
-@checked
 @dataclass(frozen=True)
 class SamplerSpec:
-    """One sampler of the catalogue.
+    """A sampler of the catalogue.
 
-    order: of convergence, in steps, where it is deterministic. stochastic: adds noise in its steps at its usual eta.
-    evaluations: of the network, for a run of n steps. implied: options that its name fixes, whatever the checkpoint
-    says. curves: takes Karras and other sigma curves. eta: has one to set. settings: further fields of SamplerOptions
-    that it reads.
+    diffusers_class: the class whose fields of a scheduler_config.json it reads; None for EulerDiscreteScheduler.
+    order: order of convergence, if deterministic. stochastic: whether it adds noise at its default eta. evaluations:
+    number of network evaluations for n steps. implied: options that the name determines, whatever the checkpoint says.
+    curves: whether it accepts Karras and other sigma curves. eta: whether eta can be set. settings: further fields of
+    SamplerOptions that it reads.
     """
 
     name: str
     label: str
-    diffusers_class: str
+    diffusers_class: str | None
     k_diffusion: str | None
     comfyui: str | None
     solver: Solver
-    order: str
-    stochastic: bool
-    evaluations: str
-    when: str
-    source: str
+    order: str = ""
+    stochastic: bool = False
+    evaluations: str = ""
+    when: str = ""
+    source: str = ""
     implied: Mapping[str, Any] = field(default_factory=dict)
     also: tuple[str, ...] = ()
     curves: bool = True
     eta: bool = False
     settings: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, solver: Solver) -> SamplerSpec:
+        """A sampler outside of the catalogue: its solver reads any field of SamplerOptions."""
+        check_function("sampler", solver, 3, "(schedule, steps, options), and returns a SamplerTable")
+        name = getattr(solver, "__name__", type(solver).__name__)
+        settings = tuple(each.name for each in fields(SamplerOptions))
+        return cls(name, name, None, None, None, solver, eta=True, settings=settings)
+
     @property
     def spellings(self) -> tuple[str, ...]:
-        """Every name it answers to, the canonical one first."""
+        """All names of the sampler, the canonical name first."""
         known = (self.name, self.label, self.k_diffusion, self.comfyui, *self.also)
         return tuple(dict.fromkeys(name for name in known if name))
 
@@ -71,7 +79,7 @@ SAMPLERS = (
         order="",
         stochastic=True,
         evaluations="n",
-        when="The original random sampler; wants hundreds of steps. For comparison with papers.",
+        when="The original stochastic sampler; needs hundreds of steps. For comparison with papers.",
         source="Ho et al. 2020, arXiv:2006.11239",
         also=("DDPMParallelScheduler",),
         settings=("variance_type", "clip_sample", "clip_sample_range", "thresholding"),
@@ -81,7 +89,7 @@ SAMPLERS = (
         order="2",
         stochastic=False,
         evaluations="n + 1",
-        when="What Stable Diffusion 1.x was released with; 50 steps. DPM++ 2M is as good in half of them.",
+        when="The original sampler of Stable Diffusion 1.x; 50 steps. DPM++ 2M is as good in half of them.",
         source="Liu et al. 2022, arXiv:2202.09778",
         implied={"skip_prk_steps": True},
         also=("k_plms", "pndm_plms"),
@@ -125,7 +133,7 @@ SAMPLERS = (
         order="2",
         stochastic=False,
         evaluations="2n - 1",
-        when="Exact per step, two evaluations each; 15 to 25 steps. A yardstick more than a bargain.",
+        when="Accurate, with two evaluations per step; 15 to 25 steps. Good as a reference, not for speed.",
         source="Karras et al. 2022, arXiv:2206.00364",
         also=("k_heun",),
         settings=CHURN,
@@ -157,7 +165,7 @@ SAMPLERS = (
         order="4",
         stochastic=False,
         evaluations="n",
-        when="Of the first days of Stable Diffusion; 40 to 60 steps, unstable with few. DPM++ 2M does better.",
+        when="From the first days of Stable Diffusion; 40 to 60 steps, unstable with few. DPM++ 2M is better.",
         source="Adams methods; k-diffusion",
         also=("k_lms",),
     ),
@@ -191,7 +199,7 @@ SAMPLERS = (
         order="2",
         stochastic=False,
         evaluations="n",
-        when="Of smaller error than DPM++ 2M: for unguided or weakly guided images.",
+        when="Smaller error than DPM++ 2M, for unguided or weakly guided images.",
         source="Lu et al. 2022, arXiv:2211.01095",
         implied={"algorithm_type": "dpmsolver++", "solver_order": 3},
         settings=DPM,
@@ -215,7 +223,7 @@ SAMPLERS = (
         order="2 (eta 0)",
         stochastic=True,
         evaluations="n",
-        when="DPM++ 2M SDE with the other second-order correction; hardly different.",
+        when="DPM++ 2M SDE with another second-order correction; hardly different.",
         source="Lu et al. 2022, arXiv:2211.01095, appendix B",
         implied={"algorithm_type": "sde-dpmsolver++", "solver_order": 2, "solver_type": "heun"},
         also=("dpmpp_2m_sde_heun_gpu",),
@@ -269,7 +277,7 @@ SAMPLERS = (
         order="3",
         stochastic=False,
         evaluations="n",
-        when="The same in blocks of three: for unguided images.",
+        when="Singlestep 2 with blocks of three evaluations; for unguided images.",
         source="Lu et al. 2022, arXiv:2211.01095",
         implied={"algorithm_type": "dpmsolver++", "solver_order": 3, "solver_type": "heun", "lower_order_final": True},
         also=("DPM++ 3S", "dpmpp_3s"),
@@ -291,7 +299,7 @@ SAMPLERS = (
         order="4",
         stochastic=False,
         evaluations="n",
-        when="The same with B(h) = exp(h) - 1, the better choice for guided images in 5 to 10 steps.",
+        when="UniPC with B(h) = exp(h) - 1, better for guided images in 5 to 10 steps.",
         source="Zhao et al. 2023, arXiv:2302.04867",
         implied={"predict_x0": True, "solver_type": "bh2", "solver_order": 3},
         settings=("solver_order", "solver_type", "lower_order_final", "final_sigmas_type", "disable_corrector"),
@@ -301,7 +309,7 @@ SAMPLERS = (
         order="3",
         stochastic=False,
         evaluations="n",
-        when="Multistep in eps, kin to DPM-Solver; 20 to 30 steps.",
+        when="Multistep in eps, related to DPM-Solver; 20 to 30 steps.",
         source="Zhang and Chen 2023, arXiv:2204.13902",
         implied={"solver_order": 3, "final_sigmas_type": "zero"},
         settings=("solver_order", "lower_order_final", "final_sigmas_type"),
@@ -330,7 +338,7 @@ SAMPLERS = (
         order="",
         stochastic=True,
         evaluations="n",
-        when="For latent consistency models and LCM adapters alone: 2 to 8 steps, guidance 1 to 2.",
+        when="Only for latent consistency models and LCM adapters; 2 to 8 steps, guidance 1 to 2.",
         source="Luo et al. 2023, arXiv:2310.04378",
         implied={"timestep_scaling": float("inf")},
         also=("k_lcm",),
@@ -341,7 +349,7 @@ SAMPLERS = (
         order="",
         stochastic=True,
         evaluations="n",
-        when="For trajectory consistency models and Hyper-SD adapters alone: 2 to 8 steps; eta (gamma) 0.3.",
+        when="Only for trajectory consistency models and Hyper-SD adapters; 2 to 8 steps; eta (gamma) 0.3.",
         source="Zheng et al. 2024, arXiv:2402.19159",
         implied={"final_sigmas_type": "zero"},
         eta=True,

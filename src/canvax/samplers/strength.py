@@ -1,4 +1,4 @@
-"""Which steps of a run image to image does: three rules, as PyTorch diffusers, A1111 and ComfyUI have them."""
+"""The steps that image to image runs for a strength, by the rule of diffusers, A1111 or ComfyUI."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ StrengthRule = Literal["diffusers", "a1111", "exact"]
 
 
 def check_strength(strength: Any) -> float:
-    """How much of a run to do, as a float.
+    """Returns ``strength`` as a float.
 
     Raises:
-        InputError: not a number above 0 and up to 1.
+        InputError: ``strength`` is not a number above 0 and up to 1.
     """
-    if not 0 < (number := check_number("strength", strength, "; give one in 0..1")) <= 1:
-        raise InputError(f"strength={number:g} is not in 0..1, 0 left out; 0.8 changes much, 0.3 little")
+    if not 0 < (number := check_number("strength", strength, "give one in 0..1")) <= 1:
+        raise InputError("strength", number, "is not in 0..1, 0 left out", "0.8 changes much, 0.3 little")
     return number
 
 
 def steps_of_strength(strength: float, steps: int, rule: StrengthRule, most: int) -> tuple[int, int]:
-    """Steps of the whole run, and how many of them to leave out at its beginning.
+    """Returns the number of steps of the whole run, and how many of them to skip at its beginning.
 
     Args:
-        strength: 0..1, how much of the run to do.
-        steps: as asked for.
+        strength: fraction of the run to do, 0..1.
+        steps: the requested number of steps.
         rule: "diffusers" does ``int(steps * strength)`` steps; "a1111" one more, and at most 0.999 of the run; "exact",
             which ComfyUI calls denoise, does ``steps`` steps, the last ones of a longer run.
-        most: steps of the longest run.
+        most: maximum number of steps of the whole run.
 
     Raises:
         InputError: no step is left, or the run would be too long.
@@ -39,13 +39,18 @@ def steps_of_strength(strength: float, steps: int, rule: StrengthRule, most: int
         whole = steps if strength > 0.9999 else int(steps / strength)
         if whole > most:
             raise InputError(
-                f"strength={strength:g} with num_inference_steps={steps} and strength_rule='exact' are the last steps "
-                f"of {whole}, more than {most}; use fewer steps or more strength"
+                "strength",
+                strength,
+                f"with num_inference_steps={steps} and strength_rule='exact' are the last steps of "
+                f"{whole}, more than {most}",
+                "use fewer steps or more strength",
             )
         return whole, whole - steps
     if (run := min(int(steps * strength), steps)) < 1:
         raise InputError(
-            f"strength={strength:g} of num_inference_steps={steps} is less than one step; use more of either, or "
-            "strength_rule='exact'"
+            "strength",
+            strength,
+            f"of num_inference_steps={steps} is less than one step",
+            "use more of either, or {strength_rule='exact'}",
         )
     return steps, steps - run

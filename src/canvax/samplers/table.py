@@ -1,45 +1,44 @@
-"""A sampler as data: one row of numbers for each evaluation of the network.
+"""Samplers as tables: a row of numbers for each evaluation of the network.
 
     denoised  D = p * x + q * output,  output = network(c_in * x, timestep)
     state'      = M @ [state; D; noise]            slot 0 of the state is x
 
-`x` is held in the variance-preserving frame, x = alpha * x0 + sigma * eps with alpha^2 + sigma^2 = 1. After the last
-row slot 0 is the sample itself.
+`x` is in the variance-preserving frame, x = alpha * x0 + sigma * eps with alpha^2 + sigma^2 = 1. After the last row
+slot 0 is the sample.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from canvax.checked import check_function, checked
-from canvax.errors import FLOAT32_MAX, InputError
+from canvax.errors import FLOAT32_MAX, NO_VALUE, InputError, check_function
 from canvax.samplers.schedule import SMALLEST_ALPHA_CUMPROD
 
 SLOTS = 6
-"""K: how many arrays of latent size a sampler may remember between two evaluations."""
+"""K, the number of arrays of latent size that a sampler can store between two evaluations."""
 
 DENOISED, NOISE = SLOTS, SLOTS + 1
-"""Columns of M after the state."""
+"""Columns of M that follow the state."""
 
 COLUMNS = ("timestep", "c_in", "p", "q", "M", "raw", "guidance", "rescale", "step", "alpha", "std")
-"""What a table has for each row."""
+"""The arrays of a table, with an entry for each row."""
 _PROGRAM = COLUMNS[:9]
-"""Those that the denoising program reads."""
+"""The columns that the denoising program reads."""
 _INNER = {"M": (SLOTS, SLOTS + 2), "raw": (SLOTS,)}
-"""Shape of a column behind its rows, where it is more than a number."""
+"""Shape of a column's entries, for columns whose entries are arrays."""
 
 
-@checked
 @dataclass(frozen=True)
 class Clip:
-    """Limits on the denoised image, for pixel models. Hashable: it decides a program.
+    """Limits on the denoised image, for pixel models. Hashable, since it is part of a program's key.
 
-    Without `ratio`, D is clamped to -range..range. With it, dynamic thresholding: s is the `ratio` quantile of |D| over
-    one image, held within 1..range (never above range), and D becomes clamp(D, -s, s) / s.
+    Without `ratio`, D is clamped to -range..range. With `ratio` it is dynamic thresholding: s is the `ratio` quantile
+    of |D| over an image, clamped to 1..range (never above range), and D becomes clamp(D, -s, s) / s.
     Source: Saharia et al. 2022 (Imagen), section 2.3.
     """
 
@@ -50,11 +49,10 @@ class Clip:
         if self.range <= 0 or not 0 <= (1 if self.ratio is None else self.ratio) <= 1:
             raise InputError(f"range={self.range} and ratio={self.ratio}: range is more than 0, ratio None or in 0..1")
 
-    @checked
     def apply(self, denoised: np.ndarray) -> np.ndarray:
-        """The limited `denoised`, whose first axis is the batch. Plain numpy, for tests and as the definition."""
+        """Limits `denoised`, whose first axis is the batch. This numpy form is the definition, and used in tests."""
         if denoised.ndim == 0:
-            raise InputError("denoised is one number; give an array with the batch first")
+            raise InputError("denoised", NO_VALUE, "is one number", "give an array with the batch first")
         if self.ratio is None:
             return np.clip(denoised, -self.range, self.range)
         size = np.quantile(np.abs(denoised).reshape(len(denoised), -1), self.ratio, axis=1)
@@ -62,24 +60,23 @@ class Clip:
         return np.clip(denoised, -size, size) / size
 
 
-@checked
 @dataclass(frozen=True, eq=False)
 class SamplerTable:
-    """The rows of one run. R rows, K = SLOTS; all arrays float64.
+    """The R rows of a run, with K = SLOTS; all arrays are float64.
 
     timestep  [R]            input of the network
     c_in      [R]            network input = c_in * x
     p, q      [R]            denoised D = p * x + q * output
     M         [R, K, K + 2]  state' = M @ [state(K); D; noise]
-    raw       [R, K]         weight of the unclipped D, added to state'; zeros without `clip`
+    raw       [R, K]         weight of the unclipped D, added to state'; 0 without `clip`
     guidance  [R]            guidance scale of the row
     rescale   [R]            guidance rescale of the row (Lin et al. 2024, section 3.4)
     alpha     [R]            x before the row = alpha * x0 + std * eps
     std       [R]
-    step      [R]            int, the step that the row belongs to, from 0; a step may take several evaluations
+    step      [R]            int, the step of the row, from 0; a step can have several evaluations
     init_scale               x before row 0 = init_scale * unit noise
     clip                     limits on D, or None
-    first_row                index of row 0 in the whole run, from which the noise of a step is derived
+    first_row                index of row 0 in the whole run; the noise of a step depends on this index
     """
 
     timestep: np.ndarray
@@ -101,36 +98,42 @@ class SamplerTable:
         for name in COLUMNS:
             shape = (np.size(self.timestep), *_INNER.get(name, ()))
             if getattr(self, name).shape != shape:
-                raise InputError(f"{name} of a sampler table has shape {getattr(self, name).shape}, not {shape}")
+                raise InputError(
+                    name, NO_VALUE, f"of a sampler table has shape {getattr(self, name).shape}, not {shape}"
+                )
 
     def __len__(self) -> int:
         return len(self.timestep)
 
     @property
     def finite(self) -> bool:
-        """Whether every number in the table is one that float32, in which it is run, can hold."""
+        """Whether every number in the table fits float32, the dtype of the compiled loop."""
         return all(np.all(np.abs(getattr(self, name)) <= FLOAT32_MAX) for name in (*COLUMNS, "init_scale"))
 
     @property
+    def sha256(self) -> str:
+        """SHA-256 of all numbers, in hexadecimal."""
+        columns = [np.asarray(getattr(self, name), np.float64).tobytes() for name in (*COLUMNS, "init_scale")]
+        return hashlib.sha256(b"".join(columns)).hexdigest()
+
+    @property
     def sigma(self) -> np.ndarray:
-        """Noise level std / alpha of x before each row [R]; 4096 stands for pure noise."""
+        """Noise level std / alpha of x before each row [R]; pure noise has 4096."""
         return self.std / np.where(self.alpha > 0, self.alpha, np.sqrt(SMALLEST_ALPHA_CUMPROD))
 
-    @checked
     def noised(self, x0: np.ndarray, eps: np.ndarray, row: int = 0) -> np.ndarray:
-        """x before `row` from clean latents and unit noise of the same shape: where image-to-image begins.
+        """Returns x before `row`, made of clean latents and unit noise of the same shape, as image-to-image needs.
 
-        DDIM inversion is the exception: its x before a row is cleaner than the level of the row.
+        It does not apply to DDIM inversion, whose x before a row is cleaner than the level of the row.
         """
         if not (isinstance(row, int | np.integer) and -len(self) <= row < len(self)):
-            raise InputError(f"row={row!r:.80} is not one of the {len(self)} rows")
+            raise InputError("row", row, f"is not one of the {len(self)} rows")
         if (shapes := (np.shape(x0), np.shape(eps)))[0] != shapes[1] or isinstance(x0, str):
             raise InputError(f"x0 and eps have shapes {shapes[0]} and {shapes[1]}; give arrays of one shape")
         return self.alpha[row] * x0 + self.std[row] * eps
 
-    @checked
     def with_guidance(self, scale: float | Sequence[float], rescale: float | Sequence[float] = 0.0) -> SamplerTable:
-        """The same table with other guidance: one number, or one for each step."""
+        """Returns the table with other guidance and rescale, each a number, or one for each step."""
         first = int(self.step[0])
         steps = int(self.step[-1]) + 1 - first
         for name, value in (("guidance_steps", scale), ("guidance_rescale", rescale)):
@@ -139,29 +142,27 @@ class SamplerTable:
             except (TypeError, ValueError):
                 finite = False
             if not finite:
-                raise InputError(f"{name}={value!r:.80} is not a finite number, or a list of them")
+                raise InputError(name, value, "is not a finite number, or a list of them")
             if np.shape(value) not in ((), (steps,)):
                 numbers = f"{np.size(value)} numbers" if np.ndim(value) == 1 else f"shape {np.shape(value)}"
-                raise InputError(f"{name} has {numbers}; give one, or one for each of {steps} steps")
+                raise InputError(name, NO_VALUE, f"has {numbers}", f"give one, or one for each of {steps} steps")
         each = [
             np.broadcast_to(np.asarray(value, np.float64), (steps,))[self.step - first] for value in (scale, rescale)
         ]
         return replace(self, guidance=each[0], rescale=each[1])
 
-    @checked
     def take(self, lo: int, hi: int | None = None) -> SamplerTable:
-        """Rows lo..hi alone. With lo > 0, x begins as `noised` of some image; `init_scale` stays row 0's."""
+        """Returns rows lo..hi. With lo > 0, x must start as `noised` latents, since `init_scale` is that of row 0."""
         if not 0 <= lo <= (len(self) if hi is None else hi) <= len(self):
             raise InputError(f"rows {lo}..{hi} are not in order within 0..{len(self)}")
         columns = {name: getattr(self, name)[lo:hi] for name in COLUMNS}
         return replace(self, first_row=self.first_row + lo, **columns)
 
-    @checked
     def window(self, lo: int, size: int) -> dict[str, np.ndarray]:
-        """Rows lo..lo+size as float32 arrays for the denoising program, padded with rows that change nothing.
+        """Returns rows lo..lo+size as float32 arrays for the denoising program, padded with no-op rows.
 
-        `row` (int32) is the index in the whole run, from which the noise of a step is derived; `progress` the part of
-        this run that lies before the row's step, 0..1.
+        `row` (int32) is the index in the whole run, which determines the noise of a step. `progress`, 0..1, is the
+        fraction of this run before the row's step.
         """
         if lo < 0 or size < 0:
             raise InputError(f"lo={lo} and size={size}: a window begins at row 0 or later, and has 0 rows or more")
@@ -182,33 +183,38 @@ class SamplerTable:
 
 _NO_ROWS: dict[str, Any] = {name: np.zeros((0, *_INNER.get(name, ()))) for name in COLUMNS}
 EMPTY = SamplerTable(**_NO_ROWS)
-"""A table of no rows; its windows change nothing."""
+"""A table without rows; its windows consist of no-op rows."""
 
 
 Denoise = Callable[[np.ndarray, float, int], np.ndarray]
-"""(network input, timestep, row) -> network output, guidance already done."""
+"""(network input, timestep, row) -> network output after guidance."""
 
 
-@checked
 def run(table: SamplerTable, denoise: Denoise, x: np.ndarray, noises: np.ndarray | None = None) -> np.ndarray:
-    """Execute `table` in float64 on the host: the definition that the compiled loop must agree with.
+    """Runs `table` in float64 on the host. This is the definition that the compiled loop must match.
 
-    x: unit noise, any shape with the batch first. noises: [R, *x.shape], needed by stochastic tables only.
+    x: unit noise, any shape with the batch first. noises: [R, *x.shape], needed only by stochastic tables.
     Returns x after every row, [R, *x.shape]; the last is the sample.
-    Raises InputError: noises are missing or of another shape, or denoise gives another shape than it was given.
+    Raises InputError: noises are missing or have another shape, or denoise returns another shape than its input's.
     """
     check_function("denoise", denoise, 3, "(network input, timestep, row)")
     if noises is None and table.M[:, :, NOISE].any():
-        raise InputError(f"noises=None with a sampler that adds noise; give an array {(len(table), *x.shape)}")
+        raise InputError(
+            "noises", None, "does not go with a sampler that adds noise", f"give an array {(len(table), *x.shape)}"
+        )
     if noises is not None and (noises.shape[1:] != x.shape or len(noises) < len(table)):
-        raise InputError(f"noises has shape {noises.shape}, not {(len(table), *x.shape)}: one for each row")
+        raise InputError(
+            "noises", NO_VALUE, f"has shape {noises.shape}, not {(len(table), *x.shape)}: one for each row"
+        )
     state = np.zeros((SLOTS, *x.shape))
     state[0] = table.init_scale * x
     seen = np.empty((len(table), *x.shape))
     for r in range(len(table)):
         output = np.asarray(denoise(table.c_in[r] * state[0], float(table.timestep[r]), r))
         if output.shape != x.shape or output.dtype.kind not in "biuf":
-            raise InputError(f"denoise returned {output.dtype} {output.shape}, not numbers of shape {x.shape}")
+            raise InputError(
+                "denoise", NO_VALUE, f"returned {output.dtype} {output.shape}, not numbers of shape {x.shape}"
+            )
         raw = table.p[r] * state[0] + table.q[r] * output
         denoised = raw if table.clip is None else table.clip.apply(raw)
         noise = np.zeros_like(raw) if noises is None else noises[r]

@@ -8,10 +8,10 @@ import numpy as np
 
 
 def lagrange_weights(nodes: np.ndarray, moments: np.ndarray, orders: np.ndarray) -> np.ndarray:
-    """Weights [n, p] of the values at `nodes` [n, p] in the integral of their interpolating polynomial.
+    """Returns the weights [n, p] of the values at `nodes` [n, p] in the integral of their interpolating polynomial.
 
-    moments [n, p]: the integrals of u^0, u^1, ... with whatever weight function the method has. Row i uses the first
-    orders[i] nodes; the weights of the others are 0. Solves sum_j w_j nodes_j^k = moments_k.
+    moments [n, p]: the integrals of u^0, u^1, ... with the weight function of the method. Row i uses the first
+    orders[i] nodes; the other weights are 0. Solves sum_j w_j nodes_j^k = moments_k.
     """
     out = np.zeros(nodes.shape)
     for order in np.unique(orders):
@@ -30,16 +30,16 @@ _FACTORIALS = np.array([math.factorial(int(m)) for m in _TERMS], np.float64)
 
 
 def exponential_moments(h: np.ndarray, rate: np.ndarray | float, count: int) -> np.ndarray:
-    """Integrals of exp(-rate * u) * u^k over 0..h for k < count, [n, count]; rate may have either sign, not 0.
+    """Returns the integrals of exp(-rate * u) * u^k over 0..h for k < count, [n, count]; rate must not be 0.
 
-    Where rate * h is small the closed form would cancel: there the power series.
+    Small rate * h use the power series, since the closed form cancels there.
     """
     h, rate = np.broadcast_arrays(np.asarray(h, np.float64), np.asarray(rate, np.float64))
     z = rate * h
     small = np.abs(z) < 1.0
     out = np.empty((*h.shape, count))
     with np.errstate(all="ignore"):
-        # Products, since powers of arrays are slow.
+        # Cumulative products, since powers of arrays are slow.
         ones = np.ones((*z.shape, 1))
         ratios = np.where(small, -z, 0.0)[..., None] / _TERMS[1:]
         series = np.cumprod(np.concatenate([ones, ratios], axis=-1), axis=-1)

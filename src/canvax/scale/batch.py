@@ -79,7 +79,7 @@ class Plan:
         if not digests:
             raise InputError(f"{path}: holds no rows")
         if absent:
-            raise InputError(f"--carry {' '.join(sorted(absent))}: no row of {path} has that; leave it out")
+            raise InputError("carry", " ".join(sorted(absent)), f"is in no row of {path}", "leave it out")
         own = dict(list(digests.items())[share[0] :: share[1]])
         return cls(Path(path), defaults, carried, seed, len(digests), own)
 

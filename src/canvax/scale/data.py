@@ -19,8 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from typing import Any
 
-from canvax.checked import checked
-from canvax.errors import CanvaxError, InputError, check_count
+from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count
 from canvax.pipelines.checks import MOST_IMAGES
 from canvax.scale.batch import Plan
 from canvax.scale.rows import Row, pyarrow, row_of, settings_of
@@ -52,7 +51,6 @@ class Generate:
         ip_encoder: the image encoder of these; by default the one beside them.
     """
 
-    @checked
     def __init__(
         self,
         model: str = "emoji",
@@ -73,9 +71,9 @@ class Generate:
         batch_size = None if batch_size is None else check_count("batch_size", batch_size, MOST_IMAGES)
         check_count("most", most)
         if image_format not in ("png", "webp", "jpg"):
-            raise InputError(f"image_format={image_format!r:.80} is not one of 'png', 'webp', 'jpg'")
+            raise InputError("image_format", image_format, "is not one of 'png', 'webp', 'jpg'")
         if quality is not None and (not 1 <= quality <= 100 or image_format == "png"):
-            raise InputError(f"quality={quality} is for webp and jpg, in 1..100; image_format={image_format!r}")
+            raise InputError("quality", quality, "is for webp and jpg, in 1..100", f"image_format={image_format!r}")
         settings_of(Row("defaults", dict(defaults or {}, prompt="x")), {}, carried)  # refuses what means nothing
         load = {"progress": False, **(load or {})}
         pipe = canvax.load(model, **load)
@@ -199,7 +197,9 @@ def connected(address: str | None) -> Any:
             ray.init(address=address, log_to_driver=False, include_dashboard=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
         first = str(error).partition("\n")[0]
-        raise InputError(f"--ray {address}: no cluster answers ({first}); --ray local starts one here") from None
+        raise InputError(
+            "ray", address, f"is no cluster that answers ({first})", "{ray=local} starts one here"
+        ) from None
     return ray
 
 
@@ -237,7 +237,7 @@ def ray_module() -> Any:
         import ray  # pyright: ignore[reportMissingImports]
         import ray.data  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise InputError(f"--ray needs {error.name}; install it: pip install 'canvax[ray]'") from None
+        raise InputError("ray", NO_VALUE, f"needs {error.name}", "install it: pip install 'canvax[ray]'") from None
     return ray
 
 
@@ -248,7 +248,7 @@ def _listed(batch: Any) -> list[dict[str, Any]]:
     if hasattr(batch, "to_dict"):
         return batch.to_dict("records")
     if not isinstance(batch, Mapping):
-        raise InputError(f"batch={batch!r:.80} is not a batch of Ray Data: a table, or a dict of columns")
+        raise InputError("batch", batch, "is not a batch of Ray Data: a table, or a dict of columns")
     return [dict(zip(batch, cells, strict=True)) for cells in zip(*batch.values(), strict=True)]
 
 

@@ -63,7 +63,7 @@ class Output:
         process: int = 0,
         processes: int = 1,
     ) -> None:
-        self.folder = named_path("--output", folder)
+        self.folder = named_path("output", folder)
         self.into: Into = into
         self._shard_size = shard_size
         self._process, self._processes = process, processes
@@ -154,8 +154,10 @@ class Output:
             for name in told.keys() & earlier.keys():
                 if name not in _FIRST_COUNTS and earlier[name] != told[name]:
                     raise InputError(
-                        f"--output {self.folder}: was begun with {name}={earlier[name]!r}, not {told[name]!r}; go on "
-                        "with that, or choose another folder"
+                        "output",
+                        self.folder,
+                        f"was begun with {name}={earlier[name]!r}, not {told[name]!r}",
+                        "go on with that, or choose another folder",
                     )
             self.run = {**told, **earlier}
             if self._process == 0 and self.run != earlier:
@@ -166,7 +168,7 @@ class Output:
                 f"{path}: is damaged, so that nothing is known of how the job was begun; choose another folder"
             ) from None
         except OSError as error:
-            raise InputError(f"--output {self.folder}: cannot be written to ({error.strerror or error})") from None
+            raise InputError("output", self.folder, f"cannot be written to ({error.strerror or error})") from None
 
     def _begin(self) -> bool:
         """Make the folder, or see that it is one of a batch job; whether it was made."""
@@ -177,11 +179,11 @@ class Output:
             known = (self.folder / RUN).exists() or self._process > 0  # the first process writes it
             known = known or any(self.folder.glob("manifest-*.jsonl"))  # the other processes may have begun
             if not known and any(not entry.name.startswith(".") for entry in self.folder.iterdir()):
-                raise InputError(f"--output {self.folder}: is not empty, and of no batch job; choose another folder")
+                raise InputError("output", self.folder, "is not empty, and of no batch job", "choose another folder")
         except (FileExistsError, NotADirectoryError):
-            raise InputError(f"--output {self.folder}: is a file, or lies under one; choose another folder") from None
+            raise InputError("output", self.folder, "is a file, or lies under one", "choose another folder") from None
         except OSError as error:
-            raise InputError(f"--output {self.folder}: cannot be written to ({error.strerror or error})") from None
+            raise InputError("output", self.folder, f"cannot be written to ({error.strerror or error})") from None
         return made
 
     def _append(self, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -233,18 +235,22 @@ def as_written(run: Mapping[str, Any]) -> dict[str, Any]:
 
 def listed(folder: str | Path) -> dict[str, dict[str, Any]]:
     """The last line of the list of each row of a job's folder, by id; of all processes that write there."""
-    return {line["id"]: line for line in _lines(named_path("--output", folder), _LISTS)}
+    return {line["id"]: line for line in _lines(named_path("output", folder), _LISTS)}
 
 
 def _lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
     """Also those that later ones replace; not those that a kill cut off."""
     for path in sorted(folder.glob(name)):
         if not path.is_file():
-            raise InputError(f"--output {folder}: {path.name} is not a regular file; choose another folder")
+            raise InputError(
+                "output", folder, f"holds {path.name}, which is not a regular file", "choose another folder"
+            )
         try:
             file = open(path, "rb")  # noqa: SIM115
         except OSError as error:
-            raise InputError(f"--output {folder}: {path.name} cannot be read ({error.strerror or error})") from None
+            raise InputError(
+                "output", folder, f"holds {path.name}, which cannot be read ({error.strerror or error})"
+            ) from None
         with file:
             for text in file:
                 with suppress(ValueError):
@@ -268,7 +274,9 @@ def _locked(path: Path) -> Any:
         file = open(path, "ab+", buffering=0)  # noqa: SIM115
     except OSError as error:
         why = f"{path.name} cannot be written to ({error.strerror or error})"
-        raise InputError(f"--output {path.parent}: {why}; see to its permissions, or choose another folder") from None
+        raise InputError(
+            "output", path.parent, f"cannot be used: {why}", "see to its permissions, or choose another folder"
+        ) from None
     try:
         import fcntl
 
@@ -277,7 +285,7 @@ def _locked(path: Path) -> Any:
         pass
     except OSError:
         file.close()
-        raise InputError(f"--output {path.parent}: another process is writing there; wait for it") from None
+        raise InputError("output", path.parent, "is written to by another process", "wait for it") from None
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - _LONGEST_LINE))
     tail = file.read()

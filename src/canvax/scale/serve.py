@@ -99,15 +99,15 @@ class Wanted:
         values: dict[str, Any] = {}
         for name, value in given.items():
             if name not in kinds:
-                raise InputError(f"{name}={value!r}: {nearest(name, list(kinds))}")
+                raise InputError(name, value, "is not known", nearest(name, list(kinds)))
             if kinds[name] is bool:
                 value = {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower(), value)
             try:
                 values[name] = value if isinstance(value, kinds[name]) else _number(kinds[name], value)
             except (TypeError, ValueError):
-                raise InputError(f"{name}={value!r} is not {kinds[name].__name__}") from None
+                raise InputError(name, value, f"is not {kinds[name].__name__}") from None
             if not isinstance(values[name], str) and not 0 <= values[name] < math.inf:
-                raise InputError(f"{name}={value!r} is not a finite number of at least 0")
+                raise InputError(name, value, "is not a finite number of at least 0")
         return cls(**values)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import counting
-from canvax.errors import CanvaxError, InputError, OutOfMemoryError
+from canvax.errors import NO_VALUE, CanvaxError, InputError, OutOfMemoryError
 from canvax.images.formats import GeneratedImage, quality_keywords
 from canvax.parallel import multihost
 from canvax.parallel.memory import cures, explained
@@ -140,7 +140,6 @@ class Worker:
         seed: int = 0,
         progress: bool = False,
     ) -> None:
-        assert pipe.params is not None
         self.compilations = 0
         self._pipe = pipe
         self._batch, self._most = batch, most
@@ -249,7 +248,7 @@ class Worker:
             second_pass(self._pipe.model, request)
             if self._spread or noise is not None:
                 why = "no process of several has all images" if self._spread else "its noise is not that of a seed"
-                raise InputError(f"hires={options.hires:g}: {why}; leave it out")
+                raise InputError("hires", options.hires, f"is not for a batch: {why}", "leave it out")
         # What one table of the whole batch decides besides the table itself: features, texts, pieces of the run.
         alike = (deep is not None, len(kinds.guided) > 1, len(request.texts.stages) > 1, request.embedded,
                  options.hires > 1, request.given is not None)  # fmt: skip
@@ -282,11 +281,11 @@ class Worker:
         """A checked call for one image."""
         given = {name: settings.get(name) for name in ARGUMENTS}
         if given["prompt"] is None:
-            raise InputError("prompt is missing; give the row one, in a field or column of that name")
+            raise InputError("prompt", NO_VALUE, "is missing", "give the row one, in a field or column of that name")
         options = Options(**{name: settings[name] for name in OPTIONS if name in settings}, progress=False)
         for name in ("prompt", "negative_prompt", "image", "mask"):
             if not isinstance(given[name], str | None):
-                raise InputError(f"{name}={given[name]!r:.80} is not text")
+                raise InputError(name, given[name], "is not text")
         return self._make(given, options, **self._shown([given]))
 
     def _request(self, items: Sequence[Item]) -> Request:

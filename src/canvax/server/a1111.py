@@ -26,7 +26,6 @@ from canvax.images.infotext import parts_of
 from canvax.samplers.curve_names import CURVES
 from canvax.samplers.specs import SAMPLERS
 from canvax.server.a1111_ask import ImageToImage, TextToImage, ask_of, info_of, parameters_of
-from canvax.server.a1111_control import MOST_UNITS, SCRIPT, VERSION, models_of, modules
 from canvax.server.answers import (
     answering,
     asked,
@@ -71,6 +70,7 @@ _EMPTY: dict[str, Any] = {
     "extensions": [],
     "cmd-flags": {},
     "script-info": [],
+    "scripts": {"txt2img": [], "img2img": []},
     "memory": {"ram": {"error": "not told"}, "cuda": {"error": "not told"}},
     "upscalers": [{"name": "None", "model_name": None, "model_path": None, "model_url": None, "scale": 4}],
 }
@@ -227,14 +227,6 @@ class _Desk:
         await run_in_threadpool(self.engine.adapters, self.card(client_of(request)).id, refresh=True)
         return json_answer(None)
 
-    async def scripts(self, _: Request) -> Response:
-        there = [SCRIPT] if any(models_of(card) for card in self.engine.models()) else []
-        return json_answer({"txt2img": there, "img2img": there})
-
-    async def controls(self, request: Request) -> Response:
-        """What sd-webui-controlnet calls models: those of the client's own."""
-        return json_answer({"model_list": models_of(self.card(client_of(request)))})
-
     async def models(self, _: Request) -> Response:
         return json_answer([_described(card) for card in self.engine.models()])
 
@@ -248,7 +240,6 @@ def routes(engine: Engine) -> list[BaseRoute]:
         "options": desk.options,
         "sd-models": desk.models,
         "loras": desk.adapters,
-        "scripts": desk.scripts,
         "samplers": _always(_samplers()),
         "schedulers": _always(_schedulers()),
     }
@@ -262,16 +253,9 @@ def routes(engine: Engine) -> list[BaseRoute]:
         **dict.fromkeys(("refresh-checkpoints", "refresh-vae", "refresh-embeddings"), nothing),
         "refresh-loras": desk.refresh_adapters,
     }
-    units = {
-        "version": _always({"version": VERSION}),
-        "model_list": desk.controls,
-        "module_list": _always(modules()),
-        "settings": _always({"control_net_unit_count": MOST_UNITS}),
-    }
-    kinds = (("sdapi/v1", "GET", gets), ("sdapi/v1", "POST", posts), ("controlnet", "GET", units))
     return [
-        Route(f"/{path}/{name}", answering(error, endpoint), methods=[method])
-        for path, method, endpoints in kinds
+        Route(f"/sdapi/v1/{name}", answering(error, endpoint), methods=[method])
+        for method, endpoints in (("GET", gets), ("POST", posts))
         for name, endpoint in endpoints.items()
     ]
 

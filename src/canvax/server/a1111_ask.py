@@ -16,7 +16,6 @@ from canvax.errors import InputError
 from canvax.images.infotext import to_infotext
 from canvax.samplers.catalog import curve_named, find
 from canvax.samplers.specs import SamplerSpec
-from canvax.server.a1111_control import Scripts, controlled, units_of
 from canvax.server.answers import encoded, without_none
 from canvax.server.images_in import MOST_PIXELS, colours, image_of_text, white_mask
 from canvax.server.jobs import Ask, Job, ModelCard, Picture, Refused
@@ -36,6 +35,12 @@ Count = Annotated[int, Meta(ge=1, le=1000)]
 Number = Annotated[float, Meta(ge=0, le=1_000_000)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Seed = Annotated[int, Meta(ge=-1)]
+
+
+class Script(Struct):
+    """The arguments of an extension."""
+
+    args: Any = None
 
 
 class TextToImage(Struct, kw_only=True):
@@ -74,7 +79,7 @@ class TextToImage(Struct, kw_only=True):
     restore_faces: bool | None = None
     refiner_checkpoint: Name | None = None
     script_name: Name | None = None
-    alwayson_scripts: Scripts | None = None
+    alwayson_scripts: dict[Name, Script] | None = None
 
 
 class ImageToImage(TextToImage, kw_only=True):
@@ -112,10 +117,6 @@ def ask_of(body: TextToImage, card: ModelCard, client: str) -> Ask:
         # There, 0 runs the last step all the same; the smallest strength does so here.
         strength = 0.75 if body.denoising_strength is None else max(body.denoising_strength, 0.001)
         options |= {"strength_rule": "a1111"} | (_mask_options(body) if mask else {})
-    units = units_of(body.alwayson_scripts)
-    if units and "padding_mask_crop" in options:
-        raise _refused("inpaint_full_res", "true does not go with controlnet, whose image is of the whole; send false")
-    steered = controlled(units, card, _size(body, card, image), image)
     images = (body.batch_size or 1) * (body.n_iter or 1)
     if images > MOST_IMAGES and body.n_iter:
         told = f"{body.batch_size or 1} times n_iter={body.n_iter} are {images} images, more than {MOST_IMAGES}"
@@ -134,9 +135,7 @@ def ask_of(body: TextToImage, card: ModelCard, client: str) -> Ask:
         image=image,
         mask=mask,
         strength=strength,
-        control=steered.control,
-        image_prompt=steered.image_prompt,
-        options={**options, **(steered.options or {})},
+        options=options,
         lenient=True,
         previews=PREVIEWS,
         client=client,
@@ -152,12 +151,9 @@ def _check_offered(body: TextToImage) -> None:
     for name in ("styles", "tiling", "restore_faces", "refiner_checkpoint", "script_name"):
         if getattr(body, name):
             raise _refused(name, "is not offered by this server; leave it out")
-
-
-def _size(body: TextToImage, card: ModelCard, image: Image.Image | None) -> tuple[int, int]:
-    """Width and height of what is generated."""
-    own = card.native if image is None else image.size
-    return body.width or own[0], body.height or own[1]
+    if names := [name for name, script in (body.alwayson_scripts or {}).items() if script.args]:
+        cure = "send control and image_prompt to /api/jobs" if names[0].lower() == "controlnet" else "leave it out"
+        raise _refused("alwayson_scripts", f"{names[0][:60]!r} is not offered by this server; {cure}")
 
 
 def _options(body: TextToImage, spec: SamplerSpec | None) -> Iterator[tuple[str, Any]]:

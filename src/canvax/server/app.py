@@ -25,7 +25,7 @@ from canvax.server.openapi import description
 from canvax.server.rates import Rated, Rates
 
 _APIS: dict[str, ModuleType] = {
-    "/api/": own, "/v1/": openai, "/images/": openai, "/openai/": openai, "/sdapi/": a1111, "/controlnet/": a1111,
+    "/api/": own, "/v1/": openai, "/images/": openai, "/openai/": openai, "/sdapi/": a1111,
     "/models/": huggingface, "/hf": huggingface,
 }  # fmt: skip
 """Whose errors are answered where."""

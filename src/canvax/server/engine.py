@@ -231,7 +231,7 @@ class ImageEngine:
             alone = self._models.expected(checked)
             self._check_room(ask, checked, alone, self._models.cost(checked, alone))
         job = checked.job(ask, self._cancel)
-        job.hints = () if checked.tiles else tuple(hints(served.model, checked.request))
+        job.hints = () if checked.tiles else tuple(map(str, hints(served.model, checked.request)))
         row = self._book.packed(job)
         with self._door:
             with self._wake:

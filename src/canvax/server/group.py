@@ -189,7 +189,7 @@ class Group:
             assert self._ready is not None
             assert self._idle is not None
             if item.shelf is not None:
-                item.request = replace(item.request, beside=item.shelf.shares(item.adapters, self._params()))
+                item.request = replace(item.request, beside=item.shelf.shares(item.adapters))
             prepared = prepare(
                 self._model, self._programs, self._params(), item.request, self._ready._replace(decode=None), item.table
             )

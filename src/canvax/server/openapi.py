@@ -43,8 +43,6 @@ _GETS = {
     "/sdapi/v1/samplers": "Samplers, as A1111's clients read them.",
     "/sdapi/v1/schedulers": "Sigma schedules, as A1111's clients read them.",
     "/sdapi/v1/sd-models": "Models, as A1111's clients read them.",
-    "/controlnet/model_list": "Networks of control images, as A1111's clients read them.",
-    "/controlnet/module_list": "Maps that are made here, as A1111's clients read them.",
     "/health": "Whether the server works: 503 when its engine is dead or makes no progress.",
     "/ready": "Whether it can generate.",
     "/metrics": "Prometheus metrics.",

@@ -83,7 +83,7 @@ class Loaded(Protocol):
 
     model: Model
     programs: Programs
-    params: Params | None
+    params: Params
     safety_checker: SafetyChecker | None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,8 @@ from canvax.pipelines.beside import COUNT, Bank, Packed, Shares, bucket
 from canvax.pipelines.loaded_adapter import AdapterFiles, several, sha256_of
 from canvax.pipelines.prompt_tags import tags_of, without_networks
 from canvax.server.jobs import AdapterCard, Refused, invalid
-from canvax.server.words import Word, Words
 from canvax.weights.adapter_names import Module, module_table, split_name
 from canvax.weights.adapter_source import LORA_FILES, AdapterSource
-from canvax.weights.embeddings import Embedding
 from canvax.weights.lora import read_adapter
 from canvax.weights.safetensors import open_safetensors
 
@@ -68,14 +66,12 @@ class Entry:
         file: its file's name, without the folder.
         sha256: of the file.
         packed: as places have it.
-        words: of textual inversions in the file.
     """
 
     name: str
     file: str
     sha256: str
     packed: Packed = field(repr=False)
-    words: tuple[Word, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -148,7 +144,6 @@ class Shelf:
         ranks, layers = _looked_at(model, self._files.paths.values())
         rank = settings.rank or bucket(min(_MOST_RANK, max(ranks, default=_USUAL_RANK)))
         self.bank = Bank(model, mesh, Places(settings.places, rank, settings.layers or layers))
-        self._words = Words(model)
         self.slots = Slots(settings.places)
         for path in settings.files:
             try:
@@ -210,19 +205,11 @@ class Shelf:
         (found, *_), config = AdapterSource(path).find(LORA_FILES)
         specs = {part: spec for part, spec in self._model.networks.specs().items() if part != "vae"}
         adapter = read_adapter(found, specs, config)
-        packed = self.bank.pack(name, adapter)
-        return Entry(name, path.name, sha256_of(found), packed, self._placed(adapter.embeddings))
-
-    def _placed(self, embeddings: Sequence[Embedding]) -> tuple[Word, ...]:
-        """Words with rows of their own, for which files that nobody wants now are forgotten."""
-        while True:
-            try:
-                return self._words.placed(embeddings)
-            except InputError:
-                idle = next((path for path, (_, entry) in self._entries.items() if entry.words), None)
-                if idle is None:
-                    raise
-                del self._entries[idle]
+        if adapter.embeddings:
+            words = ", ".join(repr(embedding.name) for embedding in adapter.embeddings)
+            problem = f"{name!r:.100} contains textual inversions ({words:.200}), which a server does not load"
+            raise Refused(400, "adapter_unusable", f"adapters: {problem}; remove them from the file", param="adapters")
+        return Entry(name, path.name, sha256_of(found), self.bank.pack(name, adapter))
 
     def wanted(self, prompt: str, adapters: Mapping[str, Any]) -> tuple[str, Wanted]:
         """A prompt without the adapters that it names, and all that an image has: these, and those of a request.
@@ -247,28 +234,12 @@ class Shelf:
             count = self.bank.places.count
             raise invalid("adapters", f"adapters: {len(weights)} are more than an image can have here, {count}")
         wanted = {self.read(name): one for name, one in weights.items()}
-        of_word: dict[str, str] = {}
-        for entry in wanted:
-            for word in entry.words:
-                if (other := of_word.setdefault(word.name.lower(), entry.name)) != entry.name:
-                    said = f"adapters: {word.name!r} is a word of both {other!r} and {entry.name!r}; name one of them"
-                    raise invalid("adapters", said)
         return without_networks(prompt) if tags else prompt, wanted
-
-    def reader(self, wanted: Wanted) -> Model:
-        """The model for reading the prompts of an image, with the words that its adapters bring."""
-        return self._words.reader(word for entry in wanted for word in entry.words)
 
     # What follows is the engine's.
 
-    def shares(self, wanted: Wanted, params: Params) -> Shares:
-        """How much of each place an image has, whose adapters are put there if they are not yet.
-
-        Args:
-            wanted: the adapters of the image.
-            params: of the model, for words that these bring.
-        """
-        self._words.write((word for entry in wanted for word in entry.words), params)
+    def shares(self, wanted: Wanted) -> Shares:
+        """How much of each place an image has, whose adapters are put there if they are not yet."""
         self.slots.place(wanted, lambda place, entry: self.bank.put(place, entry.packed))
         weights = share_rows(
             [{entry.name: one for entry, one in wanted.items()}],
@@ -283,12 +254,11 @@ class Shelf:
 
     def beside(self, params: Params) -> Params:
         """Parameters with the places, for the programs."""
-        return {**self._words.beside(params), ADAPTERS: self.bank.arrays}
+        return {**params, ADAPTERS: self.bank.arrays}
 
     def take_off(self) -> None:
         """Free what the places hold on the devices."""
         self.bank.clear()
-        self._words.clear()
 
     def put_on(self) -> None:
         """Fill the places again."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from PIL import Image
 from canvax.compile.kinds import Kinds
 from canvax.engine.batch import Carried
 from canvax.engine.segments import guided_rows
-from canvax.errors import InputError
+from canvax.errors import NO_VALUE, InputError, nearest
 from canvax.families.base import Model
 from canvax.noise import image_seeds, random_seed
 from canvax.pipelines.control_images import OPTIONS as CONTROL_OPTIONS
@@ -26,7 +25,7 @@ from canvax.pipelines.record import metadata
 from canvax.pipelines.request import Call, Request, make_request
 from canvax.pipelines.text_to_image import work
 from canvax.pipelines.tiles import Tiles
-from canvax.samplers import SamplerTable, find
+from canvax.samplers import SamplerOptions, SamplerTable, find
 from canvax.server.control import check_has_networks, examples, prompts_of, publicly, with_networks
 from canvax.server.enlarged import Enlarged, cut, tile_request
 from canvax.server.jobs import Ask, Job, Picture, Refused, Stepped, invalid
@@ -68,11 +67,8 @@ NOT_OFFERED = {
 """Options of a call that a server has no place for, and why."""
 
 _lock = threading.Lock()  # tokenizers are not made for several threads
-_NAME = re.compile(r"(?:options\.)?([a-z_0-9]{2,40})(?:=|:| )")
-_STEPS = re.compile(r"""(?<!\w)('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|num_inference_steps""")
-"""A quoted text, which stays as it is, or the argument that clients call steps."""
-_SETTING = re.compile(r"^timesteps=| is not a setting of | cannot be used \(")
-_NAMES = {"negative_prompts": "negative_prompt", "prompts": "prompt"}
+_NAMES = {"num_inference_steps": "steps", "negative_prompts": "negative_prompt", "prompts": "prompt"}
+"""What the arguments of a call are called in an ask."""
 
 
 class GroupKey(NamedTuple):
@@ -313,10 +309,9 @@ def check(ask: Ask, name: str, model: Model, shelf: Shelf | None = None) -> Chec
         if option in NOT_OFFERED:
             raise invalid("options", f"options.{option} is not offered: {NOT_OFFERED[option]}; leave it out")
     adapters: Wanted = {}
-    reader = model
     if shelf is not None:
         prompt, adapters = shelf.wanted(ask.prompt, ask.adapters)
-        ask, reader = dataclasses.replace(ask, prompt=prompt), shelf.reader(adapters)
+        ask = dataclasses.replace(ask, prompt=prompt)
     elif ask.adapters:
         raise invalid("adapters", "adapters: this server offers none; it was started without --lora-dir")
     check_has_networks(ask, model)
@@ -329,12 +324,12 @@ def check(ask: Ask, name: str, model: Model, shelf: Shelf | None = None) -> Chec
         if ask.upscale is not None:
             ask, tiles = cut(ask, model, seeds[0], check_options(_options(ask)).noise)
         with _lock:
-            request = _request(ask, reader, seeds[0])
+            request = _request(ask, model, seeds[0])
         table, deep, kinds = work(model, request)
     except InputError as error:
-        raise _refusal(str(error)) from None
-    for needed, names in () if ask.lenient else idle(model, request):
-        raise invalid("options", f"options.{names[0]} without {needed}: changes nothing; leave it out")
+        raise _refusal(error) from None
+    for hint in () if ask.lenient else idle(model, request):
+        raise _refusal(InputError(hint.argument, hint.value, hint.problem, "leave it out"))
     if request.steps > MOST_STEPS or len(table) > MOST_EVALUATIONS:
         raise invalid(
             "steps", f"steps: {request.steps} of them, {len(table)} evaluations of the network, are more than "
@@ -395,8 +390,7 @@ def _options(ask: Ask) -> Options:
     names = {field.name for field in dataclasses.fields(Options)}
     unknown = [name for name in ask.options if name not in names]
     if unknown:
-        values: dict[str, Any] = dict.fromkeys(unknown)
-        Options(**values)  # says what was meant
+        raise InputError(unknown[0], NO_VALUE, "is not an option", nearest(unknown[0], sorted(names)))
     return Options(**{**ask.options, "progress": False})
 
 
@@ -420,17 +414,19 @@ def _request(ask: Ask, model: Model, seed: int) -> Request:
     return make_request(model, call)
 
 
-def _refusal(message: str) -> Refused:
-    """An error of a call, in the words of an ask; it begins with the field."""
-    message = _STEPS.sub(lambda match: match[1] or "steps", message.removeprefix("canvax."))
-    found = _NAME.match(message)
-    name = found[1] if found else ""
-    name = _NAMES.get(name, name)
-    fields = {field.name for field in dataclasses.fields(Ask)}
-    if _SETTING.search(message):
-        return invalid("options", f"options.sampler_settings: {message}")
-    if message.startswith(("Options", "options.")):
-        return invalid("options", f"o{message[1:]}")
-    if name in {field.name for field in dataclasses.fields(Options)} - set(CONTROL_OPTIONS):
-        return invalid("options", f"options.{message}")
-    return invalid(name if name in (*fields, *CONTROL_OPTIONS) else None, message)
+def _refusal(error: InputError) -> Refused:
+    """An error of a call, about the field that the client wrote."""
+    options, settings = ({field.name for field in dataclasses.fields(kind)} for kind in (Options, SamplerOptions))
+    name = _NAMES.get(error.argument, error.argument)
+
+    def write(argument: str, value: str | None) -> str:
+        field = _NAMES.get(argument, argument)
+        if field in options - set(CONTROL_OPTIONS):
+            field = f"options.{field}"
+        elif field in settings:
+            field = f"options.sampler_settings.{field}"
+        return field if value is None else f"{field}={value}"
+
+    fields = {field.name for field in dataclasses.fields(Ask)} | set(CONTROL_OPTIONS)
+    param = name if name in fields else "options" if name in options | settings else None
+    return invalid(param, error.format(write))

@@ -1,1 +1,1 @@
-"""Tokenizers: text to ids, on the ``tokenizers`` library."""
+"""Tokenizers: text to ids, based on the ``tokenizers`` library."""

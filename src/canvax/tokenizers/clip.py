@@ -1,4 +1,4 @@
-"""CLIP's tokenizer (Radford et al. 2021): lower-cased byte-level BPE, from a repository's own files."""
+"""CLIP's tokenizer (Radford et al. 2021): lower-cased byte-level BPE, read from a model's files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from canvax.errors import CheckpointError, InputError, warn
+from canvax.errors import NO_VALUE, CheckpointError, InputError, warn
 from canvax.files import DAMAGED, MAX_JSON, read_bytes
 
 if TYPE_CHECKING:
@@ -26,31 +26,31 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _DEFAULTS = {"bos_token": BOS, "eos_token": EOS, "unk_token": EOS, "pad_token": EOS}
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
-# The words BPE works on: the special tokens, English contractions, runs of letters, single digits, runs of the rest.
+# Words that BPE splits: special tokens, English contractions, runs of letters, single digits, runs of other characters.
 _WORDS = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 
 _SEEN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
 _BYTES = {byte: chr(byte) for byte in _SEEN}
 _BYTES |= {byte: chr(256 + i) for i, byte in enumerate(byte for byte in range(256) if byte not in _BYTES)}
-"""How the BPE writes each byte (Radford et al. 2019): as itself if it can be seen, else as a letter from 256 on."""
+"""The character of each byte in the BPE (Radford et al. 2019): itself if printable, otherwise one from 256 on."""
 
 
 class TruncationWarning(UserWarning):
-    """A prompt was longer than the text encoder reads."""
+    """A prompt was longer than the text encoder can read, and was cut."""
 
 
 @dataclass(frozen=True, eq=False)
 class ClipTokenizer:
-    """Prompts to ids.
+    """Converts prompts to ids.
 
     Attributes:
         backend: the BPE, without padding and truncation.
         bos: id that begins every prompt.
-        eos: id that ends it.
-        pad: id that fills up the rest: ``eos`` in Stable Diffusion 1.x, 0 in 2.x.
-        largest: the largest id there is.
-        added: words that stand for ids of their own, such as those of textual inversions; read before the BPE.
+        eos: id that ends every prompt.
+        pad: id of the padding: ``eos`` in Stable Diffusion 1.x, 0 in 2.x.
+        largest: the largest id of the vocabulary.
+        added: words with special ids, e.g. of textual inversions; they are matched before the BPE.
     """
 
     backend: Tokenizer
@@ -62,11 +62,11 @@ class ClipTokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Self:
-        """Read a tokenizer in either form; the ids are those of ``transformers`` 5 for the same folder.
+        """Reads a tokenizer in either form; the ids are those of ``transformers`` 5 for the same folder.
 
-        Vocabulary and merges come from ``tokenizer.json`` where there is one, else from ``vocab.json`` and
+        Vocabulary and merges come from ``tokenizer.json`` if it exists, otherwise from ``vocab.json`` and
         ``merges.txt``. The names of the special tokens come from ``tokenizer_config.json``, and
-        ``special_tokens_map.json`` overrules it unless the former has an ``added_tokens_decoder`` (newer
+        ``special_tokens_map.json`` overrides them unless the former has an ``added_tokens_decoder`` (newer
         repositories). Stable Diffusion 2.x needs this: its two files name different tokens for padding.
 
         Raises:
@@ -77,7 +77,7 @@ class ClipTokenizer:
         if not merges:
             raise CheckpointError(f"{folder}: its tokenizer has no merges, so that every letter is a word. {DAMAGED}")
         try:
-            # The library panics, which Python cannot catch as an exception, on a merge that it does not know.
+            # On a merge outside the vocabulary the library panics, which is not a Python Exception.
             if unknown := next((m for m in merges if not {m[0], m[1], m[0] + m[1]} <= vocab.keys()), None):
                 raise ValueError(f"the vocabulary lacks a part of the merge {' '.join(unknown)!r}")
             config = _read_json(folder / "tokenizer_config.json")
@@ -86,7 +86,7 @@ class ClipTokenizer:
             backend = _build(vocab, merges, content["unk_token"])
             known = vocab.keys() | {token.content for token in added.values()}
             lacking = [content[name] for name in ("bos_token", "eos_token") if content[name] not in known]
-            # For letters that it does not know the BPE looks among its own words alone.
+            # For unknown letters the BPE looks up unk_token in its vocabulary only, not among the added tokens.
             lacking += [content["unk_token"]] if content["unk_token"] not in vocab else []
             if lacking:
                 raise ValueError(f"the vocabulary lacks {' and '.join(map(repr, dict.fromkeys(lacking)))}")
@@ -106,15 +106,15 @@ class ClipTokenizer:
         return cls(backend, *special, largest=max(vocab.values()))
 
     def __call__(self, prompts: Sequence[str], *, length: int = 77) -> np.ndarray:
-        """Ids of each prompt, int32 [B, length]: begin, text, end, padding.
+        """Returns the ids of each prompt, int32 [B, length]: begin, text, end, padding.
 
-        A prompt that is too long is cut, with a ``TruncationWarning`` that names what was cut.
+        A prompt that is too long is cut, with a ``TruncationWarning`` that shows the text cut off.
 
         Raises:
             InputError: a prompt is not a string, or not valid Unicode.
         """
         if isinstance(prompts, str):
-            raise InputError(f"prompts={prompts!r} is one string; pass a list of strings")
+            raise InputError("prompts", prompts, "is one string", "pass a list of strings")
         out = np.full((len(prompts), length), self.pad, np.int32)
         for row, prompt in zip(out, prompts, strict=True):
             ids, cut = self._encode(prompt, length - 2)
@@ -124,23 +124,23 @@ class ClipTokenizer:
         return out
 
     def ids(self, text: str) -> list[int]:
-        """Ids of a text of any length, without those that begin and end it.
+        """Returns the ids of a text of any length, without begin and end.
 
         Raises:
-            InputError: it is not a string, or not valid Unicode.
+            InputError: ``text`` is not a string, or not valid Unicode.
         """
         return self._encode(text, sys.maxsize)[0]
 
     def units(self, text: str) -> list[tuple[int, ...]]:
-        """``ids`` of a text, those that must not be parted together: all of an added word, else one by one."""
+        """Returns ``ids`` in groups that must not be separated: the ids of an added word, otherwise single ids."""
         return [ids for ids, _ in self._units(text)]
 
     @cached_property
     def spare(self) -> tuple[int, ...]:
-        """Ids that no text has, whose rows of an embedding table are free.
+        """Ids that do not occur in any text, so that their rows of an embedding table are free.
 
-        They are bytes that UTF-8 never holds, white space and large letters, which the BPE never sees; behind them, for
-        want of more, control characters.
+        They are bytes that UTF-8 never contains, white space and upper-case letters, which the BPE never gets. Control
+        characters follow, since these are too few.
         """
         vocabulary = self.backend.get_vocab()
         never = [*b"ABCDEFGHIJKLMNOPQRSTUVWXYZ \t\n\v\f\r", 0xC0, 0xC1, *range(0xF5, 0x100)]
@@ -158,28 +158,30 @@ class ClipTokenizer:
         return ids, ""
 
     def _units(self, prompt: str) -> list[tuple[tuple[int, ...], int]]:
-        """Ids that belong together, and where in the prompt they begin."""
+        """Returns groups of ids that belong together, each with its position in the prompt."""
         if not isinstance(prompt, str):
-            raise InputError(f"prompt={prompt!r} is not a string")
+            raise InputError("prompt", prompt, "is not a string")
         try:
             prompt.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise InputError(f"prompt has a lone surrogate at {error.start}: {prompt!r}; pass valid Unicode") from error
-        found: list[tuple[tuple[int, ...], int]] = []
+            raise InputError(
+                "prompt", NO_VALUE, f"has a lone surrogate at {error.start}: {prompt!r}", "pass valid Unicode"
+            ) from error
+        units: list[tuple[tuple[int, ...], int]] = []
         begin = 0
         for match in self._added_words(prompt):
-            found += self._plain(prompt, begin, match.start())
-            found.append((self.added[match[1].lower()], match.start()))
+            units += self._plain(prompt, begin, match.start())
+            units.append((self.added[match[1].lower()], match.start()))
             begin = match.end()
-        return found + self._plain(prompt, begin, len(prompt))
+        return units + self._plain(prompt, begin, len(prompt))
 
     def _added_words(self, prompt: str) -> list[re.Match[str]]:
-        """Where added words stand, of several the longest; large and small letters are the same."""
+        """Finds added words, ignoring case; of overlapping words the longest."""
         if not self.added:
             return []
         longest_first = sorted(self.added, key=len, reverse=True)
-        found = re.finditer(rf"(?:\bembedding:)?({'|'.join(map(_whole, longest_first))})", prompt, re.IGNORECASE)
-        return [match for match in found if match[1].lower() in self.added]
+        matches = re.finditer(rf"(?:\bembedding:)?({'|'.join(map(_whole, longest_first))})", prompt, re.IGNORECASE)
+        return [match for match in matches if match[1].lower() in self.added]
 
     def _plain(self, prompt: str, begin: int, end: int) -> list[tuple[tuple[int, ...], int]]:
         if begin >= end:
@@ -190,13 +192,13 @@ class ClipTokenizer:
 
 
 def _whole(word: str) -> str:
-    """A pattern for a word that is no part of another one."""
+    """Returns a pattern that matches ``word`` only as a whole word."""
     before, after = (r"\w" if re.match(r"\w", end) else "" for end in (word[0], word[-1]))
     return f"{f'(?<!{before})' if before else ''}{re.escape(word)}{f'(?!{after})' if after else ''}"
 
 
 def _read_bpe(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]], list[Mapping[str, Any]]]:
-    """Vocabulary, merges, and the added tokens that ``tokenizer.json`` lists."""
+    """Reads vocabulary, merges, and the added tokens in ``tokenizer.json``."""
     if os.path.lexists(folder / "tokenizer.json"):
         path = folder / "tokenizer.json"
         try:
@@ -260,9 +262,9 @@ def _build(vocab: dict[str, int], merges: list[tuple[str, str]], unknown: str) -
 def _special_tokens(
     folder: Path, config: dict[str, Any], stored: list[Mapping[str, Any]]
 ) -> tuple[dict[int, AddedToken], dict[str, AddedToken]]:
-    """Tokens added to the vocabulary by their ids and in their order, and the special ones by name.
+    """Returns the added tokens by id, sorted, and the special tokens by name.
 
-    ``config`` is updated with what ``special_tokens_map.json`` overrules.
+    Updates ``config`` with the entries that ``special_tokens_map.json`` overrides.
     """
     added: dict[int, AddedToken] = {}
     if "added_tokens_decoder" in config:
@@ -284,22 +286,22 @@ def _special_tokens(
 
 
 def _check_ids(added: Mapping[int, AddedToken], backend: Tokenizer) -> None:
-    """Refuse added tokens whose ids the library does not give them: it counts on from the vocabulary.
+    """Refuses added tokens whose ids differ from the library's, which numbers them from the end of the vocabulary.
 
-    Without this, a table with another id would silently be read with another row of the embeddings.
+    Without this check a token with another id would silently use the wrong row of the embeddings.
     """
     for i, token in added.items():
-        if (own := backend.token_to_id(token.content)) != i:
-            raise ValueError(f"the added token {token.content!r:.80} has the id {i}, where its vocabulary has {own}")
+        if (actual := backend.token_to_id(token.content)) != i:
+            raise ValueError(f"the added token {token.content!r:.80} has the id {i}, where its vocabulary has {actual}")
 
 
 def _add_tokens(
     backend: Tokenizer, added: list[AddedToken], named: Mapping[str, AddedToken], config: Mapping[str, Any]
 ) -> None:
-    """Tell the backend which strings are tokens of their own wherever they stand in a prompt.
+    """Adds the strings to the backend that are single tokens anywhere in a prompt.
 
-    One string may come more than once with other flags ("<|endoftext|>" ends a prompt and pads it): the order is that
-    of transformers, because the library lets the last one win.
+    A string can occur several times with different flags ("<|endoftext|>" both ends and pads a prompt). The library
+    uses the last, so the order must be that of transformers.
     """
     tokens = list(added)
     seen = {token.content for token in added}
@@ -314,13 +316,13 @@ def _add_tokens(
 
 
 def _extra_tokens(config: Mapping[str, Any]) -> list[Any]:
-    """Special tokens without a name, under the key of this year or of earlier ones."""
+    """Returns the special tokens without a name, under the current key or its older name."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     return list(extra.values() if isinstance(extra, Mapping) else extra)
 
 
 def _id(value: Any) -> int:
-    """The id of an added token, which a table of them has as text."""
+    """Parses the id of an added token; JSON keys are strings."""
     if isinstance(value, str) and value.isdecimal() and value.isascii() and len(value) < 10:
         value = int(value)
     if type(value) is not int or not 0 <= value < 2**31:
@@ -329,7 +331,7 @@ def _id(value: Any) -> int:
 
 
 def _token(value: Any) -> AddedToken:
-    """A token is stored as a string, or as its ``content`` with flags."""
+    """Parses a token, stored as a string or as a table with ``content`` and flags."""
     from tokenizers import AddedToken
 
     if isinstance(value, str):
@@ -340,7 +342,7 @@ def _token(value: Any) -> AddedToken:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; an absent file is an empty one."""
+    """Reads a JSON object; empty if the file does not exist."""
     if not os.path.lexists(path):
         return {}
     try:

@@ -1,4 +1,4 @@
-"""What a small model can generate: the concepts it was trained on, with the emoji and the words for each."""
+"""The concepts that a small model was trained on, each with its emoji and words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from canvax.errors import CheckpointError
 from canvax.files import read_json
 
 FILE = "concepts.json"
-"""Optional, beside ``model_index.json``: emoji -> [name, word about it, ...]."""
+"""Optional file in the folder of ``model_index.json``: emoji -> [name, related word, ...]."""
 
 _STYLE = "an the of in on with and to for style noto twemoji fluent flat emoji icon drawing image photo big small"
 _SELECTOR = "\N{VARIATION SELECTOR-16}"
@@ -22,20 +22,20 @@ _SELECTOR = "\N{VARIATION SELECTOR-16}"
 
 @dataclass(frozen=True, eq=False)
 class Concepts:
-    """The concepts of a model; of most models none are known.
+    """The concepts of a model; empty for most models.
 
     Attributes:
-        words: emoji -> its name and further words about it.
+        words: emoji -> its name and related words.
     """
 
     words: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: Path) -> Concepts:
-        """Those of a model's folder; none without ``FILE``.
+        """Reads the concepts of a model's folder; empty without ``FILE``.
 
         Raises:
-            CheckpointError: the file is not what it should be.
+            CheckpointError: the file is malformed.
         """
         path = folder / FILE
         if not path.is_file():
@@ -47,26 +47,26 @@ class Concepts:
 
     @property
     def names(self) -> list[str]:
-        """The name of each concept, which is a prompt."""
+        """The name of each concept; each name can be used as a prompt."""
         return [words[0] for words in self.words.values()]
 
     def spelled(self, prompt: str) -> str:
-        """``prompt`` with the names of concepts in place of their emoji."""
+        """Replaces the emoji of concepts in ``prompt`` by their names."""
         if not self.words or prompt.isascii():
             return prompt
         text = self._emoji.sub(lambda match: f" {self._names[match[0].replace(_SELECTOR, '')]} ", prompt)
         return " ".join(text.split())
 
     def unknown(self, prompt: str) -> list[str]:
-        """Words and emoji of a prompt that the model has not seen; none if nothing is known of it."""
+        """Returns words and emoji of a prompt that the model was not trained on; empty if its concepts are unknown."""
         if not self.words:
             return []
         text = unicodedata.normalize("NFC", self.spelled(prompt).lower())
-        letters = (one if unicodedata.category(one)[0] in "LM" and one not in "ªº" else " " for one in text)
-        # Short words of English are hardly concepts; in Chinese a single character may be one.
+        letters = (letter if unicodedata.category(letter)[0] in "LM" and letter not in "ªº" else " " for letter in text)
+        # Short English words are rarely concepts; in Chinese a single character can be a word.
         words = [word for word in "".join(letters).split() if len(word) > 2 or not word.isascii()]
-        strange = [character for character in text if unicodedata.category(character) == "So"]
-        return [word for word in words if not self._known(word)] + strange
+        other_symbols = [character for character in text if unicodedata.category(character) == "So"]
+        return [word for word in words if not self._known(word)] + other_symbols
 
     def _known(self, word: str) -> bool:
         return any(form in self._vocabulary for form in (word, word.removesuffix("s"), word.removesuffix("es")))

@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run: loss, learning rate, pace and previews, in files of its own format."""
+"""Logs loss, learning rate, speed and previews of a run for TensorBoard."""
 
 from __future__ import annotations
 
@@ -7,48 +7,40 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from canvax.checked import checked
 from canvax.errors import InputError
 from canvax.files import check_writable
 from canvax.types import HostArray
 
-_FLUSH = 30  # seconds, as often as TensorBoard looks again unless told otherwise
+_FLUSH = 30  # seconds, TensorBoard's default interval for reloading
 
 
-@checked
 def check_board(folder: Path) -> None:
-    """Refuse what ``Board`` cannot write, before anything is loaded.
-
-    Raises:
-        InputError: tensorboardX is not installed, or the folder cannot be written to.
-    """
-    check_writable(f"tensorboard = {str(folder)[:80]!r}", folder)
+    """Raises InputError, before anything is loaded, if tensorboardX is missing or ``folder`` cannot be written to."""
+    check_writable("tensorboard", folder)
     _writer()
 
 
 class Board:
-    """Writes numbers and pictures of steps into ``folder``; the file is begun with the first of them.
+    """Writes numbers and images of steps to a file in ``folder``, which is created at the first write.
 
-    A run that goes on from its last state hides what was written after that state: TensorBoard drops steps from the
-    first new one on.
+    When a run resumes, TensorBoard discards the old points from the first new step on.
     """
 
-    @checked
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: Any = None
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """One point of each curve."""
+        """Adds a point to each curve."""
         for name, value in values.items():
             self._at(step).add_scalar(name, value, step)
 
     def picture(self, step: int, name: str, pixels: HostArray) -> None:
-        """A picture [H, W, 3] uint8."""
+        """Adds an image [H, W, 3] uint8."""
         self._at(step).add_image(name, pixels, step, dataformats="HWC")
 
     def close(self) -> None:
-        """Write what is waiting."""
+        """Writes pending data and closes the file."""
         if self._open is not None:
             self._open.close()
 

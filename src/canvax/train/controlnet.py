@@ -1,4 +1,4 @@
-"""Training a ControlNet (Zhang et al. 2023): a copy of the UNet's way down that learns to read control images."""
+"""Training a ControlNet (Zhang et al. 2023): a copy of the UNet's encoder that learns to read control images."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.checked import checked
-from canvax.errors import InputError, check_count
+from canvax.errors import NO_VALUE, InputError, check_count
 from canvax.families.base import Model
 from canvax.families.controls import control_of
 from canvax.models.controlnet import ControlNet, HintConfig
@@ -26,10 +25,10 @@ from canvax.weights.load import Component
 from canvax.weights.save import save_component
 
 CONTROL_PLAN = replace(PLAN, steps=5000)
-"""1e-5, as the authors have it."""
+"""Learning rate 1e-5, as in the paper."""
 
 COLUMN = "conditioning_image"
-"""The column of control images, as data sets for the scripts of diffusers have it."""
+"""The column of control images, named as in data sets for diffusers' scripts."""
 
 _OF_UNET = (
     *("in_channels", "block_out_channels", "layers_per_block", "down_block_types", "norm_num_groups", "norm_eps"),
@@ -37,20 +36,19 @@ _OF_UNET = (
     *("use_linear_projection", "upcast_attention", "flip_sin_to_cos", "freq_shift"),
     *("addition_embed_type", "addition_time_embed_dim", "projection_class_embeddings_input_dim"),
 )
-"""What the config has as the UNet's has it."""
+"""The fields that the ControlNet's config copies from the UNet's."""
 
 _WIDTHS = (16, 32, 96, 256)
 
 
-@checked
 @dataclass(frozen=True)
 class Controlling:
     """The ``Aim`` of training a ControlNet.
 
     Attributes:
-        widths: channels of the small network that reads the image, one more than it halves it; by default those of the
-            paper, or as many of them as the autoencoder needs.
-        save_dtype: of the finished weights.
+        widths: channels of the small network that reads the control image, one number more than it halves the image;
+            by default those of the paper, adjusted to the autoencoder's factor.
+        save_dtype: dtype of the saved weights.
     """
 
     widths: tuple[int, ...] | None = None
@@ -62,33 +60,38 @@ class Controlling:
     def __post_init__(self) -> None:
         parse_dtype(self.save_dtype, "save_dtype")
         for width in self.widths or ():
-            check_count("widths of the hint network", width, 65536)
+            check_count("widths", width, 65536)
         if self.widths is not None and not len(self.widths):
-            raise InputError("widths=() names no channels; leave it out for the paper's")
+            raise InputError("widths", (), "names no channels", "leave it out for the paper's")
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The sizes that are not the UNet's."""
+        """The sizes that do not follow from the UNet."""
         return {"widths": None if self.widths is None else list(self.widths)}
 
     @property
     def rates(self) -> dict[str, float]:
-        """None of its own."""
+        """No component has a special learning rate."""
         return {}
 
     def target(self, folder: Path) -> Path:
-        """A folder of its config and its weights."""
+        """Returns the folder of the ControlNet's config and weights."""
         return folder / CONTROL
 
     def check(self, model: Model, training: Training) -> None:
-        """Refuse what it cannot show."""
+        """Refuses previews, and ``widths`` that do not match the model."""
         if training.prompts:
-            raise InputError("preview is not there for a ControlNet, whose images need a control image each")
-        count = int(model.vae.factor).bit_length()
-        if self.widths is not None and not (len(self.widths) == count and all(0 < one <= 4096 for one in self.widths)):
             raise InputError(
-                f"hint-channels (widths) = {','.join(map(str, self.widths))}: {model.name} needs {count} numbers in "
-                "1..4096, one more than its autoencoder halves an image; leave it out for the usual ones"
+                "preview", NO_VALUE, "is not there for a ControlNet, whose images need a control image each"
+            )
+        count = int(model.vae.factor).bit_length()
+        if self.widths is not None and not (len(self.widths) == count and all(0 < n <= 4096 for n in self.widths)):
+            raise InputError(
+                "hint_channels",
+                ",".join(map(str, self.widths)),
+                f"is not what {model.name} needs: {count} numbers in 1..4096, one more than its autoencoder halves an "
+                "image",
+                "leave it out for the usual ones",
             )
         self._net(model)
 
@@ -101,35 +104,34 @@ class Controlling:
         return {"_class_name": "ControlNetModel", **same, **hint}
 
     def _net(self, model: Model) -> ControlNet:
-        made = control_of("the ControlNet", "controlnet", self._config(model), model)
-        assert isinstance(made, ControlNet)
-        return made
+        net = control_of("the ControlNet", "controlnet", self._config(model), model)
+        assert isinstance(net, ControlNet)
+        return net
 
     def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
-        """The UNet's own weights; what joins it to the UNet is zero, so that at first it changes nothing."""
+        """Copies the UNet's weights; the layers that connect it to the UNet are zero, so that it has no effect yet."""
         net = self._net(model)
         fresh = init_params(net.spec, training.plan.seed)
-        begun = {
+        initial = {
             name: jax.device_get(params["unet"][name]) if name in params["unet"] else fresh[name] for name in fresh
         }
         for name in ("controlnet_down_blocks", "controlnet_mid_block"):
-            begun[name] = jax.tree.map(np.zeros_like, begun[name])
-        hint = begun["controlnet_cond_embedding"]
+            initial[name] = jax.tree.map(np.zeros_like, initial[name])
+        hint = initial["controlnet_cond_embedding"]
         hint["conv_out"] = jax.tree.map(np.zeros_like, hint["conv_out"])
-        return Start({CONTROL: begun}, in_dtype(params, ["unet", *model.text.parts], dtype), control=net)
+        return Start({CONTROL: initial}, in_dtype(params, ["unet", *model.text.parts], dtype), control=net)
 
     def shown(self, params: Params, trained: Params) -> Params:
-        """It shows nothing; see ``check``."""
+        """Returns ``params``: there are no previews (see ``check``)."""
         return params
 
     def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
-        """In the diffusers layout."""
+        """Writes the network in the diffusers layout."""
         part = Component(CONTROL, self._net(model).spec, "diffusers")
         save_component(target, part, trained[CONTROL], self._config(model), dtype=self.save_dtype)
         return target
 
 
-@checked
 def train_controlnet(
     training: Training,
     mesh: Mesh,
@@ -140,16 +142,19 @@ def train_controlnet(
     deadline: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path | None:
-    """Train a ControlNet on pictures and control images; what comes of it is in the folder's ``controlnet``.
+    """Trains a ControlNet on images and control images; writes it to ``training.folder / "controlnet"``.
 
     Args:
-        training: what to train on; the table of captions names each picture's control image too.
-        mesh: see ``canvax.train.task.train``.
+        training: model and images; the table of captions must also name the control image of each image.
+        mesh: the devices; the batch is split over ``data``.
         widths: see ``Controlling``.
         control_column: the column of the control images.
-        save_dtype: of the finished weights.
-        deadline: see there.
-        say: see there.
+        save_dtype: dtype of the saved weights.
+        deadline: ``time.monotonic()`` at which to write the state and stop.
+        say: called with messages about the progress.
+
+    Returns:
+        The folder of the ControlNet, or None if the deadline came first.
     """
     aim = Controlling(widths, parse_dtype(save_dtype, "save_dtype"))
     subject = Subject(control_column=control_column)

@@ -1,7 +1,7 @@
-"""The loss of a text-to-image model on cached latents: what a step draws at random, and what it makes of it.
+"""The loss of a text-to-image model on cached latents, including the random choices of a step.
 
-What is trained is said by a function, ``Assemble``, that makes all parameters of it: the parameters themselves,
-low-rank factors beside them, rows of an embedding table, or a network of its own.
+A function ``Assemble`` makes all parameters from the trained ones, which can be whole components, low-rank factors,
+rows of an embedding table, or a separate network.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import checked
-from canvax.errors import InputError, check_count, shown
+from canvax.errors import InputError, check_count
 from canvax.models.clip import text_encoder_spec
 from canvax.models.configs import ClipTextConfig, UNetConfig
 from canvax.models.controlnet import ControlNet
@@ -31,21 +30,20 @@ from canvax.types import Array, DType, HostArray
 from canvax.weights.cast import parse_dtype
 
 CONTROL = "controlnet"
-"""The parameters of a ControlNet."""
+"""Key of the ControlNet's parameters."""
 
 Assemble = Callable[[Params, Params], Params]
-"""``(what is trained, what is frozen) -> the parameters of each component``."""
+"""``(trained parameters, frozen parameters) -> parameters of each component``."""
 
 EMPTY = 0.1
-"""Share of samples whose caption is left out, so that guidance has something to lead away from (Ho & Salimans 2022)."""
+"""Fraction of samples whose caption is dropped, which guidance needs (Ho & Salimans 2022)."""
 
 
-@checked
 def new_denoiser(text: ClipTextConfig, cfg: UNetConfig, seed: int) -> Params:
-    """Random text encoder and UNet, ``{"text_encoder": ..., "unet": ...}``.
+    """Makes a random text encoder and UNet, ``{"text_encoder": ..., "unet": ...}``.
 
-    The last layer of every residual branch of the UNet starts at zero (Goyal et al. 2017, section 5.1; Ho et al. 2020):
-    the network begins as a short one and gets as deep as it needs.
+    The last layer of every residual branch of the UNet is zero (Goyal et al. 2017, section 5.1; Ho et al. 2020): the
+    network starts as a shallow one and becomes deeper during training.
     """
     params = {FIRST: init_params(text_encoder_spec(text), seed), "unet": init_params(unet_spec(cfg), seed + 1)}
     _zero_branches(params["unet"])
@@ -62,20 +60,18 @@ def _zero_branches(p: Params) -> None:
             _zero_branches(value)
 
 
-@checked
 def caption_ids(tokenizer: ClipTokenizer, captions: Sequence[Sequence[str]], length: int) -> HostArray:
-    """Ids of the captions of each picture, int32 [N, M, T]; a picture with fewer captions repeats its own."""
+    """Returns the ids of each image's captions, int32 [N, M, T]; an image with fewer than M captions repeats them."""
     check_count("length", length)
     if length < 2 or not captions or not all(captions):
         raise InputError(
-            f"captions={shown(captions)} of length={length}: each picture has a caption, of 2 tokens or more"
+            "captions", captions, f"do not fit length={length}: each picture has a caption, of 2 tokens or more"
         )
     most = max(len(texts) for texts in captions)
     flat = [texts[i % len(texts)] for texts in captions for i in range(most)]
     return tokenizer(flat, length=length).reshape(len(captions), most, length)
 
 
-@checked
 def denoising_data(
     tokenizers: Mapping[str, ClipTokenizer],
     latents: HostArray,
@@ -86,19 +82,19 @@ def denoising_data(
     control: HostArray | None = None,
     mask: HostArray | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What ``denoising_loss`` reads: samples, and what they share.
+    """Returns the inputs of ``denoising_loss``: the samples, and the data that all samples share.
 
-    Samples under the key ``prior`` of what is shared are of pictures that keep a model from forgetting what it knew
-    (Ruiz et al. 2023, section 3.2): for each batch as many are drawn from them, at random.
+    The caller can add ``prior`` to the shared data: samples of class images, which keep a model from forgetting (Ruiz
+    et al. 2023, section 3.2). A step then draws as many of them at random as its batch has samples.
 
     Args:
-        tokenizers: of each text encoder.
-        latents: [N, V, h, w, C], V forms of each picture (shifted, mirrored) in any floating point dtype.
-        captions: of each picture.
+        tokenizers: the tokenizer of each text encoder.
+        latents: [N, V, h, w, C], V variants of each image (shifted, mirrored) in any floating-point dtype.
+        captions: the captions of each image.
         length: T, tokens of a caption.
-        time_ids: what SDXL is told of each picture's size and crop [N, n].
+        time_ids: SDXL's size conditions of each image [N, n].
         control: control images [N, V, H, W, 3] uint8.
-        mask: what the error of each place of the latents is multiplied with [N, V, h, w].
+        mask: weights of the error at each position of the latents [N, V, h, w].
     """
     ids = {name: caption_ids(tokenizer, captions, length) for name, tokenizer in tokenizers.items()}
     samples = {"latents": latents, "ids": ids, "time_ids": time_ids, "control": control, "mask": mask}
@@ -107,15 +103,15 @@ def denoising_data(
 
 
 class Draw(NamedTuple):
-    """What one step looks at.
+    """The batch of a step, after all random choices.
 
     Attributes:
         x0: latents [B, h, w, C] float32.
-        ids: of the captions, for each text encoder [B, T].
-        conditions: ``time_ids`` of SDXL, ``control`` of a ControlNet: [B, ...].
+        ids: ids of the captions for each text encoder [B, T].
+        conditions: ``time_ids`` for SDXL, ``control`` for a ControlNet: [B, ...].
         times: timesteps int32 [B].
         noise: [B, h, w, C] float32.
-        mask: weights of the error [B, h, w] float32; None where all places count alike.
+        mask: weights of the error [B, h, w] float32; None if all positions count equally.
     """
 
     x0: Array
@@ -126,7 +122,6 @@ class Draw(NamedTuple):
     mask: Array | None = None
 
 
-@checked
 def draw(
     samples: Mapping[str, Any],
     shared: Mapping[str, Any],
@@ -136,9 +131,9 @@ def draw(
     focus: tuple[float, float] | None,
     empty: float,
 ) -> Draw:
-    """The random choices of one step: form, caption, time and noise of the samples of a batch.
+    """Makes the random choices of a step: variant, caption, timestep and noise of each sample.
 
-    Samples of ``shared["prior"]``, which has masks where the batch has them, follow behind them: [2 B, ...].
+    Samples of ``shared["prior"]``, if any, are appended: [2 B, ...]. They must have masks if the batch has masks.
     """
     form_key, caption_key, empty_key, order_key, time_key, noise_key = jax.random.split(key, 6)
     count, forms = samples["latents"].shape[:2]
@@ -164,24 +159,22 @@ def draw(
     which = jax.random.randint(which_key, (count,), 0, shared["prior"]["latents"].shape[0])
     prior = jax.tree.map(lambda leaf: leaf[which], shared["prior"])
     other = draw(prior, {"empty": shared["empty"]}, key, size, focus=focus, empty=empty)
-    return jax.tree.map(lambda one, two: jnp.concatenate([one, two]), drawn, other)
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), drawn, other)
 
 
 def _picked(forms: Array, which: Array) -> Array:
-    """Of each sample one form, [B, V, ...] and [B] -> [B, ...]; the batch stays split over the devices."""
+    """Selects a variant of each sample, [B, V, ...] and [B] -> [B, ...]; the batch stays split over the devices."""
     return jax.vmap(lambda sample, index: sample[index])(forms, which)
 
 
-@checked
 def replaced(trained: Params, frozen: Params) -> Params:
-    """The ``Assemble`` of training whole components."""
+    """Assembles the parameters when whole components are trained."""
     return {**frozen, **trained}
 
 
-@checked
 @dataclass(frozen=True)
 class Objective:
-    """What ``denoising_loss`` is made of; see there."""
+    """The settings of ``denoising_loss``, which documents them."""
 
     text: TextEncoders
     unet: UNetConfig
@@ -198,36 +191,35 @@ class Objective:
     def __post_init__(self) -> None:
         parse_dtype(self.dtype)
         if self.gamma is not None and self.gamma <= 0:
-            raise InputError(f"gamma = {self.gamma} must be more than 0, or None for no min-SNR weights")
+            raise InputError("gamma", self.gamma, "must be more than 0, or None for no min-SNR weights")
         if not 0 <= self.empty < 1:
-            raise InputError(f"empty = {self.empty} is the share of empty captions; it must be in 0..1, 1 excluded")
+            raise InputError("empty", self.empty, "is the share of empty captions", "it must be in 0..1, 1 excluded")
         if self.prior <= 0:
-            raise InputError(f"prior = {self.prior} must be more than 0")
+            raise InputError("prior", self.prior, "must be more than 0")
         if self.focus is not None and (len(self.focus) != 2 or self.focus[1] <= 0):
-            raise InputError(f"focus = {self.focus} is not a mean and a spread of more than 0")
+            raise InputError("focus", self.focus, "is not a mean and a spread of more than 0")
 
 
-@checked
 def denoising_loss(text: TextEncoders, unet: UNetConfig, schedule: NoiseSchedule, **options: Any) -> Loss:
-    """The loss of a text-to-image model as a function of what is trained.
+    """Returns the loss of a text-to-image model as a function of the trained parameters.
 
     Args:
         text: configs of the text encoders.
         unet: config of the UNet.
-        schedule: the noise, and what the network predicts.
-        options: of ``Objective``. ``gamma``: bound of the min-SNR weights, None for no weights. ``focus``: mean and
-            spread of the logit of the training times, as shares of the schedule: a logit-normal distribution (Esser et
-            al. 2024, section 3.1); None takes all times alike. ``empty``: share of empty captions. ``dtype``: computed
-            in. ``remat``: compute the blocks again on the way back instead of keeping what they held. ``assemble``:
-            makes the parameters of all components. ``control``: a ControlNet whose parameters are among them, as
-            ``CONTROL``. ``prior``: weight of the loss on ``shared["prior"]``.
+        schedule: the noise schedule and the prediction type.
+        options: fields of ``Objective``. ``gamma``: bound of the min-SNR weights, None for no weights. ``focus``: mean
+            and standard deviation of the logit of the training time as a fraction of the schedule, a logit-normal
+            distribution (Esser et al. 2024, section 3.1); None for uniform times. ``empty``: fraction of empty
+            captions. ``dtype``: dtype of the computation. ``remat``: recompute blocks in the backward pass instead of
+            storing activations. ``assemble``: makes the parameters of all components. ``control``: a ControlNet, whose
+            parameters are in the component ``CONTROL``. ``prior``: weight of the loss on ``shared["prior"]``.
 
     Returns:
-        A loss over ``denoising_data``. To what is shared ``frozen`` may be added: parameters that are used and not
-        trained.
+        A loss over ``denoising_data``. The caller can add ``frozen`` to the shared data: parameters that are used but
+        not trained.
 
     Raises:
-        InputError: what the network predicts cannot be trained, see ``check_trainable``.
+        InputError: the schedule or prediction type cannot be trained, see ``check_trainable``.
     """
     check_trainable(schedule)
     alphas = jnp.asarray(schedule.alphas_cumprod, jnp.float32)
@@ -235,26 +227,26 @@ def denoising_loss(text: TextEncoders, unet: UNetConfig, schedule: NoiseSchedule
     return partial(_denoising_loss, tables=(alphas, loss_weights(schedule, objective.gamma)), objective=objective)
 
 
-@checked
 def training_times(
     order_key: Array, time_key: Array, batch: int, size: int, focus: tuple[float, float] | None = None
 ) -> Array:
-    """Random timesteps, int32 [batch] in 0..size - 1, in random order.
+    """Draws random timesteps, int32 [batch] in 0..size - 1, in random order.
 
-    One from each of as many parts of the distribution, equal in probability: the same mean with less noise (Kingma et
-    al. 2021, I.1).
+    The distribution is divided into ``batch`` parts of equal probability, with a timestep from each. The loss has the
+    same mean with less variance (Kingma et al. 2021, I.1).
 
     Args:
         order_key: key of the order.
-        time_key: key of the places within the parts.
-        batch: how many.
-        size: timesteps of the schedule.
-        focus: mean and spread of the logit of a time as a share of the schedule; None takes all times alike.
+        time_key: key of the positions within the parts.
+        batch: number of timesteps.
+        size: number of timesteps of the schedule.
+        focus: mean and standard deviation of the logit of the time as a fraction of the schedule; None for uniform
+            times.
     """
     check_count("batch", batch)
     check_count("size", size)
     if focus is not None and len(focus) != 2:
-        raise InputError(f"focus = {focus} is not a mean and a spread")
+        raise InputError("focus", focus, "is not a mean and a spread")
     part = (jax.random.permutation(order_key, batch) + jax.random.uniform(time_key, (batch,))) / batch
     if focus is not None:
         mean, spread = focus
@@ -277,11 +269,11 @@ def _denoising_loss(
     )
     p = cast(objective.assemble(p, shared.get("frozen", {})), objective.dtype)
     hints = conditions.pop("control", None)
-    told: Any = {**encode_text(p, ids, jnp.int32(0), cfg=objective.text), **conditions}
+    encoded: Any = {**encode_text(p, ids, jnp.int32(0), cfg=objective.text), **conditions}
     noisy = add_noise(x0, noise, alphas[times]).astype(objective.dtype)
-    residuals = None if hints is None else _residuals(p[CONTROL], noisy, times, told, hints, objective)
+    residuals = None if hints is None else _residuals(p[CONTROL], noisy, times, encoded, hints, objective)
     special = Special(remat=objective.remat)
-    output = unet(p["unet"], noisy, times, cfg=objective.unet, special=special, residuals=residuals, **told)
+    output = unet(p["unet"], noisy, times, cfg=objective.unet, special=special, residuals=residuals, **encoded)
     errors = squared_error(output, target_of(x0, noise, alphas[times], objective.schedule.prediction_type), mask)
     weighted = (weights[times] * errors).reshape(-1, len(samples["latents"])).mean(1)
     loss = weighted[0] if "prior" not in shared else weighted[0] + objective.prior * weighted[1]
@@ -289,14 +281,14 @@ def _denoising_loss(
 
 
 def _residuals(
-    p: Params, noisy: Array, times: Array, told: Conditions, hints: Array, objective: Objective
+    p: Params, noisy: Array, times: Array, encoded: Conditions, hints: Array, objective: Objective
 ) -> Residuals:
-    """What the ControlNet that is trained adds to the UNet's features, for control images [B, H, W, 3] uint8."""
+    """Returns the trained ControlNet's additions to the UNet's features, for control images [B, H, W, 3] uint8."""
     net = objective.control
     assert net is not None
 
-    def added(p: Params, noisy: Array, told: Conditions, images: Array) -> Residuals:
+    def added(p: Params, noisy: Array, encoded: Conditions, images: Array) -> Residuals:
         scales = jnp.ones((noisy.shape[0], net.layers), jnp.float32)
-        return net.residuals(p, noisy, times, net.prepare(p, told), net.encode(p, images), scales)
+        return net.residuals(p, noisy, times, net.prepare(p, encoded), net.encode(p, images), scales)
 
-    return (jax.checkpoint(added) if objective.remat else added)(p, noisy, told, hints.astype(jnp.float32) / 255)
+    return (jax.checkpoint(added) if objective.remat else added)(p, noisy, encoded, hints.astype(jnp.float32) / 255)

@@ -1,6 +1,6 @@
-"""DreamBooth (Ruiz et al. 2023): a few pictures of one thing, a rare word for it, and pictures of its class beside.
+"""DreamBooth (Ruiz et al. 2023): learns a subject from a few images and a rare word, with images of its class.
 
-The pictures of the class are the model's own, so that it keeps what it knew of the class while it learns the thing.
+The model generates the class images, so that it does not forget the class while it learns the subject.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
-from canvax.checked import checked
-from canvax.errors import InputError, check_count, check_utf8
+from canvax.errors import NO_VALUE, InputError, check_count, check_utf8
 from canvax.files import check_writable, written
 from canvax.pipelines.open import open_model
 from canvax.pipelines.options import Options
@@ -22,19 +21,18 @@ from canvax.train.pictures import SUFFIXES, check_apart
 from canvax.train.task import Subject, Training, check_pictures, size_of
 
 
-@checked
 @dataclass(frozen=True)
 class Instance:
-    """What the pictures show, and how the model is kept from forgetting.
+    """The subject of the images, and the class images that keep the model from forgetting.
 
     Attributes:
-        prompt: of every picture: "a photo of sks dog".
-        class_prompt: "a photo of a dog"; None for no pictures of the class.
-        class_pictures: folder of these; by default ``class`` in the folder of the run. What is lacking there of
-            ``count`` is generated.
-        count: how many of them.
-        weight: of the loss on them.
-        batch: how many are generated at once.
+        prompt: caption of every image, e.g. "a photo of sks dog".
+        class_prompt: caption of the class images, e.g. "a photo of a dog"; None for no class images.
+        class_pictures: folder of the class images; by default ``class`` in the folder of the run. If it has fewer than
+            ``count`` images, the missing ones are generated.
+        count: number of class images.
+        weight: weight of the loss on class images.
+        batch: class images generated at once.
     """
 
     prompt: str
@@ -48,24 +46,29 @@ class Instance:
         check_count("count", self.count)
         check_count("batch", self.batch)
         if not self.prompt.strip():
-            raise InputError("instance prompt is empty; say what the pictures show: 'a photo of sks dog'")
-        check_utf8("class prompt", self.class_prompt or "")
+            raise InputError(
+                "instance_prompt", NO_VALUE, "is empty", "say what the pictures show: 'a photo of sks dog'"
+            )
+        check_utf8("class_prompt", self.class_prompt or "")
         if self.class_prompt is not None and not self.class_prompt.strip():
-            raise InputError("class prompt is empty; name the class: 'a photo of a dog', or leave it out")
+            raise InputError(
+                "class_prompt", NO_VALUE, "is empty", "name the class: 'a photo of a dog', or leave it out"
+            )
         if self.class_prompt is None and self.class_pictures is not None:
-            raise InputError("pictures of the class need a class prompt: 'a photo of a dog'")
+            raise InputError(
+                "class_images", NO_VALUE, "needs a prompt of the class", "give {class_prompt='a photo of a dog'}"
+            )
         if not 0 < self.weight < float("inf"):
-            raise InputError(f"prior weight = {self.weight} must be more than 0")
+            raise InputError("prior_weight", self.weight, "must be more than 0")
 
 
-@checked
 def subject_of(
     instance: Instance, training: Training, mesh: Mesh, say: Callable[[str], None] = lambda _: None
 ) -> Subject:
-    """What ``finetune`` and ``train_lora`` are told of the pictures. Pictures of the class are generated if need be.
+    """Returns the subject for ``finetune`` and ``train_lora``; generates missing class images.
 
     Raises:
-        InputError: the pictures, the model or a size cannot be used.
+        InputError: the images, the model or the size cannot be used.
     """
     check_pictures(training, Subject((instance.prompt,)))
     if instance.class_prompt is None:
@@ -79,14 +82,14 @@ def subject_of(
 def _generate_class(
     folder: Path, prompt: str, instance: Instance, training: Training, mesh: Mesh, say: Callable[[str], None]
 ) -> None:
-    """Fill a folder up to ``count`` pictures, each of a seed of its own."""
+    """Generates class images, each with another seed, until the folder has ``count``."""
     there = [path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES] if folder.is_dir() else []
     missing = instance.count - len(there)
     if missing <= 0:
         return
     names = {path.name for path in there}
     seeds = [seed for seed in range(instance.count + len(there)) if f"class-{seed:05d}.png" not in names][:missing]
-    check_writable(f"pictures of the class: {str(folder)[:80]!r}", folder)
+    check_writable("class_images", folder)
     check = partial(size_of, training)
     model, programs, params = open_model(training.model, dtype=training.dtype, mesh=mesh, check=check)
     say(f"generating {missing} pictures of {prompt!r} into {folder}")
@@ -95,8 +98,8 @@ def _generate_class(
     folder.mkdir(parents=True, exist_ok=True)
     for start in range(0, missing, instance.batch):
         part = seeds[start : start + instance.batch]
-        filled = part + part[-1:] * (instance.batch - len(part))  # one size of batch, one program
-        made = pipe([prompt] * len(filled), seed=filled, height=size, width=size, options=Options(progress=False))
-        for seed, image in zip(part, made.images, strict=False):
-            with written(folder / f"class-{seed:05d}.png") as draft:  # a kill leaves no half of one
+        filled = part + part[-1:] * (instance.batch - len(part))  # the same batch size avoids a second program
+        result = pipe([prompt] * len(filled), seed=filled, height=size, width=size, options=Options(progress=False))
+        for seed, image in zip(part, result.images, strict=False):
+            with written(folder / f"class-{seed:05d}.png") as draft:  # atomic, in case the process is killed
                 image.save(draft, "PNG")

@@ -1,4 +1,4 @@
-"""Pictures to latents: what a denoiser is trained on is encoded once."""
+"""Encodes images to latents, once before a denoiser is trained."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.checked import check_function, checked
-from canvax.errors import InputError, check_count
+from canvax.errors import NO_VALUE, InputError, check_count, check_function
 from canvax.kernels.target import compiling_on
 from canvax.models.configs import AutoencoderConfig, TinyConfig, VaeConfig
 from canvax.models.vae import vae_encode
@@ -20,37 +19,37 @@ from canvax.params import Params
 from canvax.types import Array, HostArray
 
 
-@checked
 def encode_pictures(p: Params, pixels: HostArray, cfg: AutoencoderConfig, mesh: Mesh, *, batch: int = 32) -> HostArray:
-    """Means of the latents of pictures [N, H, W, 3] uint8, scaled as the UNet sees them: [N, h, w, C] float32.
+    """Encodes images to the means of their latents, scaled for the UNet: [N, h, w, C] float32.
 
     Args:
         p: parameters of the autoencoder.
-        pixels: the pictures.
-        cfg: its config.
+        pixels: images [N, H, W, 3] uint8.
+        cfg: config of the autoencoder.
         mesh: the devices.
-        batch: pictures encoded at once.
+        batch: images encoded at once.
 
     Raises:
-        InputError: the autoencoder is a tiny one, which would teach its own faults.
+        InputError: the autoencoder is an AutoencoderTiny, whose errors the denoiser would learn.
     """
     check_count("batch", batch)
     if pixels.ndim != 4 or pixels.shape[-1] != 3:
-        raise InputError(f"pixels has shape {pixels.shape}, not [N, H, W, 3]")
+        raise InputError("pixels", NO_VALUE, f"has shape {pixels.shape}, not [N, H, W, 3]")
     if isinstance(cfg, TinyConfig):
-        raise InputError("vae: an AutoencoderTiny is for looking; train with the model's own autoencoder")
+        raise InputError(
+            "vae", NO_VALUE, "is an AutoencoderTiny, which is for looking", "train with the model's own autoencoder"
+        )
     return by_batches(_encoder(cfg, mesh), p, pixels, mesh, padded_batch(batch, mesh))
 
 
-@checked
 def as_input(pixels: Array) -> Array:
-    """uint8 pixels -> -1..1 float32."""
+    """Converts uint8 pixels to float32 in -1..1."""
     return pixels.astype(jnp.float32) / 127.5 - 1.0
 
 
 @lru_cache(maxsize=4)
 def _encoder(cfg: VaeConfig, mesh: Mesh) -> Any:
-    """Kept, because a new function would be compiled again for every set of pictures."""
+    """Returns the compiled encoder; cached, since a new function would be compiled again for every set of images."""
 
     def encode(p: Params, images: Array) -> Array:
         mean, _ = vae_encode(p, as_input(images), cfg)
@@ -59,15 +58,13 @@ def _encoder(cfg: VaeConfig, mesh: Mesh) -> Any:
     return jitted(encode, mesh)
 
 
-@checked
 def jitted(function: Any, mesh: Mesh) -> Any:
-    """``function(p, batch)`` compiled for a mesh: parameters on every device, the batch split, all results on each."""
+    """Compiles ``function(p, batch)`` for a mesh: replicated parameters, a split batch, replicated results."""
     return jax.jit(function, in_shardings=(replicated(mesh), over_batch(mesh)), out_shardings=replicated(mesh))
 
 
-@checked
 def by_batches(program: Any, p: Params, inputs: HostArray, mesh: Mesh, batch: int) -> HostArray:
-    """``program(p, part)`` over parts of ``inputs``, the last one filled up."""
+    """Calls ``program(p, part)`` for batches of ``inputs``; the last batch is padded."""
     check_count("batch", batch)
     check_function("program", program, 2, "(parameters, part)")
     if not inputs.ndim or not len(inputs):

@@ -1,4 +1,4 @@
-"""Training whole networks: the UNet, and the text encoders where that is asked for."""
+"""Fine-tuning of the UNet, and optionally the text encoders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from canvax.checked import checked
 from canvax.families.base import Model
 from canvax.params import Params
 from canvax.train.task import OWN_CAPTIONS, Start, Subject, Training, check_rate, train
@@ -18,15 +17,14 @@ from canvax.types import DType
 from canvax.weights.cast import parse_dtype
 
 
-@checked
 @dataclass(frozen=True)
 class Whole:
-    """The ``Aim`` of training the UNet itself.
+    """The ``Aim`` of fine-tuning the UNet.
 
     Attributes:
         text: train the text encoders too.
-        text_rate: their learning rate; by default that of the UNet.
-        save_dtype: of the finished weights.
+        text_rate: learning rate of the text encoders; by default that of the UNet.
+        save_dtype: dtype of the saved weights.
     """
 
     text: bool = False
@@ -47,32 +45,31 @@ class Whole:
 
     @property
     def rates(self) -> dict[str, float]:
-        """Of the text encoders."""
+        """The learning rate of the text encoders, if it is set."""
         return dict.fromkeys(("text_encoder", "text_encoder_2"), self.text_rate) if self.text_rate else {}
 
     def target(self, folder: Path) -> Path:
-        """A whole model."""
+        """Returns the folder of the finished model."""
         return folder / "model"
 
     def check(self, model: Model, training: Training) -> None:
-        """Every model will do."""
+        """Accepts every model."""
 
     def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
-        """On the devices there is the copy that is trained, no other."""
+        """Moves the trained components out of ``params``, so that the devices have only the copy being trained."""
         names = ["unet", *(model.text.parts if self.text else ())]
         trained = {name: jax.device_get(params.pop(name)) for name in names}
         return Start(trained, {name: params[name] for name in model.text.parts if name in params})
 
     def shown(self, params: Params, trained: Params) -> Params:
-        """The networks as they are now."""
+        """Returns the parameters with the trained components."""
         return {**params, **trained}
 
     def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
-        """In the diffusers layout."""
+        """Writes the model in the diffusers layout."""
         return model.save(target, {**params, **trained}, dtype=self.save_dtype)
 
 
-@checked
 def finetune(
     training: Training,
     mesh: Mesh,
@@ -84,9 +81,9 @@ def finetune(
     deadline: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path | None:
-    """Train the whole UNet, and with ``text`` the text encoders. What comes of it is in the folder's ``model``.
+    """Trains the whole UNet, and with ``text`` the text encoders; writes the model to ``training.folder / "model"``.
 
-    Args, returns and errors are those of ``canvax.train.task.train`` and ``Whole``.
+    For arguments, result and errors see ``canvax.train.task.train`` and ``Whole``.
     """
     aim = Whole(text, text_rate, parse_dtype(save_dtype, "save_dtype"))
     return train(training, aim, mesh, subject=subject, deadline=deadline, say=say)

@@ -1,7 +1,7 @@
-"""The training loop: many steps in one compiled call, on any mesh, stopped and resumed at any moment.
+"""The training loop: many steps per compiled call, on any mesh; it can be stopped and resumed at any time.
 
-Every random choice is a function of the seed and the step, and a state is only written between two calls of the one
-program, so a run that was killed goes on with the very same numbers.
+Every random choice is a function of seed and step, and the state is only written between calls of the program. So a run
+that was killed resumes with exactly the same numbers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from canvax.checked import check_function, checked
-from canvax.errors import CanvaxError, HintWarning, InputError, check_count, shown, warn
+from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, check_count, check_function, shown, warn
 from canvax.files import remove_leftovers
 from canvax.kernels.target import compiled_on
 from canvax.parallel import multihost
@@ -33,35 +32,34 @@ from canvax.types import Array, HostArray
 
 STATE, LOG = "state.safetensors", "log.jsonl"
 _OVER_BATCH = PartitionSpec(None, None, "data")
-"""How samples [chunk, accumulate, B, ...] lie on the devices."""
+"""Sharding of samples [chunk, accumulate, B, ...]."""
 
 Loss = Callable[[Params, Any, Any, Array], tuple[Array, dict[str, Array]]]
-"""``(params, samples, shared, key) -> (loss, what else to log)``; each array of the samples is [B, ...]."""
+"""``(params, samples, shared, key) -> (loss, values to log)``; each array of the samples is [B, ...]."""
 
 
 Program = Callable[[TrainState, Any, Any, Any], tuple[TrainState, dict[str, Any]]]
 
 
-@checked
 @dataclass(frozen=True)
 class Plan:
-    """How long to train, and how.
+    """The settings of a training run.
 
     Attributes:
-        steps: updates, rounded up to a multiple of ``chunk``.
-        batch: samples of one update.
-        learning_rate: at its highest, after the warm-up.
-        warmup: steps until then.
-        final: learning rate at the end of the cosine, as a share of the highest (Loshchilov & Hutter 2017).
+        steps: number of updates, rounded up to a multiple of ``chunk``.
+        batch: samples per update.
+        learning_rate: the highest learning rate, after the warm-up.
+        warmup: steps of the warm-up.
+        final: learning rate at the end of the cosine, as a fraction of the highest (Loshchilov & Hutter 2017).
         b2: decay of Adam's second moment.
-        weight_decay: of matrices and convolutions alone (Loshchilov and Hutter 2019).
+        weight_decay: weight decay of matrices and convolutions only (Loshchilov and Hutter 2019).
         clip: bound on the norm of the gradient.
-        average: decay of the moving average of the parameters; 0 for none.
-        seed: decides every random choice.
-        chunk: steps of one call of the program.
-        accumulate: batches of one update, whose gradients' mean it takes, one after the other: less memory.
-        rates: learning rates of parts of the parameters that have their own, by their first name.
-        minutes: choose ``steps`` so that they take about this long; measured once, at the beginning of the run.
+        average: decay of the moving average of the parameters; 0 for no averaging.
+        seed: seed of every random choice.
+        chunk: steps per call of the program.
+        accumulate: batches per update, processed one after the other to save memory; the gradients are averaged.
+        rates: top-level key of the parameters -> its learning rate, where it differs.
+        minutes: choose ``steps`` to take about this long; measured once, at the beginning of the run.
     """
 
     steps: int
@@ -81,7 +79,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if not isinstance(self.rates, Mapping):
-            raise InputError(f"rates = {self.rates!r:.80} is not a table of learning rates by part")
+            raise InputError("rates", self.rates, "is not a table of learning rates by part")
         rates = {f"rates[{name!r}]": rate for name, rate in self.rates.items()}
         positive = {name: getattr(self, name) for name in ("learning_rate", "clip")} | rates
         positive |= {} if self.minutes is None else {"minutes": self.minutes}
@@ -104,33 +102,32 @@ class Plan:
         if faults:
             raise InputError("; ".join(faults))
 
-    @checked
     def indices(self, done: int, samples: int) -> HostArray:
-        """Samples of the next chunk after ``done`` updates: int32 [chunk, accumulate, batch]."""
-        found = batch_indices(self.seed, done, self.chunk, self.accumulate * self.batch, samples)
-        return found.reshape(self.chunk, self.accumulate, self.batch)
+        """Returns the samples of the next chunk after ``done`` updates: int32 [chunk, accumulate, batch]."""
+        flat = batch_indices(self.seed, done, self.chunk, self.accumulate * self.batch, samples)
+        return flat.reshape(self.chunk, self.accumulate, self.batch)
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a finite number."""
+    """Whether ``value`` is a finite number."""
     return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
 
 
-@checked
 @dataclass(frozen=True)
 class Session:
-    """Where a run is kept, and when to look up from it.
+    """The environment of a run: folder, devices, deadline and callbacks.
 
     Attributes:
-        folder: its state and its log.
-        name: what is trained, for the progress line.
+        folder: folder of the run's state and log.
+        name: name of the training in the progress line.
         mesh: the devices; the batch is split over ``data``.
-        deadline: ``time.monotonic()`` at which to write the state and stop; None to go on to the end.
-        save_every: seconds between two states on disk.
-        about: what else a run must be gone on with, in plain values.
+        deadline: ``time.monotonic()`` at which to write the state and stop; None to run to the end.
+        save_every: seconds between writing states.
+        about: further settings, in plain values, that must not change when a run is resumed.
         preview: called with the step and the averaged parameters.
-        preview_every: seconds between two calls.
-        watch: called after each chunk with the step and what it logs, the learning rate and samples a second among it.
+        preview_every: seconds between previews.
+        watch: called after each chunk with the step and the logged values, including learning rate and samples per
+            second.
     """
 
     folder: Path
@@ -145,53 +142,56 @@ class Session:
 
     def __post_init__(self) -> None:
         if not str(self.folder) or not self.name:
-            raise InputError(f"folder={str(self.folder)!r} and name={self.name!r}: a run has a folder and a name")
+            raise InputError(
+                "folder", self.folder, f"and name={self.name!r} cannot be used", "a run has a folder and a name"
+            )
         if "data" not in self.mesh.shape:
-            raise InputError(f"mesh has the axes {tuple(self.mesh.shape)}, and no 'data'; take canvax.make_mesh()")
+            raise InputError(
+                "mesh", NO_VALUE, f"has the axes {tuple(self.mesh.shape)}, and no 'data'", "take canvax.make_mesh()"
+            )
         for what in ("save_every", "preview_every"):
             if getattr(self, what) < 0:
-                raise InputError(f"{what}={getattr(self, what)} seconds are fewer than none")
-        for what, told in (("preview", "(step, parameters)"), ("watch", "(step, numbers)")):
+                raise InputError(what, getattr(self, what), "is fewer than 0 seconds")
+        for what, arguments in (("preview", "(step, parameters)"), ("watch", "(step, numbers)")):
             if getattr(self, what) is not None:
-                check_function(what, getattr(self, what), 2, told)
+                check_function(what, getattr(self, what), 2, arguments)
 
 
-@checked
 def fit(
     params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session: Session, shared: Any = None
 ) -> tuple[Params, bool]:
-    """Train, or go on with a run that ``session.folder`` holds.
+    """Trains, or resumes the run in ``session.folder``.
 
-    Of several processes each calls it with the same arguments, on a disk that all of them read; the first one writes.
+    With several processes, each must call it with the same arguments and a disk that all can read; the first writes.
 
     Args:
-        params: where to begin, host or device arrays.
-        loss: what to minimise.
-        data: a pytree of arrays [samples, ...]. They stay on the host; devices get the samples of a chunk of steps,
-            each its part of every batch.
-        samples: how many there are.
-        plan: how long and how. Another plan than the one the folder was begun with is refused.
-        session: where and when.
-        shared: a pytree of arrays that each step reads, put on every device.
+        params: initial parameters, host or device arrays.
+        loss: the loss to minimise.
+        data: a pytree of arrays [samples, ...]. It stays on the host; each device gets its part of the batches of a
+            chunk of steps.
+        samples: number of samples.
+        plan: settings of the run, which must not change when it is resumed.
+        session: folder, devices, deadline and callbacks.
+        shared: a pytree of arrays that each step reads, replicated on every device.
 
     Returns:
-        The averaged parameters, and whether the run is finished (or was stopped by the deadline).
+        The averaged parameters, and whether the run is finished (False if the deadline came first).
 
     Raises:
-        InputError: the folder holds a run with another plan or number of samples; there are no samples.
-        CanvaxError: the loss is not a finite number any more.
+        InputError: the folder contains a run with another plan or number of samples, or there are no samples.
+        CanvaxError: the loss or a parameter is no longer finite.
     """
     if session.folder.exists() and not session.folder.is_dir():
-        raise InputError(f"folder = {str(session.folder)!r} is not a folder; choose another name")
+        raise InputError("folder", str(session.folder), "is not a folder", "choose another name")
     if samples < 1:
-        raise InputError(f"samples = {samples}: there is nothing to train on")
+        raise InputError("samples", samples, "leaves nothing to train on")
     check_arrays("params", params, trained=True)
     check_arrays("data", data)
     check_arrays("shared", shared)
     data = _on_host(data, samples)
     _check_loss(loss, params, data, shared, plan)
     if plan.batch % session.mesh.shape["data"]:
-        raise InputError(f"batch = {plan.batch} cannot be split over {session.mesh.shape['data']} devices")
+        raise InputError("batch", plan.batch, f"cannot be split over {session.mesh.shape['data']} devices")
     path, everywhere = session.folder / STATE, replicated(session.mesh)
     if path.is_file():
         check_same(path, plan, samples, session.about)
@@ -228,7 +228,7 @@ def fit(
         began = time.monotonic()
         state, metrics = program(state, chunk, shared, np.int32(steps))
         done += plan.chunk
-        if done < steps:  # while the devices work
+        if done < steps:  # while the devices are busy
             chunk = _chunk_of(data, plan.indices(done, samples), session.mesh)
         _check_finite("the loss", metrics["loss"], session.name, done)
         numbers = {name: float(value) for name, value in metrics.items()}
@@ -246,22 +246,22 @@ def fit(
             due = multihost.any_of(due)
         stop, save, preview = due
         if done >= steps or stop or save:
-            # The loss is of the parameters before the last update.
+            # The loss only covers the parameters before the last update.
             _check_finite("a parameter", _largest(state.params), session.name, done)
             if writes:
                 save_state(path, state, facts)
             saved = now
         if session.preview and (done >= steps or preview):
-            session.preview(done, _drawn_with(state))
+            session.preview(done, _ema_or_params(state))
             shown = time.monotonic()
         if stop:
             break
     progress.close()
-    return _drawn_with(state), done >= steps
+    return _ema_or_params(state), done >= steps
 
 
 def _on_host(data: Any, samples: int) -> Any:
-    """The data in host memory, in dtypes that JAX knows."""
+    """Moves the data to host memory, in dtypes that JAX supports."""
 
     def host(path: Any, leaf: Any) -> HostArray:
         if not leaf.shape or len(leaf) != samples:
@@ -273,7 +273,7 @@ def _on_host(data: Any, samples: int) -> Any:
 
 
 def _chunk_of(data: Any, indices: HostArray, mesh: Mesh) -> Any:
-    """Samples of a chunk of steps, each array [chunk, accumulate, B, ...]; a process sends what its devices need."""
+    """Sends the samples of a chunk, [chunk, accumulate, B, ...], to the devices; a process sends its devices' part."""
     split = NamedSharding(mesh, _OVER_BATCH)
 
     def put(leaf: HostArray) -> Array:
@@ -284,17 +284,19 @@ def _chunk_of(data: Any, indices: HostArray, mesh: Mesh) -> Any:
 
 
 def _abstract(data: Any, *shape: int) -> Any:
-    """Shapes of samples of the data, in place of all of them."""
+    """Returns the abstract arrays of samples with these leading axes."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*shape, *leaf.shape[1:]), leaf.dtype), data)
 
 
 def _check_loss(loss: Loss, params: Params, data: Any, shared: Any, plan: Plan) -> None:
-    """Refuse a loss that does not give ``(number, what to log)``; what it raises itself is its own."""
+    """Refuses a loss that does not return ``(number, values to log)``; exceptions of the loss pass through."""
     check_function("loss", loss, 4, "(params, samples, shared, key)")
     found = jax.eval_shape(loss, params, _abstract(data, plan.batch), shared, jax.random.key(0))
     pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
     if not pair or getattr(found[0], "shape", None) != () or not jnp.issubdtype(found[0].dtype, jnp.floating):
-        raise InputError(f"loss returned {shown(found)}; return (a number, {{}}), the second what else to log, by name")
+        raise InputError(
+            "loss", NO_VALUE, f"returned {shown(found)}", "return (a number, {}), the second what else to log, by name"
+        )
 
 
 def _check_finite(what: str, number: Any, name: str, done: int) -> None:
@@ -307,24 +309,23 @@ def _check_finite(what: str, number: Any, name: str, done: int) -> None:
 
 @jax.jit
 def _largest(params: Params) -> Array:
-    """The largest magnitude, not finite if any is not."""
+    """Returns the largest magnitude of all parameters; not finite if any parameter is not."""
     return jnp.stack([jnp.abs(leaf).max() for leaf in jax.tree.leaves(params)]).max()
 
 
-def _drawn_with(state: TrainState) -> Params:
+def _ema_or_params(state: TrainState) -> Params:
     return state.params if state.average is None else state.average
 
 
-@checked
 def batch_indices(seed: int, start: int, steps: int, batch: int, samples: int) -> HostArray:
-    """Samples of ``steps`` updates from update ``start`` on: int32 [steps, batch].
+    """Returns the samples of ``steps`` updates from update ``start`` on: int32 [steps, batch].
 
-    Epoch after epoch, each a random order of all samples: a function of the seed and the position alone.
+    Each epoch is a random permutation of all samples, a function only of the seed and the position.
     """
     for name, value in (("steps", steps), ("batch", batch), ("samples", samples)):
         check_count(name, value)
     if seed < 0 or start < 0:
-        raise InputError(f"seed={seed} and start={start} are whole numbers of at least 0")
+        raise InputError("seed", seed, f"and start={start} are not whole numbers of at least 0")
     first, last = start * batch, (start + steps) * batch
     out = np.empty(last - first, np.int32)
     for epoch in range(first // samples, -(-last // samples)):
@@ -334,17 +335,15 @@ def batch_indices(seed: int, start: int, steps: int, batch: int, samples: int) -
     return out.reshape(steps, batch)
 
 
-@checked
 def step_key(seed: int, step: Array | int) -> Array:
-    """The key of all random choices of one update."""
+    """Returns the key of an update's random choices."""
     if isinstance(step, int) and step < 0:
-        raise InputError(f"step={step} is not a whole number of at least 0")
+        raise InputError("step", step, "is not a whole number of at least 0")
     return jax.random.fold_in(jax.random.key(seed), step)
 
 
-@checked
 def learning_rate(step: Array, steps: Array, plan: Plan) -> Array:
-    """Linear warm-up, then half a cosine down to ``plan.final`` of the highest rate."""
+    """Computes the learning rate: linear warm-up, then half a cosine down to ``plan.final`` of the highest rate."""
     step, steps = step.astype(jnp.float32), steps.astype(jnp.float32)
     rise = jnp.minimum(1.0, (step + 1.0) / max(plan.warmup, 1))
     part = jnp.clip((step - plan.warmup) / jnp.maximum(steps - plan.warmup, 1.0), 0.0, 1.0)
@@ -352,7 +351,7 @@ def learning_rate(step: Array, steps: Array, plan: Plan) -> Array:
 
 
 def _optimizer(plan: Plan) -> Any:
-    """AdamW but for the learning rate, which depends on a number of steps that is data."""
+    """Returns AdamW without learning rate, which depends on the number of steps, a runtime argument."""
     try:
         import optax
     except ImportError as error:
@@ -371,23 +370,23 @@ def _optimizer(plan: Plan) -> Any:
 def _update(
     state: TrainState, samples: Any, shared: Any, steps: Array, *, loss: Loss, optimizer: Any, plan: Plan
 ) -> tuple[TrainState, dict[str, Array]]:
-    """One update from samples [accumulate, B, ...]; also returns what the loss logs."""
+    """Makes an update from samples [accumulate, B, ...]; also returns the values to log."""
     key = step_key(plan.seed, state.step)
     value_and_gradient = jax.value_and_grad(loss, has_aux=True)
     first = jax.tree.map(lambda leaf: leaf[0], samples)
     if plan.accumulate == 1:
-        (value, more), gradient = value_and_gradient(state.params, first, shared, key)
+        (value, logged), gradient = value_and_gradient(state.params, first, shared, key)
     else:
 
-        def one(total: Any, part: tuple[Any, Array]) -> tuple[Any, None]:
-            batch, place = part
-            found = value_and_gradient(state.params, batch, shared, jax.random.fold_in(key, place))
-            return jax.tree.map(jnp.add, total, found), None
+        def add_gradients(total: Any, part: tuple[Any, Array]) -> tuple[Any, None]:
+            batch, index = part
+            result = value_and_gradient(state.params, batch, shared, jax.random.fold_in(key, index))
+            return jax.tree.map(jnp.add, total, result), None
 
         shapes = jax.eval_shape(value_and_gradient, state.params, first, shared, key)
-        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        total, _ = jax.lax.scan(one, nothing, (samples, jnp.arange(plan.accumulate)))
-        (value, more), gradient = jax.tree.map(lambda leaf: leaf / plan.accumulate, total)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        total, _ = jax.lax.scan(add_gradients, zeros, (samples, jnp.arange(plan.accumulate)))
+        (value, logged), gradient = jax.tree.map(lambda leaf: leaf / plan.accumulate, total)
     changes, memory = optimizer.update(gradient, state.optimizer, state.params)
     rate = learning_rate(state.step, steps, plan)
     shares = {name: plan.rates.get(name, plan.learning_rate) / plan.learning_rate for name in state.params}
@@ -396,19 +395,19 @@ def _update(
         return jax.tree.map(lambda p, step: p - rate * share * step, part, change)
 
     params = {name: moved(part, changes[name], shares[name]) for name, part in state.params.items()}
-    # A short memory at first, so that the average forgets the random beginning.
+    # A smaller decay at first, so that the average forgets the random initial values.
     done = state.step.astype(jnp.float32)
     decay = jnp.minimum(plan.average, (1.0 + done) / (10.0 + done))
     average = state.average
     if average is not None:
         average = jax.tree.map(lambda a, p: a + (1.0 - decay) * (p - a), average, params)
-    return TrainState(state.step + 1, params, average, memory), {"loss": value, **more}
+    return TrainState(state.step + 1, params, average, memory), {"loss": value, **logged}
 
 
 def _compile(update: Any, state: TrainState, data: Any, shared: Any, plan: Plan, mesh: Mesh) -> Program:
-    """``(state, samples [chunk, accumulate, B, ...], shared, steps) -> (state, means of what is logged)``.
+    """Compiles ``(state, samples [chunk, accumulate, B, ...], shared, steps) -> (state, means of the logged values)``.
 
-    The state that is passed in is used up. The chunk is one program, so that Python never keeps the device waiting.
+    The input state is donated. A chunk of steps is a single program, so that the device never waits for Python.
     """
     everywhere = replicated(mesh)
 
@@ -433,7 +432,7 @@ def _compile(update: Any, state: TrainState, data: Any, shared: Any, plan: Plan,
 
 
 def _steps_in(plan: Plan, program: Any, state: TrainState, chunk: Any, shared: Any) -> int:
-    """As many steps as fit into ``plan.minutes``, by the time of a chunk that is then thrown away."""
+    """Returns the number of steps that fit into ``plan.minutes``, by timing a chunk whose result is discarded."""
     seconds = []
     for _ in range(2):
         copy = jax.tree.map(jnp.copy, state)
@@ -443,19 +442,17 @@ def _steps_in(plan: Plan, program: Any, state: TrainState, chunk: Any, shared: A
     return max(1, int((plan.minutes or 0) * 60 / min(seconds))) * plan.chunk
 
 
-@checked
 def facts_of(plan: Plan, samples: int) -> dict[str, Any]:
-    """What a run must be gone on with."""
+    """Returns the settings that must not change when a run is resumed."""
     return {**asdict(plan), "samples": samples}
 
 
-@checked
 def check_same(path: Path, plan: Plan, samples: int, about: Mapping[str, Any] | None = None) -> None:
-    """Refuse to go on with a file that was begun with another plan or other data."""
-    # As JSON has them; what runs of earlier versions did not say was as usual.
+    """Raises InputError if a state file was written with another plan or other data."""
+    # Compares values as JSON stores them; fields missing in files of earlier versions had these defaults.
     now = json.loads(json.dumps(facts_of(plan, samples) | dict(about or {})))
-    begun = {"accumulate": 1, "rates": {}} | read_facts(path)
-    changed = [f"{name} was {begun.get(name)}, now {value}" for name, value in now.items() if begun.get(name) != value]
+    old = {"accumulate": 1, "rates": {}} | read_facts(path)
+    changed = [f"{name} was {old.get(name)}, now {value}" for name, value in now.items() if old.get(name) != value]
     if changed:
         raise InputError(f"{path} was begun with another plan: {'; '.join(changed)}. Use the same, or another folder.")
 
@@ -466,9 +463,8 @@ def _log(path: Path, step: int, metrics: Mapping[str, float]) -> None:
         file.write(json.dumps({"step": step, **metrics}) + "\n")
 
 
-@checked
 def read_log(path: Path) -> list[dict[str, float]]:
-    """The lines of a log; a last line that a kill cut short is left out."""
+    """Reads the lines of a log, without a last line that is incomplete because the process was killed."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
@@ -479,7 +475,7 @@ def read_log(path: Path) -> list[dict[str, float]]:
 
 
 def _cut_log(path: Path, done: int) -> None:
-    """Drop what was logged after the state that the run goes on from."""
+    """Removes the lines that were logged after the state from which the run resumes."""
     if path.is_file():
         kept = [line for line in read_log(path) if line["step"] <= done]
         path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Training a LoRA: the model stays as it is, and only low-rank factors beside its weights are trained."""
+"""Training a LoRA: the model is frozen, and only low-rank factors added to its weights are trained."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from canvax.checked import checked
 from canvax.errors import InputError, check_count, nearest
 from canvax.families.base import Model
 from canvax.images.formats import written
@@ -22,29 +21,28 @@ from canvax.types import DType
 from canvax.weights.cast import parse_dtype
 
 LORA_PLAN = replace(PLAN, learning_rate=1e-4)
-"""As the scripts of diffusers have it."""
+"""Learning rate 1e-4, as in diffusers' scripts."""
 
 FILE = "pytorch_lora_weights.safetensors"
-"""The name that ``load_lora_weights`` of diffusers looks for in a folder."""
+"""The file name that diffusers' ``load_lora_weights`` looks for in a folder."""
 
 _BASES = {768: "stable-diffusion-v1", 1024: "stable-diffusion-v2-512", 2048: "stable-diffusion-xl-v1-base"}
 _MOST_RANK = 1024
 
 
-@checked
 @dataclass(frozen=True)
 class Lora:
     """The ``Aim`` of training a LoRA.
 
     Attributes:
-        rank: of the factors.
+        rank: rank of the factors.
         alpha: the change of a weight is alpha / rank x up down; by default the rank.
-        layers: one of ``LAYERS``.
+        layers: a key of ``LAYERS``.
         text: train factors of the text encoders too.
-        text_rate: their learning rate; by default that of the UNet.
-        names: of the arrays: "peft" (diffusers) or "kohya" (A1111).
-        trigger: words that call it up, for its metadata.
-        save_dtype: of the file.
+        text_rate: learning rate of the text encoders; by default that of the UNet.
+        names: names of the arrays in the file: "peft" (diffusers) or "kohya" (A1111).
+        trigger: trigger words to write into the file's metadata.
+        save_dtype: dtype of the file.
     """
 
     rank: int = 4
@@ -62,40 +60,40 @@ class Lora:
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
         if self.rank > _MOST_RANK:
-            raise InputError(f"rank = {self.rank} is more than {_MOST_RANK}")
+            raise InputError("rank", self.rank, f"is more than {_MOST_RANK}")
         if self.alpha is not None and not 0 < self.alpha < float("inf"):
-            raise InputError(f"alpha = {self.alpha} must be more than 0")
+            raise InputError("alpha", self.alpha, "must be more than 0")
         check_rate(self.text, self.text_rate)
         parse_dtype(self.save_dtype, "save_dtype")
         for what, value, known in (("layers", self.layers, LAYERS), ("names", self.names, FORMATS)):
             if value not in known:
-                raise InputError(f"{what} = {value!r} is not known; {nearest(str(value), list(known))}")
+                raise InputError(what, value, "is not known", nearest(str(value), list(known)))
 
     @property
     def scale(self) -> float:
-        """What up x down is multiplied with."""
+        """The factor of up x down."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What decides the factors."""
+        """The settings that determine the factors."""
         return {"rank": self.rank, "alpha": self.alpha, "layers": self.layers, "text_encoder": self.text}
 
     @property
     def rates(self) -> dict[str, float]:
-        """Of the text encoders."""
-        given = self.text and self.text_rate is not None
-        return dict.fromkeys(("text_encoder", "text_encoder_2"), self.text_rate or 0.0) if given else {}
+        """The learning rate of the text encoders, if it is set."""
+        has_rate = self.text and self.text_rate is not None
+        return dict.fromkeys(("text_encoder", "text_encoder_2"), self.text_rate or 0.0) if has_rate else {}
 
     def target(self, folder: Path) -> Path:
-        """One file."""
+        """Returns the path of the LoRA file."""
         return folder / (FILE if self.names == "peft" else f"{folder.resolve().name}.safetensors")
 
     def check(self, model: Model, training: Training) -> None:
-        """Every model will do."""
+        """Accepts every model."""
 
     def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
-        """All of the model is frozen, in the dtype computed in."""
+        """Makes new factors; the whole model is frozen, in the dtype of the computation."""
         factors = low_rank.new_factors(self._targets(model), self.rank, training.plan.seed)
         frozen = in_dtype(params, ["unet", *model.text.parts], dtype)
 
@@ -105,13 +103,13 @@ class Lora:
         return Start(factors, frozen, assemble)
 
     def shown(self, params: Params, trained: Params) -> Params:
-        """Merged."""
+        """Returns the parameters with the factors merged into them."""
         return low_rank.merged(trained, params, scale=self.scale)
 
     def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
-        """One file, with what it was trained for in its metadata."""
+        """Writes the LoRA file, with the model it was trained for in its metadata."""
         base = _BASES.get(model.unet.cross_attention_dim, "")
-        told = {
+        metadata = {
             "modelspec.sai_model_spec": "1.0.0",
             "modelspec.title": target.parent.name,
             "modelspec.architecture": f"{base}/lora" if base else "",
@@ -126,7 +124,7 @@ class Lora:
             alpha=self.rank if self.alpha is None else self.alpha,
             names=self.names,
             dtype=parse_dtype(self.save_dtype),
-            metadata={key: value for key, value in told.items() if value},
+            metadata={key: value for key, value in metadata.items() if value},
         )
         return target
 
@@ -135,7 +133,6 @@ class Lora:
         return low_rank.targets(specs | (model.text.specs if self.text else {}), self.layers)
 
 
-@checked
 def train_lora(
     training: Training,
     lora: Lora,
@@ -145,5 +142,5 @@ def train_lora(
     deadline: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path | None:
-    """Train a LoRA; see ``canvax.train.task.train`` for arguments, returns and errors."""
+    """Trains a LoRA; for arguments, result and errors see ``canvax.train.task.train``."""
     return train(training, lora, mesh, subject=subject, deadline=deadline, say=say)

@@ -1,4 +1,4 @@
-"""Low-rank factors beside weights: which layers have them, how they begin, and their files (Hu et al. 2021)."""
+"""Low-rank factors of weights (Hu et al. 2021): the layers that have them, their initial values, and their files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import checked
-from canvax.errors import InputError, check_count, nearest, shown
+from canvax.errors import NO_VALUE, InputError, check_count, nearest, shown
 from canvax.nn import LOW_RANK
 from canvax.params import Param, Params, Spec, flatten
 from canvax.types import DType, HostArray
@@ -26,24 +25,24 @@ LAYERS: Mapping[str, str] = {
     "transformer": "attention, feed-forward and the projections around them",
     "all": "every matrix and convolution of the UNet's blocks",
 }
-"""Which layers of the UNet have factors; of a text encoder it is its attention, or with more its feed-forward too."""
+"""The layers of the UNet that have factors. In a text encoder: with "attention" its attention, otherwise also its
+feed-forward."""
 
 _ATTENTION = (".to_q", ".to_k", ".to_v", ".to_out.0")
 _OF_TEXT = (".q_proj", ".k_proj", ".v_proj", ".out_proj")
 _KOHYA = {"unet": "lora_unet_", "text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"}
 
 FORMATS = ("peft", "kohya")
-"""Names of the arrays of a file: those of diffusers and PEFT, and those of kohya and A1111."""
+"""Array names in a file: those of diffusers and PEFT, or of kohya and A1111."""
 
 Targets = dict[str, dict[str, Param]]
-"""The weights that have factors, by component and dotted name of the layer."""
+"""Component -> dotted name of a layer -> its weight, for the weights that have factors."""
 
 
-@checked
 def targets(specs: Mapping[str, Spec], layers: str) -> Targets:
-    """The layers of these components that ``layers``, one of ``LAYERS``, names."""
+    """Selects the weights of these components that get factors; ``layers`` is a key of ``LAYERS``."""
     if layers not in LAYERS:
-        raise InputError(f"layers = {layers!r:.80} is not known; {nearest(layers, list(LAYERS))}")
+        raise InputError("layers", layers, "is not known", nearest(layers, list(LAYERS)))
     return {component: dict(_targets(component, spec, layers)) for component, spec in specs.items()}
 
 
@@ -62,69 +61,74 @@ def _targets(component: str, spec: Spec, layers: str) -> Iterator[tuple[str, Par
             yield module, param
 
 
-@checked
 def new_factors(chosen: Targets, rank: int, seed: int) -> Params:
-    """Factors ``{component: {layer: {"down", "up"}}}`` that change nothing yet: ``up`` is zero.
+    """Makes factors ``{component: {layer: {"down", "up"}}}`` that have no effect yet: ``up`` is zero.
 
-    ``down`` is uniform with a variance of 1 / (3 x inputs), as the original code and PEFT have it.
+    ``down`` is uniform with a variance of 1 / (3 x inputs), as in the original code and PEFT.
     """
     check_count("rank", rank)
     if seed < 0:
-        raise InputError(f"seed={seed} is not a whole number of at least 0")
+        raise InputError("seed", seed, "is not a whole number of at least 0")
     rng = np.random.default_rng(seed)
 
-    def one(param: Param) -> dict[str, HostArray]:
+    def new_pair(param: Param) -> dict[str, HostArray]:
         *kernel, inputs, outputs = param.shape
         bound = (math.prod(kernel) * inputs) ** -0.5
         down = rng.uniform(-bound, bound, (*kernel, inputs, rank)).astype(np.float32)
         return {"down": down, "up": np.zeros((rank, outputs), np.float32)}
 
-    return {component: {name: one(param) for name, param in of.items()} for component, of in chosen.items()}
+    return {component: {name: new_pair(param) for name, param in of.items()} for component, of in chosen.items()}
 
 
-@checked
 def with_factors(factors: Params, params: Params, *, scale: float) -> Params:
-    """The parameters with factors beside their weights, as ``canvax.nn`` reads them."""
-    found = dict(params)
+    """Returns the parameters with the factors added to the layers, in the form that ``canvax.nn`` reads."""
+    result = dict(params)
     _check_factors(factors, params)
     for component, of in factors.items():
         tree = _copied(params[component])
         for name, pair in of.items():
             _layer(tree, name)[LOW_RANK] = {"down": pair["down"], "up": pair["up"] * scale}
-        found[component] = tree
-    return found
+        result[component] = tree
+    return result
 
 
-@checked
 def merged(factors: Params, params: Params, *, scale: float) -> Params:
-    """The parameters with the factors added to their weights, which is what a pipeline's programs take."""
+    """Returns the parameters with the factors merged into the weights, as a pipeline's programs need them."""
     _check_factors(factors, params)
-    found = dict(params)
+    result = dict(params)
     for component, of in factors.items():
         tree = _copied(params[component])
         for name, pair in of.items():
             layer = _layer(tree, name)
             added = jnp.einsum("...r,ro->...o", pair["down"], pair["up"]) * scale
             layer["weight"] = (layer["weight"] + added).astype(layer["weight"].dtype)
-        found[component] = tree
-    return found
+        result[component] = tree
+    return result
 
 
 def _check_factors(factors: Params, of: Mapping[str, Any]) -> None:
-    """Refuse what ``new_factors`` does not make, and components that ``of`` has not."""
+    """Refuses factors in a form other than that of ``new_factors``, or of components that are not in ``of``."""
     for component, layers in factors.items():
         if not isinstance(layers, Mapping) or not all(
             isinstance(pair, Mapping) and {"down", "up"} <= pair.keys() for pair in layers.values()
         ):
-            raise InputError(f"factors[{component!r}]={shown(layers)} are no factors; new_factors makes them")
+            raise InputError(
+                "factors",
+                NO_VALUE,
+                f"has {component!r}: {shown(layers)}, which are no factors",
+                "new_factors makes them",
+            )
         if not isinstance(of.get(component), Mapping):
             raise InputError(
-                f"factors are of {component!r}, and there is none; {nearest(component, list(of) or ['unet'])}"
+                "factors",
+                NO_VALUE,
+                f"are of {component!r}, and there is none",
+                nearest(component, list(of) or ["unet"]),
             )
 
 
 def _copied(tree: Params) -> Params:
-    """The dicts are new, the arrays are not."""
+    """Copies the dicts of a tree, but not the arrays."""
     return {name: _copied(value) if isinstance(value, dict) else value for name, value in tree.items()}
 
 
@@ -134,7 +138,6 @@ def _layer(tree: Params, name: str) -> Params:
     return tree
 
 
-@checked
 def write_factors(
     path: Path,
     factors: Params,
@@ -145,16 +148,16 @@ def write_factors(
     dtype: DType = "float32",
     metadata: Mapping[str, str],
 ) -> None:
-    """Write a LoRA file that PyTorch diffusers, PEFT (``names`` "peft") or kohya's tools and A1111 ("kohya") read.
+    """Writes a LoRA file for PyTorch diffusers and PEFT (``names`` "peft"), or for kohya's tools and A1111 ("kohya").
 
     The change of a weight is alpha / rank x up down.
     """
     dtype = parse_dtype(dtype)
     if names not in FORMATS:
-        raise InputError(f"names={names!r:.80} is not known; {nearest(names, FORMATS)}")
+        raise InputError("names", names, "is not known", nearest(names, FORMATS))
     _check_factors(factors, chosen)
     if not any(factors.values()):
-        raise InputError("factors={} holds none; new_factors makes them")
+        raise InputError("factors", {}, "holds none", "new_factors makes them")
     outgoing: list[Outgoing] = []
     for component, of in factors.items():
         for name, pair in of.items():
@@ -172,9 +175,8 @@ def write_factors(
     write_safetensors(path, outgoing, text)
 
 
-@checked
 def stored(param: Param, pair: Mapping[str, Any]) -> tuple[HostArray, HostArray]:
-    """Both factors as files have them: (r, in, kh, kw) and (out, r, 1, 1), of a matrix without the kernel."""
+    """Converts both factors to the layout of files: (r, in, kh, kw) and (out, r, 1, 1), or (r, in) and (out, r)."""
     down, up = np.asarray(pair["down"], np.float32), np.asarray(pair["up"], np.float32)
     down = np.ascontiguousarray(down.transpose(3, 2, 0, 1) if down.ndim == 4 else down.T)
     up = np.ascontiguousarray(up.T)
@@ -198,19 +200,18 @@ def _named(
 
 
 def _peft_settings(factors: Params, chosen: Targets, rank: int, alpha: float) -> dict[str, Any]:
-    """What PEFT needs to build the layers again."""
-    found: dict[str, Any] = {}
+    """Returns the settings that PEFT needs to create the layers."""
+    settings: dict[str, Any] = {}
     for component in factors:
-        found[f"{component}.r"], found[f"{component}.lora_alpha"] = rank, alpha
-        # Of text encoders the last word alone: transformers has called what is around it by several names.
+        settings[f"{component}.r"], settings[f"{component}.lora_alpha"] = rank, alpha
+        # For text encoders only the last part of the name: versions of transformers differ in the rest.
         names = {name if component == "unet" else name.rpartition(".")[2] for name in chosen[component]}
-        found[f"{component}.target_modules"] = sorted(names)
-    return found
+        settings[f"{component}.target_modules"] = sorted(names)
+    return settings
 
 
-@checked
 def count(factors: Params) -> int:
-    """How many numbers are trained."""
+    """Counts the trained numbers."""
     _check_factors(factors, factors)
     pairs = (pair for of in factors.values() for pair in of.values())
     return sum(math.prod(np.shape(leaf)) for pair in pairs for leaf in pair.values())

@@ -1,11 +1,10 @@
-"""What training minimises: the denoising loss of a diffusion model and the reconstruction loss of an autoencoder."""
+"""Parts of the losses: denoising loss of a diffusion model, reconstruction loss of an autoencoder."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-from canvax.checked import checked
 from canvax.errors import InputError
 from canvax.models.configs import VaeConfig
 from canvax.models.vae import vae_decode, vae_encode
@@ -17,17 +16,18 @@ from canvax.weights.cast import parse_dtype
 TARGETS = ("epsilon", "v_prediction", "sample")
 
 
-@checked
 def check_trainable(schedule: NoiseSchedule) -> None:
-    """Refuse models whose noise or target is not in this file.
+    """Refuses models whose noise or target this module does not implement.
 
     Raises:
-        InputError: a flow model, one with EDM preconditioning, or one whose timesteps are not numbered.
+        InputError: it is a flow model, has EDM preconditioning, or has no numbered timesteps.
     """
     if schedule.prediction_type not in TARGETS:
         raise InputError(
-            f"prediction_type={schedule.prediction_type!r} of the scheduler config cannot be trained yet; "
-            f"trainable: {', '.join(TARGETS)}"
+            "prediction_type",
+            schedule.prediction_type,
+            "of the scheduler config cannot be trained yet",
+            f"trainable: {', '.join(TARGETS)}",
         )
     if schedule.sigma_data is not None or schedule.timestep_unit != "index":
         raise InputError(
@@ -36,16 +36,14 @@ def check_trainable(schedule: NoiseSchedule) -> None:
         )
 
 
-@checked
 def add_noise(x0: Array, noise: Array, alphas_cumprod: Array) -> Array:
-    """x_t of the forward process (Ho et al. 2020, eq. 4); ``alphas_cumprod`` is a_t of each image [B]."""
+    """Returns x_t of the forward process (Ho et al. 2020, eq. 4); ``alphas_cumprod`` is a_t of each image [B]."""
     a = alphas_cumprod[:, None, None, None]
     return jnp.sqrt(a) * x0 + jnp.sqrt(1.0 - a) * noise
 
 
-@checked
 def target_of(x0: Array, noise: Array, alphas_cumprod: Array, prediction_type: str) -> Array:
-    """The output to train towards, one of TARGETS: eps, v (Salimans and Ho 2022, section 4) or x0."""
+    """Returns the training target of a prediction type in TARGETS: eps, v (Salimans and Ho 2022, section 4) or x0."""
     a = alphas_cumprod[:, None, None, None]
     if prediction_type == "epsilon":
         return noise
@@ -54,14 +52,13 @@ def target_of(x0: Array, noise: Array, alphas_cumprod: Array, prediction_type: s
     return x0
 
 
-@checked
 def loss_weights(schedule: NoiseSchedule, gamma: float | None) -> Array:
-    """Weight of the loss at each training timestep [num_train_timesteps] float32; ones where ``gamma`` is None.
+    """Returns the weight of the loss at each training timestep [num_train_timesteps] float32; 1 if ``gamma`` is None.
 
-    Min-SNR (Hang et al. 2023, section 3.4): the loss on x0 is weighted by min(SNR, gamma), which becomes, with the SNR
-    a / (1 - a), min(SNR, gamma) / SNR on eps and min(SNR, gamma) / (SNR + 1) on v. On v that goes to nothing where
-    there is only noise, and a schedule of zero terminal SNR would never learn to begin; so there SNR + 1 takes the
-    place of SNR, which leaves v as it is up to the bound.
+    Min-SNR (Hang et al. 2023, section 3.4) weights the loss on x0 by min(SNR, gamma), where SNR is a / (1 - a). This
+    equals min(SNR, gamma) / SNR on eps and min(SNR, gamma) / (SNR + 1) on v. On v the weight would vanish at pure
+    noise, and a model with zero terminal SNR would never learn its first step. So v uses min(SNR + 1, gamma) /
+    (SNR + 1), which is 1 up to the bound.
     """
     a = jnp.asarray(schedule.alphas_cumprod, jnp.float32)
     if gamma is None:
@@ -74,54 +71,50 @@ def loss_weights(schedule: NoiseSchedule, gamma: float | None) -> Array:
     return jnp.minimum(snr, gamma)
 
 
-@checked
 def squared_error(output: Array, target: Array, mask: Array | None = None) -> Array:
-    """Mean squared error of each image [B], in float32.
+    """Returns the mean squared error of each image [B], in float32.
 
-    A mask [B, h, w] multiplies the error of each place. The mean is over all places whatever the mask, as the trainers
-    of the field have it: an image that shows little of what is meant counts little.
+    A mask [B, h, w] multiplies the error of each position. The mean is over all positions, masked or not, as in other
+    trainers: an image with a small unmasked part counts less.
     """
     errors = jnp.square(output.astype(jnp.float32) - target.astype(jnp.float32))
     return (errors if mask is None else errors * mask[..., None]).mean((1, 2, 3))
 
 
-@checked
 def autoencoder_loss(
     p: Params, images: Array, noise: Array, cfg: VaeConfig, *, kl: float, edges: float
 ) -> tuple[Array, dict[str, Array]]:
-    """Reconstruction and a small pull towards the standard normal (Kingma and Welling 2014, appendix B).
+    """Computes reconstruction loss plus KL divergence to the standard normal (Kingma and Welling 2014, appendix B).
 
     Args:
         p: parameters of the autoencoder.
-        images: [B, H, W, 3] in -1..1, in the dtype computed in.
+        images: [B, H, W, 3] in -1..1, in the dtype of the computation.
         noise: standard normal [B, h, w, C].
-        cfg: its config; latents are taken as they come, before any scaling factor.
-        kl: weight of the divergence, a mean over the numbers of the latents.
-        edges: weight of the mean absolute error of differences between neighbours, which keeps outlines sharp.
+        cfg: config of the autoencoder; its scaling factor does not affect the loss.
+        kl: weight of the KL divergence, a mean over the numbers of the latents.
+        edges: weight of the mean absolute error of differences between neighbouring pixels, which keeps edges sharp.
 
     Returns:
         The loss and its parts, ``mse`` in the units of ``images``.
     """
     mean, logvar = (part.astype(jnp.float32) for part in vae_encode(p, images, cfg))
     latents = mean + jnp.exp(0.5 * logvar) * noise
-    # The decoder's input convention: what it is given is scaled.
+    # The decoder expects scaled latents.
     decoded = vae_decode(p, ((latents - cfg.shift) / cfg.scale).astype(images.dtype), cfg)
     loss, mse = reconstruction_loss(decoded, images, edges)
     divergence = 0.5 * (jnp.square(mean) + jnp.exp(logvar) - 1.0 - logvar).mean()
     return loss + kl * divergence, {"mse": mse, "kl": divergence}
 
 
-@checked
 def reconstruction_loss(decoded: Array, images: Array, edges: float) -> tuple[Array, Array]:
-    """Squared error and ``edges`` x the mean absolute error of differences between neighbours; and the first alone."""
+    """Returns mse + ``edges`` x the mean absolute error of differences between neighbouring pixels; and the mse."""
     error = decoded.astype(jnp.float32) - images.astype(jnp.float32)
     mse = jnp.square(error).mean()
     outline = jnp.abs(jnp.diff(error, axis=1)).mean() + jnp.abs(jnp.diff(error, axis=2)).mean()
     return mse + edges * outline, mse
 
 
-@checked
 def cast(params: Params, dtype: jnp.dtype) -> Params:
-    """The parameters in the dtype computed in; gradients come back in the dtype they are kept in."""
+    """Casts parameters to the dtype of the computation; gradients have the dtype of the original parameters."""
     dtype = parse_dtype(dtype)
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)

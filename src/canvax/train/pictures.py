@@ -1,8 +1,8 @@
-"""Captioned pictures from a folder or a zip file, in the layout that the field calls ``imagefolder``.
+"""Reads captioned images from a folder or a zip file in the usual ``imagefolder`` layout.
 
-Captions are in ``metadata.jsonl`` or ``metadata.csv`` (columns ``file_name`` and ``text``, or the name given), or each
-in a .txt file beside its picture. Other columns are kept as they are. A picture may have a mask, which says what of it
-counts: a file in the column ``mask``, or ``a-masklabel.png`` beside ``a.jpg``, as OneTrainer calls it.
+Captions are in ``metadata.jsonl`` or ``metadata.csv`` (columns ``file_name`` and ``text``, or another caption column),
+or in .txt files with the names of the images. Other columns are kept. An image can have a mask that weights its loss: a
+file in the column ``mask``, or ``a-masklabel.png`` for ``a.jpg``, as in OneTrainer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from canvax.checked import checked
-from canvax.errors import HintWarning, InputError, check_count, warn
+from canvax.errors import NO_VALUE, HintWarning, InputError, check_count, warn
 from canvax.files import named_path
 from canvax.images.convert import upright_mask, upright_rgb
 from canvax.pipelines.checks import MAX_SIDE
@@ -36,36 +35,34 @@ _NOT_UTF8 = "{}: {} is not UTF-8 text; save it as UTF-8"
 METADATA = "metadata.jsonl"
 TABLES = (METADATA, "metadata.csv")
 CAPTION = "text"
-"""The column of captions, unless another one is named."""
+"""The default column of captions."""
 SPLITS = ("test", "validation")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MASK, MASK_ENDING = "mask", "-masklabel.png"
-"""The column of masks, and how the name of a mask ends that lies beside its picture."""
+"""The column of masks, and the ending of a mask's file name without a column."""
 
 _MOST_FILES = 1_000_000
-"""Of a folder: of more, all would be held in memory."""
+"""Limit on the files of a folder, since all names are in memory."""
 _MOST_BYTES = 1 << 30
-"""Of a file, unpacked: a zip file of some kilobytes may promise any number."""
+"""Limit on the uncompressed size of a file: a zip file of a few kilobytes can declare any size."""
 _MASK_FILE = "mask_file"
-"""The column that a row gets: the mask's name in the whole of the folder."""
+"""A column added to rows: the mask's path relative to the source."""
 _REPEATS = re.compile(r"\d+_.")
-"""Names of folders that say, for kohya's trainers, how often a step may draw what is in them."""
+"""Folder names that begin with a number of repeats, as in kohya's trainers."""
 
 
-@checked
 @dataclass(frozen=True, eq=False)
 class Pictures:
-    """Pictures and what is known of them.
+    """Captioned images, all resized and cropped to the same size.
 
     Attributes:
         pixels: [N, H, W, 3] uint8.
-        captions: one or more of each picture.
-        rows: the other columns of each picture, ``file_name`` among them.
-        frames: height and width of each file, and the top and left of what was kept of it, in pixels of the result:
-            [N, 4] int32.
-        control: control images [N, H, W, 3] uint8, fitted likewise; None if none were asked for.
-        masks: [N, H, W] uint8, fitted likewise; white counts in full, black not at all. A picture without one is white.
-            None if no picture has one.
+        captions: one or more captions for each image.
+        rows: the other columns of each image, including ``file_name``.
+        frames: height and width of each file, and top and left of the crop, in pixels of the result: [N, 4] int32.
+        control: control images [N, H, W, 3] uint8, resized and cropped in the same way; None without control images.
+        masks: [N, H, W] uint8, resized and cropped in the same way; white counts fully, black not at all. An image
+            without a mask has a white one. None if no image has a mask.
     """
 
     pixels: HostArray
@@ -78,12 +75,11 @@ class Pictures:
     def __len__(self) -> int:
         return len(self.pixels)
 
-    @checked
     def select(self, chosen: Sequence[int]) -> Pictures:
-        """Some of them, in the order given."""
+        """Returns the chosen images, in this order."""
         which = list(chosen)
         if other := [i for i in which if not -len(self) <= i < len(self)]:
-            raise InputError(f"chosen: {other[0]} is not one of the {len(self)} pictures")
+            raise InputError("chosen", NO_VALUE, f"has {other[0]}, which is not one of the {len(self)} pictures")
         return Pictures(
             self.pixels[which],
             [self.captions[i] for i in which],
@@ -95,25 +91,23 @@ class Pictures:
 
     @property
     def masked(self) -> int:
-        """How many have a mask."""
+        """The number of images with a mask."""
         return 0 if self.masks is None else sum(_MASK_FILE in row for row in self.rows)
 
     def digest(self) -> str:
-        """A short text that is another one for other pictures or captions."""
+        """Returns a short hash of images, captions, control images and masks."""
         digest = hashlib.sha256(np.ascontiguousarray(self.pixels).data)
         digest.update(json.dumps([list(texts) for texts in self.captions]).encode())
-        for more in (self.control, self.masks):
-            if more is not None:
-                digest.update(np.ascontiguousarray(more).data)
+        for arrays in (self.control, self.masks):
+            if arrays is not None:
+                digest.update(np.ascontiguousarray(arrays).data)
         return digest.hexdigest()[:16]
 
-    @checked
     def split(self, name: str) -> Pictures:
-        """Those whose column ``split`` is ``name``; a picture without one is of "train"."""
+        """Returns the images whose column ``split`` is ``name``; the default is "train"."""
         return self.select([i for i, row in enumerate(self.rows) if row.get("split", "train") == name])
 
 
-@checked
 def read_pictures(
     source: str | Path,
     size: int,
@@ -124,44 +118,46 @@ def read_pictures(
     masked: bool = False,
     limit: int | None = None,
 ) -> Pictures:
-    """Read captioned pictures, each resized to cover ``size`` x ``size`` pixels and cropped to its middle.
+    """Reads captioned images, each resized to cover ``size`` x ``size`` pixels and cropped to its centre.
 
     Args:
-        source: folder, or zip file of one.
-        size: pixels along each side.
-        caption_column: the column of the captions; a cell of a ``.jsonl`` may be a list of captions.
-        captions: of every picture of the folder, in place of captions of its own.
-        control_column: the column of the files of control images, if there are any.
-        masked: read the masks of those that have one.
-        limit: read the first ones alone.
+        source: a folder, or a zip file of a folder.
+        size: side of the result in pixels.
+        caption_column: the column of the captions; in ``.jsonl`` a cell can be a list of captions.
+        captions: captions of every image in the folder, instead of captions from files.
+        control_column: the column of the files of control images, if any.
+        masked: read masks, where there are any.
+        limit: read only this many images.
 
     Raises:
-        InputError: there is nothing to read, a picture or a mask is missing or damaged, a mask is not of the size of
-            its picture, or a caption is missing.
+        InputError: there are no images, an image or mask is missing or damaged, a mask differs in size from its image,
+            or a caption is missing.
     """
     source = named_path("pictures", source)
     if check_count("size", size, MAX_SIDE) < 8:
-        raise InputError(f"size = {size} is too small; give the pixels of a side, such as 512")
+        raise InputError("size", size, "is too small", "give the pixels of a side, such as 512")
     if limit is not None:
         check_count("limit", limit)
     if isinstance(captions, str):
-        raise InputError(f"captions={captions!r:.80} is a text; give a list of captions, [{captions!r:.40}]")
+        raise InputError("captions", captions, "is a text", f"give a list of captions, [{captions!r:.40}]")
     files = _Files(source)
     if captions:
-        told = {row["file_name"]: row[_MASK_FILE] for row in _tables(files, source, None) if _MASK_FILE in row}
-        masks_of = set(told.values())
-        names = [name for name in _pictures(files) if name not in masks_of][:limit]
+        mask_files = {row["file_name"]: row[_MASK_FILE] for row in _tables(files, source, None) if _MASK_FILE in row}
+        mask_names = set(mask_files.values())
+        names = [name for name in _pictures(files) if name not in mask_names][:limit]
         rows: list[dict[str, Any]] = [{"file_name": name, caption_column: list(captions)} for name in names]
         for row in rows:
-            if row["file_name"] in told:
-                row[_MASK_FILE] = told[row["file_name"]]
+            if row["file_name"] in mask_files:
+                row[_MASK_FILE] = mask_files[row["file_name"]]
         if not rows:
-            raise InputError(f"{source}: no pictures; files that end in {', '.join(SUFFIXES)} are read")
+            raise InputError(
+                "pictures", source, "holds no pictures", f"files that end in {', '.join(SUFFIXES)} are read"
+            )
     else:
-        rows = (_tables(files, source, caption_column) or _beside(files, source, caption_column))[:limit]
+        rows = (_tables(files, source, caption_column) or _with_text_files(files, source, caption_column))[:limit]
     if not rows:
         needs = f"it needs {' or '.join(TABLES)}, or .txt beside pictures that end in {', '.join(SUFFIXES)}"
-        raise InputError(f"{source}: no captioned pictures; {needs}")
+        raise InputError("pictures", source, "holds no captioned pictures", needs)
     repeated = {part for row in rows for part in Path(row["file_name"]).parts[:-1] if _REPEATS.match(part)}
     if repeated:
         first = sorted(repeated)[0]
@@ -180,28 +176,29 @@ def read_pictures(
     pixels = fitted([row["file_name"] for row in rows])
     masks = _masks(files, source, rows, frames, size) if masked else None
     texts = [row.pop(caption_column) for row in rows]
-    own = [[text] if isinstance(text, str) else list(text) for text in texts]
-    if not any(caption.strip() for told in own for caption in told):
+    caption_lists = [[text] if isinstance(text, str) else list(text) for text in texts]
+    if not any(caption.strip() for captions in caption_lists for caption in captions):
         warn(f"{source}: all captions are empty, so that pictures are learnt without words", HintWarning)
-    return Pictures(pixels, own, rows, frames, control, masks)
+    return Pictures(pixels, caption_lists, rows, frames, control, masks)
 
 
 def check_apart(source: str | Path, folder: Path) -> None:
-    """Refuse a folder among the pictures, where what is generated would be read as one of them.
+    """Raises InputError if ``folder`` is inside the folder of training images, unless a table lists the images.
 
-    Raises:
-        InputError: so; where a table says which they are, it does not matter.
+    Images generated there would otherwise be read as training images.
     """
     pictures, where = (os.path.realpath(path) for path in (named_path("pictures", source), folder))
     if Path(where).is_relative_to(pictures) and not any(Path(pictures, table).is_file() for table in TABLES):
         raise InputError(
-            f"folder = {str(folder)!r} lies in that of the pictures, and images that are generated there would be read "
-            "as some; choose another one"
+            "folder",
+            folder,
+            "lies in that of the pictures, and images that are generated there would be read as some",
+            "choose another one",
         )
 
 
 def _control_file(row: Mapping[str, Any], column: str, source: Path) -> str:
-    """The control image of a picture, which lies in the same folder as the table."""
+    """Returns the path of an image's control image, which is relative to the folder of the table."""
     name = row.get(column)
     if not isinstance(name, str) or not name:
         known = ", ".join(sorted(row.keys() - {"table"}))
@@ -210,7 +207,7 @@ def _control_file(row: Mapping[str, Any], column: str, source: Path) -> str:
 
 
 class _Files:
-    """Reads a folder and a zip file alike."""
+    """Reads files from a folder or a zip file."""
 
     def __init__(self, source: Path) -> None:
         self.source = source
@@ -219,7 +216,7 @@ class _Files:
             try:
                 self.archive = zipfile.ZipFile(source)
             except zipfile.BadZipFile as error:
-                raise InputError(f"{source}: is neither a folder nor a zip file") from error
+                raise InputError("pictures", source, "is neither a folder nor a zip file") from error
             names = self.archive.namelist()
             self.names = sorted(name for name in names if not name.endswith("/") and not name.startswith("__MACOSX/"))
         elif source.is_dir():
@@ -227,11 +224,11 @@ class _Files:
                 there = list(islice(source.rglob("*"), _MOST_FILES + 1))
                 self.names = sorted(path.relative_to(source).as_posix() for path in there if path.is_file())
             except OSError as error:
-                raise InputError(f"pictures = {str(source)!r}: cannot be read ({error})") from None
+                raise InputError("pictures", source, f"cannot be read ({error})") from None
             if len(there) > _MOST_FILES:
-                raise InputError(f"pictures = {str(source)!r}: holds more than {_MOST_FILES} files; is it this folder?")
+                raise InputError("pictures", source, f"holds more than {_MOST_FILES} files", "is it this folder?")
         else:
-            raise InputError(f"pictures = {str(source)!r}: there is no such folder or zip file")
+            raise InputError("pictures", source, "is no folder or zip file that is there")
         self._known = frozenset(self.names)
 
     def read(self, name: str) -> bytes:
@@ -242,23 +239,23 @@ class _Files:
             if size > _MOST_BYTES:
                 raise InputError(f"{self.source}: {name!r} has {size} bytes, more than {_MOST_BYTES}; is it a picture?")
             return self.archive.read(name) if self.archive else (self.source / name).read_bytes()
-        except (OSError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:  # the last of an encrypted one
+        except (OSError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:  # RuntimeError: encrypted
             raise InputError(f"{self.source}: {name!r} cannot be read: {error}") from error
 
 
 def _pictures(files: _Files) -> list[str]:
-    """The names of all pictures that are not masks by their names."""
+    """Returns the names of all images whose names are not those of masks."""
     return [name for name in files.names if name.lower().endswith(SUFFIXES) and not name.lower().endswith(MASK_ENDING)]
 
 
 def _masks(
     files: _Files, source: Path, rows: Sequence[dict[str, Any]], frames: HostArray, size: int
 ) -> HostArray | None:
-    """Masks [N, size, size] uint8, None if there is none. Rows of pictures with a mask get its name."""
-    beside = {name[: -len(MASK_ENDING)]: name for name in files.names if name.lower().endswith(MASK_ENDING)}
+    """Reads masks [N, size, size] uint8, or None if there are none; sets ``_MASK_FILE`` in the rows with a mask."""
+    by_stem = {name[: -len(MASK_ENDING)]: name for name in files.names if name.lower().endswith(MASK_ENDING)}
     masks = None
     for i, row in enumerate(rows):
-        name = row.get(_MASK_FILE) or beside.get(row["file_name"].rpartition(".")[0])
+        name = row.get(_MASK_FILE) or by_stem.get(row["file_name"].rpartition(".")[0])
         if not isinstance(row.get(MASK), str | None):
             raise InputError(
                 f"{source}: {row['file_name']}: {MASK} = {row[MASK]!r} is not the name of a file; with an unmasked "
@@ -275,13 +272,13 @@ def _masks(
             )
         if masks is None:
             masks = np.full((len(rows), size, size), 255, np.uint8)
-        # By area, so that no weight gets lost or more than white.
+        # The box filter keeps the mean weight, and never exceeds white.
         masks[i] = np.asarray(ImageOps.fit(mask, (size, size), Image.Resampling.BOX))
     return masks
 
 
 def _tables(files: _Files, source: Path, column: str | None) -> list[dict[str, Any]]:
-    """Rows of the tables, every one checked; [] if there is none. Without a column captions are not looked for."""
+    """Reads and checks the rows of all tables; [] if there is no table. Without ``column`` captions are not read."""
     tables: dict[PurePosixPath, str] = {}
     for name in (name for name in files.names if PurePosixPath(name).name in TABLES):
         if (other := tables.setdefault(PurePosixPath(name).parent, name)) != name:
@@ -304,7 +301,7 @@ def _of_json(number: int, line: str) -> Any:
 
 
 def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, column: str | None) -> list[dict[str, Any]]:
-    """The rows of a table, whose file names are relative to its folder. A folder may be named after a split."""
+    """Reads the rows of a table. File names are relative to its folder, whose name can be that of a split."""
     try:
         text = files.read(table).decode("utf-8-sig")
         if table.endswith(".csv"):
@@ -323,14 +320,14 @@ def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, colum
             if columns and "file_name" in row:
                 told = f"has the file_name {row['file_name']!r:.80}, which is not text"
             raise InputError(f"{source}: {table}: row {number} {told}")
-        if None in row:  # of a .csv
+        if None in row:  # only in .csv
             raise InputError(
                 f"{source}: {table}: row {number} has more cells than there are columns, from {row[None][0]!r:.80} "
                 "on; put a caption with commas into quotation marks"
             )
         if column is not None:
             _check_caption(row, column, f"{source}: {table}", number)
-        row.pop(_MASK_FILE, None)  # a column of the user's
+        row.pop(_MASK_FILE, None)  # ignore a user's column of this name
         if isinstance(row.get(MASK), str) and row[MASK]:
             row[_MASK_FILE] = (folder / row[MASK]).as_posix()
         row["table"] = folder.as_posix()
@@ -342,7 +339,7 @@ def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, colum
 def _check_caption(row: dict[str, Any], column: str, table: str, number: int) -> None:
     caption = row.get(column)
     good = isinstance(caption, str) or (
-        isinstance(caption, list) and caption and all(isinstance(one, str) for one in caption)
+        isinstance(caption, list) and caption and all(isinstance(text, str) for text in caption)
     )
     if not good and caption is not None:
         raise InputError(f"{table}: row {number}: its caption {column!r} is {caption!r:.80}, not text")
@@ -359,14 +356,16 @@ def _check_caption(row: dict[str, Any], column: str, table: str, number: int) ->
         raise InputError(f"{table}: the caption of row {number} has a NUL character; is it text?")
 
 
-def _beside(files: _Files, source: Path, column: str) -> list[dict[str, Any]]:
-    """Captions in text files beside the pictures."""
+def _with_text_files(files: _Files, source: Path, column: str) -> list[dict[str, Any]]:
+    """Returns rows for images with captions in .txt files of the same names."""
     texts = {PurePosixPath(name).with_suffix(""): name for name in files.names if name.lower().endswith(".txt")}
     pictures = _pictures(files)
     if texts and column != CAPTION:
         raise InputError(
-            f"caption_column={column!r}: {source} has no {' or '.join(TABLES)}, and .txt files have no columns; leave "
-            "it out, or write a table"
+            "caption_column",
+            column,
+            f"is not read: {source} has no {' or '.join(TABLES)}, and .txt files have no columns",
+            "leave it out, or write a table",
         )
     without = [name for name in pictures if PurePosixPath(name).with_suffix("") not in texts]
     if texts and without:
@@ -374,11 +373,11 @@ def _beside(files: _Files, source: Path, column: str) -> list[dict[str, Any]]:
         raise InputError(f"{source}: {without[0]}{more} has no caption; write one into a .txt file of the same name")
     rows = []
     for name in pictures if texts else ():
-        told = texts[PurePosixPath(name).with_suffix("")]
+        text_file = texts[PurePosixPath(name).with_suffix("")]
         try:
-            rows.append({"file_name": name, column: files.read(told).decode("utf-8-sig").strip()})
+            rows.append({"file_name": name, column: files.read(text_file).decode("utf-8-sig").strip()})
         except UnicodeDecodeError as error:
-            raise InputError(_NOT_UTF8.format(source, told)) from error
+            raise InputError(_NOT_UTF8.format(source, text_file)) from error
     return rows
 
 
@@ -386,13 +385,13 @@ def _opened(data: bytes, name: str, turned: Callable[[Image.Image], Image.Image]
     try:
         return turned(Image.open(io.BytesIO(data)))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # PIL's SyntaxError: a broken PNG
-        # Pillow's own words name an object in memory.
+        # Pillow's message contains the address of an object.
         reason = "no kind of image that is known" if isinstance(error, UnidentifiedImageError) else error
         raise InputError(f"{name}: is not a picture that can be read: {reason}") from error
 
 
 def _fitted(data: bytes, name: str, size: int) -> tuple[HostArray, tuple[int, int, int, int]]:
-    """[size, size, 3] uint8, transparent parts on white; and the picture's frame."""
+    """Resizes and crops an image to [size, size, 3] uint8, with transparent parts on white; also returns its frame."""
     picture = _opened(data, name, upright_rgb)
     width, height = picture.size
     grown = size / min(width, height)

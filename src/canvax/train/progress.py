@@ -9,7 +9,7 @@ from canvax.errors import to_stderr
 
 
 class Progress:
-    """One line on stderr that is written over on a terminal, a line a minute elsewhere."""
+    """Writes the progress to stderr: on a terminal a line that is overwritten, otherwise a line every minute."""
 
     def __init__(self, name: str, *, shown: bool = True) -> None:
         self.name = name
@@ -19,12 +19,12 @@ class Progress:
         self._shown = -60.0
 
     def begin(self, steps: int, batch: int, done: int) -> None:
-        """Count ``steps`` of ``batch`` samples, of which ``done`` are done already."""
+        """Starts counting ``steps`` of ``batch`` samples, of which ``done`` are already done."""
         self.steps, self.batch = steps, batch
         self._first, self._began = done, time.monotonic()
 
     def advance(self, done: int, loss: float) -> None:
-        """``done`` steps are done in all."""
+        """Reports that ``done`` steps are done in total."""
         now = time.monotonic()
         if now - self._shown < (0.5 if self._terminal else 60.0) and done < self.steps:
             return
@@ -36,17 +36,17 @@ class Progress:
         self._write(f"\r{text:<100}" if self._terminal else f"{text}\n")
 
     def say(self, what: str) -> None:
-        """A line of its own, before the first step."""
+        """Writes a separate line, before the first step."""
         self._write(f"{self.name}: {what}\n")
 
     def close(self) -> None:
-        """End the line."""
+        """Ends the line."""
         if self._terminal:
             self._write("\n")
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds for people: "2 h 05 min", "3 min 10 s"."""
+    """Formats a duration: "2 h 05 min", "3 min 10 s"."""
     whole = round(seconds)
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     if hours:

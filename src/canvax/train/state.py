@@ -1,4 +1,4 @@
-"""The state of a run, and its file: everything that the next step depends on."""
+"""The state of a run and its file, with everything that the next step depends on."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.checked import checked, is_deleted
-from canvax.errors import CheckpointError, InputError, nearest, shown
+from canvax.errors import NO_VALUE, CheckpointError, InputError, nearest, shown
 from canvax.params import Params
 from canvax.types import Array, DType, HostArray
 from canvax.weights.cast import parse_dtype
@@ -26,13 +25,13 @@ Tree = TypeVar("Tree")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """What changes from step to step.
+    """The state that changes from step to step.
 
     Attributes:
-        step: steps done, int32.
-        params: what is trained, float32.
-        average: their exponential moving average, which is what one draws with; None if there is none.
-        optimizer: the optimiser's own state.
+        step: number of steps done, int32.
+        params: the trained parameters, float32.
+        average: the exponential moving average of ``params``, used for inference; None for no averaging.
+        optimizer: the state of the optimiser.
     """
 
     step: Array
@@ -42,37 +41,29 @@ class TrainState:
 
 
 def check_arrays(name: str, tree: Any, *, trained: bool = False) -> None:
-    """Refuse a tree with leaves that are no arrays of numbers; what is ``trained`` is of floats.
-
-    Raises:
-        InputError: naming the leaf.
-    """
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=(lambda leaf: leaf is None) if trained else None)
-    for path, leaf in found:
+    """Raises InputError, naming the leaf, if a leaf of a tree is not an array of numbers, or ``trained`` and not of
+    floats."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=(lambda leaf: leaf is None) if trained else None)
+    for path, leaf in leaves:
         where = name + jax.tree_util.keystr(path)
         dtype = getattr(leaf, "dtype", None)
-        if is_deleted(leaf) or dtype is None or not hasattr(leaf, "shape") or np.dtype(dtype).kind in "OSUmMc":
+        if dtype is None or not hasattr(leaf, "shape") or np.dtype(dtype).kind in "OSUmMc":
             raise InputError(f"{where}={shown(leaf)} is not an array of numbers")
         if trained and not jnp.issubdtype(dtype, jnp.floating):
             raise InputError(f"{where} holds {dtype}, which has no gradient; give floats")
-    if trained and not found:
-        raise InputError(f"{name} holds no array: there is nothing to train")
+    if trained and not leaves:
+        raise InputError(name, NO_VALUE, "holds no array: there is nothing to train")
 
 
-@checked
 def new_state(params: Params, optimizer: Any, *, averaged: bool) -> TrainState:
-    """The state before the first step; a copy of ``params``, because a step uses the state up that it is given."""
+    """Makes the state before the first step; it copies ``params``, because a step donates its input state."""
     params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
     average = jax.tree.map(jnp.copy, params) if averaged else None
     return TrainState(jnp.int32(0), params, average, optimizer.init(params))
 
 
-@checked
 def save_state(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
-    """Write a state, or any tree of arrays, under a temporary name, then rename it.
-
-    A kill leaves the file before or the file after.
-    """
+    """Writes a state, or any tree of arrays, atomically: to a temporary file that is then renamed."""
     check_arrays("state", state)
     arrays = [
         Outgoing(name, leaf.shape or (1,), np.dtype(leaf.dtype), partial(_on_host, leaf))
@@ -82,54 +73,51 @@ def save_state(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
     write_safetensors(path, arrays, {"canvax": json.dumps(dict(facts))})
 
 
-@checked
 def read_facts(path: Path) -> dict[str, Any]:
-    """What ``save_state`` wrote beside the arrays."""
+    """Reads the ``facts`` that ``save_state`` wrote."""
     try:
         return json.loads(read_metadata(path)["canvax"])
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: is not a state of a training run; delete it to begin again.") from error
 
 
-@checked
 def load_state(path: Path, like: Tree) -> Tree:
-    """Read what has the structure of ``like``, device arrays, onto the same devices.
+    """Reads a tree with the structure, shapes, dtypes and devices of ``like``, a tree of device arrays.
 
     Raises:
-        CheckpointError: it belongs to another model or optimiser.
+        CheckpointError: the file belongs to another model or optimiser.
     """
     check_arrays("like", like)
     entries = {entry.name: entry for entry in open_safetensors(path)}
-    wanted = _named(like)
+    expected = _named(like)
     faults = [
         name
-        for name, leaf in wanted
+        for name, leaf in expected
         if name not in entries or (entries[name].shape, entries[name].dtype) != (leaf.shape or (1,), leaf.dtype)
     ]
-    if faults or len(entries) != len(wanted):
+    if faults or len(entries) != len(expected):
         first = faults[0] if faults else "more arrays than the model has"
         raise CheckpointError(f"{path}: belongs to another model ({first}); delete it to begin again.")
-    leaves = [jax.device_put(entries[name].read().reshape(leaf.shape), leaf.sharding) for name, leaf in wanted]
+    leaves = [jax.device_put(entries[name].read().reshape(leaf.shape), leaf.sharding) for name, leaf in expected]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _named(state: Any) -> list[tuple[str, Array]]:
-    """Every array with its path: ``params.unet.conv_in.weight``, ``optimizer.1.mu.unet.conv_in.weight``."""
-    found = jax.tree_util.tree_leaves_with_path(state)
-    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in found]
+    """Returns every array with its path: ``params.unet.conv_in.weight``, ``optimizer.1.mu.unet.conv_in.weight``."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
 
 
 def _on_host(leaf: Array) -> HostArray:
     return np.asarray(leaf).reshape(leaf.shape or (1,))
 
 
-@checked
 def in_dtype(params: Params, names: Sequence[str], dtype: DType) -> Params:
-    """Components in the dtype computed in, which replace those of ``params``: there is one copy of each."""
+    """Casts components of ``params`` in place, so that there is only one copy of each; returns these components."""
     dtype = parse_dtype(dtype)
     for name in names:
         if name not in params:
-            raise InputError(f"names: params have no {name!r}; {nearest(name, list(params))}")
+            raise InputError("names", NO_VALUE, f"has {name!r}, which params do not have", nearest(name, list(params)))
         check_arrays(f"params[{name!r}]", params[name])
         params[name] = jax.tree.map(lambda leaf: leaf.astype(dtype), params[name])
     return {name: params[name] for name in names}

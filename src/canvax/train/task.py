@@ -1,7 +1,7 @@
-"""One road for every kind of training that goes on with a checkpoint.
+"""The procedure shared by every kind of training from a checkpoint.
 
-A kind is an ``Aim``: what is trained, and how it is written in the end. Everything else is here, once: opening the
-model, reading and encoding pictures, the loop, previews, and going on with a run that was stopped.
+A kind of training is an ``Aim``, which defines what is trained and how the result is saved. Everything else is here:
+opening the model, reading and encoding images, the loop, previews, and resuming a stopped run.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.checked import checked
-from canvax.errors import InputError, check_count, check_utf8
+from canvax.errors import NO_VALUE, InputError, check_count, check_utf8
 from canvax.families.base import Model
 from canvax.images.grid import make_grid
 from canvax.models.controlnet import ControlNet
@@ -39,30 +38,29 @@ from canvax.types import DType, HostArray
 from canvax.weights.cast import parse_dtype
 
 PLAN = Plan(steps=1000, batch=1, learning_rate=1e-5, warmup=0, final=1.0, b2=0.999, average=0.0, chunk=10)
-"""The rates that Stable Diffusion was fine-tuned with in the field: AdamW, 1e-5, constant."""
+"""The usual settings for fine-tuning Stable Diffusion: AdamW, constant learning rate 1e-5."""
 
 
-@checked
 @dataclass(frozen=True)
 class Training:
-    """What to go on with, on what.
+    """The model, the images and the settings of a training.
 
     Attributes:
         model: a folder in the diffusers layout, a single file, a bundled model or a Hub id; Stable Diffusion 1.x, 2.x
             or XL.
-        pictures: folder or zip file of pictures, captioned unless the kind of training says what they show.
-        folder: where the run is kept, and what comes of it.
-        plan: how long and how.
-        size: pixels of a side; by default the model's own.
-        caption_column: column of ``metadata.jsonl`` or ``metadata.csv``.
-        flip: show every picture mirrored as well.
-        gamma: bound of the min-SNR weights, None for none.
-        empty: share of empty captions.
-        unmasked_weight: the least weight of a place that a picture's mask leaves out, 0 unless given; 1 reads no masks.
-        remat: trade time for memory in the gradient.
-        dtype: dtype computed in; by default bfloat16 on GPU and TPU, float32 on the CPU.
-        prompts: drawn along the way, into ``previews``.
-        tensorboard: folder that gets the run's curves and previews for TensorBoard; needs tensorboardX.
+        pictures: folder or zip file of images, with captions unless the kind of training defines them.
+        folder: folder of the run's state and result.
+        plan: steps, batch size, learning rate and similar settings.
+        size: side of the images in pixels; by default the size the model was trained for.
+        caption_column: column of captions in ``metadata.jsonl`` or ``metadata.csv``.
+        flip: also train on the mirror image of every image.
+        gamma: bound of the min-SNR weights, None for no weights.
+        empty: fraction of empty captions.
+        unmasked_weight: minimum weight of positions outside a mask, by default 0; with 1 masks are not read.
+        remat: recompute activations in the backward pass, which takes less memory but more time.
+        dtype: dtype of the computation; by default bfloat16 on GPU and TPU, float32 on the CPU.
+        prompts: prompts of the images that are generated during training, in the folder ``previews``.
+        tensorboard: folder of curves and previews for TensorBoard; needs tensorboardX.
     """
 
     model: str | Path
@@ -82,11 +80,11 @@ class Training:
 
     def __post_init__(self) -> None:
         if not isinstance(self.empty, int | float) or not 0 <= self.empty < 1:
-            raise InputError(f"empty = {self.empty} is the share of empty captions; it must be in 0..1, 1 excluded")
+            raise InputError("empty", self.empty, "is the share of empty captions", "it must be in 0..1, 1 excluded")
         if self.gamma is not None and not (isinstance(self.gamma, int | float) and 0 < self.gamma < math.inf):
-            raise InputError(f"gamma = {self.gamma} must be more than 0, or None for no min-SNR weights")
+            raise InputError("gamma", self.gamma, "must be more than 0, or None for no min-SNR weights")
         if self.unmasked_weight is not None and not 0 <= self.unmasked_weight <= 1:
-            raise InputError(f"unmasked_weight = {self.unmasked_weight} must be in 0..1; 1 reads no masks")
+            raise InputError("unmasked_weight", self.unmasked_weight, "must be in 0..1", "1 reads no masks")
         if self.size is not None:
             check_count("size", self.size, MAX_SIDE)
         if self.dtype is not None:
@@ -95,17 +93,16 @@ class Training:
             check_board(self.tensorboard)
 
 
-@checked
 @dataclass(frozen=True)
 class Subject:
-    """What pictures show that have no captions, and what keeps the model from forgetting the rest.
+    """The captions of images without captions, and the class images that keep the model from forgetting.
 
     Attributes:
-        captions: of every picture; () for their own.
+        captions: captions of every image; () to read captions from files.
         control_column: the column of control images.
-        prior: folder of pictures of the class, which ``prior_caption`` describes.
-        prior_caption: such as "a photo of a dog".
-        prior_weight: of the loss on them.
+        prior: folder of class images.
+        prior_caption: caption of the class images, e.g. "a photo of a dog".
+        prior_weight: weight of the loss on class images.
     """
 
     captions: tuple[str, ...] = ()
@@ -118,7 +115,7 @@ class Subject:
         for text in (*self.captions, self.prior_caption):
             check_utf8("caption", text)
         if self.prior_weight <= 0:
-            raise InputError(f"prior_weight = {self.prior_weight} must be more than 0")
+            raise InputError("prior_weight", self.prior_weight, "must be more than 0")
         if self.prior is None and (self.prior_caption or self.prior_weight != 1):
             raise InputError("prior_caption and prior_weight are of pictures of the class: give their folder, prior")
 
@@ -126,16 +123,15 @@ class Subject:
 OWN_CAPTIONS = Subject()
 
 
-@checked
 @dataclass(frozen=True, eq=False)
 class Start:
-    """Where a training begins.
+    """The initial state of a training.
 
     Attributes:
-        trained: host arrays, by component.
-        frozen: the parameters that are used and not trained.
-        assemble: makes all parameters of both.
-        control: the ControlNet that is trained.
+        trained: the trained parameters by component, host arrays.
+        frozen: the parameters that are used but not trained.
+        assemble: makes all parameters from trained and frozen ones.
+        control: the ControlNet that is trained, if any.
     """
 
     trained: Params
@@ -148,10 +144,10 @@ class Aim(Protocol):
     """A kind of training.
 
     Attributes:
-        name: for the progress line.
-        part: folder of the run's state.
-        facts: settings that a run must be gone on with.
-        rates: learning rates of components that have their own.
+        name: name in the progress line.
+        part: subfolder of the run's state.
+        facts: settings that must not change when a run is resumed.
+        rates: component -> its learning rate, where it differs.
     """
 
     @property
@@ -167,39 +163,34 @@ class Aim(Protocol):
     def rates(self) -> dict[str, float]: ...
 
     def target(self, folder: Path) -> Path:
-        """What is written in the end; it must not be there yet."""
+        """Returns the path of the result, which must not exist yet."""
         ...
 
     def check(self, model: Model, training: Training) -> None:
-        """Refuse a model that cannot be trained so, before weights are read."""
+        """Refuses, before weights are read, a model that this training does not support."""
         ...
 
     def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
-        """Where to begin. Parameters that are trained are taken out of ``params``, so that there is one copy."""
+        """Returns the initial state. Trained parameters may be removed from ``params``, so that there is one copy."""
         ...
 
     def shown(self, params: Params, trained: Params) -> Params:
-        """The parameters that an image is generated with."""
+        """Returns the parameters for generating previews."""
         ...
 
     def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
-        """Write what was trained."""
+        """Writes the trained parameters."""
         ...
 
 
 def check_rate(text: bool, rate: float | None) -> None:
-    """Refuse a learning rate of text encoders that is none, or that has nothing to train.
-
-    Raises:
-        InputError: such a rate.
-    """
+    """Raises InputError if the text encoders' learning rate is not positive, or set although they are not trained."""
     if rate is not None and rate <= 0:
-        raise InputError(f"text_rate = {rate} must be more than 0")
+        raise InputError("text_rate", rate, "must be more than 0")
     if rate is not None and not text:
-        raise InputError(f"text_rate = {rate} without text: text encoders are trained with text=True")
+        raise InputError("text_rate", rate, "has no effect without text", "text encoders are trained with {text=True}")
 
 
-@checked
 def train(
     training: Training,
     aim: Aim,
@@ -209,46 +200,49 @@ def train(
     deadline: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path | None:
-    """Train, or go on; the state of the run is in ``training.folder``.
+    """Trains from a checkpoint, or resumes the run in ``training.folder``.
 
     Args:
-        training: what to train on what.
+        training: the model, the images and the settings.
         aim: the kind of training.
         mesh: the devices; the batch is split over ``data``.
-        subject: what the pictures show, if they have no captions.
+        subject: captions of images without captions, and class images.
         deadline: ``time.monotonic()`` at which to write the state and stop.
-        say: told what is going on.
+        say: called with messages about the progress.
 
     Returns:
-        What was written, or None if the deadline came first.
+        The path of the result, or None if the deadline came first.
 
     Raises:
-        InputError: an argument, the kind of model or a picture cannot be used, or the folder holds another run.
+        InputError: an argument is invalid, the model or an image cannot be used, or the folder contains another run.
         CheckpointError: the model cannot be read.
     """
     target = aim.target(training.folder)
     check_folder(training.folder, target)
     check_pictures(training, subject)
-    looked: list[tuple[int, Pictures, Pictures | None, bool]] = []
+    inputs: list[tuple[int, Pictures, Pictures | None, bool]] = []
 
-    def look(model: Model) -> None:  # before weights are fetched
-        looked.append(_look(training, aim, subject, model))
+    def check(model: Model) -> None:  # before weights are downloaded
+        inputs.append(_read_inputs(training, aim, subject, model))
 
-    model, programs, params = open_model(training.model, dtype="float32", mesh=mesh, check=look)
-    ((size, own, prior, masked),) = looked
+    model, programs, params = open_model(training.model, dtype="float32", mesh=mesh, check=check)
+    ((size, pictures, prior, masked),) = inputs
     dtype = default_dtype(mesh, training=True) if training.dtype is None else training.dtype
     plan = replace(training.plan, rates={**training.plan.rates, **aim.rates})
-    decisive = {"size": size, "dtype": np.dtype(dtype).name, "pictures": own.digest(), **_decisive(training, aim)}
+    decisive = {"size": size, "dtype": np.dtype(dtype).name, "pictures": pictures.digest(), **_decisive(training, aim)}
     if prior is not None:
         decisive |= {"prior": prior.digest(), "prior_weight": subject.prior_weight}
     if masked:
         decisive |= {"unmasked_weight": training.unmasked_weight or 0.0}
     if (state := training.folder / aim.part / STATE).is_file():
-        check_same(state, plan, len(own), decisive)  # before anything is encoded
-    say(f"{len(own)} pictures at {size} x {size}" + (f", {own.masked} of them masked" if own.masked else ""))
-    start = aim.begin(model, params, training, dtype)  # which may name tokens that captions hold
-    make_folder(training.folder)  # which the disk may refuse: better before an hour's work than after
-    data, shared = _data(own, training, model, params, mesh, masked=masked)
+        check_same(state, plan, len(pictures), decisive)  # before anything is encoded
+    say(
+        f"{len(pictures)} pictures at {size} x {size}"
+        + (f", {pictures.masked} of them masked" if pictures.masked else "")
+    )
+    start = aim.begin(model, params, training, dtype)  # first, since it may add tokens that captions contain
+    make_folder(training.folder)  # fails before an hour's work, not after
+    data, shared = _data(pictures, training, model, params, mesh, masked=masked)
     if prior is not None:
         shared["prior"], _ = _data(prior, training, model, params, mesh, masked=masked)
     shared["frozen"] = start.frozen
@@ -276,7 +270,7 @@ def train(
         watch=board.numbers if board else None,
     )
     with closing(board) if board else nullcontext():
-        trained, finished = fit(start.trained, loss, data, len(own), plan, session, shared)
+        trained, finished = fit(start.trained, loss, data, len(pictures), plan, session, shared)
     if not finished:
         return None
     with together("saving") if is_spread(mesh) else nullcontext():
@@ -286,13 +280,13 @@ def train(
 
 
 def _decisive(training: Training, aim: Aim) -> dict[str, Any]:
-    """Settings that a run must be gone on with."""
+    """Returns settings that must not change when a run is resumed."""
     same = {name: getattr(training, name) for name in ("flip", "gamma", "empty")}
     return {**same, "model": str(training.model), **aim.facts}
 
 
 def check_folder(folder: Path, target: Path) -> None:
-    """Refuse a file, and the folder of a finished run."""
+    """Raises InputError if the folder is a file, or contains a finished run."""
     if target.exists():
         raise InputError(f"{str(target)!r} exists already: this run is finished; choose another folder.")
     if folder.exists() and not folder.is_dir():
@@ -300,21 +294,25 @@ def check_folder(folder: Path, target: Path) -> None:
 
 
 def _check_model(training: Training, aim: Aim, model: Model) -> None:
-    """Refuse kinds of models that no kind of training knows, and those that this one does not."""
+    """Refuses models that cannot be trained, in general or in this way, and invalid preview prompts."""
     check_trainable(model.scheduler.schedule)
     if model.unet.in_channels != model.vae.latent_channels:
         raise InputError(
-            f"model has a UNet of {model.unet.in_channels} channels (an inpainting model), which cannot be trained "
-            f"yet; take one of {model.vae.latent_channels}"
+            "model",
+            NO_VALUE,
+            f"has a UNet of {model.unet.in_channels} channels (an inpainting model), which cannot be trained yet",
+            f"take one of {model.vae.latent_channels}",
         )
     if model.networks.embeds_guidance:
-        raise InputError("model was distilled to take its guidance scale as an input, which cannot be trained yet")
+        raise InputError(
+            "model", NO_VALUE, "was distilled to take its guidance scale as an input, which cannot be trained yet"
+        )
     aim.check(model, training)
     for text in training.prompts:
         try:
             make_request(model, Call(text))
         except InputError as error:
-            raise InputError(f"preview {text[:80]!r}: {error}") from None
+            raise InputError("preview", text, f"cannot be a preview: {error}") from None
 
 
 def _preview(
@@ -325,7 +323,7 @@ def _preview(
         seeds = list(range(len(training.prompts)))
         shown = aim.shown(params, trained)
         images = pipe(list(training.prompts), seed=seeds, params=shown, options=options).images
-        if not leads(pipe.mesh):  # whose images are another part of the batch
+        if not leads(pipe.mesh):  # the images are split over the processes
             return
         (training.folder / "previews").mkdir(exist_ok=True)
         grid = make_grid(images)
@@ -336,41 +334,43 @@ def _preview(
     return preview
 
 
-@checked
 def check_pictures(training: Training, subject: Subject) -> None:
-    """Look at the table and the first picture, before a model is fetched or anything is generated.
+    """Reads the table and the first image, before a model is downloaded or anything is generated.
 
     Raises:
-        InputError: they cannot be read.
+        InputError: the table or the image cannot be read.
     """
     if training.prompts:
         check_apart(training.pictures, training.folder)
     column, control = training.caption_column, subject.control_column
-    more = {"captions": subject.captions, "control_column": control, "limit": 1}
+    options = {"captions": subject.captions, "control_column": control, "limit": 1}
     masked = training.unmasked_weight != 1 and control != MASK
-    read_pictures(training.pictures, 8, caption_column=column, masked=masked, **more)
+    read_pictures(training.pictures, 8, caption_column=column, masked=masked, **options)
 
 
-def _look(training: Training, aim: Aim, subject: Subject, model: Model) -> tuple[int, Pictures, Pictures | None, bool]:
+def _read_inputs(
+    training: Training, aim: Aim, subject: Subject, model: Model
+) -> tuple[int, Pictures, Pictures | None, bool]:
+    """Checks the model; returns the side of the images, the images, the class images, and whether there are masks."""
     _check_model(training, aim, model)
     size = size_of(training, model)
-    own = _read(training.pictures, size, training, subject.captions, subject.control_column)
+    pictures = _read(training.pictures, size, training, subject.captions, subject.control_column)
     prior = None if subject.prior is None else _read(subject.prior, size, training, (subject.prior_caption,), None)
-    return size, own, prior, _check_masks(training, [own] if prior is None else [own, prior])
+    return size, pictures, prior, _check_masks(training, [pictures] if prior is None else [pictures, prior])
 
 
 def size_of(training: Training, model: Model) -> int:
-    """The side of the pictures; InputError if the model cannot have it."""
+    """Returns the side of the images; raises InputError if the model does not support it."""
     size = check_count("size", training.size or model.native_size[0], MAX_SIDE)
     if size % (2 * model.vae.factor):
-        raise InputError(f"size = {size} must be divisible by {2 * model.vae.factor}")
+        raise InputError("size", size, f"must be divisible by {2 * model.vae.factor}")
     return size
 
 
 def _read(
     source: str | Path, size: int, training: Training, captions: Sequence[str], control_column: str | None
 ) -> Pictures:
-    found = read_pictures(
+    pictures = read_pictures(
         source,
         size,
         caption_column=training.caption_column,
@@ -378,16 +378,16 @@ def _read(
         control_column=control_column,
         masked=training.unmasked_weight != 1 and control_column != MASK,
     ).split("train")
-    if not len(found):
-        raise InputError(f"pictures = {str(source)!r}: none of its pictures is of the split 'train'")
-    return found
+    if not len(pictures):
+        raise InputError("pictures", source, "has no picture of the split 'train'")
+    return pictures
 
 
 def _check_masks(training: Training, sets: Sequence[Pictures]) -> bool:
-    """Whether there are masks.
+    """Returns whether there are masks.
 
     Raises:
-        InputError: a mask leaves nothing of its picture, or a weight was given for masks that are not there.
+        InputError: a mask excludes a whole image, or ``unmasked_weight`` is set without masks.
     """
     weight = training.unmasked_weight
     for pictures in sets:
@@ -402,14 +402,19 @@ def _check_masks(training: Training, sets: Sequence[Pictures]) -> bool:
     masked = any(pictures.masks is not None for pictures in sets)
     if weight is not None and weight != 1 and not masked:
         raise InputError(
-            f"unmasked_weight = {weight}, but no picture has a mask; name their files in the column {MASK!r} of the "
-            f"table, or call the mask of a.png a{MASK_ENDING}"
+            "unmasked_weight",
+            weight,
+            "has no effect: no picture has a mask",
+            f"name their files in the column {MASK!r} of the table, or call the mask of a.png a{MASK_ENDING}",
         )
     return masked
 
 
 def _mask(pictures: Pictures, factor: int, least: float) -> HostArray:
-    """Weights of places of the latents [N, h, w] float32: means of the pixels of each, and at least ``least``."""
+    """Returns weights of the latents' positions [N, h, w] float32: means of the mask's pixels, at least ``least``.
+
+    Without masks all weights are 1.
+    """
     count, *shape = pictures.pixels.shape[:3]
     masks = np.full((count, *shape), 255, np.uint8) if pictures.masks is None else pictures.masks
     cells = masks.reshape(count, shape[0] // factor, factor, shape[1] // factor, factor)
@@ -419,10 +424,7 @@ def _mask(pictures: Pictures, factor: int, least: float) -> HostArray:
 def _data(
     pictures: Pictures, training: Training, model: Model, params: Params, mesh: Mesh, *, masked: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Latents of all pictures, encoded once, the ids of their captions, and their masks if there are any.
-
-    Also what they share: see ``denoising_data``.
-    """
+    """Encodes all images and captions, and returns the samples and shared data of ``denoising_data``."""
     forms = [slice(None), slice(None, None, -1)][: 1 + training.flip]
     latents = [encode_pictures(params["vae"], pictures.pixels[:, :, form], model.vae, mesh, batch=4) for form in forms]
     control = None
@@ -435,7 +437,7 @@ def _data(
     time_ids = None
     if model.networks.size_numbers:
         size = pictures.pixels.shape[1:3]
-        time_ids = np.stack([_told_of(model, size, frame) for frame in pictures.frames])
+        time_ids = np.stack([_size_conditions(model, size, frame) for frame in pictures.frames])
     return denoising_data(
         model.tokenizers,
         np.stack(latents, axis=1),
@@ -447,10 +449,10 @@ def _data(
     )
 
 
-def _told_of(model: Model, size: tuple[int, ...], frame: np.ndarray) -> np.ndarray:
-    """What SDXL is told of a picture: its size, the corner of the crop, and the size it was brought to."""
+def _size_conditions(model: Model, size: tuple[int, ...], frame: np.ndarray) -> np.ndarray:
+    """Returns SDXL's size conditions of an image: original size, corner of the crop, target size."""
     height, width, top, left = map(int, frame)
     options = {"original_size": (height, width), "crops_coords_top_left": (top, left), "target_size": size}
-    found = model.size_conditions(size[0], size[1], options)
-    assert found is not None
-    return found[0]
+    conditions = model.size_conditions(size[0], size[1], options)
+    assert conditions is not None
+    return conditions[0]

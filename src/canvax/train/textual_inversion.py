@@ -1,4 +1,4 @@
-"""Textual inversion (Gal et al. 2022): the model stays as it is, and a new word learns what pictures show."""
+"""Textual inversion (Gal et al. 2022): the model is frozen, and only the embedding of a new word is trained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.checked import checked
 from canvax.errors import InputError, check_count
 from canvax.families.base import Model
 from canvax.params import Params
@@ -24,10 +23,10 @@ from canvax.weights.embeddings import MOST_VECTORS, check_token
 from canvax.weights.safetensors import Outgoing, write_safetensors
 
 EMBEDDING_PLAN = replace(PLAN, steps=5000, learning_rate=5e-4)
-"""As the README of the scripts of diffusers has it."""
+"""Learning rate 5e-4, as in the README of diffusers' scripts."""
 
 FILES = {"text_encoder": "learned_embeds.safetensors", "text_encoder_2": "learned_embeds_2.safetensors"}
-"""The file of each text encoder's vectors, as the scripts of diffusers name them."""
+"""The file of each text encoder's vectors, named as in diffusers' scripts."""
 
 CAPTIONS: Mapping[str, Sequence[str]] = {
     "object": (
@@ -40,18 +39,17 @@ CAPTIONS: Mapping[str, Sequence[str]] = {
     ),
     "word": ("{}",),
 }
-"""What is said of every picture: what the word stands for, or nothing but the word."""
+"""Kind of concept -> caption templates; with "word" the caption is only the word."""
 
 
-@checked
 @dataclass(frozen=True)
 class Inversion:
     """The ``Aim`` of training a word.
 
     Attributes:
-        token: the word, as prompts write it.
-        initializer: words whose vectors it begins with.
-        vectors: how many tokens it is.
+        token: the word, as written in prompts.
+        initializer: words whose vectors are the initial values.
+        vectors: number of vectors, and so of tokens.
     """
 
     token: str
@@ -66,39 +64,45 @@ class Inversion:
         check_token(self.token)
         check_count("vectors", self.vectors)
         if not self.initializer.strip():
-            raise InputError(f"initializer={self.initializer!r} is empty; give the word to begin with, such as 'toy'")
+            raise InputError("initializer", self.initializer, "is empty", "give the word to begin with, such as 'toy'")
         if self.vectors > MOST_VECTORS:
-            raise InputError(f"vectors = {self.vectors} is more than {MOST_VECTORS}, the tokens of a prompt")
+            raise InputError("vectors", self.vectors, f"is more than {MOST_VECTORS}, the tokens of a prompt")
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The word and where it began."""
+        """The word and its initial values."""
         return {"token": self.token, "initializer": self.initializer, "vectors": self.vectors}
 
     @property
     def rates(self) -> dict[str, float]:
-        """None of its own."""
+        """No component has a special learning rate."""
         return {}
 
     def target(self, folder: Path) -> Path:
-        """The vectors of the first text encoder; those of SDXL's second are in a file beside it."""
+        """Returns the file of the first text encoder's vectors; SDXL's second has another file in the same folder."""
         return folder / FILES["text_encoder"]
 
     def check(self, model: Model, training: Training) -> None:
-        """Refuse a word without a beginning, and one that the model knows as a token already."""
+        """Refuses a word without initial values, and a word that is already a token of the model."""
         for part, tokenizer in model.tokenizers.items():
             if len(tokenizer.spare) < self.vectors:
-                raise InputError(f"{part} has room for {len(tokenizer.spare)} new vectors, not {self.vectors}")
+                raise InputError(
+                    "vectors",
+                    self.vectors,
+                    f"is more than the {len(tokenizer.spare)} new vectors for which {part} has room",
+                )
             if not tokenizer.ids(self.initializer):
-                raise InputError(f"initializer = {self.initializer!r} holds no word; give one, such as 'toy'")
+                raise InputError("initializer", self.initializer, "holds no word", "give one, such as 'toy'")
             if len(tokenizer.ids(self.token)) == 1:
                 raise InputError(
-                    f"token = {self.token!r} is a common word, whose meaning would be lost; give another, such as "
-                    f"'<{self.token}>'"
+                    "token",
+                    self.token,
+                    "is a common word, whose meaning would be lost",
+                    f"give another, such as '<{self.token}>'",
                 )
 
     def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
-        """Rows of the embedding tables that no text can reach become the word's, under the names of encoders."""
+        """Assigns the word to unused rows of each text encoder's embedding table; these rows are trained."""
         rows: Params = {}
         for part, tokenizer in model.tokenizers.items():
             ids = tokenizer.ids(self.initializer)
@@ -110,25 +114,25 @@ class Inversion:
         return Start(rows, in_dtype(params, ["unet", *model.text.parts], dtype), self._with_rows)
 
     def _with_rows(self, trained: Params, params: Params) -> Params:
-        """The parameters with the word's vectors in their rows."""
-        found = dict(params)
+        """Returns the parameters with the word's vectors in the embedding tables."""
+        result = dict(params)
         for part, of in trained.items():
             model = params[part]["text_model"]
             embeddings = model["embeddings"]
             table: Array = embeddings["token_embedding"]["weight"]
             table = jnp.asarray(table).at[jnp.array(self._ids[part])].set(of["rows"].astype(table.dtype))
             embeddings = {**embeddings, "token_embedding": {"weight": table}}
-            found[part] = {**params[part], "text_model": {**model, "embeddings": embeddings}}
-        return found
+            result[part] = {**params[part], "text_model": {**model, "embeddings": embeddings}}
+        return result
 
     def shown(self, params: Params, trained: Params) -> Params:
-        """With the word as it is now."""
+        """Returns the parameters with the word's current vectors."""
         return self._with_rows(trained, params)
 
     def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
-        """In the format of diffusers."""
+        """Writes the vectors in the format of diffusers."""
         names = FILES if len(trained) > 1 else dict.fromkeys(trained, FILES["text_encoder"])
-        for part in reversed(list(trained)):  # the one that says that the run is finished comes last
+        for part in reversed(list(trained)):  # ``target``, which marks the run as finished, is written last
             rows: HostArray = np.asarray(jax.device_get(trained[part]["rows"]))
             outgoing = Outgoing(self.token, rows.shape, rows.dtype, partial(np.asarray, rows))
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +140,6 @@ class Inversion:
         return target
 
 
-@checked
 def train_inversion(
     training: Training,
     inversion: Inversion,
@@ -146,17 +149,20 @@ def train_inversion(
     deadline: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path | None:
-    """Train a word on pictures, all of which it stands for; see ``canvax.train.task.train``.
+    """Trains a word on images that all show what the word stands for.
 
     Args:
-        training: what to train on; captions of the pictures are not read.
+        training: model and images; the captions of the images are not read.
         inversion: the word.
-        mesh: see there.
+        mesh: the devices; the batch is split over ``data``.
         learn: a key of ``CAPTIONS``.
-        deadline: see there.
-        say: see there.
+        deadline: ``time.monotonic()`` at which to write the state and stop.
+        say: called with messages about the progress.
+
+    Returns:
+        The file of the first text encoder's vectors, or None if the deadline came first.
     """
     if learn not in CAPTIONS:
-        raise InputError(f"learn = {learn!r} is not known; it is one of {', '.join(CAPTIONS)}")
+        raise InputError("learn", learn, "is not known", f"it is one of {', '.join(CAPTIONS)}")
     captions = tuple(text.format(inversion.token) for text in CAPTIONS[learn])
     return train(training, inversion, mesh, subject=Subject(captions), deadline=deadline, say=say)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from canvax.checked import placed
 from canvax.errors import CheckpointError, HubError, InputError
 from canvax.files import read_json
 from canvax.weights.hub import Commit, find_commit
@@ -30,7 +29,6 @@ _HUB_ID = re.compile(
 """``owner/name``, or a file of it; a file of a folder that is not there is none."""
 
 
-@placed
 @dataclass(frozen=True)
 class AdapterSource:
     """Where an adapter comes from.
@@ -61,6 +59,11 @@ class AdapterSource:
         ):
             raise InputError(f"weight_name={self.weight_name!r:.80} is not the name of a safetensors file")
         self.source_of(self.name, self.revision)  # which looks at the rest
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Keyword arguments that find the same files again, without the token, which stays out of records."""
+        return {name: getattr(self, name) for name in ("weight_name", "revision", "cache_dir", "local_files_only")}
 
     def source_of(self, name: str | Path, revision: str | None) -> Source:
         """Another name at the same Hub, fetched in the same way."""

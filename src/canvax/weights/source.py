@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from canvax.checked import placed
 from canvax.errors import CheckpointError, InputError, check_flag, nearest, warn
 from canvax.files import first_there, named_path
 from canvax.weights.adapter_names import are_words, is_adapters
@@ -38,7 +37,6 @@ def _architecture(text: str) -> str:
     return {"sdxlbase": "sdxl", "sdxl10": "sdxl", "sdxlbase10": "sdxl", "sdxlrefiner": "sdxl-refiner"}.get(plain, plain)
 
 
-@placed
 @dataclass(frozen=True)
 class Source:
     """Where a model comes from, and how to get it.

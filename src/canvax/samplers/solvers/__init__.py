@@ -1,4 +1,4 @@
-"""The solvers: each a function (NoiseSchedule, steps, options) -> SamplerTable."""
+"""The solvers. Each is a function (NoiseSchedule, steps, options) -> SamplerTable."""
 
 from canvax.samplers.solvers.derivative import (
     dpm2,

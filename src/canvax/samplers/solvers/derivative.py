@@ -1,8 +1,8 @@
-"""Solvers of dy / dsigma = (y - D) / sigma, the probability-flow ODE of Karras et al. 2022, and their random forms.
+"""Solvers of dy / dsigma = (y - D) / sigma, the probability-flow ODE of Karras et al. 2022, and their stochastic forms.
 
-Notation: `level` sigma before a step, `after` behind it, d = (X - D) / sigma. A random step goes down to below the next
-level and adds fresh noise up to it. Solvers of two stages take two evaluations a step, but one where the run ends at
-zero: 2n - 1 for n steps.
+Notation: `level` is sigma before a step, `after` sigma after it, d = (X - D) / sigma. A stochastic step goes below the
+next level and adds fresh noise to reach it. Two-stage solvers need two evaluations per step, but only one for a step to
+level zero: 2n - 1 for n steps.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from canvax.samplers.weights import lagrange_weights
 def euler(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
     """Euler's method: Karras et al. 2022, algorithm 2.
 
-    With s_churn > 0 the noise of a step is added at the end of the row before it (before row 0: in the initial noise),
-    so that the network sees the raised level, as in the paper. Flow models may ask for fresh noise in every step
-    (stochastic_sampling).
+    With s_churn > 0 the noise of a step is added at the end of the previous row (for row 0, in the initial noise), so
+    that the network gets the raised level, as in the paper. With stochastic_sampling a flow model gets fresh noise in
+    every step.
     """
     path = euler_path(schedule, steps, options)
     if schedule.is_flow and options.stochastic_sampling:
-        return _renewed(path)
-    churned = _Churned(path, options)
-    N = rows(len(path), {0: X + col(churned.after - churned.level) * churned.slope + col(churned.up) * NOISE})
-    return churned.table(churned.timesteps, churned.level, churned.left, N)
+        return _renoised(path)
+    levels = _ChurnLevels(path, options)
+    N = rows(len(path), {0: X + col(levels.after - levels.level) * levels.slope + col(levels.up) * NOISE})
+    return levels.table(levels.timesteps, levels.level, levels.left, N)
 
 
-def _renewed(path: Path) -> SamplerTable:
-    """x' = (1 - t') D + t' noise."""
+def _renoised(path: Path) -> SamplerTable:
+    """Makes the table of x' = (1 - t') D + t' noise."""
     t = path.sigmas
     N = rows(len(path), {0: col(1 - t[1:]) * D + col(t[1:]) * NOISE})
     return framed(path, Frame(path.schedule), path.timesteps, t[:-1], t[1:], N)
@@ -43,20 +43,20 @@ def _renewed(path: Path) -> SamplerTable:
 
 def heun(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
     """Heun's method: Karras et al. 2022, algorithm 2. Slots: 1 y before the step, 2 its slope."""
-    c = _Churned(euler_path(schedule, steps, options), options)
+    c = _ChurnLevels(euler_path(schedule, steps, options), options)
     both, dt = c.after > 0, col(c.after - c.level)
     noise = col(c.up) * NOISE
     first = rows(len(c), {0: X + dt * c.slope + col(~both) * noise, 1: X, 2: c.slope})
     second = rows(len(c), {0: S1 + dt / 2 * (S2 + (X - D) / _divisor(c.after)) + noise})
-    onward = np.append(c.path.timesteps[1:], np.nan)
-    inner = np.where(np.isnan(onward), c.frame.timestep(np.where(both, c.after, c.level)), onward)
+    next_timesteps = np.append(c.path.timesteps[1:], np.nan)
+    inner = np.where(np.isnan(next_timesteps), c.frame.timestep(np.where(both, c.after, c.level)), next_timesteps)
     return _two_stages(c, first, second, c.after, c.left, both, inner)
 
 
 def dpm2(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """The midpoint method, its midpoint even in log sigma: DPM-Solver-2 (Lu et al. 2022, algorithm 1) as k-diffusion
-    has it. Slot 1: y before the step."""
-    c = _Churned(euler_path(schedule, steps, options), options)
+    """The midpoint method, with the midpoint in log sigma: DPM-Solver-2 (Lu et al. 2022, algorithm 1) as in
+    k-diffusion. Slot 1: y before the step."""
+    c = _ChurnLevels(euler_path(schedule, steps, options), options)
     both, noise = c.after > 0, col(c.up) * NOISE
     middle = np.where(both, np.sqrt(c.level * c.after), c.after)
     first = rows(len(c), {0: X + col(middle - c.level) * c.slope + col(~both) * noise, 1: X})
@@ -65,24 +65,24 @@ def dpm2(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
 
 
 def euler_ancestral(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """Euler steps to below the next level, then fresh noise up to it: ancestral sampling seen from the exploding frame.
+    """Euler steps below the next level, then fresh noise up to it: ancestral sampling in the variance-exploding frame.
 
-    Source: Song et al. 2021 (score SDE), appendix F; levels as in k-diffusion, eta scaling the fresh noise.
+    Source: Song et al. 2021 (score SDE), appendix F; levels as in k-diffusion; eta scales the fresh noise.
     """
-    a = _Ancestral(euler_path(schedule, steps, options), options)
+    a = _AncestralLevels(euler_path(schedule, steps, options), options)
     N = rows(len(a), {0: X + col(a.down - a.level) * a.slope + col(a.up) * NOISE})
     return a.table(a.timesteps, a.level, a.after, N)
 
 
 def dpm2_ancestral(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """`dpm2` down to below the next level, then fresh noise up to it. Slot 1: y before the step."""
+    """`dpm2` to below the next level, then fresh noise up to it. Slot 1: y before the step."""
     if schedule.is_flow:
-        # A first step begins at 2^24, goes down to almost 0, and takes the slope at the next level: 2^24 times that is
-        # wrong by far more than the data's own size.
+        # The first step begins at 2^24, goes down to almost 0, and uses the slope at the next level. The error of that
+        # slope times 2^24 is far larger than the data.
         raise InputError(
-            "sampler='dpm2_a' diverges on flow models, which begin without any signal; use 'dpm2' or 'dpmpp_2s_a'"
+            "sampler", "dpm2_a", "diverges on flow models, which begin without any signal", "use 'dpm2' or 'dpmpp_2s_a'"
         )
-    a = _Ancestral(euler_path(schedule, steps, options), options)
+    a = _AncestralLevels(euler_path(schedule, steps, options), options)
     both, noise = a.down > 0, col(a.up) * NOISE
     middle = np.where(both, np.sqrt(a.level * a.down), a.down)
     first = rows(len(a), {0: X + col(middle - a.level) * a.slope, 1: X})
@@ -91,38 +91,38 @@ def dpm2_ancestral(schedule: NoiseSchedule, steps: int, options: SamplerOptions)
 
 
 def dpmpp_2s_ancestral(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """DPM-Solver++(2S), Lu et al. 2022b, algorithm 1 with r = 1/2, down to below the next level, then fresh noise.
+    """DPM-Solver++(2S), Lu et al. 2022b, algorithm 1 with r = 1/2, to below the next level, then fresh noise.
 
     Slot 1: y before the step.
     """
-    a = _Ancestral(euler_path(schedule, steps, options), options)
+    a = _AncestralLevels(euler_path(schedule, steps, options), options)
     both = a.down > 0
     middle = np.where(both, np.sqrt(a.level * a.down), a.down)
-    first = rows(len(a), {0: _towards(D, X, middle / a.level), 1: X})
-    second = rows(len(a), {0: _towards(D, S1, a.down / a.level) + col(a.up) * NOISE})
+    first = rows(len(a), {0: _lerp(D, X, middle / a.level), 1: X})
+    second = rows(len(a), {0: _lerp(D, S1, a.down / a.level) + col(a.up) * NOISE})
     return _two_stages(a, first, second, middle, a.after, both)
 
 
 def dpmpp_sde(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """DPM-Solver++ (SDE) of k-diffusion, r = 1/2: both stages ride on one Brownian path.
+    """DPM-Solver++ (SDE) of k-diffusion, r = 1/2: both stages follow the same Brownian path.
 
-    The noise of the whole step is that of its first half, which slot 2 keeps, and fresh noise for the second, in
-    proportion to the variance of each. Slot 1: y before the step.
+    The noise of the whole step combines the noise of its first half, stored in slot 2, and fresh noise for the second
+    half, weighted by the variance of each. Slot 1: y before the step.
     """
-    a = _Ancestral(euler_path(schedule, steps, options), options)
+    a = _AncestralLevels(euler_path(schedule, steps, options), options)
     both = a.after > 0
     middle = np.where(both, np.sqrt(a.level * a.after), a.after)
-    half, half_up = _below(a.level, middle, a.eta)
+    half, half_up = _ancestral_step(a.level, middle, a.eta)
     half_up = half_up * options.s_noise
     shared = np.sqrt((a.level - middle) / np.where(both, a.level - a.after, np.inf))
     whole = col(shared) * S2 + col(np.sqrt(1 - shared**2)) * NOISE
-    first = rows(len(a), {0: _towards(D, X, half / a.level) + col(half_up) * NOISE, 1: X, 2: col(half_up > 0) * NOISE})
-    second = rows(len(a), {0: _towards(D, S1, a.down / a.level) + col(a.up) * whole})
+    first = rows(len(a), {0: _lerp(D, X, half / a.level) + col(half_up) * NOISE, 1: X, 2: col(half_up > 0) * NOISE})
+    second = rows(len(a), {0: _lerp(D, S1, a.down / a.level) + col(a.up) * whole})
     return _two_stages(a, first, second, middle, a.after, both)
 
 
 def lms(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """Linear multistep of order 4: the slopes' interpolating polynomial in sigma, integrated over the step.
+    """Linear multistep of order 4: integrates the interpolating polynomial of the slopes in sigma over the step.
 
     Source: Hairer, Norsett and Wanner, Solving Ordinary Differential Equations I, section III.1 (Adams methods).
     Slots 1 to 3: earlier slopes, newest first.
@@ -136,7 +136,7 @@ def lms(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampler
 
 
 def ipndm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """Improved PNDM: the fixed weights of Adams and Bashforth over slopes, as if all steps were equal.
+    """Improved PNDM: combines slopes with the fixed Adams-Bashforth weights of equal steps.
 
     Source: Zhang and Chen 2023 (DEIS), section 3.4 (iPNDM). Slots 1 to 3: earlier slopes, newest first.
     """
@@ -156,15 +156,15 @@ ADAMS_BASHFORTH = np.array(
 
 
 def _slopes(path: Path, options: SamplerOptions, weights: np.ndarray) -> SamplerTable:
-    """y' = y + weights . (slope, three earlier slopes)."""
-    walk = _Walk(path, options, Frame(path.schedule), path.sigmas)
-    moved = X + col(weights[:, 0]) * walk.slope + weights[:, 1:] @ np.stack([S1, S2, S3])
-    N = rows(len(path), {0: moved, 1: walk.slope, 2: S1, 3: S2})
-    return walk.table(walk.timesteps, walk.level, walk.after, N)
+    """Makes the table of y' = y + weights . (slope, three earlier slopes)."""
+    levels = _Levels(path, options, Frame(path.schedule), path.sigmas)
+    moved = X + col(weights[:, 0]) * levels.slope + weights[:, 1:] @ np.stack([S1, S2, S3])
+    N = rows(len(path), {0: moved, 1: levels.slope, 2: S1, 3: S2})
+    return levels.table(levels.timesteps, levels.level, levels.after, N)
 
 
-class _Walk:
-    """Levels of a run in one frame, and the table of its rows."""
+class _Levels:
+    """The levels of a run in a frame, and the construction of its table."""
 
     def __init__(self, path: Path, options: SamplerOptions, frame: Frame, sigmas: np.ndarray) -> None:
         self.path, self.options, self.frame = path, options, frame
@@ -182,8 +182,8 @@ class _Walk:
     def table(
         self, timesteps: np.ndarray, level: np.ndarray, left: np.ndarray, N: np.ndarray, step: np.ndarray | None = None
     ) -> SamplerTable:
-        """The table of rows N, whose y starts as noise of the first level, or, with leading spacing, as if an image
-        of unit variance were in it."""
+        """Makes the table of rows N. y starts as noise of the first level; with leading spacing, its variance is larger
+        by 1, as if it contained an image of unit variance."""
         start, schedule = float(max(level[0], left.max())), self.path.schedule
         if schedule.timestep_unit != "index" or (self.options.spacing == "leading" and not schedule.is_flow):
             start = float(np.hypot(1, start))
@@ -192,48 +192,48 @@ class _Walk:
         )
 
 
-class _Churned(_Walk):
-    """Levels raised by noise in each step (s_churn); `left` is where a step ends with the noise of the next in it."""
+class _ChurnLevels(_Levels):
+    """Levels raised by noise in each step (s_churn); `left` is the level after a step, with the next step's noise."""
 
     def __init__(self, path: Path, options: SamplerOptions) -> None:
         super().__init__(path, options, Frame(path.schedule), path.sigmas)
         if not options.s_churn:
             self.left, self.up = self.after, np.zeros_like(self.after)
             return
-        stirred = (self.level >= options.s_tmin) & (self.level <= options.s_tmax)
-        self.level = self.level * (1 + np.where(stirred, min(options.s_churn / path.total, np.sqrt(2) - 1), 0.0))
+        churns = (self.level >= options.s_tmin) & (self.level <= options.s_tmax)
+        self.level = self.level * (1 + np.where(churns, min(options.s_churn / path.total, np.sqrt(2) - 1), 0.0))
         self.timesteps = self.frame.timestep(self.level)
         self.left = np.append(self.level[1:], self.after[-1])
         self.up = options.s_noise * np.sqrt(np.maximum(self.left**2 - self.after**2, 0.0))
 
 
-class _Ancestral(_Walk):
-    """Levels in the exploding frame, the level below `after` that a step goes down to, and the noise added there."""
+class _AncestralLevels(_Levels):
+    """Levels in the exploding frame; `down` is the level below `after` that a step goes to, `up` the noise it adds."""
 
     def __init__(self, path: Path, options: SamplerOptions) -> None:
         super().__init__(path, options, Frame(path.schedule, exploding=True), path.ratios)
         self.eta = 1.0 if options.eta is None else options.eta
-        self.down, up = _below(self.level, self.after, self.eta)
+        self.down, up = _ancestral_step(self.level, self.after, self.eta)
         self.up = up * options.s_noise
 
 
-def _below(level: np.ndarray, after: np.ndarray, eta: float) -> tuple[np.ndarray, np.ndarray]:
-    """The level to go down to, and the noise that leads up to `after` from there."""
+def _ancestral_step(level: np.ndarray, after: np.ndarray, eta: float) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the level to go down to, and the noise that leads from there up to `after`."""
     up = eta * after * np.sqrt(np.maximum(1 - (after / level) ** 2, 0.0))
     return np.sqrt(after**2 - up**2), up
 
 
-def _towards(target: np.ndarray, form: np.ndarray, share: np.ndarray) -> np.ndarray:
+def _lerp(target: np.ndarray, form: np.ndarray, share: np.ndarray) -> np.ndarray:
     return col(share) * form + col(1 - share) * target
 
 
 def _divisor(level: np.ndarray) -> np.ndarray:
-    """A column to divide by; rows at level 0 are left out by `pairs`."""
+    """Returns a column to divide by; the rows at level 0 are removed later by `pairs`."""
     return col(np.where(level > 0, level, np.inf))
 
 
 def _two_stages(
-    walk: _Churned | _Ancestral,
+    levels: _ChurnLevels | _AncestralLevels,
     first: np.ndarray,
     second: np.ndarray,
     middle: np.ndarray,
@@ -241,12 +241,16 @@ def _two_stages(
     both: np.ndarray,
     middle_timesteps: np.ndarray | None = None,
 ) -> SamplerTable:
-    """The table of steps of two rows: from `level` to `middle`, and from there to `left`."""
-    level = pairs(walk.level, middle, both)
+    """Makes the table of steps with two rows: from `level` to `middle`, and from there to `left`."""
+    level = pairs(levels.level, middle, both)
     inner = np.where(both, middle, left)
     if middle_timesteps is None:
-        middle_timesteps = walk.frame.timestep(np.where(both, middle, walk.level))
-    step = pairs(np.arange(len(walk)), np.arange(len(walk)), both)
-    return walk.table(
-        pairs(walk.timesteps, middle_timesteps, both), level, pairs(inner, left, both), pairs(first, second, both), step
+        middle_timesteps = levels.frame.timestep(np.where(both, middle, levels.level))
+    step = pairs(np.arange(len(levels)), np.arange(len(levels)), both)
+    return levels.table(
+        pairs(levels.timesteps, middle_timesteps, both),
+        level,
+        pairs(inner, left, both),
+        pairs(first, second, both),
+        step,
     )

@@ -1,9 +1,9 @@
-"""DPM-Solver and its relatives: exponential integrators in lambda = log(alpha / std).
+"""DPM-Solver and related solvers: exponential integrators in lambda = log(alpha / std).
 
     x_to = on_x * x + c0 * m + c1 * D1 + c2 * D2 + up * noise
 
-m is the model's value at the start of the step, as the image D or as eps = (X - alpha D) / std; D1 and D2 are its
-first and second divided differences in lambda, over the steps before (multistep) or inside the step (singlestep).
+m is the model's value at the start of the step, either the image D or eps = (X - alpha D) / std; D1 and D2 are its
+first and second divided differences in lambda, over earlier steps (multistep) or within the step (singlestep).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def dpm_multistep(schedule: NoiseSchedule, steps: int, options: SamplerOptions) 
     """
     algorithm = _checked(options)
     if algorithm == "sde-dpmsolver" and options.solver_order == 3:
-        raise InputError("solver_order=3 is not defined for algorithm_type='sde-dpmsolver'; use solver_order=2")
+        raise InputError("solver_order", 3, "is not defined for algorithm_type='sde-dpmsolver'", "use solver_order=2")
     path = dpm_path(schedule, steps, options)
     orders = orders_of(path, options, options.solver_order)
-    with np.errstate(all="ignore"):  # a last level of 0 has infinite h; what is not finite is not used
+    with np.errstate(all="ignore"):  # h is infinite at a last level of 0; infinite values are not used
         h = np.diff(path.lambdas)
         on_x, c, up = _coefficients(path, np.arange(len(path)), h, algorithm, options)
         weights = _differences(orders, before(h, 1) / h, before(h, 2) / h, c)
@@ -41,15 +41,17 @@ def dpm_multistep(schedule: NoiseSchedule, steps: int, options: SamplerOptions) 
 
 
 def dpm_singlestep(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """DPM-Solver singlestep: blocks of `solver_order` evaluations, each block one step of that order.
+    """DPM-Solver singlestep: blocks of `solver_order` evaluations, each block a step of this order.
 
-    n steps are n evaluations. Every row leaves x at the next level, each of a higher order and from where the block
-    began. Sources: Lu et al. 2022a, algorithms 1 and 2; Lu et al. 2022b, algorithm 1. Slots: 1 x where the block began,
-    2 and 3 the values of its first and second evaluation.
+    n steps take n evaluations. Every row leaves x at the next level; it starts from the beginning of its block, with a
+    higher order than the previous row. Sources: Lu et al. 2022a, algorithms 1 and 2; Lu et al. 2022b, algorithm 1.
+    Slots: 1 x at the beginning of the block, 2 and 3 the values of its first and second evaluation.
     """
     algorithm = _checked(options)
     if algorithm == "sde-dpmsolver":
-        raise InputError("algorithm_type='sde-dpmsolver' is not defined for a singlestep solver; use 'sde-dpmsolver++'")
+        raise InputError(
+            "algorithm_type", "sde-dpmsolver", "is not defined for a singlestep solver", "use 'sde-dpmsolver++'"
+        )
     path = dpm_path(schedule, steps, options)
     count = len(path)
     orders = _blocks(count, options)
@@ -61,7 +63,7 @@ def dpm_singlestep(schedule: NoiseSchedule, steps: int, options: SamplerOptions)
         on_x, (c0, second, third, c2), up = _coefficients(path, begin, h, algorithm, options)
         r0 = (lambdas[:-1] - lambdas[begin]) / h
         r1 = (lambdas[np.maximum(at - 1, 0)] - lambdas[begin]) / h
-        # D1 and D2 of the values at begin (m_b), before (m_1) and now (m_0), as weights of each.
+        # Weights of the values at the begin (m_b), before (m_1) and now (m_0) that give D1 and D2.
         if options.solver_type == "heun":
             slope0 = (third * -r1 + 2 * c2) / (r0 * (r0 - r1))
             slope1 = (third * r0 - 2 * c2) / (r1 * (r0 - r1))
@@ -84,13 +86,13 @@ def dpm_singlestep(schedule: NoiseSchedule, steps: int, options: SamplerOptions)
 
 
 def deis(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """DEIS in log rho: eps interpolated in log(std / alpha), integrated over std / alpha; orders 1 to 3.
+    """DEIS in log rho: interpolates eps in log(std / alpha) and integrates it over std / alpha; orders 1 to 3.
 
     Source: Zhang and Chen 2023 (DEIS), eq. 15, rho-AB with t = log rho. Slots 1 and 2: earlier eps, newest first.
     """
     path = dpm_path(schedule, steps, options)
     orders = orders_of(path, options, options.solver_order)
-    # u = log(rho_0 / rho), the way in lambda; rho falls from rho_0 as exp(-u).
+    # u = log(rho_0 / rho), the distance in lambda; rho falls from rho_0 as exp(-u).
     lambdas, level = path.lambdas, path.ratios
     nodes = np.stack([before(lambdas[:-1], k) - lambdas[:-1] for k in range(3)], axis=1)
     moments = -col(level[:-1]) * exponential_moments(np.diff(lambdas), 1.0, 3)
@@ -101,14 +103,14 @@ def deis(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
 
 
 def model_value(path: Path, *, data: bool) -> np.ndarray:
-    """The form of D, or of eps = (X - alpha D) / std, at each row."""
+    """Returns the form of D, or of eps = (X - alpha D) / std, at each row."""
     if data:
         return np.broadcast_to(D, (len(path), D.size))
     return (X - col(path.alpha[:-1]) * D) / col(path.std[:-1])
 
 
 def orders_of(path: Path, options: SamplerOptions, limit: int) -> np.ndarray:
-    """The order of each row: no more than the history allows, and low again near the end of short runs."""
+    """Returns the order of each row: limited by the history, and low near the end of short runs."""
     orders = history(len(path), limit)
     short = options.lower_order_final and path.total < 15
     if short or options.euler_at_final or path.sigmas[-1] == 0:
@@ -119,7 +121,7 @@ def orders_of(path: Path, options: SamplerOptions, limit: int) -> np.ndarray:
 
 
 def _blocks(count: int, options: SamplerOptions) -> np.ndarray:
-    """1, 2, 3, 1, 2, 3, ... or as far as the order goes; low at the end where steps or the last level demand it."""
+    """Returns the orders 1, 2, 3, 1, 2, 3, ... up to `solver_order`; 1 at the end if steps or last level require it."""
     limit = options.solver_order
     final = options.lower_order_final or count % limit or options.final_sigmas_type == "zero"
     orders = np.arange(count) % limit + 1
@@ -131,9 +133,9 @@ def _blocks(count: int, options: SamplerOptions) -> np.ndarray:
 def _coefficients(
     path: Path, begin: np.ndarray, h: np.ndarray, algorithm: str, options: SamplerOptions
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
-    """on_x, (c0, c1 at order 2, c1 at order 3, c2) and up of steps from row `begin` to the row after each.
+    """Returns on_x, (c0, c1 at order 2, c1 at order 3, c2) and up of the steps from row `begin` to the next row.
 
-    phi_1, phi_2 and phi_3 of exponential integrators, at -g where x0 is integrated and at g where eps is.
+    They are phi_1, phi_2 and phi_3 of exponential integrators, at -g if x0 is integrated and at g if eps is.
     """
     a, s = path.alpha[begin], path.std[begin]
     a_to, s_to = path.alpha[1:], path.std[1:]
@@ -149,7 +151,7 @@ def _coefficients(
     else:
         on_x, k, sign, g = a_to / a, -s_to, 1.0, h
         if algorithm == "sde-dpmsolver":
-            # As in the data form: the score counts 1 + eta times, and the noise has eta times the variance.
+            # As in the data form, the score has the weight 1 + eta, and the noise eta times the variance.
             k = (1 + eta) * k
             up = s_to * np.sqrt(eta * np.expm1(2 * h))
     c0 = k * sign * np.expm1(sign * g)
@@ -160,7 +162,7 @@ def _coefficients(
 
 
 def _differences(orders: np.ndarray, r0: np.ndarray, r1: np.ndarray, c: tuple[np.ndarray, ...]) -> np.ndarray:
-    """Weights [3, R] of the newest three values from those of their differences."""
+    """Converts the weights of the differences to weights [3, R] of the newest three values."""
     c0, second, third, c2 = c
     # D1 = d0 + r0 (d0 - d1) / (r0 + r1) and D2 = (d0 - d1) / (r0 + r1) with d0 = (m0 - m1) / r0, d1 = (m1 - m2) / r1.
     older = (third * r0 + c2) / (r0 + r1)
@@ -171,11 +173,13 @@ def _differences(orders: np.ndarray, r0: np.ndarray, r1: np.ndarray, c: tuple[np
 
 
 def _checked(options: SamplerOptions) -> str:
-    """The algorithm asked for, if it can be done."""
+    """Returns the algorithm of the options, after checking that it can be used."""
     algorithm = "dpmsolver++" if options.algorithm_type == "deis" else options.algorithm_type
     if not algorithm.endswith("++") and options.final_sigmas_type == "zero":
         raise InputError(
-            f"algorithm_type={algorithm!r} with final_sigmas_type='zero' divides by zero at its last step; use "
-            "final_sigmas_type='sigma_min' or algorithm_type='dpmsolver++'"
+            "algorithm_type",
+            algorithm,
+            "with final_sigmas_type='zero' divides by zero at its last step",
+            "use final_sigmas_type='sigma_min' or algorithm_type='dpmsolver++'",
         )
     return algorithm

@@ -1,4 +1,4 @@
-"""PNDM: pseudo numerical methods, Liu et al. 2022."""
+"""PNDM: pseudo numerical methods for diffusion models, Liu et al. 2022."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from canvax.samplers.spacing import training_path
 from canvax.samplers.table import SamplerTable
 
 AFTER_THE_END = -1.0
-"""Stands for a timestep past the last."""
+"""The timestep after the last."""
 
 
 class _Stage(NamedTuple):
-    """One evaluation of PNDM, at `timestep`: it moves the x of slot `base` from level `start` to level `end` along
+    """An evaluation of PNDM at `timestep`. It moves the x in slot `base` from level `start` to level `end` along
     weights . (output, slots 3-5) + summed * (slot 2)."""
 
     timestep: float
@@ -30,19 +30,19 @@ class _Stage(NamedTuple):
     weights: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0)
     summed: float = 0.0
     base: int = 0
-    anchors: bool = False  # slot 1 takes x
+    anchors: bool = False  # slot 1 becomes x
     keep: float = 1.0  # slot 2 becomes keep * slot 2 + add * output
     add: float = 0.0
-    pushes: bool = True  # slots 3-5 take the output
+    pushes: bool = True  # the output is pushed to slots 3-5
 
 
 def pndm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """PNDM: Liu et al. 2022, algorithm 2, its Runge-Kutta start (eq. 14) and linear multistep (eq. 12).
+    """PNDM: Liu et al. 2022, algorithm 2, with its Runge-Kutta start (eq. 14) and linear multistep (eq. 12).
 
-    With skip_prk_steps the start is a predictor and a corrector, steps + 1 evaluations in all (also called PLMS); the
-    table has a row for each, the last included. Otherwise three Runge-Kutta steps of four evaluations come first.
-    Slots: 1 the x that a several-stage step started from, 2 the Runge-Kutta sum, 3-5 earlier outputs, newest first.
-    With v prediction it is v that is combined over time, not the eps it implies: checkpoints were tuned so.
+    With skip_prk_steps (also called PLMS) the start is a predictor and a corrector, in total steps + 1 evaluations and
+    rows. Otherwise three Runge-Kutta steps of four evaluations come first.
+    Slots: 1 the x at the start of a multi-stage step, 2 the Runge-Kutta sum, 3-5 earlier outputs, newest first.
+    With v prediction the solver combines v over time, not the implied eps: checkpoints were tuned with that.
     """
     demand_numbered(schedule, "pndm")
     path = training_path(schedule, steps, options)
@@ -54,7 +54,7 @@ def pndm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
     remaining = _remaining(path, timesteps, options)
     a, s = np.sqrt(remaining), np.sqrt(1 - remaining)
     demand_signal(schedule, a, "pndm", combines_eps=True)
-    # The output again from what a row knows: on_x * x + on_d * D.
+    # Recovers the network's output from x and D.
     velocity = schedule.prediction_type == "v_prediction"
     output = (col(a) * X - D) / col(s) if velocity else (X - col(a) * D) / col(s)
     carry, gain = _transfer(_remaining(path, start, options), _remaining(path, end, options), velocity)
@@ -71,18 +71,18 @@ def pndm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
 
 
 def _remaining(path: Path, timesteps: np.ndarray, options: SamplerOptions) -> np.ndarray:
-    """alphas_cumprod at the timesteps of a stage, log-linear in the level along a curve."""
+    """Returns alphas_cumprod at the timesteps of a stage, log-linear in the level along a curve."""
     exact = remaining_at(path.schedule, timesteps, options)
     return exact if path.even else np.where(timesteps < 0, exact, 1 / (1 + path.schedule.sigma_at(timesteps) ** 2))
 
 
 def _after(path: Path, stride: int) -> list[float]:
-    """Where each step ends: a stride further, or along a curve at the next timestep."""
+    """Returns the timestep where each step ends: a stride further, or along a curve the next timestep."""
     return list(path.timesteps - stride) if path.even else [*path.timesteps[1:], AFTER_THE_END]
 
 
 def _plms_stages(path: Path, stride: int) -> list[_Stage]:
-    """Predictor, corrector (at the second timestep, as the next stage), then Adams-Bashforth."""
+    """Returns predictor, corrector (at the second timestep, like the next stage), then Adams-Bashforth stages."""
     t, after = list(path.timesteps), _after(path, stride)
     stages = [_Stage(t[0], t[0], after[0], 0, anchors=True)]
     if len(t) > 1:
@@ -94,7 +94,7 @@ def _plms_stages(path: Path, stride: int) -> list[_Stage]:
 
 
 def _prk_stages(path: Path, stride: int) -> list[_Stage]:
-    """Three Runge-Kutta steps over the first four timesteps (in short runs fewer), then Adams-Bashforth of order 4."""
+    """Returns three Runge-Kutta steps over the first four timesteps (fewer in short runs), then Adams-Bashforth."""
     t, end = list(path.timesteps), _after(path, stride)
     started = min(3, len(t) - 1)
     stages = []
@@ -113,9 +113,9 @@ def _prk_stages(path: Path, stride: int) -> list[_Stage]:
 
 
 def _transfer(start: np.ndarray, end: np.ndarray, velocity: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Weights of x and of the network's output in a step between two levels, given as alphas_cumprod.
+    """Returns the weights of x and of the network's output in a step between two alphas_cumprod.
 
-    Liu et al. 2022, eq. 11: x0 and eps are read at `start` and put together again at `end`.
+    Liu et al. 2022, eq. 11: x0 and eps are computed at `start` and combined again at `end`.
     """
     a, s, a_to, s_to = np.sqrt(start), np.sqrt(1 - start), np.sqrt(end), np.sqrt(1 - end)
     if velocity:

@@ -1,4 +1,4 @@
-"""UniPC and SA-Solver: each evaluation first corrects the step that led to it, then predicts the next."""
+"""UniPC and SA-Solver: each evaluation first corrects the previous step, then predicts the next."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from canvax.samplers.weights import exponential_moments, lagrange_weights
 def unipc(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
     """UniPC: Zhao et al. 2023, algorithms 5 to 8 (UniP and UniC, eq. 9), orders 1 to 3, B(h) of bh1 or bh2.
 
-    The correction that the last evaluation would allow is not made: it would cost one evaluation more. Slots: 1 the
-    corrected x of the row before, 2 to 4 the last three model values, newest first.
+    The last step is not corrected, since this would need another evaluation. Slots: 1 the corrected x of the previous
+    row, 2 to 4 the last three model values, newest first.
     """
     path = dpm_path(schedule, steps, options)
     count = len(path)
@@ -34,10 +34,10 @@ def unipc(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampl
         corrected = np.broadcast_to(X, value.shape).copy()
         if count > 1:
             now, *old = _uni_weights(path, orders[:-1], hh[:-1], k[:-1], options, corrects=True)
-            made = col(on_x[:-1]) * S1 + col(now) * value[1:]
-            made = made + sum(col(weight) * form for weight, form in zip(old, stored, strict=True))
+            correction = col(on_x[:-1]) * S1 + col(now) * value[1:]
+            correction = correction + sum(col(weight) * form for weight, form in zip(old, stored, strict=True))
             off = np.isin(options.restart + np.arange(count - 1), options.disable_corrector)
-            corrected[1:] = np.where(col(off), X, made)
+            corrected[1:] = np.where(col(off), X, correction)
         first, *old = _uni_weights(path, orders, hh, k, options, corrects=False)
         moved = col(on_x) * corrected + col(first) * value
         moved = moved + sum(col(weight) * form for weight, form in zip(old, stored[:2], strict=True))
@@ -46,7 +46,7 @@ def unipc(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampl
 
 
 def _uni_frame(path: Path, options: SamplerOptions) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x_to = on_x x - k (expm1(hh) m + ...), with hh = -h where x0 is integrated and h where eps is."""
+    """Returns on_x, k and hh of x_to = on_x x - k (expm1(hh) m + ...); hh is -h if x0 is integrated, h if eps is."""
     a, s, h = path.alpha, path.std, np.diff(path.lambdas)
     if options.predict_x0:
         return s[1:] / s[:-1], a[1:], -h
@@ -56,10 +56,10 @@ def _uni_frame(path: Path, options: SamplerOptions) -> tuple[np.ndarray, np.ndar
 def _uni_weights(
     path: Path, orders: np.ndarray, hh: np.ndarray, k: np.ndarray, options: SamplerOptions, *, corrects: bool
 ) -> list[np.ndarray]:
-    """Weights of the values: for the predictor m_i, m_(i-1), m_(i-2); for the corrector m_(i+1), m_i, m_(i-1), m_(i-2).
+    """Returns the weights of m_i, m_(i-1), m_(i-2) for the predictor, of m_(i+1) to m_(i-2) for the corrector.
 
-    Row i is the step from i to i + 1. Zhao et al. 2023, eq. 3 to 5: R rho = b with R of the powers of the ratios r, the
-    corrector's last ratio being 1. As in the paper, UniP of order 2 and UniC of order 1 take rho = 1/2.
+    Row i is the step from i to i + 1. Zhao et al. 2023, eq. 3 to 5: R rho = b, where R has the powers of the ratios r;
+    the corrector's last ratio is 1. As in the paper, UniP of order 2 and UniC of order 1 use rho = 1/2.
     """
     count, lambdas = len(orders), path.lambdas[: len(orders) + 1]
     h = np.diff(lambdas)
@@ -81,7 +81,7 @@ def _uni_weights(
             solved = np.full_like(solved, 0.5)
         rho[at, :held] = solved[:, :held]
         rho[at, 2] = solved[:, -1] if corrects else 0.0
-    # B is infinite in a step to zero, which is of order 1 and takes none of it.
+    # B is infinite in a step to zero, which has order 1 and does not use it.
     old = np.where(rho[:, :2] != 0, col(B) * rho[:, :2] / ratios, 0.0)
     new = np.where(rho[:, 2] != 0, B * rho[:, 2], 0.0)
     weights = [-k * (np.expm1(hh) - old.sum(axis=1) - new), -k * old[:, 0], -k * old[:, 1]]
@@ -89,7 +89,7 @@ def _uni_weights(
 
 
 def _solve_powers(nodes: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """rho [n, p] with sum_j rho_j nodes_j^i = target_i for i < p."""
+    """Solves sum_j rho_j nodes_j^i = target_i, i < p, for rho [n, p]."""
     p = nodes.shape[1]
     if p == 0 or not len(nodes):
         return np.zeros(nodes.shape)
@@ -100,9 +100,9 @@ def _solve_powers(nodes: np.ndarray, target: np.ndarray) -> np.ndarray:
 def sa_solver(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
     """SA-Solver: Xue et al. 2023, algorithm 1, stochastic Adams with predictor and corrector of orders 1 to 4.
 
-    tau, how random, is 1 for timesteps 200 to 800 and 0 elsewhere (times eta); data or noise prediction. At order 2
-    the weights are those of the authors' code, which replace h^2 / 2 in the expansion. Slots: 1 the corrected x of the
-    row before, 2 its noise, 3 to 5 the last three model values, newest first.
+    tau, the amount of noise, is eta for timesteps 200 to 800 and 0 elsewhere; data or noise prediction. At order 2 the
+    weights are those of the authors' code, which replace h^2 / 2 in the expansion. Slots: 1 the corrected x of the
+    previous row, 2 its noise, 3 to 5 the last three model values, newest first.
     """
     path = dpm_path(schedule, steps, options)
     count = len(path)
@@ -120,15 +120,15 @@ def sa_solver(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> S
         corrected = np.broadcast_to(X, value.shape).copy()
         if count > 1:
             weights = _sa_weights(path, tau, corrector[:-1], options, corrects=True)
-            made = col(on_x[:-1]) * S1 + col(up[:-1]) * S2 + col(weights[:, 0]) * value[1:]
-            corrected[1:] = made + weights[:, 1:] @ stored
+            correction = col(on_x[:-1]) * S1 + col(up[:-1]) * S2 + col(weights[:, 0]) * value[1:]
+            corrected[1:] = correction + weights[:, 1:] @ stored
         weights = _sa_weights(path, tau, predictor, options, corrects=False)
         moved = col(on_x) * corrected + col(weights[:, 0]) * value + weights[:, 1:] @ stored + col(up) * NOISE
     return stepped(path, options, rows(count, {0: moved, 1: corrected, 2: col(up > 0) * NOISE, 3: value, 4: S3, 5: S4}))
 
 
 def _sa_frame(path: Path, tau: np.ndarray, options: SamplerOptions) -> tuple[np.ndarray, np.ndarray]:
-    """Weights of x and of the noise of each step: Xue et al. 2023, eq. 13."""
+    """Returns the weights of x and of the noise in each step: Xue et al. 2023, eq. 13."""
     a, s, h = path.alpha, path.std, np.diff(path.lambdas)
     if options.predict_x0:
         decay = np.where(tau > 0, np.exp(-(tau**2) * h), 1.0)
@@ -139,9 +139,9 @@ def _sa_frame(path: Path, tau: np.ndarray, options: SamplerOptions) -> tuple[np.
 def _sa_weights(
     path: Path, tau: np.ndarray, orders: np.ndarray, options: SamplerOptions, *, corrects: bool
 ) -> np.ndarray:
-    """Weights [n, 4] of the values, newest first: those before the step, or with the one behind it (corrects).
+    """Returns the weights [n, 4] of the values, newest first: before the step, with `corrects` also after it.
 
-    The interpolating polynomial in lambda times the exponential of the method, integrated over the step.
+    They integrate the interpolating polynomial in lambda times the method's exponential over the step.
     """
     count, lambdas = len(orders), path.lambdas[: len(orders) + 1]
     h, c = np.diff(lambdas), 1 + tau[:count] ** 2
@@ -149,7 +149,7 @@ def _sa_weights(
     known = slice(1, None) if corrects else slice(None, -1)
     nodes = np.stack([lambdas[1:] - before(lambdas, j)[known] for j in range(4)], axis=1)
     moments = exponential_moments(h, c if options.predict_x0 else -1.0, 4)
-    nodes[~np.isfinite(nodes) & (np.arange(4) < col(orders))] = 1.0  # a step to zero: of order 1, any node will do
+    nodes[~np.isfinite(nodes) & (np.arange(4) < col(orders))] = 1.0  # a step to zero has order 1: any node works
     weights = lagrange_weights(nodes, moments, orders)
     if not options.predict_x0:
         return -col(c * path.std[1 : count + 1]) * weights

@@ -1,6 +1,6 @@
 """Solvers that step between training timesteps: DDIM and its inverse, DDPM, LCM, TCD.
 
-Notation: `a`, `s` weights of image and noise at a row, `a_to`, `s_to` after it; eps = (X - a D) / s.
+Notation: `a` and `s` are the weights of image and noise before a row, `a_to` and `s_to` after it; eps = (X - a D) / s.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from canvax.samplers.table import SLOTS, SamplerTable
 
 
 def remaining_at(schedule: NoiseSchedule, timesteps: np.ndarray, options: SamplerOptions) -> np.ndarray:
-    """alphas_cumprod at fractional timesteps, also past the end (t < 0), where it is 1 or the first timestep's, as
-    set_alpha_to_one says."""
+    """Returns alphas_cumprod at fractional timesteps; past the end (t < 0) it is 1 with set_alpha_to_one, otherwise the
+    value of the first timestep."""
     final = 1.0 if options.set_alpha_to_one else schedule.alphas_cumprod[0]
     whole = np.interp(timesteps, np.arange(schedule.num_train_timesteps), schedule.alphas_cumprod)
     return np.where(timesteps >= 0, whole, final)
@@ -27,8 +27,9 @@ def remaining_at(schedule: NoiseSchedule, timesteps: np.ndarray, options: Sample
 def ddim(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
     """DDIM: Song et al. 2021, eq. 12, with eta of eq. 16.
 
-    The step goes from t to t - train // steps whatever the spacing, and the noise direction comes from the unclipped
-    output: both as checkpoints were tuned with. The last one ends the run. Along a curve it goes from level to level.
+    Checkpoints were tuned with two conventions: a step goes from t to t - train // steps whatever the spacing, and the
+    noise direction comes from the unclipped output. The last step ends the run. Along a curve, steps go from level to
+    level.
     """
     eta = options.eta or 0.0
     path = training_path(schedule, steps, options)
@@ -52,15 +53,15 @@ def ddim(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
 
 
 def _posterior(a: np.ndarray, s: np.ndarray, a_to: np.ndarray, s_to: np.ndarray) -> np.ndarray:
-    """Standard deviation of x at the next level given x and x0: Ho et al. 2020, eq. 7."""
+    """Returns the standard deviation of x at the next level for known x and x0: Ho et al. 2020, eq. 7."""
     return s_to / s * np.sqrt(np.maximum(s**2 - (a / a_to * s_to) ** 2, 0.0))
 
 
 def ddim_inverse(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """DDIM backwards: from an image to the noise that leads to it. x starts as the image's latents.
+    """DDIM in reverse: from an image to the noise that generates it. x starts as the image's latents.
 
-    Source: Song et al. 2021, eq. 14, run towards noise; the network's timestep is that which the step goes to, as in
-    the reference. D is the image that the network sees in x, at that timestep.
+    Source: Song et al. 2021, eq. 14, towards noise. As in the reference, the network's timestep is the one at the end
+    of the step; D is the network's image for x at this timestep.
     """
     demand_numbered(schedule, "ddim_inverse")
     if options.clip_sample or options.thresholding:
@@ -68,7 +69,7 @@ def ddim_inverse(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -
             "clip_sample=True and thresholding=True cannot be honoured by DDIM inversion; set them to False"
         )
     if options.spacing == "linspace":
-        raise InputError("spacing='linspace' is not defined for DDIM inversion; use 'leading' or 'trailing'")
+        raise InputError("spacing", "linspace", "is not defined for DDIM inversion", "use 'leading' or 'trailing'")
     path = training_path(schedule, steps, options)
     timesteps, sigmas = path.timesteps[::-1], path.sigmas[-2::-1]
     a_to, s_to = Frame(schedule).alpha_std(sigmas)
@@ -86,8 +87,10 @@ def ddim_inverse(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -
         case _:
             if np.any(s == 0):
                 raise InputError(
-                    f"prediction_type={schedule.prediction_type!r} says nothing about the noise of a clean image, "
-                    "where DDIM inversion starts; set_alpha_to_one=False starts at the first timestep"
+                    "prediction_type",
+                    schedule.prediction_type,
+                    "says nothing about the noise of a clean image, where DDIM inversion starts",
+                    "set_alpha_to_one=False starts at the first timestep",
                 )
             eps, image = (X - col(a) * D) / col(s), D
     M = rows(steps, {0: col(a_to) * image + col(s_to) * eps})
@@ -95,7 +98,7 @@ def ddim_inverse(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -
 
 
 def ddpm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """Ancestral sampling of DDPM: Ho et al. 2020, eq. 7, between the timesteps visited; the last step lands on x0."""
+    """Ancestral sampling of DDPM between the timesteps of the run: Ho et al. 2020, eq. 7; the last step returns x0."""
     path = training_path(schedule, steps, options)
     a, s, a_to, s_to = path.alpha[:-1], path.std[:-1], path.alpha[1:], path.std[1:]
     demand_signal(schedule, a, "ddpm")
@@ -110,9 +113,9 @@ def ddpm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
 
 
 def lcm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """Latent consistency: D, noised afresh to the next level. Luo et al. 2023, algorithm 3.
+    """Latent consistency: D with fresh noise of the next level. Luo et al. 2023, algorithm 3.
 
-    `timestep_scaling` blends in x near timestep 0 (eq. 9 there); infinite, it does not.
+    A finite `timestep_scaling` blends in x near timestep 0 (eq. 9).
     """
     path = distilled_path(schedule, steps, options)
     a, s, a_to, s_to = path.alpha[:-1], path.std[:-1], path.alpha[1:], path.std[1:]
@@ -128,10 +131,10 @@ def lcm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampler
 
 
 def tcd(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
-    """Trajectory consistency: down the trajectory to a part 1 - eta of the next timestep, then noised afresh.
+    """Trajectory consistency: steps along the trajectory to 1 - eta of the next timestep, then adds fresh noise.
 
-    Source: Zheng et al. 2024 (TCD), algorithm 4, its gamma being eta. The run of a checkpoint ends at training timestep
-    0; with final_sigmas_type "zero" on the image itself.
+    Source: Zheng et al. 2024 (TCD), algorithm 4, whose gamma is eta. By a checkpoint's settings a run ends at training
+    timestep 0, with final_sigmas_type "zero" at the image.
     """
     demand_numbered(schedule, "tcd")
     eta = 0.3 if options.eta is None else options.eta

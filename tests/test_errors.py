@@ -1,0 +1,294 @@
+"""Errors and hints are records; entry points make sentences of them. All wording is in ``golden/errors.txt``.
+
+Where a change of wording is meant, ``CANVAX_WRITE_GOLDEN=1 pytest tests/test_errors.py`` writes the file again, and its
+diff is read.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+import canvax
+from canvax.cli import BAD_INPUT, FAILED, main
+from canvax.cli.arguments import parse
+from canvax.errors import (
+    NO_VALUE,
+    HintWarning,
+    InputError,
+    check_count,
+    check_flag,
+    check_function,
+    check_number,
+    check_utf8,
+    plain,
+    reading_arguments,
+    refuse_tracers,
+    shown,
+)
+
+GOLDEN = Path(__file__).parent / "golden" / "errors.txt"
+
+CALLS = (
+    "pipe(None)",
+    "pipe([])",
+    "pipe({'prompt': 'a', 'seed': 1})",
+    "pipe('a', 512, 512)",
+    "pipe('a', ['b', 'c'])",
+    "pipe('a', height=65)",
+    "pipe('a', width='64')",
+    "pipe('a', steps=0)",
+    "pipe('a', guidance_scale=float('nan'))",
+    "pipe('a', guidance_scale=[3.0, 5.0])",
+    "pipe('a', cfg_scale='x')",
+    "pipe('a', seed=[1, 2])",
+    "pipe('a', seed=jax.random.key(0))",
+    "pipe('a', num_images_per_prompt=0)",
+    "pipe('a', sampler='Eular')",
+    "pipe('a', sampler='karras')",
+    "pipe('a', latents=np.zeros((1, 32, 8, 8)))",
+    "pipe('a', params={})",
+    "pipe('a', params={'unet': 5})",
+    "pipe('a', image='nowhere.png')",
+    "pipe('a', image=np.zeros((64, 64, 3), np.float32) + 2)",
+    "pipe('a', image=IMAGE, mask=Image.new('L', (8, 8)))",
+    "pipe('a', image=IMAGE, strength=0)",
+    "pipe('a', strength=0.5)",
+    "pipe('a', mask=IMAGE)",
+    "pipe('a', control=IMAGE)",
+    "pipe('a', image_prompt=IMAGE)",
+    "pipe('a', adapters={'ink': 1})",
+    "pipe('a', callback=lambda: None)",
+    "pipe('a', clipskip=1)",
+    "pipe('a', wibble=1)",
+    "pipe('a', steps=2, num_inference_steps=2)",
+    "pipe('a', lora='ink')",
+    "pipe('a', prompt_embeds=np.zeros((1, 2)))",
+    "pipe.encode('a', height=7)",
+    "pipe.decode(np.zeros((1, 8, 8, 4)))",
+    "pipe.denoiser(np.zeros((1, 8, 8, 32)), 2000, pipe.encode('a'))",
+    "pipe.upscale(IMAGE, 'a', scale=99)",
+    "pipe.compile(batch=0)",
+    "pipe.save('')",
+    "pipe.adapters.set({'ink': 1})",
+    "pipe.adapters.load('', 'a.safetensors')",
+    "pipe.with_controlnet(5)",
+    "canvax.load('emoji', dtype='int8')",
+    "canvax.load('emoji', presicion='highest')",
+    "canvax.load('emoji', mesh=5)",
+    "canvax.load('emoji', device='cuda')",
+    "canvax.make_mesh(model=3)",
+    "canvax.plan('emoji', 'gpu-x')",
+    "pipe.scheduler",
+    "setattr(pipe, 'scheduler', 1)",
+    "canvax.StableDiffusionPipeline",
+)
+"""Calls of Python that fail, with ``pipe`` the bundled model."""
+
+COMMANDS = (
+    "generate",
+    "generate x --stepz 3",
+    "generate x --steps many",
+    "generate x --steps 5000",
+    "generate x --height 65",
+    "generate x -g nan",
+    "generate x -b 0",
+    "generate x -n 0",
+    "generate x --sampler Eular",
+    "generate x --set s_chrun=3",
+    "generate x --eta 0.5 --sampler euler",
+    "generate x --strength 0.5",
+    "generate x --image nowhere.png",
+    "generate x --control nowhere.png",
+    "generate x --ip-mask nowhere.png",
+    "generate x --mesh data=99",
+    "generate x --mesh data",
+    "generate x -o -",
+    "generate x y -o a.png",
+    "generate x --preview a.txt",
+    "generate x --lora nowhere.safetensors",
+    "generate x --lora-dir nowhere",
+    "generate x --distributed --grid",
+    "generate --prompt-file nowhere.txt",
+    "generate --from-image nowhere.png",
+    "gen x",
+    "a red apple",
+    "--verison",
+    "sheet a --x stepz=1,2",
+    "upscale nowhere.png",
+    "upscale nowhere.png --control-scale 2",
+    "control canny nowhere.png o.png",
+    "batch nowhere.jsonl -o b",
+    "batch nowhere.jsonl -o b --quality 0",
+    "compile emoji --batch 0",
+    "bench emoji --rounds 0",
+    "info nowhere",
+    "plan emoji --target nowhere",
+    "convert emoji m.ckpt",
+    "serve --port 99999",
+    "serve --max-body x",
+    "train lora . -o m --learning-rate 0",
+    "train dreambooth . -o m -p x --rank 8",
+    "train dreambooth . -o m -p x --prior-weight 2",
+)
+"""Commands that fail before they do anything."""
+
+
+def said(source: str, pipe: canvax.StableDiffusion) -> str:
+    """The error of a call: its kind, its argument and its message."""
+    names = {"pipe": pipe, "canvax": canvax, "jax": jax, "np": np, "Image": Image, "IMAGE": Image.new("RGB", (64, 64))}
+    with pytest.raises((canvax.CanvaxError, AttributeError, TypeError)) as caught:
+        eval(source, names)
+    argument = getattr(caught.value, "argument", "")
+    return f"{caught.type.__name__}{argument and f'({argument})'}: {caught.value}"
+
+
+def test_wording(
+    emoji: canvax.StableDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = []
+    for source in CALLS:
+        lines += [source, f"    {said(source, emoji)}"]
+    for line in COMMANDS:
+        code = main(shlex.split(line))
+        assert code in (BAD_INPUT, FAILED), line
+        lines += [f"canvax {line}", f"    {code}: {capsys.readouterr().err.strip().splitlines()[-1]}"]
+    assert not list(tmp_path.iterdir())
+    text = "\n".join(lines) + "\n"
+    if os.environ.get("CANVAX_WRITE_GOLDEN"):
+        GOLDEN.write_text(text)
+    assert text.splitlines() == GOLDEN.read_text().splitlines()
+
+
+# The record
+
+
+def test_each_entry_point_writes_arguments_its_way() -> None:
+    error = InputError("hires_steps", 5, "needs a second pass", "add {hires=2} or leave {hires_steps} out")
+    assert str(error) == "hires_steps=5 needs a second pass; add hires=2 or leave hires_steps out"
+    flags = parse(["generate", "a cat"]).write
+    assert error.format(flags) == "--hires-steps 5 needs a second pass; add --hires 2 or leave --hires-steps out"
+    assert error.about("second_steps").argument == "second_steps"
+    assert pickle.loads(pickle.dumps(error)).argument == "hires_steps"
+    assert InputError("x", NO_VALUE, "is odd").format(flags) == "x is odd"
+    plain = InputError("a {b} sentence")
+    assert (str(plain), plain.argument, plain.about("c")) == ("a {b} sentence", "", plain)
+    hint = HintWarning("mask_blur", NO_VALUE, "has no effect without a mask")
+    assert hint.format(flags) == "--mask-blur has no effect without a mask"
+
+
+@pytest.mark.parametrize(
+    ("words", "argument", "value", "written"),
+    [
+        (["generate", "x"], "num_inference_steps", "3", "--steps 3"),
+        (["generate", "x"], "steps", "3", "--steps 3"),
+        (["generate", "x"], "sampler_settings", None, "--set"),
+        (["generate", "x"], "local_files_only", "True", "--local-files-only"),
+        (["generate", "x"], "prompt", "'x'", "prompt='x'"),
+        (["generate", "x"], "nothing", "3", "nothing=3"),
+        (["info", "emoji"], "what", "'x'", "MODEL|IMAGE.png 'x'"),
+        (["train", "lora", ".", "-o", "m"], "average", "2", "--ema 2"),
+        (["sheet", "x"], "x", "'a=1'", "--x 'a=1'"),
+    ],
+)
+def test_flags_of_a_command(words: list[str], argument: str, value: str | None, written: str) -> None:
+    assert parse(words).write(argument, value) == written
+
+
+def test_a_command_writes_flags_in_errors_and_hints(
+    emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: emoji)
+    assert main(["generate", "a cat", "--strength", "0.5"]) == BAD_INPUT
+    assert "--strength" in capsys.readouterr().err
+    assert main(["generate", "a cat", "--mask-mode", "soft", "--steps", "1", "-q"]) == 0
+    assert "--mask-mode" in capsys.readouterr().err
+
+
+def test_errors_name_an_argument_as_the_caller_did(emoji: canvax.StableDiffusion) -> None:
+    for given, argument in (({"cfg_scale": "x"}, "cfg_scale"), ({"guidance_scale": "x"}, "guidance_scale")):
+        with pytest.raises(InputError) as caught:
+            emoji("a", **given)  # type: ignore[arg-type]
+        assert caught.value.argument == argument
+
+
+# Values
+
+
+class Strange:
+    """Raises whenever something looks at it, as an array does whose buffer is gone."""
+
+    def _fail(self, *_: Any) -> Any:
+        raise RuntimeError("gone")
+
+    __repr__ = __len__ = __iter__ = __array__ = __bool__ = _fail
+
+
+def test_values_are_shown_in_short() -> None:
+    assert shown("x" * 500) == "'" + "x" * 76 + "..."
+    assert shown(np.zeros((2, 3), np.float32)) == "<array float32 [2, 3]>"
+    assert shown(np.float32(2.5)) == shown(jnp.float32(2.5)) == "2.5"
+    assert (shown(Path("a/b")), shown(int)) == ("'a/b'", "the class int")
+    assert shown(Strange()) == "<Strange that cannot be read>"
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "2", True, None, 5, 10**400, np.timedelta64(1)])
+def test_what_is_no_count(value: Any) -> None:
+    with pytest.raises(InputError) as caught:
+        check_count("n", value, 4)
+    assert caught.value.argument == "n"
+
+
+@pytest.mark.parametrize("value", ["x", float("nan"), float("inf"), 1e39, 10**400, True, None, 1j, [1]])
+def test_what_is_no_number(value: Any) -> None:
+    with pytest.raises(InputError) as caught:
+        check_number("x", value)
+    assert caught.value.argument == "x"
+
+
+def test_values_of_other_libraries_count() -> None:
+    assert check_count("n", np.int32(3)) == check_count("n", jnp.int32(3)) == 3
+    assert check_number("x", jnp.float32(2.5)) == 2.5
+    assert check_flag("b", True)
+    for value in (1, "yes", None, np.ones(2)):
+        with pytest.raises(InputError) as caught:
+            check_flag("b", value)
+        assert caught.value.argument == "b"
+    with pytest.raises(InputError):
+        check_utf8("text", "\ud800")
+
+
+async def later(step: canvax.Step) -> None: ...
+
+
+@pytest.mark.parametrize("function", [5, "x", lambda: None, lambda a, b: None, later])
+def test_what_is_no_callback(function: Any) -> None:
+    with pytest.raises(InputError) as caught:
+        check_function("callback", function, 1, "a canvax.Step")
+    assert caught.value.argument == "callback"
+    check_function("callback", print, 1, "a canvax.Step")
+
+
+def test_tracers_are_refused() -> None:
+    refuse_tracers("control", [{"depth": 1, 3: 2}])  # names that cannot be sorted
+    for inside in (lambda x: refuse_tracers("x", [{"depth": x, 3: 2}]), lambda x: plain(x, "x")):
+        with pytest.raises(InputError) as caught:
+            jax.jit(inside)(1.0)
+        assert caught.value.argument == "x"
+
+
+def test_what_cannot_be_read_is_named() -> None:
+    with pytest.raises(InputError) as caught, reading_arguments({"seed": 1, "image": [Strange()]}):
+        raise RuntimeError("gone")
+    assert caught.value.argument == "image"
