@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
-from diffusers.models.transformers import transformer_flux2, transformer_z_image  # noqa: E402
+from diffusers.models.transformers import transformer_flux2, transformer_krea2, transformer_z_image  # noqa: E402
 
 from canvax.models import dit  # noqa: E402
 from canvax.models.dit import Rope, pack, rotary_embedding, unpack  # noqa: E402
@@ -251,92 +251,131 @@ def test_rotary_embedding() -> None:
     np.testing.assert_allclose(mine.cos[0], cos[:, ::2], atol=1e-4)
     np.testing.assert_allclose(mine.sin[0], sin[:, ::2], atol=1e-4)
     q, k = normal(1, 30, 2, 16), normal(1, 30, 2, 16)
-    theirs = [transformer_flux2.apply_rotary_emb(to_torch(x), (cos, sin), sequence_dim=1) for x in (q, k)]
+    theirs = [transformer_flux2.apply_rotary_emb(to_torch(x), (cos, sin), sequence_dim=1).numpy() for x in (q, k)]
     order = dit.halves_first(np.arange(16), 16)
     ours = [np.asarray(dit.rotate(jnp.asarray(x[..., order]), mine)) for x in (q, k)]
     for one, other in zip(ours, theirs, strict=True):
-        assert (
-            relative_error(dit.pairs_together(np.moveaxis(one, -1, 0), 16), np.moveaxis(other.numpy(), -1, 0))
-            < TOLERANCE
-        )
-    want = torch.einsum("bqnd,bknd->bnqk", *theirs)
-    assert relative_error(np.einsum("bqnd,bknd->bnqk", *ours), want) < TOLERANCE
+        assert relative_error(one, other[..., order]) <= TOLERANCE
+    scores = [np.einsum("bqnd,bknd->bnqk", *both) for both in (ours, theirs)]
+    assert relative_error(*scores) <= TOLERANCE
 
 
-def block_params(name: str, path: str) -> tuple[Any, Params]:
-    _, p = load(name)
-    for key in path.split("."):
-        p = p[key]
-    return MODULES[name].get_submodule(path), p
+def test_the_order_of_rotary_pairs_and_back() -> None:
+    x = normal(3 * 16, 5)
+    turned = dit.halves_first(x, 16)
+    np.testing.assert_array_equal(turned[16:32].reshape(2, 8, 5), np.stack([x[16:32:2], x[17:32:2]]))
+    np.testing.assert_array_equal(dit.pairs_together(turned, 16), x)
 
 
 IDS = np.stack([np.arange(40), np.arange(40) % 7, np.arange(40) // 7, np.arange(40) % 3], -1)
+
+SIZES_OF_BLOCKS = ["tiny", pytest.param("released", marks=pytest.mark.slow)]
+
+
+def small_or_large(size: str, tiny: tuple[int, ...], released: tuple[int, ...]) -> tuple[int, ...]:
+    return tiny if size == "tiny" else released
+
+
+def block_params(theirs: Any, spec: dict[str, Any], head_dim: int) -> Params:
+    """The weights of a block by itself, below a name that FLUX.2's tables know."""
+    kind = {"Flux2TransformerBlock": "transformer_blocks", "Flux2SingleTransformerBlock": "single_transformer_blocks"}
+    name = kind.get(type(theirs).__name__, "block")
+    state = {f"{name}.0.{key}": array for key, array in stored(randomise(theirs)).items()}
+    spec = {name: {"0": spec}}
+    return params_of(unfused(state, spec), spec, rotated(head_dim))[name]["0"]
 
 
 def chunks(x: np.ndarray, count: int) -> tuple[Any, ...]:
     return tuple(jnp.asarray(part)[:, None] for part in np.split(x, count, axis=-1))
 
 
-def test_double_block() -> None:
-    theirs, p = block_params("flux2", "transformer_blocks.0")
-    rope, mine = angles(IDS, (4, 4, 4, 4), 2000.0)
-    image, text, a, b = normal(2, 27, 32), normal(2, 13, 32), normal(2, 6 * 32), normal(2, 6 * 32)
+def close(name: str, got: Any, want: Any) -> None:
+    print(name, relative_error(got, want))
+    assert relative_error(got, want) <= TOLERANCE
+
+
+@pytest.mark.parametrize("size", SIZES_OF_BLOCKS)
+def test_double_block(size: str) -> None:
+    heads, head_dim = small_or_large(size, (2, 16), (24, 128))
+    width = heads * head_dim
+    theirs = transformer_flux2.Flux2TransformerBlock(width, heads, head_dim)
+    p = block_params(theirs, dit.double_block_spec(width, heads, 3 * width), head_dim)
+    rope, mine = angles(IDS, (head_dim // 4,) * 4, 2000.0)
+    image, text, a, b = normal(2, 27, width), normal(2, 13, width), normal(2, 6 * width), normal(2, 6 * width)
     with torch.no_grad():
         want = theirs(*(to_torch(x) for x in (image, text, a, b)), rope)
     got = dit.double_block(p, image, text, chunks(a, 6), chunks(b, 6), mine, eps=1e-6)
-    for ours, reference in zip(got, want[::-1], strict=True):
-        print("double_block", relative_error(ours, reference))
-        assert relative_error(ours, reference) <= TOLERANCE
+    close("double block, image", got[0], want[1])
+    close("double block, text", got[1], want[0])
 
 
-def test_parallel_block() -> None:
-    theirs, p = block_params("flux2", "single_transformer_blocks.1")
-    rope, mine = angles(IDS, (4, 4, 4, 4), 2000.0)
-    x, a = normal(2, 40, 32), normal(2, 3 * 32)
+@pytest.mark.parametrize("size", SIZES_OF_BLOCKS)
+def test_parallel_block(size: str) -> None:
+    heads, head_dim = small_or_large(size, (2, 16), (24, 128))
+    width = heads * head_dim
+    theirs = transformer_flux2.Flux2SingleTransformerBlock(width, heads, head_dim)
+    p = block_params(theirs, dit.parallel_block_spec(width, heads, 3 * width), head_dim)
+    rope, mine = angles(IDS, (head_dim // 4,) * 4, 2000.0)
+    x, a = normal(2, 40, width), normal(2, 3 * width)
     with torch.no_grad():
         want = theirs(to_torch(x), None, to_torch(a), rope)
-    got = dit.parallel_block(p, x, chunks(a, 3), mine, eps=1e-6)
-    print("parallel_block", relative_error(got, want))
-    assert relative_error(got, want) <= TOLERANCE
+    close("parallel block", dit.parallel_block(p, x, chunks(a, 3), mine, eps=1e-6), want)
 
 
-@pytest.mark.parametrize("path", ["layers.1", "noise_refiner.0", "context_refiner.0"])
-def test_sandwich_block(path: str) -> None:
-    from canvax.models.z_image import _eps, _modulation
+@pytest.mark.parametrize("modulated", [True, False])
+@pytest.mark.parametrize("size", SIZES_OF_BLOCKS)
+def test_sandwich_block(size: str, modulated: bool) -> None:
+    from canvax.models.z_image import _modulation
 
-    theirs, p = block_params("z_image", path)
-    cfg = ZImageConfig.from_dict(dict(MODULES["z_image"].config))
-    x, time = normal(2, 40, 64), normal(2, 64)
+    heads, *axes = small_or_large(size, (4, 8, 4, 4), (30, 32, 48, 48))
+    width = heads * sum(axes)
+    theirs = transformer_z_image.ZImageTransformerBlock(0, width, heads, heads, 3e-5, True, modulated)
+    cfg = ZImageConfig(dim=width, n_heads=heads, n_kv_heads=heads, axes_dims=tuple(axes))
+    p = block_params(theirs, z_image_spec(cfg)["layers" if modulated else "context_refiner"]["0"], sum(axes))
+    x, time = normal(2, 40, width), normal(2, cfg.time_width)
     mask = torch.arange(40)[None] < torch.tensor([[31], [40]])
-    table = transformer_z_image.RopeEmbedder(256.0, [8, 4, 4], [128, 32, 32])(to_torch(IDS[:, :3]))
+    table = transformer_z_image.RopeEmbedder(256.0, axes, [128, 32, 32])(to_torch(IDS[:, :3]))
     with torch.no_grad():
         want = theirs(to_torch(x), mask, table[None], to_torch(time))
-    modulation = None if path.startswith("context") else _modulation(p, jnp.asarray(time))
-    mine = rotary_embedding(jnp.asarray(IDS[None, :, :3]), cfg.axes_dims, cfg.rope_theta)
-    got = dit.sandwich_block(p, x, mine, jnp.array([31, 40]), modulation, **_eps(cfg))
-    print("sandwich_block", relative_error(got, want))
-    assert relative_error(got, want) <= TOLERANCE
+    modulation = _modulation(p, jnp.asarray(time)) if modulated else None
+    mine = rotary_embedding(jnp.asarray(IDS[None, :, :3]), axes, 256.0)
+    got = dit.sandwich_block(p, x, mine, jnp.array([31, 40]), modulation, eps=3e-5, qk_eps=1e-5)
+    close("sandwich block", got, want)
 
 
-@pytest.mark.parametrize("path", ["transformer_blocks.1", "text_fusion.refiner_blocks.0"])
-def test_krea2_block(path: str) -> None:
+@pytest.mark.parametrize("kind", ["image", "text"])
+@pytest.mark.parametrize("size", SIZES_OF_BLOCKS)
+def test_krea2_block(size: str, kind: str) -> None:
     from canvax.models.krea2 import _block
 
-    theirs, p = block_params("krea2", path)
-    width = 64 if path.startswith("transformer") else 32
+    if kind == "text":
+        heads, groups, head_dim, inner = small_or_large(size, (4, 2, 8, 48), (20, 20, 128, 6912))
+    else:
+        heads, groups, head_dim, inner = small_or_large(size, (4, 2, 16, 96), (48, 12, 128, 16384))
+    width, axes = heads * head_dim, (head_dim // 2, head_dim // 4, head_dim // 4)
+    cfg = Krea2Config(
+        attention_head_dim=head_dim, num_attention_heads=heads, num_key_value_heads=groups, intermediate_size=inner,
+        text_hidden_dim=width, text_num_attention_heads=heads, text_num_key_value_heads=groups,
+        text_intermediate_size=inner, axes_dims_rope=axes,
+    )  # fmt: skip
     x, a = normal(2, 40, width), normal(2, 1, 6 * width)
     mask = (torch.arange(40)[None] < torch.tensor([[31], [40]]))[:, None, None]
-    rope, mine = angles(IDS[:, :3], (8, 4, 4), 1000.0)
-    with torch.no_grad():
-        if width == 64:
-            want = theirs(to_torch(x), to_torch(a), rope, mask)
-            modulation = tuple(jnp.split(a.reshape(2, 6, 64) + p["scale_shift_table"], 6, axis=1))
-            got = _block(p, x, mine, jnp.array([31, 40]), modulation, eps=1e-5)
-        else:
+    lengths = jnp.array([31, 40])
+    if kind == "text":
+        theirs = transformer_krea2.Krea2TextFusionBlock(width, heads, groups, inner, 1e-5)
+        p = block_params(theirs, krea2_spec(cfg)["text_fusion"]["refiner_blocks"]["0"], head_dim)
+        with torch.no_grad():
             want = theirs(to_torch(x), mask)
-            got = _block(p, x, None, jnp.array([31, 40]), eps=1e-5)
-    print("krea2_block", relative_error(got, want))
-    assert relative_error(got, want) <= TOLERANCE
+        got = _block(p, x, None, lengths, eps=1e-5)
+    else:
+        theirs = transformer_krea2.Krea2TransformerBlock(width, inner, heads, groups, 1e-5)
+        p = block_params(theirs, krea2_spec(cfg)["transformer_blocks"]["0"], head_dim)
+        rope, mine = angles(IDS[:, :3], axes, 1000.0)
+        with torch.no_grad():
+            want = theirs(to_torch(x), to_torch(a), rope, mask)
+        modulation = tuple(jnp.split(a.reshape(2, 6, width) + p["scale_shift_table"], 6, axis=1))
+        got = _block(p, x, mine, lengths, modulation, eps=1e-5)
+    close(f"krea2 block, {kind}", got, want)
 
 
 @pytest.mark.parametrize("channels_first", [True, False])

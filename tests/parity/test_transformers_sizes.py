@@ -30,7 +30,7 @@ KLEIN_9B = {"num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32,
 
 # Fields as released, tensors of the checkpoint and billions of parameters.
 DENOISERS: dict[str, tuple[Any, Any, Any, dict[str, Any], int, float]] = {
-    "Z-Image": (diffusers.ZImageTransformer2DModel, ZImageConfig, z_image_spec, {"axes_lens": [1536, 512, 512]}, 521, 6.155),
+    "Z-Image": (diffusers.ZImageTransformer2DModel, ZImageConfig, z_image_spec, {}, 521, 6.155),
     "FLUX.2 klein 4B": (diffusers.Flux2Transformer2DModel, Flux2Config, flux2_spec, KLEIN_4B, 169, 3.876),
     "FLUX.2 klein 9B": (diffusers.Flux2Transformer2DModel, Flux2Config, flux2_spec, KLEIN_9B, 233, 9.079),
     "FLUX.2 dev": (diffusers.Flux2Transformer2DModel, Flux2Config, flux2_spec, {}, 331, 32.223),

@@ -27,11 +27,15 @@ SIZES = {
 }  # fmt: skip
 POSITIONS = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]}
 
+# Without a width of a head in the last: it is the model's over the number of heads.
 KINDS = {
     "qwen3": ("Qwen3Model", transformers.Qwen3Config, {"head_dim": 8, "rope_theta": 1e6}),
     "qwen3_vl": ("Qwen3VLTextModel", transformers.Qwen3VLTextConfig, {"head_dim": 8, "rope_parameters": POSITIONS}),
-    "qwen2_5_vl": ("Qwen2_5_VLTextModel", transformers.Qwen2_5_VLTextConfig, {"rope_parameters": POSITIONS}),
-}
+    "qwen2_5_vl": (
+        "Qwen2_5_VLTextModel", transformers.Qwen2_5_VLTextConfig,
+        {"rope_parameters": POSITIONS | {"mrope_section": [1, 1, 0]}},
+    ),
+}  # fmt: skip
 
 LENGTHS = np.array([7, 13], np.int32)
 IDS = np.where(np.arange(13) < LENGTHS[:, None], np.random.default_rng(0).integers(1, 100, (2, 13)), 0)
@@ -78,7 +82,7 @@ def test_every_layer(kind: str) -> None:
 
 
 def test_the_last_layer_counts_too() -> None:
-    """The entry of ``hidden_states`` before the last is behind the last layer but one; one more has no normalisation."""
+    """The entry of ``hidden_states`` before the last is behind the last layer but one."""
     theirs, cfg = model("qwen3")
     behind: list[Any] = []
     theirs.layers[-1].register_forward_hook(lambda module, inputs, output: behind.append(output))
@@ -125,3 +129,20 @@ def test_configs_before_transformers_5() -> None:
     assert DecoderConfig.from_dict(old).rope_theta == 3e6
     both = {"model_type": "qwen3_vl", "text_config": {**old, "model_type": "qwen3_vl_text"}, "vision_config": {}}
     assert DecoderConfig.from_dict(both).model_type == "qwen3_vl_text"
+
+
+def test_krea2_puts_padding_in_the_middle() -> None:
+    """Its positions count real tokens alone, so padding behind the last token is the same."""
+    theirs, cfg = model("qwen3_vl")
+    taps, ends = (1, 2, 3), np.array([[5, 6]] * 2)
+    middle = np.concatenate([IDS, ends], 1)
+    mask = np.concatenate([np.arange(13) < LENGTHS[:, None], np.ones((2, 2), bool)], 1)
+    positions = to_torch(mask.cumsum(1) - 1)[None].expand(3, -1, -1)
+    with torch.no_grad():
+        states = theirs(to_torch(middle), to_torch(mask), positions, output_hidden_states=True).hidden_states
+    real = [np.concatenate([row[:length], end]) for row, length, end in zip(IDS, LENGTHS, ends, strict=True)]
+    ids = np.stack([np.pad(row, (0, 15 - len(row))) for row in real])
+    got = decoder_lm(weights(theirs, cfg, 3), ids, LENGTHS + 2, cfg, taps=taps)
+    for tap in taps:
+        for i, length in enumerate(LENGTHS + 2):
+            assert relative_error(got[i, :length, tap - 1], states[tap][i][mask[i]]) <= TOLERANCE

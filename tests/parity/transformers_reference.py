@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -58,7 +57,7 @@ def same_names_and_shapes(state: State, spec: Spec) -> dict[str, Param]:
 
 
 def rotated(head_dim: int) -> Callable[[str, np.ndarray], np.ndarray]:
-    """What loading does to queries and keys whose rotary pairs are neighbours; Krea 2's text fusion has no positions."""
+    """What loading does to queries and keys whose rotary pairs are neighbours; text fusion has no positions."""
 
     def change(name: str, array: np.ndarray) -> np.ndarray:
         turns = name.endswith(tuple(f".{layer}.weight" for layer in ROTATED)) and not name.startswith("text_fusion")
@@ -70,26 +69,20 @@ def rotated(head_dim: int) -> Callable[[str, np.ndarray], np.ndarray]:
 def unfused(state: State, spec: Spec) -> State:
     """FLUX.2's checkpoint with each layer in an array of its own."""
     declared: dict[str, Param] = dict(flatten(spec))
-    tables: list[tuple[Mapping[str, Any], int]] = [(FUSED, 0), (FUSED_INPUTS, 1)]
-    tables.append(({name: (part,) for name, part in RENAMED.items()}, 0))
+    tables: list[tuple[Mapping[str, tuple[str, ...]], int]] = [
+        (FUSED, 0), (FUSED_INPUTS, 1), ({theirs: (ours,) for theirs, ours in RENAMED.items()}, 0)
+    ]  # fmt: skip
+    rules = [(theirs, ours, axis) for table, axis in tables for theirs, ours in table.items()]
     result: State = {}
     for name, array in state.items():
-        names = [(table[pattern], axis, prefix) for table, axis in tables for pattern in table
-                 if (prefix := match(pattern, name))]  # fmt: skip
-        if not names:
+        [number] = re.findall(r"(?<=blocks\.)\d+", name) or [""]
+        pattern = re.sub(r"(?<=blocks\.)\d+", "*", name).removesuffix(".weight")
+        parts, axis = next(((ours, axis) for theirs, ours, axis in rules if theirs == pattern), ((), 0))
+        if not parts:
             result[name] = array
             continue
-        [(parts, axis, prefix)] = names
-        keys = [f"{prefix}.{part}.weight" for part in parts]
+        keys = [f"{part.replace('*', number)}.weight" for part in parts]
         ends = np.cumsum([declared[key].checkpoint_shapes[0][axis] for key in keys])
         assert ends[-1] == array.shape[axis], name
         result |= dict(zip(keys, np.split(array, ends[:-1], axis), strict=True))
     return result
-
-
-def match(pattern: str, name: str) -> str | None:
-    """The block that a name belongs to, if it is of the pattern."""
-    found = re.fullmatch(
-        f"({re.escape(pattern.partition('{}')[0])}\\d+){re.escape(pattern.partition('{}')[2])}.weight", name
-    )
-    return found and found[1]

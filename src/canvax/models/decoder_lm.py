@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from canvax.errors import CheckpointError
 from canvax.kernels.attention import attention
 from canvax.kernels.outline import outlined
-from canvax.models.configs import Config, Count, Epsilon, Factor, Ids, Layers
+from canvax.models.configs import Config, Count, Epsilon, Ids, Layers, Range
 from canvax.models.dit import Rope, qk_norm_spec, rms_norm, rms_norm_spec, rotary_embedding, rotate, swiglu, swiglu_spec
 from canvax.nn import embedding, embedding_spec, linear, linear_spec
 from canvax.params import Axis, Params, Spec
@@ -42,7 +42,7 @@ class DecoderConfig(Config):
     num_key_value_heads: Count = 8
     head_dim: Count | None = None
     rms_norm_eps: Epsilon = 1e-6
-    rope_theta: Factor = 1e6
+    rope_theta: Annotated[float, Range(1, 1e9)] = 1e6
 
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"hidden_act": ("silu",)}
     # What else a transformers config holds concerns training and generation.
@@ -145,9 +145,8 @@ def _layer(p: Params, x: Array, rope: Rope, lengths: Array, *, cfg: DecoderConfi
     """One pre-norm layer, [B, T, D] -> [B, T, D]."""
     a, eps = p["self_attn"], cfg.rms_norm_eps
     h = rms_norm(p["input_layernorm"], x, eps=eps)
-    q, k, v = (
-        linear(a[name], h).reshape(*x.shape[:2], -1, cfg.width_of_head) for name in ("q_proj", "k_proj", "v_proj")
-    )
+    split = (*x.shape[:2], -1, cfg.width_of_head)
+    q, k, v = (linear(a[name], h).reshape(split) for name in ("q_proj", "k_proj", "v_proj"))
     if cfg.model_type in NORMALISED:
         q, k = rms_norm(a["q_norm"], q, eps=eps), rms_norm(a["k_norm"], k, eps=eps)
     h = attention(rotate(q, rope), rotate(k, rope), v, lengths=lengths, causal=True)

@@ -103,7 +103,7 @@ def layer_norm(x: Array, *, eps: float = 1e-6) -> Array:
     return (centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps)).astype(x.dtype)
 
 
-def modulated(x: Array, shift: Array, scale: Array) -> Array:
+def modulated(x: Array, shift: Array | float, scale: Array | float) -> Array:
     """``x`` [B, T, D] scaled and shifted as the time wants it."""
     return x * (1 + scale) + shift
 
@@ -176,7 +176,7 @@ def attend(q: Array, k: Array, v: Array, rope: Rope | None, lengths: Array | Non
 def self_attention(
     p: Params, x: Array, rope: Rope | None, lengths: Array | None, *, eps: float, offset: float = 0.0
 ) -> Array:
-    """Attention of ``x`` [B, T, D] to its first ``lengths`` [B] tokens; the result is gated where there is ``to_gate``."""
+    """Attention of ``x`` [B, T, D] to its first ``lengths`` [B] tokens; gated where there is ``to_gate``."""
     y = attend(*queries_keys_values(p, x, eps=eps, offset=offset), rope, lengths)
     if "to_gate" in p:
         y = y * jax.nn.sigmoid(linear(p["to_gate"], x))

@@ -34,27 +34,38 @@ from canvax.nn import linear, linear_spec
 from canvax.params import Params, Spec
 from canvax.types import Array, HostArray
 
+TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+"""What klein's language model reads of a prompt, filled up to ``ROWS`` tokens."""
+
+ROWS, TAPS = 512, (9, 18, 27)
+"""Tokens of a text, padding included, and the layers that are put side by side."""
+
 REFERENCE_STEP = 10
 """References lie at times 10, 20, 30, ..., the image at 0."""
 
+DOUBLE, SINGLE = "transformer_blocks.*", "single_transformer_blocks.*"
+
 FUSED: Mapping[str, tuple[str, ...]] = {
-    "transformer_blocks.{}.ff.linear_in": ("ff.gate", "ff.up"),
-    "transformer_blocks.{}.ff_context.linear_in": ("ff_context.gate", "ff_context.up"),
-    "single_transformer_blocks.{}.attn.to_qkv_mlp_proj": ("attn.to_q", "attn.to_k", "attn.to_v", "ff.gate", "ff.up"),
+    f"{DOUBLE}.ff.linear_in": (f"{DOUBLE}.ff.gate", f"{DOUBLE}.ff.up"),
+    f"{DOUBLE}.ff_context.linear_in": (f"{DOUBLE}.ff_context.gate", f"{DOUBLE}.ff_context.up"),
+    f"{SINGLE}.attn.to_qkv_mlp_proj": (
+        *(f"{SINGLE}.attn.{name}" for name in ("to_q", "to_k", "to_v")),
+        *(f"{SINGLE}.ff.{name}" for name in ("gate", "up")),
+    ),
 }
-"""Layers of the checkpoint that lie one behind the other in one matrix, by their outputs, and the spec's names of them.
-Devices split each of them by itself."""
+"""Layers that checkpoints store as one matrix, their outputs one behind the other, and their names here. Devices split
+each by itself."""
 
 FUSED_INPUTS: Mapping[str, tuple[str, ...]] = {
-    "single_transformer_blocks.{}.attn.to_out": ("attn.to_out.0", "ff.down"),
+    f"{SINGLE}.attn.to_out": (f"{SINGLE}.attn.to_out.0", f"{SINGLE}.ff.down")
 }
 """As ``FUSED``, by their inputs; their results are summed."""
 
 RENAMED: Mapping[str, str] = {
-    "transformer_blocks.{}.ff.linear_out": "ff.down",
-    "transformer_blocks.{}.ff_context.linear_out": "ff_context.down",
+    f"{DOUBLE}.ff.linear_out": f"{DOUBLE}.ff.down",
+    f"{DOUBLE}.ff_context.linear_out": f"{DOUBLE}.ff_context.down",
 }
-"""Layers of the checkpoint that have another name here."""
+"""Layers that have another name in checkpoints."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from canvax.models.configs import Config, Count, Epsilon, Layers, Levels, Names, VaeConfig
 from canvax.models.dit import pack, unpack
-from canvax.models.vae import vae_decode, vae_encode, vae_spec
+from canvax.models.vae import vae_decode, vae_decode_tiled, vae_encode, vae_encode_tiled, vae_spec
 from canvax.params import Param, Params, Spec
 from canvax.types import Array
 
@@ -78,18 +78,17 @@ def flux2_vae_spec(cfg: Flux2VaeConfig) -> Spec:
     return spec | {"bn": {"running_mean": mean, "running_var": dataclasses.replace(mean, init="ones")}}
 
 
-def flux2_vae_decode(p: Params, latents: Array, cfg: Flux2VaeConfig) -> Array:
+def flux2_vae_decode(p: Params, latents: Array, cfg: Flux2VaeConfig, *, tiled: bool = False) -> Array:
     """Normalised latents [B, h, w, 128] -> images [B, 16h, 16w, 3] in about -1..1."""
     mean, deviation = _statistics(p, cfg)
     z = (latents.astype(jnp.float32) * deviation + mean).astype(latents.dtype)
-    return vae_decode(p, unpack(z, channels_first=True), cfg.decoder)
+    return (vae_decode_tiled if tiled else vae_decode)(p, unpack(z, channels_first=True), cfg.decoder)
 
 
-def flux2_vae_encode(p: Params, images: Array, cfg: Flux2VaeConfig) -> tuple[Array, Array]:
+def flux2_vae_encode(p: Params, images: Array, cfg: Flux2VaeConfig, *, tiled: bool = False) -> tuple[Array, Array]:
     """Images in -1..1 [B, 16h, 16w, 3] -> mean and log-variance of normalised latents, [B, h, w, 128] float32."""
-    centre, logvar = (
-        pack(part, channels_first=True).astype(jnp.float32) for part in vae_encode(p, images, cfg.encoder)
-    )
+    moments = (vae_encode_tiled if tiled else vae_encode)(p, images, cfg.encoder)
+    centre, logvar = (pack(part, channels_first=True).astype(jnp.float32) for part in moments)
     mean, deviation = _statistics(p, cfg)
     return (centre - mean) / deviation, logvar - 2 * jnp.log(deviation)
 

@@ -35,6 +35,19 @@ from canvax.nn import linear, linear_spec
 from canvax.params import Axis, Param, Params, Spec
 from canvax.types import Array
 
+TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
+    "spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
+    "{}<|im_end|>\n<|im_start|>assistant\n"
+)
+"""What the language model reads of a prompt. The first ``DROPPED`` of its tokens, those of the system, are left out.
+
+The reference puts padding between the prompt and the last five tokens, masks it and does not count it in positions:
+what comes of that is the same with the padding last, as it is here.
+"""
+
+DROPPED, TAPS = 34, (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)
+
 OFFSET = 1.0
 """Normalisations store the difference of their weights from 1, in float32."""
 
@@ -148,8 +161,8 @@ def krea2_context(
 
     Args:
         p: parameters as declared by ``krea2_spec``.
-        text: layers of the language model [B, S, ``num_text_layers``, ``text_hidden_dim``] in the dtype that it computes
-            in.
+        text: layers of the language model [B, S, ``num_text_layers``, ``text_hidden_dim``], in the dtype that it
+            computes in.
         lengths: how many rows of each are its text, int32 [B].
         width: how many tokens wide the images are, int32 [B].
         cfg: the config.

@@ -1,4 +1,4 @@
-"""The autoencoder of Qwen-Image and Wan 2.1 (Wan Team 2025) for one frame: ``AutoencoderKLQwenImage`` in two dimensions.
+"""The autoencoder of Qwen-Image and Wan 2.1 (Wan Team 2025) for one frame: ``AutoencoderKLQwenImage`` without time.
 
 Its convolutions over frames are causal: of one frame each sees the last of its taps in time alone, and layers that
 change the number of frames do nothing. Checkpoints hold all taps; ``from_video`` takes what one frame needs.
@@ -7,6 +7,7 @@ change the number of frames do nothing. Checkpoints hold all taps; ``from_video`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import ClassVar
 
@@ -17,9 +18,13 @@ from canvax.errors import CheckpointError
 from canvax.kernels.attention import attention
 from canvax.kernels.outline import outlined
 from canvax.models.configs import Config, Count, Depth, Factor, Levels, Number
+from canvax.models.vae import in_tiles
 from canvax.nn import conv2d, conv2d_of_doubled, conv2d_spec, linear, linear_spec
 from canvax.params import Param, Params, Spec
 from canvax.types import Array, HostArray
+
+OVERLAP = 128
+"""Pixels that neighbouring tiles share, more than the convolutions reach."""
 
 UNUSED = "time_conv"
 """In the names of layers that change the number of frames."""
@@ -140,11 +145,38 @@ def _mid_spec(channels: int) -> Spec:
     return {"resnets": _numbered([_resnet_spec(channels, channels)] * 2), "attentions": {"0": attention}}
 
 
-def wan_vae_decode(p: Params, latents: Array, cfg: WanVaeConfig) -> Array:
-    """Latents as the denoiser sees them [B, h, w, C] -> images [B, 8h, 8w, 3], within -1..1."""
+def wan_vae_decode(p: Params, latents: Array, cfg: WanVaeConfig, *, tile: int | None = None) -> Array:
+    """Latents as the denoiser sees them [B, h, w, C] -> images [B, 8h, 8w, 3], within -1..1.
+
+    With ``tile``, so many pixels of a side at a time, as ``canvax.models.vae.vae_decode_tiled`` does.
+    """
     z = latents * jnp.asarray(cfg.latents_std, latents.dtype) + jnp.asarray(cfg.latents_mean, latents.dtype)
     z, p = linear(p["post_quant_conv"], z), p["decoder"]
-    h = _mid_block(p["mid_block"], conv2d(p["conv_in"], z))
+    h, rise = _mid_block(p["mid_block"], conv2d(p["conv_in"], z)), partial(_rise, p, cfg=cfg)
+    if tile is None:
+        return rise(h)
+    size, sides = (latents.shape[1], latents.shape[2]), (tile // cfg.factor, OVERLAP // cfg.factor)
+    return in_tiles(rise, h, size, *sides, 1, cfg.factor, cfg.input_channels).astype(latents.dtype)
+
+
+def wan_vae_encode(p: Params, images: Array, cfg: WanVaeConfig, *, tile: int | None = None) -> tuple[Array, Array]:
+    """Images in -1..1 [B, 8h, 8w, 3] -> mean and log-variance of latents as the denoiser sees them, [B, h, w, C]."""
+    encoder = p["encoder"]
+    fall = partial(_fall, encoder)
+    if tile is None:
+        h = fall(images)
+    else:
+        size = images.shape[1] // cfg.factor, images.shape[2] // cfg.factor
+        sides = tile // cfg.factor, OVERLAP // cfg.factor
+        h = in_tiles(fall, images, size, *sides, cfg.factor, 1, cfg.widths[-1]).astype(images.dtype)
+    h = _head(encoder, _mid_block(encoder["mid_block"], h))
+    mean, logvar = jnp.split(linear(p["quant_conv"], h), 2, axis=-1)
+    centre, deviation = (jnp.asarray(values, mean.dtype) for values in (cfg.latents_mean, cfg.latents_std))
+    return (mean - centre) / deviation, jnp.clip(logvar, -30.0, 20.0) - 2 * jnp.log(deviation)
+
+
+def _rise(p: Params, h: Array, cfg: WanVaeConfig) -> Array:
+    """From features [B, h, w, C] to pixels [B, 8h, 8w, 3]."""
     for i in range(len(cfg.widths)):
         block = p["up_blocks"][str(i)]
         with jax.named_scope(f"decoder_up_{i}"):
@@ -152,26 +184,25 @@ def wan_vae_decode(p: Params, latents: Array, cfg: WanVaeConfig) -> Array:
                 h = _resnet(block["resnets"][str(j)], h)
             if "upsamplers" in block:
                 h = conv2d_of_doubled(block["upsamplers"]["0"]["resample"]["1"], h)
-    h = conv2d(p["conv_out"], jax.nn.silu(_norm(p["norm_out"], h)))
-    return jnp.clip(h, -1.0, 1.0)
+    return jnp.clip(_head(p, h), -1.0, 1.0)
 
 
-def wan_vae_encode(p: Params, images: Array, cfg: WanVaeConfig) -> tuple[Array, Array]:
-    """Images in -1..1 [B, 8h, 8w, 3] -> mean and log-variance of latents as the denoiser sees them, [B, h, w, C]."""
-    encoder = p["encoder"]
-    h = conv2d(encoder["conv_in"], images)
-    for i in range(len(encoder["down_blocks"])):
-        layer = encoder["down_blocks"][str(i)]
+def _fall(p: Params, images: Array) -> Array:
+    """From pixels [B, 8h, 8w, 3] to features [B, h, w, C]."""
+    h = conv2d(p["conv_in"], images)
+    for i in range(len(p["down_blocks"])):
+        layer = p["down_blocks"][str(i)]
         with jax.named_scope(f"encoder_down_{i}"):
-            if "resample" in layer:
-                h = conv2d(layer["resample"]["1"], h, stride=2, padding=(0, 1))
-            else:
-                h = _resnet(layer, h)
-    h = _mid_block(encoder["mid_block"], h)
-    h = conv2d(encoder["conv_out"], jax.nn.silu(_norm(encoder["norm_out"], h)))
-    mean, logvar = jnp.split(linear(p["quant_conv"], h), 2, axis=-1)
-    centre, deviation = (jnp.asarray(values, mean.dtype) for values in (cfg.latents_mean, cfg.latents_std))
-    return (mean - centre) / deviation, jnp.clip(logvar, -30.0, 20.0) - 2 * jnp.log(deviation)
+            h = (
+                conv2d(layer["resample"]["1"], h, stride=2, padding=(0, 1))
+                if "resample" in layer
+                else _resnet(layer, h)
+            )
+    return h
+
+
+def _head(p: Params, h: Array) -> Array:
+    return conv2d(p["conv_out"], jax.nn.silu(_norm(p["norm_out"], h)))
 
 
 def _norm(p: Params, x: Array) -> Array:

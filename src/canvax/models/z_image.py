@@ -31,6 +31,9 @@ from canvax.nn import linear, linear_spec
 from canvax.params import Param, Params, Spec
 from canvax.types import Array
 
+TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+"""What the language model reads of a prompt. Its last layer but one is the caption, without the rows of padding."""
+
 MULTIPLE = 32
 """Image and caption are each filled up to a multiple of it with a learned token, which takes part in attention."""
 

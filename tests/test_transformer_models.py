@@ -1,0 +1,138 @@
+"""Transformer models by themselves: what their specs declare is read, and devices share heads and feed-forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from test_specs import leaves_read
+
+from canvax.errors import CheckpointError
+from canvax.kernels.target import compiling_on
+from canvax.models.decoder_lm import DecoderConfig, decoder_lm, decoder_lm_spec
+from canvax.models.flux2 import Flux2Config, flux2, flux2_context, flux2_spec
+from canvax.models.krea2 import Krea2Config, krea2, krea2_context, krea2_spec
+from canvax.models.z_image import ZImageConfig, z_image, z_image_context, z_image_spec
+from canvax.parallel.mesh import make_mesh, over_batch
+from canvax.parallel.rules import place_all, placement
+from canvax.params import Spec, flatten, init_params
+
+TOKENS, ROWS = 15, 32
+
+
+class Model(NamedTuple):
+    """A network, as a function of its parameters and inputs without a batch."""
+
+    spec: Spec
+    run: Callable[..., Any]
+    inputs: tuple[tuple[Any, tuple[int, ...]], ...]
+
+
+def model_of(cfg: Any) -> Model:
+    """The whole of a step, what happens before the loop included; of a language model its first three layers."""
+    number = (jnp.int32, ())
+    if isinstance(cfg, DecoderConfig):
+        run = partial(decoder_lm, cfg=cfg, taps=(1, 3))
+        return Model(decoder_lm_spec(cfg, 3), run, ((jnp.int32, (ROWS,)), number))
+
+    def step(p: Any, x: Any, text: Any, lengths: Any, width: Any) -> Any:
+        times = jnp.full(len(x), 500.0)
+        if isinstance(cfg, Flux2Config):
+            ids = jnp.zeros((len(x), 3, 4), jnp.int32) + 10
+            context = flux2_context(p, text, width, x[:, :3], ids, cfg, tokens=TOKENS)
+            return flux2(p, x, times, context, cfg, guidance=times / 200)
+        if isinstance(cfg, Krea2Config):
+            return krea2(p, x, times, krea2_context(p, text, lengths, width, cfg, tokens=TOKENS), cfg)
+        return z_image(p, x, times, z_image_context(p, text, lengths, width, cfg, tokens=TOKENS), cfg)
+
+    spec, channels, text = {
+        ZImageConfig: lambda: (z_image_spec(cfg), 4 * cfg.in_channels, (cfg.cap_feat_dim,)),
+        Flux2Config: lambda: (flux2_spec(cfg), cfg.in_channels, (cfg.joint_attention_dim,)),
+        Krea2Config: lambda: (krea2_spec(cfg), cfg.in_channels, (cfg.num_text_layers, cfg.text_hidden_dim)),
+    }[type(cfg)]()
+    inputs = ((jnp.bfloat16, (TOKENS, channels)), (jnp.bfloat16, (ROWS, *text)), number, number)
+    return Model(spec, step, inputs)
+
+
+RELEASED = [
+    ZImageConfig(),
+    Flux2Config(num_layers=5, num_single_layers=20),
+    Krea2Config(),
+    DecoderConfig(head_dim=128),
+    DecoderConfig(model_type="qwen2_5_vl_text", hidden_size=3584, num_attention_heads=28, num_key_value_heads=4),
+]
+
+
+@pytest.mark.parametrize("cfg", RELEASED, ids=lambda cfg: getattr(cfg, "model_type", type(cfg).__name__))
+def test_every_leaf_is_read(cfg: Any) -> None:
+    """At released sizes, traced in bfloat16, which comes out as bfloat16."""
+    spec, run, inputs = model_of(cfg)
+    arrays = [jax.ShapeDtypeStruct((2, *shape), dtype) for dtype, shape in inputs]
+
+    def checked(*arguments: Any) -> Any:
+        got = run(*arguments)
+        assert got.dtype == jnp.bfloat16
+        return got
+
+    assert leaves_read(spec, checked, *arrays) == {leaf for leaf, _ in flatten(spec)}
+
+
+SMALL = [
+    ZImageConfig(dim=64, n_layers=1, n_refiner_layers=1, n_heads=4, n_kv_heads=4, cap_feat_dim=32, axes_dims=(8, 4, 4)),
+    Flux2Config(in_channels=16, num_layers=1, num_single_layers=1, num_attention_heads=4, attention_head_dim=16,
+                joint_attention_dim=96, axes_dims_rope=(4, 4, 4, 4)),
+    Krea2Config(in_channels=16, num_layers=1, attention_head_dim=16, num_attention_heads=4, num_key_value_heads=2,
+                intermediate_size=96, text_hidden_dim=32, num_text_layers=3, text_num_attention_heads=4,
+                text_num_key_value_heads=2, text_intermediate_size=48, num_layerwise_text_blocks=1,
+                num_refiner_text_blocks=1, axes_dims_rope=(8, 4, 4)),
+    DecoderConfig(vocab_size=100, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4,
+                  num_key_value_heads=2, head_dim=8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cfg", SMALL, ids=lambda cfg: type(cfg).__name__)
+def test_devices_share_heads_and_feed_forward(cfg: Any) -> None:
+    """Two devices share the weights and two the batch; what comes out is that of one device."""
+    spec, run, inputs = model_of(cfg)
+    rng = np.random.default_rng(0)
+    arrays = [
+        rng.integers(1, 20, (2, *shape)).astype(np.int32) if dtype == jnp.int32 else
+        rng.standard_normal((2, *shape), np.float32)
+        for dtype, shape in inputs
+    ]  # fmt: skip
+    params = init_params(spec, 0)
+    want = jax.jit(run)(params, *arrays)
+    mesh: Mesh = make_mesh(jax.devices()[:4], model=2)
+    split = [name for name, param in flatten(spec) if not placement(param, mesh.shape).whole]
+    assert all(any(part in name for part in ("attn", "attention", "ff", "feed_forward", "mlp")) for name in split)
+    assert len(split) > 6
+    with compiling_on(mesh):
+        placed = place_all(spec, params, mesh)
+        got = jax.jit(run)(placed, *(jax.device_put(x, over_batch(mesh)) for x in arrays))
+    np.testing.assert_allclose(got, want, atol=2e-5 * float(np.abs(want).max()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (ZImageConfig, {"n_kv_heads": 10}),
+        (ZImageConfig, {"siglip_feat_dim": 1152}),
+        (ZImageConfig, {"qk_norm": False}),
+        (ZImageConfig, {"all_patch_size": [2, 4]}),
+        (ZImageConfig, {"axes_dims": [32, 48, 50]}),
+        (Flux2Config, {"axes_dims_rope": [64, 64]}),
+        (Flux2Config, {"patch_size": 2}),
+        (Krea2Config, {"num_key_value_heads": 7}),
+        (Krea2Config, {"axes_dims_rope": [32, 48, 50]}),
+        (Krea2Config, {"_class_name": "Flux2Transformer2DModel"}),
+    ],
+)
+def test_configs_that_are_not_supported(kind: Any, changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError):
+        kind.from_dict(changes)
