@@ -32,12 +32,12 @@ import pytest
 from PIL import Image
 
 from canvax.images.metadata import save_image
-from canvax.server import a1111, huggingface, openai, own
+from canvax.server import a1111, huggingface, jobs_api, openai
 from canvax.server import keys as keys_module
 from canvax.server.answers import _decoded
 from canvax.server.app import Settings
 from canvax.server.guard import LARGEST_QUESTION
-from canvax.server.jobs import Ask, Refused
+from canvax.server.jobs import JobRequest, Rejected
 from canvax.server.keys import Keys
 from canvax.server.work import check
 from tests.server_stub import StubEngine
@@ -180,7 +180,7 @@ ODD = (
     "null", "true", "-1", "7", "0.5", "1e308", "1e309", str(10**40), str(10**400), '""', '" "', '"20"', '"nan"', '"x"',
     f'"{"y" * 40_000}"', "[]", "[1]", '["x"]', "[[null]]", "{}", '{"a": 1}', '{"a": {"b": []}}', nested(300), "NaN",
 )  # fmt: skip
-RECORDS = {kind: api for api in (own, openai, a1111, huggingface) for kind in api.BODIES.values()}
+RECORDS = {kind: api for api in (jobs_api, openai, a1111, huggingface) for kind in api.BODIES.values()}
 
 
 @pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
@@ -192,7 +192,7 @@ def test_every_field_with_any_value(kind: type[msgspec.Struct]) -> None:
         why = None
         try:
             _decoded(json.dumps(least | {name: "here"}).replace('"here"', value).encode(), kind, 400, strict=True)
-        except Refused as refused:
+        except Rejected as refused:
             why = refused
         if why and value == "NaN":
             assert f'"{name}": NaN' in why.message
@@ -237,8 +237,8 @@ def model() -> Any:
 
 @pytest.mark.parametrize("options", CODE_OPTIONS, ids=lambda options: next(iter(options))[:20])
 def test_options_that_name_code_or_make_no_sense(model: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(Refused) as refused:
-        check(Ask("a red apple", options=options), "emoji", model)
+    with pytest.raises(Rejected) as refused:
+        check(JobRequest("a red apple", options=options), "emoji", model)
     assert refused.value.status == 400
     assert len(refused.value.message) < 1000
     refused.value.message.encode()
@@ -247,12 +247,12 @@ def test_options_that_name_code_or_make_no_sense(model: Any, options: dict[str, 
 @pytest.mark.parametrize("quoted", ["num_inference_steps=9", "it's num_inference_steps"])
 def test_errors_quote_what_was_sent(model: Any, quoted: str) -> None:
     """The argument has the name that clients know; a text of theirs that holds the other name stays as it is."""
-    with pytest.raises(Refused) as refused:
-        check(Ask("a red apple", sampler=quoted), "emoji", model)
+    with pytest.raises(Rejected) as refused:
+        check(JobRequest("a red apple", sampler=quoted), "emoji", model)
     assert quoted in refused.value.message
     image = Image.new("RGB", (64, 64))
-    with pytest.raises(Refused) as refused:
-        check(Ask("a red apple", image=image, strength=0.01, steps=5), "emoji", model)
+    with pytest.raises(Rejected) as refused:
+        check(JobRequest("a red apple", image=image, strength=0.01, steps=5), "emoji", model)
     assert " steps=5 " in refused.value.message
 
 
@@ -271,8 +271,8 @@ PROMPTS = {
 def test_prompts(model: Any, name: str, syntax: str) -> None:
     began, why = time.process_time(), None
     try:
-        check(Ask(PROMPTS[name], negative_prompt="x", options={"prompt_syntax": syntax}), "emoji", model)
-    except Refused as refused:
+        check(JobRequest(PROMPTS[name], negative_prompt="x", options={"prompt_syntax": syntax}), "emoji", model)
+    except Rejected as refused:
         why = refused
     assert time.process_time() - began < 1.5
     if why:

@@ -23,7 +23,7 @@ from starlette.applications import Starlette
 from canvax.images.infotext import to_infotext
 from canvax.images.metadata import save_image
 from canvax.server import a1111, huggingface, openai
-from canvax.server.jobs import Ask, Job, Refused, Status
+from canvax.server.jobs import Job, JobRequest, Rejected, Status
 from tests.server_stub import StubEngine
 from tests.serving import served, until
 
@@ -37,7 +37,7 @@ class Site:
     http: httpx.Client
 
     @property
-    def ask(self) -> Ask:
+    def ask(self) -> JobRequest:
         """What came in last."""
         return self.engine.asks[-1]
 
@@ -242,7 +242,7 @@ def test_openai_stream_without_partial_images_is_one_event(site: Site) -> None:
 def test_openai_stream_of_a_job_that_was_done_before_anyone_watched(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def submit(ask: Ask) -> Job:
+    def submit(ask: JobRequest) -> Job:
         job = StubEngine.submit(site.engine, ask)
         until(lambda: job.status.over)
         return job
@@ -424,11 +424,11 @@ def test_errors_do_not_repeat_what_was_sent(site: Site) -> None:
 
 
 def test_openai_errors(site: Site) -> None:
-    site.engine.refusal = Refused(429, "queue_full", "the queue is full", retry_after=2.4)
+    site.engine.refusal = Rejected(429, "queue_full", "the queue is full", retry_after=2.4)
     full = site.generate()
     assert (full.status_code, full.headers["retry-after"]) == (429, "3")
     assert full.json()["error"]["type"] == "rate_limit_error"
-    site.engine.refusal = Refused(400, "size_not_ready", "not this size", param="width")
+    site.engine.refusal = Rejected(400, "size_not_ready", "not this size", param="width")
     assert site.generate(stream=True).json()["error"]["param"] == "size"
     site.engine.refusal = None
     site.engine.fails = ("timeout", "it took too long")
@@ -720,7 +720,7 @@ LAYERS = "in override_settings it is called CLIP_stop_at_last_layers"
 
 
 def test_a1111_errors(site: Site) -> None:
-    site.engine.refusal = Refused(503, "draining", "the server stops", retry_after=5)
+    site.engine.refusal = Rejected(503, "draining", "the server stops", retry_after=5)
     answer = site.post("/sdapi/v1/txt2img", OPEN_WEBUI)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
     for said, param, field, told in (
@@ -728,14 +728,14 @@ def test_a1111_errors(site: Site) -> None:
         ("options.variation_seed=-1 is none", "options", "subseed", "subseed=-1 is none"),
         ("options.clip_skip=12 is not in 0..11", "options", "clip_skip", f"clip_skip=13 is not in 1..12; {LAYERS}"),
     ):
-        site.engine.refusal = Refused(400, "invalid_value", said, param=param)
+        site.engine.refusal = Rejected(400, "invalid_value", said, param=param)
         answer = site.post("/sdapi/v1/txt2img", OPEN_WEBUI).json()
         assert (answer["body"], answer["detail"]) == (field, told)
     site.engine.refusal = None
     site.engine.fails = ("server_error", "the device is gone")
     answer = site.post("/sdapi/v1/txt2img", OPEN_WEBUI)
     assert (answer.status_code, answer.json()["detail"]) == (500, "the device is gone")
-    asked = a1111.error(Refused(401, "invalid_api_key", "no"), "r").headers["www-authenticate"]
+    asked = a1111.error(Rejected(401, "invalid_api_key", "no"), "r").headers["www-authenticate"]
     assert asked.startswith("Basic")
 
 
@@ -826,7 +826,7 @@ def test_hf_bad_bodies(site: Site, body: Any, param: str) -> None:
 def test_hf_errors(site: Site) -> None:
     assert site.post("/models/black-forest-labs/FLUX.1-dev", {"inputs": "x"}).status_code == 404
     assert site.http.get("/models").json()["object"] == "list"
-    site.engine.refusal = Refused(429, "queue_full", "the queue is full", retry_after=2)
+    site.engine.refusal = Rejected(429, "queue_full", "the queue is full", retry_after=2)
     answer = site.post("/hf", {"inputs": "x"})
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
     assert answer.json()["error"] == "the queue is full"

@@ -23,8 +23,8 @@ from canvax.images.formats import names_file
 from canvax.images.metadata import unique_path
 
 if TYPE_CHECKING:
+    from canvax.server.adapter_cache import AdapterSettings
     from canvax.server.engine import EngineSettings, ImageEngine
-    from canvax.server.shelf import AdapterSettings
 
 PORT = 7860
 MOST = 1e9
@@ -153,7 +153,7 @@ def _names(models: list[str], keywords: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         InputError, CheckpointError: a model, or one of the other ``keywords`` of its source, cannot be used.
     """
-    from canvax.server.served import model_names
+    from canvax.server.models import model_names
     from canvax.weights.source import Source
 
     Source(**keywords)
@@ -185,7 +185,7 @@ def _output(arguments: argparse.Namespace) -> Path | None:
 def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> EngineSettings:
     from canvax.prompts.chunks import MOST_CHUNKS
     from canvax.server.engine import EngineSettings
-    from canvax.server.served import Warm
+    from canvax.server.models import Warm
 
     for flag in ("queue_seconds", "queue_images", "keep_seconds", "drain_seconds", "stall_seconds", "rate"):
         value = getattr(arguments, flag)
@@ -223,7 +223,7 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
                 raise InputError(f"--{name.replace('_', '-')} without --lora-dir and --lora: give one")
         return None
     from canvax.pipelines.beside import COUNT, check_places
-    from canvax.server.shelf import AdapterSettings
+    from canvax.server.adapter_cache import AdapterSettings
     from canvax.weights.safetensors import open_safetensors
 
     folder = named_path("--lora-dir", arguments.lora_dir) if arguments.lora_dir else None

@@ -24,28 +24,28 @@ from canvax.models.t2i_adapter import T2IAdapter
 from canvax.models.text import IMAGE_PROMPTS, Conditions
 from canvax.pipelines.image_prompts import ImagePrompt
 from canvax.pipelines.ip_adapters import usual_kinds
-from canvax.server.jobs import Ask, ControlCard, PromptImage, invalid
+from canvax.server.jobs import ControlCard, JobRequest, PromptImage, invalid
 
 
-def check_has_networks(ask: Ask, model: Model) -> None:
+def check_has_networks(job_request: JobRequest, model: Model) -> None:
     """Refuse images that nothing here reads.
 
     Raises:
-        Refused: naming the field, and how the server would have to be started.
+        Rejected: naming the field, and how the server would have to be started.
     """
-    if ask.control is not None and not model.networks.controls:
+    if job_request.control is not None and not model.networks.controls:
         raise invalid("control", "control: nothing here reads it; the server was started without --controlnet")
-    if ask.control is True and ask.upscale is None:
+    if job_request.control is True and job_request.upscale is None:
         raise invalid("control", "control: true is for upscale, where each tile is its own; send the image itself")
-    if ask.image_prompt and not model.networks.ip_adapters:
+    if job_request.image_prompt and not model.networks.ip_adapters:
         raise invalid(
             "image_prompt", "image_prompt: nothing here reads it; the server was started without --ip-adapter"
         )
 
 
-def prompts_of(ask: Ask) -> list[ImagePrompt] | None:
-    """The image prompts of an ask as a call has them."""
-    given = ask.image_prompt
+def prompts_of(job_request: JobRequest) -> list[ImagePrompt] | None:
+    """The image prompts of a job request as a call has them."""
+    given = job_request.image_prompt
     return [ImagePrompt(one.image, one.scale, one.mask, one.adapter) for one in given] if given else None
 
 

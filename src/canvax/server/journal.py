@@ -18,7 +18,7 @@ import msgspec
 from PIL import Image
 
 from canvax.errors import CanvaxError, InputError
-from canvax.server.jobs import Ask, Job, Picture, PromptImage, Status
+from canvax.server.jobs import Job, JobRequest, Picture, PromptImage, Status
 
 log = logging.getLogger("canvax.server")
 
@@ -89,9 +89,15 @@ class Journal:
         Raises:
             CanvaxError: a value cannot be written.
         """
-        ask = {field.name: getattr(job.ask, field.name) for field in fields(Ask) if field.name not in _IMAGES}
+        job_request = {
+            field.name: getattr(job.request, field.name) for field in fields(JobRequest) if field.name not in _IMAGES
+        }
         pictures = [[one.seed, one.width, one.height, one.steps] for one in job.pictures]
-        packed = [self._encoded(ask), self._encoded(pictures), *(_packed(getattr(job.ask, name)) for name in _IMAGES)]
+        packed = [
+            self._encoded(job_request),
+            self._encoded(pictures),
+            *(_packed(getattr(job.request, name)) for name in _IMAGES),
+        ]
         return (job.id, job.created, job.model, str(job.status), *packed)
 
     def accepted(self, job: Job, row: tuple[Any, ...] | None = None) -> None:
@@ -188,15 +194,15 @@ class Journal:
             raise InputError(f"--journal {path}: is not a journal of canvax ({error}); name another file") from None
 
     def _job(self, row: Sequence[Any], cancel: Callable[[Job], None]) -> Job:
-        _, name, created, model, status, ask, pictures, image, mask, code, message = row
-        told = msgspec.json.decode(ask)
+        _, name, created, model, status, job_request, pictures, image, mask, code, message = row
+        told = msgspec.json.decode(job_request)
         told |= {name: _decoded(told.get(name)) for name in ("control", "image_prompt")}
         if told["image_prompt"] is not None:
             told["image_prompt"] = [PromptImage(**one) for one in told["image_prompt"]]
-        if unknown := told.keys() - {field.name for field in fields(Ask)}:
+        if unknown := told.keys() - {field.name for field in fields(JobRequest)}:
             cure = "finish it with the canvax that wrote it, or name another file"
             raise InputError(f"--journal {self._path}: is of another version of canvax ({min(unknown)}); {cure}")
-        asked = Ask(**told, image=_unpacked(image), mask=_unpacked(mask))
+        asked = JobRequest(**told, image=_unpacked(image), mask=_unpacked(mask))
         made = [Picture(i, *numbers) for i, numbers in enumerate(msgspec.json.decode(pictures))]
         job = Job(asked, model, made, cancel=cancel, name=name, created=created)
         done = self._base.execute("SELECT number, width, height, data, metadata FROM images WHERE job = ?", (name,))

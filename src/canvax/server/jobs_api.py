@@ -38,17 +38,17 @@ from canvax.server.answers import (
 from canvax.server.images_in import Pixels, colours, image_of_text, white_mask
 from canvax.server.jobs import (
     MEDIA_TYPES,
-    Ask,
     Changed,
     Engine,
     Event,
     Finished,
     Job,
+    JobRequest,
     ModelCard,
     Picture,
     Previewed,
     PromptImage,
-    Refused,
+    Rejected,
     Stepped,
 )
 from canvax.server.work import NOT_OFFERED
@@ -141,7 +141,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
         job = engine.job(request.path_params["name"], client_of(request))
         if job is None:
             said = f"there is no job {request.path_params['name']!r:.80}; results are kept for some minutes"
-            raise Refused(404, "job_not_found", said)
+            raise Rejected(404, "job_not_found", said)
         return job
 
     async def one(request: Request) -> Response:
@@ -155,9 +155,9 @@ def routes(engine: Engine) -> list[BaseRoute]:
         data = next((picture.data for picture in job.pictures if str(picture.index) == index), None)
         if data is None:
             said = f"image {index!r:.80} is not there, or not yet; the job lists the urls of those that are done"
-            raise Refused(404, "image_not_found", said)
+            raise Rejected(404, "image_not_found", said)
         headers = {"Cache-Control": "private, max-age=600, immutable"}
-        return Response(data, headers=headers, media_type=MEDIA_TYPES[job.ask.format])
+        return Response(data, headers=headers, media_type=MEDIA_TYPES[job.request.format])
 
     async def events(request: Request) -> Response:
         # The job goes on when its watcher leaves: DELETE is what cancels it.
@@ -180,7 +180,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
     return [Route(path, answering(error, endpoint), methods=methods) for path, endpoint, methods in endpoints]
 
 
-def error(refused: Refused, request_id: str) -> Response:
+def error(refused: Rejected, request_id: str) -> Response:
     """A refusal in this API's form."""
     headers = error_headers(refused, request_id)
     if refused.status == 401:
@@ -227,18 +227,18 @@ def _card(card: ModelCard, *, default: bool) -> dict[str, Any]:
     return {"id": card.id, "name": card.id, "default": default, **told}
 
 
-def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> Ask:
+def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequest:
     """What a body asks for. Decodes its images, so it is called off the event loop."""
     card = model_named(engine, body.model)
     if body.quality is not None and body.format == "png":
         said = f"quality={body.quality}: PNG loses nothing; leave it out, or ask for format='webp'"
-        raise Refused(400, "invalid_value", said, param="quality")
+        raise Rejected(400, "invalid_value", said, param="quality")
     steady = "guidance_steps" not in (body.options or {})
     if body.negative_prompt and steady and body.guidance_scale is not None and body.guidance_scale <= 1:
         said = f"negative_prompt: guidance_scale={body.guidance_scale:g} reads none; leave it out, or send more than 1"
-        raise Refused(400, "invalid_value", said, param="negative_prompt")
+        raise Rejected(400, "invalid_value", said, param="negative_prompt")
     if twice := [name for name in OPTIONS if getattr(body, name) is not None and name in (body.options or {})]:
-        raise Refused(400, "invalid_value", f"{twice[0]} is in options as well; send it once", param=twice[0])
+        raise Rejected(400, "invalid_value", f"{twice[0]} is in options as well; send it once", param=twice[0])
     image = mask = None
     if body.image is not None:
         image = colours("image", image_of_text("image", body.image))
@@ -246,7 +246,7 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> Ask:
         mask = white_mask("mask", image_of_text("mask", body.mask))
         if image is not None and mask.size != image.size:
             sizes = f"{mask.width} x {mask.height} pixels, image {image.width} x {image.height}"
-            raise Refused(400, "invalid_value", f"mask has {sizes}; they must be of the same size", param="mask")
+            raise Rejected(400, "invalid_value", f"mask has {sizes}; they must be of the same size", param="mask")
     pixels = Pixels()
     control, image_prompt = _control(body.control, pixels), _image_prompt(body.image_prompt, pixels)
     width, height = body.width, body.height
@@ -255,7 +255,7 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> Ask:
     if seen is not None and (width, height) == (None, None) and not fits and seen.size not in card.sizes:
         width, height = nearest_size(card, seen.size)
     control_options = {name: value for name in OPTIONS if (value := getattr(body, name)) is not None}
-    return Ask(
+    return JobRequest(
         body.prompt,
         negative_prompt=body.negative_prompt,
         model=card.id if body.model is None else body.model,
@@ -393,9 +393,9 @@ def _inspected(data: bytes) -> bytes:
     except InputError as unknown:
         inside = data.lstrip()[:1] in (b"{", b"-")  # JSON, a form
         cure = "; send the bytes of its file as the body, with nothing around them" if inside or not data else ""
-        raise Refused(400, "no_settings", f"{unknown}{cure}") from None
+        raise Rejected(400, "no_settings", f"{unknown}{cure}") from None
     except (ValueError, RecursionError):
-        raise Refused(400, "no_settings", "the image: holds settings that cannot be told") from None
+        raise Rejected(400, "no_settings", "the image: holds settings that cannot be told") from None
 
 
 def _fits(field: str, value: Any) -> bool:
