@@ -934,3 +934,15 @@ def test_without_its_model_it_says_why() -> None:
             refuses()
         assert (refused.value.status, refused.value.code) == (503, "failed")
     engine.close()
+
+
+def test_closing_leaves_a_call_that_does_not_return() -> None:
+    """Weights are being loaded when a server stops: the process must end soon after its drain."""
+    engine, returned = ImageEngine(["emoji"], EngineSettings(), Metrics(), canvax.load), threading.Event()
+    engine._state, engine._thread = State.READY, threading.Thread(target=returned.wait, daemon=True)
+    engine._thread.start()
+    closing = threading.Thread(target=engine.close, args=(0.1,))
+    closing.start()
+    closing.join(20)
+    returned.set()
+    assert not closing.is_alive()

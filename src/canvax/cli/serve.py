@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import threading
+import time
 import webbrowser
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -330,12 +331,15 @@ def answer(app: Any, listener: socket.socket, engine: ImageEngine, drain: float,
         say(f"{signal.Signals(signals[0]).name}: finishing what was accepted; again to stop at once")
         draining = threading.Thread(target=engine.drain, args=(drain,), daemon=True)
         draining.start()
+        began = time.monotonic()
         while draining.is_alive() and len(signals) < 2:
             draining.join(0.2)
+        # Answers may still be on their way to slow readers: for 5 s, or 1 s after the end of the drain.
+        config.timeout_graceful_shutdown = max(1, min(5, int(began + drain - time.monotonic())))
     server.should_exit = True
     while web.is_alive() and len(signals) < 2:
         web.join(0.2)
-    engine.close()
+    engine.close(1.0)
     for number, handler in before.items():
         signal.signal(number, handler)
     if engine.failure is not None:

@@ -196,13 +196,17 @@ class ImageEngine:
                 self._book.fail(job, "draining", _STOPPED, resumes=True)
         return done
 
-    def close(self) -> None:
-        """Stop at once. Jobs that are in a journal go on after the next start."""
+    def close(self, seconds: float = 60.0) -> None:
+        """Stop at once. Jobs that are in a journal go on after the next start.
+
+        The thread is left behind if it does not return within ``seconds``: loading weights and compiling cannot be
+        interrupted.
+        """
         with self._wake:
             self._closed = True
             self._wake.notify_all()
         if self._thread.ident is not None:
-            self._thread.join(0 if self._state is State.STARTING else 60)  # no compiler can be stopped
+            self._thread.join(0 if self._state is State.STARTING else seconds)
         self._writer.close()
         self._book.close()
 
