@@ -86,7 +86,7 @@ class StubEngine:
         with self.book.lock:
             if earlier := self.book.earlier(ask):
                 return earlier
-            self.book.accept(job)
+            accept(self.book, job)
         self.accepted.append(job)
         threading.Thread(target=self._run, args=(job,), daemon=True).start()
         return job
@@ -129,3 +129,10 @@ def drawn(seed: int, size: tuple[int, int], kind: Any) -> bytes:
     out = io.BytesIO()
     Image.new("RGB", size, (seed % 256, 128, 64)).save(out, kind)
     return out.getvalue()
+
+
+def accept(store: JobStore, job: Job) -> Job:
+    """Record a new job and enter it, as the engine does."""
+    store.record(job)
+    store.enter(job)
+    return job

@@ -27,6 +27,7 @@ from canvax.server.job_store import KEPT_BYTES, JobStore
 from canvax.server.jobs import Changed, Job, JobRequest, Picture, PromptImage, Rejected, Status
 from canvax.server.journal import TIDY, VERSION, Journal
 from canvax.server.metrics import Metrics
+from tests.server_stub import accept
 
 
 def image(mode: str) -> Image.Image:
@@ -203,7 +204,7 @@ def test_an_idempotency_key_outlives_its_server(path: Path) -> None:
         return JobStore(Metrics(), journal, 600.0, lambda job: None)
 
     with opened(path) as journal:
-        book(journal).accept(first := job(FULL))
+        accept(book(journal), first := job(FULL))
     with opened(path) as journal:
         again = book(journal)
         list(again.recover(lambda job: None))
@@ -341,7 +342,7 @@ def test_finished_files_beyond_a_limit_are_forgotten() -> None:
     ledger = JobStore(Metrics(), None, 600.0, lambda job: None)
     jobs = [job() for _ in range(4)]
     for one in jobs:
-        ledger.accept(one)
+        accept(ledger, one)
         done(one, 0)
         one.pictures[0].data = bytes(KEPT_BYTES * 2 // 5)
         ledger.finished(one, 0)
@@ -351,10 +352,10 @@ def test_finished_files_beyond_a_limit_are_forgotten() -> None:
 def test_a_book_refuses_what_it_cannot_record(path: Path) -> None:
     with opened(path) as journal:
         book = JobStore(Metrics(), journal, 600.0, lambda job: None)
-        book.accept(first := job())
+        accept(book, first := job())
         journal._base.execute("PRAGMA max_page_count = 1")
         with pytest.raises(Rejected) as refused:
-            book.accept(job(JobRequest("long " * 10_000)))
+            accept(book, job(JobRequest("long " * 10_000)))
         assert (refused.value.status, refused.value.code) == (503, "not_recorded")
         assert refused.value.retry_after
         assert list(book.open()) == [first]

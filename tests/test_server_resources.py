@@ -33,7 +33,7 @@ from canvax.server.models import ServedModel, model_names
 from canvax.server.rates import Rated, Rates
 from canvax.server.work import check
 from tests import server_stub
-from tests.server_stub import StubEngine
+from tests.server_stub import StubEngine, accept
 from tests.serving import until
 from tests.web_site import web
 
@@ -137,7 +137,7 @@ def test_the_engine_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr(Journal, "_write", slow)
         one = job_of()
         for step in (
-            lambda: book.accept(one),
+            lambda: accept(book, one),
             lambda: book.finished(one, 0),
             lambda: book.end(one, Status.DONE),
             lambda: book.forget(),
@@ -159,7 +159,7 @@ def test_an_idle_server_forgets_in_time(tmp_path: Path) -> None:
     path = tmp_path / "jobs.db"
     with booked(path, keep=0.1) as book:
         one = job_of()
-        book.accept(one)
+        accept(book, one)
         assert b"secret prompt" in files_of(path)
         assert book.until_late() is None
         book.end(one, Status.CANCELLED)
@@ -181,14 +181,14 @@ def files_of(path: Path) -> bytes:
 def test_a_failure_that_may_pass_frees_its_idempotency_key(code: str) -> None:
     ask = JobRequest("x", once="k", client="a")
     with booked(None, keep=600.0) as book:
-        book.accept(first := job_of(ask))
+        accept(book, first := job_of(ask))
         assert book.earlier(ask) is first
         book.fail(first, code, "")
         if code in ("timeout", "invalid_value"):
             assert book.earlier(ask) is first
             return
         assert book.earlier(ask) is None
-        book.accept(second := job_of(ask))
+        accept(book, second := job_of(ask))
         book._keep = -1.0
         book.forget()
         assert book.earlier(ask) is second
@@ -201,7 +201,7 @@ def test_a_job_that_goes_on_after_a_restart_is_no_failure(
     caplog.set_level("INFO", "canvax.server")
     outcome = "parked" if journal else "failed"
     with booked(tmp_path / "jobs.db" if journal else None) as book:
-        book.accept(one := job_of())
+        accept(book, one := job_of())
         book.fail(one, "draining", "", resumes=True)
         assert one.status is Status.FAILED
         assert f'canvax_jobs_total{{model="emoji",outcome="{outcome}"}} 1.0' in book._metrics.text().decode()
@@ -212,13 +212,13 @@ def test_a_journal_that_cannot_be_written_makes_the_server_unready_until_it_can(
     with booked(tmp_path / "jobs.db") as book:
         assert book._journal is not None
         base = book._journal._base
-        book.accept(job_of())
+        accept(book, job_of())
         assert book.records()
         base.execute(f"PRAGMA max_page_count = {base.execute('PRAGMA page_count').fetchone()[0] + 2}")
         with pytest.raises(Rejected):
-            book.accept(job_of(JobRequest("x" * 100_000)))
+            accept(book, job_of(JobRequest("x" * 100_000)))
         assert not book.records()
-        book.accept(job_of(JobRequest("x")))  # a short job may still fit
+        accept(book, job_of(JobRequest("x")))  # a short job may still fit
         assert not book.records()
         book._tries = 0.0
         assert not book.records()  # tries, in vain
@@ -267,7 +267,7 @@ def test_an_upscale_says_how_many_tiles_it_has() -> None:
 def test_a_journal_whose_jobs_have_other_fields_is_of_another_version(tmp_path: Path) -> None:
     path = tmp_path / "jobs.db"
     with booked(path) as book:
-        book.accept(job_of())
+        accept(book, job_of())
     with closing(sqlite3.connect(path)) as base:
         base.execute("""UPDATE jobs SET ask = replace(ask, '"prompt"', '"text"')""")
         base.commit()

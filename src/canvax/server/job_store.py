@@ -111,7 +111,7 @@ class JobStore:
         return job
 
     def packed(self, job: Job) -> tuple[Any, ...] | None:
-        """What the journal will hold of a new job: its images are encoded here, so that ``accept`` is quick.
+        """The row of a new job in the journal: its images are encoded here, so that ``record`` is quick.
 
         Raises:
             Rejected: it cannot be written.
@@ -119,27 +119,22 @@ class JobStore:
         with _recording():
             return self._journal.packed(job) if self._journal else None
 
-    def accept(self, job: Job, row: tuple[Any, ...] | None = None) -> None:
-        """A new job, which is in the journal when this returns. It waits for the disk: call it without the lock.
+    def record(self, job: Job, row: tuple[Any, ...] | None = None) -> None:
+        """Write a new job into the journal, before ``enter``. It waits for the disk: call it without the lock.
 
         Args:
             job: the job.
-            row: what ``packed`` gave.
+            row: the result of ``packed``.
 
         Raises:
-            Rejected: it cannot be written there.
+            Rejected: the job cannot be written.
         """
-        self.record(job, row)
-        self.enter(job)
-
-    def record(self, job: Job, row: tuple[Any, ...] | None = None) -> None:
-        """The first half of ``accept``."""
         with _recording():
             if self._journal:
                 self._journal.accepted(job, row)
 
     def enter(self, job: Job) -> None:
-        """The second half, quick."""
+        """Add a new job, which is in the journal already."""
         with self.lock:
             self._open[job.id] = job
             if job.request.once:
