@@ -181,8 +181,8 @@ BODIES = {
 
 
 def _not_served(name: str) -> Rejected:
-    said = f"sd_model_checkpoint={name[:80]!r} is not served here; /sdapi/v1/sd-models lists those that are"
-    return Rejected(404, "model_not_found", said, param="sd_model_checkpoint")
+    message = f"sd_model_checkpoint={name[:80]!r} is not served here; /sdapi/v1/sd-models lists those that are"
+    return Rejected(404, "model_not_found", message, param="sd_model_checkpoint")
 
 
 @dataclass
@@ -224,18 +224,18 @@ class _Session:
 
     def current(self, owner: tuple[str, str]) -> _Running | None:
         """The job of a client that runs, or waits longest."""
-        own = [running for running in self.running.values() if running.owner == owner and not running.job.status.over]
-        return min(own, key=lambda running: running.job.status is not Status.RUNNING, default=None)
+        jobs = [running for running in self.running.values() if running.owner == owner and not running.job.status.over]
+        return min(jobs, key=lambda running: running.job.status is not Status.RUNNING, default=None)
 
     async def generate(self, request: Request, kind: type[TextToImage]) -> Response:
         body = await read_json(request, kind, status=422, strict=False)
         client, owner = client_of(request), _owner(request)
         chosen = (body.override_settings or {}).get("sd_model_checkpoint")
         if not isinstance(chosen, str | None):
-            said = (
+            message = (
                 f"override_settings: sd_model_checkpoint={shown(chosen)} is not a name; /sdapi/v1/sd-models lists them"
             )
-            raise Rejected(422, "invalid_value", said, param="override_settings")
+            raise Rejected(422, "invalid_value", message, param="override_settings")
         if chosen and self.called(chosen) is None:
             raise _not_served(chosen)
         card = self.card(client, chosen, body.model)
@@ -264,8 +264,8 @@ class _Session:
         running = self.current(_owner(request))
         word = request.query_params.get("skip_current_image", "false").lower()
         if word not in (*_YES, *_NO):
-            said = f"skip_current_image={word!r:.80} is neither true nor false"
-            raise Rejected(422, "invalid_value", said, param="skip_current_image")
+            message = f"skip_current_image={word!r:.80} is neither true nor false"
+            raise Rejected(422, "invalid_value", message, param="skip_current_image")
         return json_answer(_progress(running, with_image=word in _NO))
 
     async def interrupt(self, request: Request) -> Response:
@@ -302,8 +302,8 @@ class _Session:
 
     async def adapters(self, request: Request) -> Response:
         cards = self.engine.adapters(self.card(client_of(request)).id)
-        told = [{"name": one.name, "alias": one.alias, "path": one.file, "metadata": {}} for one in cards]
-        return json_answer(told)
+        listed = [{"name": card.name, "alias": card.alias, "path": card.file, "metadata": {}} for card in cards]
+        return json_answer(listed)
 
     async def refresh_adapters(self, request: Request) -> Response:
         await run_in_threadpool(self.engine.adapters, self.card(client_of(request)).id, refresh=True)
@@ -351,8 +351,8 @@ def error(refused: Rejected, request_id: str) -> Response:
     if name == "clip_skip":  # whose layers are counted from 1 here
         message = re.sub(r"\d+", lambda number: str(int(number[0]) + 1), message)
         message += "; in override_settings it is called CLIP_stop_at_last_layers"
-    told = {"error": refused.code, "detail": message, "body": name or "", "errors": message}
-    return Response(encoded(told), refused.status, headers, media_type="application/json")
+    content = {"error": refused.code, "detail": message, "body": name or "", "errors": message}
+    return Response(encoded(content), refused.status, headers, media_type="application/json")
 
 
 def _always(value: Any) -> Callable[[Request], Any]:
@@ -434,8 +434,8 @@ def _read_info(text: str) -> dict[str, Any]:
     data = bytes_of_text("image", text)
     try:
         with Image.open(BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:  # no pixel is decoded
-            kind, found = image.format, image.info.get(INFOTEXT)
-        info = found if kind == "PNG" else exif_texts(BytesIO(data), Path("image")).get(INFOTEXT)
+            kind, written = image.format, image.info.get(INFOTEXT)
+        info = written if kind == "PNG" else exif_texts(BytesIO(data), Path("image")).get(INFOTEXT)
     except (OSError, ValueError, SyntaxError, InputError, Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise Rejected(
             422, "invalid_image", "image is not a PNG, JPEG or WebP that can be read", param="image"
@@ -473,8 +473,8 @@ def request_of(body: TextToImage, card: ModelCard, client: str) -> JobRequest:
         options |= {"strength_rule": "a1111"} | (_mask_options(body) if mask else {})
     images = (body.batch_size or 1) * (body.n_iter or 1)
     if images > MOST_IMAGES and body.n_iter:
-        told = f"{body.batch_size or 1} times n_iter={body.n_iter} are {images} images, more than {MOST_IMAGES}"
-        raise _refused("batch_size", f"{told}; send several requests")
+        product = f"{body.batch_size or 1} times n_iter={body.n_iter} are {images} images, more than {MOST_IMAGES}"
+        raise _refused("batch_size", f"{product}; send several requests")
     return JobRequest(
         body.prompt or "",
         negative_prompt=body.negative_prompt or None,
@@ -583,17 +583,17 @@ def _refused(param: str, why: str) -> Rejected:
 
 def parameters_of(body: TextToImage) -> dict[str, Any]:
     """What was asked for, given back without fields that nobody knows, and, as there, without images unless asked."""
-    asked = msgspec.structs.asdict(body)
-    images = () if asked.get("include_init_images") else ("init_images", "mask")
+    fields = msgspec.structs.asdict(body)
+    images = () if fields.get("include_init_images") else ("init_images", "mask")
     left_out = (*images, "model", "alwayson_scripts")
-    return {name: value for name, value in asked.items() if name not in left_out}
+    return {name: value for name, value in fields.items() if name not in left_out}
 
 
 def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Picture]) -> str:
     """The JSON text about the images that clients read seeds and settings from."""
     job_request = job.request
     spec = spec_of(job_request.sampler or card.sampler)
-    one = pictures[0] if pictures else job.pictures[0]
+    picture = pictures[0] if pictures else job.pictures[0]
     negative = job_request.negative_prompt or ""
     subseed = job_request.options.get("variation_seed", -1)
     info = {
@@ -601,13 +601,13 @@ def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Pic
         "all_prompts": [job_request.prompt] * len(pictures),
         "negative_prompt": negative,
         "all_negative_prompts": [negative] * len(pictures),
-        "seed": one.seed,
+        "seed": picture.seed,
         "all_seeds": [picture.seed for picture in pictures],
         "subseed": subseed,
         "all_subseeds": [subseed] * len(pictures),
         "subseed_strength": job_request.options.get("variation_strength", 0),
-        "width": one.width,
-        "height": one.height,
+        "width": picture.width,
+        "height": picture.height,
         "sampler_name": spec.label if spec else (job_request.sampler or card.sampler or ""),
         "cfg_scale": card.guidance_scale if job_request.guidance_scale is None else job_request.guidance_scale,
         "steps": job_request.steps or card.steps,

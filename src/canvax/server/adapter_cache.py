@@ -188,11 +188,11 @@ class AdapterCache:
                 before = self._entries.pop(path, None)
                 entry = before[1] if before and before[0] == changed else self._read(name, path)
             except (CanvaxError, OSError) as fault:
-                told = str(fault).replace(str(path), path.name)  # the folders above it are the operator's business
-                told = re.sub(r"; (write|pass) .*", "; this server takes adapters of weights alone", told)
-                raise Rejected(400, "adapter_unusable", f"adapters: {told}", param="adapters") from None
+                message = str(fault).replace(str(path), path.name)  # the folders above it are the operator's business
+                message = re.sub(r"; (write|pass) .*", "; this server takes adapters of weights alone", message)
+                raise Rejected(400, "adapter_unusable", f"adapters: {message}", param="adapters") from None
             self._entries[path] = changed, entry
-            while sum(one.bytes for _, one in self._entries.values()) > KEPT and len(self._entries) > 1:
+            while sum(entry.bytes for _, entry in self._entries.values()) > KEPT and len(self._entries) > 1:
                 self._entries.popitem(last=False)
             return entry
 
@@ -202,14 +202,14 @@ class AdapterCache:
         Raises:
             CheckpointError, InputError: it cannot be used.
         """
-        (found, *_), config = AdapterSource(path).find(LORA_FILES)
+        (file, *_), config = AdapterSource(path).find(LORA_FILES)
         specs = {part: spec for part, spec in self._model.networks.specs().items() if part != "vae"}
-        adapter = read_adapter(found, specs, config)
+        adapter = read_adapter(file, specs, config)
         if adapter.embeddings:
             words = ", ".join(repr(embedding.name) for embedding in adapter.embeddings)
             problem = f"{name!r:.100} contains textual inversions ({words:.200}), which a server does not load"
             raise Rejected(400, "adapter_unusable", f"adapters: {problem}; remove them from the file", param="adapters")
-        return Entry(name, path.name, sha256_of(found), self.bank.pack(name, adapter))
+        return Entry(name, path.name, sha256_of(file), self.bank.pack(name, adapter))
 
     def wanted(self, prompt: str, adapters: Mapping[str, Any]) -> tuple[str, Wanted]:
         """A prompt without the adapters that it names, and all that an image has: these, and those of a request.
@@ -242,15 +242,15 @@ class AdapterCache:
         """How much of each place an image has, whose adapters are put there if they are not yet."""
         self.slots.place(wanted, lambda place, entry: self.bank.put(place, entry.packed))
         weights = share_rows(
-            [{entry.name: one for entry, one in wanted.items()}],
+            [{entry.name: weight for entry, weight in wanted.items()}],
             {entry.name: self.slots.held[entry] for entry in wanted},
             self.bank,
         )
-        told = {
-            entry.name: {"file": entry.file, "weight": plain_weight(one), "sha256": entry.sha256}
-            for entry, one in wanted.items()
+        records = {
+            entry.name: {"file": entry.file, "weight": plain_weight(weight), "sha256": entry.sha256}
+            for entry, weight in wanted.items()
         }
-        return Shares(self.bank.places, self.bank.arrays, weights, [told])
+        return Shares(self.bank.places, self.bank.arrays, weights, [records])
 
     def beside(self, params: Params) -> Params:
         """Parameters with the places, for the programs."""

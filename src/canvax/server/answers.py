@@ -123,8 +123,8 @@ async def read_json(request: Request, kind: type[Body], *, status: int = 400, st
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         # Browsers send other types across sites without asking first.
-        said = f"Content-Type={media_type!r:.80}: send JSON, with the header Content-Type: application/json"
-        raise Rejected(415, "unsupported_media_type", said)
+        message = f"Content-Type={media_type!r:.80}: send JSON, with the header Content-Type: application/json"
+        raise Rejected(415, "unsupported_media_type", message)
     # In no other thread: msgspec keeps Python's lock, so that the event loop would wait all the same.
     return _decoded(await request.body(), kind, status, strict)
 
@@ -140,11 +140,11 @@ def _decoded(body: bytes, kind: type[Body], status: int, strict: bool) -> Body:
             sent = msgspec.json.decode(body)
         raise wrong_field(error, kind, sent, status) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        found = _BYTE.search(str(error))
-        at = int(found[1]) if found else 0
-        near = f" near {body[max(0, at - 30) : at + 10].decode(errors='replace')!r}" if found else f" ({error})"
-        said = f"the body is not JSON that can be read{near}; send an object in UTF-8"
-        raise Rejected(status, "invalid_json", said) from None
+        match = _BYTE.search(str(error))
+        at = int(match[1]) if match else 0
+        near = f" near {body[max(0, at - 30) : at + 10].decode(errors='replace')!r}" if match else f" ({error})"
+        message = f"the body is not JSON that can be read{near}; send an object in UTF-8"
+        raise Rejected(status, "invalid_json", message) from None
 
 
 def wrong_field(error: msgspec.ValidationError, kind: Any, sent: Any, status: int = 400) -> Rejected:
@@ -156,9 +156,9 @@ def wrong_field(error: msgspec.ValidationError, kind: Any, sent: Any, status: in
         sent: what of.
         status: of the refusal.
     """
-    where, said = _WHERE.search(str(error)), _WHERE.sub("", str(error)).replace(" | null", "")
+    where, message = _WHERE.search(str(error)), _WHERE.sub("", str(error)).replace(" | null", "")
     path = where[1] if where else ""
-    if odd := _FIELD.search(said):
+    if odd := _FIELD.search(message):
         path = f"{path}.{odd[2]}".lstrip(".")
         meant = CALL[path].becomes if path in CALL else ""
         meant = {"num_inference_steps": "steps", "num_images_per_prompt": "n"}.get(meant or path, meant)
@@ -168,14 +168,14 @@ def wrong_field(error: msgspec.ValidationError, kind: Any, sent: Any, status: in
             cure = f'send it in options, {{"options": {{"{path}": ...}}}}'
         else:
             cure = nearest(path[:100], kind.__struct_fields__) if "." not in path else "leave it out"
-        said = f"{path} is not known; {cure}" if odd[1] == "unknown" else f"{path} is missing; send it"
+        message = f"{path} is not known; {cure}" if odd[1] == "unknown" else f"{path} is missing; send it"
     else:
-        choices = _choices(kind, path) if "enum" in said else []
-        wants = f" is not {' or '.join(choices)}" if choices else f": {said[:1].lower()}{said[1:]}"
-        said = (_value_at(path, sent) if path else "the body") + wants
-        if said.endswith(("expected `object`, got `array`", "expected `object`, got `str`")):
-            said += '; send {"NAME": VALUE}' if path else '; send an object, such as {"prompt": "a cat"}'
-    return Rejected(status, "invalid_value", said, param=path.split("[")[0].rstrip(".")[:80] or None)
+        choices = _choices(kind, path) if "enum" in message else []
+        wants = f" is not {' or '.join(choices)}" if choices else f": {message[:1].lower()}{message[1:]}"
+        message = (_value_at(path, sent) if path else "the body") + wants
+        if message.endswith(("expected `object`, got `array`", "expected `object`, got `str`")):
+            message += '; send {"NAME": VALUE}' if path else '; send an object, such as {"prompt": "a cat"}'
+    return Rejected(status, "invalid_value", message, param=path.split("[")[0].rstrip(".")[:80] or None)
 
 
 def _options() -> set[str]:
@@ -212,16 +212,18 @@ async def read_form(request: Request) -> tuple[dict[str, str], list[tuple[str, b
     Raises:
         Rejected: it is another kind of body, is damaged or has too many parts.
     """
-    media_type, _, more = request.headers.get("content-type", "").lower().partition(";")
+    media_type, _, parameters = request.headers.get("content-type", "").lower().partition(";")
     if media_type.strip() != "multipart/form-data":
-        said = f"Content-Type={media_type!r:.80}: send a form, with the header Content-Type: multipart/form-data"
-        raise Rejected(415, "unsupported_media_type", said)
-    if set(_CHARSET.findall(more)) - {"utf-8", "utf8"}:
+        message = f"Content-Type={media_type!r:.80}: send a form, with the header Content-Type: multipart/form-data"
+        raise Rejected(415, "unsupported_media_type", message)
+    if set(_CHARSET.findall(parameters)) - {"utf-8", "utf8"}:
         # Others would be decoded with whatever Python knows by that name, some of which takes minutes.
         raise Rejected(415, "unsupported_charset", "send the form in UTF-8")
-    if "boundary=" not in more:
-        said = "Content-Type: multipart/form-data has no boundary; leave the header to the library that makes the form"
-        raise Rejected(400, "invalid_form", said)
+    if "boundary=" not in parameters:
+        message = (
+            "Content-Type: multipart/form-data has no boundary; leave the header to the library that makes the form"
+        )
+        raise Rejected(400, "invalid_form", message)
     if not (await request.body()).rstrip().endswith(b"--"):
         raise Rejected(400, "invalid_form", "the form cannot be read: it ends in the middle; send all of it")
     try:
@@ -391,11 +393,11 @@ def one_of(body: Any, *names: str) -> Any:
     Raises:
         Rejected: they say different things, of which one would win without a word.
     """
-    given = without_none((name, getattr(body, name)) for name in names)
-    if len(set(given.values())) > 1:
-        said = " and ".join(f"{name}={value}" for name, value in given.items())
-        raise Rejected(400, "invalid_value", f"{said} say different things; send one of them", param=min(given))
-    return next(iter(given.values()), None)
+    values = without_none((name, getattr(body, name)) for name in names)
+    if len(set(values.values())) > 1:
+        message = " and ".join(f"{name}={value}" for name, value in values.items())
+        raise Rejected(400, "invalid_value", f"{message} say different things; send one of them", param=min(values))
+    return next(iter(values.values()), None)
 
 
 def in_words_of(fields: Mapping[str, str], refused: Rejected) -> tuple[str, str | None]:

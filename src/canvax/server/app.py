@@ -89,15 +89,15 @@ def create_app(
     async def not_routed(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path, methods = request.scope["path"], (error.headers or {}).get("Allow", "another method")
-        said = {
+        messages = {
             404: f"there is nothing at {path!r:.80}; /openapi.json lists what there is",
             405: f"{request.method:.20} is not for this path; send {methods}",
         }
         if path == "/" and request.method in ("GET", "HEAD") and not settings.page:
-            said[405] = "this server has no page (--no-page); /openapi.json lists what there is"
+            messages[405] = "this server has no page (--no-page); /openapi.json lists what there is"
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-        told = Rejected(error.status_code, code, said.get(error.status_code, "the request cannot be read"))
-        answer = wrong(request.scope["path"])(told, request_id_of(request))
+        rejected = Rejected(error.status_code, code, messages.get(error.status_code, "the request cannot be read"))
+        answer = wrong(request.scope["path"])(rejected, request_id_of(request))
         answer.headers.update(error.headers or {})
         return answer
 

@@ -430,7 +430,7 @@ class ImageEngine:
             groups, now = self._models.groups(), time.monotonic()
             begun = [item for item in self._queue.begun if item.group == group.key]
             size = group.size if whole else group.batch_for(len(begun) + self._queue.waiting(group.key))
-            chosen = whole or [leader, *(one for one in self._queue.ranked(begun) if one is not leader)][:size]
+            chosen = whole or [leader, *(item for item in self._queue.ranked(begun) if item is not leader)][:size]
             if self._queue.waits(leader) and leader in chosen:
                 self._start(leader)
             while not whole and len(chosen) < size:
@@ -478,11 +478,11 @@ class ImageEngine:
         done, row = {id(item) for item, _ in finished}, group.timings.row
         slower = row[group.size] / row[min(row)]
         for item in (item for item in seated if not item.over):
-            told = item.told(slower)
-            item.job.seconds_left = told.seconds_left
+            event = item.told(slower)
+            item.job.seconds_left = event.seconds_left
             if item.picture.step in item.previews and id(item) not in done and not served.safety_checker:
                 self._preview(group, served, item)
-            item.job.tell(told)
+            item.job.tell(event)
         with self._wake:
             for item, _ in finished:
                 self._remove(item)
@@ -507,18 +507,18 @@ class ImageEngine:
             return
         key = waiting[0][0].group
         group, served = self._models.group(key), self._models.named(key.model)
-        some = [one for one in waiting if one[0].group == key][: group.decodes]
-        self._to_decode = [one for one in waiting if not any(one is other for other in some)]
+        chosen = [entry for entry in waiting if entry[0].group == key][: group.decodes]
+        self._to_decode = [entry for entry in waiting if not any(entry is other for other in chosen)]
         began = time.perf_counter()
         try:
-            pixels = group.decode([latents for _, latents in some])
+            pixels = group.decode([latents for _, latents in chosen])
         except Exception as error:
             log.exception("decoding failed")
-            for item, _ in some:
+            for item, _ in chosen:
                 self._book.fail(item.job, *reason(error))
             return
         self._metrics.decoded(self._since(began))
-        for (item, latents), image in zip(some, pixels, strict=True):
+        for (item, latents), image in zip(chosen, pixels, strict=True):
             self._writer.image(served, item, image, latents)
 
     # Faults, and what everyone is told.

@@ -227,14 +227,14 @@ def _is_public(scope: Scope) -> bool:
 
 
 def _wrong_origin(header: str, value: str) -> Rejected:
-    said = f"{header}={value[:80]!r}: pages of other sites may not ask; start the server with --allow-origin URL"
-    return Rejected(403, "wrong_origin", said)
+    message = f"{header}={value[:80]!r}: pages of other sites may not ask; start the server with --allow-origin URL"
+    return Rejected(403, "wrong_origin", message)
 
 
 def _host(header: str) -> str:
     """The name in a Host header, without the port."""
-    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:/\s@]+)(?::\d{1,5})?", header)
-    return found[1].lower().rstrip(".") if found else ""
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:/\s@]+)(?::\d{1,5})?", header)
+    return match[1].lower().rstrip(".") if match else ""
 
 
 def _write_log(scope: Scope, state: dict[str, Any], status: int, seconds: float) -> None:
@@ -247,9 +247,9 @@ def _write_log(scope: Scope, state: dict[str, Any], status: int, seconds: float)
     log.info(json.dumps(line))
 
 
-def own_hosts(host: str, more: Sequence[str]) -> tuple[str, ...]:
+def own_hosts(host: str, others: Sequence[str]) -> tuple[str, ...]:
     """Names that a server on ``host`` is called by."""
-    names = ["localhost", "127.0.0.1", "[::1]", *more]
+    names = ["localhost", "127.0.0.1", "[::1]", *others]
     if host not in ("0.0.0.0", "::", ""):
         names.append(f"[{host}]" if ":" in host else host)
     return tuple(dict.fromkeys(name.lower() for name in names))

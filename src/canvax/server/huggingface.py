@@ -98,8 +98,8 @@ def error(refused: Rejected, request_id: str) -> Response:
     if refused.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     message, param = in_words_of(_FIELDS, refused)
-    told = {"error": message, "error_type": refused.code, "param": param}
-    return Response(encoded(told), refused.status, headers, media_type=_JSON)
+    content = {"error": message, "error_type": refused.code, "param": param}
+    return Response(encoded(content), refused.status, headers, media_type=_JSON)
 
 
 def _accepted(accept: str) -> str:

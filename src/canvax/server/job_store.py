@@ -235,11 +235,11 @@ class JobStore:
 
     def _line(self, job: Job, outcome: str) -> dict[str, Any]:
         """Of the log: what was asked for, without words or pictures unless they are asked for."""
-        job_request, one = job.request, job.pictures[0]
+        job_request, picture = job.request, job.pictures[0]
         line = {
             "time": now(), "job": job.id, "client": job_request.client, "model": job.model,
-            "size": f"{one.width}x{one.height}", "n": job_request.n, "steps": one.steps,
-            "sampler": job_request.sampler, "seed": one.seed, "image": job_request.image is not None,
+            "size": f"{picture.width}x{picture.height}", "n": job_request.n, "steps": picture.steps,
+            "sampler": job_request.sampler, "seed": picture.seed, "image": job_request.image is not None,
             "control": job_request.control is not None, "image_prompt": job_request.image_prompt is not None,
             "outcome": outcome, "seconds": round(time.time() - job.created, 3),
         }  # fmt: skip

@@ -69,15 +69,15 @@ class Warm(NamedTuple):
         Raises:
             InputError: it is none.
         """
-        found = re.fullmatch(r"(\d{1,5})[xX×](\d{1,5})(?::(\d{1,4}(?:,\d{1,4})*))?", text)
-        if not found:
+        match = re.fullmatch(r"(\d{1,5})[xX×](\d{1,5})(?::(\d{1,4}(?:,\d{1,4})*))?", text)
+        if not match:
             raise InputError(f"--warm {text} is not WIDTHxHEIGHT:BATCHES; write 512x512:1,4")
-        batches = tuple(int(part) for part in found[3].split(",")) if found[3] else cls().batches
-        for name, side in (("width", found[1]), ("height", found[2])):
+        batches = tuple(int(part) for part in match[3].split(",")) if match[3] else cls().batches
+        for name, side in (("width", match[1]), ("height", match[2])):
             check_size(f"--warm {text}: {name}", int(side), 0)
         if 0 in batches:
             raise InputError(f"--warm {text}: a batch of 0 holds nothing; write 512x512:1,4")
-        return cls((int(found[1]), int(found[2])), batches)
+        return cls((int(match[1]), int(match[2])), batches)
 
 
 class Loaded(Protocol):
@@ -182,11 +182,11 @@ class ServedModel:
         """
         tall, wide = self.model.native_size
         factor = self.model.vae.factor
-        for one in warm:
-            width, height = one.size or (wide, tall)
+        for entry in warm:
+            width, height = entry.size or (wide, tall)
             check_size("width", width, wide, factor)
             check_size("height", height, tall, factor)
-            yield (width, height), one.batches
+            yield (width, height), entry.batches
 
     def build(self, key: GroupKey, batches: Sequence[int], announce: BuildCallback) -> Group:
         """A group with its programs, compiled or from the cache; in any thread."""
@@ -385,12 +385,12 @@ class ModelSet:
                 self._say(served.shelf.summary())
             for size, batches in served.sizes(self._warm):
                 for chunks in self._chunks:
-                    more: dict[str, Any] = {"chunks": chunks, "shelf": served.shelf}
-                    asked = sample(name, served.model, *size, **more)
-                    group = served.build(asked.group, batches, self._announce)
+                    options: dict[str, Any] = {"chunks": chunks, "shelf": served.shelf}
+                    checked = sample(name, served.model, *size, **options)
+                    group = served.build(checked.group, batches, self._announce)
                     if served.model.networks.controls or served.model.networks.ip_adapters:
-                        served.warm(sample(name, served.model, *size, **more, shown=True), group)
-                    served.time(asked, group)
+                        served.warm(sample(name, served.model, *size, **options, shown=True), group)
+                    served.time(checked, group)
                     self.add(group)
                     self._say(group.summary())
         self.cards = [served.card(self._warm, any_size=self._on_demand) for served in self._served.values()]
@@ -516,11 +516,11 @@ class ModelSet:
 
     def _make_room(self, coming: ServedModel | None) -> None:
         """Take models off the devices, the one that was not used for longest first, until another one fits."""
-        loaded = sorted((one for one in self._served.values() if one.loaded), key=lambda one: one.used)
+        loaded = sorted((served for served in self._served.values() if served.loaded), key=lambda served: served.used)
         while loaded:
-            needed = coming.bytes if coming else max(one.bytes for one in loaded)
+            needed = coming.bytes if coming else max(served.bytes for served in loaded)
             if self._memory is not None:
-                fits = sum(one.bytes for one in loaded) + needed <= self._memory
+                fits = sum(served.bytes for served in loaded) + needed <= self._memory
             else:
                 free = free_bytes(loaded[0].programs.mesh)
                 fits = free is None or needed < FREE_PART * free

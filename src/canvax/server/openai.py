@@ -116,8 +116,8 @@ def routes(engine: Engine) -> list[BaseRoute]:
             return Response(status_code=204, headers={"Allow": "POST, OPTIONS"})
         body = await read_json(request, Generation)
         if body.strength is not None:
-            said = f"strength={body.strength!r} without an image: images are sent to /v1/images/edits"
-            raise Rejected(400, "invalid_value", said, param="strength")
+            message = f"strength={body.strength!r} without an image: images are sent to /v1/images/edits"
+            raise Rejected(400, "invalid_value", message, param="strength")
         job_request = _ask(request, engine, body)
         return await _answer(request, await submitted(engine, job_request), body, "image_generation")
 
@@ -143,22 +143,22 @@ def routes(engine: Engine) -> list[BaseRoute]:
             if card.id == name:
                 return json_answer(_described(card))
         known = " or ".join(card.id for card in cards)
-        said = f"the model {name!r:.200} is not served here; ask for {known}"
-        raise Rejected(404, "model_not_found", said, param="model")
+        message = f"the model {name!r:.200} is not served here; ask for {known}"
+        raise Rejected(404, "model_not_found", message, param="model")
 
-    found: list[BaseRoute] = []
+    all_routes: list[BaseRoute] = []
     for prefix in _PREFIXES:
-        found += [
+        all_routes += [
             Route(f"{prefix}/images/generations", answering(error, generate), methods=["POST", "OPTIONS"]),
             Route(f"{prefix}/images/edits", answering(error, edit), methods=["POST"]),
             Route(f"{prefix}/images/variations", answering(error, vary), methods=["POST"]),
         ]
     for prefix in _PREFIXES[:2]:
-        found += [
+        all_routes += [
             Route(f"{prefix}/models", answering(error, models), methods=["GET"]),
             Route(f"{prefix}/models/{{name:path}}", answering(error, model), methods=["GET"]),
         ]
-    return found
+    return all_routes
 
 
 def error(refused: Rejected, request_id: str) -> Response:
@@ -236,13 +236,13 @@ def _size(body: Generation, card: ModelCard, image: Image.Image | None) -> tuple
             return body.width, body.height
         whole = all(side % card.size_step == 0 for side in image.size)
         return image.size if image.size in card.sizes or (card.any_size and whole) else nearest_size(card, image.size)
-    found = re.fullmatch(r"(\d{1,5})\s*[x×]\s*(\d{1,5})", body.size, re.ASCII | re.IGNORECASE)
-    if not found or not all(map(int, found.groups())):
+    match = re.fullmatch(r"(\d{1,5})\s*[x×]\s*(\d{1,5})", body.size, re.ASCII | re.IGNORECASE)
+    if not match or not all(map(int, match.groups())):
         raise Rejected(400, "invalid_value", f"size={body.size!r} is not WIDTHxHEIGHT, such as 512x512", param="size")
-    size = int(found[1]), int(found[2])
+    size = int(match[1]), int(match[2])
     if (body.width or size[0], body.height or size[1]) != size:
-        said = f"size={body.size!r} beside width={body.width} and height={body.height}; send one or the other"
-        raise Rejected(400, "invalid_value", said, param="size")
+        message = f"size={body.size!r} beside width={body.width} and height={body.height}; send one or the other"
+        raise Rejected(400, "invalid_value", message, param="size")
     known = card.any_size or size in card.sizes or size not in _OWN_SIZES
     return size if known else nearest_size(card, size)
 
@@ -256,8 +256,8 @@ def _edit(
         try:
             values[name] = msgspec.json.decode(fields[name])
         except (msgspec.DecodeError, RecursionError):
-            said = f"{name}={fields[name]!r:.80} is not JSON; send an object"
-            raise Rejected(400, "invalid_value", said, param=name) from None
+            message = f"{name}={fields[name]!r:.80} is not JSON; send an object"
+            raise Rejected(400, "invalid_value", message, param=name) from None
     try:
         body = msgspec.convert(values, Generation, strict=False)
     except msgspec.ValidationError as problem:
@@ -313,16 +313,16 @@ def _shared(job: Job, picture: Picture) -> dict[str, Any]:
 
 async def _events(job: Job, kind: str) -> AsyncIterator[bytes]:
     """The events of one job: previews and finished images, several of them where n is more than 1."""
-    told: set[int] = set()
+    sent: set[int] = set()
     async for event in watched(job):
         if event is None:
             yield b": keepalive\n\n"
-        if isinstance(event, Previewed) and event.index not in told:
+        if isinstance(event, Previewed) and event.index not in sent:
             yield _partial(job, event, kind)
         # Not by ``Finished`` alone: images may have been done before anyone watched.
         for picture in job.pictures:
-            if picture.data and picture.index not in told:
-                told.add(picture.index)
+            if picture.data and picture.index not in sent:
+                sent.add(picture.index)
                 yield _completed(job, picture, kind)
     if job.status is not Status.DONE:
         yield _event("error", {"error": _told(failure(job))})
@@ -332,16 +332,16 @@ async def _events(job: Job, kind: str) -> AsyncIterator[bytes]:
 def _partial(job: Job, event: Previewed, kind: str) -> bytes:
     picture = job.pictures[event.index]
     shape = event.media_type.removeprefix("image/")  # of the preview, whatever was asked for
-    told = {**_shared(job, picture), "output_format": shape, "seed": picture.seed, "image_index": event.index}
+    fields = {**_shared(job, picture), "output_format": shape, "seed": picture.seed, "image_index": event.index}
     name = f"{kind}.partial_image"
     index = {"partial_image_index": event.number, "created_at": int(time.time())}
-    return _event(name, {"type": name, "b64_json": event.data, **index, **told})
+    return _event(name, {"type": name, "b64_json": event.data, **index, **fields})
 
 
 def _completed(job: Job, picture: Picture, kind: str) -> bytes:
     name = f"{kind}.completed"
-    told = {**_shared(job, picture), "seed": picture.seed, "image_index": picture.index, "usage": _NO_USAGE}
-    return _event(name, {"type": name, "b64_json": picture.data, "created_at": int(time.time()), **told})
+    fields = {**_shared(job, picture), "seed": picture.seed, "image_index": picture.index, "usage": _NO_USAGE}
+    return _event(name, {"type": name, "b64_json": picture.data, "created_at": int(time.time()), **fields})
 
 
 def _event(name: str, value: Mapping[str, Any]) -> bytes:

@@ -200,8 +200,8 @@ class Item:
 
     def metadata(self, model: Model) -> dict[str, Any]:
         """What generates it again."""
-        own = publicly(metadata(model, self.request)[0]) | {"model": self.job.model}
-        return self.whole.metadata(own) if self.whole else own
+        fields = publicly(metadata(model, self.request)[0]) | {"model": self.job.model}
+        return self.whole.metadata(fields) if self.whole else fields
 
 
 def inputs_of(request: Request) -> Iterator[Image.Image]:
@@ -424,8 +424,8 @@ def _request(job_request: JobRequest, model: Model, seed: int) -> Request:
 def _refusal(message: str) -> Rejected:
     """An error of a call, in the words of an ask; it begins with the field."""
     message = _STEPS.sub(lambda match: match[1] or "steps", message.removeprefix("canvax."))
-    found = _NAME.match(message)
-    name = found[1] if found else ""
+    match = _NAME.match(message)
+    name = match[1] if match else ""
     name = _NAMES.get(name, name)
     fields = {field.name for field in dataclasses.fields(JobRequest)}
     if _SETTING.search(message):
