@@ -372,6 +372,11 @@ class EventStream(StreamingResponse):
             give_up(self._job)
 
 
+def sent_event(name: str, value: Mapping[str, Any]) -> bytes:
+    """Encode a server-sent event."""
+    return b"event: " + name.encode() + b"\ndata: " + encoded(value) + b"\n\n"
+
+
 def encoded(value: Any) -> bytes:
     """JSON, where bytes become base64 in one go, in a tenth of the time that text of megabytes takes."""
     return msgspec.json.encode(value)

@@ -478,7 +478,7 @@ class ImageEngine:
         done, row = {id(item) for item, _ in finished}, group.timings.row
         slower = row[group.size] / row[min(row)]
         for item in (item for item in seated if not item.over):
-            event = item.told(slower)
+            event = item.progress(slower)
             item.job.seconds_left = event.seconds_left
             if item.picture.step in item.previews and id(item) not in done and not served.safety_checker:
                 self._preview(group, served, item)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,6 +33,7 @@ from canvax.server.answers import (
     nearest_size,
     once_of,
     read_json,
+    sent_event,
     watched,
 )
 from canvax.server.images_in import Pixels, colours, image_of_text, white_mask
@@ -324,7 +325,7 @@ async def _events(job: Job) -> AsyncIterator[bytes]:
     """Server-sent events; begins with how the job is, and what is done already."""
     sent: set[int] = set()
     began = Changed(job.status)
-    yield _event("job", job_json(job))
+    yield sent_event("job", job_json(job))
     async for event in watched(job):
         if event is None:
             yield b": keepalive\n\n"
@@ -332,7 +333,7 @@ async def _events(job: Job) -> AsyncIterator[bytes]:
         for picture in job.pictures:  # some were done before anyone watched
             if picture.data is not None and picture.index not in sent:
                 sent.add(picture.index)
-                yield _event("image", _image_json(job, picture))
+                yield sent_event("image", _image_json(job, picture))
         late = isinstance(event, Stepped | Previewed) and event.index in sent
         if not (late or isinstance(event, Finished) or (event == began and not began.status.over)):
             yield _as_sent(job, event)
@@ -341,25 +342,21 @@ async def _events(job: Job) -> AsyncIterator[bytes]:
 def _as_sent(job: Job, event: Event) -> bytes:
     match event:
         case Changed(status) if status.over:
-            return _event(str(status), job_json(job))
+            return sent_event(str(status), job_json(job))
         case Changed():
-            return _event("job", job_json(job))
+            return sent_event("job", job_json(job))
         case Stepped(index, step, steps, left):
-            return _event("step", {"index": index, "step": step, "steps": steps, "seconds_left": _rounded(left)})
+            return sent_event("step", {"index": index, "step": step, "steps": steps, "seconds_left": _rounded(left)})
         case Previewed(index, step, steps, data, media_type):
             where = {"index": index, "step": step, "steps": steps}
-            return _event("preview", {**where, "image": data_url(media_type, data)})
+            return sent_event("preview", {**where, "image": data_url(media_type, data)})
         case Finished(index):
-            return _event("image", _image_json(job, job.pictures[index]))
+            return sent_event("image", _image_json(job, job.pictures[index]))
 
 
 def _image_json(job: Job, picture: Picture) -> dict[str, Any]:
     names = ("index", "seed", "width", "height")
     return {name: getattr(picture, name) for name in names} | {"url": _url(job, picture)}
-
-
-def _event(name: str, value: Mapping[str, Any]) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + encoded(value) + b"\n\n"
 
 
 def _inspected(data: bytes) -> bytes:

@@ -37,6 +37,7 @@ from canvax.server.answers import (
     one_of,
     read_form,
     read_json,
+    sent_event,
     settled,
     submitted,
     watched,
@@ -325,7 +326,7 @@ async def _events(job: Job, kind: str) -> AsyncIterator[bytes]:
                 sent.add(picture.index)
                 yield _completed(job, picture, kind)
     if job.status is not Status.DONE:
-        yield _event("error", {"error": _told(failure(job))})
+        yield sent_event("error", {"error": _told(failure(job))})
     yield b"data: [DONE]\n\n"
 
 
@@ -335,14 +336,10 @@ def _partial(job: Job, event: Previewed, kind: str) -> bytes:
     fields = {**_shared(job, picture), "output_format": shape, "seed": picture.seed, "image_index": event.index}
     name = f"{kind}.partial_image"
     index = {"partial_image_index": event.number, "created_at": int(time.time())}
-    return _event(name, {"type": name, "b64_json": event.data, **index, **fields})
+    return sent_event(name, {"type": name, "b64_json": event.data, **index, **fields})
 
 
 def _completed(job: Job, picture: Picture, kind: str) -> bytes:
     name = f"{kind}.completed"
     fields = {**_shared(job, picture), "seed": picture.seed, "image_index": picture.index, "usage": _NO_USAGE}
-    return _event(name, {"type": name, "b64_json": picture.data, "created_at": int(time.time()), **fields})
-
-
-def _event(name: str, value: Mapping[str, Any]) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + encoded(value) + b"\n\n"
+    return sent_event(name, {"type": name, "b64_json": picture.data, "created_at": int(time.time()), **fields})

@@ -190,7 +190,7 @@ class Item:
         """What the job tells: of the whole where this is a tile."""
         return self.whole.picture if self.whole else self.picture
 
-    def told(self, slower: float = 1.0) -> Stepped:
+    def progress(self, slower: float = 1.0) -> Stepped:
         """How far it is, in the job's words; ``slower``: how many times longer a step of its batch takes than alone."""
         left = self.left * slower
         if self.whole:

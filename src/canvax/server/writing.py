@@ -49,7 +49,7 @@ class Writer:
         number = item.previews.index(item.picture.step)
         if number == 0:
             self._metrics.first_preview(time.time() - item.job.created)
-        self._threads.submit(self._preview, served, item, pixels, latents, item.told().step, number)
+        self._threads.submit(self._preview, served, item, pixels, latents, item.progress().step, number)
 
     def _preview(
         self,
@@ -80,7 +80,7 @@ class Writer:
                 last, number = item.whole.add(item.picture, pixels)
                 pixels = item.whole.pixels() if last or number is not None else pixels
                 if number is not None:
-                    self._preview(served, item, pixels, None, item.told().step, number)
+                    self._preview(served, item, pixels, None, item.progress().step, number)
                 if not last:
                     return
             metadata = item.metadata(served.model)
