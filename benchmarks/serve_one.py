@@ -29,7 +29,7 @@ from canvax.server.app import Settings, create_app
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import State
 from canvax.server.metrics import Metrics
-from canvax.server.served import Warm
+from canvax.server.models import Warm
 
 TURN = 6
 """Requests that a side answers in a row. The first of each wakes what was asleep, which is nobody's overhead."""

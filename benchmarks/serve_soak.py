@@ -12,6 +12,8 @@ second and the last quarter, or the process outlives its drain time.
 from __future__ import annotations
 
 import argparse
+import base64
+import io
 import json
 import random
 import re
@@ -22,11 +24,12 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+from PIL import Image
 
 FAULTS = ("Group.step", "Group.seat", "Group.decode", "Group.begin", "Group.take")
 DRAIN = 20.0
@@ -35,7 +38,7 @@ ENDED = ("done", "failed", "cancelled")
 
 def server(every: float, arguments: list[str]) -> None:
     """``canvax serve`` in this process, with one fault every so many seconds."""
-    from canvax.cli import main
+    from canvax.__main__ import main
     from canvax.server.group import Group
 
     armed: list[str] = []
@@ -63,7 +66,8 @@ def server(every: float, arguments: list[str]) -> None:
             number += 1
 
     threading.Thread(target=arm, daemon=True).start()
-    sys.exit(main(arguments))
+    sys.argv = ["canvax", *arguments]
+    sys.exit(main())  # ends as the command does: taking Python apart would take seconds
 
 
 CLIENTS = ("alice", "bob", "carol", "dave")
@@ -90,8 +94,8 @@ def prepare(folder: Path) -> int:
     return int(1.5 * sum(leaf.nbytes for _, leaf in flatten(pipe.params)))
 
 
-def body(rng: random.Random, models: list[str]) -> dict[str, Any]:
-    """Any job."""
+def body(rng: random.Random, models: Sequence[str], adapters: Sequence[str] = NAMES) -> dict[str, Any]:
+    """A random job."""
     words = ("red", "blue", "cat", "dog", "apple", "house", "tree", "face", "small", "two")
     asked: dict[str, Any] = {
         "prompt": " ".join(rng.choice(words) for _ in range(rng.randrange(1, 9))),
@@ -104,25 +108,46 @@ def body(rng: random.Random, models: list[str]) -> dict[str, Any]:
         "previews": rng.random() < 0.3,
         "format": rng.choice(("png", "jpeg", "webp")),
     }
-    if rng.random() < 0.4:
-        names = rng.sample(NAMES, rng.randrange(1, 3))
+    if adapters and rng.random() < 0.4:
+        names = rng.sample(adapters, rng.randrange(1, 3))
         asked["adapters"] = {name: rng.choice((0.5, 1.0)) for name in names}
+    if rng.random() < 0.3:
+        file = io.BytesIO()
+        Image.new("RGB", (rng.randrange(32, 96), 64), (rng.randrange(256), 128, 64)).save(file, "PNG")
+        asked["image"] = base64.b64encode(file.getvalue()).decode()
+        asked |= {"n": 1, "upscale": 1.5} if rng.random() < 0.3 else {"strength": 0.5}
     return asked
 
 
 class Soak:
-    """Clients of one server, and what became of their jobs."""
+    """Clients of one server, and how their jobs ended.
 
-    def __init__(self, base: str, end: float) -> None:
-        self.base, self.end = base, end
+    Args:
+        base: the server's address.
+        end: the monotonic time at which clients stop.
+        models: names of the served models.
+        adapters: names of LoRAs that the server has.
+        keys: ids of the clients' API keys; one client in turn for each. Empty for a server without keys.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        end: float,
+        *,
+        models: Sequence[str] = ("emoji", "copy"),
+        adapters: Sequence[str] = NAMES,
+        keys: Sequence[str] = CLIENTS,
+    ) -> None:
+        self.base, self.end, self.models, self.adapters, self.keys = base, end, models, adapters, keys
         self.statuses: Counter[str] = Counter()
         self.problems: list[str] = []
         self.slowest = 0.0
 
     def run(self, number: int) -> None:
         """One client: ask, watch, fetch, cancel or vanish until the time is over."""
-        rng, client = random.Random(number), CLIENTS[number % len(CLIENTS)]
-        headers = {"Authorization": f"Bearer a-secret-of-{client}-0123456789"}
+        rng, client = random.Random(number), self.keys[number % len(self.keys)] if self.keys else ""
+        headers = {"Authorization": f"Bearer a-secret-of-{client}-0123456789"} if client else {}
         with httpx.Client(base_url=self.base, timeout=120, headers=headers) as http:
             while time.monotonic() < self.end:
                 try:
@@ -131,7 +156,7 @@ class Soak:
                     self.problems.append(f"{client}: {type(error).__name__}: {error}")
 
     def _ask(self, http: httpx.Client, rng: random.Random) -> None:
-        answer = http.post("/api/jobs", json=body(rng, ["emoji", "copy"]))
+        answer = http.post("/api/jobs", json=body(rng, self.models, self.adapters))
         if answer.status_code in (429, 503):
             self.statuses[f"refused {answer.status_code}"] += 1
             time.sleep(0.5)
@@ -233,7 +258,7 @@ def soak(folder: Path, options: argparse.Namespace) -> int:
     faults = Counter(line.split()[-1] for line in lines if "SOAK injected" in line)
     if late > 1.05 * early:
         test.problems.append(f"memory grew from {early:.0f} to {late:.0f} MB")
-    if code != 0:
+    if code != 0 or ending > DRAIN + 2:
         test.problems.append(f"exit code {code} after {ending:.1f} s of {DRAIN:g}")
     memory_mb = [round(sample) for sample in samples[:: max(1, quarter // 3)]]
     report = {

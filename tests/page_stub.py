@@ -24,15 +24,15 @@ from starlette.staticfiles import StaticFiles
 
 from canvax.server.jobs import (
     MEDIA_TYPES,
-    Ask,
     Changed,
     ControlCard,
     Event,
     Finished,
     Job,
+    JobRequest,
     Picture,
     Previewed,
-    Refused,
+    Rejected,
     Status,
     Stepped,
 )
@@ -48,12 +48,12 @@ SAMPLERS = [
     {"name": "dpmpp_2m", "label": "DPM++ 2M", "when": "The best default: converged in 20 to 25 steps."},
     {"name": "ddim", "label": "DDIM", "when": "The plain deterministic choice; 30 to 50 steps."},
 ]
-MAY_BE_ASKED = {field.name for field in fields(Ask)}
+MAY_BE_ASKED = {field.name for field in fields(JobRequest)}
 
-Paint = Callable[[Ask, Picture], Image.Image]
+Paint = Callable[[JobRequest, Picture], Image.Image]
 
 
-def spot(ask: Ask, picture: Picture) -> Image.Image:
+def spot(ask: JobRequest, picture: Picture) -> Image.Image:
     """A spot whose colour and place the seed decides, over the input image if there is one."""
     rng = random.Random(picture.seed)
     size = (picture.width, picture.height)
@@ -83,7 +83,7 @@ class PaintedEngine(StubEngine):
                 self._draw(job)
 
     def _draw(self, job: Job) -> None:
-        finished = [self.paint(job.ask, picture) for picture in job.pictures]
+        finished = [self.paint(job.request, picture) for picture in job.pictures]
         steps = job.pictures[0].steps
         for step in range(1, steps + 1):
             time.sleep(self.pace)
@@ -93,7 +93,7 @@ class PaintedEngine(StubEngine):
             for picture, image in zip(job.pictures, finished, strict=True):
                 picture.step, picture.status = step, Status.RUNNING
                 job.tell(Stepped(picture.index, step, steps, job.seconds_left))
-                if job.ask.previews:
+                if job.request.previews:
                     side = max(4, 64 * step // steps)
                     data = encoded(image.resize((side, side)), "jpeg")
                     job.tell(Previewed(picture.index, step, steps, data, "image/jpeg", step))
@@ -102,10 +102,10 @@ class PaintedEngine(StubEngine):
             return
         for picture, image in zip(job.pictures, finished, strict=True):
             settings = {
-                "prompt": job.ask.prompt, "seed": picture.seed, "steps": steps, "width": picture.width,
-                "height": picture.height, "guidance_scale": job.ask.guidance_scale or 7.5,
+                "prompt": job.request.prompt, "seed": picture.seed, "steps": steps, "width": picture.width,
+                "height": picture.height, "guidance_scale": job.request.guidance_scale or 7.5,
             }  # fmt: skip
-            picture.data = encoded(image, job.ask.format, settings)
+            picture.data = encoded(image, job.request.format, settings)
             picture.status = Status.DONE
             self.book.finished(job, picture.index)
 
@@ -149,18 +149,18 @@ class Stub:
             Route("/api/jobs/{id}/images/{index:int}", self.image),
             Route("/api/inspect", self.inspect, methods=["POST"]),
         ]
-        self.app = Starlette(routes=routes, exception_handlers={Refused: refused})
+        self.app = Starlette(routes=routes, exception_handlers={Rejected: refused})
         self.app.mount("/static", StaticFiles(directory=PAGE))
 
     def check(self, request: Request) -> None:
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
-            raise Refused(401, "invalid_api_key", "This server wants an API key.")
+            raise Rejected(401, "invalid_api_key", "This server wants an API key.")
 
     def found(self, request: Request) -> Job:
         self.check(request)
         job = self.engine.job(request.path_params["id"], "")
         if job is None:
-            raise Refused(404, "job_not_found", "No such job.")
+            raise Rejected(404, "job_not_found", "No such job.")
         return job
 
     async def page(self, request: Request) -> Response:
@@ -172,7 +172,7 @@ class Stub:
     async def models(self, request: Request) -> Response:
         self.check(request)
         if self.starting:
-            raise Refused(503, "starting", self.starting.pop(0), retry_after=1)
+            raise Rejected(503, "starting", self.starting.pop(0), retry_after=1)
         cards = [replace(card, controls=self.controls, ip_adapters=self.ip_adapters) for card in self.engine.models()]
         told = [asdict(card) | {"name": card.id, "default": i == 0} for i, card in enumerate(cards)]
         return JSONResponse({"models": told, "samplers": SAMPLERS})
@@ -188,9 +188,9 @@ class Stub:
         self.bodies.append(dict(body))
         for name in body:
             if name not in MAY_BE_ASKED | {"control_scale"}:
-                raise Refused(422, "unknown_field", f"{name} is not a field of a job.", param=name)
+                raise Rejected(422, "unknown_field", f"{name} is not a field of a job.", param=name)
         if not body.get("prompt") and not body.get("upscale"):
-            raise Refused(422, "invalid_value", "prompt is empty; say what to show.", param="prompt")
+            raise Rejected(422, "invalid_value", "prompt is empty; say what to show.", param="prompt")
         for name in ("image", "mask"):
             if body.get(name):
                 body[name] = opened(body[name])
@@ -198,7 +198,7 @@ class Stub:
         if body.get("seed") in (None, -1):
             body["seed"] = random.randrange(2**32)
         once = request.headers.get("idempotency-key")
-        ask = replace(Ask("", once=once), **(body | {"previews": 100 if body.get("previews") else 0}))
+        ask = replace(JobRequest("", once=once), **(body | {"previews": 100 if body.get("previews") else 0}))
         return JSONResponse(told(self.engine.submit(ask)) | {"hints": self.hints}, status_code=202)
 
     async def job(self, request: Request) -> Response:
@@ -209,7 +209,7 @@ class Stub:
 
     async def image(self, request: Request) -> Response:
         job = self.found(request)
-        return Response(job.pictures[request.path_params["index"]].data, media_type=MEDIA_TYPES[job.ask.format])
+        return Response(job.pictures[request.path_params["index"]].data, media_type=MEDIA_TYPES[job.request.format])
 
     async def events(self, request: Request) -> Response:
         return StreamingResponse(stream(self.found(request)), media_type="text/event-stream")
@@ -218,13 +218,13 @@ class Stub:
         self.check(request)
         image = Image.open(io.BytesIO(await request.body()))
         if "stub" not in image.info:
-            raise Refused(400, "no_settings", "This file holds no settings.")
+            raise Rejected(400, "no_settings", "This file holds no settings.")
         settings = json.loads(image.info["stub"])
         return JSONResponse({"settings": settings, "missing": [], "metadata": settings})
 
 
 async def refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
+    assert isinstance(error, Rejected)
     headers = {"Retry-After": str(round(error.retry_after))} if error.retry_after else None
     body = {"message": error.message, "code": error.code, "param": error.param}
     return JSONResponse({"error": body}, status_code=error.status, headers=headers)
@@ -234,7 +234,7 @@ def opened(text: str) -> Image.Image:
     try:
         return Image.open(io.BytesIO(base64.b64decode(text.partition(",")[2] or text, validate=True)))
     except (binascii.Error, OSError):
-        raise Refused(422, "invalid_value", "That is no image.") from None
+        raise Rejected(422, "invalid_value", "That is no image.") from None
 
 
 def told(job: Job) -> dict[str, Any]:

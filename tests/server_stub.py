@@ -13,17 +13,17 @@ from typing import Any
 
 from PIL import Image
 
-from canvax.server.book import Book
+from canvax.server.job_store import JobStore
 from canvax.server.jobs import (
     MEDIA_TYPES,
     AdapterCard,
-    Ask,
     Changed,
     Job,
+    JobRequest,
     ModelCard,
     Picture,
     Previewed,
-    Refused,
+    Rejected,
     Status,
     Stepped,
 )
@@ -52,12 +52,12 @@ class StubEngine:
     """
 
     def __init__(self, *, pace: float = 0.0, metrics: Metrics | None = None, journal: Journal | None = None) -> None:
-        self.asks: list[Ask] = []
+        self.asks: list[JobRequest] = []
         self.accepted: list[Job] = []
-        self.refusal: Refused | None = None
+        self.refusal: Rejected | None = None
         self.fails: tuple[str, str] | None = None
         self.pace = pace
-        self.book = Book(metrics or Metrics(), journal, 600.0, lambda job: None)
+        self.book = JobStore(metrics or Metrics(), journal, 600.0, lambda job: None)
 
     def models(self) -> Sequence[ModelCard]:
         return (CARD,)
@@ -65,12 +65,12 @@ class StubEngine:
     def adapters(self, model: str | None, *, refresh: bool = False) -> Sequence[AdapterCard]:
         return (AdapterCard("ink", "ink-v1", "ink.safetensors"),)
 
-    def submit(self, ask: Ask) -> Job:
+    def submit(self, ask: JobRequest) -> Job:
         self.asks.append(ask)
         if self.refusal:
             raise self.refusal
         if ask.model not in (None, CARD.id):
-            raise Refused(
+            raise Rejected(
                 404, "model_not_found", f"model={ask.model!r} is not served here; ask for 'stub'", param="model"
             )
         steps, seed = ask.steps or CARD.steps, 1234 if ask.seed is None else ask.seed
@@ -78,15 +78,15 @@ class StubEngine:
         if ask.upscale and ask.image:
             width, height = (round(side * ask.upscale) for side in ask.image.size)
         if max(width, height) > LARGEST_SIDE or ask.n > MOST_IMAGES:
-            raise Refused(400, "invalid_value", f"{ask.n} images of {width}x{height} are too many pixels", param="n")
+            raise Rejected(400, "invalid_value", f"{ask.n} images of {width}x{height} are too many pixels", param="n")
         if not 0 <= seed < 2**64:
-            raise Refused(400, "invalid_value", "seed must be in 0..2**64-1", param="seed")
+            raise Rejected(400, "invalid_value", "seed must be in 0..2**64-1", param="seed")
         pictures = [Picture(i, (seed + i) % 2**64, width, height, steps) for i in range(ask.n)]
         job = Job(ask, CARD.id, pictures, cancel=self._cancel)
         with self.book.lock:
             if earlier := self.book.earlier(ask):
                 return earlier
-            self.book.accept(job)
+            accept(self.book, job)
         self.accepted.append(job)
         threading.Thread(target=self._run, args=(job,), daemon=True).start()
         return job
@@ -110,15 +110,15 @@ class StubEngine:
             for picture in job.pictures:
                 picture.step, picture.status = step + 1, Status.RUNNING
                 job.tell(Stepped(picture.index, step + 1, picture.steps, None))
-                if step < job.ask.previews:
+                if step < job.request.previews:
                     data = drawn(picture.seed, (16, 16), "jpeg")
                     job.tell(Previewed(picture.index, step + 1, picture.steps, data, "image/jpeg", step))
         if self.fails:
             self.book.fail(job, *self.fails)
             return
         for picture in job.pictures:
-            picture.data = drawn(picture.seed, (picture.width, picture.height), job.ask.format)
-            picture.metadata = {"prompt": job.ask.prompt, "seed": picture.seed, "model": job.model}
+            picture.data = drawn(picture.seed, (picture.width, picture.height), job.request.format)
+            picture.metadata = {"prompt": job.request.prompt, "seed": picture.seed, "model": job.model}
             picture.status = Status.DONE
             self.book.finished(job, picture.index)
 
@@ -129,3 +129,10 @@ def drawn(seed: int, size: tuple[int, int], kind: Any) -> bytes:
     out = io.BytesIO()
     Image.new("RGB", size, (seed % 256, 128, 64)).save(out, kind)
     return out.getvalue()
+
+
+def accept(store: JobStore, job: Job) -> Job:
+    """Record a new job and enter it, as the engine does."""
+    store.record(job)
+    store.enter(job)
+    return job

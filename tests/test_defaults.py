@@ -24,11 +24,11 @@ from canvax.cli.arguments import build_parser
 from canvax.families.read import FAMILIES
 from canvax.pipelines.hires import second_pass
 from canvax.pipelines.request import Call, make_request
-from canvax.server.a1111_ask import ImageToImage, TextToImage, ask_of
-from canvax.server.book import KEPT_BYTES
+from canvax.server.a1111 import ImageToImage, TextToImage, request_of
 from canvax.server.engine import EngineSettings
-from canvax.server.jobs import Ask
-from canvax.server.model_set import MOST_GROUPS
+from canvax.server.job_store import KEPT_BYTES
+from canvax.server.jobs import JobRequest
+from canvax.server.models import MOST_GROUPS
 from canvax.train.loop import Plan
 from canvax.train.task import Training
 from tests.server_stub import CARD
@@ -68,7 +68,7 @@ def of_a1111() -> dict[str, Any]:
         "img2img": ImageToImage(prompt="x", init_images=[image]),
         "inpaint": ImageToImage(prompt="x", init_images=[image], mask=image),
     }
-    asks = {name: ask_of(body, CARD, "") for name, body in bodies.items()}
+    asks = {name: request_of(body, CARD, "") for name, body in bodies.items()}
     left_out = ("prompt", "model", "image", "mask", "client")
     return {
         name: {one.name: getattr(ask, one.name) for one in dataclasses.fields(ask) if one.name not in left_out}
@@ -93,7 +93,7 @@ def test_defaults(emoji: canvax.StableDiffusion) -> None:
         "families": {family.name: dataclasses.asdict(family.defaults) for family in FAMILIES},
         "hires_strength": {method: of_hires(emoji.model, method) for method in ("pixel", "latent")},
         "A1111": of_a1111(),
-        "Ask": of_fields(Ask),
+        "JobRequest": of_fields(JobRequest),
         "EngineSettings": of_fields(EngineSettings),
         "server": {"sizes of a model": MOST_GROUPS, "bytes of finished files": KEPT_BYTES},
         "Plan": of_fields(Plan),

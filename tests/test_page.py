@@ -19,7 +19,7 @@ import pytest
 import uvicorn
 from PIL import Image
 
-from canvax.server.jobs import ControlCard, Refused
+from canvax.server.jobs import ControlCard, Rejected
 from tests.page_stub import PAGE, PaintedEngine, Stub, encoded
 
 HTML = (PAGE / "index.html").read_text()
@@ -634,7 +634,7 @@ def test_sheet(site: Site) -> None:
 @thorough
 def test_a_sheet_waits_fails_and_is_cancelled(site: Site) -> None:
     page, engine = site.page, site.stub.engine
-    engine.refusal = Refused(429, "queue_full", "The queue is full.", retry_after=1)
+    engine.refusal = Rejected(429, "queue_full", "The queue is full.", retry_after=1)
     page.fill("#prompt", "a red apple")
     page.click("#open-sheet")
     page.fill("#sheet-x-values", "1, 2, 3")
@@ -681,7 +681,7 @@ def test_keyboard_only(site: Site) -> None:
 
 @thorough
 def test_a_full_queue_is_tried_again(site: Site) -> None:
-    site.stub.engine.refusal = Refused(429, "queue_full", "The queue is full.", retry_after=2)
+    site.stub.engine.refusal = Rejected(429, "queue_full", "The queue is full.", retry_after=2)
     site.draw("a red apple", wait=False)
     site.page.wait_for_selector("text=The queue is full. Next try in")
     site.stub.engine.refusal = None
@@ -759,7 +759,7 @@ def test_themes(site: Site) -> None:
 
 @thorough
 def test_a_refused_setting_is_pointed_at(site: Site) -> None:
-    site.stub.engine.refusal = Refused(422, "invalid_value", "steps=20 is too many.", param="steps")
+    site.stub.engine.refusal = Rejected(422, "invalid_value", "steps=20 is too many.", param="steps")
     site.draw("a red apple", wait=False)
     site.page.wait_for_selector("#form-error >> text=steps=20 is too many.")
     assert site.page.get_attribute("#steps-number", "aria-invalid") == "true"
@@ -810,7 +810,7 @@ def test_axe_finds_nothing_serious(site: Site, theme: str, width: int) -> None:
         page.wait_for_selector(f"#{name}[open]")
         found[name] = findings(page, axe)
         page.keyboard.press("Escape")
-    site.stub.engine.refusal = Refused(429, "queue_full", "The queue is full.", retry_after=60)
+    site.stub.engine.refusal = Rejected(429, "queue_full", "The queue is full.", retry_after=60)
     site.draw("a cat", wait=False)
     page.wait_for_selector(".tile.waits")
     page.locator(".tile .open").first.focus()

@@ -89,7 +89,7 @@ def test_draw_watch_inpaint_and_drop(page: Any, server: tuple[str, ImageEngine],
     draw(page, "a red apple")
     page.wait_for_selector(".tile.busy", state="detached")
     job = engine.jobs() or list(engine._book._over.values())[-1][1]
-    assert job.ask.mask is not None
+    assert job.request.mask is not None
     assert not page.locator(".tile.failed").count()
     (tmp_path / "image.png").write_bytes(job.pictures[0].data or b"")
     page.fill("#prompt", "")

@@ -38,7 +38,7 @@ from benchmarks.lab.traffic import (
 )
 from canvax.samplers.catalog import find
 from canvax.server.app import Settings, create_app
-from canvax.server.jobs import Refused, State
+from canvax.server.jobs import Rejected, State
 from canvax.server.keys import Keys
 from canvax.server.metrics import Metrics
 from tests.server_stub import StubEngine
@@ -191,7 +191,7 @@ def test_who_watches_sees_previews_first(tmp_path: Path) -> None:
 def test_refusals_and_faults_are_told_apart() -> None:
     due = requests(40.0, 0.25, clients=1, seed=0, previews=0.3)
     with stub() as (base, engine):
-        engine.refusal = Refused(429, "queue_full", "later")
+        engine.refusal = Rejected(429, "queue_full", "later")
         assert {one.status for one in asyncio.run(open_loop(base, due))} == {429}
         engine.refusal, engine.fails = None, ("server_error", "broken")
         row = summary(asyncio.run(open_loop(base, due)), 40.0, 0.25)

@@ -20,10 +20,10 @@ from PIL import Image
 import canvax
 from canvax.compile.monitor import counting
 from canvax.images.metadata import metadata_in
+from canvax.server.adapter_cache import AdapterCache, AdapterSettings, Wanted
 from canvax.server.engine import EngineSettings, ImageEngine
-from canvax.server.jobs import Ask, Refused
-from canvax.server.served import Warm
-from canvax.server.shelf import AdapterSettings, Shelf, Wanted
+from canvax.server.jobs import JobRequest, Rejected
+from canvax.server.models import Warm
 from canvax.server.work import check, may_begin
 from tests.serving import generating
 
@@ -167,7 +167,7 @@ def test_refusals(
 class Waits:
     """An image, as far as a shelf sees it."""
 
-    shelf: Shelf
+    shelf: AdapterCache
     adapters: Wanted
 
 
@@ -175,9 +175,9 @@ def test_two_files_of_one_name(folder: Path, emoji: canvax.StableDiffusion, tmp_
     (tmp_path / "deep").mkdir()
     for name, source in (("ink", "ink"), ("deep/ink", "clay"), ("deep/wool", "wool")):
         (tmp_path / f"{name}.safetensors").write_bytes((folder / f"{source}.safetensors").read_bytes())
-    shelf = Shelf(emoji.model, emoji.mesh, AdapterSettings(tmp_path, places=PLACES))
+    shelf = AdapterCache(emoji.model, emoji.mesh, AdapterSettings(tmp_path, places=PLACES))
     assert {card.name for card in shelf.cards()} == {"./ink", "deep/ink", "wool"}
-    with pytest.raises(Refused) as fault:
+    with pytest.raises(Rejected) as fault:
         shelf.read("ink")
     assert (fault.value.status, fault.value.param) == (400, "adapters")
     assert "./ink" in fault.value.message
@@ -195,7 +195,7 @@ def test_two_files_of_one_name(folder: Path, emoji: canvax.StableDiffusion, tmp_
 
 def test_places_are_held_until_images_are_over(folder: Path, emoji: canvax.StableDiffusion) -> None:
     """Who needs a place when all are held waits, later ones with adapters behind it; others do not."""
-    shelf = Shelf(emoji.model, emoji.mesh, AdapterSettings(folder, places=PLACES))
+    shelf = AdapterCache(emoji.model, emoji.mesh, AdapterSettings(folder, places=PLACES))
     assert (shelf.bank.places.layers, shelf.bank.places.rank) == ("attention", 8)  # as the files have it
     ink, clay, wool = (Waits(shelf, {shelf.read(name): {"": 1.0}}) for name in NAMES)
     again, plain = Waits(shelf, ink.adapters), Waits(shelf, {})
@@ -230,7 +230,7 @@ def test_a_place_that_cannot_be_written_is_not_held(
     folder: Path, emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the next image would have the weights of another adapter, or none."""
-    shelf = Shelf(emoji.model, emoji.mesh, AdapterSettings(folder, places=PLACES))
+    shelf = AdapterCache(emoji.model, emoji.mesh, AdapterSettings(folder, places=PLACES))
     ink = {shelf.read("ink"): {"": 1.0}}
 
     def fail(place: int, packed: Any) -> None:
@@ -252,9 +252,9 @@ def test_without_adapters(capsys: pytest.CaptureFixture[str], tmp_path: Path, mo
     monkeypatch.setattr("canvax.cli.serve._log_to_stderr", lambda quiet: None)  # of this process, for good
 
     model = canvax.load("emoji", mesh=canvax.make_mesh(jax.devices()[:1])).model
-    with pytest.raises(Refused, match="offers none; it was started without --lora-dir"):
-        check(Ask("a red apple", adapters={"ink": 1.0}), "emoji", model)
-    assert check(Ask("a <lora:ink> apple"), "emoji", model).request.prompts == ["a <lora:ink> apple"]
+    with pytest.raises(Rejected, match="offers none; it was started without --lora-dir"):
+        check(JobRequest("a red apple", adapters={"ink": 1.0}), "emoji", model)
+    assert check(JobRequest("a <lora:ink> apple"), "emoji", model).request.prompts == ["a <lora:ink> apple"]
     twice = [str(tmp_path / name / "ink.safetensors") for name in "ab"]
     for file in map(Path, twice):
         file.parent.mkdir()

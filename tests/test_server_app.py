@@ -21,10 +21,10 @@ from starlette.routing import Route
 
 from canvax.errors import InputError
 from canvax.images.metadata import save_image
-from canvax.server import a1111, huggingface, openai, own
+from canvax.server import a1111, huggingface, jobs_api, openai
 from canvax.server.app import Settings
 from canvax.server.guard import own_hosts
-from canvax.server.jobs import Refused, State
+from canvax.server.jobs import Rejected, State
 from canvax.server.keys import Keys
 from canvax.server.rates import Rates
 from tests.server_stub import CARD, StubEngine
@@ -107,7 +107,7 @@ def test_every_field_reaches_the_engine(site: Web) -> None:
         "control_scale": [0.5], "control_start": 0.1, "control_end": 0.9, "control_mode": "guess",
         "image_prompt": {"image": b64(picture()), "scale": 0.5, "mask": b64(picture(colour="white")), "adapter": 1},
     }  # fmt: skip
-    assert set(body) == set(own.NewJob.__struct_fields__)
+    assert set(body) == set(jobs_api.NewJob.__struct_fields__)
     site.submit(**body)
     ask = site.engine.asks[-1]
     control = {name: body[name] for name in ("control_scale", "control_start", "control_end", "control_mode")}
@@ -121,7 +121,7 @@ def test_every_field_reaches_the_engine(site: Web) -> None:
     assert ask.image is not None
     assert ask.mask is not None
     assert (ask.image.mode, ask.image.size, ask.mask.mode, ask.mask.size) == ("RGB", (64, 64), "L", (64, 64))
-    assert (ask.previews, ask.client, ask.once) == (own.PREVIEWS, "", None)
+    assert (ask.previews, ask.client, ask.once) == (jobs_api.PREVIEWS, "", None)
 
 
 @pytest.mark.parametrize("api", ["own", "a1111", "openai"])
@@ -315,7 +315,7 @@ def test_health_and_readiness(site: Web, state: State) -> None:
 @pytest.mark.parametrize(("code", "wait"), [("starting", 5), ("draining", 10), ("failed", None)])
 @pytest.mark.parametrize("api", APIS)
 def test_an_engine_that_is_not_ready(site: Web, api: str, code: str, wait: float | None) -> None:
-    site.engine.refusal = Refused(503, code, "not now", retry_after=wait)
+    site.engine.refusal = Rejected(503, code, "not now", retry_after=wait)
     answer = site.http.post(APIS[api], json=body_of(api))
     check_refused(api, answer, 503)
     assert answer.headers.get("retry-after") == (str(wait) if wait else None)
@@ -376,7 +376,7 @@ _WITHOUT_A_BODY = {"/sdapi/v1/interrupt", "/sdapi/v1/skip", "/v1/images/variatio
 
 def test_every_route_that_takes_a_body_is_described(site: Web) -> None:
     described = site.http.get("/openapi.json").json()["paths"]
-    found = [route for api in (own, openai, a1111, huggingface) for route in api.routes(site.engine)]
+    found = [route for api in (jobs_api, openai, a1111, huggingface) for route in api.routes(site.engine)]
     for route in found:
         assert isinstance(route, Route)
         path = route.path.replace(":path}", "}").replace(":int}", "}")

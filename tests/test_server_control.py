@@ -28,14 +28,14 @@ from canvax.cli.serve import _load
 from canvax.compile.monitor import counting
 from canvax.images.metadata import metadata_in
 from canvax.scale.serve import Images, Wanted
-from canvax.server.book import Book
+from canvax.server.adapter_cache import AdapterSettings
 from canvax.server.control import cards, publicly
 from canvax.server.engine import EngineSettings, ImageEngine
-from canvax.server.jobs import Ask, Job, Picture, PromptImage, Refused, Status
+from canvax.server.job_store import JobStore
+from canvax.server.jobs import Job, JobRequest, Picture, PromptImage, Rejected, Status
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
-from canvax.server.served import Warm
-from canvax.server.shelf import AdapterSettings
+from canvax.server.models import Warm
 from canvax.server.work import check
 from tests.serving import generating
 
@@ -273,24 +273,24 @@ def test_pixels_are_counted_together(server: tuple[httpx.Client, ImageEngine]) -
 
 def test_without_networks() -> None:
     model = canvax.load("emoji", mesh=canvax.make_mesh(jax.devices()[:1])).model
-    with pytest.raises(Refused, match="without --controlnet"):
-        check(Ask("a red apple", control=ONE), "emoji", model)
-    with pytest.raises(Refused, match="without --ip-adapter"):
-        check(Ask("a red apple", image_prompt=[PromptImage(ONE)]), "emoji", model)
+    with pytest.raises(Rejected, match="without --controlnet"):
+        check(JobRequest("a red apple", control=ONE), "emoji", model)
+    with pytest.raises(Rejected, match="without --ip-adapter"):
+        check(JobRequest("a red apple", image_prompt=[PromptImage(ONE)]), "emoji", model)
 
 
 def test_options_that_change_nothing() -> None:
     """Refused, but for clients that send whole forms."""
     model = canvax.load("emoji", mesh=canvax.make_mesh(jax.devices()[:1])).model
-    ask = Ask("a red apple", options={"mask_blur": 4.0})
-    with pytest.raises(Refused, match=r"options\.mask_blur without a mask: changes nothing; leave it out"):
+    ask = JobRequest("a red apple", options={"mask_blur": 4.0})
+    with pytest.raises(Rejected, match=r"options\.mask_blur without a mask: changes nothing; leave it out"):
         check(ask, "emoji", model)
     check(replace(ask, lenient=True), "emoji", model)
 
 
 def test_a_journal_keeps_the_images(tmp_path: Path) -> None:
     """A job that a killed server had accepted is the same job again, also for its Idempotency-Key."""
-    ask = Ask(
+    ask = JobRequest(
         "a cat", control=[ONE, {"depth": TWO}], options={"control_scale": [0.5, 1]}, once="key",
         image_prompt=[PromptImage(TWO, {"down": 0.5}, left(), 1)],
     )  # fmt: skip
@@ -298,13 +298,13 @@ def test_a_journal_keeps_the_images(tmp_path: Path) -> None:
     journal.accepted(Job(ask, "m", [Picture(0, 1, 64, 64, 4)], cancel=lambda job: None))
     journal.close()
     journal = Journal(tmp_path / "jobs.db")
-    book = Book(Metrics(), journal, 600.0, lambda job: None)
+    book = JobStore(Metrics(), journal, 600.0, lambda job: None)
     (again,) = book.recover(lambda job: None)
-    assert again.ask.control[0].tobytes() == ONE.tobytes()
+    assert again.request.control[0].tobytes() == ONE.tobytes()
     assert book.earlier(ask) is again
-    with pytest.raises(Refused, match="was used for another request"):
+    with pytest.raises(Rejected, match="was used for another request"):
         book.earlier(replace(ask, control=[TWO, {"depth": TWO}]))
-    with pytest.raises(Refused, match="was used for another request"):
+    with pytest.raises(Rejected, match="was used for another request"):
         book.earlier(replace(ask, image_prompt=[PromptImage(TWO, {"down": 0.5}, None, 1)]))
     book.end(again, Status.CANCELLED)
     journal.close()

@@ -23,12 +23,12 @@ from canvax.engine.batch import Batch
 from canvax.models.configs import ClipVisionConfig
 from canvax.pipelines.safety import SafetyChecker
 from canvax.samplers import build_table
-from canvax.server import model_set, writing
+from canvax.server import models, writing
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.group import Group, Timings
-from canvax.server.jobs import Ask, Job, Previewed, Refused, State, Status, Stepped
+from canvax.server.jobs import Job, JobRequest, Previewed, Rejected, State, Status, Stepped
 from canvax.server.metrics import Metrics
-from canvax.server.served import Warm
+from canvax.server.models import Warm
 from canvax.server.work import Checked, byte_size, check, sample
 from tests.serving import until
 
@@ -122,10 +122,10 @@ def called(ask: dict[str, Any], given: dict[str, bool], seed: int) -> list[Image
 
 def test_hints_of_a_job(engine: ImageEngine) -> None:
     """Who asks a server is told of what a call of a pipeline warns of."""
-    job = engine.submit(Ask("a (red:1.5) elephantoid", seed=1, steps=2))
+    job = engine.submit(JobRequest("a (red:1.5) elephantoid", seed=1, steps=2))
     finished([job])
     assert {"elephantoid", "red:1.5"} == {word for word in ("elephantoid", "red:1.5") if word in " ".join(job.hints)}
-    assert engine.submit(Ask("a red apple", seed=1, steps=2)).hints == ()
+    assert engine.submit(JobRequest("a red apple", seed=1, steps=2)).hints == ()
 
 
 def test_images_are_those_of_the_pipeline_in_any_company_and_nothing_compiles(engine: ImageEngine) -> None:
@@ -133,7 +133,7 @@ def test_images_are_those_of_the_pipeline_in_any_company_and_nothing_compiles(en
     before, jobs = compilations(), []
     for i, (ask, given) in enumerate(CALLS):
         more = {"image": apple() if given.get("image") else None, "mask": half() if given.get("mask") else None}
-        jobs.append(engine.submit(Ask(**ask, **more, seed=100 + i, previews=2)))
+        jobs.append(engine.submit(JobRequest(**ask, **more, seed=100 + i, previews=2)))
         time.sleep(0.02)  # so that they join at several rows of others
     finished(jobs)
     assert compilations() == before
@@ -153,7 +153,7 @@ def test_a_batch_of_four_was_used(engine: ImageEngine) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Group, "step", noted)
         patch.setattr("canvax.server.policy.WORTH_IT", 100.0)  # on a busy machine a batch may seem to gain nothing
-        finished([engine.submit(Ask("a red apple", seed=i)) for i in range(8)])
+        finished([engine.submit(JobRequest("a red apple", seed=i)) for i in range(8)])
     assert max(engine._models.group(next(iter(engine._models.groups()))).batches) in sizes
     assert max(sizes) >= 4
 
@@ -190,7 +190,9 @@ def test_a_lane_without_an_image_says_nothing_of_two(engine: ImageEngine) -> Non
     group = Group(asked.group, PIPE.model, PIPE.programs, lambda: PIPE.params or {}, (1,), lanes=2)
     group.compile(PIPE.params or {})
     group.timings.row, group._lanes = {1: 0.05, 2: 0.09}, {1: 1, 2: 2}
-    jobs = [Job(Ask("a red apple", seed=i), "emoji", asked.pictures(), cancel=lambda job: None) for i in range(2)]
+    jobs = [
+        Job(JobRequest("a red apple", seed=i), "emoji", asked.pictures(), cancel=lambda job: None) for i in range(2)
+    ]
     one, two = (asked.item(job, job.pictures[0]) for job in jobs)
     group.seat([one], 2)
     group.step()
@@ -202,7 +204,7 @@ def test_a_lane_without_an_image_says_nothing_of_two(engine: ImageEngine) -> Non
 
 def test_the_queue_is_told_as_it_is(engine: ImageEngine) -> None:
     told = engine._metrics.text
-    job = engine.submit(Ask("a red apple", steps=60, n=3, seed=1))
+    job = engine.submit(JobRequest("a red apple", steps=60, n=3, seed=1))
     assert b"canvax_queue_images 3.0" in told()
     finished([job])
     assert b"canvax_queue_images 0.0" in told()
@@ -216,7 +218,7 @@ def test_metrics_tell_where_the_time_goes(engine: ImageEngine) -> None:
 
     before = counts()
     began = time.perf_counter()
-    finished([engine.submit(Ask("a red apple", steps=6, n=3, seed=1))])
+    finished([engine.submit(JobRequest("a red apple", steps=6, n=3, seed=1))])
     took, after = time.perf_counter() - began, counts()
     change = {name: value - before.get(name, 0.0) for name, value in after.items()}
     parts = ("encode", "decode", "file", "turn_overhead")
@@ -237,7 +239,7 @@ def test_metrics_count_steps_images_and_pixels(engine: ImageEngine) -> None:
         return {name: float(value) for name, _, value in lines if "_total" in name}
 
     before = counts()
-    finished([engine.submit(Ask("a red apple", sampler="Euler", steps=6, n=3, seed=1))])
+    finished([engine.submit(JobRequest("a red apple", sampler="Euler", steps=6, n=3, seed=1))])
     after = counts()
     change = {name: value - before.get(name, 0.0) for name, value in after.items() if value != before.get(name)}
     size = 'size="64x64"'
@@ -250,7 +252,7 @@ def test_metrics_count_steps_images_and_pixels(engine: ImageEngine) -> None:
 
 
 def test_metadata_generates_it_again(engine: ImageEngine) -> None:
-    job = engine.submit(Ask("a pizza", seed=3, n=3, sampler="Euler a", steps=8))
+    job = engine.submit(JobRequest("a pizza", seed=3, n=3, sampler="Euler a", steps=8))
     finished([job])
     told = dict(job.pictures[2].metadata)
     assert (told["seed"], told["num_inference_steps"], told["model"]) == (5, 8, "emoji")
@@ -260,7 +262,10 @@ def test_metadata_generates_it_again(engine: ImageEngine) -> None:
 
 
 def test_formats(engine: ImageEngine) -> None:
-    jobs = [engine.submit(Ask("a pizza", seed=3, steps=2, format=kind, quality=70)) for kind in ("png", "jpeg", "webp")]
+    jobs = [
+        engine.submit(JobRequest("a pizza", seed=3, steps=2, format=kind, quality=70))
+        for kind in ("png", "jpeg", "webp")
+    ]
     finished(jobs)
     found = [Image.open(io.BytesIO(job.pictures[0].data or b"")).format for job in jobs]
     assert found == ["PNG", "JPEG", "WEBP"]
@@ -268,7 +273,9 @@ def test_formats(engine: ImageEngine) -> None:
 
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
 def test_a_file_without_metadata_holds_no_word_of_its_prompt(engine: ImageEngine, kind: Any) -> None:
-    asks = [Ask("a zebra at midnight", seed=3, steps=1, format=kind, metadata=wanted) for wanted in (True, False)]
+    asks = [
+        JobRequest("a zebra at midnight", seed=3, steps=1, format=kind, metadata=wanted) for wanted in (True, False)
+    ]
     jobs = [engine.submit(ask) for ask in asks]
     finished(jobs)
     told, silent = (job.pictures[0].data or b"" for job in jobs)
@@ -281,7 +288,7 @@ def test_a_file_without_metadata_holds_no_word_of_its_prompt(engine: ImageEngine
 
 @pytest.mark.parametrize("kind", ["jpeg", "webp"])
 def test_the_quality_that_is_asked_for(engine: ImageEngine, kind: Any) -> None:
-    jobs = [engine.submit(Ask("a pizza", seed=3, steps=4, format=kind, quality=quality)) for quality in (5, 90)]
+    jobs = [engine.submit(JobRequest("a pizza", seed=3, steps=4, format=kind, quality=quality)) for quality in (5, 90)]
     finished(jobs)
     low, high = (len(job.pictures[0].data or b"") for job in jobs)
     assert low < high
@@ -290,7 +297,7 @@ def test_the_quality_that_is_asked_for(engine: ImageEngine, kind: Any) -> None:
 def watched(engine: ImageEngine) -> tuple[Job, list[Previewed]]:
     """A job with four previews, and the list that they come into."""
     seen: list[Previewed] = []
-    job = engine.submit(Ask("a red apple", seed=7, previews=4, steps=20))
+    job = engine.submit(JobRequest("a red apple", seed=7, previews=4, steps=20))
     tell = job.tell
     job.tell = lambda event: (seen.append(event) if isinstance(event, Previewed) else None, tell(event))[1]  # type: ignore[method-assign]
     return job, seen
@@ -300,7 +307,9 @@ def watched(engine: ImageEngine) -> tuple[Job, list[Previewed]]:
 def test_previews_become_the_image(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch, decoded: bool) -> None:
     """Decoded ones come nearer and nearer; colours alone, which never have details, are those of this image."""
     monkeypatch.setattr("canvax.server.engine.CHEAP_PREVIEWS", 1e9 if decoded else 0.0)
-    others = [engine.submit(Ask(text, seed=1, steps=10)) for text in ("a dog face", "a pizza", "a lemon", "a house")]
+    others = [
+        engine.submit(JobRequest(text, seed=1, steps=10)) for text in ("a dog face", "a pizza", "a lemon", "a house")
+    ]
     finished(others)
     job, seen = watched(engine)
     finished([job])
@@ -333,9 +342,9 @@ def test_what_a_safety_checker_refuses_is_black_and_has_no_previews(
 
 
 def test_short_work_passes_long_work(engine: ImageEngine) -> None:
-    long = [engine.submit(Ask("a dog face", seed=i, steps=100)) for i in range(8)]
+    long = [engine.submit(JobRequest("a dog face", seed=i, steps=100)) for i in range(8)]
     until(lambda: long[0].pictures[0].step > 0)
-    short = engine.submit(Ask("a cat face", seed=1, steps=3))
+    short = engine.submit(JobRequest("a cat face", seed=1, steps=3))
     finished([short])
     assert not any(job.status.over for job in long)
     for job in long[1:]:
@@ -345,7 +354,7 @@ def test_short_work_passes_long_work(engine: ImageEngine) -> None:
 
 
 def test_cancelling_takes_effect_between_steps(engine: ImageEngine) -> None:
-    job = engine.submit(Ask("a dog face", seed=1, steps=200))
+    job = engine.submit(JobRequest("a dog face", seed=1, steps=200))
     until(lambda: job.pictures[0].step > 0)
     job.cancel()
     assert job.status is Status.CANCELLED
@@ -361,26 +370,26 @@ def test_cancelling_takes_effect_between_steps(engine: ImageEngine) -> None:
 
 def test_a_job_of_which_the_time_is_up_fails(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_check_room", lambda *given: None)  # or a slow machine refuses it at once
-    others = [engine.submit(Ask("a dog face", seed=i, steps=200)) for i in range(12)]
-    job = engine.submit(Ask("a dog face", seed=1, steps=100, seconds=4.0))
+    others = [engine.submit(JobRequest("a dog face", seed=i, steps=200)) for i in range(12)]
+    job = engine.submit(JobRequest("a dog face", seed=1, steps=100, seconds=4.0))
     until(lambda: job.status.over)
     assert (job.status, job.error and job.error[0]) == (Status.FAILED, "timeout")
     for other in others:
         other.cancel()
     monkeypatch.undo()
-    with pytest.raises(Refused, match=r"seconds=0\.01: an image takes about"):
-        engine.submit(Ask("a dog face", seconds=0.01))
+    with pytest.raises(Rejected, match=r"seconds=0\.01: an image takes about"):
+        engine.submit(JobRequest("a dog face", seconds=0.01))
 
 
 def test_a_key_names_one_job(engine: ImageEngine) -> None:
     ask = {"prompt": "a dog face", "client": "alice", "once": "k1", "image": apple(), "strength": 0.5}
-    job = engine.submit(Ask(**ask))
-    assert engine.submit(Ask(**ask)) is job
-    assert engine.submit(Ask(**{**ask, "client": "bob"})) is not job
+    job = engine.submit(JobRequest(**ask))
+    assert engine.submit(JobRequest(**ask)) is job
+    assert engine.submit(JobRequest(**{**ask, "client": "bob"})) is not job
     finished([job])
-    assert engine.submit(Ask(**ask)) is job
-    with pytest.raises(Refused, match="another request") as refused:
-        engine.submit(Ask(**{**ask, "prompt": "a cat face"}))
+    assert engine.submit(JobRequest(**ask)) is job
+    with pytest.raises(Rejected, match="another request") as refused:
+        engine.submit(JobRequest(**{**ask, "prompt": "a cat face"}))
     assert refused.value.status == 422
     assert engine.job(job.id, "alice") is job
     assert engine.job(job.id, "bob") is None
@@ -390,7 +399,7 @@ def test_a_key_chooses_the_seed_for_another_server_too() -> None:
     """Which knows nothing of the first one's jobs: whoever asks again has the same image from it."""
 
     def seeds(**asked: Any) -> list[int]:
-        return check(Ask("a cat", n=2, **asked), "emoji", PIPE.model).seeds
+        return check(JobRequest("a cat", n=2, **asked), "emoji", PIPE.model).seeds
 
     once = seeds(once="order 66", client="alice")
     assert once == seeds(once="order 66", client="alice", seed=-1) != seeds(once="order 66", client="bob")
@@ -411,8 +420,8 @@ def test_an_image_made_larger_is_that_of_the_pipeline(engine: ImageEngine) -> No
     image = apple().resize((60, 50))
     expected = larger(image, options=QUIET)
     before, seen = compilations(), []
-    company = [engine.submit(Ask("a dog face", seed=i, steps=9 + i, client="other")) for i in range(5)]
-    job = engine.submit(Ask("a red apple", image=image, upscale=2.5, seed=5, steps=20, previews=3))
+    company = [engine.submit(JobRequest("a dog face", seed=i, steps=9 + i, client="other")) for i in range(5)]
+    job = engine.submit(JobRequest("a red apple", image=image, upscale=2.5, seed=5, steps=20, previews=3))
     tell = job.tell
     job.tell = lambda event: (seen.append(event), tell(event))[1]  # type: ignore[method-assign]
     finished([job, *company])
@@ -434,12 +443,12 @@ def test_an_image_made_larger_is_that_of_the_pipeline(engine: ImageEngine) -> No
 
 
 def test_an_image_made_larger_leaves_the_batch_when_it_is_cancelled(engine: ImageEngine) -> None:
-    job = engine.submit(Ask("a red apple", image=apple(), upscale=4, seed=5, strength=1.0, steps=100))
+    job = engine.submit(JobRequest("a red apple", image=apple(), upscale=4, seed=5, strength=1.0, steps=100))
     until(lambda: job.pictures[0].step > 30)
     assert job.pictures[0].status is Status.RUNNING
     job.cancel()
     assert job.pictures[0].status is Status.CANCELLED
-    other = engine.submit(Ask("a dog face", seed=1, steps=3))
+    other = engine.submit(JobRequest("a dog face", seed=1, steps=3))
     finished([other], 10)
     assert len(engine._queue) == 0
 
@@ -512,8 +521,8 @@ def test_an_image_made_larger_leaves_the_batch_when_it_is_cancelled(engine: Imag
 def test_what_cannot_be_done_is_said_at_once(
     engine: ImageEngine, ask: dict[str, Any], status: int, code: str, param: str, words: str
 ) -> None:
-    with pytest.raises(Refused) as refused:
-        engine.submit(Ask(**{"prompt": "a red apple", **ask}))
+    with pytest.raises(Rejected) as refused:
+        engine.submit(JobRequest(**{"prompt": "a red apple", **ask}))
     told = refused.value
     assert (told.status, told.code, told.param) == (status, code, param), told.message
     assert words in told.message
@@ -521,16 +530,16 @@ def test_what_cannot_be_done_is_said_at_once(
 
 def test_a_full_queue_refuses(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_settings", EngineSettings(queue_images=5))
-    jobs = [engine.submit(Ask("a dog face", seed=i, steps=50)) for i in range(5)]
-    with pytest.raises(Refused, match="5 images are waiting") as refused:
-        engine.submit(Ask("a dog face"))
+    jobs = [engine.submit(JobRequest("a dog face", seed=i, steps=50)) for i in range(5)]
+    with pytest.raises(Rejected, match="5 images are waiting") as refused:
+        engine.submit(JobRequest("a dog face"))
     assert refused.value.status == 429
     assert refused.value.retry_after
-    with pytest.raises(Refused, match="n: 6 images or tiles are more than the 5 that may wait") as refused:
-        engine.submit(Ask("a dog face", n=6))
+    with pytest.raises(Rejected, match="n: 6 images or tiles are more than the 5 that may wait") as refused:
+        engine.submit(JobRequest("a dog face", n=6))
     assert (refused.value.status, refused.value.retry_after) == (400, None)
     jobs[0].cancel()
-    jobs.append(engine.submit(Ask("a dog face", steps=2)))
+    jobs.append(engine.submit(JobRequest("a dog face", steps=2)))
     for job in jobs[1:-1]:
         job.cancel()
     finished(jobs[-1:])
@@ -538,7 +547,7 @@ def test_a_full_queue_refuses(engine: ImageEngine, monkeypatch: pytest.MonkeyPat
 
 def test_an_idle_server_forgets_its_jobs(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine._book, "_keep", 0.2)
-    finished([engine.submit(Ask("a pizza", seed=3, steps=2))])
+    finished([engine.submit(JobRequest("a pizza", seed=3, steps=2))])
     until(lambda: not engine._book._over)  # though nobody asks
 
 
@@ -548,16 +557,16 @@ def test_waits_count_that_batches_do_several_images_at_a_time(
     (group,) = engine._models._served["emoji"].groups.values()
     monkeypatch.setattr(group, "timings", Timings({1: 1.0, 4: 1.6}))
     monkeypatch.setattr(engine, "_leader", lambda: None)  # nothing begins
-    alone = check(Ask("a dog face", steps=10), "emoji", PIPE.model).rows
+    alone = check(JobRequest("a dog face", steps=10), "emoji", PIPE.model).rows
     shared = 0.4 * alone
     monkeypatch.setattr(engine, "_settings", EngineSettings(queue_seconds=9.5 * shared))
-    first = engine.submit(Ask("a dog face", steps=10))
+    first = engine.submit(JobRequest("a dog face", steps=10))
     assert first.seconds_left == pytest.approx(alone)  # a batch does not make it sooner
-    second = engine.submit(Ask("a dog face", steps=10, n=8))
+    second = engine.submit(JobRequest("a dog face", steps=10, n=8))
     assert engine._queue.seconds == pytest.approx(9 * shared)
     assert second.seconds_left == pytest.approx(9 * shared)
-    with pytest.raises(Refused) as refused:
-        engine.submit(Ask("a dog face", steps=10))
+    with pytest.raises(Rejected) as refused:
+        engine.submit(JobRequest("a dog face", steps=10))
     assert refused.value.retry_after == pytest.approx(9 * shared / 4)
     engine._tells = 0.0
     second.seconds_left, second.ahead = None, 0
@@ -572,7 +581,7 @@ def test_images_that_were_sent_are_let_go_when_they_were_read(engine: ImageEngin
         return byte_size(image for item in engine._items[job.id] for image in item.inputs())
 
     def begun(**given: Any) -> Job:
-        job = engine.submit(Ask("a lemon", steps=250, **given))
+        job = engine.submit(JobRequest("a lemon", steps=250, **given))
         until(lambda: job.pictures[0].step > 0, 60)
         return job
 
@@ -587,9 +596,9 @@ def test_images_that_were_sent_are_let_go_when_they_were_read(engine: ImageEngin
     gc.collect()
     assert [one() for one in seen] == [None, None]
     assert not plain.status.over
-    assert engine.submit(Ask("a lemon", image=apple(), strength=0.99, steps=250, once="k")) is plain
-    with pytest.raises(Refused) as refused:
-        engine.submit(Ask("a lemon", image=APPLE, strength=0.99, steps=250, once="k"))
+    assert engine.submit(JobRequest("a lemon", image=apple(), strength=0.99, steps=250, once="k")) is plain
+    with pytest.raises(Rejected) as refused:
+        engine.submit(JobRequest("a lemon", image=APPLE, strength=0.99, steps=250, once="k"))
     assert refused.value.code == "key_reused"
     plain.cancel()
 
@@ -597,22 +606,22 @@ def test_images_that_were_sent_are_let_go_when_they_were_read(engine: ImageEngin
 def test_images_that_were_sent_are_bounded_in_all(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     size = 64 * 64 * 3
     monkeypatch.setattr("canvax.server.engine.INPUT_BYTES", 2 * size)
-    first = engine.submit(Ask("a dog face", image=APPLE.copy(), steps=200))
+    first = engine.submit(JobRequest("a dog face", image=APPLE.copy(), steps=200))
     until(lambda: first.pictures[0].step > 0, 60)  # what was read counts no more
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_leader", lambda: None)  # nothing else begins
-        waiting = [engine.submit(Ask("a lemon", image=APPLE.copy(), steps=200, n=3)) for _ in range(2)]
-        with pytest.raises(Refused) as refused:
-            engine.submit(Ask("a lemon", image=APPLE.copy()))
+        waiting = [engine.submit(JobRequest("a lemon", image=APPLE.copy(), steps=200, n=3)) for _ in range(2)]
+        with pytest.raises(Rejected) as refused:
+            engine.submit(JobRequest("a lemon", image=APPLE.copy()))
         assert (refused.value.status, refused.value.code) == (429, "queue_full")
         assert refused.value.retry_after
-        engine.submit(Ask("a lemon", seed=1)).cancel()
+        engine.submit(JobRequest("a lemon", seed=1)).cancel()
         waiting[0].cancel()
-        waiting.append(engine.submit(Ask("a lemon", image=APPLE.copy(), steps=200)))
+        waiting.append(engine.submit(JobRequest("a lemon", image=APPLE.copy(), steps=200)))
         for job in [first, *waiting]:
             job.cancel()
-    with pytest.raises(Refused) as refused:
-        engine.submit(Ask("a lemon", image=APPLE.copy(), upscale=2.0))
+    with pytest.raises(Rejected) as refused:
+        engine.submit(JobRequest("a lemon", image=APPLE.copy(), upscale=2.0))
     assert refused.value.status == 413
 
 
@@ -630,7 +639,7 @@ def test_a_device_without_memory_costs_a_smaller_batch_and_no_image(monkeypatch:
     try:
         monkeypatch.setattr(Group, "batch_for", lambda group, count: group.batches[-1])
         monkeypatch.setattr(Group, "step", full)
-        jobs = [engine.submit(Ask("a red apple", seed=i, steps=4)) for i in range(6)]
+        jobs = [engine.submit(JobRequest("a red apple", seed=i, steps=4)) for i in range(6)]
         finished(jobs)
         assert met
         for i, job in enumerate(jobs):
@@ -648,7 +657,7 @@ def test_one_image_that_fails_does_not_harm_others(engine: ImageEngine, monkeypa
         return write(pixels, kind, quality, metadata)
 
     monkeypatch.setattr(writing, "image_file", broken)
-    jobs = [engine.submit(Ask("a red apple", seed=10 + i, steps=3)) for i in range(6)]
+    jobs = [engine.submit(JobRequest("a red apple", seed=10 + i, steps=3)) for i in range(6)]
     until(lambda: all(job.status.over for job in jobs))
     assert [job.status for job in jobs] == [Status.DONE] * 3 + [Status.FAILED] + [Status.DONE] * 2
     assert jobs[3].error == ("server_error", "the image could not be generated; the server's log says why")
@@ -663,9 +672,9 @@ def test_a_storm_of_requests_and_cancellations_loses_nothing(engine: ImageEngine
         for i in range(12):
             try:
                 job = engine.submit(
-                    Ask("a red apple", seed=i, steps=1 + (i * number) % 7, client=str(number), n=1 + i % 2)
+                    JobRequest("a red apple", seed=i, steps=1 + (i * number) % 7, client=str(number), n=1 + i % 2)
                 )
-            except Refused:
+            except Rejected:
                 continue
             with lock:
                 jobs.append(job)
@@ -692,19 +701,19 @@ def test_ten_thousand_in_the_queue_delay_nobody_else() -> None:
     engine = started(queue_images=20_000, queue_seconds=1e9)
     try:
         began = time.perf_counter()
-        finished([engine.submit(Ask("a red apple", steps=50, n=4))])
+        finished([engine.submit(JobRequest("a red apple", steps=50, n=4))])
         turn = time.perf_counter() - began
         began = time.perf_counter()
-        many = [engine.submit(Ask("a red apple", steps=50, seed=i, n=4, client="many")) for i in range(2_500)]
+        many = [engine.submit(JobRequest("a red apple", steps=50, seed=i, n=4, client="many")) for i in range(2_500)]
         accepting = (time.perf_counter() - began) / len(many)
         began = time.perf_counter()
-        finished([engine.submit(Ask("a lemon", steps=5, client="other"))])
+        finished([engine.submit(JobRequest("a lemon", steps=5, client="other"))])
         waited = time.perf_counter() - began
         began = time.perf_counter()
         for job in many:
             job.cancel()
         cancelling = (time.perf_counter() - began) / len(many)
-        finished([engine.submit(Ask("a lemon", steps=5, client="other"))])
+        finished([engine.submit(JobRequest("a lemon", steps=5, client="other"))])
         assert len(engine._queue) == 0
     finally:
         engine.close()
@@ -719,7 +728,7 @@ def test_ten_thousand_in_the_queue_delay_nobody_else() -> None:
 def test_eight_devices_generate_the_same() -> None:
     engine = started(lambda name: canvax.load(name, progress=False), warm=(Warm(None, (8, 16)),))
     try:
-        jobs = [engine.submit(Ask("a red apple", seed=i, steps=3 + i)) for i in range(12)]
+        jobs = [engine.submit(JobRequest("a red apple", seed=i, steps=3 + i)) for i in range(12)]
         finished(jobs)
         for i, job in enumerate(jobs):
             same(job, PIPE("a red apple", seed=i, num_inference_steps=3 + i, options=QUIET).images)
@@ -730,14 +739,14 @@ def test_eight_devices_generate_the_same() -> None:
 @pytest.mark.slow
 def test_draining_finishes_what_was_accepted() -> None:
     engine = started(warm=(Warm(None, (1,)),))
-    jobs = [engine.submit(Ask("a red apple", seed=i, steps=6)) for i in range(4)]
+    jobs = [engine.submit(JobRequest("a red apple", seed=i, steps=6)) for i in range(4)]
     assert engine.drain(60)
     finished(jobs)
-    with pytest.raises(Refused, match="shutting down"):
-        engine.submit(Ask("a red apple"))
+    with pytest.raises(Rejected, match="shutting down"):
+        engine.submit(JobRequest("a red apple"))
     engine.close()
     late = started(warm=(Warm(None, (1,)),))
-    job = late.submit(Ask("a red apple", steps=200))
+    job = late.submit(JobRequest("a red apple", steps=200))
     assert not late.drain(0.2)
     assert (job.status, job.error and job.error[0]) == (Status.FAILED, "draining")
     late.close()
@@ -746,8 +755,8 @@ def test_draining_finishes_what_was_accepted() -> None:
 @pytest.mark.slow
 def test_another_size_is_compiled_on_demand_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one size is the most that may be kept, the first one is made ready again afterwards."""
-    assert model_set.MOST_GROUPS == 32
-    monkeypatch.setattr(model_set, "MOST_GROUPS", 1)
+    assert models.MOST_GROUPS == 32
+    monkeypatch.setattr(models, "MOST_GROUPS", 1)
     made, make = list[str](), Group.compile
 
     def compiled(group: Group, *arguments: Any) -> None:
@@ -757,15 +766,15 @@ def test_another_size_is_compiled_on_demand_while_others_go_on(monkeypatch: pyte
     monkeypatch.setattr(Group, "compile", compiled)
     engine = started(compile_on_demand=True)
     try:
-        large = engine.submit(Ask("a red apple", seed=1, steps=3, width=96))
-        small = engine.submit(Ask("a red apple", seed=1, steps=3))
+        large = engine.submit(JobRequest("a red apple", seed=1, steps=3, width=96))
+        small = engine.submit(JobRequest("a red apple", seed=1, steps=3))
         finished([small])
         assert not large.status.over
         finished([large], 120)
         same(large, PIPE("a red apple", seed=1, num_inference_steps=3, width=96, options=QUIET).images)
-        finished([engine.submit(Ask("a red apple", seed=1, steps=3, width=96))])
+        finished([engine.submit(JobRequest("a red apple", seed=1, steps=3, width=96))])
         assert made == ["64x64", "96x64"]
-        finished([engine.submit(Ask("a red apple", seed=1, steps=3))], 120)
+        finished([engine.submit(JobRequest("a red apple", seed=1, steps=3))], 120)
         assert made == ["64x64", "96x64", "64x64"]
     finally:
         engine.close()
@@ -783,7 +792,7 @@ def test_two_models_share_little_memory(tmp_path: Any) -> None:
     until(lambda: engine.state is State.READY, 300)
     try:
         for model in ("copy", "emoji", "copy"):
-            job = engine.submit(Ask("a red apple", seed=1, steps=4, model=model))
+            job = engine.submit(JobRequest("a red apple", seed=1, steps=4, model=model))
             finished([job])
             same(job, PIPE("a red apple", seed=1, num_inference_steps=4, options=QUIET).images)
             assert engine._models.loaded() == 1
@@ -798,10 +807,10 @@ def test_a_join_that_fails_costs_its_jobs(engine: ImageEngine, monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         patch.setattr(Batch, "join", fail)
-        jobs = [engine.submit(Ask("a red apple", seed=i, steps=3)) for i in range(3)]
+        jobs = [engine.submit(JobRequest("a red apple", seed=i, steps=3)) for i in range(3)]
         until(lambda: all(job.status.over for job in jobs))
     assert {job.error and job.error[0] for job in jobs} == {"server_error"}
-    finished([engine.submit(Ask("a red apple", seed=1, steps=3))])
+    finished([engine.submit(JobRequest("a red apple", seed=1, steps=3))])
 
 
 def test_a_model_that_cannot_be_loaded_again_costs_its_jobs() -> None:
@@ -820,17 +829,17 @@ def test_a_model_that_cannot_be_loaded_again_costs_its_jobs() -> None:
     until(lambda: engine.state is State.READY, 300)
     try:
         gone.set()
-        job = engine.submit(Ask("a red apple", n=2, steps=3, model="first"))
+        job = engine.submit(JobRequest("a red apple", n=2, steps=3, model="first"))
         until(lambda: job.status.over)
         assert (job.status, job.error and job.error[0]) == (Status.FAILED, "model_unavailable")
-        with pytest.raises(Refused) as refused:
-            engine.submit(Ask("a red apple", model="first"))
+        with pytest.raises(Rejected) as refused:
+            engine.submit(JobRequest("a red apple", model="first"))
         assert (refused.value.status, refused.value.code) == (503, "model_unavailable")
         assert refused.value.retry_after
-        finished([engine.submit(Ask("a red apple", seed=1, steps=3, model="second"))])
+        finished([engine.submit(JobRequest("a red apple", seed=1, steps=3, model="second"))])
         gone.clear()
         engine._models.named("first").retry = 0.0
-        finished([engine.submit(Ask("a red apple", seed=1, steps=3, model="first"))])
+        finished([engine.submit(JobRequest("a red apple", seed=1, steps=3, model="first"))])
     finally:
         engine.close()
 
@@ -839,14 +848,14 @@ def test_an_engine_without_progress_counts_as_failed(monkeypatch: pytest.MonkeyP
     """While it has work; not while it is idle. It is ready again when it goes on."""
     engine, step, going = started(warm=(Warm(None, (1,)),), stall_seconds=0.5), Group.step, threading.Event()
     try:
-        finished([engine.submit(Ask("a red apple", steps=2))])
+        finished([engine.submit(JobRequest("a red apple", steps=2))])
         time.sleep(0.8)
         assert engine.state is State.READY
         monkeypatch.setattr(Group, "step", lambda group: (going.wait(60), step(group))[1])
-        job = engine.submit(Ask("a red apple", steps=2))
+        job = engine.submit(JobRequest("a red apple", steps=2))
         until(lambda: engine.state is State.FAILED)
-        with pytest.raises(Refused) as refused:
-            engine.submit(Ask("a red apple"))
+        with pytest.raises(Rejected) as refused:
+            engine.submit(JobRequest("a red apple"))
         assert (refused.value.status, refused.value.code) == (503, "failed")
         going.set()
         finished([job])
@@ -868,12 +877,12 @@ def test_an_engine_that_only_fails_gives_up(monkeypatch: pytest.MonkeyPatch, whe
         monkeypatch.setattr(engine, where, fail)
         if where == "_start_over":
             monkeypatch.setattr(engine, "_turn", fail)
-        job = engine.submit(Ask("a red apple", steps=200))
+        job = engine.submit(JobRequest("a red apple", steps=200))
         until(lambda: engine.state is State.FAILED)
         assert isinstance(engine.failure, KeyError)
         assert (job.status, job.error and job.error[0]) == (Status.FAILED, "server_error")
-        with pytest.raises(Refused) as refused:
-            engine.submit(Ask("a red apple"))
+        with pytest.raises(Rejected) as refused:
+            engine.submit(JobRequest("a red apple"))
         assert (refused.value.status, refused.value.code) == (503, "failed")
     finally:
         engine.close()
@@ -895,13 +904,13 @@ def test_compiling_on_demand_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     try:
         monkeypatch.setattr(engine._models, "build", build)
         for too_much, code in ({"width": 512}, "size_not_ready"), ({"width": 96, "n": 5}, "invalid_value"):
-            with pytest.raises(Refused) as refused:
-                engine.submit(Ask("a red apple", **too_much))
+            with pytest.raises(Rejected) as refused:
+                engine.submit(JobRequest("a red apple", **too_much))
             assert refused.value.code == code
         assert not built
-        jobs = [engine.submit(Ask("a red apple", width=width)) for width in (72, 80, 88, 96)]
-        with pytest.raises(Refused, match="are waiting"):
-            engine.submit(Ask("a red apple", width=104))
+        jobs = [engine.submit(JobRequest("a red apple", width=width)) for width in (72, 80, 88, 96)]
+        with pytest.raises(Rejected, match="are waiting"):
+            engine.submit(JobRequest("a red apple", width=104))
         jobs[1].cancel()
         going.set()
         until(lambda: all(job.status.over for job in jobs))
@@ -920,8 +929,20 @@ def test_without_its_model_it_says_why() -> None:
     engine.start()
     until(lambda: engine.state is State.FAILED)
     assert "gone: no such thing" in str(engine.failure)
-    for refuses in (lambda: engine.submit(Ask("a red apple")), engine.models):
-        with pytest.raises(Refused) as refused:
+    for refuses in (lambda: engine.submit(JobRequest("a red apple")), engine.models):
+        with pytest.raises(Rejected) as refused:
             refuses()
         assert (refused.value.status, refused.value.code) == (503, "failed")
     engine.close()
+
+
+def test_closing_leaves_a_call_that_does_not_return() -> None:
+    """Weights are being loaded when a server stops: the process must end soon after its drain."""
+    engine, returned = ImageEngine(["emoji"], EngineSettings(), Metrics(), canvax.load), threading.Event()
+    engine._state, engine._thread = State.READY, threading.Thread(target=returned.wait, daemon=True)
+    engine._thread.start()
+    closing = threading.Thread(target=engine.close, args=(0.1,))
+    closing.start()
+    closing.join(20)
+    returned.set()
+    assert not closing.is_alive()

@@ -14,7 +14,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from canvax.server.app import Settings
 from canvax.server.guard import Guard
-from canvax.server.jobs import Refused
+from canvax.server.jobs import Rejected
 from canvax.server.logs import JsonLines
 from canvax.server.rates import Rates
 from tests.web_site import APIS, Web, body_of, check_refused, events, web
@@ -135,7 +135,7 @@ def test_a_rate_counts_images_that_are_accepted() -> None:
         for _ in range(10):
             assert post("/api/inspect", content=b"").status_code == 400
             check_refused("own", post("/api/jobs", json={"prompt": 1}), 400)
-        site.engine.refusal = Refused(429, "queue_full", "later", retry_after=1)
+        site.engine.refusal = Rejected(429, "queue_full", "later", retry_after=1)
         for _ in range(10):
             assert check_refused("own", post("/api/jobs", json={"prompt": "x"}), 429)["error"]["code"] == "queue_full"
         site.engine.refusal = None

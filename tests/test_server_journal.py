@@ -23,10 +23,11 @@ import pytest
 from PIL import Image, ImageChops
 
 from canvax.errors import CanvaxError, InputError
-from canvax.server.book import KEPT_BYTES, Book
-from canvax.server.jobs import Ask, Changed, Job, Picture, PromptImage, Refused, Status
+from canvax.server.job_store import KEPT_BYTES, JobStore
+from canvax.server.jobs import Changed, Job, JobRequest, Picture, PromptImage, Rejected, Status
 from canvax.server.journal import TIDY, VERSION, Journal
 from canvax.server.metrics import Metrics
+from tests.server_stub import accept
 
 
 def image(mode: str) -> Image.Image:
@@ -36,7 +37,7 @@ def image(mode: str) -> Image.Image:
     return Image.merge(mode, noise) if len(noise) > 1 else noise[0]
 
 
-FULL = Ask(
+FULL = JobRequest(
     prompt="a red 🍎, \"quoted\"\nand\x00more", negative_prompt="", model="emoji", n=3, width=96, height=64, steps=7,
     guidance_scale=4.25, sampler="Euler a", seed=2**64 - 5, image=image("RGB"), mask=image("L"), strength=0.3,
     upscale=2.0, control=[image("RGB"), {"depth:0.5": image("RGB")}],
@@ -47,8 +48,8 @@ FULL = Ask(
 """No field has its default."""
 
 
-def job(ask: Ask | None = None, *, cancel: Any = lambda job: None) -> Job:
-    ask = ask or Ask("a red apple", seed=1)
+def job(ask: JobRequest | None = None, *, cancel: Any = lambda job: None) -> Job:
+    ask = ask or JobRequest("a red apple", seed=1)
     seed = ask.seed or 0
     pictures = [Picture(i, seed + i, ask.width or 64, ask.height or 64, ask.steps or 4) for i in range(ask.n)]
     return Job(ask, ask.model or "emoji", pictures, cancel=cancel)
@@ -56,7 +57,7 @@ def job(ask: Ask | None = None, *, cancel: Any = lambda job: None) -> Job:
 
 def done(one: Job, index: int) -> None:
     picture = one.pictures[index]
-    picture.data, picture.metadata = b"file %d" % index * 200, {"seed": picture.seed, "prompt": one.ask.prompt}
+    picture.data, picture.metadata = b"file %d" % index * 200, {"seed": picture.seed, "prompt": one.request.prompt}
     picture.step, picture.status = picture.steps, Status.DONE
 
 
@@ -81,14 +82,16 @@ def path(tmp_path: Path) -> Path:
 
 def test_every_field_comes_back(path: Path) -> None:
     assert all(
-        getattr(FULL, field.name) != field.default for field in fields(Ask) if field.default is not dataclasses.MISSING
-    ), "FULL lacks a field of Ask"
+        getattr(FULL, field.name) != field.default
+        for field in fields(JobRequest)
+        if field.default is not dataclasses.MISSING
+    ), "FULL lacks a field of JobRequest"
     before = job(FULL)
     with opened(path) as journal:
         journal.accepted(before)
     (after,) = recovered(path)
-    for field in fields(Ask):
-        was, now = getattr(before.ask, field.name), getattr(after.ask, field.name)
+    for field in fields(JobRequest):
+        was, now = getattr(before.request, field.name), getattr(after.request, field.name)
         if isinstance(was, Image.Image):
             assert (now.size, now.mode, now.tobytes()) == (was.size, was.mode, was.tobytes()), field.name
         else:
@@ -102,9 +105,9 @@ def test_every_field_comes_back(path: Path) -> None:
 def test_images_come_back_without_loss(path: Path, mode: str) -> None:
     given = image(mode)
     with opened(path) as journal:
-        journal.accepted(job(Ask("a", image=given)))
+        journal.accepted(job(JobRequest("a", image=given)))
     (after,) = recovered(path)
-    found = after.ask.image
+    found = after.request.image
     assert found is not None
     assert found.mode == mode
     assert ImageChops.difference(found, given).getbbox(alpha_only=False) is None
@@ -112,9 +115,9 @@ def test_images_come_back_without_loss(path: Path, mode: str) -> None:
 
 def test_defaults_come_back_as_they_are(path: Path) -> None:
     with opened(path) as journal:
-        journal.accepted(job(Ask("")))
+        journal.accepted(job(JobRequest("")))
     (after,) = recovered(path)
-    assert after.ask == Ask("")
+    assert after.request == JobRequest("")
 
 
 def test_a_job_half_done_goes_on_where_it_was(path: Path) -> None:
@@ -143,7 +146,7 @@ def test_a_job_killed_between_its_last_image_and_its_end_is_done(path: Path) -> 
 
 @pytest.mark.parametrize("end", [Status.DONE, Status.FAILED, Status.CANCELLED])
 def test_how_a_job_ended_comes_back(path: Path, end: Status) -> None:
-    before = job(Ask("a", n=2))
+    before = job(JobRequest("a", n=2))
     with opened(path) as journal:
         journal.accepted(before)
         done(before, 0)
@@ -158,7 +161,7 @@ def test_how_a_job_ended_comes_back(path: Path, end: Status) -> None:
 
 
 def test_jobs_come_back_in_the_order_in_which_they_came(path: Path) -> None:
-    jobs = [job(Ask("a", seed=i)) for i in range(20)]
+    jobs = [job(JobRequest("a", seed=i)) for i in range(20)]
     for one in jobs:
         one.created = 1.0  # a clock that stands still, or goes back
     with opened(path) as journal:
@@ -177,7 +180,7 @@ def test_a_recovered_job_can_be_cancelled(path: Path) -> None:
 
 
 def test_what_is_forgotten_is_gone_with_its_space(path: Path) -> None:
-    jobs = [job(Ask("a", seed=i)) for i in range(2 * TIDY)]
+    jobs = [job(JobRequest("a", seed=i)) for i in range(2 * TIDY)]
     with opened(path) as journal:
         for one in jobs:
             journal.accepted(one)
@@ -197,18 +200,18 @@ def test_what_is_forgotten_is_gone_with_its_space(path: Path) -> None:
 
 
 def test_an_idempotency_key_outlives_its_server(path: Path) -> None:
-    def book(journal: Journal) -> Book:
-        return Book(Metrics(), journal, 600.0, lambda job: None)
+    def book(journal: Journal) -> JobStore:
+        return JobStore(Metrics(), journal, 600.0, lambda job: None)
 
     with opened(path) as journal:
-        book(journal).accept(first := job(FULL))
+        accept(book(journal), first := job(FULL))
     with opened(path) as journal:
         again = book(journal)
         list(again.recover(lambda job: None))
         found = again.earlier(dataclasses.replace(FULL))
         assert found is not None
         assert found.id == first.id
-        with pytest.raises(Refused, match="another request"):
+        with pytest.raises(Rejected, match="another request"):
             again.earlier(dataclasses.replace(FULL, prompt="another"))
 
 
@@ -294,7 +297,7 @@ def test_a_damaged_journal_is_told(path: Path, damage: str) -> None:
 def accepting(journal: Journal) -> Iterator[Job]:
     """More and more jobs; each is given once it is written."""
     for i in range(1000):
-        journal.accepted(one := job(Ask("long " * 200, seed=i)))
+        journal.accepted(one := job(JobRequest("long " * 200, seed=i)))
         yield one
 
 
@@ -336,10 +339,10 @@ def test_a_new_job_waits_for_the_disk(path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_finished_files_beyond_a_limit_are_forgotten() -> None:
     """The oldest first, though their time is not up."""
-    ledger = Book(Metrics(), None, 600.0, lambda job: None)
+    ledger = JobStore(Metrics(), None, 600.0, lambda job: None)
     jobs = [job() for _ in range(4)]
     for one in jobs:
-        ledger.accept(one)
+        accept(ledger, one)
         done(one, 0)
         one.pictures[0].data = bytes(KEPT_BYTES * 2 // 5)
         ledger.finished(one, 0)
@@ -348,11 +351,11 @@ def test_finished_files_beyond_a_limit_are_forgotten() -> None:
 
 def test_a_book_refuses_what_it_cannot_record(path: Path) -> None:
     with opened(path) as journal:
-        book = Book(Metrics(), journal, 600.0, lambda job: None)
-        book.accept(first := job())
+        book = JobStore(Metrics(), journal, 600.0, lambda job: None)
+        accept(book, first := job())
         journal._base.execute("PRAGMA max_page_count = 1")
-        with pytest.raises(Refused) as refused:
-            book.accept(job(Ask("long " * 10_000)))
+        with pytest.raises(Rejected) as refused:
+            accept(book, job(JobRequest("long " * 10_000)))
         assert (refused.value.status, refused.value.code) == (503, "not_recorded")
         assert refused.value.retry_after
         assert list(book.open()) == [first]
@@ -361,7 +364,7 @@ def test_a_book_refuses_what_it_cannot_record(path: Path) -> None:
 
 def test_what_cannot_be_put_into_words_is_refused(path: Path) -> None:
     with opened(path) as journal:
-        for ask in (Ask("\ud800"), Ask("a", once="\udfff")):
+        for ask in (JobRequest("\ud800"), JobRequest("a", once="\udfff")):
             with pytest.raises(CanvaxError, match="cannot be written"):
                 journal.accepted(job(ask))
         assert list(journal.recover(lambda job: None)) == []
@@ -397,7 +400,7 @@ def steps(path: Path, limit: int = 0) -> Iterator[str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     journal = Journal(path)
     for seed in range(1, 4):
-        one = job(Ask("a", n=2, seed=seed, image=image("RGB")))
+        one = job(JobRequest("a", n=2, seed=seed, image=image("RGB")))
         yield f"begins {seed}"
         try:
             journal.accepted(one)
@@ -486,7 +489,7 @@ def test_files_that_may_not_grow_are_a_full_disk(path: Path, limit: int) -> None
 
 
 def test_many_jobs_from_many_threads(path: Path) -> None:
-    lists = [[job(Ask("a", seed=i)) for i in range(100)] for _ in range(8)]
+    lists = [[job(JobRequest("a", seed=i)) for i in range(100)] for _ in range(8)]
 
     def run(journal: Journal, jobs: Sequence[Job]) -> None:
         for one in jobs:
@@ -513,7 +516,7 @@ def test_ten_thousand_jobs(path: Path) -> None:
     seconds = []
     with opened(path) as journal:
         for i in range(10_000):
-            one, began = job(Ask("a red apple", seed=i)), time.perf_counter()
+            one, began = job(JobRequest("a red apple", seed=i)), time.perf_counter()
             journal.accepted(one)
             seconds.append(time.perf_counter() - began)
     assert statistics.median(seconds) < 0.02  # 0.2 ms where it was written; disks differ

@@ -24,8 +24,8 @@ from PIL import Image
 
 import canvax
 from canvax.errors import CanvaxError, InputError
-from canvax.server.book import Book
-from canvax.server.jobs import Ask, Job, Picture, Refused, Status
+from canvax.server.job_store import JobStore
+from canvax.server.jobs import Job, JobRequest, Picture, Rejected, Status
 from canvax.server.journal import APPLICATION, VERSION, Journal
 from canvax.server.metrics import Metrics
 from tests.serve_process import serving
@@ -37,7 +37,7 @@ def no_cancel(job: Job) -> None:
     raise AssertionError
 
 
-def job_of(ask: Ask, **more: Any) -> Job:
+def job_of(ask: JobRequest, **more: Any) -> Job:
     pictures = [Picture(i, ((ask.seed or 0) + i) % 2**64, 64, 64, 4) for i in range(ask.n)]
     return Job(ask, "stub", pictures, cancel=no_cancel, **more)
 
@@ -58,7 +58,7 @@ def test_a_second_server(tmp_path: Path) -> None:
     first = Journal(path)
     with pytest.raises(InputError, match="another server has it"):
         Journal(path)
-    first.accepted(job_of(Ask("x")))
+    first.accepted(job_of(JobRequest("x")))
     first.close()
     assert len(reopened(path)) == 1
     first.close()  # once more does no harm
@@ -128,35 +128,35 @@ def fill(journal: Journal, pages: int = 0) -> None:
 
 def test_a_full_disk(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "jobs.db")
-    kept = job_of(Ask("kept"))
+    kept = job_of(JobRequest("kept"))
     journal.accepted(kept)
     fill(journal)
     with pytest.raises(CanvaxError, match=r"cannot be written \(database or disk is full\)"):
-        journal.accepted(job_of(Ask("x" * 15_000, image=Image.effect_noise((300, 300), 90).convert("RGB"))))
+        journal.accepted(job_of(JobRequest("x" * 15_000, image=Image.effect_noise((300, 300), 90).convert("RGB"))))
     assert "disk is full" in str(journal.broken)
     kept.pictures[0].data = os.urandom(100_000)
     journal.finished(kept, 0)  # a disk that is full costs the picture after a kill, and nobody's job
     assert "disk is full" in str(journal.broken)
     journal._base.execute("PRAGMA max_page_count = 100000")
-    journal.accepted(job_of(Ask("later")))
+    journal.accepted(job_of(JobRequest("later")))
     journal.close()
-    assert [job.ask.prompt for job in reopened(tmp_path / "jobs.db")] == ["kept", "later"]
+    assert [job.request.prompt for job in reopened(tmp_path / "jobs.db")] == ["kept", "later"]
 
 
 def test_an_engine_with_a_full_disk_refuses_and_goes_on(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "jobs.db")
     engine = StubEngine(journal=journal, pace=0.05)
-    running = engine.submit(Ask("x" * 3000, seed=1))
+    running = engine.submit(JobRequest("x" * 3000, seed=1))
     fill(journal)
-    large = Ask("y" * 15_000, image=Image.effect_noise((300, 300), 90).convert("RGB"), once="k", client="a")
-    with pytest.raises(Refused) as refused:
+    large = JobRequest("y" * 15_000, image=Image.effect_noise((300, 300), 90).convert("RGB"), once="k", client="a")
+    with pytest.raises(Rejected) as refused:
         engine.submit(large)
     assert (refused.value.status, refused.value.code, refused.value.retry_after) == (503, "not_recorded", 30)
     assert str(tmp_path) not in refused.value.message
     assert engine.jobs() == [running]
     until(lambda: running.status is Status.DONE)
     journal._base.execute("PRAGMA max_page_count = 100000")
-    assert engine.submit(large).ask.once == "k"  # it was not taken for the one that was refused
+    assert engine.submit(large).request.once == "k"  # it was not taken for the one that was refused
     until(lambda: not engine.jobs())
     journal.close()
 
@@ -167,7 +167,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
         import resource, signal, sys
         from pathlib import Path
         from canvax.errors import CanvaxError
-        from canvax.server.jobs import Ask, Job, Picture
+        from canvax.server.jobs import JobRequest, Job, Picture
         from canvax.server.journal import Journal
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         journal = Journal(Path(sys.argv[1]))
@@ -175,7 +175,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
         accepted = 0
         try:
             for i in range(1000):
-                job = Job(Ask("x" * 10_000, seed=i), "stub", [Picture(0, i, 64, 64, 4)], cancel=lambda job: None)
+                job = Job(JobRequest("x" * 10_000, seed=i), "stub", [Picture(0, i, 64, 64, 4)], cancel=lambda job: None)
                 journal.accepted(job)
                 accepted += 1
         except CanvaxError as error:
@@ -190,7 +190,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
     assert known == "True"
     jobs = reopened(path)
     assert len(jobs) == int(count) > 5
-    assert [job.ask.seed for job in jobs] == list(range(len(jobs)))
+    assert [job.request.seed for job in jobs] == list(range(len(jobs)))
 
 
 def test_values_that_cannot_be_written_are_refused_not_raised(tmp_path: Path) -> None:
@@ -198,10 +198,10 @@ def test_values_that_cannot_be_written_are_refused_not_raised(tmp_path: Path) ->
     deep: Any = []
     for _ in range(100_000):
         deep = [deep]
-    for ask in (Ask("\ud800"), Ask("x", options={"a": deep}), Ask("x", once="\udfff")):
+    for ask in (JobRequest("\ud800"), JobRequest("x", options={"a": deep}), JobRequest("x", once="\udfff")):
         with pytest.raises(CanvaxError, match="cannot be written"):
             journal.accepted(job_of(ask))
-    job = job_of(Ask("x"))
+    job = job_of(JobRequest("x"))
     journal.accepted(job)
     job.pictures[0].data, job.pictures[0].metadata = b"x", {"prompt": "\ud800", "deep": deep}
     journal.finished(job, 0)
@@ -215,13 +215,13 @@ def test_values_that_cannot_be_written_are_refused_not_raised(tmp_path: Path) ->
 CHILD = """
     import sys, threading
     from pathlib import Path
-    from canvax.server.jobs import Ask
+    from canvax.server.jobs import JobRequest
     from canvax.server.journal import Journal
     from tests.server_stub import StubEngine
     engine = StubEngine(journal=Journal(Path(sys.argv[1])), pace=0.001)
     def submit(first):
         for seed in range(first, first + 100_000):
-            job = engine.submit(Ask("x", seed=seed, n=2, client="alice", once=str(seed)))
+            job = engine.submit(JobRequest("x", seed=seed, n=2, client="alice", once=str(seed)))
             sys.stdout.write(f"{job.id} {seed}\\n")
             sys.stdout.flush()
     for worker in range(3):
@@ -250,7 +250,7 @@ def test_a_kill_loses_nothing_that_was_accepted(tmp_path: Path) -> None:
     for _ in range(3):
         told |= killed_child(tmp_path / "jobs.db", rng.uniform(0.05, 0.3))
     journal = Journal(tmp_path / "jobs.db")
-    book = Book(Metrics(), journal, 600, lambda job: None)
+    book = JobStore(Metrics(), journal, 600, lambda job: None)
     left = list(book.recover(no_cancel))
     for name, seed in told.items():
         job = book.get(name, "alice")
@@ -263,7 +263,7 @@ def test_a_kill_loses_nothing_that_was_accepted(tmp_path: Path) -> None:
             if one.data is not None:
                 assert one.data == drawn(one.seed, (64, 64), "png")
             assert one.status is Status.DONE or job.status is not Status.DONE
-        again = replace(job.ask, prompt="x")
+        again = replace(job.request, prompt="x")
         assert book.earlier(again) is not None  # its Idempotency-Key still holds
     assert len(told) > 20
     journal.close()

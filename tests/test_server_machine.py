@@ -19,13 +19,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from canvax.server import book, engine, group, jobs, model_set, served, writing
+from canvax.server import engine, group, job_store, jobs, models, writing
+from canvax.server.adapter_cache import Slots
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.group import Group, Timings
-from canvax.server.jobs import Ask, Job, Picture, Refused, State, Status
+from canvax.server.jobs import Job, JobRequest, Picture, Rejected, State, Status
 from canvax.server.metrics import Metrics
-from canvax.server.served import Served
-from canvax.server.shelf import Slots
+from canvax.server.models import ServedModel
 from canvax.server.work import GroupKey, Item
 
 MODELS = ("a", "b", "c")
@@ -156,7 +156,7 @@ class StubGroup(Group):
         if item.carried is None:
             WORLD.call("encode")
             assert item.shelf is not None
-            item.shelf.shares(item.adapters, {})
+            item.shelf.shares(item.adapters)
             item.carried = standing(0, len(item.table))
         return item.carried
 
@@ -174,7 +174,7 @@ class StubShelf:
     def __init__(self) -> None:
         self.slots, self.written, self.summary = Slots(PLACES), dict[int, Any](), str
 
-    def shares(self, adapters: Any, params: Any) -> None:
+    def shares(self, adapters: Any) -> None:
         self.slots.place(adapters, self._put)
 
     def take_off(self) -> None:
@@ -190,7 +190,7 @@ class StubShelf:
         self.written[place] = entry
 
 
-class StubServed(Served):
+class StubServed(ServedModel):
     bytes = 1
 
     def __init__(self, name: str, load: Callable[[str], Any], *_: Any) -> None:
@@ -231,11 +231,11 @@ class StubItem(Item):
 class StubChecked:
     input_bytes, tiles = 0, True  # no images are sent, and hints are those of a real model
 
-    def __init__(self, ask: Ask, name: str, model: Any = None, shelf: StubShelf | None = None) -> None:
+    def __init__(self, ask: JobRequest, name: str, model: Any = None, shelf: StubShelf | None = None) -> None:
         self.group = GroupKey(name, ask.height or SIZES[0], SIZES[0], None)  # type: ignore[arg-type]
         self.images, self.rows, self._shelf = ask.n, ask.steps or 1, shelf
 
-    def job(self, ask: Ask, cancel: Callable[[Job], None]) -> Job:
+    def job(self, ask: JobRequest, cancel: Callable[[Job], None]) -> Job:
         return Job(ask, self.group.model, self.pictures(), cancel=cancel)
 
     def pictures(self) -> list[Picture]:
@@ -244,12 +244,12 @@ class StubChecked:
     def items(self, job: Job, picture: Picture) -> list[Item]:
         request: Any = SimpleNamespace(guided=True, embedded=False, given=None)
         table: Any = range(self.rows)
-        previews = tuple(range(1, min(job.ask.previews, self.rows - 1) + 1))
+        previews = tuple(range(1, min(job.request.previews, self.rows - 1) + 1))
         shelf: Any = self._shelf
         return [
             StubItem(
-                job, picture, request, table, self.group, job.ask.client, previews=previews, adapters=job.ask.adapters,
-                shelf=shelf,
+                job, picture, request, table, self.group, job.request.client, previews=previews,
+                adapters=job.request.adapters, shelf=shelf,
             )
         ]  # fmt: skip
 
@@ -309,14 +309,14 @@ class Server(RuleBasedStateMachine):
         seconds: float | None = None,
     ) -> None:  # fmt: skip
         wanted = {self.adapters[model][name]: {"": 1.0} for name in adapters}
-        ask = Ask(
+        ask = JobRequest(
             "", model=model, client=client, steps=steps, n=n, height=SIZES[size], adapters=wanted,  # type: ignore[arg-type]
             previews=previews, seconds=seconds,
         )  # fmt: skip
         before = sum(item.expected for item in self.engine._queue)
         try:
             job = self.engine.submit(ask)
-        except Refused as refused:
+        except Rejected as refused:
             assert refused.code in ("too_late", "model_unavailable"), refused.code  # noqa: PT017
             assert seconds or WORLD.fired
         else:
@@ -403,7 +403,7 @@ class Server(RuleBasedStateMachine):
     @invariant()
     def every_job_ends(self) -> None:
         for job, late in self.jobs:
-            assert job.status.over or WORLD.now < late, (job.ask.model, job.ask.client, WORLD.now - job.created)
+            assert job.status.over or WORLD.now < late, (job.request.model, job.request.client, WORLD.now - job.created)
             assert job.status is not Status.FAILED or WORLD.fired or job.error == ("timeout", ANY), job.error
         self.jobs = [(job, late) for job, late in self.jobs if not job.status.over]
 
@@ -476,14 +476,14 @@ def acting() -> Iterator[None]:
 
 @pytest.fixture
 def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (book, engine, group, jobs, model_set, served, writing):
+    for module in (engine, group, job_store, jobs, models, writing):
         monkeypatch.setattr(module, "time", CLOCK)
     memory = SimpleNamespace(memory_stats=lambda: None)
     monkeypatch.setattr(engine, "jax", SimpleNamespace(local_devices=lambda: [memory]))
     monkeypatch.setattr(engine, "check", StubChecked)
-    monkeypatch.setattr(model_set, "Served", StubServed)
-    monkeypatch.setattr(model_set, "sample", lambda name, *_, **options: StubChecked(Ask(""), name))
-    monkeypatch.setattr(model_set, "MOST_GROUPS", MOST_GROUPS)
+    monkeypatch.setattr(models, "ServedModel", StubServed)
+    monkeypatch.setattr(models, "sample", lambda name, *_, **options: StubChecked(JobRequest(""), name))
+    monkeypatch.setattr(models, "MOST_GROUPS", MOST_GROUPS)
     monkeypatch.setattr(writing, "image_file", lambda *_: (WORLD.call("write"), b"file")[1])
     monkeypatch.setattr(writing, "preview_file", lambda *_: b"preview")
     logging.disable()

@@ -24,16 +24,16 @@ import canvax
 from canvax.errors import InputError
 from canvax.server import a1111, huggingface, openai
 from canvax.server.app import Settings, create_app
-from canvax.server.book import Book
 from canvax.server.control import publicly
-from canvax.server.jobs import Ask, Job, Picture, Refused, State, Status
+from canvax.server.job_store import JobStore
+from canvax.server.jobs import Job, JobRequest, Picture, Rejected, State, Status
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
+from canvax.server.models import ServedModel, model_names
 from canvax.server.rates import Rated, Rates
-from canvax.server.served import Served, model_names
 from canvax.server.work import check
 from tests import server_stub
-from tests.server_stub import StubEngine
+from tests.server_stub import StubEngine, accept
 from tests.serving import until
 from tests.web_site import web
 
@@ -85,8 +85,8 @@ def test_a_model_on_the_disk_is_named_without_its_folders(tmp_path: Path) -> Non
 
 def test_the_metadata_of_an_image_names_no_folder_of_the_server() -> None:
     model: Any = MODEL
-    asked = check(Ask("a red apple", seed=1), "public", model)
-    job = Job(Ask("a red apple"), "public", asked.pictures(), cancel=lambda job: None)
+    asked = check(JobRequest("a red apple", seed=1), "public", model)
+    job = Job(JobRequest("a red apple"), "public", asked.pictures(), cancel=lambda job: None)
     assert asked.item(job, job.pictures[0]).metadata(model)["model"] == "public"
     found = publicly({"controlnet": ["/home/alice/canny"], "vae": "/home/alice/fine.safetensors", "seed": 1})
     assert found == {"controlnet": ["canny"], "vae": "fine", "seed": 1}
@@ -101,7 +101,7 @@ def test_a_model_is_loaded_again_at_the_commit_of_its_first_load(revision: str |
         model = SimpleNamespace(revision=revision, vae=MODEL.vae)
         return SimpleNamespace(model=model, programs=PIPE.programs, params={}, safety_checker=None)
 
-    served = Served("x", load)
+    served = ServedModel("x", load)
     served.take_off()
     served.put_on()
     assert calls == [{}, {"revision": revision} if revision else {}]
@@ -110,14 +110,14 @@ def test_a_model_is_loaded_again_at_the_commit_of_its_first_load(revision: str |
 # The journal beside the engine.
 
 
-def job_of(ask: Ask | None = None) -> Job:
-    return Job(ask or Ask("a secret prompt"), "emoji", [Picture(0, 1, 64, 64, 4)], cancel=lambda job: None)
+def job_of(ask: JobRequest | None = None) -> Job:
+    return Job(ask or JobRequest("a secret prompt"), "emoji", [Picture(0, 1, 64, 64, 4)], cancel=lambda job: None)
 
 
 @contextmanager
-def booked(path: Path | None, keep: float = 600.0) -> Iterator[Book]:
+def booked(path: Path | None, keep: float = 600.0) -> Iterator[JobStore]:
     journal = Journal(path) if path else None
-    book = Book(Metrics(), journal, keep, lambda job: None)
+    book = JobStore(Metrics(), journal, keep, lambda job: None)
     try:
         yield book
     finally:
@@ -137,7 +137,7 @@ def test_the_engine_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr(Journal, "_write", slow)
         one = job_of()
         for step in (
-            lambda: book.accept(one),
+            lambda: accept(book, one),
             lambda: book.finished(one, 0),
             lambda: book.end(one, Status.DONE),
             lambda: book.forget(),
@@ -159,7 +159,7 @@ def test_an_idle_server_forgets_in_time(tmp_path: Path) -> None:
     path = tmp_path / "jobs.db"
     with booked(path, keep=0.1) as book:
         one = job_of()
-        book.accept(one)
+        accept(book, one)
         assert b"secret prompt" in files_of(path)
         assert book.until_late() is None
         book.end(one, Status.CANCELLED)
@@ -179,16 +179,16 @@ def files_of(path: Path) -> bytes:
 
 @pytest.mark.parametrize("code", ["server_error", "out_of_memory", "draining", "timeout", "invalid_value"])
 def test_a_failure_that_may_pass_frees_its_idempotency_key(code: str) -> None:
-    ask = Ask("x", once="k", client="a")
+    ask = JobRequest("x", once="k", client="a")
     with booked(None, keep=600.0) as book:
-        book.accept(first := job_of(ask))
+        accept(book, first := job_of(ask))
         assert book.earlier(ask) is first
         book.fail(first, code, "")
         if code in ("timeout", "invalid_value"):
             assert book.earlier(ask) is first
             return
         assert book.earlier(ask) is None
-        book.accept(second := job_of(ask))
+        accept(book, second := job_of(ask))
         book._keep = -1.0
         book.forget()
         assert book.earlier(ask) is second
@@ -201,7 +201,7 @@ def test_a_job_that_goes_on_after_a_restart_is_no_failure(
     caplog.set_level("INFO", "canvax.server")
     outcome = "parked" if journal else "failed"
     with booked(tmp_path / "jobs.db" if journal else None) as book:
-        book.accept(one := job_of())
+        accept(book, one := job_of())
         book.fail(one, "draining", "", resumes=True)
         assert one.status is Status.FAILED
         assert f'canvax_jobs_total{{model="emoji",outcome="{outcome}"}} 1.0' in book._metrics.text().decode()
@@ -212,13 +212,13 @@ def test_a_journal_that_cannot_be_written_makes_the_server_unready_until_it_can(
     with booked(tmp_path / "jobs.db") as book:
         assert book._journal is not None
         base = book._journal._base
-        book.accept(job_of())
+        accept(book, job_of())
         assert book.records()
         base.execute(f"PRAGMA max_page_count = {base.execute('PRAGMA page_count').fetchone()[0] + 2}")
-        with pytest.raises(Refused):
-            book.accept(job_of(Ask("x" * 100_000)))
+        with pytest.raises(Rejected):
+            accept(book, job_of(JobRequest("x" * 100_000)))
         assert not book.records()
-        book.accept(job_of(Ask("x")))  # a short job may still fit
+        accept(book, job_of(JobRequest("x")))  # a short job may still fit
         assert not book.records()
         book._tries = 0.0
         assert not book.records()  # tries, in vain
@@ -242,7 +242,7 @@ def test_ready_says_that_jobs_cannot_be_recorded() -> None:
 
 def test_tiles_count_for_the_rate_as_images() -> None:
     class Tiled(StubEngine):
-        def submit(self, ask: Ask) -> Job:
+        def submit(self, ask: JobRequest) -> Job:
             job = super().submit(ask)
             job.tiles = 20 if ask.upscale else 0
             return job
@@ -250,24 +250,24 @@ def test_tiles_count_for_the_rate_as_images() -> None:
     rates = Rates(10)
     engine = Rated(Tiled(), rates)
     for _ in range(2):  # the second time it is the same job, which costs nothing
-        engine.submit(Ask("x", client="a", once="k"))
-    engine.submit(Ask("x", image=Image.new("RGB", (64, 64)), upscale=2.0, client="a"))
-    with pytest.raises(Refused) as refused:
-        engine.submit(Ask("x", client="a"))
+        engine.submit(JobRequest("x", client="a", once="k"))
+    engine.submit(JobRequest("x", image=Image.new("RGB", (64, 64)), upscale=2.0, client="a"))
+    with pytest.raises(Rejected) as refused:
+        engine.submit(JobRequest("x", client="a"))
     assert refused.value.retry_after == pytest.approx(12 * 6, abs=1)  # a debt of 11
-    engine.submit(Ask("x", client="b"))
+    engine.submit(JobRequest("x", client="b"))
 
 
 def test_an_upscale_says_how_many_tiles_it_has() -> None:
-    asked = check(Ask("x", image=Image.new("RGB", (64, 64)), upscale=3.0, seed=1), "emoji", MODEL)
-    assert asked.job(Ask("x"), lambda job: None).tiles == asked.images == 25
-    assert check(Ask("x", n=3), "emoji", MODEL).job(Ask("x"), lambda job: None).tiles == 0
+    asked = check(JobRequest("x", image=Image.new("RGB", (64, 64)), upscale=3.0, seed=1), "emoji", MODEL)
+    assert asked.job(JobRequest("x"), lambda job: None).tiles == asked.images == 25
+    assert check(JobRequest("x", n=3), "emoji", MODEL).job(JobRequest("x"), lambda job: None).tiles == 0
 
 
 def test_a_journal_whose_jobs_have_other_fields_is_of_another_version(tmp_path: Path) -> None:
     path = tmp_path / "jobs.db"
     with booked(path) as book:
-        book.accept(job_of())
+        accept(book, job_of())
     with closing(sqlite3.connect(path)) as base:
         base.execute("""UPDATE jobs SET ask = replace(ask, '"prompt"', '"text"')""")
         base.commit()

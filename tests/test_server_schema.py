@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from canvax.server import a1111, huggingface, openai, own
+from canvax.server import a1111, huggingface, jobs_api, openai
 from canvax.server.openapi import description
 from tests.web_site import Web, web
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 DESCRIBED = json.loads(
     json.dumps(
-        description({path: body for api in (own, openai, a1111, huggingface) for path, body in api.BODIES.items()})
+        description({path: body for api in (jobs_api, openai, a1111, huggingface) for path, body in api.BODIES.items()})
     )
 )
 SCHEMA = schemathesis.openapi.from_dict(DESCRIBED)

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import threading
+import time
 import webbrowser
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -23,8 +24,8 @@ from canvax.images.formats import names_file
 from canvax.images.metadata import unique_path
 
 if TYPE_CHECKING:
+    from canvax.server.adapter_cache import AdapterSettings
     from canvax.server.engine import EngineSettings, ImageEngine
-    from canvax.server.shelf import AdapterSettings
 
 PORT = 7860
 MOST = 1e9
@@ -159,7 +160,7 @@ def _names(models: list[str], keywords: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         InputError, CheckpointError: a model, or one of the other ``keywords`` of its source, cannot be used.
     """
-    from canvax.server.served import model_names
+    from canvax.server.models import model_names
     from canvax.weights.source import Source
 
     Source(**keywords)
@@ -191,7 +192,7 @@ def _output(arguments: argparse.Namespace) -> Path | None:
 def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> EngineSettings:
     from canvax.prompts.chunks import MOST_CHUNKS
     from canvax.server.engine import EngineSettings
-    from canvax.server.served import Warm
+    from canvax.server.models import Warm
 
     for flag in ("queue_seconds", "queue_images", "keep_seconds", "drain_seconds", "stall_seconds", "rate"):
         value = getattr(arguments, flag)
@@ -234,7 +235,7 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
                 raise InputError(name, NO_VALUE, "needs adapters", "give {lora_dir} or {lora}")
         return None
     from canvax.pipelines.beside import COUNT, check_places
-    from canvax.server.shelf import AdapterSettings
+    from canvax.server.adapter_cache import AdapterSettings
     from canvax.weights.safetensors import open_safetensors
 
     folder = named_path("lora_dir", arguments.lora_dir) if arguments.lora_dir else None
@@ -343,12 +344,15 @@ def answer(app: Any, listener: socket.socket, engine: ImageEngine, drain: float,
         say(f"{signal.Signals(signals[0]).name}: finishing what was accepted; again to stop at once")
         draining = threading.Thread(target=engine.drain, args=(drain,), daemon=True)
         draining.start()
+        began = time.monotonic()
         while draining.is_alive() and len(signals) < 2:
             draining.join(0.2)
+        # Answers may still be on their way to slow readers: for 5 s, or 1 s after the end of the drain.
+        config.timeout_graceful_shutdown = max(1, min(5, int(began + drain - time.monotonic())))
     server.should_exit = True
     while web.is_alive() and len(signals) < 2:
         web.join(0.2)
-    engine.close()
+    engine.close(1.0)
     for number, handler in before.items():
         signal.signal(number, handler)
     if engine.failure is not None:

@@ -21,14 +21,14 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from canvax.errors import CanvaxError, InputError, nearest
-from canvax.server import own
+from canvax.server import jobs_api
 from canvax.server.answers import answering, client_of, failure, settled, submitted
 from canvax.server.app import Settings, create_app
 from canvax.server.engine import EngineSettings, ImageEngine
-from canvax.server.jobs import Ask, Engine, Refused, State, Status
+from canvax.server.jobs import Engine, JobRequest, Rejected, State, Status
 from canvax.server.keys import Keys
 from canvax.server.metrics import Metrics
-from canvax.server.served import Warm, model_names
+from canvax.server.models import Warm, model_names
 
 MODEL_HEADER = "serve_multiplexed_model_id"
 """Ray Serve's own: its proxy looks for a replica that holds the model."""
@@ -225,22 +225,22 @@ def imagine(engine: Engine) -> Sequence[BaseRoute]:
 
     async def generate(request: Request) -> Response:
         if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):  # an <img> of a page would generate
-            raise Refused(403, "wrong_origin", "pages of other sites may not ask for images")
+            raise Rejected(403, "wrong_origin", "pages of other sites may not ask for images")
         prompt, size = request.query_params.get("prompt", ""), request.query_params.get("img_size")
         if not prompt:
-            raise Refused(
+            raise Rejected(
                 400, "invalid_value", "prompt: there is none; write /imagine?prompt=a+red+apple", param="prompt"
             )
         if size is not None and not size.isdecimal():
-            raise Refused(400, "invalid_value", f"img_size={size[:40]!r} is not a number of pixels", param="img_size")
+            raise Rejected(400, "invalid_value", f"img_size={size[:40]!r} is not a number of pixels", param="img_size")
         side = None if size is None else int(size[:6])
-        job = await submitted(engine, Ask(prompt, width=side, height=side, client=client_of(request)))
+        job = await submitted(engine, JobRequest(prompt, width=side, height=side, client=client_of(request)))
         await settled(request, job)
         if job.status is not Status.DONE:
             raise failure(job)
         return Response(job.pictures[0].data, media_type="image/png", headers={"Cache-Control": "no-store"})
 
-    return [Route("/imagine", answering(own.error, generate), methods=["GET"])]
+    return [Route("/imagine", answering(jobs_api.error, generate), methods=["GET"])]
 
 
 def _listed(text: str) -> list[str]:

@@ -1,31 +1,34 @@
 """AUTOMATIC1111's API, /sdapi/v1: what Open WebUI, SillyTavern and webuiapi speak.
 
-Prompts are read with that program's brackets. Images, options and interruptions are those of one client: a client sees
-and stops only what came from its own key and address.
+Prompts are read with that program's brackets. A client (an API key and an address) sees and stops only its jobs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta, Struct
-from PIL import Image
+from PIL import Image, ImageChops, ImageOps
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from canvax import __version__
 from canvax.errors import InputError, shown
 from canvax.images.formats import INFOTEXT, exif_texts
-from canvax.images.infotext import parts_of
+from canvax.images.infotext import parts_of, to_infotext
+from canvax.samplers.catalog import curve_named, find
 from canvax.samplers.curve_names import CURVES
-from canvax.samplers.specs import SAMPLERS
-from canvax.server.a1111_ask import ImageToImage, TextToImage, ask_of, info_of, parameters_of
+from canvax.samplers.specs import SAMPLERS, SamplerSpec
 from canvax.server.answers import (
     answering,
     asked,
@@ -39,9 +42,11 @@ from canvax.server.answers import (
     model_header,
     read_json,
     settled,
+    without_none,
 )
-from canvax.server.images_in import bytes_of_text
-from canvax.server.jobs import Engine, Event, Job, ModelCard, Previewed, Refused, Status
+from canvax.server.images_in import MOST_PIXELS, bytes_of_text, colours, image_of_text, white_mask
+from canvax.server.jobs import Engine, Event, Job, JobRequest, ModelCard, Picture, Previewed, Rejected, Status
+from canvax.server.work import MOST_IMAGES
 
 _NOT_FOR_TEXT = ("ddim_inverse",)
 _FIELDS = {
@@ -56,7 +61,7 @@ _FIELDS = {
     "seed_size": "seed_resize_from_h",
     "padding_mask_crop": "inpaint_full_res_padding",
 }
-"""What an argument of ``Ask`` is called here."""
+"""What an argument of ``JobRequest`` is called here."""
 _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "")
 _EMPTY: dict[str, Any] = {
     "sd-vae": [],
@@ -75,6 +80,83 @@ _EMPTY: dict[str, Any] = {
     "upscalers": [{"name": "None", "model_name": None, "model_path": None, "model_url": None, "scale": 4}],
 }
 """Lists that clients ask for, and where there is nothing to choose."""
+
+
+PREVIEWS = 6
+"""Of each image: clients ask for one about every second."""
+_FILLS = ("fill", "original", "noise", "nothing")
+_CHURN = (("s_churn", 0.0), ("s_tmin", 0.0), ("s_tmax", 0.0), ("s_noise", 1.0))
+"""And what clients send that mean nothing by it."""
+_PLAIN_SCHEDULERS = ("", "automatic", "default", "none", "use same scheduler")
+
+Prompt = Annotated[str, Meta(max_length=32_000)]
+Name = Annotated[str, Meta(max_length=200)]
+Side = Annotated[int, Meta(ge=0, le=16384)]
+Count = Annotated[int, Meta(ge=1, le=1000)]
+Number = Annotated[float, Meta(ge=0, le=1_000_000)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Seed = Annotated[int, Meta(ge=-1)]
+
+
+class Script(Struct):
+    """The arguments of an extension."""
+
+    args: Any = None
+
+
+class TextToImage(Struct, kw_only=True):
+    """The body of txt2img: what is read of its fields."""
+
+    prompt: Prompt | None = None
+    negative_prompt: Prompt | None = None
+    model: Name | None = None
+    seed: Seed | None = None
+    subseed: Seed | None = None
+    subseed_strength: Fraction | None = None
+    seed_resize_from_h: Annotated[int, Meta(ge=-1, le=16384)] | None = None
+    seed_resize_from_w: Annotated[int, Meta(ge=-1, le=16384)] | None = None
+    sampler_name: Name | None = None
+    sampler_index: Name | None = None
+    scheduler: Name | None = None
+    batch_size: Count | None = None
+    n_iter: Count | None = None
+    steps: Annotated[int, Meta(ge=1, le=10_000)] | None = None
+    cfg_scale: Annotated[float, Meta(ge=0, le=1000)] | None = None
+    width: Side | None = None
+    height: Side | None = None
+    eta: Fraction | None = None
+    s_churn: Number | None = None
+    s_tmin: Number | None = None
+    s_tmax: Number | None = None
+    s_noise: Annotated[float, Meta(ge=0, le=1000)] | None = None
+    clip_skip: Annotated[int, Meta(ge=0, le=100)] | None = None
+    override_settings: dict[str, Any] | None = None
+    send_images: bool | None = None
+    # refused where they ask for something
+    init_images: list[str] | None = None
+    styles: list[str] | None = None
+    enable_hr: bool | None = None
+    tiling: bool | None = None
+    restore_faces: bool | None = None
+    refiner_checkpoint: Name | None = None
+    script_name: Name | None = None
+    alwayson_scripts: dict[Name, Script] | None = None
+
+
+class ImageToImage(TextToImage, kw_only=True):
+    """The body of img2img."""
+
+    init_images: Annotated[list[str], Meta(min_length=1, max_length=1)]  # type: ignore[assignment]
+    mask: str | None = None
+    denoising_strength: Fraction | None = None
+    resize_mode: Annotated[int, Meta(ge=0, le=3)] | None = None
+    mask_blur: Annotated[float, Meta(ge=0, le=1000)] | None = None
+    mask_blur_x: Annotated[float, Meta(ge=0, le=1000)] | None = None
+    inpainting_fill: Annotated[int, Meta(ge=0, le=3)] | None = None
+    inpaint_full_res: bool | None = None
+    inpaint_full_res_padding: Annotated[int, Meta(ge=0, le=16384)] | None = None
+    inpainting_mask_invert: Annotated[int, Meta(ge=0, le=1)] | None = None
+    include_init_images: bool | None = None
 
 
 class Settings(Struct):
@@ -98,9 +180,9 @@ BODIES = {
 """What is sent where, for those who describe the API."""
 
 
-def _not_served(name: str) -> Refused:
-    said = f"sd_model_checkpoint={name[:80]!r} is not served here; /sdapi/v1/sd-models lists those that are"
-    return Refused(404, "model_not_found", said, param="sd_model_checkpoint")
+def _not_served(name: str) -> Rejected:
+    message = f"sd_model_checkpoint={name[:80]!r} is not served here; /sdapi/v1/sd-models lists those that are"
+    return Rejected(404, "model_not_found", message, param="sd_model_checkpoint")
 
 
 @dataclass
@@ -118,7 +200,7 @@ class _Running:
 
 
 @dataclass
-class _Desk:
+class _Session:
     """The engine as these clients see it: one model that is loaded, one job that runs.
 
     Attributes:
@@ -142,22 +224,22 @@ class _Desk:
 
     def current(self, owner: tuple[str, str]) -> _Running | None:
         """The job of a client that runs, or waits longest."""
-        own = [running for running in self.running.values() if running.owner == owner and not running.job.status.over]
-        return min(own, key=lambda running: running.job.status is not Status.RUNNING, default=None)
+        jobs = [running for running in self.running.values() if running.owner == owner and not running.job.status.over]
+        return min(jobs, key=lambda running: running.job.status is not Status.RUNNING, default=None)
 
     async def generate(self, request: Request, kind: type[TextToImage]) -> Response:
         body = await read_json(request, kind, status=422, strict=False)
         client, owner = client_of(request), _owner(request)
         chosen = (body.override_settings or {}).get("sd_model_checkpoint")
         if not isinstance(chosen, str | None):
-            said = (
+            message = (
                 f"override_settings: sd_model_checkpoint={shown(chosen)} is not a name; /sdapi/v1/sd-models lists them"
             )
-            raise Refused(422, "invalid_value", said, param="override_settings")
+            raise Rejected(422, "invalid_value", message, param="override_settings")
         if chosen and self.called(chosen) is None:
             raise _not_served(chosen)
         card = self.card(client, chosen, body.model)
-        job = await asked(self.engine, ask_of, body, card, client)
+        job = await asked(self.engine, request_of, body, card, client)
         self.running[job.id] = running = _Running(job, owner)
         try:
             await settled(request, job, running.hear)
@@ -182,8 +264,8 @@ class _Desk:
         running = self.current(_owner(request))
         word = request.query_params.get("skip_current_image", "false").lower()
         if word not in (*_YES, *_NO):
-            said = f"skip_current_image={word!r:.80} is neither true nor false"
-            raise Refused(422, "invalid_value", said, param="skip_current_image")
+            message = f"skip_current_image={word!r:.80} is neither true nor false"
+            raise Rejected(422, "invalid_value", message, param="skip_current_image")
         return json_answer(_progress(running, with_image=word in _NO))
 
     async def interrupt(self, request: Request) -> Response:
@@ -220,8 +302,8 @@ class _Desk:
 
     async def adapters(self, request: Request) -> Response:
         cards = self.engine.adapters(self.card(client_of(request)).id)
-        told = [{"name": one.name, "alias": one.alias, "path": one.file, "metadata": {}} for one in cards]
-        return json_answer(told)
+        listed = [{"name": card.name, "alias": card.alias, "path": card.file, "metadata": {}} for card in cards]
+        return json_answer(listed)
 
     async def refresh_adapters(self, request: Request) -> Response:
         await run_in_threadpool(self.engine.adapters, self.card(client_of(request)).id, refresh=True)
@@ -233,25 +315,25 @@ class _Desk:
 
 def routes(engine: Engine) -> list[BaseRoute]:
     """The routes, which these clients expect at the root of the server."""
-    desk = _Desk(engine)
+    session = _Session(engine)
     nothing = _always(None)
     gets = {name: _always(value) for name, value in _EMPTY.items()} | {
-        "progress": desk.progress,
-        "options": desk.options,
-        "sd-models": desk.models,
-        "loras": desk.adapters,
+        "progress": session.progress,
+        "options": session.options,
+        "sd-models": session.models,
+        "loras": session.adapters,
         "samplers": _always(_samplers()),
         "schedulers": _always(_schedulers()),
     }
     posts = {
-        "txt2img": desk.text_to_image,
-        "img2img": desk.image_to_image,
-        "interrupt": desk.interrupt,
-        "skip": desk.interrupt,
-        "options": desk.choose,
+        "txt2img": session.text_to_image,
+        "img2img": session.image_to_image,
+        "interrupt": session.interrupt,
+        "skip": session.interrupt,
+        "options": session.choose,
         "png-info": _png_info,
         **dict.fromkeys(("refresh-checkpoints", "refresh-vae", "refresh-embeddings"), nothing),
-        "refresh-loras": desk.refresh_adapters,
+        "refresh-loras": session.refresh_adapters,
     }
     return [
         Route(f"/sdapi/v1/{name}", answering(error, endpoint), methods=[method])
@@ -260,7 +342,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
     ]
 
 
-def error(refused: Refused, request_id: str) -> Response:
+def error(refused: Rejected, request_id: str) -> Response:
     """A refusal as these clients read it."""
     headers = error_headers(refused, request_id)
     if refused.status == 401:
@@ -269,8 +351,8 @@ def error(refused: Refused, request_id: str) -> Response:
     if name == "clip_skip":  # whose layers are counted from 1 here
         message = re.sub(r"\d+", lambda number: str(int(number[0]) + 1), message)
         message += "; in override_settings it is called CLIP_stop_at_last_layers"
-    told = {"error": refused.code, "detail": message, "body": name or "", "errors": message}
-    return Response(encoded(told), refused.status, headers, media_type="application/json")
+    content = {"error": refused.code, "detail": message, "body": name or "", "errors": message}
+    return Response(encoded(content), refused.status, headers, media_type="application/json")
 
 
 def _always(value: Any) -> Callable[[Request], Any]:
@@ -352,10 +434,10 @@ def _read_info(text: str) -> dict[str, Any]:
     data = bytes_of_text("image", text)
     try:
         with Image.open(BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:  # no pixel is decoded
-            kind, found = image.format, image.info.get(INFOTEXT)
-        info = found if kind == "PNG" else exif_texts(BytesIO(data), Path("image")).get(INFOTEXT)
+            kind, written = image.format, image.info.get(INFOTEXT)
+        info = written if kind == "PNG" else exif_texts(BytesIO(data), Path("image")).get(INFOTEXT)
     except (OSError, ValueError, SyntaxError, InputError, Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise Refused(
+        raise Rejected(
             422, "invalid_image", "image is not a PNG, JPEG or WebP that can be read", param="image"
         ) from None
     info = info if isinstance(info, str) else ""
@@ -368,3 +450,186 @@ def _named(info: str) -> dict[str, str]:
     width, _, height = settings.pop("Size", "").partition("x")
     size = {"Size-1": width, "Size-2": height} if height else {}
     return {"Prompt": prompt, "Negative prompt": negative, **settings, **size}
+
+
+def request_of(body: TextToImage, card: ModelCard, client: str) -> JobRequest:
+    """What a body asks for. Decodes its images, so it is called off the event loop.
+
+    Raises:
+        Rejected: naming the field.
+    """
+    _check_offered(body)
+    sampler = body.sampler_name or body.sampler_index or None
+    spec = spec_of(sampler or card.sampler)
+    if sampler and spec is None:
+        field = "sampler_name" if body.sampler_name else "sampler_index"
+        raise _refused(field, f"{sampler!r} is not known; /sdapi/v1/samplers lists them")
+    options = {"prompt_syntax": "a1111", **dict(_options(body, spec))}
+    image = mask = strength = None
+    if isinstance(body, ImageToImage):
+        image, mask = _source_images(body)
+        # There, 0 runs the last step all the same; the smallest strength does so here.
+        strength = 0.75 if body.denoising_strength is None else max(body.denoising_strength, 0.001)
+        options |= {"strength_rule": "a1111"} | (_mask_options(body) if mask else {})
+    images = (body.batch_size or 1) * (body.n_iter or 1)
+    if images > MOST_IMAGES and body.n_iter:
+        product = f"{body.batch_size or 1} times n_iter={body.n_iter} are {images} images, more than {MOST_IMAGES}"
+        raise _refused("batch_size", f"{product}; send several requests")
+    return JobRequest(
+        body.prompt or "",
+        negative_prompt=body.negative_prompt or None,
+        model=card.id,
+        n=images,
+        width=body.width or None,
+        height=body.height or None,
+        steps=body.steps,
+        guidance_scale=body.cfg_scale,
+        sampler=sampler,
+        seed=None if body.seed == -1 else body.seed,
+        image=image,
+        mask=mask,
+        strength=strength,
+        options=options,
+        lenient=True,
+        previews=PREVIEWS,
+        client=client,
+    )
+
+
+def _check_offered(body: TextToImage) -> None:
+    """Refuse what would change the image and is not there, in place of leaving it out."""
+    if body.enable_hr:
+        raise _refused("enable_hr", "a second pass at a larger size is not offered by this server yet; send false")
+    if body.init_images and not isinstance(body, ImageToImage):
+        raise _refused("init_images", "are for /sdapi/v1/img2img; send them there")
+    for name in ("styles", "tiling", "restore_faces", "refiner_checkpoint", "script_name"):
+        if getattr(body, name):
+            raise _refused(name, "is not offered by this server; leave it out")
+    if names := [name for name, script in (body.alwayson_scripts or {}).items() if script.args]:
+        cure = "send control and image_prompt to /api/jobs" if names[0].lower() == "controlnet" else "leave it out"
+        raise _refused("alwayson_scripts", f"{names[0][:60]!r} is not offered by this server; {cure}")
+
+
+def _options(body: TextToImage, spec: SamplerSpec | None) -> Iterator[tuple[str, Any]]:
+    """Names and values of ``canvax.Options``."""
+    named = body.sampler_name or body.sampler_index
+    # There as here a curve in the sampler's name wins, and samplers that take no curve leave the scheduler unread.
+    open_to_curves = (spec is None or spec.curves) and not (named and spec and "sigmas" in find(named)[1])
+    if (body.scheduler or "").strip().lower() not in _PLAIN_SCHEDULERS and open_to_curves:
+        try:
+            yield "sigmas", curve_named(body.scheduler or "")
+        except InputError:
+            raise _refused("scheduler", f"{body.scheduler!r} is not known; /sdapi/v1/schedulers lists them") from None
+    # webuiapi sends eta 1 with every request. That is what the ancestral samplers do anyway, and would turn DDIM into
+    # another sampler, which nobody asked for. Where someone chose another value, samplers that have an eta take it.
+    if body.eta not in (None, 1.0) and spec is not None and spec.eta:
+        yield "eta", body.eta
+    churn = {name: value for name, usual in _CHURN if (value := getattr(body, name)) not in (None, usual)}
+    if spec is not None and (taken := {name: value for name, value in churn.items() if name in spec.settings}):
+        yield "sampler_settings", taken
+    layers = (body.override_settings or {}).get("CLIP_stop_at_last_layers", body.clip_skip)
+    if layers is not None and (not isinstance(layers, int) or isinstance(layers, bool) or layers < 0):
+        raise _refused(
+            "override_settings", f"CLIP_stop_at_last_layers={layers!r:.80} is not a whole number from 0 on, such as 2"
+        )
+    if layers is not None and layers > 1:
+        yield "clip_skip", layers - 1  # there, 1 is the last layer
+    if body.subseed_strength:
+        yield "variation_seed", secrets.randbits(32) if body.subseed in (None, -1) else body.subseed
+        yield "variation_strength", body.subseed_strength
+    if (body.seed_resize_from_h or 0) > 0 and (body.seed_resize_from_w or 0) > 0:
+        yield "seed_size", (body.seed_resize_from_h, body.seed_resize_from_w)
+
+
+def spec_of(sampler: str | None) -> SamplerSpec | None:
+    """The sampler of this name, if there is one."""
+    try:
+        return find(sampler)[0] if sampler else None
+    except InputError:
+        return None
+
+
+def _source_images(body: ImageToImage) -> tuple[Image.Image, Image.Image | None]:
+    """Image and mask, in which white is generated anew."""
+    image = colours("init_images", image_of_text("init_images", body.init_images[0]))
+    mask = white_mask("mask", image_of_text("mask", body.mask)) if body.mask else None
+    if mask is not None and mask.size != image.size:
+        mask = mask.resize(image.size, Image.Resampling.LANCZOS)
+    if mask is not None and body.inpainting_mask_invert:
+        mask = ImageChops.invert(mask)
+    if body.resize_mode in (2, 3):
+        raise _refused("resize_mode", "2 and 3 are not offered by this server; send 0 to stretch or 1 to crop")
+    size = body.width or image.width, body.height or image.height
+    if body.resize_mode == 1 and size != image.size:
+        if size[0] * size[1] > MOST_PIXELS:
+            raise _refused("width", f"{size[0]} x {size[1]} are more than {MOST_PIXELS} pixels; ask for fewer")
+        image = ImageOps.fit(image, size, Image.Resampling.LANCZOS)
+        mask = mask and ImageOps.fit(mask, size, Image.Resampling.LANCZOS)
+    return image, mask
+
+
+def _mask_options(body: ImageToImage) -> dict[str, Any]:
+    """What is not sent is as AUTOMATIC1111 has it."""
+    blur = next((value for value in (body.mask_blur, body.mask_blur_x) if value is not None), 4.0)
+    options: dict[str, Any] = {"mask_blur": blur, "mask_fill": _FILLS[body.inpainting_fill or 0]}
+    if body.inpaint_full_res is not False:
+        options["padding_mask_crop"] = body.inpaint_full_res_padding or 0
+    return options
+
+
+def _refused(param: str, why: str) -> Rejected:
+    return Rejected(422, "invalid_value", f"{param}: {why}", param=param)
+
+
+def parameters_of(body: TextToImage) -> dict[str, Any]:
+    """What was asked for, given back without fields that nobody knows, and, as there, without images unless asked."""
+    fields = msgspec.structs.asdict(body)
+    images = () if fields.get("include_init_images") else ("init_images", "mask")
+    left_out = (*images, "model", "alwayson_scripts")
+    return {name: value for name, value in fields.items() if name not in left_out}
+
+
+def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Picture]) -> str:
+    """The JSON text about the images that clients read seeds and settings from."""
+    job_request = job.request
+    spec = spec_of(job_request.sampler or card.sampler)
+    picture = pictures[0] if pictures else job.pictures[0]
+    negative = job_request.negative_prompt or ""
+    subseed = job_request.options.get("variation_seed", -1)
+    info = {
+        "prompt": job_request.prompt,
+        "all_prompts": [job_request.prompt] * len(pictures),
+        "negative_prompt": negative,
+        "all_negative_prompts": [negative] * len(pictures),
+        "seed": picture.seed,
+        "all_seeds": [picture.seed for picture in pictures],
+        "subseed": subseed,
+        "all_subseeds": [subseed] * len(pictures),
+        "subseed_strength": job_request.options.get("variation_strength", 0),
+        "width": picture.width,
+        "height": picture.height,
+        "sampler_name": spec.label if spec else (job_request.sampler or card.sampler or ""),
+        "cfg_scale": card.guidance_scale if job_request.guidance_scale is None else job_request.guidance_scale,
+        "steps": job_request.steps or card.steps,
+        "batch_size": body.batch_size or 1,
+        "restore_faces": False,
+        "face_restoration_model": None,
+        "sd_model_name": card.id,
+        "sd_model_hash": card.sha256[:10],
+        "sd_vae_name": None,
+        "sd_vae_hash": None,
+        "seed_resize_from_w": body.seed_resize_from_w or -1,
+        "seed_resize_from_h": body.seed_resize_from_h or -1,
+        "denoising_strength": job_request.strength,
+        "extra_generation_params": without_none(
+            [("Schedule type", job_request.options.get("sigmas") and body.scheduler)]
+        ),
+        "index_of_first_image": 0,
+        "infotexts": [to_infotext(picture.metadata) for picture in pictures],
+        "styles": [],
+        "job_timestamp": time.strftime("%Y%m%d%H%M%S", time.localtime(job.created)),
+        "clip_skip": job_request.options.get("clip_skip", 0) + 1,
+        "is_using_inpainting_conditioning": False,
+        "version": f"canvax {__version__}",
+    }
+    return encoded(info).decode()

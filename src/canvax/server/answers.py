@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 
 from canvax.errors import nearest, shown
 from canvax.familiar import CALL
-from canvax.server.jobs import Ask, Engine, Event, Job, ModelCard, Refused, Status
+from canvax.server.jobs import Engine, Event, Job, JobRequest, ModelCard, Rejected, Status
 
 Body = TypeVar("Body")
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -65,14 +65,14 @@ def request_id_of(request: Request) -> str:
     return getattr(request.state, "request_id", "") or uuid.uuid4().hex
 
 
-def answering(error: Callable[[Refused, str], Response], endpoint: Endpoint) -> Endpoint:
+def answering(error: Callable[[Rejected, str], Response], endpoint: Endpoint) -> Endpoint:
     """The endpoint, whose refusals are answered in the form of its API."""
 
     @wraps(endpoint)
     async def answered(request: Request) -> Response:
         try:
             return await endpoint(request)
-        except Refused as refused:
+        except Rejected as refused:
             return error(refused, request_id_of(request))
         except ClientDisconnect:  # in the middle of its own body, so nobody reads this
             return Response(status_code=400)
@@ -84,11 +84,11 @@ def once_of(request: Request) -> str | None:
     """What the header Idempotency-Key says.
 
     Raises:
-        Refused: it is too long to be compared with others, or cannot be printed.
+        Rejected: it is too long to be compared with others, or cannot be printed.
     """
     once = request.headers.get("idempotency-key", "")
     if len(once) > 128 or not (once.isascii() and once.isprintable()):
-        raise Refused(400, "invalid_value", "Idempotency-Key: at most 128 printable characters of ASCII")
+        raise Rejected(400, "invalid_value", "Idempotency-Key: at most 128 printable characters of ASCII")
     return once or None
 
 
@@ -98,7 +98,7 @@ def model_header(job: Job) -> dict[str, str]:
     return {"x-canvax-model": quote(job.model, safe, errors="surrogateescape")}
 
 
-def error_headers(refused: Refused, request_id: str) -> dict[str, str]:
+def error_headers(refused: Rejected, request_id: str) -> dict[str, str]:
     """Headers that go with every refusal."""
     headers = {"x-request-id": request_id}
     if refused.retry_after is not None:
@@ -118,20 +118,20 @@ async def read_json(request: Request, kind: type[Body], *, status: int = 400, st
         strict: whether "20" is no number.
 
     Raises:
-        Refused: it is not JSON, or a field has the wrong type or is out of its range.
+        Rejected: it is not JSON, or a field has the wrong type or is out of its range.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         # Browsers send other types across sites without asking first.
-        said = f"Content-Type={media_type!r:.80}: send JSON, with the header Content-Type: application/json"
-        raise Refused(415, "unsupported_media_type", said)
+        message = f"Content-Type={media_type!r:.80}: send JSON, with the header Content-Type: application/json"
+        raise Rejected(415, "unsupported_media_type", message)
     # In no other thread: msgspec keeps Python's lock, so that the event loop would wait all the same.
     return _decoded(await request.body(), kind, status, strict)
 
 
 def _decoded(body: bytes, kind: type[Body], status: int, strict: bool) -> Body:
     if sum(map(body.count, (b",", b"[", b"{"))) > MOST_VALUES:
-        raise Refused(status, "too_many_values", f"the body holds more than {MOST_VALUES} values; send fewer")
+        raise Rejected(status, "too_many_values", f"the body holds more than {MOST_VALUES} values; send fewer")
     try:
         return msgspec.json.decode(body, type=kind, strict=strict)
     except msgspec.ValidationError as error:
@@ -140,14 +140,14 @@ def _decoded(body: bytes, kind: type[Body], status: int, strict: bool) -> Body:
             sent = msgspec.json.decode(body)
         raise wrong_field(error, kind, sent, status) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        found = _BYTE.search(str(error))
-        at = int(found[1]) if found else 0
-        near = f" near {body[max(0, at - 30) : at + 10].decode(errors='replace')!r}" if found else f" ({error})"
-        said = f"the body is not JSON that can be read{near}; send an object in UTF-8"
-        raise Refused(status, "invalid_json", said) from None
+        match = _BYTE.search(str(error))
+        at = int(match[1]) if match else 0
+        near = f" near {body[max(0, at - 30) : at + 10].decode(errors='replace')!r}" if match else f" ({error})"
+        message = f"the body is not JSON that can be read{near}; send an object in UTF-8"
+        raise Rejected(status, "invalid_json", message) from None
 
 
-def wrong_field(error: msgspec.ValidationError, kind: Any, sent: Any, status: int = 400) -> Refused:
+def wrong_field(error: msgspec.ValidationError, kind: Any, sent: Any, status: int = 400) -> Rejected:
     """A refusal that names the field, its value and what it takes.
 
     Args:
@@ -156,9 +156,9 @@ def wrong_field(error: msgspec.ValidationError, kind: Any, sent: Any, status: in
         sent: what of.
         status: of the refusal.
     """
-    where, said = _WHERE.search(str(error)), _WHERE.sub("", str(error)).replace(" | null", "")
+    where, message = _WHERE.search(str(error)), _WHERE.sub("", str(error)).replace(" | null", "")
     path = where[1] if where else ""
-    if odd := _FIELD.search(said):
+    if odd := _FIELD.search(message):
         path = f"{path}.{odd[2]}".lstrip(".")
         meant = CALL[path].becomes if path in CALL else ""
         meant = {"num_inference_steps": "steps", "num_images_per_prompt": "n"}.get(meant or path, meant)
@@ -168,14 +168,14 @@ def wrong_field(error: msgspec.ValidationError, kind: Any, sent: Any, status: in
             cure = f'send it in options, {{"options": {{"{path}": ...}}}}'
         else:
             cure = nearest(path[:100], kind.__struct_fields__) if "." not in path else "leave it out"
-        said = f"{path} is not known; {cure}" if odd[1] == "unknown" else f"{path} is missing; send it"
+        message = f"{path} is not known; {cure}" if odd[1] == "unknown" else f"{path} is missing; send it"
     else:
-        choices = _choices(kind, path) if "enum" in said else []
-        wants = f" is not {' or '.join(choices)}" if choices else f": {said[:1].lower()}{said[1:]}"
-        said = (_value_at(path, sent) if path else "the body") + wants
-        if said.endswith(("expected `object`, got `array`", "expected `object`, got `str`")):
-            said += '; send {"NAME": VALUE}' if path else '; send an object, such as {"prompt": "a cat"}'
-    return Refused(status, "invalid_value", said, param=path.split("[")[0].rstrip(".")[:80] or None)
+        choices = _choices(kind, path) if "enum" in message else []
+        wants = f" is not {' or '.join(choices)}" if choices else f": {message[:1].lower()}{message[1:]}"
+        message = (_value_at(path, sent) if path else "the body") + wants
+        if message.endswith(("expected `object`, got `array`", "expected `object`, got `str`")):
+            message += '; send {"NAME": VALUE}' if path else '; send an object, such as {"prompt": "a cat"}'
+    return Rejected(status, "invalid_value", message, param=path.split("[")[0].rstrip(".")[:80] or None)
 
 
 def _options() -> set[str]:
@@ -210,20 +210,22 @@ async def read_form(request: Request) -> tuple[dict[str, str], list[tuple[str, b
     """The text fields of a multipart form, and its files in order by the names of their fields.
 
     Raises:
-        Refused: it is another kind of body, is damaged or has too many parts.
+        Rejected: it is another kind of body, is damaged or has too many parts.
     """
-    media_type, _, more = request.headers.get("content-type", "").lower().partition(";")
+    media_type, _, parameters = request.headers.get("content-type", "").lower().partition(";")
     if media_type.strip() != "multipart/form-data":
-        said = f"Content-Type={media_type!r:.80}: send a form, with the header Content-Type: multipart/form-data"
-        raise Refused(415, "unsupported_media_type", said)
-    if set(_CHARSET.findall(more)) - {"utf-8", "utf8"}:
+        message = f"Content-Type={media_type!r:.80}: send a form, with the header Content-Type: multipart/form-data"
+        raise Rejected(415, "unsupported_media_type", message)
+    if set(_CHARSET.findall(parameters)) - {"utf-8", "utf8"}:
         # Others would be decoded with whatever Python knows by that name, some of which takes minutes.
-        raise Refused(415, "unsupported_charset", "send the form in UTF-8")
-    if "boundary=" not in more:
-        said = "Content-Type: multipart/form-data has no boundary; leave the header to the library that makes the form"
-        raise Refused(400, "invalid_form", said)
+        raise Rejected(415, "unsupported_charset", "send the form in UTF-8")
+    if "boundary=" not in parameters:
+        message = (
+            "Content-Type: multipart/form-data has no boundary; leave the header to the library that makes the form"
+        )
+        raise Rejected(400, "invalid_form", message)
     if not (await request.body()).rstrip().endswith(b"--"):
-        raise Refused(400, "invalid_form", "the form cannot be read: it ends in the middle; send all of it")
+        raise Rejected(400, "invalid_form", "the form cannot be read: it ends in the middle; send all of it")
     try:
         async with request.form(max_files=MOST_FILES + 1, max_fields=MOST_FIELDS, max_part_size=LONGEST_FIELD) as form:
             return await _parts(form)
@@ -231,7 +233,7 @@ async def read_form(request: Request) -> tuple[dict[str, str], list[tuple[str, b
         if isinstance(error, HTTPException) and error.status_code != 400:
             raise
         reason = error.detail if isinstance(error, HTTPException) else error.message
-        raise Refused(400, "invalid_form", f"the form cannot be read: {reason}") from None
+        raise Rejected(400, "invalid_form", f"the form cannot be read: {reason}") from None
 
 
 async def _parts(form: FormData) -> tuple[dict[str, str], list[tuple[str, bytes]]]:
@@ -270,30 +272,30 @@ async def decoding(function: Callable[..., Body], *arguments: Any) -> Body:
     return await anyio.to_thread.run_sync(function, *arguments, limiter=limit)
 
 
-async def asked(engine: Engine, make: Callable[..., Ask], *arguments: Any) -> Job:
+async def asked(engine: Engine, make: Callable[..., JobRequest], *arguments: Any) -> Job:
     """The job of the ask that a function gives, which decodes images: submitted at once, so that few of them wait.
 
     Raises:
-        Refused: it was not accepted.
+        Rejected: it was not accepted.
     """
     return await decoding(lambda: engine.submit(make(*arguments)))
 
 
-async def submitted(engine: Engine, ask: Ask) -> Job:
+async def submitted(engine: Engine, job_request: JobRequest) -> Job:
     """The job, accepted.
 
     Raises:
-        Refused: it was not.
+        Rejected: it was not.
     """
-    return await run_in_threadpool(engine.submit, ask)
+    return await run_in_threadpool(engine.submit, job_request)
 
 
-def failure(job: Job) -> Refused:
+def failure(job: Job) -> Rejected:
     """Why a job that is over has no images."""
     if job.status is Status.CANCELLED:
-        return Refused(409, "cancelled", "the job was cancelled before its images were done")
+        return Rejected(409, "cancelled", "the job was cancelled before its images were done")
     code, message = job.error or ("server_error", "the images could not be generated")
-    return Refused(_STATUSES.get(code, 500), code, message)
+    return Rejected(_STATUSES.get(code, 500), code, message)
 
 
 async def settled(request: Request, job: Job, hear: Callable[[Event], None] | None = None) -> None:
@@ -325,7 +327,7 @@ async def settled(request: Request, job: Job, hear: Callable[[Event], None] | No
 
 def give_up(job: Job) -> None:
     """Cancel a job whose client is gone, unless it is over or may be asked for again."""
-    if not job.status.over and not job.ask.once:
+    if not job.status.over and not job.request.once:
         job.cancel()
 
 
@@ -370,6 +372,11 @@ class EventStream(StreamingResponse):
             give_up(self._job)
 
 
+def sent_event(name: str, value: Mapping[str, Any]) -> bytes:
+    """Encode a server-sent event."""
+    return b"event: " + name.encode() + b"\ndata: " + encoded(value) + b"\n\n"
+
+
 def encoded(value: Any) -> bytes:
     """JSON, where bytes become base64 in one go, in a tenth of the time that text of megabytes takes."""
     return msgspec.json.encode(value)
@@ -389,16 +396,16 @@ def one_of(body: Any, *names: str) -> Any:
     """The value of a field that has several names.
 
     Raises:
-        Refused: they say different things, of which one would win without a word.
+        Rejected: they say different things, of which one would win without a word.
     """
-    given = without_none((name, getattr(body, name)) for name in names)
-    if len(set(given.values())) > 1:
-        said = " and ".join(f"{name}={value}" for name, value in given.items())
-        raise Refused(400, "invalid_value", f"{said} say different things; send one of them", param=min(given))
-    return next(iter(given.values()), None)
+    values = without_none((name, getattr(body, name)) for name in names)
+    if len(set(values.values())) > 1:
+        message = " and ".join(f"{name}={value}" for name, value in values.items())
+        raise Rejected(400, "invalid_value", f"{message} say different things; send one of them", param=min(values))
+    return next(iter(values.values()), None)
 
 
-def in_words_of(fields: Mapping[str, str], refused: Refused) -> tuple[str, str | None]:
+def in_words_of(fields: Mapping[str, str], refused: Rejected) -> tuple[str, str | None]:
     """Message and field of a refusal, whose first word may have another name in an API."""
     head = _HEAD.match(refused.message)
     if head and head[1] in fields:

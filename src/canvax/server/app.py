@@ -15,17 +15,17 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from canvax.server import a1111, huggingface, openai, own
+from canvax.server import a1111, huggingface, jobs_api, openai
 from canvax.server.answers import encoded, json_answer, request_id_of
 from canvax.server.guard import Guard, Rules, failed, own_hosts
-from canvax.server.jobs import Engine, Refused, State
+from canvax.server.jobs import Engine, Rejected, State
 from canvax.server.keys import Keys
 from canvax.server.metrics import CONTENT_TYPE, Metrics
 from canvax.server.openapi import description
 from canvax.server.rates import Rated, Rates
 
 _APIS: dict[str, ModuleType] = {
-    "/api/": own, "/v1/": openai, "/images/": openai, "/openai/": openai, "/sdapi/": a1111,
+    "/api/": jobs_api, "/v1/": openai, "/images/": openai, "/openai/": openai, "/sdapi/": a1111,
     "/models/": huggingface, "/hf": huggingface,
 }  # fmt: skip
 """Whose errors are answered where."""
@@ -77,34 +77,34 @@ def create_app(
         more: gives further routes.
     """
     engine = Rated(engine, Rates(settings.rate)) if settings.rate else engine
-    apis = (own, openai, a1111, huggingface)
+    apis = (jobs_api, openai, a1111, huggingface)
     routes = [*_operations(state, metrics, apis), *(_page() if settings.page else [])]
     routes += [route for api in apis for route in api.routes(engine)]
     routes += more(engine) if more else []
 
     async def refused(request: Request, error: Exception) -> Response:
-        assert isinstance(error, Refused)
+        assert isinstance(error, Rejected)
         return wrong(request.url.path)(error, request_id_of(request))
 
     async def not_routed(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path, methods = request.scope["path"], (error.headers or {}).get("Allow", "another method")
-        said = {
+        messages = {
             404: f"there is nothing at {path!r:.80}; /openapi.json lists what there is",
             405: f"{request.method:.20} is not for this path; send {methods}",
         }
         if path == "/" and request.method in ("GET", "HEAD") and not settings.page:
-            said[405] = "this server has no page (--no-page); /openapi.json lists what there is"
+            messages[405] = "this server has no page (--no-page); /openapi.json lists what there is"
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-        told = Refused(error.status_code, code, said.get(error.status_code, "the request cannot be read"))
-        answer = wrong(request.scope["path"])(told, request_id_of(request))
+        rejected = Rejected(error.status_code, code, messages.get(error.status_code, "the request cannot be read"))
+        answer = wrong(request.scope["path"])(rejected, request_id_of(request))
         answer.headers.update(error.headers or {})
         return answer
 
     async def unforeseen(request: Request, error: Exception) -> Response:
         return failed(error, request_id_of(request), wrong(request.scope["path"]))
 
-    answers = {Refused: refused, HTTPException: not_routed, Exception: unforeseen}
+    answers = {Rejected: refused, HTTPException: not_routed, Exception: unforeseen}
     app = Starlette(routes=routes, exception_handlers=answers)
     app.router.redirect_slashes = False
     rules = Rules(
@@ -117,10 +117,10 @@ def create_app(
     return Guard(app, rules, wrong, metrics)
 
 
-def wrong(path: str) -> Callable[[Refused, str], Response]:
+def wrong(path: str) -> Callable[[Rejected, str], Response]:
     """What answers errors of a path, in the form of its API."""
     whole = {"/": huggingface, "/models": openai}.get(path)
-    return (whole or next((api for prefix, api in _APIS.items() if path.startswith(prefix)), own)).error
+    return (whole or next((api for prefix, api in _APIS.items() if path.startswith(prefix)), jobs_api)).error
 
 
 def _operations(state: Callable[[], State], metrics: Metrics, apis: tuple[ModuleType, ...]) -> list[BaseRoute]:

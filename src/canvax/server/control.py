@@ -24,29 +24,33 @@ from canvax.models.t2i_adapter import T2IAdapter
 from canvax.models.text import IMAGE_PROMPTS, Conditions
 from canvax.pipelines.image_prompts import ImagePrompt
 from canvax.pipelines.ip_adapters import usual_kinds
-from canvax.server.jobs import Ask, ControlCard, PromptImage, invalid
+from canvax.server.jobs import ControlCard, JobRequest, PromptImage, invalid
 
 
-def check_has_networks(ask: Ask, model: Model) -> None:
+def check_has_networks(job_request: JobRequest, model: Model) -> None:
     """Refuse images that nothing here reads.
 
     Raises:
-        Refused: naming the field, and how the server would have to be started.
+        Rejected: naming the field, and how the server would have to be started.
     """
-    if ask.control is not None and not model.networks.controls:
+    if job_request.control is not None and not model.networks.controls:
         raise invalid("control", "control: nothing here reads it; the server was started without --controlnet")
-    if ask.control is True and ask.upscale is None:
+    if job_request.control is True and job_request.upscale is None:
         raise invalid("control", "control: true is for upscale, where each tile is its own; send the image itself")
-    if ask.image_prompt and not model.networks.ip_adapters:
+    if job_request.image_prompt and not model.networks.ip_adapters:
         raise invalid(
             "image_prompt", "image_prompt: nothing here reads it; the server was started without --ip-adapter"
         )
 
 
-def prompts_of(ask: Ask) -> list[ImagePrompt] | None:
-    """The image prompts of an ask as a call has them."""
-    given = ask.image_prompt
-    return [ImagePrompt(one.image, one.scale, one.mask, one.adapter) for one in given] if given else None
+def prompts_of(job_request: JobRequest) -> list[ImagePrompt] | None:
+    """The image prompts of a job request as a call has them."""
+    prompts = job_request.image_prompt
+    return (
+        [ImagePrompt(prompt.image, prompt.scale, prompt.mask, prompt.adapter) for prompt in prompts]
+        if prompts
+        else None
+    )
 
 
 def with_networks(kinds: Kinds, model: Model) -> Kinds:
@@ -57,8 +61,8 @@ def with_networks(kinds: Kinds, model: Model) -> Kinds:
     kinds = kinds._replace(controls=tuple(name for name, _ in model.networks.controls))
     usual = usual_kinds(model.networks, masked=True)
     several = {kind.component: kind for kind in kinds.image_prompts if kind.images > 1}
-    found = tuple(several.get(kind.component, kind) for kind in usual)
-    return kinds._replace(image_prompts=found, sees=bool(usual))
+    prompts = tuple(several.get(kind.component, kind) for kind in usual)
+    return kinds._replace(image_prompts=prompts, sees=bool(usual))
 
 
 def examples(model: Model, width: int, height: int) -> dict[str, Any]:
@@ -66,10 +70,10 @@ def examples(model: Model, width: int, height: int) -> dict[str, Any]:
     networks = model.networks
     black = Image.new("RGB", (width, height))
     control = [{"0": black} if isinstance(net, UnionNet) else black for _, net in networks.controls]
-    told: dict[str, Any] = {"control": control if len(control) > 1 else control[0]} if control else {}
+    fields: dict[str, Any] = {"control": control if len(control) > 1 else control[0]} if control else {}
     if networks.image_encoder and networks.ip_adapters:
-        told["image_prompt"] = [PromptImage(black, adapter=i) for i in range(len(networks.ip_adapters))]
-    return told
+        fields["image_prompt"] = [PromptImage(black, adapter=i) for i in range(len(networks.ip_adapters))]
+    return fields
 
 
 class Idle:
@@ -84,25 +88,25 @@ class Idle:
         self._nets = tuple(networks)
         known = {IMAGE_PROMPTS, *(name for name, _ in self._nets)}
         self._nothing = {name: jax.tree.map(_zeros, shape) for name, shape in shapes.items() if name in known}
-        for told in self._nothing.get(IMAGE_PROMPTS, {}).values():
-            told["masks"] = tuple(np.ones_like(mask) for mask in told["masks"]) if "masks" in told else ()
-            if not told["masks"]:
-                del told["masks"]
+        for entry in self._nothing.get(IMAGE_PROMPTS, {}).values():
+            entry["masks"] = tuple(np.ones_like(mask) for mask in entry["masks"]) if "masks" in entry else ()
+            if not entry["masks"]:
+                del entry["masks"]
 
-    def beside(self, carried: Carried, own: Sequence[str]) -> Carried:
+    def beside(self, carried: Carried, names: Sequence[str]) -> Carried:
         """An image as the programs take it; ``own`` are the networks that it has a control image for."""
         if not self._nothing:
             return carried
         flight, run = carried
-        told = self._texts(Texts(flight.conditions, flight.negative, flight.composed))
+        texts = self._texts(Texts(flight.conditions, flight.negative, flight.composed))
         run.later = {row: self._texts(texts) for row, texts in run.later.items()}
         if run.control is not None:
             widest = max(net.layers for _, net in self._nets)
             control = np.zeros((len(run.control), len(self._nets), 2, widest), np.float32)
-            places = [i for i, (name, _) in enumerate(self._nets) if name in own]
+            places = [i for i, (name, _) in enumerate(self._nets) if name in names]
             control[:, places, :, : run.control.shape[-1]] = run.control
             run.control = control
-        return Carried(flight._replace(**told._asdict()), run)
+        return Carried(flight._replace(**texts._asdict()), run)
 
     def _texts(self, texts: Texts) -> Texts:
         composed = texts.composed
@@ -113,8 +117,8 @@ class Idle:
     def _whole(self, half: Conditions) -> Conditions:
         whole: dict[str, Any] = {**self._nothing, **half}
         if IMAGE_PROMPTS in half:
-            nothing, own = self._nothing[IMAGE_PROMPTS], whole[IMAGE_PROMPTS]
-            whole[IMAGE_PROMPTS] = {name: {**told, **own.get(name, {})} for name, told in nothing.items()}
+            nothing, entries = self._nothing[IMAGE_PROMPTS], whole[IMAGE_PROMPTS]
+            whole[IMAGE_PROMPTS] = {name: {**entry, **entries.get(name, {})} for name, entry in nothing.items()}
         return whole
 
 
@@ -127,9 +131,9 @@ def cards(model: Model) -> tuple[tuple[ControlCard, ...], tuple[str, ...]]:
     """What is told of a model's networks of control images, and of its IP-Adapters."""
     names = public_names([files.name for files in model.controls])
     nets = [net for _, net in model.networks.controls]
-    told = tuple(ControlCard(name, *_kind_of(net)) for name, net in zip(names, nets, strict=True))
+    listed = tuple(ControlCard(name, *_kind_of(net)) for name, net in zip(names, nets, strict=True))
     seeing = model.ip_adapters if model.networks.image_encoder else ()
-    return told, tuple(public_names([files.name for files in seeing]))
+    return listed, tuple(public_names([files.name for files in seeing]))
 
 
 def _kind_of(net: Control) -> tuple[Any, tuple[str, ...]]:

@@ -18,15 +18,16 @@ import jax
 
 from canvax.errors import CanvaxError, InputError
 from canvax.pipelines.hints import hints
-from canvax.server.book import Book, reason
+from canvax.server.adapter_cache import AdapterSettings
 from canvax.server.group import Group
+from canvax.server.job_store import JobStore, reason
 from canvax.server.jobs import (
     AdapterCard,
-    Ask,
     Changed,
     Job,
+    JobRequest,
     ModelCard,
-    Refused,
+    Rejected,
     State,
     Status,
     check_ready,
@@ -35,10 +36,8 @@ from canvax.server.jobs import (
 )
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
-from canvax.server.model_set import ModelSet, unavailable
+from canvax.server.models import Announcer, Loaded, ModelSet, ServedModel, Warm, unavailable
 from canvax.server.policy import PATIENCE, Queue
-from canvax.server.served import Announcer, Loaded, Served, Warm
-from canvax.server.shelf import AdapterSettings
 from canvax.server.work import Checked, GroupKey, Item, byte_size, check, may_begin
 from canvax.server.writing import Writer
 from canvax.types import HostArray
@@ -103,7 +102,7 @@ class ImageEngine:
         names: of the models; the first is the default.
         settings: see there.
         metrics: told of everything.
-        load: loads a model by its name (see ``Served``).
+        load: loads a model by its name (see ``ServedModel``).
         journal: where accepted jobs are kept.
         say: told what it does, for people.
 
@@ -138,7 +137,7 @@ class ImageEngine:
             say=say,
             announce=self._announcer,
         )
-        self._book = Book(metrics, journal, settings.keep_seconds, self._ended, log_prompts=settings.log_prompts)
+        self._book = JobStore(metrics, journal, settings.keep_seconds, self._ended, log_prompts=settings.log_prompts)
         self._wake = threading.Condition(self._book.lock)
         self._queue: Queue[Item] = Queue(lambda item: item.cost)
         self._metrics.watch_queue(lambda: len(self._queue), lambda: self._queue.seconds)
@@ -197,13 +196,17 @@ class ImageEngine:
                 self._book.fail(job, "draining", _STOPPED, resumes=True)
         return done
 
-    def close(self) -> None:
-        """Stop at once. Jobs that are in a journal go on after the next start."""
+    def close(self, seconds: float = 60.0) -> None:
+        """Stop at once. Jobs that are in a journal go on after the next start.
+
+        The thread is left behind if it does not return within ``seconds``: loading weights and compiling cannot be
+        interrupted.
+        """
         with self._wake:
             self._closed = True
             self._wake.notify_all()
         if self._thread.ident is not None:
-            self._thread.join(0 if self._state is State.STARTING else 60)  # no compiler can be stopped
+            self._thread.join(0 if self._state is State.STARTING else seconds)
         self._writer.close()
         self._book.close()
 
@@ -211,43 +214,43 @@ class ImageEngine:
         """As ``state``, for load balancers: a server whose journal cannot be written is not ready."""
         return self.state if self.state is not State.READY or self._book.records() else State.NOT_RECORDED
 
-    def submit(self, ask: Ask) -> Job:
+    def submit(self, job_request: JobRequest) -> Job:
         """See ``Engine``."""
         try:
-            return self._submit(ask)
-        except Refused as refused:
+            return self._submit(job_request)
+        except Rejected as refused:
             self._metrics.refused(refused.code)
             raise
 
     # Accepting, in the threads of those who ask.
 
-    def _submit(self, ask: Ask) -> Job:
+    def _submit(self, job_request: JobRequest) -> Job:
         check_ready(self.state)
-        if earlier := self._book.earlier(ask):
+        if earlier := self._book.earlier(job_request):
             return earlier
-        served = self._models.named(ask.model)
-        checked = check(ask, served.name, served.model, served.shelf)
+        served = self._models.named(job_request.model)
+        checked = check(job_request, served.name, served.model, served.shelf)
         with self._wake:  # what is refused is not recorded
             alone = self._models.expected(checked)
-            self._check_room(ask, checked, alone, self._models.cost(checked, alone))
-        job = checked.job(ask, self._cancel)
+            self._check_room(job_request, checked, alone, self._models.cost(checked, alone))
+        job = checked.job(job_request, self._cancel)
         job.hints = () if checked.tiles else tuple(map(str, hints(served.model, checked.request)))
         row = self._book.packed(job)
         with self._door:
             with self._wake:
                 check_ready(self.state)
-                if earlier := self._book.earlier(ask):
+                if earlier := self._book.earlier(job_request):
                     return earlier
                 alone = self._models.expected(checked)
                 shared = self._models.cost(checked, alone)
-                self._check_room(ask, checked, alone, shared)
+                self._check_room(job_request, checked, alone, shared)
             self._book.record(job, row)  # without the lock: the engine does not wait for the disk
             with self._wake:
                 self._book.enter(job)
                 self._add(job, checked, alone, shared)
                 if self.state is not State.READY:
                     self._book.fail(job, "draining", _STOPPED, resumes=True)
-        job.ask = without_pixels(ask)  # the items hold what is still needed
+        job.request = without_pixels(job_request)  # the items hold what is still needed
         self._metrics.submitted(job.model)
         return job
 
@@ -265,25 +268,25 @@ class ImageEngine:
         self._compile_missing()
         self._wake.notify_all()
 
-    def _check_room(self, ask: Ask, checked: Checked, alone: float, shared: float) -> None:
+    def _check_room(self, job_request: JobRequest, checked: Checked, alone: float, shared: float) -> None:
         """Refuse what would wait for too long, or hold too much memory meanwhile."""
         images, most = checked.images, self._settings.queue_images
         seconds, count = self._queue.seconds, len(self._queue)
         if size := checked.input_bytes:
             if size > INPUT_BYTES:
-                raise Refused(413, "too_large", "the images of this request take too much memory; send smaller ones")
+                raise Rejected(413, "too_large", "the images of this request take too much memory; send smaller ones")
             held = byte_size(image for items in self._items.values() for item in items for image in item.inputs())
             if held + size > INPUT_BYTES:
                 why = "the images that were sent for jobs that wait take too much memory; try again later"
-                raise Refused(429, "queue_full", why, retry_after=min(max(1.0, seconds / 4), 60.0))
+                raise Rejected(429, "queue_full", why, retry_after=min(max(1.0, seconds / 4), 60.0))
         if images > most:  # however long it waits
             raise invalid("n", f"n: {images} images or tiles are more than the {most} that may wait; ask for less")
         if count + images > most or (count and seconds + shared * images > self._settings.queue_seconds):
             wait = min(max(1.0, seconds / 4), 60.0)
-            raise Refused(429, "queue_full", f"{count} images are waiting; try again later", retry_after=wait)
-        if ask.seconds is not None and alone > ask.seconds:
-            why = f"seconds={ask.seconds:g}: an image takes about {alone:.1f} s; allow more"
-            raise Refused(400, "too_late", why, param="seconds")
+            raise Rejected(429, "queue_full", f"{count} images are waiting; try again later", retry_after=wait)
+        if job_request.seconds is not None and alone > job_request.seconds:
+            why = f"seconds={job_request.seconds:g}: an image takes about {alone:.1f} s; allow more"
+            raise Rejected(400, "too_late", why, param="seconds")
 
     def _cancel(self, job: Job) -> None:
         self._book.end(job, Status.CANCELLED)
@@ -349,13 +352,13 @@ class ImageEngine:
         """Go on with a job of a server that was killed."""
         try:
             served = self._models.named(job.model)
-            checked = check(job.ask, job.model, served.model, served.shelf)
+            checked = check(job.request, job.model, served.model, served.shelf)
             alone = self._models.expected(checked)
-        except Refused as refused:
+        except Rejected as refused:
             self._book.fail(job, refused.code, str(refused))
         else:
             self._add(job, checked, alone, self._models.cost(checked, alone))
-            job.ask = without_pixels(job.ask)
+            job.request = without_pixels(job.request)
             if all(picture.status.over for picture in job.pictures):
                 self._book.end(job, Status.DONE)
 
@@ -395,7 +398,7 @@ class ImageEngine:
         """Images that are to be decoded."""
         return [item for item, _ in self._to_decode if not item.over]
 
-    def _put_on(self, key: GroupKey) -> Served | None:
+    def _put_on(self, key: GroupKey) -> ServedModel | None:
         """The model with its weights on the devices; None where it cannot be loaded, and then its jobs fail."""
         if self._models.groups()[key] is not None:
             while self._in_decoder():  # while their weights are there
@@ -427,7 +430,7 @@ class ImageEngine:
             groups, now = self._models.groups(), time.monotonic()
             begun = [item for item in self._queue.begun if item.group == group.key]
             size = group.size if whole else group.batch_for(len(begun) + self._queue.waiting(group.key))
-            chosen = whole or [leader, *(one for one in self._queue.ranked(begun) if one is not leader)][:size]
+            chosen = whole or [leader, *(item for item in self._queue.ranked(begun) if item is not leader)][:size]
             if self._queue.waits(leader) and leader in chosen:
                 self._start(leader)
             while not whole and len(chosen) < size:
@@ -464,7 +467,7 @@ class ImageEngine:
             self._book.fail(item.job, *reason(error))
         return not item.over
 
-    def _step(self, group: Group, served: Served) -> None:
+    def _step(self, group: Group, served: ServedModel) -> None:
         seated, began = group.seated, time.perf_counter()
         before = {id(item): item.picture.step for item in seated}
         finished = self._on_devices(group, group.step)
@@ -475,17 +478,17 @@ class ImageEngine:
         done, row = {id(item) for item, _ in finished}, group.timings.row
         slower = row[group.size] / row[min(row)]
         for item in (item for item in seated if not item.over):
-            told = item.told(slower)
-            item.job.seconds_left = told.seconds_left
+            event = item.progress(slower)
+            item.job.seconds_left = event.seconds_left
             if item.picture.step in item.previews and id(item) not in done and not served.safety_checker:
                 self._preview(group, served, item)
-            item.job.tell(told)
+            item.job.tell(event)
         with self._wake:
             for item, _ in finished:
                 self._remove(item)
         self._to_decode += finished
 
-    def _preview(self, group: Group, served: Served, item: Item) -> None:
+    def _preview(self, group: Group, served: ServedModel, item: Item) -> None:
         """How an image looks now: decoded where that costs little, else by colours alone."""
         try:
             latents = group.denoised(item)
@@ -504,18 +507,18 @@ class ImageEngine:
             return
         key = waiting[0][0].group
         group, served = self._models.group(key), self._models.named(key.model)
-        some = [one for one in waiting if one[0].group == key][: group.decodes]
-        self._to_decode = [one for one in waiting if not any(one is other for other in some)]
+        chosen = [entry for entry in waiting if entry[0].group == key][: group.decodes]
+        self._to_decode = [entry for entry in waiting if not any(entry is other for other in chosen)]
         began = time.perf_counter()
         try:
-            pixels = group.decode([latents for _, latents in some])
+            pixels = group.decode([latents for _, latents in chosen])
         except Exception as error:
             log.exception("decoding failed")
-            for item, _ in some:
+            for item, _ in chosen:
                 self._book.fail(item.job, *reason(error))
             return
         self._metrics.decoded(self._since(began))
-        for (item, latents), image in zip(some, pixels, strict=True):
+        for (item, latents), image in zip(chosen, pixels, strict=True):
             self._writer.image(served, item, image, latents)
 
     # Faults, and what everyone is told.

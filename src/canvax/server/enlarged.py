@@ -12,7 +12,7 @@ from canvax.pipelines.request import Request
 from canvax.pipelines.tiles import STRENGTH, Tiles
 from canvax.pipelines.upscale import tiles_shown
 from canvax.server.images_in import MOST_PIXELS
-from canvax.server.jobs import Ask, Picture, invalid
+from canvax.server.jobs import JobRequest, Picture, invalid
 from canvax.types import HostArray
 
 MOST_TILES = 256
@@ -28,32 +28,32 @@ _NOT_WITH = {
 _OPTIONS = ("outpaint", "padding_mask_crop", "variation_strength", "seed_size")
 
 
-def cut(ask: Ask, model: Model, seed: int, noise: NoiseKind) -> tuple[Ask, Tiles]:
+def cut(job_request: JobRequest, model: Model, seed: int, noise: NoiseKind) -> tuple[JobRequest, Tiles]:
     """The tiles of an image, and the ask for the first of them.
 
     Raises:
-        Refused: naming the field and the cure.
+        Rejected: naming the field and the cure.
     """
-    if ask.image is None or ask.upscale is None:
-        raise invalid("upscale", f"upscale={ask.upscale} without an image: send image as well")
+    if job_request.image is None or job_request.upscale is None:
+        raise invalid("upscale", f"upscale={job_request.upscale} without an image: send image as well")
     for name, why in _NOT_WITH.items():
-        if getattr(ask, name) not in (None, True):
+        if getattr(job_request, name) not in (None, True):
             raise invalid(name, f"{name} does not go with upscale: {why}; leave it out")
-    if ask.n != 1:
-        raise invalid("n", f"n={ask.n} does not go with upscale; send several jobs with other seeds")
-    if unknown := [name for name in _OPTIONS if name in ask.options]:
+    if job_request.n != 1:
+        raise invalid("n", f"n={job_request.n} does not go with upscale; send several jobs with other seeds")
+    if unknown := [name for name in _OPTIONS if name in job_request.options]:
         raise invalid("options", f"options.{unknown[0]} does not go with upscale; leave it out")
-    width, height = (round(side * ask.upscale) for side in ask.image.size)
+    width, height = (round(side * job_request.upscale) for side in job_request.image.size)
     if width * height > MOST_PIXELS:
         size = f"{width} x {height} pixels, more than {MOST_PIXELS}"
-        raise invalid("upscale", f"upscale={ask.upscale:g} makes {size}; use less, or send a smaller image")
-    tiles = Tiles(model, ask.image, scale=ask.upscale, overlap=None, seed=seed, noise=noise)
+        raise invalid("upscale", f"upscale={job_request.upscale:g} makes {size}; use less, or send a smaller image")
+    tiles = Tiles(model, job_request.image, scale=job_request.upscale, overlap=None, seed=seed, noise=noise)
     if len(tiles) > MOST_TILES:
         size = f"{len(tiles)} tiles, more than {MOST_TILES}"
-        raise invalid("upscale", f"upscale={ask.upscale:g} makes {size}; use less, or send a smaller image")
-    strength = STRENGTH if ask.strength is None else ask.strength
-    control = ask.control and tiles_shown(model, [tiles[0].image])
-    return replace(ask, image=tiles[0].image, strength=strength, control=control), tiles
+        raise invalid("upscale", f"upscale={job_request.upscale:g} makes {size}; use less, or send a smaller image")
+    strength = STRENGTH if job_request.strength is None else job_request.strength
+    control = job_request.control and tiles_shown(model, [tiles[0].image])
+    return replace(job_request, image=tiles[0].image, strength=strength, control=control), tiles
 
 
 def tile_request(request: Request, tiles: Tiles, index: int) -> Request:

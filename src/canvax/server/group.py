@@ -131,7 +131,7 @@ class Group:
 
     def measure(self, carry: Carried) -> None:
         """Time a row of each batch, in one lane and in more, and forget what is no faster than fewer images."""
-        found: dict[int, tuple[float, int]] = {}
+        measured: dict[int, tuple[float, int]] = {}
         most = self._most_lanes
         for batch in self.batches:
             lanes, before = 1, float("inf")
@@ -142,13 +142,13 @@ class Group:
                     most = lanes // 2  # larger batches share the cores better
                     break
                 before = seconds / images
-                found[images] = min(found.get(images, (seconds, lanes)), (seconds, lanes))
+                measured[images] = min(measured.get(images, (seconds, lanes)), (seconds, lanes))
                 lanes *= 2
-        self.timings.row = {images: seconds for images, (seconds, _) in sorted(found.items())}
-        useful = {best_batch(self.timings.row, waiting) for waiting in range(1, max(found) + 1)}
+        self.timings.row = {images: seconds for images, (seconds, _) in sorted(measured.items())}
+        useful = {best_batch(self.timings.row, waiting) for waiting in range(1, max(measured) + 1)}
         self.batches = sorted({self.alone, *useful})
         self.timings.row = {images: self.timings.row[images] for images in self.batches}
-        self._lanes = {images: found[images][1] for images in self.batches}
+        self._lanes = {images: measured[images][1] for images in self.batches}
         sizes = {images // lanes for images, lanes in self._lanes.items()}
         self._denoisers = {size: self._denoisers[size] for size in sorted(sizes)}
 
@@ -168,20 +168,20 @@ class Group:
 
     def _timed(self, images: int, carry: Carried, rows: int) -> float:
         """Seconds of each of so many rows of a full batch, in one call."""
-        one = self._new_batch(images)
-        one.join(dict.fromkeys(range(images), carry))
+        batch = self._new_batch(images)
+        batch.join(dict.fromkeys(range(images), carry))
         began = time.perf_counter()
-        one.step(rows)
+        batch.step(rows)
         return (time.perf_counter() - began) / rows
 
     def draw(self, carry: Carried, rows: int) -> tuple[HostArray, bool]:
         """Latents of an image [h, w, C] after at most so many rows, and whether they are its last."""
-        one = self._new_batch(self.alone)
-        one.join({0: carry})
+        batch = self._new_batch(self.alone)
+        batch.join({0: carry})
         done: list[int] = []
         for _ in range(rows):
-            done = done or one.step()
-        return one.take(0), bool(done)
+            done = done or batch.step()
+        return batch.take(0), bool(done)
 
     def begin(self, item: Item) -> Carried:
         """Encode what an item was given; it can be seated then."""
@@ -217,9 +217,11 @@ class Group:
     def scaled(self, key: GroupKey) -> Timings:
         """What another size of the model may take, with programs for single images alone."""
         times = key.height * key.width / (self.key.height * self.key.width)
-        own = self.timings
-        row = {images: times * own.row[images] for images, lanes in self._lanes.items() if images == self.alone * lanes}
-        return Timings(row, own.encode, times * own.decode)
+        timings = self.timings
+        row = {
+            images: times * timings.row[images] for images, lanes in self._lanes.items() if images == self.alone * lanes
+        }
+        return Timings(row, timings.encode, times * timings.decode)
 
     def assume(self, other: Group) -> None:
         """That it is as fast as another size, for its own, where nothing was measured."""
@@ -335,8 +337,8 @@ class Group:
         """An empty batch of so many images, for which there are programs."""
         kinds, lanes = self.key.kinds, self._lanes[images]
         shape, denoisers = self._latents(images // lanes), self._denoisers[images // lanes]
-        own = partial(Batch, self._programs, self._params(), shape, denoisers, kinds.controls, kinds.places)
-        return Lanes([own() for _ in range(lanes)])
+        new = partial(Batch, self._programs, self._params(), shape, denoisers, kinds.controls, kinds.places)
+        return Lanes([new() for _ in range(lanes)])
 
     def _leave(self, slot: int) -> None:
         assert self._batch is not None

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from canvax.server.jobs import Refused
+from canvax.server.jobs import Rejected
 from canvax.server.keys import Keys
 from canvax.server.logs import now
 from canvax.server.metrics import Metrics
@@ -49,7 +49,7 @@ _HEADERS = {
 }
 _ALLOWED_HEADERS = "authorization, content-type, idempotency-key, x-api-key, x-request-id"
 
-Wrong = Callable[[str], Callable[[Refused, str], Response]]
+Wrong = Callable[[str], Callable[[Rejected, str], Response]]
 """Gives what answers refusals of a path."""
 
 
@@ -110,7 +110,7 @@ class Guard:
                 self._check(scope, headers, state)
                 early = self._preflight(scope, headers)
                 await (early or self._app)(scope, limited.receive, reply)
-            except Refused as refused:
+            except Rejected as refused:
                 await self._wrong(scope["path"])(refused, name)(scope, limited.receive, reply)
             except Exception as error:
                 # The app has answered and logged its own faults, and Starlette raises them again. A half answer must
@@ -129,15 +129,15 @@ class Guard:
         """Refuse what may not be.
 
         Raises:
-            Refused: for another host, another site, without a key, or with too large a body.
+            Rejected: for another host, another site, without a key, or with too large a body.
         """
         rules, path = self._rules, scope["path"]
         if "content-length" in headers and "transfer-encoding" in headers:
             # A proxy in front may read the other of them, and take a part of the body for the next request.
-            raise Refused(400, "two_lengths", "a request has Content-Length or Transfer-Encoding, not both")
+            raise Rejected(400, "two_lengths", "a request has Content-Length or Transfer-Encoding, not both")
         host = _host(headers.get("host", ""))
         if "*" not in rules.hosts and host not in rules.hosts:
-            raise Refused(
+            raise Rejected(
                 421,
                 "wrong_host",
                 f"Host={host!r:.80}: this server is not called that; start it with --allow-host {host:.80}",
@@ -149,7 +149,7 @@ class Guard:
         elif headers.get("sec-fetch-site") == "cross-site" and scope["method"] not in _SAFE and origin is None:
             raise _wrong_origin("Sec-Fetch-Site", "cross-site")
         if headers.get("content-encoding", "identity").lower() != "identity":
-            raise Refused(415, "unsupported_encoding", "bodies are sent as they are, without Content-Encoding")
+            raise Rejected(415, "unsupported_encoding", "bodies are sent as they are, without Content-Encoding")
         with suppress(ValueError):
             if int(headers.get("content-length", "0")) > self._limit(path):
                 raise too_large(self._limit(path))
@@ -159,7 +159,7 @@ class Guard:
             if client is None:
                 sent = headers.get("authorization") or headers.get("x-api-key")
                 why = "the API key that was sent is not known here" if sent else "this needs an API key"
-                raise Refused(401, "invalid_api_key", f"{why}: Authorization: Bearer KEY")
+                raise Rejected(401, "invalid_api_key", f"{why}: Authorization: Bearer KEY")
             state["client"] = client
 
     def _limit(self, path: str) -> int:
@@ -199,7 +199,7 @@ class _Limited:
             async with asyncio.timeout(None if self._whole else PATIENCE):
                 message = await self._receive()
         except TimeoutError:
-            raise Refused(408, "timeout", f"nothing of the body came for {PATIENCE:g} s; send it again") from None
+            raise Rejected(408, "timeout", f"nothing of the body came for {PATIENCE:g} s; send it again") from None
         self.gone = self.gone or message["type"] == "http.disconnect"
         if message["type"] == "http.request":
             self._left -= len(message.get("body", b""))
@@ -209,15 +209,15 @@ class _Limited:
         return message
 
 
-def too_large(most: int) -> Refused:
+def too_large(most: int) -> Rejected:
     """A refusal of a body of more bytes."""
-    return Refused(413, "too_large", f"the body is larger than {most} bytes; send less, or a smaller image")
+    return Rejected(413, "too_large", f"the body is larger than {most} bytes; send less, or a smaller image")
 
 
-def failed(error: Exception, name: str, wrong: Callable[[Refused, str], Response]) -> Response:
+def failed(error: Exception, name: str, wrong: Callable[[Rejected, str], Response]) -> Response:
     """What is answered where nobody foresaw the error; the log alone tells what it was."""
     log.error("request %s failed", name, exc_info=error)
-    return wrong(Refused(500, "server_error", f"the server failed; its log knows it as {name}"), name)
+    return wrong(Rejected(500, "server_error", f"the server failed; its log knows it as {name}"), name)
 
 
 def _is_public(scope: Scope) -> bool:
@@ -226,15 +226,15 @@ def _is_public(scope: Scope) -> bool:
     return scope["method"] in ("GET", "HEAD") and (path in _PUBLIC or path.startswith("/static/"))
 
 
-def _wrong_origin(header: str, value: str) -> Refused:
-    said = f"{header}={value[:80]!r}: pages of other sites may not ask; start the server with --allow-origin URL"
-    return Refused(403, "wrong_origin", said)
+def _wrong_origin(header: str, value: str) -> Rejected:
+    message = f"{header}={value[:80]!r}: pages of other sites may not ask; start the server with --allow-origin URL"
+    return Rejected(403, "wrong_origin", message)
 
 
 def _host(header: str) -> str:
     """The name in a Host header, without the port."""
-    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:/\s@]+)(?::\d{1,5})?", header)
-    return found[1].lower().rstrip(".") if found else ""
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:/\s@]+)(?::\d{1,5})?", header)
+    return match[1].lower().rstrip(".") if match else ""
 
 
 def _write_log(scope: Scope, state: dict[str, Any], status: int, seconds: float) -> None:
@@ -247,9 +247,9 @@ def _write_log(scope: Scope, state: dict[str, Any], status: int, seconds: float)
     log.info(json.dumps(line))
 
 
-def own_hosts(host: str, more: Sequence[str]) -> tuple[str, ...]:
+def own_hosts(host: str, others: Sequence[str]) -> tuple[str, ...]:
     """Names that a server on ``host`` is called by."""
-    names = ["localhost", "127.0.0.1", "[::1]", *more]
+    names = ["localhost", "127.0.0.1", "[::1]", *others]
     if host not in ("0.0.0.0", "::", ""):
         names.append(f"[{host}]" if ":" in host else host)
     return tuple(dict.fromkeys(name.lower() for name in names))

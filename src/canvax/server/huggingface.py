@@ -24,14 +24,14 @@ from canvax.server.answers import (
     settled,
 )
 from canvax.server.images_in import colours, image_of_bytes, image_of_text
-from canvax.server.jobs import MEDIA_TYPES, Ask, Engine, Format, Job, Refused, Status
+from canvax.server.jobs import MEDIA_TYPES, Engine, Format, Job, JobRequest, Rejected, Status
 
 _FORMATS: dict[str, Format] = {media_type: kind for kind, media_type in MEDIA_TYPES.items()}
 _JSON = "application/json"
 _BEGINNINGS = ("data:image/", "iVBORw0KGgo", "/9j/", "UklGR", "R0lGOD")
 """Of images as base64: PNG, JPEG, WebP; and GIF, which is refused in words."""
 _FIELDS = {"prompt": "inputs", "steps": "num_inference_steps", "sampler": "scheduler", "image": "inputs"}
-"""What an argument of ``Ask`` is called here."""
+"""What an argument of ``JobRequest`` is called here."""
 
 Side = Annotated[int, Meta(ge=1, le=16384)]
 Text = Annotated[str, Meta(max_length=32_000)]
@@ -92,14 +92,14 @@ def routes(engine: Engine) -> list[BaseRoute]:
     return [Route(path, endpoint, methods=["POST"]) for path in ("/models/{name:path}", "/hf/{name:path}", "/hf", "/")]
 
 
-def error(refused: Refused, request_id: str) -> Response:
+def error(refused: Rejected, request_id: str) -> Response:
     """A refusal as Hugging Face's clients read it."""
     headers = error_headers(refused, request_id)
     if refused.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     message, param = in_words_of(_FIELDS, refused)
-    told = {"error": message, "error_type": refused.code, "param": param}
-    return Response(encoded(told), refused.status, headers, media_type=_JSON)
+    content = {"error": message, "error_type": refused.code, "param": param}
+    return Response(encoded(content), refused.status, headers, media_type=_JSON)
 
 
 def _accepted(accept: str) -> str:
@@ -117,22 +117,22 @@ def _accepted(accept: str) -> str:
     return best
 
 
-def _ask(body: Body | bytes, name: str | None, kind: Format, client: str) -> Ask:
+def _ask(body: Body | bytes, name: str | None, kind: Format, client: str) -> JobRequest:
     if isinstance(body, bytes):
-        return Ask("", model=name or None, image=_image(body), format=kind, client=client)
+        return JobRequest("", model=name or None, image=_image(body), format=kind, client=client)
     given = body.parameters or Parameters()
     image, prompt = None, body.inputs
     if given.prompt is not None or body.inputs.startswith(_BEGINNINGS):
         image, prompt = _image(body.inputs), given.prompt or ""
     if len(prompt) > 32_000:
-        raise Refused(422, "invalid_value", "inputs: more than 32000 characters; shorten it", param="inputs")
+        raise Rejected(422, "invalid_value", "inputs: more than 32000 characters; shorten it", param="inputs")
     for side in ("width", "height"):
         mine, its = getattr(given, side), getattr(given.target_size, side, None)
         if None not in (mine, its) and mine != its:
             said = f"parameters.{side}={mine} beside target_size.{side}={its}; send one of them"
-            raise Refused(422, "invalid_value", said, param=f"parameters.{side}")
+            raise Rejected(422, "invalid_value", said, param=f"parameters.{side}")
     size = given.target_size
-    return Ask(
+    return JobRequest(
         prompt,
         negative_prompt=given.negative_prompt,
         model=name or None,
@@ -161,4 +161,4 @@ async def _answer(job: Job, *, as_json: bool) -> Response:
     headers = {**model_header(job), "x-canvax-seed": str(picture.seed)}
     if as_json:
         return json_answer({"data": [{"b64_json": picture.data, "seed": picture.seed}]}, headers)
-    return Response(cast(bytes, picture.data), 200, headers, media_type=MEDIA_TYPES[job.ask.format])
+    return Response(cast(bytes, picture.data), 200, headers, media_type=MEDIA_TYPES[job.request.format])

@@ -12,7 +12,7 @@ from PIL import Image, ImageChops, ImageOps, UnidentifiedImageError
 from canvax.errors import InputError
 from canvax.images.formats import FORMATS
 from canvax.images.given import read_images
-from canvax.server.jobs import Refused
+from canvax.server.jobs import Rejected
 
 MOST_PIXELS = 1 << 24
 """Pixels of the largest image that is decoded, 4096 x 4096: a file of a few bytes may claim any number."""
@@ -31,7 +31,7 @@ class Pixels:
         """An image of base64, RGB; with ``grey`` a mask.
 
         Raises:
-            Refused: see ``image_of_text``; or there are too many pixels, before they are decoded.
+            Rejected: see ``image_of_text``; or there are too many pixels, before they are decoded.
         """
         image = image_of_bytes(name, bytes_of_text(name, text), self._left)
         self._left -= image.width * image.height
@@ -47,7 +47,7 @@ def image_of_bytes(name: str, data: bytes, most: int = MOST_PIXELS) -> Image.Ima
         most: pixels.
 
     Raises:
-        Refused: it is another kind of file, too large, animated or damaged.
+        Rejected: it is another kind of file, too large, animated or damaged.
     """
     try:
         with Image.open(BytesIO(data), formats=tuple(dict.fromkeys(FORMATS.values()))) as image:
@@ -81,7 +81,7 @@ def image_of_text(name: str, text: str) -> Image.Image:
     """The same of base64, bare or as a data: URL.
 
     Raises:
-        Refused: also if it is an address of something, which is never fetched or opened.
+        Rejected: also if it is an address of something, which is never fetched or opened.
     """
     return image_of_bytes(name, bytes_of_text(name, text))
 
@@ -90,7 +90,7 @@ def bytes_of_text(name: str, text: str) -> bytes:
     """The bytes of base64, bare or as a data: URL.
 
     Raises:
-        Refused: it is none.
+        Rejected: it is none.
     """
     if head := _DATA_URL.match(text):
         if not head[0].endswith(";base64,"):
@@ -109,7 +109,7 @@ def colours(name: str, image: Image.Image) -> Image.Image:
     """RGB, what is transparent on white.
 
     Raises:
-        Refused: it has the colours of a printer.
+        Rejected: it has the colours of a printer.
     """
     return _read(name, image, grey=False)
 
@@ -118,7 +118,7 @@ def white_mask(name: str, image: Image.Image) -> Image.Image:
     """A mask as most programs have it: white is generated anew. One that is painted into transparency is read there.
 
     Raises:
-        Refused: see ``colours``.
+        Rejected: see ``colours``.
     """
     return _read(name, image, grey=True)
 
@@ -127,7 +127,7 @@ def transparent_mask(name: str, image: Image.Image) -> Image.Image:
     """The mask of an image whose transparent parts are to be generated anew; there it is white.
 
     Raises:
-        Refused: nothing of it could be transparent.
+        Rejected: nothing of it could be transparent.
     """
     if not image.has_transparency_data:
         raise _refused(name, "has no transparency; make the part transparent that is to be generated anew")
@@ -140,12 +140,12 @@ def _read(name: str, image: Image.Image, *, grey: bool) -> Image.Image:
         read.info = {}  # texts and profiles of the file's: nothing but pixels gets in
         return read
     except InputError as error:
-        raise Refused(400, "invalid_image", str(error), param=name) from None
+        raise Rejected(400, "invalid_image", str(error), param=name) from None
 
 
-def _too_large(name: str) -> Refused:
+def _too_large(name: str) -> Rejected:
     return _refused(name, f"has more than {MOST_PIXELS} pixels; send a smaller one")
 
 
-def _refused(name: str, why: str) -> Refused:
-    return Refused(400, "invalid_image", f"{name} {why}", param=name)
+def _refused(name: str, why: str) -> Rejected:
+    return Rejected(400, "invalid_image", f"{name} {why}", param=name)

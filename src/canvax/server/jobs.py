@@ -26,7 +26,7 @@ LONGEST_MESSAGE = 600
 MEDIA_TYPES: dict[Format, str] = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 
 
-class Refused(Exception):
+class Rejected(Exception):
     """A request that is not accepted.
 
     Attributes:
@@ -44,9 +44,9 @@ class Refused(Exception):
         self.status, self.code, self.message, self.param, self.retry_after = status, code, message, param, retry_after
 
 
-def invalid(param: str | None, message: str) -> Refused:
+def invalid(param: str | None, message: str) -> Rejected:
     """A value that cannot be used."""
-    return Refused(400, "invalid_value", message, param=param)
+    return Rejected(400, "invalid_value", message, param=param)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class PromptImage:
 
 
 @dataclass(frozen=True)
-class Ask:
+class JobRequest:
     """Images that someone wants. What is None is the model's default.
 
     Attributes:
@@ -129,7 +129,7 @@ class Ask:
     seconds: float | None = None
 
 
-def without_pixels(ask: Ask) -> Ask:
+def without_pixels(job_request: JobRequest) -> JobRequest:
     """An ask with a text in place of each image: a job that was accepted keeps no pixels.
 
     With an Idempotency-Key it is the image's fingerprint, so that another try can be compared with the first one.
@@ -137,7 +137,7 @@ def without_pixels(ask: Ask) -> Ask:
 
     def marked(value: Any) -> Any:
         if isinstance(value, Image.Image):
-            return fingerprint(value) if ask.once else "an image"
+            return fingerprint(value) if job_request.once else "an image"
         if isinstance(value, PromptImage):
             return replace(value, image=marked(value.image), mask=marked(value.mask))
         if isinstance(value, Mapping):
@@ -145,7 +145,7 @@ def without_pixels(ask: Ask) -> Ask:
         return [marked(entry) for entry in value] if isinstance(value, list | tuple) else value
 
     names = ("image", "mask", "control", "image_prompt")
-    return replace(ask, **{name: marked(getattr(ask, name)) for name in names})
+    return replace(job_request, **{name: marked(getattr(job_request, name)) for name in names})
 
 
 class Status(StrEnum):
@@ -235,7 +235,7 @@ class Job:
 
     def __init__(
         self,
-        ask: Ask,
+        job_request: JobRequest,
         model: str,
         pictures: Sequence[Picture],
         *,
@@ -244,8 +244,8 @@ class Job:
         created: float | None = None,
     ) -> None:
         self.id = name or uuid.uuid4().hex
-        self.ask, self.model, self.pictures = ask, model, list(pictures)
-        self._first = weakref.ref(ask)
+        self.request, self.model, self.pictures = job_request, model, list(pictures)
+        self._first = weakref.ref(job_request)
         self.tiles = 0
         """That its image is made of; 0 where nothing is made of tiles."""
         self.created = time.time() if created is None else created
@@ -261,9 +261,9 @@ class Job:
         self._lock = threading.Lock()
         self._watchers: set[_Mailbox] = set()
 
-    def is_of(self, ask: Ask) -> bool:
+    def is_of(self, job_request: JobRequest) -> bool:
         """Whether it was made for this very ask, and not for an earlier one with the same Idempotency-Key."""
-        return self._first() is ask
+        return self._first() is job_request
 
     def cancel(self) -> None:
         """Give it up: its images leave the batch before the next step. Does nothing where it is over."""
@@ -432,7 +432,7 @@ def check_ready(state: State, progress: str = "") -> None:
     """Refuse a request that an engine in this state cannot take; ``progress`` says how far it is."""
     if state is not State.READY:
         words, wait = _UNREADY[state]
-        raise Refused(503, state, f"{words} ({progress})" if progress else words, retry_after=wait)
+        raise Rejected(503, state, f"{words} ({progress})" if progress else words, retry_after=wait)
 
 
 class Engine(Protocol):
@@ -442,7 +442,7 @@ class Engine(Protocol):
         """The models, the default first.
 
         Raises:
-            Refused: they are not loaded yet.
+            Rejected: they are not loaded yet.
         """
         ...
 
@@ -450,15 +450,15 @@ class Engine(Protocol):
         """The adapters that a model's requests may name; ``refresh``: look at the folder again.
 
         Raises:
-            Refused: there is no such model.
+            Rejected: there is no such model.
         """
         ...
 
-    def submit(self, ask: Ask) -> Job:
+    def submit(self, job_request: JobRequest, /) -> Job:
         """Accept a job. Blocks for milliseconds: call it off the event loop.
 
         Raises:
-            Refused: it cannot be done at all, or not now.
+            Rejected: it cannot be done at all, or not now.
         """
         ...
 

@@ -18,7 +18,7 @@ import msgspec
 from PIL import Image
 
 from canvax.errors import CanvaxError, InputError
-from canvax.server.jobs import Ask, Job, Picture, PromptImage, Status
+from canvax.server.jobs import Job, JobRequest, Picture, PromptImage, Status
 
 log = logging.getLogger("canvax.server")
 
@@ -89,9 +89,15 @@ class Journal:
         Raises:
             CanvaxError: a value cannot be written.
         """
-        ask = {field.name: getattr(job.ask, field.name) for field in fields(Ask) if field.name not in _IMAGES}
-        pictures = [[one.seed, one.width, one.height, one.steps] for one in job.pictures]
-        packed = [self._encoded(ask), self._encoded(pictures), *(_packed(getattr(job.ask, name)) for name in _IMAGES)]
+        job_request = {
+            field.name: getattr(job.request, field.name) for field in fields(JobRequest) if field.name not in _IMAGES
+        }
+        pictures = [[picture.seed, picture.width, picture.height, picture.steps] for picture in job.pictures]
+        packed = [
+            self._encoded(job_request),
+            self._encoded(pictures),
+            *(_packed(getattr(job.request, name)) for name in _IMAGES),
+        ]
         return (job.id, job.created, job.model, str(job.status), *packed)
 
     def accepted(self, job: Job, row: tuple[Any, ...] | None = None) -> None:
@@ -105,10 +111,10 @@ class Journal:
 
     def finished(self, job: Job, index: int) -> None:
         """Write an image that is done, unless its job was forgotten meanwhile."""
-        one, statement = job.pictures[index], "INSERT OR REPLACE INTO images SELECT ?, ?, ?, ?, ?, ?"
+        picture, statement = job.pictures[index], "INSERT OR REPLACE INTO images SELECT ?, ?, ?, ?, ?, ?"
         with self._tolerant():
-            metadata = self._encoded(dict(one.metadata))
-            row = (job.id, index, one.width, one.height, one.data, metadata)
+            metadata = self._encoded(dict(picture.metadata))
+            row = (job.id, index, picture.width, picture.height, picture.data, metadata)
             self._write(f"{statement} WHERE EXISTS (SELECT 1 FROM jobs WHERE id = ?)", (*row, job.id))
 
     def over(self, job: Job) -> None:
@@ -168,11 +174,11 @@ class Journal:
         """See whose file it is, take it, and make its tables if it is new."""
         base, path = self._base, self._path
         try:
-            found = [base.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
+            versions = [base.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
             empty = base.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-            if not empty and found[0] != APPLICATION:
+            if not empty and versions[0] != APPLICATION:
                 raise InputError(f"--journal {path}: is a database of another program; name another file")
-            if not empty and found[1] != VERSION:
+            if not empty and versions[1] != VERSION:
                 raise InputError(f"--journal {path}: is of another version of canvax; name another file")
             once = ["auto_vacuum = INCREMENTAL"] if empty else []  # before anything is written
             for setting in (*once, *_SETTINGS):
@@ -188,29 +194,34 @@ class Journal:
             raise InputError(f"--journal {path}: is not a journal of canvax ({error}); name another file") from None
 
     def _job(self, row: Sequence[Any], cancel: Callable[[Job], None]) -> Job:
-        _, name, created, model, status, ask, pictures, image, mask, code, message = row
-        told = msgspec.json.decode(ask)
-        told |= {name: _decoded(told.get(name)) for name in ("control", "image_prompt")}
-        if told["image_prompt"] is not None:
-            told["image_prompt"] = [PromptImage(**one) for one in told["image_prompt"]]
-        if unknown := told.keys() - {field.name for field in fields(Ask)}:
+        _, name, created, model, status, job_request, pictures, image, mask, code, message = row
+        values = msgspec.json.decode(job_request)
+        values |= {name: _decoded(values.get(name)) for name in ("control", "image_prompt")}
+        if values["image_prompt"] is not None:
+            values["image_prompt"] = [PromptImage(**picture) for picture in values["image_prompt"]]
+        if unknown := values.keys() - {field.name for field in fields(JobRequest)}:
             cure = "finish it with the canvax that wrote it, or name another file"
             raise InputError(f"--journal {self._path}: is of another version of canvax ({min(unknown)}); {cure}")
-        asked = Ask(**told, image=_unpacked(image), mask=_unpacked(mask))
-        made = [Picture(i, *numbers) for i, numbers in enumerate(msgspec.json.decode(pictures))]
-        job = Job(asked, model, made, cancel=cancel, name=name, created=created)
+        job_request = JobRequest(**values, image=_unpacked(image), mask=_unpacked(mask))
+        images = [Picture(i, *numbers) for i, numbers in enumerate(msgspec.json.decode(pictures))]
+        job = Job(job_request, model, images, cancel=cancel, name=name, created=created)
         done = self._base.execute("SELECT number, width, height, data, metadata FROM images WHERE job = ?", (name,))
         for number, width, height, data, metadata in done:
-            one = made[number]
-            one.width, one.height, one.data, one.metadata = width, height, data, msgspec.json.decode(metadata)
-            one.status, one.step = Status.DONE, one.steps
+            picture = images[number]
+            picture.width, picture.height, picture.data, picture.metadata = (
+                width,
+                height,
+                data,
+                msgspec.json.decode(metadata),
+            )
+            picture.status, picture.step = Status.DONE, picture.steps
         job.status = Status(status)
-        if not job.status.over and all(one.data is not None for one in made):  # killed after its last image
+        if not job.status.over and all(picture.data is not None for picture in images):  # killed after its last image
             job.status = Status.DONE
         if job.status.over:
             job.error = (code, message) if code else None
-            for one in made:
-                one.status = one.status if one.status.over else job.status
+            for picture in images:
+                picture.status = picture.status if picture.status.over else job.status
         return job
 
     @contextmanager
@@ -257,12 +268,12 @@ def _plain(value: Any) -> Any:
 def _decoded(value: Any) -> Any:
     """Values with their images."""
     if isinstance(value, list):
-        return [_decoded(one) for one in value]
+        return [_decoded(entry) for entry in value]
     if not isinstance(value, dict):
         return value
     if _PNG in value:
         return _unpacked(base64.b64decode(value[_PNG]))
-    return {name: _decoded(one) for name, one in value.items()}
+    return {name: _decoded(entry) for name, entry in value.items()}
 
 
 def _packed(image: Image.Image | None) -> bytes | None:

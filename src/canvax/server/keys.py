@@ -45,7 +45,7 @@ class Keys:
         Raises:
             InputError: the file cannot be read, or what it says is none of that, or an id is there twice.
         """
-        found: dict[str, bytes] = {}
+        digests: dict[str, bytes] = {}
         if file is not None:
             try:
                 with open_regular(file) as opened:
@@ -60,13 +60,13 @@ class Keys:
                 warn(f"--keys {file}: others on this machine can read it; chmod 600 {file}")
             for number, line in enumerate(text.splitlines(), 1):
                 if line := _COMMENT.sub("", line).strip():
-                    _add(found, line, f"--keys {file}, line {number}")
-            if not found:
+                    _add(digests, line, f"--keys {file}, line {number}")
+            if not digests:
                 raise InputError(f"--keys {file}: holds no key; write lines such as alice:a-secret-of-16-characters")
         for part in os.environ.get("CANVAX_KEYS", "").split(","):
             if part.strip():
-                _add(found, part.strip(), "CANVAX_KEYS")
-        return cls(found) if found else None
+                _add(digests, part.strip(), "CANVAX_KEYS")
+        return cls(digests) if digests else None
 
     def client(self, authorization: str, key: str) -> str | None:
         """The id of the key in the headers Authorization or X-API-Key; None if there is none that is right.
@@ -79,25 +79,25 @@ class Keys:
         return right[0] if sent and right else None
 
 
-def _add(found: dict[str, bytes], line: str, where: str) -> None:
+def _add(digests: dict[str, bytes], line: str, where: str) -> None:
     name, colon, secret = line.partition(":")
     secret = secret.strip()
     if not colon or not re.fullmatch(r"[\w.@-]{1,64}", name, re.ASCII):
         raise InputError(f"{where}: is not id:key, where an id is of letters, digits and .-_@")
-    if name in found:
+    if name in digests:
         raise InputError(f"{where}: there is a key of {name} already; give each key an id of its own")
     if secret.lower().startswith("sha256:"):
         digest = _DIGEST.fullmatch(secret)
         if digest is None:
             raise InputError(f"{where}: what follows sha256: is not 64 hexadecimal digits; write what sha256sum prints")
-        found[name] = bytes.fromhex(digest[1])
+        digests[name] = bytes.fromhex(digest[1])
         return
     if len(secret) < SHORTEST or not (secret.isascii() and secret.isprintable()):
         raise InputError(
             f"{where}: the key of {name} is shorter than {SHORTEST} characters, or has others than ASCII; make a "
             "longer one of letters and digits"
         )
-    found[name] = hashlib.sha256(secret.encode()).digest()
+    digests[name] = hashlib.sha256(secret.encode()).digest()
 
 
 def _secret(authorization: str) -> str:

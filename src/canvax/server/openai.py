@@ -37,6 +37,7 @@ from canvax.server.answers import (
     one_of,
     read_form,
     read_json,
+    sent_event,
     settled,
     submitted,
     watched,
@@ -45,14 +46,14 @@ from canvax.server.answers import (
 from canvax.server.images_in import colours, image_of_bytes, transparent_mask
 from canvax.server.jobs import (
     MEDIA_TYPES,
-    Ask,
     Engine,
     Format,
     Job,
+    JobRequest,
     ModelCard,
     Picture,
     Previewed,
-    Refused,
+    Rejected,
     Status,
 )
 
@@ -60,7 +61,7 @@ _OWN_SIZES = {(256, 256), (512, 512), (1024, 1024), (1024, 1536), (1536, 1024), 
 """What clients ask for that know OpenAI's models alone; they mean no more by it than the proportions."""
 _PREFIXES = ("/v1", "", "/openai/deployments/{deployment}")
 _FIELDS = {"width": "size", "height": "size", "format": "output_format", "quality": "output_compression"}
-"""What an argument of ``Ask`` is called here."""
+"""What an argument of ``JobRequest`` is called here."""
 _NO_USAGE = {
     "input_tokens": 0,
     "output_tokens": 0,
@@ -116,10 +117,10 @@ def routes(engine: Engine) -> list[BaseRoute]:
             return Response(status_code=204, headers={"Allow": "POST, OPTIONS"})
         body = await read_json(request, Generation)
         if body.strength is not None:
-            said = f"strength={body.strength!r} without an image: images are sent to /v1/images/edits"
-            raise Refused(400, "invalid_value", said, param="strength")
-        ask = _ask(request, engine, body)
-        return await _answer(request, await submitted(engine, ask), body, "image_generation")
+            message = f"strength={body.strength!r} without an image: images are sent to /v1/images/edits"
+            raise Rejected(400, "invalid_value", message, param="strength")
+        job_request = _ask(request, engine, body)
+        return await _answer(request, await submitted(engine, job_request), body, "image_generation")
 
     async def edit(request: Request) -> Response:
         job, body = await decoding(edited, request, *await read_form(request))
@@ -132,7 +133,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
         return engine.submit(_ask(request, engine, body, image, mask)), body
 
     async def vary(_: Request) -> Response:
-        raise Refused(404, "not_found", "variations are not offered; send the image to /v1/images/edits with a prompt")
+        raise Rejected(404, "not_found", "variations are not offered; send the image to /v1/images/edits with a prompt")
 
     async def models(_: Request) -> Response:
         return json_answer({"object": "list", "data": [_described(card) for card in engine.models()]})
@@ -143,25 +144,25 @@ def routes(engine: Engine) -> list[BaseRoute]:
             if card.id == name:
                 return json_answer(_described(card))
         known = " or ".join(card.id for card in cards)
-        said = f"the model {name!r:.200} is not served here; ask for {known}"
-        raise Refused(404, "model_not_found", said, param="model")
+        message = f"the model {name!r:.200} is not served here; ask for {known}"
+        raise Rejected(404, "model_not_found", message, param="model")
 
-    found: list[BaseRoute] = []
+    all_routes: list[BaseRoute] = []
     for prefix in _PREFIXES:
-        found += [
+        all_routes += [
             Route(f"{prefix}/images/generations", answering(error, generate), methods=["POST", "OPTIONS"]),
             Route(f"{prefix}/images/edits", answering(error, edit), methods=["POST"]),
             Route(f"{prefix}/images/variations", answering(error, vary), methods=["POST"]),
         ]
     for prefix in _PREFIXES[:2]:
-        found += [
+        all_routes += [
             Route(f"{prefix}/models", answering(error, models), methods=["GET"]),
             Route(f"{prefix}/models/{{name:path}}", answering(error, model), methods=["GET"]),
         ]
-    return found
+    return all_routes
 
 
-def error(refused: Refused, request_id: str) -> Response:
+def error(refused: Rejected, request_id: str) -> Response:
     """A refusal as OpenAI's clients read it."""
     headers = error_headers(refused, request_id)
     if refused.status == 401:
@@ -169,7 +170,7 @@ def error(refused: Refused, request_id: str) -> Response:
     return Response(encoded({"error": _told(refused)}), refused.status, headers, media_type="application/json")
 
 
-def _told(refused: Refused) -> dict[str, Any]:
+def _told(refused: Rejected) -> dict[str, Any]:
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
     kind = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(refused.status, kind)
     param = _FIELDS.get(refused.param, refused.param) if refused.param else None
@@ -186,12 +187,12 @@ def _ask(
     body: Generation,
     image: Image.Image | None = None,
     mask: Image.Image | None = None,
-) -> Ask:
+) -> JobRequest:
     card = model_named(engine, body.model or request.path_params.get("deployment"))
     _check_together(body)
     width, height = _size(body, card, image)
     kind: Format = body.output_format or "png"
-    return Ask(
+    return JobRequest(
         body.prompt,
         negative_prompt=body.negative_prompt,
         model=card.id,
@@ -226,7 +227,7 @@ def _check_together(body: Generation) -> None:
         ("response_format", body.stream and body.response_format == "url", "a stream holds base64; leave one out"),
     ):
         if idle:
-            raise Refused(400, "invalid_value", f"{name}={getattr(body, name)!r}: {why}", param=name)
+            raise Rejected(400, "invalid_value", f"{name}={getattr(body, name)!r}: {why}", param=name)
 
 
 def _size(body: Generation, card: ModelCard, image: Image.Image | None) -> tuple[int | None, int | None]:
@@ -236,13 +237,13 @@ def _size(body: Generation, card: ModelCard, image: Image.Image | None) -> tuple
             return body.width, body.height
         whole = all(side % card.size_step == 0 for side in image.size)
         return image.size if image.size in card.sizes or (card.any_size and whole) else nearest_size(card, image.size)
-    found = re.fullmatch(r"(\d{1,5})\s*[x×]\s*(\d{1,5})", body.size, re.ASCII | re.IGNORECASE)
-    if not found or not all(map(int, found.groups())):
-        raise Refused(400, "invalid_value", f"size={body.size!r} is not WIDTHxHEIGHT, such as 512x512", param="size")
-    size = int(found[1]), int(found[2])
+    match = re.fullmatch(r"(\d{1,5})\s*[x×]\s*(\d{1,5})", body.size, re.ASCII | re.IGNORECASE)
+    if not match or not all(map(int, match.groups())):
+        raise Rejected(400, "invalid_value", f"size={body.size!r} is not WIDTHxHEIGHT, such as 512x512", param="size")
+    size = int(match[1]), int(match[2])
     if (body.width or size[0], body.height or size[1]) != size:
-        said = f"size={body.size!r} beside width={body.width} and height={body.height}; send one or the other"
-        raise Refused(400, "invalid_value", said, param="size")
+        message = f"size={body.size!r} beside width={body.width} and height={body.height}; send one or the other"
+        raise Rejected(400, "invalid_value", message, param="size")
     known = card.any_size or size in card.sizes or size not in _OWN_SIZES
     return size if known else nearest_size(card, size)
 
@@ -256,21 +257,21 @@ def _edit(
         try:
             values[name] = msgspec.json.decode(fields[name])
         except (msgspec.DecodeError, RecursionError):
-            said = f"{name}={fields[name]!r:.80} is not JSON; send an object"
-            raise Refused(400, "invalid_value", said, param=name) from None
+            message = f"{name}={fields[name]!r:.80} is not JSON; send an object"
+            raise Rejected(400, "invalid_value", message, param=name) from None
     try:
         body = msgspec.convert(values, Generation, strict=False)
     except msgspec.ValidationError as problem:
         raise wrong_field(problem, Generation, values) from None
     for name, _ in files:
         if name in Generation.__struct_fields__:
-            raise Refused(400, "invalid_value", f"{name}: is a file; send it as text, without a filename", param=name)
+            raise Rejected(400, "invalid_value", f"{name}: is a file; send it as text, without a filename", param=name)
     images = [data for name, data in files if name in ("image", "image[]")]
     masks = [data for name, data in files if name == "mask"]
     if "image" in fields or "image[]" in fields or "mask" in fields:
-        raise Refused(400, "invalid_image", "image and mask are to be sent as files of the form", param="image")
+        raise Rejected(400, "invalid_image", "image and mask are to be sent as files of the form", param="image")
     if len(images) != 1 or len(masks) > 1:
-        raise Refused(
+        raise Rejected(
             400, "invalid_image", f"{len(images)} images and {len(masks)} masks; send one image, and at most one mask",
             param="image",
         )  # fmt: skip
@@ -280,7 +281,7 @@ def _edit(
     mask = image_of_bytes("mask", masks[0])
     if mask.size != image.size:
         sizes = f"{mask.width} x {mask.height} pixels, image {image.width} x {image.height}"
-        raise Refused(400, "invalid_image", f"mask has {sizes}; make them of one size", param="mask")
+        raise Rejected(400, "invalid_image", f"mask has {sizes}; make them of one size", param="mask")
     return body, colours("image", image), transparent_mask("mask", mask)
 
 
@@ -302,47 +303,43 @@ async def _answer(request: Request, job: Job, body: Generation, kind: str) -> Re
 def _image(job: Job, picture: Picture, *, as_url: bool) -> dict[str, Any]:
     # Never both: some clients read the URL first, and cannot fetch it.
     data = cast(bytes, picture.data)
-    content = {"url": data_url(MEDIA_TYPES[job.ask.format], data)} if as_url else {"b64_json": data}
+    content = {"url": data_url(MEDIA_TYPES[job.request.format], data)} if as_url else {"b64_json": data}
     return {**content, "seed": picture.seed}
 
 
 def _shared(job: Job, picture: Picture) -> dict[str, Any]:
     size = f"{picture.width}x{picture.height}"
-    return {"background": "opaque", "output_format": job.ask.format, "quality": "auto", "size": size}
+    return {"background": "opaque", "output_format": job.request.format, "quality": "auto", "size": size}
 
 
 async def _events(job: Job, kind: str) -> AsyncIterator[bytes]:
     """The events of one job: previews and finished images, several of them where n is more than 1."""
-    told: set[int] = set()
+    sent: set[int] = set()
     async for event in watched(job):
         if event is None:
             yield b": keepalive\n\n"
-        if isinstance(event, Previewed) and event.index not in told:
+        if isinstance(event, Previewed) and event.index not in sent:
             yield _partial(job, event, kind)
         # Not by ``Finished`` alone: images may have been done before anyone watched.
         for picture in job.pictures:
-            if picture.data and picture.index not in told:
-                told.add(picture.index)
+            if picture.data and picture.index not in sent:
+                sent.add(picture.index)
                 yield _completed(job, picture, kind)
     if job.status is not Status.DONE:
-        yield _event("error", {"error": _told(failure(job))})
+        yield sent_event("error", {"error": _told(failure(job))})
     yield b"data: [DONE]\n\n"
 
 
 def _partial(job: Job, event: Previewed, kind: str) -> bytes:
     picture = job.pictures[event.index]
     shape = event.media_type.removeprefix("image/")  # of the preview, whatever was asked for
-    told = {**_shared(job, picture), "output_format": shape, "seed": picture.seed, "image_index": event.index}
+    fields = {**_shared(job, picture), "output_format": shape, "seed": picture.seed, "image_index": event.index}
     name = f"{kind}.partial_image"
     index = {"partial_image_index": event.number, "created_at": int(time.time())}
-    return _event(name, {"type": name, "b64_json": event.data, **index, **told})
+    return sent_event(name, {"type": name, "b64_json": event.data, **index, **fields})
 
 
 def _completed(job: Job, picture: Picture, kind: str) -> bytes:
     name = f"{kind}.completed"
-    told = {**_shared(job, picture), "seed": picture.seed, "image_index": picture.index, "usage": _NO_USAGE}
-    return _event(name, {"type": name, "b64_json": picture.data, "created_at": int(time.time()), **told})
-
-
-def _event(name: str, value: Mapping[str, Any]) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + encoded(value) + b"\n\n"
+    fields = {**_shared(job, picture), "seed": picture.seed, "image_index": picture.index, "usage": _NO_USAGE}
+    return sent_event(name, {"type": name, "b64_json": picture.data, "created_at": int(time.time()), **fields})

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from canvax.server.jobs import AdapterCard, Ask, Engine, Job, ModelCard, Refused
+from canvax.server.jobs import AdapterCard, Engine, Job, JobRequest, ModelCard, Rejected
 
 
 class Rates:
@@ -64,19 +64,19 @@ class Rated:
         """See ``Engine``."""
         return self._engine.adapters(model, refresh=refresh)
 
-    def submit(self, ask: Ask) -> Job:
+    def submit(self, job_request: JobRequest) -> Job:
         """See ``Engine``."""
-        if wait := self._rates.wait(ask.client, ask.n):
-            raise Refused(429, "rate_limit_exceeded", "too many images a minute; see Retry-After", retry_after=wait)
+        if wait := self._rates.wait(job_request.client, job_request.n):
+            raise Rejected(429, "rate_limit_exceeded", "too many images a minute; see Retry-After", retry_after=wait)
         accepted = None
         try:
-            accepted = self._engine.submit(ask)
+            accepted = self._engine.submit(job_request)
             return accepted
         finally:
-            if accepted is None or not accepted.is_of(ask):  # refused, or the job of an earlier try
-                self._rates.add(ask.client, ask.n)
+            if accepted is None or not accepted.is_of(job_request):  # refused, or the job of an earlier try
+                self._rates.add(job_request.client, job_request.n)
             elif accepted.tiles:  # each costs as much as an image
-                self._rates.add(ask.client, ask.n - accepted.tiles)
+                self._rates.add(job_request.client, job_request.n - accepted.tiles)
 
     def job(self, name: str, client: str) -> Job | None:
         """See ``Engine``."""

@@ -26,10 +26,10 @@ from canvax.pipelines.request import Call, Request, make_request
 from canvax.pipelines.text_to_image import work
 from canvax.pipelines.tiles import Tiles
 from canvax.samplers import SamplerOptions, SamplerTable, find
+from canvax.server.adapter_cache import AdapterCache, Wanted
 from canvax.server.control import check_has_networks, examples, prompts_of, publicly, with_networks
 from canvax.server.enlarged import Enlarged, cut, tile_request
-from canvax.server.jobs import Ask, Job, Picture, Refused, Stepped, invalid
-from canvax.server.shelf import Shelf, Wanted
+from canvax.server.jobs import Job, JobRequest, Picture, Rejected, Stepped, invalid
 
 MOST_IMAGES, MOST_STEPS = 64, 250
 """Of one job."""
@@ -125,7 +125,7 @@ class Item:
     faults: int = 0
     whole: Enlarged | None = None
     adapters: Wanted = field(default_factory=dict)
-    shelf: Shelf | None = None
+    shelf: AdapterCache | None = None
     _holds: bool = False
 
     def hold(self) -> None:
@@ -186,7 +186,7 @@ class Item:
         """What the job tells: of the whole where this is a tile."""
         return self.whole.picture if self.whole else self.picture
 
-    def told(self, slower: float = 1.0) -> Stepped:
+    def progress(self, slower: float = 1.0) -> Stepped:
         """How far it is, in the job's words; ``slower``: how many times longer a step of its batch takes than alone."""
         left = self.left * slower
         if self.whole:
@@ -196,8 +196,8 @@ class Item:
 
     def metadata(self, model: Model) -> dict[str, Any]:
         """What generates it again."""
-        own = publicly(metadata(model, self.request)[0]) | {"model": self.job.model}
-        return self.whole.metadata(own) if self.whole else own
+        fields = publicly(metadata(model, self.request)[0]) | {"model": self.job.model}
+        return self.whole.metadata(fields) if self.whole else fields
 
 
 def inputs_of(request: Request) -> Iterator[Image.Image]:
@@ -218,7 +218,7 @@ def byte_size(images: Iterable[Image.Image]) -> int:
 
 def may_begin(items: Iterable[Item]) -> list[Item]:
     """The images for whose adapters there are places. Where one has to wait, so do later ones with adapters."""
-    ready, full = list[Item](), set[Shelf | None]()
+    ready, full = list[Item](), set[AdapterCache | None]()
     for item in items:
         shelf, adapters = item.shelf, item.adapters
         if shelf is None or not adapters or (shelf not in full and shelf.slots.fit(adapters)):
@@ -237,7 +237,7 @@ class Checked(NamedTuple):
     seeds: list[int]
     tiles: Tiles | None = None
     adapters: Wanted = MappingProxyType({})
-    shelf: Shelf | None = None
+    shelf: AdapterCache | None = None
 
     @property
     def images(self) -> int:
@@ -262,9 +262,9 @@ class Checked(NamedTuple):
         whole, steps = self.tiles or self.request, len(self.table) * (len(self.tiles) if self.tiles else 1)
         return [Picture(i, seed, whole.width, whole.height, steps) for i, seed in enumerate(self.seeds)]
 
-    def job(self, ask: Ask, cancel: Callable[[Job], None]) -> Job:
+    def job(self, job_request: JobRequest, cancel: Callable[[Job], None]) -> Job:
         """A new job."""
-        job = Job(ask, self.group.model, self.pictures(), cancel=cancel)
+        job = Job(job_request, self.group.model, self.pictures(), cancel=cancel)
         job.tiles = len(self.tiles) if self.tiles else 0
         return job
 
@@ -272,10 +272,10 @@ class Checked(NamedTuple):
         """What is to be drawn for an image of it: itself, or its tiles."""
         if self.tiles is None:
             return [self.item(job, picture)]
-        whole = Enlarged(self.tiles, picture, self.request, previews=job.ask.previews)
+        whole = Enlarged(self.tiles, picture, self.request, previews=job.request.previews)
         requests = [tile_request(self.request, self.tiles, i) for i in range(len(self.tiles))]
         return [
-            Item(job, part, request, self.table, self.group, job.ask.client, whole=whole, **self._beside)
+            Item(job, part, request, self.table, self.group, job.request.client, whole=whole, **self._beside)
             for part, request in zip(whole.parts, requests, strict=True)
         ]
 
@@ -283,52 +283,54 @@ class Checked(NamedTuple):
         """One image of it, with its own seeds."""
         request = replace(self.request, seeds=[picture.seed])
         rows = len(self.table)
-        count = min(job.ask.previews, rows - 1)
+        count = min(job.request.previews, rows - 1)
         previews = tuple(sorted({round(rows * (i + 1) / (count + 1)) for i in range(count)}))
-        return Item(job, picture, request, self.table, self.group, job.ask.client, previews=previews, **self._beside)
+        return Item(
+            job, picture, request, self.table, self.group, job.request.client, previews=previews, **self._beside
+        )
 
     @property
     def _beside(self) -> dict[str, Any]:
         return {"adapters": self.adapters, "shelf": self.shelf}
 
 
-def check(ask: Ask, name: str, model: Model, shelf: Shelf | None = None) -> Checked:
+def check(job_request: JobRequest, name: str, model: Model, shelf: AdapterCache | None = None) -> Checked:
     """What a model is asked for; ``name`` is what it is called here, ``shelf`` its adapters.
 
     Raises:
-        Refused: naming the field and the cure.
+        Rejected: naming the field and the cure.
     """
-    if not 1 <= ask.n <= MOST_IMAGES:
-        raise invalid("n", f"n={ask.n} is not in 1..{MOST_IMAGES}; send several jobs")
-    if ask.steps is not None and ask.steps > MOST_STEPS:
-        raise invalid("steps", f"steps={ask.steps} is more than {MOST_STEPS}")
+    if not 1 <= job_request.n <= MOST_IMAGES:
+        raise invalid("n", f"n={job_request.n} is not in 1..{MOST_IMAGES}; send several jobs")
+    if job_request.steps is not None and job_request.steps > MOST_STEPS:
+        raise invalid("steps", f"steps={job_request.steps} is more than {MOST_STEPS}")
     for name_of in ("prompt", "negative_prompt"):
-        if len(getattr(ask, name_of) or "") > LONGEST_PROMPT:
+        if len(getattr(job_request, name_of) or "") > LONGEST_PROMPT:
             raise invalid(name_of, f"{name_of} is longer than {LONGEST_PROMPT} characters; shorten it")
-    for option in ask.options:
+    for option in job_request.options:
         if option in NOT_OFFERED:
             raise invalid("options", f"options.{option} is not offered: {NOT_OFFERED[option]}; leave it out")
     adapters: Wanted = {}
     if shelf is not None:
-        prompt, adapters = shelf.wanted(ask.prompt, ask.adapters)
-        ask = dataclasses.replace(ask, prompt=prompt)
-    elif ask.adapters:
+        prompt, adapters = shelf.wanted(job_request.prompt, job_request.adapters)
+        job_request = dataclasses.replace(job_request, prompt=prompt)
+    elif job_request.adapters:
         raise invalid("adapters", "adapters: this server offers none; it was started without --lora-dir")
-    check_has_networks(ask, model)
-    seed = _seed(ask) if ask.seed in (None, -1) else ask.seed
+    check_has_networks(job_request, model)
+    seed = _seed(job_request) if job_request.seed in (None, -1) else job_request.seed
     try:
-        if ask.sampler is not None and find(ask.sampler)[0].name == "ddim_inverse":
+        if job_request.sampler is not None and find(job_request.sampler)[0].name == "ddim_inverse":
             why = "goes from an image to its noise, and latents do not go over the wire; choose another sampler"
-            raise invalid("sampler", f"sampler={ask.sampler!r} {why}")
-        seeds, tiles = image_seeds(seed, ask.n), None
-        if ask.upscale is not None:
-            ask, tiles = cut(ask, model, seeds[0], check_options(_options(ask)).noise)
+            raise invalid("sampler", f"sampler={job_request.sampler!r} {why}")
+        seeds, tiles = image_seeds(seed, job_request.n), None
+        if job_request.upscale is not None:
+            job_request, tiles = cut(job_request, model, seeds[0], check_options(_options(job_request)).noise)
         with _lock:
-            request = _request(ask, model, seeds[0])
+            request = _request(job_request, model, seeds[0])
         table, deep, kinds = work(model, request)
     except InputError as error:
         raise _refusal(error) from None
-    for hint in () if ask.lenient else idle(model, request):
+    for hint in () if job_request.lenient else idle(model, request):
         raise _refusal(InputError(hint.argument, hint.value, hint.problem, "leave it out"))
     if request.steps > MOST_STEPS or len(table) > MOST_EVALUATIONS:
         raise invalid(
@@ -356,11 +358,11 @@ def check(ask: Ask, name: str, model: Model, shelf: Shelf | None = None) -> Chec
     return Checked(request, table, GroupKey(name, request.height, request.width, kinds), seeds, tiles, adapters, shelf)
 
 
-def _seed(ask: Ask) -> int:
+def _seed(job_request: JobRequest) -> int:
     """Where the client leaves it open: that of its Idempotency-Key, so that other replicas give the same image too."""
-    if not ask.once:
+    if not job_request.once:
         return random_seed()
-    return int.from_bytes(hashlib.sha256(f"{ask.client}\n{ask.once}".encode()).digest()[:4], "big")
+    return int.from_bytes(hashlib.sha256(f"{job_request.client}\n{job_request.once}".encode()).digest()[:4], "big")
 
 
 def sample(
@@ -371,7 +373,7 @@ def sample(
     *,
     chunks: int = 1,
     steps: int = 12,
-    shelf: Shelf | None = None,
+    shelf: AdapterCache | None = None,
     shown: bool = False,
 ) -> Checked:
     """What most people ask for at a size, with a prompt of so many chunks; ``shown``: an image for every network."""
@@ -382,39 +384,39 @@ def sample(
         prompt, options = "apple " * (75 * (chunks - 1) + 1), {"prompt_syntax": "a1111"}
     steps = min(steps, model.scheduler.schedule.alphas_cumprod.size)
     images = examples(model, width, height) if shown else {}
-    ask = Ask(prompt, width=width, height=height, steps=steps, seed=0, options=options, **images)
-    return check(ask, name, model, shelf)
+    job_request = JobRequest(prompt, width=width, height=height, steps=steps, seed=0, options=options, **images)
+    return check(job_request, name, model, shelf)
 
 
-def _options(ask: Ask) -> Options:
+def _options(job_request: JobRequest) -> Options:
     names = {field.name for field in dataclasses.fields(Options)}
-    unknown = [name for name in ask.options if name not in names]
+    unknown = [name for name in job_request.options if name not in names]
     if unknown:
         raise InputError(unknown[0], NO_VALUE, "is not an option", nearest(unknown[0], sorted(names)))
-    return Options(**{**ask.options, "progress": False})
+    return Options(**{**job_request.options, "progress": False})
 
 
-def _request(ask: Ask, model: Model, seed: int) -> Request:
+def _request(job_request: JobRequest, model: Model, seed: int) -> Request:
     call = Call(
-        ask.prompt,
-        ask.negative_prompt,
-        ask.height,
-        ask.width,
-        ask.steps,
-        ask.guidance_scale,
+        job_request.prompt,
+        job_request.negative_prompt,
+        job_request.height,
+        job_request.width,
+        job_request.steps,
+        job_request.guidance_scale,
         seed=seed,
-        sampler=ask.sampler,
-        options=_options(ask),
-        image=ask.image,
-        mask=ask.mask,
-        strength=ask.strength,
-        control=ask.control,
-        image_prompt=prompts_of(ask),
+        sampler=job_request.sampler,
+        options=_options(job_request),
+        image=job_request.image,
+        mask=job_request.mask,
+        strength=job_request.strength,
+        control=job_request.control,
+        image_prompt=prompts_of(job_request),
     )
     return make_request(model, call)
 
 
-def _refusal(error: InputError) -> Refused:
+def _refusal(error: InputError) -> Rejected:
     """An error of a call, about the field that the client wrote."""
     options, settings = ({field.name for field in dataclasses.fields(kind)} for kind in (Options, SamplerOptions))
     name = _NAMES.get(error.argument, error.argument)
@@ -427,6 +429,6 @@ def _refusal(error: InputError) -> Refused:
             field = f"options.sampler_settings.{field}"
         return field if value is None else f"{field}={value}"
 
-    fields = {field.name for field in dataclasses.fields(Ask)} | set(CONTROL_OPTIONS)
+    fields = {field.name for field in dataclasses.fields(JobRequest)} | set(CONTROL_OPTIONS)
     param = name if name in fields else "options" if name in options | settings else None
     return invalid(param, error.format(write))

@@ -12,11 +12,11 @@ from typing import Any
 from canvax.errors import CanvaxError
 from canvax.images.convert import to_pil
 from canvax.images.metadata import save_numbered
-from canvax.server.book import Book, reason
 from canvax.server.files import image_file, preview_file
+from canvax.server.job_store import JobStore, reason
 from canvax.server.jobs import Previewed, Status
 from canvax.server.metrics import Metrics
-from canvax.server.served import Served
+from canvax.server.models import ServedModel
 from canvax.server.work import Item
 from canvax.types import HostArray
 
@@ -32,7 +32,7 @@ class Writer:
         output: the folder in which finished images are saved as well; None for none.
     """
 
-    def __init__(self, book: Book, metrics: Metrics, output: Path | None = None) -> None:
+    def __init__(self, book: JobStore, metrics: Metrics, output: Path | None = None) -> None:
         self._book, self._metrics, self._output = book, metrics, output
         self._threads = ThreadPoolExecutor(2, "canvax files")
 
@@ -40,19 +40,25 @@ class Writer:
         """Wait for what is being written."""
         self._threads.shutdown(wait=True)
 
-    def image(self, served: Served, item: Item, pixels: HostArray, latents: HostArray) -> None:
+    def image(self, served: ServedModel, item: Item, pixels: HostArray, latents: HostArray) -> None:
         """Make the file of an image [H, W, 3] that is decoded, or put a tile into the image that it is of."""
         self._threads.submit(self._image, served, item, pixels, latents)
 
-    def preview(self, served: Served, item: Item, pixels: HostArray | None, latents: HostArray) -> None:
+    def preview(self, served: ServedModel, item: Item, pixels: HostArray | None, latents: HostArray) -> None:
         """Make a preview of an image: decoded pixels [H, W, 3] where there are any, else colours of its latents."""
         number = item.previews.index(item.picture.step)
         if number == 0:
             self._metrics.first_preview(time.time() - item.job.created)
-        self._threads.submit(self._preview, served, item, pixels, latents, item.told().step, number)
+        self._threads.submit(self._preview, served, item, pixels, latents, item.progress().step, number)
 
     def _preview(
-        self, served: Served, item: Item, pixels: HostArray | None, latents: HostArray | None, step: int, number: int
+        self,
+        served: ServedModel,
+        item: Item,
+        pixels: HostArray | None,
+        latents: HostArray | None,
+        step: int,
+        number: int,
     ) -> None:
         shown = item.shown
         if shown.status.over or item.job.status.over or served.safety_checker:
@@ -63,7 +69,7 @@ class Writer:
         data = preview_file(pixels, (shown.width, shown.height))
         item.job.tell(Previewed(shown.index, step, shown.steps, data, "image/jpeg", number))
 
-    def _image(self, served: Served, item: Item, pixels: HostArray, latents: HostArray) -> None:
+    def _image(self, served: ServedModel, item: Item, pixels: HostArray, latents: HostArray) -> None:
         job, shown, began = item.job, item.shown, time.perf_counter()
         try:
             served.colours.learn(latents, pixels)
@@ -74,15 +80,15 @@ class Writer:
                 last, number = item.whole.add(item.picture, pixels)
                 pixels = item.whole.pixels() if last or number is not None else pixels
                 if number is not None:
-                    self._preview(served, item, pixels, None, item.told().step, number)
+                    self._preview(served, item, pixels, None, item.progress().step, number)
                 if not last:
                     return
             metadata = item.metadata(served.model)
             if served.safety_checker:
                 (pixels,), (flag,) = served.safety_checker.blacken(pixels[None])
                 metadata = {**metadata, "nsfw": flag}
-            kept = metadata if job.ask.metadata else {}
-            data = image_file(pixels, job.ask.format, job.ask.quality, kept)
+            kept = metadata if job.request.metadata else {}
+            data = image_file(pixels, job.request.format, job.request.quality, kept)
         except Exception as error:
             log.exception("an image cannot be written")
             self._book.fail(job, *reason(error))

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from canvax.errors import CanvaxError, InputError
-from canvax.server.jobs import Ask, Changed, Finished, Job, Refused, Status, without_pixels
+from canvax.server.jobs import Changed, Finished, Job, JobRequest, Rejected, Status, without_pixels
 from canvax.server.journal import Journal
 from canvax.server.logs import now
 from canvax.server.metrics import Metrics
@@ -31,7 +31,7 @@ _PAUSE = 1.0
 """Seconds after which a journal that cannot be written is tried again."""
 
 
-class Book:
+class JobStore:
     """All jobs that are known.
 
     Args:
@@ -86,65 +86,60 @@ class Book:
         with self.lock:
             self.forget()
             job = self._open.get(name) or self._over.get(name, (0.0, None))[1]
-        return job if job and job.ask.client == client else None
+        return job if job and job.request.client == client else None
 
     def open(self) -> Sequence[Job]:
         """Those that are not over, oldest first."""
         with self.lock:
             return list(self._open.values())
 
-    def earlier(self, ask: Ask) -> Job | None:
+    def earlier(self, job_request: JobRequest) -> Job | None:
         """The job that an Idempotency-Key names, unless it failed and another try may not.
 
         Raises:
-            Refused: it was another request's.
+            Rejected: it was another request's.
         """
-        if not ask.once:
+        if not job_request.once:
             return None
         with self.lock:
             self.forget()
-            job = self._once.get((ask.client, ask.once))
+            job = self._once.get((job_request.client, job_request.once))
         if job is not None and job.status is Status.FAILED and job.error and job.error[0] in PASSING:
             return None
-        if job is not None and without_pixels(job.ask) != without_pixels(ask):
-            raise Refused(422, "key_reused", "this Idempotency-Key was used for another request; choose a new one")
+        if job is not None and without_pixels(job.request) != without_pixels(job_request):
+            raise Rejected(422, "key_reused", "this Idempotency-Key was used for another request; choose a new one")
         return job
 
     def packed(self, job: Job) -> tuple[Any, ...] | None:
-        """What the journal will hold of a new job: its images are encoded here, so that ``accept`` is quick.
+        """The row of a new job in the journal: its images are encoded here, so that ``record`` is quick.
 
         Raises:
-            Refused: it cannot be written.
+            Rejected: it cannot be written.
         """
         with _recording():
             return self._journal.packed(job) if self._journal else None
 
-    def accept(self, job: Job, row: tuple[Any, ...] | None = None) -> None:
-        """A new job, which is in the journal when this returns. It waits for the disk: call it without the lock.
+    def record(self, job: Job, row: tuple[Any, ...] | None = None) -> None:
+        """Write a new job into the journal, before ``enter``. It waits for the disk: call it without the lock.
 
         Args:
             job: the job.
-            row: what ``packed`` gave.
+            row: the result of ``packed``.
 
         Raises:
-            Refused: it cannot be written there.
+            Rejected: the job cannot be written.
         """
-        self.record(job, row)
-        self.enter(job)
-
-    def record(self, job: Job, row: tuple[Any, ...] | None = None) -> None:
-        """The first half of ``accept``."""
         with _recording():
             if self._journal:
                 self._journal.accepted(job, row)
 
     def enter(self, job: Job) -> None:
-        """The second half, quick."""
+        """Add a new job, which is in the journal already."""
         with self.lock:
             self._open[job.id] = job
-            if job.ask.once:
-                self._once[job.ask.client, job.ask.once] = job
-            if job.ask.seconds is not None:
+            if job.request.once:
+                self._once[job.request.client, job.request.once] = job
+            if job.request.seconds is not None:
                 self._limited[job.id] = job
 
     def recover(self, cancel: Callable[[Job], None]) -> Iterator[Job]:
@@ -154,7 +149,7 @@ class Book:
             if not job.status.over:
                 yield job
                 continue
-            job.ask = without_pixels(job.ask)
+            job.request = without_pixels(job.request)
             del self._open[job.id]
             self._over[job.id] = time.monotonic(), job
 
@@ -205,13 +200,13 @@ class Book:
             if self._forgets() <= 0:
                 self.forget()
             for job in list(self._limited.values()):
-                if now - job.created > (job.ask.seconds or 0):
-                    self.fail(job, "timeout", f"the images were not done within {job.ask.seconds:g} s")
+                if now - job.created > (job.request.seconds or 0):
+                    self.fail(job, "timeout", f"the images were not done within {job.request.seconds:g} s")
 
     def until_late(self) -> float | None:
         """Seconds until ``expire`` has something to do; None if it never has."""
         now = time.time()
-        ends = [job.created + (job.ask.seconds or 0) - now for job in self._limited.values()]
+        ends = [job.created + (job.request.seconds or 0) - now for job in self._limited.values()]
         wait = min([*ends, self._forgets()])
         return max(0.01, wait) if wait < math.inf else None
 
@@ -223,7 +218,7 @@ class Book:
                 held += sum(len(picture.data or b"") for picture in job.pictures)
                 if held > KEPT_BYTES or now - when > self._keep:
                     del self._over[job.id]
-                    if self._once.get(key := (job.ask.client, job.ask.once or "")) is job:
+                    if self._once.get(key := (job.request.client, job.request.once or "")) is job:
                         del self._once[key]
                     gone.append(job)
             if self._journal and gone:
@@ -240,16 +235,18 @@ class Book:
 
     def _line(self, job: Job, outcome: str) -> dict[str, Any]:
         """Of the log: what was asked for, without words or pictures unless they are asked for."""
-        ask, one = job.ask, job.pictures[0]
+        job_request, picture = job.request, job.pictures[0]
         line = {
-            "time": now(), "job": job.id, "client": ask.client, "model": job.model,
-            "size": f"{one.width}x{one.height}", "n": ask.n, "steps": one.steps,
-            "sampler": ask.sampler, "seed": one.seed, "image": ask.image is not None,
-            "control": ask.control is not None, "image_prompt": ask.image_prompt is not None,
+            "time": now(), "job": job.id, "client": job_request.client, "model": job.model,
+            "size": f"{picture.width}x{picture.height}", "n": job_request.n, "steps": picture.steps,
+            "sampler": job_request.sampler, "seed": picture.seed, "image": job_request.image is not None,
+            "control": job_request.control is not None, "image_prompt": job_request.image_prompt is not None,
             "outcome": outcome, "seconds": round(time.time() - job.created, 3),
         }  # fmt: skip
         line |= {"error": job.error[0]} if job.error else {}
-        return line | ({"prompt": ask.prompt, "negative_prompt": ask.negative_prompt} if self._log_prompts else {})
+        return line | (
+            {"prompt": job_request.prompt, "negative_prompt": job_request.negative_prompt} if self._log_prompts else {}
+        )
 
 
 @contextmanager
@@ -258,7 +255,7 @@ def _recording() -> Iterator[None]:
         yield
     except CanvaxError as error:
         log.error("journal: %s", error)
-        raise Refused(503, "not_recorded", "the job cannot be recorded; try later", retry_after=30) from None
+        raise Rejected(503, "not_recorded", "the job cannot be recorded; try later", retry_after=30) from None
 
 
 def reason(error: Exception) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The models of a server: loaded when they are wanted, within the memory there is, and warm before they are."""
+"""The models of a server: loaded within the memory there is, warmed up, and taken off the devices for one another."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -21,17 +21,19 @@ from canvax.engine.lanes import most_lanes
 from canvax.errors import InputError
 from canvax.families.base import Model
 from canvax.models.beside import ADAPTERS
+from canvax.parallel.memory import free_bytes
 from canvax.parallel.multihost import is_spread
 from canvax.parallel.rules import abstract_params
 from canvax.params import Params
 from canvax.pipelines.checks import check_size
 from canvax.pipelines.safety import SafetyChecker
+from canvax.server.adapter_cache import AdapterCache, AdapterSettings
 from canvax.server.control import cards
 from canvax.server.files import Colours
 from canvax.server.group import Group
-from canvax.server.jobs import Ask, Job, ModelCard, Refused
-from canvax.server.shelf import AdapterSettings, Shelf
-from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey
+from canvax.server.jobs import Job, JobRequest, ModelCard, Rejected
+from canvax.server.policy import PATIENCE, Groups
+from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, sample
 
 _FAMILIES = {"sd": "Stable Diffusion", "sdxl": "Stable Diffusion XL"}
 
@@ -67,15 +69,15 @@ class Warm(NamedTuple):
         Raises:
             InputError: it is none.
         """
-        found = re.fullmatch(r"(\d{1,5})[xX×](\d{1,5})(?::(\d{1,4}(?:,\d{1,4})*))?", text)
-        if not found:
+        match = re.fullmatch(r"(\d{1,5})[xX×](\d{1,5})(?::(\d{1,4}(?:,\d{1,4})*))?", text)
+        if not match:
             raise InputError(f"--warm {text} is not WIDTHxHEIGHT:BATCHES; write 512x512:1,4")
-        batches = tuple(int(part) for part in found[3].split(",")) if found[3] else cls().batches
-        for name, side in (("width", found[1]), ("height", found[2])):
+        batches = tuple(int(part) for part in match[3].split(",")) if match[3] else cls().batches
+        for name, side in (("width", match[1]), ("height", match[2])):
             check_size(f"--warm {text}: {name}", int(side), 0)
         if 0 in batches:
             raise InputError(f"--warm {text}: a batch of 0 holds nothing; write 512x512:1,4")
-        return cls((int(found[1]), int(found[2])), batches)
+        return cls((int(match[1]), int(match[2])), batches)
 
 
 class Loaded(Protocol):
@@ -87,7 +89,7 @@ class Loaded(Protocol):
     safety_checker: SafetyChecker | None
 
 
-class Served:
+class ServedModel:
     """A model that can be asked for.
 
     Args:
@@ -129,7 +131,7 @@ class Served:
         if is_spread(self.programs.mesh):
             raise InputError("a server runs on the devices of one process; give it a mesh of jax.local_devices()")
         self._lanes = lanes or most_lanes(self.programs.mesh)
-        self.shelf = Shelf(self.model, self.programs.mesh, adapters) if adapters else None
+        self.shelf = AdapterCache(self.model, self.programs.mesh, adapters) if adapters else None
 
     @property
     def loaded(self) -> bool:
@@ -180,11 +182,11 @@ class Served:
         """
         tall, wide = self.model.native_size
         factor = self.model.vae.factor
-        for one in warm:
-            width, height = one.size or (wide, tall)
+        for entry in warm:
+            width, height = entry.size or (wide, tall)
             check_size("width", width, wide, factor)
             check_size("height", height, tall, factor)
-            yield (width, height), one.batches
+            yield (width, height), entry.batches
 
     def build(self, key: GroupKey, batches: Sequence[int], announce: BuildCallback) -> Group:
         """A group with its programs, compiled or from the cache; in any thread."""
@@ -196,13 +198,13 @@ class Served:
 
     def warm(self, shown: Checked, group: Group) -> None:
         """Run every network once that reads images of a request: first calls are slower."""
-        job = Job(Ask(shown.request.prompts[0]), self.name, shown.pictures(), cancel=lambda job: None)
+        job = Job(JobRequest(shown.request.prompts[0]), self.name, shown.pictures(), cancel=lambda job: None)
         group.draw(group.begin(shown.item(job, job.pictures[0])), 1)
 
     def time(self, asked: Checked, group: Group) -> None:
         """Run everything once for an image that is thrown away: first calls are slower, and costs are wanted."""
-        ask = Ask(asked.request.prompts[0])
-        job = Job(ask, self.name, asked.pictures(), cancel=lambda job: None)
+        job_request = JobRequest(asked.request.prompts[0])
+        job = Job(job_request, self.name, asked.pictures(), cancel=lambda job: None)
         group.begin(asked.item(job, job.pictures[0]))
         began = time.perf_counter()
         carried = group.begin(asked.item(job, job.pictures[0]))
@@ -215,29 +217,29 @@ class Served:
         if finished:
             self.colours.learn(latents, pixels[0])
 
-    def refusal(self, wanted: GroupKey) -> Refused:
+    def refusal(self, wanted: GroupKey) -> Rejected:
         """Why there are no programs for a key, and what to ask for in its place."""
         keys = list(self.groups)
         sizes = sorted({key.size for key in keys})
         if wanted.size not in sizes:
             message = f"{wanted.size} is not ready on this server; ask for {' or '.join(sizes)}"
-            return Refused(400, "size_not_ready", message, param="width")
+            return Rejected(400, "size_not_ready", message, param="width")
         usual = next(key.kinds for key in keys if key.size == wanted.size)
         differs = [name for name in Kinds._fields if getattr(wanted.kinds, name) != getattr(usual, name)]
         if differs == ["chunks"]:
             most = max(key.kinds.chunks for key in keys)
             message = f"prompt: it is longer than the {75 * most} tokens that this server has programs for; shorten it"
-            return Refused(400, "prompt_too_long", message, param="prompt")
+            return Rejected(400, "prompt_too_long", message, param="prompt")
         if "parts" in differs:
             why, cure = "the number behind its colon weighs it", "end it with a word, or set guidance_scale"
             if wanted.kinds.parts > 1:
                 why, cure = "prompts joined by AND", "send one of them"
             message = f"prompt: {why}, and this server has no programs for that; {cure}"
-            return Refused(400, "not_compiled", message, param="prompt")
+            return Rejected(400, "not_compiled", message, param="prompt")
         named = " and ".join(_KINDS.get(name, name) for name in differs)
         message = f"{named}: this server has no programs for that; leave it out"
         param = "image_prompt" if differs == ["image_prompts"] else "options"
-        return Refused(400, "not_compiled", message, param=param)
+        return Rejected(400, "not_compiled", message, param=param)
 
     def card(self, warm: Sequence[Warm], *, any_size: bool) -> ModelCard:
         """What is told of it."""
@@ -310,3 +312,224 @@ class Announcer:
         if not build.cached:
             self._compiled(build.program, build.seconds)
             self._say(f"compiled the {build.program} in {build.seconds:.1f} s, {self.progress} ready")
+
+
+FREE_PART = 0.7
+"""Of the free memory, that weights may take; programs and images need some as well."""
+
+UNKNOWN_SECONDS = 60.0
+"""Of an image, where nothing was measured yet."""
+
+MOST_GROUPS = 32
+"""That each model keeps; where there are more, those that no image needs are forgotten."""
+
+LARGEST = 4
+"""Times the pixels of the largest size in ``warm``, that are compiled on demand."""
+
+RETRY = 5.0, 300.0
+"""Seconds after which a model that could not be loaded is tried again: at first, doubled each time, and at most."""
+
+
+class ModelSet:
+    """The models by name, the first of which is the default.
+
+    Args:
+        names: of the models.
+        load: loads one (see ``ServedModel``).
+        warm: sizes and batches that are made ready by ``begin``.
+        chunks: of prompts, likewise.
+        on_demand: whether what is not ready is compiled when somebody asks for it.
+        memory: bytes of weights on each device; None for what is free.
+        adapters: that requests may name.
+        lanes: as in ``ServedModel``.
+        say: told what is done.
+        announce: told of programs that are compiled.
+
+    Attributes:
+        cards: what is told of the models, once they are there.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        load: Callable[..., Loaded],
+        *,
+        warm: Sequence[Warm],
+        chunks: Sequence[int],
+        on_demand: bool,
+        memory: int | None,
+        adapters: AdapterSettings | None = None,
+        lanes: int | None = None,
+        say: Callable[[str], None],
+        announce: Announcer,
+    ) -> None:
+        self.cards: list[ModelCard] = []
+        self._names, self._load, self._warm, self._chunks = names, load, warm, chunks
+        self._adapters, self._lanes = adapters, lanes
+        self._on_demand, self._memory, self._say, self._announce = on_demand, memory, say, announce
+        self._served: dict[str, ServedModel] = {}
+        self._settled = 0.0
+
+    def begin(self) -> None:
+        """Load all, and make their programs ready."""
+        for name in self._names:
+            self._say(f"reading {name}")
+            self._make_room(None)
+            served = ServedModel(name, self._load, self._adapters, self._lanes)
+            if self._memory is not None and served.bytes > self._memory:
+                raise InputError(
+                    f"--memory {self._memory} bytes: the weights of {name} take {served.bytes}; allow more"
+                )
+            self._served[name] = served
+            if served.shelf:
+                self._say(served.shelf.summary())
+            for size, batches in served.sizes(self._warm):
+                for chunks in self._chunks:
+                    options: dict[str, Any] = {"chunks": chunks, "shelf": served.shelf}
+                    checked = sample(name, served.model, *size, **options)
+                    group = served.build(checked.group, batches, self._announce)
+                    if served.model.networks.controls or served.model.networks.ip_adapters:
+                        served.warm(sample(name, served.model, *size, **options, shown=True), group)
+                    served.time(checked, group)
+                    self.add(group)
+                    self._say(group.summary())
+        self.cards = [served.card(self._warm, any_size=self._on_demand) for served in self._served.values()]
+
+    def named(self, name: str | None) -> ServedModel:
+        """The model of a name, or the default.
+
+        Raises:
+            Rejected: it is not served.
+        """
+        served = self._served.get(self._names[0] if name is None else name)
+        if served is None:
+            known = ", ".join(self._served)
+            message = f"model={name!r:.80} is not served here; ask for {known}"
+            raise Rejected(404, "model_not_found", message, param="model")
+        return served
+
+    def group(self, key: GroupKey) -> Group:
+        """Of a key that is ready."""
+        return self._served[key.model].groups[key]
+
+    def groups(self) -> Groups:
+        """The keys that are ready, with when their weights may displace others; None where they are on the devices."""
+        return {
+            key: None if served.loaded else self._settled for served in self._served.values() for key in served.groups
+        }
+
+    def expected(self, checked: Checked) -> float:
+        """Seconds of one image alone.
+
+        Raises:
+            Rejected: its programs are not ready, and they are not compiled on demand or the size is too large for that;
+                or the model could not be loaded lately.
+        """
+        key, served = checked.group, self._served[checked.group.model]
+        if not served.loaded and (wait := served.retry - time.monotonic()) > 0:
+            raise Rejected(503, "model_unavailable", unavailable(served.name), retry_after=wait)
+        load = 0.0 if served.loaded else served.load_seconds
+        if group := served.groups.get(key):
+            return load + group.timings.image(checked.rows)
+        if not self._on_demand:
+            raise served.refusal(key)
+        most = LARGEST * max(width * height for (width, height), _ in served.sizes(self._warm))
+        if key.width * key.height > most:
+            message = (
+                f"{key.size} has more pixels than the {most} that this server compiles programs for; ask for fewer"
+            )
+            raise Rejected(400, "size_not_ready", message, param="width")
+        return load + next((group.scaled(key).image(checked.rows) for group in served.groups.values()), UNKNOWN_SECONDS)
+
+    def cost(self, checked: Checked, alone: float) -> float:
+        """The engine's seconds for an image where many wait; ``alone``: what it takes by itself."""
+        group = self._served[checked.group.model].groups.get(checked.group)
+        return alone if group is None else min(alone, group.timings.shared(checked.rows))
+
+    def put_on(self, key: GroupKey) -> ServedModel:
+        """The model, with its weights on the devices.
+
+        Raises:
+            Exception: it cannot be loaded.
+        """
+        served = self._served[key.model]
+        if not served.loaded:
+            self._load_again(served)
+        served.used = time.monotonic()
+        return served
+
+    def _load_again(self, served: ServedModel) -> None:
+        began = time.monotonic()
+        try:
+            self._make_room(served)
+            self._say(f"reading {served.name}")
+            served.put_on()
+        except Exception:
+            served.take_off()
+            first, most = RETRY
+            served.retry = time.monotonic() + min(first * 2**served.failed, most)
+            served.failed += 1
+            raise
+        now = time.monotonic()
+        served.load_seconds, served.failed = now - began, 0
+        self._settled = now + PATIENCE * served.load_seconds  # so that loading takes a quarter of the time at most
+
+    def loaded(self) -> int:
+        """How many models have their weights on the devices."""
+        return sum(served.loaded for served in self._served.values())
+
+    def clear(self) -> None:
+        """Everything off the devices but weights, as after a fault."""
+        for served in self._served.values():
+            for group in served.groups.values():
+                group.clear()
+
+    def build(self, key: GroupKey) -> Group:
+        """Compile for requests, in a thread beside the engine's; ``add`` it then.
+
+        Raises:
+            Exception: it cannot be compiled.
+        """
+        served = self._served[key.model]
+        usual = next(iter(served.groups.values()), None)
+        group = served.build(key, (1,), self._announce)
+        if usual:
+            group.assume(usual)
+        return group
+
+    def add(self, group: Group) -> None:
+        """A group whose programs are ready. Under the engine's lock, as ``trim``."""
+        served = self._served[group.key.model]
+        served.groups = {**served.groups, group.key: group}
+
+    def trim(self, used: Callable[[], Collection[GroupKey]]) -> None:
+        """Forget the groups that were not used for longest, where there are too many. In the engine's thread.
+
+        Args:
+            used: the groups of images that wait, are in a batch or are to be decoded.
+        """
+        for served in self._served.values():
+            if (excess := len(served.groups) - MOST_GROUPS) > 0:
+                busy = used()
+                idle = sorted(served.groups.keys() - busy, key=lambda key: served.groups[key].used)
+                served.groups = {key: group for key, group in served.groups.items() if key not in idle[:excess]}
+
+    def _make_room(self, coming: ServedModel | None) -> None:
+        """Take models off the devices, the one that was not used for longest first, until another one fits."""
+        loaded = sorted((served for served in self._served.values() if served.loaded), key=lambda served: served.used)
+        while loaded:
+            needed = coming.bytes if coming else max(served.bytes for served in loaded)
+            if self._memory is not None:
+                fits = sum(served.bytes for served in loaded) + needed <= self._memory
+            else:
+                free = free_bytes(loaded[0].programs.mesh)
+                fits = free is None or needed < FREE_PART * free
+            if fits:
+                return
+            self._say(f"taking {loaded[0].name} off the devices")
+            loaded.pop(0).take_off()
+
+
+def unavailable(name: str) -> str:
+    """Of a model that cannot be loaded again."""
+    return f"the model {name} cannot be loaded at present; the server's log says why"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,22 +33,23 @@ from canvax.server.answers import (
     nearest_size,
     once_of,
     read_json,
+    sent_event,
     watched,
 )
 from canvax.server.images_in import Pixels, colours, image_of_text, white_mask
 from canvax.server.jobs import (
     MEDIA_TYPES,
-    Ask,
     Changed,
     Engine,
     Event,
     Finished,
     Job,
+    JobRequest,
     ModelCard,
     Picture,
     Previewed,
     PromptImage,
-    Refused,
+    Rejected,
     Stepped,
 )
 from canvax.server.work import NOT_OFFERED
@@ -130,39 +131,39 @@ def routes(engine: Engine) -> list[BaseRoute]:
 
     async def adapters(request: Request) -> Response:
         cards = engine.adapters(request.query_params.get("model"))
-        return json_answer({"adapters": [{"name": one.name, "alias": one.alias} for one in cards]})
+        return json_answer({"adapters": [{"name": card.name, "alias": card.alias} for card in cards]})
 
     async def submit(request: Request) -> Response:
         body = await read_json(request, NewJob)
         job = await asked(engine, _ask, body, engine, client_of(request), once_of(request))
-        return json_answer(told(job), {"Location": f"/api/jobs/{job.id}"}, 202)
+        return json_answer(job_json(job), {"Location": f"/api/jobs/{job.id}"}, 202)
 
-    def found(request: Request) -> Job:
+    def job_of(request: Request) -> Job:
         job = engine.job(request.path_params["name"], client_of(request))
         if job is None:
-            said = f"there is no job {request.path_params['name']!r:.80}; results are kept for some minutes"
-            raise Refused(404, "job_not_found", said)
+            message = f"there is no job {request.path_params['name']!r:.80}; results are kept for some minutes"
+            raise Rejected(404, "job_not_found", message)
         return job
 
-    async def one(request: Request) -> Response:
-        job = found(request)
+    async def job_route(request: Request) -> Response:
+        job = job_of(request)
         if request.method == "DELETE":
             job.cancel()
-        return json_answer(told(job))
+        return json_answer(job_json(job))
 
     async def image(request: Request) -> Response:
-        job, index = found(request), request.path_params["index"]
+        job, index = job_of(request), request.path_params["index"]
         data = next((picture.data for picture in job.pictures if str(picture.index) == index), None)
         if data is None:
-            said = f"image {index!r:.80} is not there, or not yet; the job lists the urls of those that are done"
-            raise Refused(404, "image_not_found", said)
+            message = f"image {index!r:.80} is not there, or not yet; the job lists the urls of those that are done"
+            raise Rejected(404, "image_not_found", message)
         headers = {"Cache-Control": "private, max-age=600, immutable"}
-        return Response(data, headers=headers, media_type=MEDIA_TYPES[job.ask.format])
+        return Response(data, headers=headers, media_type=MEDIA_TYPES[job.request.format])
 
     async def events(request: Request) -> Response:
         # The job goes on when its watcher leaves: DELETE is what cancels it.
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(_events(found(request)), headers=headers, media_type="text/event-stream")
+        return StreamingResponse(_events(job_of(request)), headers=headers, media_type="text/event-stream")
 
     async def inspect(request: Request) -> Response:
         data = await request.body()
@@ -172,7 +173,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
         ("/api/models", models, ["GET"]),
         ("/api/adapters", adapters, ["GET"]),
         ("/api/jobs", submit, ["POST"]),
-        ("/api/jobs/{name}", one, ["GET", "DELETE"]),
+        ("/api/jobs/{name}", job_route, ["GET", "DELETE"]),
         ("/api/jobs/{name}/images/{index}", image, ["GET"]),
         ("/api/jobs/{name}/events", events, ["GET"]),
         ("/api/inspect", inspect, ["POST"]),
@@ -180,7 +181,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
     return [Route(path, answering(error, endpoint), methods=methods) for path, endpoint, methods in endpoints]
 
 
-def error(refused: Refused, request_id: str) -> Response:
+def error(refused: Rejected, request_id: str) -> Response:
     """A refusal in this API's form."""
     headers = error_headers(refused, request_id)
     if refused.status == 401:
@@ -189,7 +190,7 @@ def error(refused: Refused, request_id: str) -> Response:
     return Response(encoded(content), refused.status, headers, media_type="application/json")
 
 
-def told(job: Job) -> dict[str, Any]:
+def job_json(job: Job) -> dict[str, Any]:
     """A job as it is sent."""
     code_message = job.error and {"code": job.error[0], "message": job.error[1]}
     return {
@@ -199,13 +200,13 @@ def told(job: Job) -> dict[str, Any]:
         "model": job.model,
         "ahead": job.ahead,
         "seconds_left": _rounded(job.seconds_left),
-        "images": [_shown(job, picture) for picture in job.pictures],
+        "images": [_picture_json(job, picture) for picture in job.pictures],
         "error": code_message,
         "hints": job.hints,
     }
 
 
-def _shown(job: Job, picture: Picture) -> dict[str, Any]:
+def _picture_json(job: Job, picture: Picture) -> dict[str, Any]:
     names = ("index", "status", "step", "steps", "seed", "width", "height")
     return {name: getattr(picture, name) for name in names} | {"url": _url(job, picture)}
 
@@ -221,24 +222,24 @@ def _rounded(seconds: float | None) -> float | None:
 def _card(card: ModelCard, *, default: bool) -> dict[str, Any]:
     names = ("native", "sizes", "any_size", "size_step", "steps", "guidance_scale", "sampler", "max_images",
              "max_steps", "tasks", "examples", "family")  # fmt: skip
-    told = {name: getattr(card, name) for name in names}
+    fields = {name: getattr(card, name) for name in names}
     controls = [{"name": one.name, "kind": one.kind, "types": one.types} for one in card.controls]
-    told |= {"controls": controls, "ip_adapters": card.ip_adapters}
-    return {"id": card.id, "name": card.id, "default": default, **told}
+    fields |= {"controls": controls, "ip_adapters": card.ip_adapters}
+    return {"id": card.id, "name": card.id, "default": default, **fields}
 
 
-def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> Ask:
+def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequest:
     """What a body asks for. Decodes its images, so it is called off the event loop."""
     card = model_named(engine, body.model)
     if body.quality is not None and body.format == "png":
         said = f"quality={body.quality}: PNG loses nothing; leave it out, or ask for format='webp'"
-        raise Refused(400, "invalid_value", said, param="quality")
+        raise Rejected(400, "invalid_value", said, param="quality")
     steady = "guidance_steps" not in (body.options or {})
     if body.negative_prompt and steady and body.guidance_scale is not None and body.guidance_scale <= 1:
         said = f"negative_prompt: guidance_scale={body.guidance_scale:g} reads none; leave it out, or send more than 1"
-        raise Refused(400, "invalid_value", said, param="negative_prompt")
+        raise Rejected(400, "invalid_value", said, param="negative_prompt")
     if twice := [name for name in OPTIONS if getattr(body, name) is not None and name in (body.options or {})]:
-        raise Refused(400, "invalid_value", f"{twice[0]} is in options as well; send it once", param=twice[0])
+        raise Rejected(400, "invalid_value", f"{twice[0]} is in options as well; send it once", param=twice[0])
     image = mask = None
     if body.image is not None:
         image = colours("image", image_of_text("image", body.image))
@@ -246,7 +247,7 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> Ask:
         mask = white_mask("mask", image_of_text("mask", body.mask))
         if image is not None and mask.size != image.size:
             sizes = f"{mask.width} x {mask.height} pixels, image {image.width} x {image.height}"
-            raise Refused(400, "invalid_value", f"mask has {sizes}; they must be of the same size", param="mask")
+            raise Rejected(400, "invalid_value", f"mask has {sizes}; they must be of the same size", param="mask")
     pixels = Pixels()
     control, image_prompt = _control(body.control, pixels), _image_prompt(body.image_prompt, pixels)
     width, height = body.width, body.height
@@ -255,7 +256,7 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> Ask:
     if seen is not None and (width, height) == (None, None) and not fits and seen.size not in card.sizes:
         width, height = nearest_size(card, seen.size)
     control_options = {name: value for name in OPTIONS if (value := getattr(body, name)) is not None}
-    return Ask(
+    return JobRequest(
         body.prompt,
         negative_prompt=body.negative_prompt,
         model=card.id if body.model is None else body.model,
@@ -287,7 +288,7 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> Ask:
 def _control(value: Any, pixels: Pixels) -> Any:
     """Control images, decoded, in the form in which they were sent."""
     if isinstance(value, list):
-        return [_control(one, pixels) for one in value]
+        return [_control(entry, pixels) for entry in value]
     if isinstance(value, dict):
         return {label: pixels.read("control", text) for label, text in value.items()}
     if isinstance(value, bool):
@@ -299,7 +300,7 @@ def _first(control: Any) -> Image.Image | None:
     """The first control image, whose size is generated if nothing else says otherwise."""
     control = None if control is True else control
     while isinstance(control, list | dict):
-        control = next((one for one in (control.values() if isinstance(control, dict) else control) if one), None)
+        control = next((entry for entry in (control.values() if isinstance(control, dict) else control) if entry), None)
     return control
 
 
@@ -307,33 +308,33 @@ def _image_prompt(value: str | NewPrompt | list[NewPrompt] | None, pixels: Pixel
     """Image prompts, decoded."""
     if value is None:
         return None
-    given = [NewPrompt(value)] if isinstance(value, str) else value if isinstance(value, list) else [value]
+    prompts = [NewPrompt(value)] if isinstance(value, str) else value if isinstance(value, list) else [value]
     name = "image_prompt"
     return [
         PromptImage(
-            pixels.read(name, one.image),
-            one.scale,
-            None if one.mask is None else pixels.read(f"{name}.mask", one.mask, grey=True),
-            one.adapter,
+            pixels.read(name, prompt.image),
+            prompt.scale,
+            None if prompt.mask is None else pixels.read(f"{name}.mask", prompt.mask, grey=True),
+            prompt.adapter,
         )
-        for one in given
+        for prompt in prompts
     ]
 
 
 async def _events(job: Job) -> AsyncIterator[bytes]:
     """Server-sent events; begins with how the job is, and what is done already."""
-    shown: set[int] = set()
+    sent: set[int] = set()
     began = Changed(job.status)
-    yield _event("job", told(job))
+    yield sent_event("job", job_json(job))
     async for event in watched(job):
         if event is None:
             yield b": keepalive\n\n"
             continue
         for picture in job.pictures:  # some were done before anyone watched
-            if picture.data is not None and picture.index not in shown:
-                shown.add(picture.index)
-                yield _event("image", _image_told(job, picture))
-        late = isinstance(event, Stepped | Previewed) and event.index in shown
+            if picture.data is not None and picture.index not in sent:
+                sent.add(picture.index)
+                yield sent_event("image", _image_json(job, picture))
+        late = isinstance(event, Stepped | Previewed) and event.index in sent
         if not (late or isinstance(event, Finished) or (event == began and not began.status.over)):
             yield _as_sent(job, event)
 
@@ -341,25 +342,21 @@ async def _events(job: Job) -> AsyncIterator[bytes]:
 def _as_sent(job: Job, event: Event) -> bytes:
     match event:
         case Changed(status) if status.over:
-            return _event(str(status), told(job))
+            return sent_event(str(status), job_json(job))
         case Changed():
-            return _event("job", told(job))
+            return sent_event("job", job_json(job))
         case Stepped(index, step, steps, left):
-            return _event("step", {"index": index, "step": step, "steps": steps, "seconds_left": _rounded(left)})
+            return sent_event("step", {"index": index, "step": step, "steps": steps, "seconds_left": _rounded(left)})
         case Previewed(index, step, steps, data, media_type):
             where = {"index": index, "step": step, "steps": steps}
-            return _event("preview", {**where, "image": data_url(media_type, data)})
+            return sent_event("preview", {**where, "image": data_url(media_type, data)})
         case Finished(index):
-            return _event("image", _image_told(job, job.pictures[index]))
+            return sent_event("image", _image_json(job, job.pictures[index]))
 
 
-def _image_told(job: Job, picture: Picture) -> dict[str, Any]:
+def _image_json(job: Job, picture: Picture) -> dict[str, Any]:
     names = ("index", "seed", "width", "height")
     return {name: getattr(picture, name) for name in names} | {"url": _url(job, picture)}
-
-
-def _event(name: str, value: Mapping[str, Any]) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + encoded(value) + b"\n\n"
 
 
 def _inspected(data: bytes) -> bytes:
@@ -367,35 +364,37 @@ def _inspected(data: bytes) -> bytes:
     try:
         metadata = metadata_in(io.BytesIO(data), Path("the image"))
         grid = metadata.get("grid")
-        one = grid[0] if isinstance(grid, list) and grid and isinstance(grid[0], dict) else metadata
-        given = {ours: one[name] for name, ours in _FIELDS.items() if one.get(name) not in (None, "", {})}
-        if isinstance(enlarged := one.get("upscale"), dict):  # its size is that of the image, so many times
-            given = {name: value for name, value in given.items() if name not in ("width", "height")}
-            given["upscale"] = enlarged.get("scale")
-        if isinstance(beside := one.get("adapters"), dict):
-            given["adapters"] = {name: told.get("weight") for name, told in beside.items() if isinstance(told, dict)}
-        options = given.get("options")
+        recorded = grid[0] if isinstance(grid, list) and grid and isinstance(grid[0], dict) else metadata
+        fields = {ours: recorded[name] for name, ours in _FIELDS.items() if recorded.get(name) not in (None, "", {})}
+        if isinstance(enlarged := recorded.get("upscale"), dict):  # its size is that of the image, so many times
+            fields = {name: value for name, value in fields.items() if name not in ("width", "height")}
+            fields["upscale"] = enlarged.get("scale")
+        if isinstance(adapters := recorded.get("adapters"), dict):
+            fields["adapters"] = {
+                name: entry.get("weight") for name, entry in adapters.items() if isinstance(entry, dict)
+            }
+        options = fields.get("options")
         left_out = []
         if isinstance(options, dict):
             left_out = [name for name in options if name in NOT_OFFERED]
-            given["options"] = {name: value for name, value in options.items() if name not in left_out}
-        settings = {name: value for name, value in given.items() if value != {} and _fits(name, value)}
-        missing = [name for name in given if name not in settings and given[name] != {}]
+            fields["options"] = {name: value for name, value in options.items() if name not in left_out}
+        settings = {name: value for name, value in fields.items() if value != {} and _fits(name, value)}
+        missing = [name for name in fields if name not in settings and fields[name] != {}]
         missing += [f"options.{name}" for name in left_out]
-        missing += [name for name in ("image", "mask", "control") if f"{name}_sha256" in one]
-        missing += ["image_prompt"] if "image_prompts" in one else []
-        if one.get("noise") == "given":
+        missing += [name for name in ("image", "mask", "control") if f"{name}_sha256" in recorded]
+        missing += ["image_prompt"] if "image_prompts" in recorded else []
+        if recorded.get("noise") == "given":
             missing.append("latents")
-        other = one.get("other")
+        other = recorded.get("other")
         missing += [f"{name}: {value}" for name, value in other.items()] if isinstance(other, dict) else []
         # Not by msgspec: prompts may hold what UTF-8 cannot, and Python writes that as escapes.
-        return json.dumps({"settings": settings, "missing": missing, "metadata": one}).encode()
+        return json.dumps({"settings": settings, "missing": missing, "metadata": recorded}).encode()
     except InputError as unknown:
         inside = data.lstrip()[:1] in (b"{", b"-")  # JSON, a form
         cure = "; send the bytes of its file as the body, with nothing around them" if inside or not data else ""
-        raise Refused(400, "no_settings", f"{unknown}{cure}") from None
+        raise Rejected(400, "no_settings", f"{unknown}{cure}") from None
     except (ValueError, RecursionError):
-        raise Refused(400, "no_settings", "the image: holds settings that cannot be told") from None
+        raise Rejected(400, "no_settings", "the image: holds settings that cannot be told") from None
 
 
 def _fits(field: str, value: Any) -> bool:

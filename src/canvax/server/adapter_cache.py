@@ -26,7 +26,7 @@ from canvax.pipelines.adapter_weights import Weights
 from canvax.pipelines.beside import COUNT, Bank, Packed, Shares, bucket
 from canvax.pipelines.loaded_adapter import AdapterFiles, several, sha256_of
 from canvax.pipelines.prompt_tags import tags_of, without_networks
-from canvax.server.jobs import AdapterCard, Refused, invalid
+from canvax.server.jobs import AdapterCard, Rejected, invalid
 from canvax.weights.adapter_names import Module, module_table, split_name
 from canvax.weights.adapter_source import LORA_FILES, AdapterSource
 from canvax.weights.lora import read_adapter
@@ -127,7 +127,7 @@ class Slots:
             self.held[entry] = place
 
 
-class Shelf:
+class AdapterCache:
     """The adapters of one model.
 
     Places are the engine's thread's; the rest may be called in any.
@@ -148,7 +148,7 @@ class Shelf:
         for path in settings.files:
             try:
                 self.read(path.stem)
-            except Refused as fault:  # it is no client's request
+            except Rejected as fault:  # it is no client's request
                 raise CheckpointError(f"--lora {path}: {fault.message.removeprefix('adapters: ')}") from None
 
     def refresh(self) -> None:
@@ -172,13 +172,13 @@ class Shelf:
         """An adapter by its name, or the one that its trainer gave it. No path is made of a name.
 
         Raises:
-            Refused: there is none, there are several, or it cannot be beside the weights of this model.
+            Rejected: there is none, there are several, or it cannot be beside the weights of this model.
         """
         files = self._files
         names = files.matches(name)
         if not names:
             there = nearest(name[:100], list(files.paths)) if files.paths else "this server has none"
-            raise Refused(404, "adapter_not_found", f"adapters: {name!r:.100} is not there; {there}", param="adapters")
+            raise Rejected(404, "adapter_not_found", f"adapters: {name!r:.100} is not there; {there}", param="adapters")
         if len(names) > 1:
             raise invalid("adapters", f"adapters: {several(name, names)}")
         name, path = names[0], files.paths[names[0]]
@@ -188,11 +188,11 @@ class Shelf:
                 before = self._entries.pop(path, None)
                 entry = before[1] if before and before[0] == changed else self._read(name, path)
             except (CanvaxError, OSError) as fault:
-                told = str(fault).replace(str(path), path.name)  # the folders above it are the operator's business
-                told = re.sub(r"; (write|pass) .*", "; this server takes adapters of weights alone", told)
-                raise Refused(400, "adapter_unusable", f"adapters: {told}", param="adapters") from None
+                message = str(fault).replace(str(path), path.name)  # the folders above it are the operator's business
+                message = re.sub(r"; (write|pass) .*", "; this server takes adapters of weights alone", message)
+                raise Rejected(400, "adapter_unusable", f"adapters: {message}", param="adapters") from None
             self._entries[path] = changed, entry
-            while sum(one.bytes for _, one in self._entries.values()) > KEPT and len(self._entries) > 1:
+            while sum(entry.bytes for _, entry in self._entries.values()) > KEPT and len(self._entries) > 1:
                 self._entries.popitem(last=False)
             return entry
 
@@ -202,20 +202,20 @@ class Shelf:
         Raises:
             CheckpointError, InputError: it cannot be used.
         """
-        (found, *_), config = AdapterSource(path).find(LORA_FILES)
+        (file, *_), config = AdapterSource(path).find(LORA_FILES)
         specs = {part: spec for part, spec in self._model.networks.specs().items() if part != "vae"}
-        adapter = read_adapter(found, specs, config)
+        adapter = read_adapter(file, specs, config)
         if adapter.embeddings:
             words = ", ".join(repr(embedding.name) for embedding in adapter.embeddings)
             problem = f"{name!r:.100} contains textual inversions ({words:.200}), which a server does not load"
-            raise Refused(400, "adapter_unusable", f"adapters: {problem}; remove them from the file", param="adapters")
-        return Entry(name, path.name, sha256_of(found), self.bank.pack(name, adapter))
+            raise Rejected(400, "adapter_unusable", f"adapters: {problem}; remove them from the file", param="adapters")
+        return Entry(name, path.name, sha256_of(file), self.bank.pack(name, adapter))
 
     def wanted(self, prompt: str, adapters: Mapping[str, Any]) -> tuple[str, Wanted]:
         """A prompt without the adapters that it names, and all that an image has: these, and those of a request.
 
         Raises:
-            Refused: naming the field and the cure.
+            Rejected: naming the field and the cure.
         """
         components = self.bank.components
         try:
@@ -242,15 +242,15 @@ class Shelf:
         """How much of each place an image has, whose adapters are put there if they are not yet."""
         self.slots.place(wanted, lambda place, entry: self.bank.put(place, entry.packed))
         weights = share_rows(
-            [{entry.name: one for entry, one in wanted.items()}],
+            [{entry.name: weight for entry, weight in wanted.items()}],
             {entry.name: self.slots.held[entry] for entry in wanted},
             self.bank,
         )
-        told = {
-            entry.name: {"file": entry.file, "weight": plain_weight(one), "sha256": entry.sha256}
-            for entry, one in wanted.items()
+        records = {
+            entry.name: {"file": entry.file, "weight": plain_weight(weight), "sha256": entry.sha256}
+            for entry, weight in wanted.items()
         }
-        return Shares(self.bank.places, self.bank.arrays, weights, [told])
+        return Shares(self.bank.places, self.bank.arrays, weights, [records])
 
     def beside(self, params: Params) -> Params:
         """Parameters with the places, for the programs."""
