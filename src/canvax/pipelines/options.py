@@ -88,7 +88,7 @@ _CHOICES = {
 
 _OF_A_CALL = ("prompt", "negative_prompt", "height", "width", "num_inference_steps", "guidance_scale", "seed")
 _OF_A_CALL += ("num_images_per_prompt", "sampler", "latents", "image", "mask", "strength", "control", "image_prompt")
-_OF_A_CALL += ("adapters",)
+_OF_A_CALL += ("adapters", "output_type")
 
 PAIRS = (
     *("original_size", "crops_coords_top_left", "target_size"),
