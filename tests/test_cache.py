@@ -387,20 +387,6 @@ def test_keys_do_not_depend_on_what_is_harmless(monkeypatch: pytest.MonkeyPatch)
     assert json.loads(json.dumps(before)) == before
 
 
-def test_an_edit_of_the_sources_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = tmp_path / "canvax" / "compile" / "key.py"
-    module.parent.mkdir(parents=True)
-    module.write_text("a = 1")
-    monkeypatch.setattr(key, "__file__", str(module))
-    os.utime(module, (1, 1))
-    monkeypatch.setattr(key, "_IMPORTED", key._changes())
-    before = key._sources()
-    assert (key._sources(), key.edited()) == (before, False)
-    module.write_text("a = 2")
-    assert key._sources() != before
-    assert key.edited()  # and may not be what this process runs
-
-
 INSTALLED_LATER = """
 import os, pathlib, sys, time
 time.sleep(0.1)
@@ -659,25 +645,20 @@ def test_what_root_wrote_for_others_needs_no_signature(tmp_path: Path, monkeypat
         monkeypatch.undo()
 
 
-def test_no_space_is_one_warning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> Any:
+@pytest.mark.parametrize("full", [True, False])
+def test_what_cannot_be_written_is_one_warning(full: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk, and a folder that cannot be made."""
+
+    def no_space(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(tempfile, "mkstemp", full)
-    with pytest.warns(UserWarning, match="No space left"):
-        doubled()
-    doubled()
-    assert not list((folder / "programs").iterdir())
-
-
-def test_a_folder_that_cannot_be_made_is_one_warning(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("CANVAX_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    if full:
+        monkeypatch.setattr(tempfile, "mkstemp", no_space)
+    else:
+        folder.write_text("")
     with pytest.warns(UserWarning, match=NOTE):
         doubled()
-    doubled()
+    assert doubled() == [False]
 
 
 def test_least_recently_used_goes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -813,26 +794,14 @@ def test_cache_command(
     assert main(["cache", "clear", "--older-than", "-1"]) == BAD_INPUT
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        {"description": [], "devices": {"kind": 1, "each": 5}},
-        {"description": {"parameters": 10**400}, "devices": {"kind": "line\n" * 50, "each": [0]}, "software": 5},
-    ],
-)
-def test_odd_headers_are_listed(folder: Path, header: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_odd_headers_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache.open_cache()
+    header = {"description": {"parameters": 10**400}, "devices": {"kind": 1, "each": 5}, "software": 5}
     cache.write(folder / "programs" / "a.program", header, b"")
-    brackets = cache.MAGIC + bytes(64) + b"[" * 200_000
-    (folder / "programs" / "b.program").write_bytes(brackets)
+    (folder / "programs" / "b.program").write_bytes(cache.MAGIC + bytes(64) + b"[" * 200_000)
     assert main(["cache"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 6
+    assert capsys.readouterr().out.count("unreadable") == 2
     assert main(["cache", "--json"]) == 0
-
-
-def test_cache_command_when_off(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cache"]) == 0
-    assert "off" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--size", "512"], ["--batch", "0"], ["--dtype", "int8"]])

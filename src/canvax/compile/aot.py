@@ -14,7 +14,8 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -141,8 +142,7 @@ def load_or_compile(
     def compiled() -> Any:
         report(Build(name, cached=False))
         began = time.perf_counter()
-        # Not with JAX's settings for finding faults in one's own code: our programs add a bias to a batch.
-        with jax.disable_jit(False), jax.numpy_rank_promotion("allow"), counting() as counts:
+        with _plain_settings(), counting() as counts:
             program, keep = compile()
         # A program that JAX read from its own cache cannot be stored again: on the CPU (jaxlib 0.10 to 0.12) the copy
         # lacks its machine code. JAX has it in any case.
@@ -153,16 +153,41 @@ def load_or_compile(
     began = time.perf_counter()
     executable = entry.read() if entry else None
     if entry is None or executable is None:
-        return compiled()
+        return Program(compiled())
     report(Build(name, cached=True))
     program = entry.load(executable)
     if program is None:
-        return compiled()
+        return Program(compiled())
     report(Build(name, True, time.perf_counter() - began, len(executable)))
     return LoadedProgram(program, entry, compiled)
 
 
-class LoadedProgram:
+@contextmanager
+def _plain_settings() -> Iterator[None]:
+    """Without JAX's settings for finding faults in one's own code, whose rules our programs break on purpose.
+
+    They are compiled ahead, take small arrays of the host, and add a bias to a batch.
+    """
+    with jax.disable_jit(False), jax.transfer_guard("allow"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+class Program:
+    """A compiled program."""
+
+    def __init__(self, program: Any) -> None:
+        self._program = program
+
+    def __call__(self, *arguments: Any) -> Any:
+        with _plain_settings():
+            return self._program(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else JAX's compiled programs have, such as ``memory_analysis``."""
+        return getattr(self._program, name)
+
+
+class LoadedProgram(Program):
     """A program from the cache. If its first run fails it is compiled.
 
     Loading does not find all faults: an executable that a backend did not store properly may load, and fail when it
@@ -170,16 +195,18 @@ class LoadedProgram:
     """
 
     def __init__(self, program: Any, entry: CacheEntry, compile: Callable[[], Any]) -> None:
-        self._program, self._entry, self._compile = program, entry, compile
+        super().__init__(program)
+        self._entry, self._compile = entry, compile
         self._proven = False
         self._lock = threading.Lock()
 
     def __call__(self, *arguments: Any) -> Any:
         program = self._program  # another thread may replace it
         if self._proven:
-            return program(*arguments)
+            return super().__call__(*arguments)
         try:
-            result = jax.block_until_ready(program(*arguments))
+            with _plain_settings():
+                result = jax.block_until_ready(program(*arguments))
         except jax.errors.JaxRuntimeError as error:
             if _out_of_memory(error):
                 raise
@@ -187,13 +214,9 @@ class LoadedProgram:
                 if self._program is program:
                     self._entry.remove(error)
                     self._program, self._proven = self._compile(), True
-            return self._program(*arguments)
+            return super().__call__(*arguments)
         self._proven = True
         return result
-
-    def __getattr__(self, name: str) -> Any:
-        """Whatever else JAX's compiled programs have, such as ``memory_analysis``."""
-        return getattr(self._program, name)
 
 
 def _out_of_memory(error: Exception) -> bool:
