@@ -26,7 +26,7 @@ from canvax.errors import refuse_tracers
 from canvax.files import named_folder
 from canvax.samplers import Clip, NoiseSchedule, SamplerOptions, build_table, from_scheduler_config
 from canvax.train import dreambooth, finetune, loop, lora, pictures, task, textual_inversion
-from canvax.weights.source import BUNDLED
+from canvax.weights.location import BUNDLED
 
 pytestmark = pytest.mark.bad
 

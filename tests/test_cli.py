@@ -30,7 +30,7 @@ from canvax.images.metadata import read_metadata, save_image
 from canvax.pipelines import display
 from canvax.pipelines.options import Options
 from canvax.samplers import CURVES, SAMPLERS
-from canvax.weights.source import BUNDLED
+from canvax.weights.location import BUNDLED
 
 Run = Callable[..., tuple[int, str, str]]
 FAST = ("--steps", "2", "--quiet")

@@ -28,7 +28,7 @@ from canvax.models.tiny import tiny_spec  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.weights import single_file  # noqa: E402
-from canvax.weights.vae_file import of_file  # noqa: E402
+from canvax.weights.overrides import vae_of_file  # noqa: E402
 
 from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error  # noqa: E402
 from .test_image_to_image import photo  # noqa: E402
@@ -192,7 +192,7 @@ def test_another_autoencoder(folder: Path, tmp_path: Path) -> None:
     }
     for name, arrays in forms.items():
         save_file({k: v.contiguous() for k, v in arrays.items()}, tmp_path / f"{name}.safetensors")
-        found = of_file(name, tmp_path / f"{name}.safetensors", {"scaling_factor": 0.18215})
+        found = vae_of_file(name, tmp_path / f"{name}.safetensors", {"scaling_factor": 0.18215})
         assert {one.name for one in found.arrays} >= {"decoder.conv_in.weight", "quant_conv.bias"}, name
     np.testing.assert_array_equal(draw(load(folder, vae=tmp_path / "ldm.safetensors")).pixels, got.pixels)
     shutil.copytree(tmp_path / "vae", tmp_path / "around" / "vae")

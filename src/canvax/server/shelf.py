@@ -29,9 +29,10 @@ from canvax.pipelines.prompt_tags import tags_of, without_networks
 from canvax.server.jobs import AdapterCard, Refused, invalid
 from canvax.server.words import Word, Words
 from canvax.weights.adapter_names import Module, module_table, split_name
-from canvax.weights.adapter_source import LORA_FILES, AdapterSource
 from canvax.weights.embeddings import Embedding
+from canvax.weights.location import Location
 from canvax.weights.lora import read_adapter
+from canvax.weights.open import LORA_FILES, find_adapter
 from canvax.weights.safetensors import open_safetensors
 
 KEPT = 2 << 30
@@ -207,7 +208,7 @@ class Shelf:
         Raises:
             CheckpointError, InputError: it cannot be used.
         """
-        (found, *_), config = AdapterSource(path).find(LORA_FILES)
+        (found, *_), config = find_adapter(Location(path), LORA_FILES)
         specs = {part: spec for part, spec in self._model.networks.specs().items() if part != "vae"}
         adapter = read_adapter(found, specs, config)
         packed = self.bank.pack(name, adapter)

@@ -15,8 +15,8 @@ import numpy as np
 
 from canvax.errors import CheckpointError, InputError
 from canvax.types import HostArray
-from canvax.weights.adapter_names import is_adapters
 from canvax.weights.entries import Entry
+from canvax.weights.identify import BASES, EMBEDDING, expect
 from canvax.weights.safetensors import open_safetensors
 
 BUNDLED = "bundle_emb."
@@ -29,7 +29,7 @@ _MOST_NAME = 200
 _ENDS = (".string_to_param.*", ".emb_params", ".clip_l", ".clip_g", ".*")
 _BY_KEY = {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}
 _UNNAMED = ("emb_params", "string_to_param.*", "*")
-_WIDTHS = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 1280: "the second encoder of SDXL"}
+_WIDTHS = {**BASES, 1280: "the second encoder of Stable Diffusion XL"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,9 @@ def read_embeddings(
             found[name][component] = vectors
     if token is not None:
         if len(found) > 1:
-            raise InputError(f"token={token!r}: {paths[0]} holds {len(found)} embeddings; leave token out")
+            raise InputError(
+                "token", token, f"is one name, and {paths[0]} holds {len(found)} embeddings", "leave it out"
+            )
         found = _renamed(next(iter(found.values())), token)
     return [Embedding(check_token(name), vectors) for name, vectors in found.items()]
 
@@ -95,21 +97,16 @@ def check_token(name: object) -> str:
         InputError: it cannot.
     """
     if not isinstance(name, str) or not name.strip() or len(name) > _MOST_NAME or not name.isprintable():
-        raise InputError(f"token={str(name)[:80]!r} cannot be a word of a prompt; give another with token=")
+        raise InputError("token", name, "cannot be a word of a prompt", "give another one with {token}")
     if name.strip().lower() in ("<|startoftext|>", "<|endoftext|>"):
-        raise InputError(f"token={name!r} is what CLIP begins and ends prompts with; give another with token=")
+        raise InputError("token", name, "is what CLIP begins and ends prompts with", "give another one with {token}")
     return name.strip()
 
 
 def _read_file(path: Path, widths: Mapping[str, int]) -> list[tuple[str, str, HostArray]]:
     """Name, component and vectors of each array."""
     entries = open_safetensors(path, plain_names=False)
-    if not entries:
-        raise CheckpointError(f"{path}: is empty: it holds no array")
-    if any(is_adapters(entry.name) for entry in entries):
-        raise CheckpointError(
-            f"{path}: is a LoRA, not a textual inversion; write pipe.adapters.load(name, file), or --lora FILE"
-        )
+    expect(path, {entry.name: entry.shape for entry in entries}, EMBEDDING)
     if strange := [entry for entry in entries if len(entry.shape) not in (1, 2)]:
         raise CheckpointError(
             f"{path}: {strange[0].name} is {strange[0].shape}; a textual inversion holds vectors (n, width)"
@@ -153,5 +150,6 @@ def _renamed(vectors: Mapping[str, HostArray], token: str | Sequence[str]) -> di
         return {token: dict(vectors)}
     names, count = list(token), {len(array) for array in vectors.values()}
     if count != {len(names)} or len(set(names)) < len(names):
-        raise InputError(f"token={names!r:.80} are {len(names)} names for {max(count)} vectors; give one for each")
+        problem = f"has {len(set(names))} names for {max(count)} vectors"
+        raise InputError("token", names, problem, "give one for each")
     return {name: {part: array[i : i + 1] for part, array in vectors.items()} for i, name in enumerate(names)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,21 +21,28 @@ from canvax.adapters import KINDS, Part, faults, kind_of, rank
 from canvax.errors import CheckpointError
 from canvax.params import Param, Spec
 from canvax.types import HostArray
-from canvax.weights.adapter_names import (
-    OF_A_UNET,
-    OF_A_VAE,
-    Module,
-    all_begin,
-    are_words,
-    is_adapters,
-    module_table,
-    nearest_module,
-    parameters,
-    split_name,
-)
+from canvax.weights.adapter_names import Module, module_table, nearest_module, parameters, split_name
 from canvax.weights.embeddings import BUNDLED, Embedding, bundled_embeddings
 from canvax.weights.entries import Entry
+from canvax.weights.identify import BASES, EMBEDDING, LORA, OTHERS, Shapes, expect, family_of, identify
 from canvax.weights.safetensors import open_safetensors, read_metadata
+
+_MOST_WORDS = 10
+
+_COMPONENTS = (
+    ("text encoder 2", re.compile(r"(lora_te2_|te2_|text_encoder_2\.|clip_g)")),
+    ("text encoder", re.compile(r"(lora_te1?_|te1?_|text_encoder\.|clip_l|text_model\.)")),
+)
+_SHOWN = {
+    "title": "modelspec.title", "author": "modelspec.author", "license": "modelspec.license",
+    "made for": "modelspec.architecture", "base model": "ss_base_model_version", "trained on": "ss_sd_model_name",
+    "trainer": "ss_network_module", "rank as told": "ss_network_dim", "alpha as told": "ss_network_alpha",
+    "settings": "ss_network_args", "name of the trainer": "ss_output_name", "description": "modelspec.description",
+}  # fmt: skip
+"""What is shown of a file's metadata, and its keys there (kohya's trainer; ModelSpec 1.0)."""
+
+_STEPS = re.compile(r"(\d+)[ _-]?steps?")
+_LONGEST = 300
 
 LISTED = 4
 """Faults of one sort that are spelled out; the rest are counted."""
@@ -42,16 +50,8 @@ LISTED = 4
 _MOST_RANK = 1024
 """A rank above it that is also above both sides of the weight is not one."""
 
+_DORA = {"dora_scale", "magnitude"}
 _OF_BIAS = {"diff_b": "full", "set_b": "set", "up_bias": "full"}
-BASES = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 2048: "Stable Diffusion XL", 1280: "the refiner"}
-"""Width of the text that cross-attention reads -> whose it is."""
-
-OTHERS = {
-    "double_blocks": "FLUX", "single_transformer_blocks": "FLUX", "joint_blocks": "Stable Diffusion 3",
-    "add_q_proj": "Stable Diffusion 3", "lora_prior": "Stable Cascade", "lora_transformer_": "a transformer",
-}  # fmt: skip
-"""Pieces of names that modules of other families have."""
-
 TABLE = "text_model.embeddings.token_embedding.weight"
 """Of a text encoder: the vectors of its tokens."""
 
@@ -84,7 +84,7 @@ class Adapter:
 
 def _kind_name(part: Part) -> str:
     name = KINDS[part.kind].name
-    return f"{name} with DoRA" if {"dora_scale", "magnitude"} & part.arrays.keys() else name
+    return f"{name} with DoRA" if part.arrays.keys() & _DORA else name
 
 
 class _Faults(dict[str, list[str]]):
@@ -115,10 +115,10 @@ def read_adapter(path: Path, specs: Mapping[str, Spec], config: Mapping[str, Any
         CheckpointError: the file is damaged, for another model, or holds an array that has no use; lists all faults.
     """
     entries, metadata = open_safetensors(path, plain_names=False), read_metadata(path)
-    if not entries:
-        raise CheckpointError(f"{path}: is empty: it holds no array")
-    _check_base(path, entries, specs, metadata)
-    _refuse_stranger(path, entries)
+    shapes = {entry.name: entry.shape for entry in entries}
+    if identify(shapes) in (LORA, None):
+        _check_base(path, shapes, specs, metadata)
+    expect(path, shapes, LORA)
     found = _Faults()
     groups = _grouped(entries, specs, found)
     declared, configs = parameters(specs), _configs(path, metadata, config)
@@ -296,64 +296,95 @@ def _reads_width(specs: Mapping[str, Spec]) -> int:
     return widths[0] if widths else 0
 
 
-def base_of(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[str, int]:
-    """The family that an adapter was made for, "" if nothing tells; and the width of the text that it reads, or 0."""
-    for entry in entries:
-        for piece, family in OTHERS.items():
-            if piece in entry.name:
-                return family, 0
-    for entry in entries:
-        split = split_name(entry.name)
-        widths = entry.shape[1:2]
-        reads = split is not None and split.module.replace(".", "_").endswith("attn2_to_k")
-        if split and reads and widths and (split.role in ("down", "diff") or entry.name.endswith(".hada_w1_b")):
-            return BASES.get(widths[0], ""), widths[0]
-    if any(entry.name.startswith("lora_te2_") for entry in entries):
-        return BASES[2048], 0
-    told = metadata.get("ss_base_model_version", "") + metadata.get("modelspec.architecture", "")
-    for words, width in ((("sdxl", "xl-"), 2048), (("sd_v2", "diffusion-v2"), 1024), (("sd_v1", "diffusion-v1"), 768)):
-        if any(word in told for word in words):
-            return BASES[width], 0
-    if any(entry.name.startswith("lora_te_") for entry in entries):
-        return "Stable Diffusion 1.x or 2.x", 0
-    return "", 0
-
-
-def _check_base(path: Path, entries: Sequence[Entry], specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> None:
+def _check_base(path: Path, shapes: Shapes, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> None:
     """Refuse an adapter of another family before each of its arrays is a fault."""
-    family, width = base_of(entries, metadata)
-    own = _reads_width(specs)
-    ours = BASES.get(own, "")
-    if width and own and width != own:
-        of = f" ({family})" if family else ""
+    family, width = family_of(shapes, metadata)
+    model_width = _reads_width(specs)
+    model_family = BASES.get(model_width, "")
+    made_for = ""
+    if width and model_width and width != model_width:
+        made_for = f"another model: it reads text of width {width}{f' ({family})' if family else ''}"
+    elif (
+        not width and family in (*OTHERS.values(), *(BASES.values() if model_family else ())) and family != model_family
+    ):
+        made_for = family
+    if made_for:
+        this = f"this model reads text of width {model_width}{f' ({model_family})' if model_family else ''}"
         raise CheckpointError(
-            f"{path}: was made for another model: it reads text of width {width}{of}, this model reads {own}"
-            f"{f' ({ours})' if ours else ''}. Load the model it was made for, or an adapter made for this one."
-        )
-    strangers = (*OTHERS.values(), *(() if not ours else BASES.values()))
-    if not width and family in strangers and family != ours:
-        raise CheckpointError(
-            f"{path}: was made for {family}, and this is another model{f', {ours}' if ours else ''}. Load the model it "
-            "was made for, or an adapter made for this one."
+            f"{path}: was made for {made_for}; {this}. Load the model it was made for, or an adapter made for this one."
         )
 
 
-def _refuse_stranger(path: Path, entries: Sequence[Entry]) -> None:
-    """An error for a file none of whose arrays belong to the model."""
-    names = {entry.name for entry in entries}
-    whole = ("model.diffusion_model.", "first_stage_model.", "cond_stage_model.", "conditioner.")
-    adapts = any(map(is_adapters, names))
-    if any(name.startswith(whole) for name in names) and not adapts:
-        raise CheckpointError(f"{path}: is a whole model, not an adapter; write canvax.load({path.name!r})")
-    if all_begin(names, OF_A_VAE) and not adapts:
-        raise CheckpointError(f"{path}: is an autoencoder, not an adapter; pass it to vae= of canvax.load, or --vae")
-    if all_begin(names, OF_A_UNET) and not adapts:
-        raise CheckpointError(f"{path}: is a UNet, not an adapter of weights")
-    if are_words({entry.name: entry.shape for entry in entries}):
-        raise CheckpointError(
-            f"{path}: is a textual inversion; write pipe.adapters.load_embedding({path.name!r}), or --embedding FILE"
-        )
-    if any("control_model" in name or "controlnet" in name for name in names):
-        raise CheckpointError(f"{path}: is a ControlNet, not an adapter of weights")
-    if any(name.startswith("image_proj.") for name in names) and any(name.startswith("ip_adapter.") for name in names):
-        raise CheckpointError(f"{path}: is an IP-Adapter; write pipe = pipe.with_ip_adapter({path.name!r})")
+def adapter_info(path: Path) -> dict[str, Any]:
+    """What an adapter's file says of itself, from its header alone: what it is, for whom, its words, how to use it."""
+    entries, metadata = open_safetensors(path, plain_names=False), read_metadata(path)
+    shapes = {entry.name: entry.shape for entry in entries}
+    family, width = family_of(shapes, metadata)
+    roles: dict[str, set[str]] = {}
+    ranks: set[int] = set()
+    for name, shape in shapes.items():
+        if (split := split_name(name)) and split.role and not name.startswith(BUNDLED):
+            roles.setdefault(split.module, set()).add(split.role)
+            ranks |= {shape[0]} if split.role == "down" and shape else set()
+    parts: Counter[str] = Counter()
+    for module, held in roles.items():
+        component = next((name for name, pattern in _COMPONENTS if pattern.match(module)), "UNet")
+        kind = kind_of(frozenset(held - _OF_BIAS.keys()))
+        dora = " with DoRA" if held & _DORA else ""
+        parts[f"{component}: {KINDS[kind].name if kind else 'unknown'}{dora}"] += 1
+    words = {
+        name.removeprefix(BUNDLED).split(".")[0]: shape for name, shape in shapes.items() if name.startswith(BUNDLED)
+    }
+    if EMBEDDING.is_this(shapes) or not (roles or words):
+        unnamed = shapes.keys() & {"emb_params", "clip_l", "clip_g", "string_to_param.*"}
+        words = {path.stem: next(iter(shapes.values()))} if unnamed else dict(shapes)
+    return {
+        "adapter": str(path),
+        "arrays": len(entries),
+        "bytes": sum(entry.nbytes for entry in entries),
+        "stored": dict(Counter(entry.dtype.name for entry in entries)),
+        "parts": dict(parts),
+        "ranks": sorted(ranks),
+        "embeddings": {name: 1 if len(shape) == 1 else shape[0] for name, shape in words.items() if shape},
+        "family": family or None,
+        "text_width": width or None,
+        "trigger_words": trigger_words(metadata),
+        "suggested": suggested(path.stem, metadata),
+        "said": {name: metadata[key][:_LONGEST] for name, key in _SHOWN.items() if metadata.get(key)},
+    }
+
+
+def trigger_words(metadata: Mapping[str, str]) -> list[str]:
+    """The words that an adapter was trained with, the most frequent first (``ss_tag_frequency``)."""
+    words = [word.strip() for word in metadata.get("modelspec.trigger_phrase", "").split(",") if word.strip()]
+    counts: Counter[str] = Counter()
+    try:
+        for tags in json.loads(metadata.get("ss_tag_frequency") or "{}").values():
+            counts.update({str(tag).strip()[:80]: int(count) for tag, count in tags.items()})
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return words
+    return list(dict.fromkeys([*words, *(tag for tag, _ in counts.most_common(_MOST_WORDS) if tag)]))[:_MOST_WORDS]
+
+
+def suggested(name: str, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of a call that an adapter for few steps was made for; none for others.
+
+    LCM (Luo et al. 2023), SDXL-Lightning (Lin et al. 2024), Hyper-SD (Ren et al. 2024), TCD (Zheng et al. 2024), told
+    by the file's name or its title.
+    """
+    words = f"{name} {metadata.get('modelspec.title', '')}".lower().replace("_", "-")
+    match = _STEPS.search(words)
+    steps = int(match[1]) if match and 1 <= int(match[1]) <= 16 else None
+    if "lightning" in words:
+        return {"sampler": "Euler", "spacing": "trailing", "num_inference_steps": steps or 4, "guidance_scale": 1.0}
+    if "hyper" in words and ("hyper-sd" in words or "step" in words):
+        if steps == 1:
+            return {"sampler": "TCD", "eta": 1.0, "num_inference_steps": 1, "guidance_scale": 1.0}
+        guidance = 5.0 if "cfg" in words else 1.0
+        more = {"spacing": "trailing", "num_inference_steps": steps or 8, "guidance_scale": guidance}
+        return {"sampler": "DDIM", **more}
+    if re.search(r"(^|[^a-z])tcd([^a-z]|$)", words):
+        return {"sampler": "TCD", "eta": 0.3, "num_inference_steps": steps or 4, "guidance_scale": 1.0}
+    if re.search(r"(^|[^a-z])lcm([^a-z]|$)", words):
+        return {"sampler": "LCM", "num_inference_steps": steps or 4, "guidance_scale": 1.0}
+    return {}
