@@ -66,7 +66,7 @@ class Commit:
 
         Args:
             names: of files, relative to the repository.
-            progress: show bars, if the source wants any.
+            progress: show bars, if the location wants any.
 
         Returns:
             The folder in the cache that holds the commit.
