@@ -59,19 +59,19 @@ def read_embeddings(
         CheckpointError: a file is damaged, holds something else, or is for another model.
         InputError: ``token`` cannot be the name of what the file holds.
     """
-    found: dict[str, dict[str, HostArray]] = {}
+    embeddings: dict[str, dict[str, HostArray]] = {}
     for path in paths:
         for name, component, vectors in _read_file(path, widths):
-            if component in found.setdefault(name, {}):
+            if component in embeddings.setdefault(name, {}):
                 raise CheckpointError(f"{path}: holds vectors of {name!r} for {component} twice")
-            found[name][component] = vectors
+            embeddings[name][component] = vectors
     if token is not None:
-        if len(found) > 1:
+        if len(embeddings) > 1:
             raise InputError(
-                "token", token, f"is one name, and {paths[0]} holds {len(found)} embeddings", "leave it out"
+                "token", token, f"is one name, and {paths[0]} holds {len(embeddings)} embeddings", "leave it out"
             )
-        found = _renamed(next(iter(found.values())), token)
-    return [Embedding(check_token(name), vectors) for name, vectors in found.items()]
+        embeddings = _renamed(next(iter(embeddings.values())), token)
+    return [Embedding(check_token(name), vectors) for name, vectors in embeddings.items()]
 
 
 def bundled_embeddings(path: Path, entries: Sequence[Entry], widths: Mapping[str, int]) -> list[Embedding]:
@@ -80,14 +80,14 @@ def bundled_embeddings(path: Path, entries: Sequence[Entry], widths: Mapping[str
     Raises:
         CheckpointError: they are for another model.
     """
-    found: dict[str, dict[str, HostArray]] = {}
+    embeddings: dict[str, dict[str, HostArray]] = {}
     for entry in entries:
         if entry.name.startswith(BUNDLED):
             name = entry.name.removeprefix(BUNDLED)
             end = next((end for end in _ENDS if name.endswith(end) and len(name) > len(end)), "")
             component = _component(path, entry, end.removeprefix("."), widths)
-            found.setdefault(name.removesuffix(end), {})[component] = _vectors(path, entry)
-    return [Embedding(check_token(name), vectors) for name, vectors in found.items()]
+            embeddings.setdefault(name.removesuffix(end), {})[component] = _vectors(path, entry)
+    return [Embedding(check_token(name), vectors) for name, vectors in embeddings.items()]
 
 
 def check_token(name: object) -> str:
@@ -111,23 +111,23 @@ def _read_file(path: Path, widths: Mapping[str, int]) -> list[tuple[str, str, Ho
         raise CheckpointError(
             f"{path}: {strange[0].name} is {strange[0].shape}; a textual inversion holds vectors (n, width)"
         )
-    found = []
+    embeddings = []
     for entry in entries:
         unnamed = entry.name in _UNNAMED or entry.name in _BY_KEY
         component = _component(path, entry, entry.name, widths)
-        found.append((path.stem if unnamed else entry.name, component, _vectors(path, entry)))
-    return found
+        embeddings.append((path.stem if unnamed else entry.name, component, _vectors(path, entry)))
+    return embeddings
 
 
 def _component(path: Path, entry: Entry, key: str, widths: Mapping[str, int]) -> str:
     """The text encoder whose tokens have this width."""
     width = entry.shape[-1] if entry.shape else 0
-    component = _BY_KEY.get(key) or next((name for name, own in widths.items() if own == width), "")
+    component = _BY_KEY.get(key) or next((name for name, other in widths.items() if other == width), "")
     if component not in widths or widths[component] != width:
         known = f" ({_WIDTHS[width]})" if width in _WIDTHS else ""
-        own = " and ".join(f"{size} ({name})" for name, size in widths.items())
+        expected = " and ".join(f"{size} ({name})" for name, size in widths.items())
         raise CheckpointError(
-            f"{path}: {entry.name} has vectors of width {width}{known}, this model's tokens have {own}: it was made "
+            f"{path}: {entry.name} has vectors of width {width}{known}, this model's tokens have {expected}: it was made "
             "for another model"
         )
     return component

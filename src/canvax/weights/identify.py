@@ -136,9 +136,9 @@ def family_of(shapes: Shapes, metadata: Mapping[str, str] | None = None) -> tupl
         return BASES.get(width, ""), width
     if any(name.startswith("lora_te2_") for name in shapes) or "clip_g" in shapes:
         return BASES[2048], 0
-    told = " ".join((metadata or {}).get(key, "") for key in ("ss_base_model_version", "modelspec.architecture"))
+    stated = " ".join((metadata or {}).get(key, "") for key in ("ss_base_model_version", "modelspec.architecture"))
     for words, width in ((("sdxl", "xl-"), 2048), (("sd_v2", "diffusion-v2"), 1024), (("sd_v1", "diffusion-v1"), 768)):
-        if any(word in told for word in words):
+        if any(word in stated for word in words):
             return BASES[width], 0
     if any(name.startswith("lora_te_") for name in shapes):
         return "Stable Diffusion 1.x or 2.x", 0

@@ -116,10 +116,10 @@ def encoder_wanted(adapter: IPAdapter) -> str:
     """The released encoder that an adapter was trained with, by its widths."""
     vectors = {768: "CLIP ViT-L/14", 1024: "OpenCLIP ViT-H/14", 1280: "OpenCLIP ViT-bigG/14"}
     features = {1024: "CLIP ViT-L/14", 1280: "OpenCLIP ViT-H/14", 1664: "OpenCLIP ViT-bigG/14"}
-    found = (vectors if adapter.kind == "plain" else features).get(adapter.reads)
-    folder = {"OpenCLIP ViT-H/14": _PLACES[0], "OpenCLIP ViT-bigG/14": _PLACES[1]}.get(str(found))
+    encoder = (vectors if adapter.kind == "plain" else features).get(adapter.reads)
+    folder = {"OpenCLIP ViT-H/14": _PLACES[0], "OpenCLIP ViT-bigG/14": _PLACES[1]}.get(str(encoder))
     where = f"image_encoder='h94/IP-Adapter/{folder}'" if folder else "image_encoder= with its folder"
-    return f"it needs {found or 'another image encoder'}: pass {where}"
+    return f"it needs {encoder or 'another image encoder'}: pass {where}"
 
 
 def find_encoder(named: str | Path | None, adapter: IPAdapter, files: NetworkFiles, location: Location) -> EncoderFiles:

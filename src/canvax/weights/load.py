@@ -91,12 +91,12 @@ class Faults:
         """One message for everything, or None if nothing is wrong."""
         lines: list[str] = []
         for name, title in self._TITLES:
-            found: list[str] = getattr(self, name)
-            if found:
-                lines.append(f"  {len(found)} {title}")
-                lines += [f"    {line}" for line in found[:LISTED]]
-                if len(found) > LISTED:
-                    lines.append(f"    ... and {len(found) - LISTED} more")
+            faults: list[str] = getattr(self, name)
+            if faults:
+                lines.append(f"  {len(faults)} {title}")
+                lines += [f"    {line}" for line in faults[:LISTED]]
+                if len(faults) > LISTED:
+                    lines.append(f"    ... and {len(faults) - LISTED} more")
         if not lines:
             return None
         cure = "Check that weights and config.json belong together, or download the checkpoint again."

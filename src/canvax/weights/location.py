@@ -26,7 +26,7 @@ EXAMPLES = {
 """Where the weights of known architectures are on the Hub."""
 
 _ADDRESS = re.compile(r"https?://(www\.)?(huggingface\.co|hf\.co)/")
-_HUB_ID = re.compile(r"([A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*)(?:/(.+?))?/?", re.ASCII)
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*)(?:/(.+))?", re.ASCII)
 _INSIDE = {"model": "", "controlnet": "", **dict.fromkeys(("vae", "image_encoder"), r"[\w.\-/]+")}
 """What may stand behind a Hub id, by argument; for others the name of a file."""
 
@@ -94,7 +94,7 @@ class Location:
 
     @property
     def text(self) -> str:
-        """The name; of a repository's address on the Hub, its id."""
+        """The name, with the id of a repository in place of its address on the Hub."""
         text = str(self.name)
         return _ADDRESS.sub("", text).removesuffix("/") if _ADDRESS.match(text) else text
 
@@ -102,7 +102,7 @@ class Location:
     def repository(self) -> tuple[str, str] | None:
         """The Hub id that the name can be, and what stands behind it; None for others. A folder may have the name."""
         match = _HUB_ID.fullmatch(self.text)
-        if match is None or ".." in self.text:
+        if match is None or ".." in self.text or (self.argument == "model" and not isinstance(self.name, str)):
             return None
         inside = match[2] or ""
         allowed = _INSIDE.get(self.argument, r".+\.safetensors")
@@ -115,7 +115,7 @@ class Location:
             InputError: there is none, and the name can be no Hub id.
         """
         text = self.text
-        if isinstance(self.name, str) and text in BUNDLED:
+        if isinstance(self.name, str) and text in BUNDLED and self.argument in ("model", "vae"):
             return BUNDLED[text]
         try:
             path = Path(self.name).expanduser()
@@ -129,11 +129,10 @@ class Location:
         if path.exists():
             raise InputError(self.argument, text, "is no regular file")
         if text.lower().endswith(_FILES) and not (place and place[1]):
-            raise InputError(self.argument, text, "names no file that is there", self._cure())
+            raise InputError(self.argument, text, "names no existing file", self._cure())
         if place is None or path.is_absolute():
-            raise InputError(
-                self.argument, text, "is no file or folder that is there, and no Hub id 'owner/name'", self._cure()
-            )
+            problem = "names no existing file or folder and is no Hub id 'owner/name'"
+            raise InputError(self.argument, text, problem, self._cure())
         return None
 
     def on_hub(self) -> tuple[Location, str]:
@@ -154,7 +153,7 @@ class Location:
         if re.match(r"https?://", text):
             return "of addresses only those of repositories on huggingface.co are read: download the file, and name it"
         if "," in text:
-            return "of several each is given by itself"
+            return "give each of several separately"
         if self.argument != "model":
             return ""
         if (known := _architecture(text)) in EXAMPLES:

@@ -96,9 +96,9 @@ class _Faults(dict[str, list[str]]):
     def check(self, path: Path) -> None:
         """Raise all of them, if there are any."""
         parts = []
-        for sort, found in self.items():
-            more = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
-            parts.append(f"{len(found)} {sort}: {'; '.join(found[:LISTED])}{more}")
+        for sort, problems in self.items():
+            rest = f" and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
+            parts.append(f"{len(problems)} {sort}: {'; '.join(problems[:LISTED])}{rest}")
         if parts:
             raise CheckpointError(f"{path}: cannot be used with this model. {'. '.join(parts)}.")
 
@@ -119,14 +119,14 @@ def read_adapter(path: Path, specs: Mapping[str, Spec], config: Mapping[str, Any
     if identify(shapes) in (LORA, None):
         _check_base(path, shapes, specs, metadata)
     expect(path, shapes, LORA)
-    found = _Faults()
-    groups = _grouped(entries, specs, found)
+    problems = _Faults()
+    groups = _grouped(entries, specs, problems)
     declared, configs = parameters(specs), _configs(path, metadata, config)
     parts: dict[Key, Part] = {}
     for module, roles in groups.items():
-        for key, part in _parts(module, roles, declared, configs, found):
+        for key, part in _parts(module, roles, declared, configs, problems):
             parts[key] = part
-    found.check(path)
+    problems.check(path)
     return Adapter(path, parts, bundled_embeddings(path, entries, token_widths(specs)), metadata)
 
 
@@ -136,7 +136,7 @@ def token_widths(specs: Mapping[str, Spec]) -> dict[str, int]:
     return {component: param.shape[1] for component, param in tables}
 
 
-def _grouped(entries: Sequence[Entry], specs: Mapping[str, Spec], found: _Faults) -> dict[Module, dict[str, Entry]]:
+def _grouped(entries: Sequence[Entry], specs: Mapping[str, Spec], problems: _Faults) -> dict[Module, dict[str, Entry]]:
     """The arrays of each module by their roles."""
     table = module_table(specs)
     groups: dict[Module, dict[str, Entry]] = {}
@@ -145,15 +145,15 @@ def _grouped(entries: Sequence[Entry], specs: Mapping[str, Spec], found: _Faults
             continue
         split = split_name(entry.name)
         if split is None:
-            found.add("arrays of an unknown kind", f"{entry.name} {entry.shape}")
+            problems.add("arrays of an unknown kind", f"{entry.name} {entry.shape}")
             continue
         module = table.get(split.module.replace(".", "_"))
         if split.unknown:
-            found.add("arrays of algorithms that canvax does not have", f"{entry.name} is of {split.unknown}")
+            problems.add("arrays of algorithms that canvax does not have", f"{entry.name} is of {split.unknown}")
         elif module is None:
-            found.add("modules that the model does not have", entry.name + nearest_module(split.module, table))
+            problems.add("modules that the model does not have", entry.name + nearest_module(split.module, table))
         elif split.role in (roles := groups.setdefault(module, {})):
-            found.add("given twice", f"{module}: as {roles[split.role].name} and as {entry.name}")
+            problems.add("given twice", f"{module}: as {roles[split.role].name} and as {entry.name}")
         else:
             roles[split.role] = entry
     return groups
@@ -164,30 +164,30 @@ def _parts(
     roles: Mapping[str, Entry],
     declared: Mapping[Key, Param],
     configs: Mapping[str, Mapping[str, Any]],
-    found: _Faults,
+    problems: _Faults,
 ) -> list[tuple[Key, Part]]:
     """What the arrays of one module do to its weight and its bias."""
     weight = {role: entry for role, entry in roles.items() if role not in _OF_BIAS}
     bias = {role: entry for role, entry in roles.items() if role in _OF_BIAS}
     if set(weight) == {"alpha"}:
-        found.add("incomplete", f"{module} has alpha alone")
+        problems.add("incomplete", f"{module} has alpha alone")
         return []
     parts, scale = [], 1.0
     if weight:
-        part = _part(module, weight, declared[module.component, f"{module.name}.weight"], configs, found)
+        part = _part(module, weight, declared[module.component, f"{module.name}.weight"], configs, problems)
         if part is not None:
             parts.append(((module.component, f"{module.name}.weight"), part))
             scale = part.scale
     if bias:
         key = (module.component, f"{module.name}.bias")
         if key not in declared or len(bias) > 1:
-            found.add("wrong shapes", f"{module} has no bias, and is given {', '.join(bias)}")
+            problems.add("wrong shapes", f"{module} has no bias, and is given {', '.join(bias)}")
         else:
             ((role, entry),) = bias.items()
             kind = _OF_BIAS[role]
-            array = _read(entry, found)
+            array = _read(entry, problems)
             if math.prod(entry.shape) != declared[key].size:
-                found.add("wrong shapes", f"{module}: {role} is {entry.shape}, not {declared[key].shape}")
+                problems.add("wrong shapes", f"{module}: {role} is {entry.shape}, not {declared[key].shape}")
             else:
                 name = "diff" if kind == "full" else "set"
                 parts.append((key, Part(kind, {name: array}, scale if role == "up_bias" else 1.0)))
@@ -199,36 +199,36 @@ def _part(
     roles: Mapping[str, Entry],
     param: Param,
     configs: Mapping[str, Mapping[str, Any]],
-    found: _Faults,
+    problems: _Faults,
 ) -> Part | None:
     """What arrays by their roles do to a weight; None with a fault."""
     kind = kind_of(frozenset(roles))
     if kind is None:
         if set(roles) == {"weight"}:
-            found.add("arrays that are no adapter's but a model's", f"{roles['weight'].name}")
+            problems.add("arrays that are no adapter's but a model's", f"{roles['weight'].name}")
         else:
             why = ", which together are no known adapter" if len(roles) > 1 else " alone; what belongs to it is missing"
-            found.add("incomplete", f"{module} has {', '.join(sorted(roles))}{why}")
+            problems.add("incomplete", f"{module} has {', '.join(sorted(roles))}{why}")
         return None
     stored = param.checkpoint_shapes[0]
     if param.layout == "plain" and kind not in ("full", "set"):
-        found.add("wrong shapes", f"{module} is no layer that {KINDS[kind].name} is for")
+        problems.add("wrong shapes", f"{module} is no layer that {KINDS[kind].name} is for")
         return None
     shapes = {role: entry.shape for role, entry in roles.items()}
     if empty := [entry.name for entry in roles.values() if 0 in entry.shape]:
-        found.add("empty", ", ".join(empty))
+        problems.add("empty", ", ".join(empty))
         return None
     if wrong := faults(kind, {role: shape for role, shape in shapes.items() if role != "alpha"}, stored):
-        found.add("wrong shapes", f"{module} is {stored}: {', '.join(wrong)}")
+        problems.add("wrong shapes", f"{module} is {stored}: {', '.join(wrong)}")
         return None
     r = rank(kind, shapes, stored)
     if r > max(_MOST_RANK, stored[0], math.prod(stored[1:])):
-        found.add("wrong shapes", f"{module} is {stored}: a rank of {r} is more than it has")
+        problems.add("wrong shapes", f"{module} is {stored}: a rank of {r} is more than it has")
         return None
-    arrays = {role: _read(entry, found) for role, entry in roles.items()}
+    arrays = {role: _read(entry, problems) for role, entry in roles.items()}
     alpha = arrays.pop("alpha", None)
     if any(array is not None and array.size != 1 for array in (alpha, arrays.get("scalar"))):
-        found.add("wrong shapes", f"{module}: alpha is no single number")
+        problems.add("wrong shapes", f"{module}: alpha is no single number")
         return None
     number = 0.0 if alpha is None else float(alpha.reshape(()))
     return Part(kind, arrays, _scale(module, kind, number, r, configs.get(module.component)))
@@ -239,51 +239,50 @@ def _scale(module: Module, kind: str, alpha: float, r: int, config: Mapping[str,
     if config:
         r = r if kind == "lora" else config["r"]
         pattern = config.get("alpha_pattern") or {}
-        own = (value for name, value in pattern.items() if f".{module.name}".endswith(f".{name}"))
-        alpha = float(next(own, config["lora_alpha"]))
+        alphas = (value for name, value in pattern.items() if f".{module.name}".endswith(f".{name}"))
+        alpha = float(next(alphas, config["lora_alpha"]))
         return alpha / (math.sqrt(r) if config.get("use_rslora") else r)
     return alpha / r if alpha and r else 1.0
 
 
-def _read(entry: Entry, found: _Faults) -> HostArray:
+def _read(entry: Entry, problems: _Faults) -> HostArray:
     """An array in float32."""
     if entry.dtype.kind not in "fVib":
-        found.add("mistyped", f"{entry.name} is {entry.dtype.name}")
+        problems.add("mistyped", f"{entry.name} is {entry.dtype.name}")
         return np.zeros(entry.shape, np.float32)
     array = entry.read()
     if not entry.is_float and entry.name.rpartition(".")[2] != "alpha":
-        found.add("mistyped", f"{entry.name} is {entry.dtype.name}")
+        problems.add("mistyped", f"{entry.name} is {entry.dtype.name}")
     with np.errstate(over="ignore"):
         array = array.astype(np.float32)
     if not np.isfinite(array).all():
-        found.add("not finite", f"{entry.name} has NaN or infinity")
+        problems.add("not finite", f"{entry.name} has NaN or infinity")
     return array
 
 
 def _configs(path: Path, metadata: Mapping[str, str], config: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
     """PEFT's settings of each component, from a file beside this one or from its header."""
-    found: dict[str, dict[str, Any]] = {}
+    configs: dict[str, dict[str, Any]] = {}
     if config:
-        found = {name: dict(config) for name in ("unet", "text_encoder", "text_encoder_2")}
+        configs = {name: dict(config) for name in ("unet", "text_encoder", "text_encoder_2")}
     elif text := metadata.get("lora_adapter_metadata"):
         try:
-            told = json.loads(text)
-            for key, value in told.items():
+            for key, value in json.loads(text).items():
                 component, _, name = key.partition(".")
-                found.setdefault(component, {})[name] = value
+                configs.setdefault(component, {})[name] = value
         except (ValueError, AttributeError, RecursionError):
             raise CheckpointError(f"{path}: its lora_adapter_metadata is not JSON of a table. Save it again.") from None
-    for component, one in found.items():
-        patterns = one.get("alpha_pattern") or {}
-        r, alpha = one.get("r", one.get("rank")), one.get("lora_alpha", one.get("alpha"))
+    for component, settings in configs.items():
+        patterns = settings.get("alpha_pattern") or {}
+        r, alpha = settings.get("r", settings.get("rank")), settings.get("lora_alpha", settings.get("alpha"))
         numbers = [r, alpha, *(patterns.values() if isinstance(patterns, dict) else (None,))]
         if not all(map(_is_number, numbers)) or not r or r <= 0:
             raise CheckpointError(
-                f"{path}: its settings of {component[:40]} say peft_type={one.get('peft_type')!r:.40}, r={r!r:.40}, "
+                f"{path}: its settings of {component[:40]} say peft_type={settings.get('peft_type')!r:.40}, r={r!r:.40}, "
                 f"lora_alpha={alpha!r:.40}, alpha_pattern={patterns!r:.40}: not what PEFT writes. Save it again."
             )
-        one |= {"r": r, "lora_alpha": alpha}
-    return dict(found)
+        settings |= {"r": r, "lora_alpha": alpha}
+    return dict(configs)
 
 
 def _is_number(value: Any) -> bool:
