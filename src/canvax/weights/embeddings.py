@@ -127,8 +127,8 @@ def _component(path: Path, entry: Entry, key: str, widths: Mapping[str, int]) ->
         known = f" ({_WIDTHS[width]})" if width in _WIDTHS else ""
         expected = " and ".join(f"{size} ({name})" for name, size in widths.items())
         raise CheckpointError(
-            f"{path}: {entry.name} has vectors of width {width}{known}, this model's tokens have {expected}: it was made "
-            "for another model"
+            f"{path}: {entry.name} has vectors of width {width}{known}, this model's tokens have {expected}: it was "
+            "made for another model"
         )
     return component
 

@@ -278,8 +278,9 @@ def _configs(path: Path, metadata: Mapping[str, str], config: Mapping[str, Any] 
         numbers = [r, alpha, *(patterns.values() if isinstance(patterns, dict) else (None,))]
         if not all(map(_is_number, numbers)) or not r or r <= 0:
             raise CheckpointError(
-                f"{path}: its settings of {component[:40]} say peft_type={settings.get('peft_type')!r:.40}, r={r!r:.40}, "
-                f"lora_alpha={alpha!r:.40}, alpha_pattern={patterns!r:.40}: not what PEFT writes. Save it again."
+                f"{path}: its settings of {component[:40]} are peft_type={settings.get('peft_type')!r:.40}, "
+                f"r={r!r:.40}, lora_alpha={alpha!r:.40}, alpha_pattern={patterns!r:.40}: not "
+                "what PEFT writes. Save it again."
             )
         settings |= {"r": r, "lora_alpha": alpha}
     return dict(configs)
