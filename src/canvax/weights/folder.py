@@ -275,8 +275,7 @@ def why_no_index(names: Collection[str], folder: Path | None = None) -> str:
         with suppress(CheckpointError):
             name = str(read_json(folder / "config.json").get("_class_name"))
             if (kind := CLASSES.get(name)) is not None:
-                cure = f"pass it to {kind.place}" if kind.place else f"pass the folder of the whole model, with {INDEX}"
-                return f"is a network alone ({name}), not a model; {cure}."
+                return f"is a network alone ({name}), not a model; {kind.cure}."
     files = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
     pickles = [name for name in names if name.endswith(PICKLES)]
     if pickles and not files:

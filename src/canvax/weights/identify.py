@@ -48,15 +48,18 @@ class Kind(NamedTuple):
 
     Attributes:
         name: with its article.
-        place: the arguments that take it, for errors; "" if none does.
+        cure: what to do with it, for errors.
         flag: the flag of the command line that takes it.
         is_this: whether names and shapes are those of such a file.
     """
 
     name: str
-    place: str
+    cure: str
     flag: str
     is_this: Callable[[Shapes], bool]
+
+
+_WHOLE = f"pass the folder of the whole model ({INDEX} is in it)"
 
 
 def _any(*starts: str) -> Callable[[Shapes], bool]:
@@ -69,27 +72,33 @@ def _all(*starts: str) -> Callable[[Shapes], bool]:
 
 
 CONTROLNET = Kind(
-    "a ControlNet", "controlnet= or --controlnet", "--controlnet",
+    "a ControlNet", "pass it to controlnet= or --controlnet", "--controlnet",
     _any("control_model.", "input_hint_block.", "controlnet_cond_embedding.", "controlnet_down_blocks.",
          "lora_controlnet"),
 )  # fmt: skip
-LLLITE = Kind("a ControlLLLite, which canvax does not have", "", "", _any("lllite_"))
+LLLITE = Kind("a ControlLLLite", "canvax does not have this method", "", _any("lllite_"))
 IP_ADAPTER = Kind(
-    "an IP-Adapter", "pipe.with_ip_adapter or --ip-adapter", "--ip-adapter", _any("ip_adapter.", "image_proj.")
+    "an IP-Adapter",
+    "pass it to pipe.with_ip_adapter or --ip-adapter",
+    "--ip-adapter",
+    _any("ip_adapter.", "image_proj."),
 )
-LORA = Kind("a LoRA", "pipe.adapters.load or --lora", "--lora", lambda shapes: any(map(is_adapters, shapes)))
+LORA = Kind("a LoRA", "pass it to pipe.adapters.load or --lora", "--lora", lambda shapes: any(map(is_adapters, shapes)))
 T2I_ADAPTER = Kind(
-    "a T2I-Adapter", "controlnet= or --controlnet", "--controlnet", lambda shapes: any(map(_T2I.match, shapes))
+    "a T2I-Adapter",
+    "pass it to controlnet= or --controlnet",
+    "--controlnet",
+    lambda shapes: any(map(_T2I.match, shapes)),
 )
 EMBEDDING = Kind(
-    "a textual inversion", "pipe.adapters.load_embedding or --embedding", "--embedding",
+    "a textual inversion", "pass it to pipe.adapters.load_embedding or --embedding", "--embedding",
     # Vectors named by words; names of weights have dots.
     lambda shapes: all("." not in name and len(shape) in (1, 2) for name, shape in shapes.items()),
 )  # fmt: skip
-AUTOENCODER = Kind("an autoencoder", "vae= or --vae", "--vae", _all(*_OF_A_VAE))
-UNET_ALONE = Kind("a UNet alone", "", "", _all(*_OF_A_UNET))
-TEXT_ALONE = Kind("a text encoder alone", "", "", _all("text_model."))
-MODEL = Kind("a model", "canvax.load or --model", "--model", _any(UNET, *_TEXT))
+AUTOENCODER = Kind("an autoencoder", "pass it to vae= or --vae", "--vae", _all(*_OF_A_VAE))
+UNET_ALONE = Kind("a UNet alone", _WHOLE, "", _all(*_OF_A_UNET))
+TEXT_ALONE = Kind("a text encoder alone", _WHOLE, "", _all("text_model."))
+MODEL = Kind("a model", "pass it to canvax.load or --model", "--model", _any(UNET, *_TEXT))
 KINDS = (
     *(CONTROLNET, LLLITE, IP_ADAPTER, LORA, T2I_ADAPTER, EMBEDDING, AUTOENCODER, UNET_ALONE, TEXT_ALONE, MODEL),
 )  # fmt: skip
@@ -121,8 +130,7 @@ def expect(name: str | Path, shapes: Shapes, *wanted: Kind) -> None:
         raise CheckpointError(f"{name}: is empty: it holds no array")
     kind = identify(shapes)
     if kind is not None and kind not in wanted:
-        cure = f"; pass it to {kind.place}" if kind.place else ""
-        raise CheckpointError(f"{name}: is {kind.name}, not {wanted[0].name}{cure}")
+        raise CheckpointError(f"{name}: is {kind.name}, not {wanted[0].name}; {kind.cure}")
     if (other := family_of(shapes)[0]) in OTHERS.values():
         raise CheckpointError(f"{name}: is for {other}; canvax runs Stable Diffusion 1.x, 2.x and XL")
 
