@@ -620,7 +620,7 @@ ELSEWHERE: list[tuple[str, str]] = [
     ("generate x --vae-tiling --steps 1", "expected one argument: decode in tiles, in less memory; auto"), ("generate x \u2014-steps 1", "begins with a dash that is no hyphen; write --steps"),
     ("batch none.txt -o o", "there is no such file$"), ("batch none.xlsx -o o", "there is no such file$"), ("batch cat -o o", "no such file; for one image: canvax generate cat"),
     ("sheet --x steps=1,2", "try: canvax sheet .* --x"), ("sheet", "try: canvax sheet|--x"),
-    ("generate x --embedding none.pt", "there is no such file"), ("generate x --lora a.safetensors,b.safetensors", "each is given by itself"),
+    ("generate x --embedding none.pt", "there is no such file"), ("generate x --lora a.safetensors,b.safetensors", "a.safetensors,b.safetensors"),
 ]  # fmt: skip
 """What people know from other programs."""
 
@@ -768,7 +768,7 @@ def test_files_of_other_kinds_are_told(name: str, words: str, empty: Path) -> No
 
 def test_a_pipe_is_no_model(empty: Path) -> None:
     os.mkfifo(empty / "a.safetensors")
-    refused(empty / "a.safetensors", "it is not a regular file")
+    refused(empty / "a.safetensors", "not a regular file")
 
 
 def test_the_folder_around_a_model(model: Path) -> None:

@@ -391,7 +391,7 @@ def test_bad_models(run: Run) -> None:
     Path("bare").mkdir()
     before = sorted(os.listdir())
     for model, said in (
-        ("./none", "no such folder"),
+        ("./none", "./none"),
         ("emojy", "emoji"),
         ("model.ckpt", "pickles"),
         ("damaged", "damaged or incomplete"),
@@ -400,7 +400,7 @@ def test_bad_models(run: Run) -> None:
         ("partial/unet", "is a network alone (UNet2DConditionModel), not a model; pass the folder of the whole model"),
     ):
         code, out, err = run("generate", "a cat", "-m", model, "-q")
-        assert (code, out) == (FAILED, ""), model
+        assert (code, out) == (BAD_INPUT if model in ("./none", "emojy") else FAILED, ""), model
         assert said in err
         assert err.startswith("canvax: error: ")
         assert err.count("canvax:") == 1

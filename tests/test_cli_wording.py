@@ -69,11 +69,11 @@ def test_others_stay(flags: dict[str, str], said: str) -> None:
         (["dream", "a cat"], "did you mean: canvax generate"),
         (["sketch", "a cat"], "did you mean: canvax generate 'a cat'?"),
         (["a", "red", "apple", "--steps", "3"], "did you mean: canvax generate 'a red apple'?"),
-        (["generate", "a cat", "-m", "emoji/"], "Bundled models: did you mean 'emoji'?"),
+        (["generate", "a cat", "-m", "emoji/"], "did you mean 'emoji'?"),
         (["generate", "a cat", "--sigmas", "beta57"], "--sigmas='beta57' is not known; there are 'automatic'"),
         (["generate", "a cat", "--seed-size", "64x64"], "expected 2 arguments, such as --seed-size 64 64"),
         (["generate", "a cat", "--image", "."], "--image='.' cannot be read (it is a folder)"),
-        (["generate", "a cat", "-m", "./nowhere"], "-m './nowhere': there is no such folder"),
+        (["generate", "a cat", "-m", "./nowhere"], "-m './nowhere' cannot be found"),
     ],
 )
 def test_errors_name_flags(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:

@@ -127,11 +127,11 @@ class Location:
             return path
         place = self.repository
         if path.exists():
-            raise InputError(self.argument, text, "is no regular file")
+            raise InputError(self.argument, text, "is not a regular file")
         if text.lower().endswith(_FILES) and not (place and place[1]):
-            raise InputError(self.argument, text, "names no existing file", self._cure())
+            raise InputError(self.argument, text, "cannot be found: there is no such file", self._cure())
         if place is None or path.is_absolute():
-            problem = "names no existing file or folder and is no Hub id 'owner/name'"
+            problem = "cannot be found: there is no such folder or file, and it is no Hub id 'owner/name'"
             raise InputError(self.argument, text, problem, self._cure())
         return None
 
