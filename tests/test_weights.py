@@ -83,8 +83,9 @@ def test_what_does_not_fit_is_an_error(tmp_path: Path, stored: Any) -> None:
     source = write_checkpoint(tmp_path / "source", params)
     with pytest.raises(CheckpointError, match="float16"):
         load(source, np.float16)
-    with pytest.raises(InputError, match="dtype=float16: a parameter has a number that does not fit"):
+    with pytest.raises(InputError) as caught:
         save(tmp_path / "saved", params, source, dtype=np.float16)
+    assert caught.value.argument == "dtype"
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -360,8 +361,9 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
         save_component(source / "unet", toy_components()[0], other["unet"], {})
     assert caught.value.argument == "folder"
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="is a file"):
+    with pytest.raises(InputError) as caught:
         save(tmp_path / "file", other, source)
+    assert caught.value.argument == "folder"
     assert (source / UNET).read_bytes() == before
     (source / "notes.txt").write_text("mine")
     (source / "tokenizer").mkdir(exist_ok=True)

@@ -60,16 +60,9 @@ class Commit:
         return path.parents[len(PurePosixPath(self.root).parts) - 1]
 
     def fetch(self, names: Collection[str], *, progress: bool = False) -> Path:
-        """Download files that are not in the cache yet.
+        """Download files that are not in the cache yet; returns the folder in the cache that holds the commit.
 
         Files that turn out to be damaged are removed from the cache, so that the next attempt downloads them again.
-
-        Args:
-            names: of files, relative to the repository.
-            progress: show bars, if the location wants any.
-
-        Returns:
-            The folder in the cache that holds the commit.
 
         Raises:
             HubError: the Hub cannot be reached, or what it answers cannot be trusted.
@@ -168,9 +161,7 @@ class Commit:
 def find_commit(location: Location, root: str) -> Commit:
     """The commit that a Hub id and revision stand for now; the one in the cache if the Hub may not be asked.
 
-    Args:
-        location: with a Hub id.
-        root: a file that every copy in the cache has.
+    ``root`` is a file that every copy in the cache has.
 
     Raises:
         HubError: the Hub cannot be reached and nothing is in the cache, it refuses, or it does not have the model.

@@ -85,6 +85,8 @@ class Location:
             raise InputError("token", NO_VALUE, f"is a {type(self.token).__name__}", "pass its text, or leave it out")
         if isinstance(self.token, str) and not re.fullmatch("[!-~]*", self.token):
             raise InputError("token", NO_VALUE, "has spaces, accents or other letters of no token", "copy it again")
+        if not isinstance(self.cache_dir, str | os.PathLike | None):
+            raise InputError("cache_dir", self.cache_dir, "is no name of a folder")
         if self.cache_dir is not None:
             there = first_there(named_path("cache_dir", self.cache_dir))
             if not there.is_dir():

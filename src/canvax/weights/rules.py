@@ -102,9 +102,9 @@ class Names:
         return [_stacked(name, changes[name], [parts[i] for i in sorted(parts)]) for name, parts in stacks.items()]
 
     def theirs(self, name: str) -> list[str]:
-        """Their names of a module; none where no rule is about it. The first is the one that files should have."""
+        """Their names of a module that is no part of a stack; the first is the one that files should have."""
         match = _longest(self._ours, name.split("."))
-        return [match.named(rule.theirs) for rule, _ in match.rules] if match else []
+        return [match.named(rule.theirs) for rule, _ in match.rules if len(rule.parts) == 1] if match else []
 
 
 def _stacked(name: str, change: Change, parts: Sequence[Outgoing]) -> Outgoing:
