@@ -72,33 +72,33 @@ def _all(*starts: str) -> Callable[[Shapes], bool]:
 
 
 CONTROLNET = Kind(
-    "a ControlNet", "pass it to controlnet= or --controlnet", "--controlnet",
+    "a ControlNet", "pass it to controlnet (--controlnet)", "--controlnet",
     _any("control_model.", "input_hint_block.", "controlnet_cond_embedding.", "controlnet_down_blocks.",
          "lora_controlnet"),
 )  # fmt: skip
 LLLITE = Kind("a ControlLLLite", "canvax does not have this method", "", _any("lllite_"))
 IP_ADAPTER = Kind(
     "an IP-Adapter",
-    "pass it to pipe.with_ip_adapter or --ip-adapter",
+    "pass it to pipe.with_ip_adapter (--ip-adapter)",
     "--ip-adapter",
     _any("ip_adapter.", "image_proj."),
 )
-LORA = Kind("a LoRA", "pass it to pipe.adapters.load or --lora", "--lora", lambda shapes: any(map(is_adapters, shapes)))
+LORA = Kind("a LoRA", "pass it to pipe.adapters.load (--lora)", "--lora", lambda shapes: any(map(is_adapters, shapes)))
 T2I_ADAPTER = Kind(
     "a T2I-Adapter",
-    "pass it to controlnet= or --controlnet",
+    "pass it to controlnet (--controlnet)",
     "--controlnet",
     lambda shapes: any(map(_T2I.match, shapes)),
 )
 EMBEDDING = Kind(
-    "a textual inversion", "pass it to pipe.adapters.load_embedding or --embedding", "--embedding",
+    "a textual inversion", "pass it to pipe.adapters.load_embedding (--embedding)", "--embedding",
     # Vectors named by words; names of weights have dots.
     lambda shapes: all("." not in name and len(shape) in (1, 2) for name, shape in shapes.items()),
 )  # fmt: skip
-AUTOENCODER = Kind("an autoencoder", "pass it to vae= or --vae", "--vae", _all(*_OF_A_VAE))
+AUTOENCODER = Kind("an autoencoder", "pass it to vae (--vae)", "--vae", _all(*_OF_A_VAE))
 UNET_ALONE = Kind("a UNet alone", _WHOLE, "", _all(*_OF_A_UNET))
 TEXT_ALONE = Kind("a text encoder alone", _WHOLE, "", _all("text_model."))
-MODEL = Kind("a model", "pass it to canvax.load or --model", "--model", _any(UNET, *_TEXT))
+MODEL = Kind("a model", "pass it to canvax.load (--model)", "--model", _any(UNET, *_TEXT))
 KINDS = (
     *(CONTROLNET, LLLITE, IP_ADAPTER, LORA, T2I_ADAPTER, EMBEDDING, AUTOENCODER, UNET_ALONE, TEXT_ALONE, MODEL),
 )  # fmt: skip
