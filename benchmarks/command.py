@@ -146,14 +146,14 @@ def _checkpoint(model: str, stored: str, tell: Any) -> Iterator[Path]:
     """The folder of a model; that of a preset lasts as long as it is needed."""
     from benchmarks.lab.models import find_preset, write_random
     from canvax.models.presets import PRESETS
+    from canvax.weights.location import BUNDLED, Location
     from canvax.weights.open import open_files
-    from canvax.weights.source import BUNDLED, Source
 
     preset = find_preset(model)
     if preset is None:
         if "/" not in model and model not in BUNDLED and not Path(model).expanduser().exists():
             raise InputError(f"--model {model!r} is no preset and no folder; {nearest(model, [*PRESETS, *BUNDLED])}")
-        yield open_files(Source(model)).folder()
+        yield open_files(Location(model)).folder()
         return
     with tempfile.TemporaryDirectory(prefix="canvax-model-") as scratch:
         tell(f"writing {model} with random weights to {scratch}")
@@ -168,12 +168,12 @@ def _job(arguments: argparse.Namespace, folder: Path, width: int | None, height:
     from canvax.families.read import read_model
     from canvax.pipelines.checks import check_size
     from canvax.weights.cast import parse_dtype
+    from canvax.weights.location import Location
     from canvax.weights.open import open_files
-    from canvax.weights.source import Source
 
     usual = "float32" if platform == "cpu" else "bfloat16"
     dtype = parse_dtype(arguments.dtype or usual).name
-    model = read_model(open_files(Source(folder)), np.float32)
+    model = read_model(open_files(Location(folder)), np.float32)
     side = model.native_size
     if arguments.part == "vae" and dtype == "float16" and getattr(model.vae, "force_upcast", False):
         raise InputError("--dtype float16: this VAE overflows in it; use bfloat16 or float32")

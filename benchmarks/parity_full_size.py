@@ -29,8 +29,8 @@ from canvax.models.text import encode_text
 from canvax.models.unet import unet
 from canvax.models.vae import vae_decode, vae_encode
 from canvax.weights.load import load_components
+from canvax.weights.location import Location
 from canvax.weights.open import open_files
-from canvax.weights.source import Source
 
 rng = np.random.default_rng(0)
 
@@ -119,7 +119,7 @@ def main() -> None:
     for family in parser.parse_args().families:
         with tempfile.TemporaryDirectory(prefix="canvax-parity-") as scratch, torch.inference_mode():
             folder = write_random(Path(scratch) / family, PRESETS[family])
-            checkpoint = read_model(open_files(Source(folder)), np.float32)
+            checkpoint = read_model(open_files(Location(folder)), np.float32)
             for part in PARTS:
                 for model, figure in part(checkpoint, folder):
                     print(f"{family} {model}: {figure:.1e}", flush=True)

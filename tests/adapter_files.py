@@ -11,7 +11,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from canvax.params import Param, flatten
-from canvax.weights.ldm_names import ldm_modules
+from canvax.weights.formats import unet_rules
+from canvax.weights.rules import Names
 
 Arrays = dict[str, np.ndarray]
 Delta = Callable[[np.ndarray], np.ndarray]
@@ -164,9 +165,13 @@ def kohya(component: str, module: str, *, xl: bool = False) -> str:
     return f"{prefix[component]}_{module.replace('.', '_')}"
 
 
+def ldm_name(module: str, each: int) -> str:
+    """The name in the original code of a layer of a UNet whose levels have ``each`` blocks, sampler included."""
+    return Names(unet_rules([f"down_blocks.0.resnets.{each - 2}.conv1", module])).theirs(module)[0]
+
+
 def kohya_ldm(component: str, module: str, *, each: int) -> str:
-    names = ldm_modules(module, each) if component == "unet" else [module]
-    return kohya(component, names[0], xl=True)
+    return kohya(component, ldm_name(module, each) if component == "unet" else module, xl=True)
 
 
 def layers(specs: Mapping[str, Any]) -> dict[tuple[str, str], tuple[int, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from canvax.weights.source import BUNDLED
+from canvax.weights.location import BUNDLED
 
 UNET = json.loads((BUNDLED["emoji"] / "unet" / "config.json").read_text())
 LATENTS = (UNET["sample_size"], UNET["sample_size"], UNET["in_channels"])

@@ -14,9 +14,9 @@ from safetensors.numpy import save_file
 
 from canvax.nn import conv2d_spec, linear_spec, norm_spec
 from canvax.params import Param, Spec, flatten, init_params, unflatten
-from canvax.weights.layout import FLAX_FILES, STEMS
+from canvax.weights.folder import FLAX_FILES, STEMS
+from canvax.weights.formats import flax_name
 from canvax.weights.load import Component
-from canvax.weights.names import flax_name
 
 INDEX: dict[str, Any] = {
     "_class_name": "StableDiffusionPipeline",

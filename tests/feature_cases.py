@@ -24,7 +24,7 @@ import canvax
 from canvax import ImagePrompt
 from canvax.parallel.mesh import make_mesh
 from canvax.pipelines.safety import SafetyChecker, load_safety_checker
-from canvax.weights.source import Source
+from canvax.weights.location import Location
 
 HEIGHT, WIDTH = 48, 64  # not square: a transposed size fails
 STEPS = 4
@@ -146,7 +146,7 @@ class Studio:
 
     def checker(self, model: str) -> SafetyChecker:
         """Of a model; it refuses nothing."""
-        return load_safety_checker(Source(self.root / model))
+        return load_safety_checker(Location(self.root / model))
 
     def _write_networks(self, model: str, pipe: canvax.StableDiffusion) -> None:
         root = self.root

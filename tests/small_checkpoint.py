@@ -17,10 +17,10 @@ from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_spec
 from canvax.params import init_params
 from canvax.pipelines.safety import COMPONENT, safety_spec
-from canvax.weights.layout import FLAX_FILES
+from canvax.weights.folder import FLAX_FILES
 from canvax.weights.load import Component
+from canvax.weights.location import BUNDLED
 from canvax.weights.save import save_component
-from canvax.weights.source import BUNDLED
 
 UNET = UNetConfig(
     sample_size=8,

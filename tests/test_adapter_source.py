@@ -23,12 +23,13 @@ from canvax.params import flatten
 SCRIPT = """
 import json, sys
 from canvax.errors import CanvaxError
-from canvax.weights.adapter_source import EMBEDDING_FILES, LORA_FILES, AdapterSource
+from canvax.weights.location import Location
+from canvax.weights.open import EMBEDDING_FILES, LORA_FILES, find_adapter
 answers = []
 for call in json.load(sys.stdin):
     usual = EMBEDDING_FILES if call.pop("embedding", False) else LORA_FILES
     try:
-        paths, config = AdapterSource(**call).find(usual)
+        paths, config = find_adapter(Location(**call, argument="source"), usual)
         answers.append([[path.name for path in paths], config])
     except CanvaxError as error:
         answers.append(str(error))

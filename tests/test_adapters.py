@@ -18,6 +18,7 @@ from adapter_files import (
     kohya,
     kohya_ldm,
     layers,
+    ldm_name,
     loha,
     loha_tucker,
     lokr,
@@ -35,7 +36,6 @@ from small_sdxl import build
 
 import canvax
 from canvax.params import flatten
-from canvax.weights.ldm_names import ldm_modules
 
 Make = Callable[[Draw, tuple[int, ...]], Made]
 KERNEL = 4
@@ -156,7 +156,7 @@ def old_diffusers(component: str, module: str) -> str:
 
 
 def ldm_dotted(component: str, module: str) -> str:
-    return f"diffusion_model.{ldm_modules(module, 2)[0]}"
+    return f"diffusion_model.{ldm_name(module, 2)}"
 
 
 PEFT_ENDS = {".lora_down.weight": ".lora_A.weight", ".lora_up.weight": ".lora_B.weight"}

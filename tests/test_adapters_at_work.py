@@ -497,6 +497,6 @@ def test_info_of_adapters(loras: Path, tmp_path: Path, capsys: pytest.CaptureFix
     ],
 )  # fmt: skip
 def test_suggestions(name: str, wanted: dict[str, Any]) -> None:
-    from canvax.weights.adapter_info import suggested
+    from canvax.weights.lora import suggested
 
     assert suggested(name, {}) == wanted

@@ -28,7 +28,7 @@ import canvax
 from canvax.cli import BAD_INPUT, FAILED, main
 from canvax.samplers import build_table, from_scheduler_config
 from canvax.train import loop
-from canvax.weights.source import BUNDLED
+from canvax.weights.location import BUNDLED
 
 pytestmark = pytest.mark.bad
 

@@ -43,8 +43,8 @@ from canvax.pipelines.open import open_model
 from canvax.planning.chips import peak_flops
 from canvax.planning.flops import count_flops, evaluation_flops
 from canvax.weights.cast import cast_into
+from canvax.weights.location import Location
 from canvax.weights.open import open_files
-from canvax.weights.source import Source
 
 SMALL = Networks(UNetDenoiser(UNET), VAE, TextEncoders(TEXT))
 Bench = Callable[..., dict[str, Any]]
@@ -277,7 +277,7 @@ def test_this_machine_alone(tmp_path: Path, small: Path, capsys: pytest.CaptureF
     assert report["images_per_s"] == pytest.approx(2 / report["median_s"])
     assert report["share_of_peak"] is None
     assert report["memory_bytes"] > preset_bytes(SMALL, np.float32)
-    model = read_model(open_files(Source(small)), np.float32)
+    model = read_model(open_files(Location(small)), np.float32)
     inputs = make_inputs(Job("unet", small, 64, 32, 2 if guidance > 1 else 1, 1, "float32", "cpu"), model)
     params = abstract_params(unet_spec(UNET), "float32", make_mesh(jax.devices()[:1]))
     with compiling_for("none"):
@@ -316,7 +316,7 @@ def test_random_checkpoints_are_checkpoints(tmp_path: Path, dtype: Any) -> None:
 
 
 def test_inputs(tmp_path: Path) -> None:
-    checkpoint = read_model(open_files(Source(write_small_checkpoint(tmp_path / "model"))), np.float32)
+    checkpoint = read_model(open_files(Location(write_small_checkpoint(tmp_path / "model"))), np.float32)
     job = Job("unet", tmp_path, 64, 32, 3, 1, "float32", "cpu")
     shapes = {name: array.shape for name, array in make_inputs(job, checkpoint).items()}
     assert shapes == {"latents": (6, 4, 8, 4), "timesteps": (6,), "text": (6, 77, 48)}

@@ -487,14 +487,13 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (one_file("net.safetensors", {}), "is empty"),
     "a control-LoRA, cut": (one_file("net.safetensors", {"lora_controlnet": ZERO, "a.up": ZERO}), "no whole control"),
     "a ControlLLLite": (one_file("net.safetensors", {"lllite_unet_a.weight": ZERO}), "is a ControlLLLite"),
-    "a union's file": (one_file("net.safetensors", {"task_embedding": ZERO}), "holds no ControlNet"),
+    "a union's file": (one_file("net.safetensors", {"task_embedding.weight": ZERO}), "holds no ControlNet"),
     "a LoRA": (one_file("net.safetensors", {"a.lora_down.weight": ZERO}), "is a LoRA"),
-    "a whole model": (one_file("net.safetensors", {"model.diffusion_model.a": ZERO}), "is a whole model"),
-    "something else": (one_file("net.safetensors", {"a": ZERO}), "holds no ControlNet"),
+    "a whole model": (one_file("net.safetensors", {"model.diffusion_model.a": ZERO}), "is a model, not a ControlNet"),
+    "something else": (one_file("net.safetensors", {"a.weight": ZERO}), "holds no ControlNet"),
     "the original code's, cut": (
         one_file("net.safetensors", {"control_model.input_hint_block.0.weight": ZERO}), "is not a whole network"),
     "an adapter, cut": (one_file("net.safetensors", {"adapter.body.0.resnets.0.block1.weight": ZERO}), "not a whole"),
-    "a folder that is not there": (lambda f: f / "nothing" / "at" / "all", "there is no such folder or file"),
 }  # fmt: skip
 
 
@@ -509,6 +508,12 @@ def test_broken_files(name: str, pipe: canvax.StableDiffusion, folders: list[Pat
         pipe.with_controlnet(made if isinstance(made, Path) else folder)
     assert "\n" not in str(caught.value)
     assert draw(pipe, control=edges(1)).compilations == 0
+
+
+def test_a_folder_that_is_not_there(base: canvax.StableDiffusion, tmp_path: Path) -> None:
+    with pytest.raises(canvax.InputError) as caught:
+        base.with_controlnet(tmp_path / "nothing" / "at" / "all")
+    assert caught.value.argument == "controlnet"
 
 
 def test_refused_before_the_model_is_loaded(

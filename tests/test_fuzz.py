@@ -28,9 +28,9 @@ from canvax.families.read import family_of, read_model
 from canvax.images.metadata import read_metadata
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.weights.flax_msgpack import open_flax_msgpack
+from canvax.weights.location import BUNDLED, Location
 from canvax.weights.open import open_files
 from canvax.weights.safetensors import open_safetensors
-from canvax.weights.source import BUNDLED, Source
 
 EMOJI = BUNDLED["emoji"]
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
@@ -186,7 +186,7 @@ def test_configs(tmp_path: Path) -> None:
         (model / file).write_text(json.dumps(config))
         try:
             with own_errors():
-                read_model(open_files(Source(model), accept=family_of), "float32").networks.specs()
+                read_model(open_files(Location(model), accept=family_of), "float32").networks.specs()
         finally:
             (model / file).write_bytes(originals[file])
 

@@ -283,7 +283,7 @@ FILES: dict[str, tuple[Callable[[dict[str, np.ndarray]], Any], str]] = {
     "another width": (
         lambda own: {**own, "image_proj.norm.weight": np.ones(96, np.float32)}, "another kind of model",
     ),
-    "empty": (lambda _: {"x": np.zeros(1, np.float32)}, "no IP-Adapter"),
+    "something else": (lambda _: {"x.weight": np.zeros(1, np.float32)}, "no IP-Adapter"),
 }  # fmt: skip
 
 
@@ -304,10 +304,11 @@ def test_truncated_and_pickled(base: canvax.StableDiffusion, root: Path, tmp_pat
     (tmp_path / "ip-adapter.bin").write_bytes(pickle.dumps({"image_proj": 1}))
     with pytest.raises(canvax.CheckpointError, match="cut"):
         base.with_ip_adapter(tmp_path / "cut.safetensors")
-    with pytest.raises(canvax.CheckpointError, match=r"canvax convert FILE\.ckpt"):
+    with pytest.raises(canvax.CheckpointError, match="canvax convert"):
         base.with_ip_adapter(tmp_path / "ip-adapter.bin")
-    with pytest.raises(canvax.InputError, match="there is no such file"):
+    with pytest.raises(canvax.InputError) as caught:
         base.with_ip_adapter(tmp_path / "nowhere.safetensors")
+    assert caught.value.argument == "ip_adapter"
     with pytest.raises(canvax.InputError, match="ip_adapter=3"):
         base.with_ip_adapter(3)  # type: ignore[arg-type]
 
@@ -317,8 +318,9 @@ def test_encoders(base: canvax.StableDiffusion, root: Path, tmp_path: Path) -> N
     alone = tmp_path / "alone" / "plus.safetensors"
     alone.parent.mkdir()
     shutil.copy(root / "models" / "plus.safetensors", alone)
-    with pytest.raises(canvax.InputError, match="no folder image_encoder beside it"):
+    with pytest.raises(canvax.InputError) as caught:
         base.with_ip_adapter(alone)
+    assert caught.value.argument == "image_encoder"
     with pytest.raises(canvax.InputError, match="image_encoder=True"):
         base.with_ip_adapter(alone, image_encoder=True)
     with pytest.raises(canvax.InputError, match="image_encoder='nope'"):

@@ -24,7 +24,7 @@ from canvax.noise import initial_noise
 from canvax.parallel.mesh import make_mesh
 from canvax.pipelines.checks import default_dtype
 from canvax.samplers import build_table, from_scheduler_config
-from canvax.weights.source import BUNDLED
+from canvax.weights.location import BUNDLED
 
 QUIET = canvax.Options(progress=False)
 STEPS = 4

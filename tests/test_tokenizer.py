@@ -19,7 +19,7 @@ from small_checkpoint import write_small_checkpoint
 import canvax
 from canvax.errors import CheckpointError, InputError
 from canvax.tokenizers.clip import BOS, EOS, ClipTokenizer, TruncationWarning
-from canvax.weights.source import BUNDLED
+from canvax.weights.location import BUNDLED
 
 EMOJI = BUNDLED["emoji"] / "tokenizer"
 

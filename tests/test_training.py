@@ -37,7 +37,7 @@ from canvax.train.diffusion import denoising_data, denoising_loss, new_denoiser,
 from canvax.train.encoding import encode_pictures
 from canvax.train.loop import LOG, STATE, Plan, Session, batch_indices, fit, learning_rate, read_log
 from canvax.train.objectives import add_noise, loss_weights, target_of
-from canvax.weights.source import BUNDLED
+from canvax.weights.location import BUNDLED
 from recipes.emoji.autoencoder import (
     LEAST,
     VARIANCE,

@@ -25,14 +25,16 @@ from safetensors.numpy import load_file, save_file
 
 from canvax.errors import CheckpointError
 from canvax.params import Param, flatten
-from canvax.weights import flax_msgpack, safetensors
+from canvax.weights import flax_msgpack, identify, safetensors
+from canvax.weights.entries import Decode, Entry
 from canvax.weights.files import open_weights
 from canvax.weights.flax_msgpack import open_flax_msgpack
+from canvax.weights.formats import flax_name, spellings
 from canvax.weights.load import Scratch, materialise
-from canvax.weights.names import flax_name, spec_name
+from canvax.weights.location import Location
 from canvax.weights.open import open_files
-from canvax.weights.safetensors import open_safetensors
-from canvax.weights.source import Source
+from canvax.weights.rules import Names, Rule
+from canvax.weights.safetensors import Outgoing, open_safetensors, write_safetensors
 
 # Sound files ----------------------------------------------------------------------------------------------------------
 
@@ -85,7 +87,7 @@ def test_what_does_not_turn_is_not_taken_over_from_scratch(tmp_path: Path) -> No
 
 
 def test_bundled_model_is_read_exactly() -> None:
-    folder = open_files(Source("emoji")).folder()
+    folder = open_files(Location("emoji")).folder()
     for path in folder.glob("*/*.safetensors"):
         wanted = load_file(path)
         entries = open_safetensors(path)
@@ -152,9 +154,128 @@ def test_names_both_ways() -> None:
         spec = dict(flatten(part.spec))
         assert "linear.1" not in " ".join(spec)
         for name, param in spec.items():
-            path = flax_name(name, param)
-            entry = safetensors.Entry(path, param.shape, np.dtype("f4"), Path("m.msgpack"), (), "flax")
-            assert spec_name(entry, spec) == name
+            assert {name, flax_name(name, param)} <= set(spellings(name, param))
+
+
+def entries_of(path: Path, arrays: dict[str, np.ndarray]) -> dict[str, Entry]:
+    save_file(arrays, path)
+    return {entry.name: entry for entry in open_safetensors(path)}
+
+
+def test_rows_are_read_in_the_order_that_is_asked_for(tmp_path: Path) -> None:
+    array = np.arange(24, dtype=np.float32).reshape(6, 4)
+    entry = entries_of(tmp_path / "a.safetensors", {"a": array})["a"]
+    swapped = entry.rows((3, 6), (0, 3))
+    np.testing.assert_array_equal(swapped.read(), array[[3, 4, 5, 0, 1, 2]])
+    np.testing.assert_array_equal(swapped.rows((2, 4)).read(), array[[5, 0]])
+    assert [len(block) for _, block in swapped.blocks(7)] == [7, 7, 7, 3]
+
+
+RULES = Names(
+    [
+        Rule("blocks.*.qkv", ("layers.*.to_q", "layers.*.to_k", "layers.*.to_v", "layers.*.mlp"), rows=(1, 1, 1, 4)),
+        Rule("final.mod", "norm_out", "swapped halves"),
+        Rule("projection", "projection.weight", "transposed"),
+        Rule("attn.q", "to_q", "1x1 convolution"),
+    ]
+)
+
+
+def test_rules_both_ways(tmp_path: Path) -> None:
+    """What a table of rules writes is read again as it was, and a name without a rule stays."""
+    rng = np.random.default_rng(0)
+    rows = {"to_q": 2, "to_k": 2, "to_v": 2, "mlp": 8}
+    ours = {f"layers.{i}.{part}.weight": rng.random((n, 3)) for i in range(2) for part, n in rows.items()}
+    ours |= {"norm_out.bias": rng.random(6), "projection.weight": rng.random((2, 5)), "to_q.weight": rng.random((4, 4)),
+             "other.weight": rng.random(3)}  # fmt: skip
+    outgoing = [Outgoing(name, a.shape, a.dtype, lambda a=a: a) for name, a in ours.items()]
+    write_safetensors(tmp_path / "a.safetensors", RULES.to_theirs(outgoing), {})
+    theirs = load_file(tmp_path / "a.safetensors")
+    assert {name: array.shape for name, array in theirs.items()} == {
+        "blocks.0.qkv.weight": (14, 3), "blocks.1.qkv.weight": (14, 3), "final.mod.bias": (6,), "projection": (5, 2),
+        "attn.q.weight": (4, 4, 1, 1), "other.weight": (3,),
+    }  # fmt: skip
+    np.testing.assert_array_equal(theirs["final.mod.bias"], np.roll(ours["norm_out.bias"], 3))
+    read = {entry.name: entry for entry in RULES.to_ours(open_safetensors(tmp_path / "a.safetensors"))}
+    assert read.keys() == ours.keys()
+    assert read["projection.weight"].order == "flax"
+    for name, array in ours.items():
+        stored = read[name].read()
+        np.testing.assert_array_equal(stored.T if name == "projection.weight" else stored.reshape(array.shape), array)
+
+
+@pytest.mark.parametrize("scale", [np.float32(0.5), np.arange(1, 7, dtype=np.float32)], ids=["one", "rows"])
+def test_scales_of_8_bit_weights(scale: np.ndarray, tmp_path: Path) -> None:
+    weight = np.linspace(-3, 3, 24).reshape(6, 4).astype(ml_dtypes.float8_e4m3fn)
+    arrays = {"scaled_fp8": weight[:0, 0], "a.weight": weight, "a.scale_weight": np.asarray(scale),
+              "a.scale_input": np.float32(1).reshape(1), "b.weight": weight}  # fmt: skip
+    outgoing = [Outgoing(name, a.shape, a.dtype, lambda a=a: a) for name, a in arrays.items()]
+    write_safetensors(tmp_path / "a.safetensors", outgoing, {})
+    read = {entry.name: entry for entry in open_weights(tmp_path / "a.safetensors")}
+    wanted = weight.astype(np.float32) * np.reshape(scale, (-1, 1))
+    assert read.keys() == {"a.weight", "b.weight"}
+    np.testing.assert_array_equal(read["a.weight"].read(), wanted)
+    np.testing.assert_array_equal(read["a.weight"].rows((2, 5)).read(), wanted[2:5])
+    assert read["b.weight"].read().dtype == weight.dtype
+    linear = Param((4, 6), (None, None), layout="linear")
+    loaded = materialise(linear, read["a.weight"], BFLOAT16, Scratch())
+    np.testing.assert_array_equal(loaded, wanted.T.astype(BFLOAT16))
+
+
+def test_blocks_of_numbers_with_a_scale(tmp_path: Path) -> None:
+    """As in GGUF's Q8_0, where a half precision scale is in front of 32 numbers of 8 bits."""
+    item = np.dtype([("scale", "<f2"), ("numbers", "i1", 32)])
+    rng = np.random.default_rng(0)
+    stored = np.zeros(4 * 2, item)  # [4, 64]
+    stored["scale"], stored["numbers"] = rng.random(8), rng.integers(-127, 128, (8, 32))
+    (tmp_path / "a").write_bytes(b"head" + stored.tobytes())
+
+    def begin(entry: Entry) -> Any:
+        del entry
+        return lambda items, start: (items["scale"].astype(np.float32)[:, None] * items["numbers"]).reshape(-1)
+
+    entry = Entry("a", (4, 64), item, tmp_path / "a", ((4, stored.nbytes),), "torch", decode=Decode(32, begin))
+    wanted = (stored["scale"].astype(np.float32)[:, None] * stored["numbers"]).reshape(4, 64)
+    np.testing.assert_array_equal(entry.read(), wanted)
+    np.testing.assert_array_equal(entry.rows((2, 4), (1, 2)).read(), wanted[[2, 3, 1]])
+    np.testing.assert_array_equal(np.concatenate([block.copy() for _, block in entry.blocks(96)]), wanted.ravel())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "kind"),
+    [
+        ("control_model.input_hint_block.0.weight", (16, 3, 3, 3), identify.CONTROLNET),
+        ("controlnet_cond_embedding.conv_in.weight", (16, 3, 3, 3), identify.CONTROLNET),
+        ("lllite_unet_x.down.0.weight", (4, 4), identify.LLLITE),
+        ("ip_adapter.1.to_k_ip.weight", (320, 768), identify.IP_ADAPTER),
+        ("lora_unet_conv_in.lora_down.weight", (4, 4, 3, 3), identify.LORA),
+        ("model.diffusion_model.out.2.lora_A.weight", (4, 4), identify.LORA),
+        ("body.0.block1.weight", (4, 4, 3, 3), identify.T2I_ADAPTER),
+        ("<toy>", (2, 768), identify.EMBEDDING),
+        ("decoder.conv_in.weight", (4, 4, 3, 3), identify.AUTOENCODER),
+        ("down_blocks.0.resnets.0.conv1.weight", (4, 4, 3, 3), identify.UNET_ALONE),
+        ("text_model.final_layer_norm.weight", (4,), identify.TEXT_ALONE),
+        ("model.diffusion_model.out.2.weight", (4, 4, 3, 3), identify.MODEL),
+        ("layers.0.weight", (4, 4), None),
+    ],
+)
+def test_kinds_of_files(name: str, shape: tuple[int, ...], kind: identify.Kind | None) -> None:
+    assert identify.identify({name: shape}) is kind
+
+
+@pytest.mark.parametrize(
+    ("shapes", "family", "width"),
+    [
+        ({"model.diffusion_model.input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": (320, 2048)}, 2048, 2048),
+        ({"lora_unet_x_attn2_to_k.lora_down.weight": (4, 768)}, 768, 768),
+        ({"lora_unet_x_attn2_to_k.lora_up.weight": (320, 4)}, None, 0),
+        ({"ip_adapter.1.to_k_ip.weight": (320, 1024)}, 1024, 1024),
+        ({"emb_params": (2, 1024)}, 1024, 0),
+        ({"clip_l": (2, 768), "clip_g": (2, 1280)}, 2048, 0),
+    ],
+)
+def test_families_of_files(shapes: dict[str, tuple[int, ...]], family: int | None, width: int) -> None:
+    assert identify.family_of(shapes) == (identify.BASES[family] if family else "", width)
 
 
 # Broken files ---------------------------------------------------------------------------------------------------------

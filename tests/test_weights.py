@@ -32,10 +32,10 @@ from canvax.params import Param, flatten, map_spec
 from canvax.quantize import quantized_spec
 from canvax.types import Array, HostArray
 from canvax.weights.load import THREADS, Component, load_components
+from canvax.weights.location import Location
 from canvax.weights.open import open_files
 from canvax.weights.safetensors import open_safetensors, read_metadata
 from canvax.weights.save import save_checkpoint, save_component
-from canvax.weights.source import Source
 
 UNET = Path("unet") / "diffusion_pytorch_model.safetensors"
 
@@ -46,7 +46,7 @@ def put(param: Param, array: HostArray) -> Array:
 
 
 def load(folder: Path, dtype: Any = np.float32) -> dict[str, Any]:
-    return load_components(open_files(Source(folder)), toy_components(), dtype=dtype, place=put)
+    return load_components(open_files(Location(folder)), toy_components(), dtype=dtype, place=put)
 
 
 def assert_same(got: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -83,8 +83,9 @@ def test_what_does_not_fit_is_an_error(tmp_path: Path, stored: Any) -> None:
     source = write_checkpoint(tmp_path / "source", params)
     with pytest.raises(CheckpointError, match="float16"):
         load(source, np.float16)
-    with pytest.raises(InputError, match="dtype=float16: a parameter has a number that does not fit"):
+    with pytest.raises(InputError) as caught:
         save(tmp_path / "saved", params, source, dtype=np.float16)
+    assert caught.value.argument == "dtype"
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -117,7 +118,7 @@ def test_all_faults_are_reported_together(tmp_path: Path) -> None:
     placed: list[Param] = []
     with pytest.raises(CheckpointError) as caught:
         load_components(
-            open_files(Source(tmp_path)),
+            open_files(Location(tmp_path)),
             toy_components(),
             dtype=np.float32,
             place=lambda param, _: placed.append(param),
@@ -170,7 +171,7 @@ def test_scale_and_alpha_are_names_like_others(tmp_path: Path, leaf: str, form: 
         path.write_bytes(flax_bytes({**flax_tree(part, params["unet"]), "q_norm": {leaf: own}}))
     else:
         save_file(file_arrays(with_leaf, values), path)
-    loaded = load_components(open_files(Source(tmp_path)), [with_leaf], dtype=np.float32, place=put)
+    loaded = load_components(open_files(Location(tmp_path)), [with_leaf], dtype=np.float32, place=put)
     assert_same(loaded["unet"], values)
     with pytest.raises(CheckpointError, match=rf"1 unused(.|\n)*q_norm[./]{leaf}"):
         load(tmp_path)
@@ -190,13 +191,13 @@ def test_scales_of_quantised_weights_are_in_no_file(tmp_path: Path) -> None:
     part, params = toy_components()[0], toy_params()
     quantised = dataclasses.replace(part, spec=quantized_spec(part.spec, "int8"))
     write_checkpoint(tmp_path, params)
-    loaded = load_components(open_files(Source(tmp_path)), [quantised], dtype=np.float32, place=put)["unet"]
+    loaded = load_components(open_files(Location(tmp_path)), [quantised], dtype=np.float32, place=put)["unet"]
     leaf = loaded["down_blocks"]["0"]["attentions"]["0"]["proj_in"]
     assert (leaf["weight"].dtype, leaf["scale"].dtype) == (np.int8, np.float32)
     arrays = load_file(tmp_path / UNET)
     save_file(arrays | {"down_blocks.0.attentions.0.proj_in.scale": np.ones(6, np.float32)}, tmp_path / UNET)
     with pytest.raises(CheckpointError, match=r"1 unused(.|\n)*proj_in\.scale"):
-        load_components(open_files(Source(tmp_path)), [quantised], dtype=np.float32, place=put)
+        load_components(open_files(Location(tmp_path)), [quantised], dtype=np.float32, place=put)
 
 
 def test_a_dtype_of_its_own_is_not_quantised(tmp_path: Path) -> None:
@@ -207,7 +208,7 @@ def test_a_dtype_of_its_own_is_not_quantised(tmp_path: Path) -> None:
     }
     write_checkpoint(tmp_path, params)
     own = dataclasses.replace(part, spec=spec)
-    loaded = load_components(open_files(Source(tmp_path)), [own], dtype=BFLOAT16, place=put)["unet"]
+    loaded = load_components(open_files(Location(tmp_path)), [own], dtype=BFLOAT16, place=put)["unet"]
     assert loaded["conv_in"]["weight"].dtype == np.float32
     assert loaded["time_embedding"]["linear_1"]["weight"].dtype == BFLOAT16
     np.testing.assert_array_equal(loaded["conv_in"]["weight"], params["unet"]["conv_in"]["weight"])
@@ -231,7 +232,7 @@ from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from canvax.nn import conv2d_spec, linear_spec
 from canvax.weights.open import open_files
-from canvax.weights.source import Source
+from canvax.weights.location import Location
 from canvax.weights.load import Component, load_components
 
 def status(field):
@@ -239,7 +240,7 @@ def status(field):
 
 kinds = {"unet": "diffusers", "vae": "diffusers", "text_encoder": "transformers"}
 parts = [Component(n, {str(i): SPEC for i in range(12)}, k) for n, k in kinds.items()]
-files = open_files(Source(sys.argv[1]))
+files = open_files(Location(sys.argv[1]))
 token = jax.block_until_ready(jnp.zeros(()))
 place = (lambda param, array: token) if sys.argv[2] == "elsewhere" else (lambda param, array: jax.device_put(array))
 before = status("VmRSS")
@@ -343,7 +344,7 @@ def test_saving_in_another_dtype_and_in_shards(tmp_path: Path) -> None:
     (whole / UNET).unlink()
     for path in written:
         (whole / "unet" / path.name).write_bytes(path.read_bytes())
-    files = open_files(Source(whole, variant="bf16"))
+    files = open_files(Location(whole, variant="bf16"))
     loaded = load_components(files, toy_components(), dtype=np.float32, place=put)
     assert_same(loaded["unet"], jax.tree.map(lambda leaf: leaf.astype(BFLOAT16).astype(np.float32), params["unet"]))
 
@@ -353,13 +354,16 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", params)
     before = (source / UNET).read_bytes()
     other = jax.tree.map(lambda leaf: leaf + 1, params)
-    with pytest.raises(InputError, match="is not empty; choose another one, or pass overwrite=True"):
+    with pytest.raises(InputError) as caught:
         save(source, other, source)
-    with pytest.raises(InputError, match="exists already; choose another folder, or pass overwrite=True"):
+    assert caught.value.argument == "folder"
+    with pytest.raises(InputError) as caught:
         save_component(source / "unet", toy_components()[0], other["unet"], {})
+    assert caught.value.argument == "folder"
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="is a file"):
+    with pytest.raises(InputError) as caught:
         save(tmp_path / "file", other, source)
+    assert caught.value.argument == "folder"
     assert (source / UNET).read_bytes() == before
     (source / "notes.txt").write_text("mine")
     (source / "tokenizer").mkdir(exist_ok=True)
@@ -433,7 +437,7 @@ def test_pytorch_loads_what_is_saved(tmp_path: Path) -> None:
     from canvax.models.unet import unet_spec
     from canvax.models.vae import vae_spec
 
-    files = open_files(Source("emoji"))
+    files = open_files(Location("emoji"))
     configs = {name: files.config(name) for name in ("unet", "vae", "text_encoder", "scheduler")}
     parts = [
         Component("unet", unet_spec(UNetConfig.from_dict(configs["unet"])), "diffusers"),

@@ -19,9 +19,9 @@ from canvax.families.base import Model
 from canvax.families.read import read_model
 from canvax.parallel.memory import available_bytes
 from canvax.params import count
-from canvax.weights.layout import find_weights
+from canvax.weights.folder import find_weights
+from canvax.weights.location import Location
 from canvax.weights.open import open_files
-from canvax.weights.source import Source
 
 Tell = Callable[[str], None]
 """Called with a line about what is being done."""
@@ -59,7 +59,7 @@ def measure(
     """
     with tempfile.TemporaryDirectory(prefix="canvax-bench-") as folder:
         scratch = Path(folder)
-        model = read_model(open_files(Source(job.folder)), np.float32)
+        model = read_model(open_files(Location(job.folder)), np.float32)
         files = [path for part in model.components for path in find_weights(job.folder / part.name, part.kind)]
         inputs = scratch / "inputs.npz"
         np.savez(inputs, **make_inputs(job, model))  # type: ignore[arg-type]

@@ -20,9 +20,10 @@ from canvax.models.networks import Networks
 from canvax.models.presets import PRESETS
 from canvax.params import count, flatten, init_param
 from canvax.types import DType
-from canvax.weights.layout import INDEX, KINDS, STEMS
+from canvax.weights.folder import KINDS, STEMS
+from canvax.weights.identify import INDEX
+from canvax.weights.location import BUNDLED
 from canvax.weights.safetensors import Outgoing, write_safetensors
-from canvax.weights.source import BUNDLED
 
 _NUMBERS = (1 << 24) - 3  # a prime: no two rows of a weight begin alike
 

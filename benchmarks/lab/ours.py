@@ -29,8 +29,8 @@ from canvax.params import Params
 from canvax.planning.flops import count_flops
 from canvax.weights.cast import parse_dtype
 from canvax.weights.load import load_components
+from canvax.weights.location import Location
 from canvax.weights.open import open_files
-from canvax.weights.source import Source
 
 Asked = dict[str, Any]
 """A job as the worker reads it."""
@@ -69,7 +69,7 @@ def device_peak(job: Asked) -> int | None:
 def _load(job: Asked) -> tuple[Model, Params, Mesh]:
     """The networks of a part, through the loader that the pipeline uses."""
     mesh, dtype = make_mesh(jax.devices()[:1]), parse_dtype(job["dtype"])
-    files = open_files(Source(job["folder"]))
+    files = open_files(Location(job["folder"]))
     model = read_model(files, dtype)
     names = tuple(model.text.parts) if job["part"] == "text" else (job["part"],)
     components = [part for part in model.components if part.name in names]

@@ -20,10 +20,11 @@ from canvax.samplers import from_scheduler_config
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.tokenizers.clip import BOS, EOS, ClipTokenizer
 from canvax.types import DType
-from canvax.weights.layout import DEFAULTS, INDEX
+from canvax.weights.folder import DEFAULTS
+from canvax.weights.identify import INDEX
+from canvax.weights.location import Location
 from canvax.weights.open import open_files
 from canvax.weights.save import write_json
-from canvax.weights.source import Source
 
 _VERSION = {"_diffusers_version": "0.42.1"}
 """Of the layout that is written."""
@@ -95,7 +96,7 @@ def write_skeleton(folder: Path, design: Design) -> None:
 
 def open_skeleton(folder: Path, mesh: Mesh) -> StableDiffusion:
     """A pipeline without parameters, which are passed to each call; compiles once whatever they become."""
-    model = read_model(open_files(Source(folder), weights=False), "float32")
+    model = read_model(open_files(Location(folder), weights=False), "float32")
     return StableDiffusion(model, Programs(model.networks, mesh))
 
 

@@ -75,8 +75,8 @@ def test_scheduler_from_the_hub(tmp_path: Path) -> None:
     assert hub.fetched() == ["scheduler/scheduler_config.json"]
     assert printed.split() == ["DPMSolverMultistepScheduler", "0.012"]
     whole = (
-        "from canvax.weights.open import open_files; from canvax.weights.source import Source; "
-        f'open_files(Source("{MODEL}", revision="bf16"))'
+        "from canvax.weights.open import open_files; from canvax.weights.location import Location; "
+        f'open_files(Location("{MODEL}", revision="bf16"))'
     )
     _, printed = run(["-c", whole + SCHEDULER], files, tmp_path)
     assert printed.split() == ["DPMSolverMultistepScheduler", "0.012"] * 2

@@ -30,7 +30,7 @@ from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.params import flatten  # noqa: E402
 from canvax.weights.controlnet import open_control  # noqa: E402
-from canvax.weights.source import Source  # noqa: E402
+from canvax.weights.location import Location  # noqa: E402
 
 from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error  # noqa: E402
 from .test_image_to_image import mask, photo  # noqa: E402
@@ -594,7 +594,7 @@ def test_adapters_of_the_original_code(kind: str, tmp_path: Path) -> None:
     save_file(renamed, tmp_path / "own.safetensors")
     reference.save_pretrained(tmp_path / "folder")
     folder, own = (
-        open_control(Source(tmp_path / name), accept=lambda *_: None) for name in ("folder", "own.safetensors")
+        open_control(Location(tmp_path / name), accept=lambda *_: None) for name in ("folder", "own.safetensors")
     )
     assert folder.config is not None
     told, guessed = (AdapterConfig.from_dict(one) for one in (folder.config, adapter_config(own.shapes, SD15_UNET)))

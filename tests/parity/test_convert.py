@@ -165,8 +165,9 @@ def test_module_and_nested_tables(tmp_path: Path) -> None:
 def test_numbers_that_do_not_fit_are_an_error(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"a": torch.tensor([1.0, 1e30]), "ids": torch.arange(3)}, path)
-    with pytest.raises(canvax.InputError, match="dtype=float16: a parameter has a number that does not fit"):
+    with pytest.raises(canvax.InputError) as caught:
         canvax.convert(path, tmp_path / "x.safetensors", dtype="float16")
+    assert (caught.value.argument, caught.value.value) == ("dtype", "float16")
     assert not (tmp_path / "x.safetensors").exists()
     written = load_file(canvax.convert(path, tmp_path / "x.safetensors", dtype=jnp.bfloat16))
     assert (written["a"].dtype, written["ids"].dtype) == (torch.bfloat16, torch.int64)

@@ -27,7 +27,7 @@ from canvax.images.given import clip_square  # noqa: E402
 from canvax.models.clip_vision import MEAN, STD, vision_encoder, vision_encoder_spec  # noqa: E402
 from canvax.models.configs import ClipVisionConfig  # noqa: E402
 from canvax.pipelines import safety  # noqa: E402
-from canvax.weights.source import BUNDLED, Source  # noqa: E402
+from canvax.weights.location import BUNDLED, Location  # noqa: E402
 
 from .reference import params_of, randomise, relative_error  # noqa: E402
 
@@ -98,13 +98,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StableDiffusi
 
 def test_refuses_what_the_original_refuses(model: tuple[Path, StableDiffusionSafetyChecker]) -> None:
     folder, theirs = model
-    ours = safety.load_safety_checker(Source(folder))
+    ours = safety.load_safety_checker(Location(folder))
     rng = np.random.default_rng(2)
     coarse = rng.random((48, 4, 4, 3), np.float32)
     pixels = np.repeat(np.repeat(coarse, 16, 1), 16, 2)
     images = [Image.fromarray((255 * one).round().astype(np.uint8)) for one in pixels]
     as_released(folder / "safety_checker" / "model.safetensors")
-    released = safety.load_safety_checker(Source(folder))
+    released = safety.load_safety_checker(Location(folder))
     own = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
     inputs = CLIPImageProcessorPil(**own)(images, return_tensors="pt").pixel_values
     with torch.no_grad():

@@ -26,7 +26,7 @@ from canvax.models.unet import unet, unet_spec  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.params import flatten  # noqa: E402
-from canvax.weights.source import BUNDLED  # noqa: E402
+from canvax.weights.location import BUNDLED  # noqa: E402
 
 from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error  # noqa: E402
 

@@ -33,9 +33,9 @@ from canvax.families.read import read_networks  # noqa: E402
 from canvax.models.presets import PRESETS  # noqa: E402
 from canvax.params import flatten  # noqa: E402
 from canvax.weights.entries import Entry  # noqa: E402
+from canvax.weights.location import Location  # noqa: E402
 from canvax.weights.open import open_files  # noqa: E402
-from canvax.weights.single_file import REFINER, SD1, SD2, UNET, VAE, XL, Kind, SingleFile  # noqa: E402
-from canvax.weights.source import Source  # noqa: E402
+from canvax.weights.single_file import REFINER, SD1, SD2, UNET, VAE, XL, Kind, single_files  # noqa: E402
 
 QUIET = canvax.Options(progress=False)
 KINDS = ("sd1", "sd2", "xl", "refiner")
@@ -152,7 +152,7 @@ def test_sizes_of_the_released_models(preset: str, kind: Kind) -> None:
         for name, array in arrays.items()
     ]
     prediction = "v_prediction" if preset == "sd21" else "epsilon"
-    files = SingleFile("x", Path("x"), kind, entries, (prediction, ""), zero_snr=False)
+    files = single_files("x", Path("x"), kind, entries, (prediction, ""), zero_snr=False)
     found = read_networks(files)
     assert found.denoiser.cfg == networks.denoiser.cfg
     assert found.vae == networks.vae
@@ -186,7 +186,7 @@ def test_what_a_released_2_x_predicts(spread: float, predicts: str, made: Made, 
     arrays[f"{UNET}output_blocks.11.1.transformer_blocks.0.norm1.bias"] = bias
     save_file(arrays, tmp_path / "model.safetensors")
     with pytest.warns(UserWarning, match=predicts):
-        files = open_files(Source(tmp_path / "model.safetensors"))
+        files = open_files(Location(tmp_path / "model.safetensors"))
     assert files.config("scheduler")["prediction_type"] == predicts
 
 
@@ -246,7 +246,7 @@ def test_files_of_strangers(data: st.DataObject, made: Made) -> None:
         out.truncate(8 + len(text) + at)  # zeros that take no room on the disk
     with suppress(canvax.CheckpointError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        files = open_files(Source(path))
+        files = open_files(Location(path))
         read_networks(files)
         for component in files.components:
             files.folder(component)

@@ -15,7 +15,7 @@ from canvax.files import named_path
 
 if TYPE_CHECKING:
     from canvax.pipelines.pipeline import StableDiffusion
-    from canvax.weights.adapter_source import AdapterSource
+    from canvax.weights.location import Location
 
 
 def add_adapters(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def check_adapters(arguments: argparse.Namespace) -> None:
     Raises:
         InputError, CheckpointError: naming the flag.
     """
-    from canvax.weights.adapter_source import EMBEDDING_FILES, LORA_FILES
+    from canvax.weights.open import EMBEDDING_FILES, LORA_FILES, check_adapter
 
     for text in arguments.lora:
         name, weight = split_weight(text)
@@ -47,9 +47,9 @@ def check_adapters(arguments: argparse.Namespace) -> None:
             raise InputError("lora", text, f"ends in {number!r:.40}, which is not a weight", "write FILE:0.8")
         if sum(split_weight(other)[0] == name for other in arguments.lora) > 1:
             raise InputError("lora", name[:200], "is given twice", "give it once, with the weight that it is to have")
-        _source(name, arguments).check(LORA_FILES)
+        check_adapter(_location(name, arguments, "lora"), LORA_FILES)
     for text in arguments.embedding:
-        _source(text, arguments).check(EMBEDDING_FILES)
+        check_adapter(_location(text, arguments, "embedding"), EMBEDDING_FILES)
     if arguments.lora_dir is not None and not named_path("lora_dir", arguments.lora_dir).is_dir():
         raise InputError("lora_dir", arguments.lora_dir[:200], "is not a folder")
 
@@ -123,10 +123,10 @@ def _flags(suggested: Mapping[str, Any]) -> str:
     return " ".join(f"--{names.get(name, name.replace('_', '-'))} {value}" for name, value in suggested.items())
 
 
-def _source(name: str, arguments: argparse.Namespace) -> AdapterSource:
-    from canvax.weights.adapter_source import AdapterSource
+def _location(name: str, arguments: argparse.Namespace, argument: str) -> Location:
+    from canvax.weights.location import Location
 
-    return AdapterSource(name, None, None, None, arguments.cache_dir, arguments.local_files_only)
+    return Location(name, cache_dir=arguments.cache_dir, local_files_only=arguments.local_files_only, argument=argument)
 
 
 def _table(value: Any) -> Mapping[str, Any]:

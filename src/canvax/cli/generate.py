@@ -186,9 +186,9 @@ def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageR
     from canvax.pipelines.request import check_for_model, check_start
     from canvax.quantize import check_kind
     from canvax.weights.cast import parse_dtype
+    from canvax.weights.location import Location as ModelLocation
     from canvax.weights.open import open_files
     from canvax.weights.overrides import Overrides
-    from canvax.weights.source import Source as ModelSource
 
     if source.dtype is not None:
         parse_dtype(source.dtype, quantizes=True)
@@ -199,7 +199,7 @@ def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageR
         )
     overrides = Overrides.of(source.vae, source.prediction_type, ZERO_SNR if source.zero_snr else None)
     try:
-        origin = ModelSource(
+        origin = ModelLocation(
             source.model, source.revision, source.variant, cache_dir=arguments.cache_dir, local_files_only=True
         )
         files = open_files(origin, accept=family_of, prediction=overrides.prediction, vae=overrides.vae is None)

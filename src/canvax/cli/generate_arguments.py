@@ -363,10 +363,10 @@ def check_ip_adapters(arguments: Any) -> None:
     if arguments.ip_encoder is not None and not arguments.ip_adapter:
         raise InputError("--ip-encoder without --ip-adapter: name the adapter that it is for")
     for name in arguments.ip_adapter or ():
-        from canvax.weights.adapter_source import AdapterSource
         from canvax.weights.ip_adapter import check_ip_adapter
+        from canvax.weights.location import Location
 
-        check_ip_adapter(AdapterSource(name, cache_dir=arguments.cache_dir, token=arguments.token))
+        check_ip_adapter(Location(name, cache_dir=arguments.cache_dir, token=arguments.token, argument="ip_adapter"))
 
 
 def add_dtype(group: Any) -> None:

@@ -34,7 +34,7 @@ from canvax.pipelines.prompt_files import (
 from canvax.pipelines.prompt_tags import TAG
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 from canvax.scale.rows import check_prompt_line
-from canvax.weights.source import BUNDLED
+from canvax.weights.location import BUNDLED
 
 if TYPE_CHECKING:
     from canvax.families.base import Model

@@ -20,12 +20,11 @@ from canvax.images.formats import FORMATS
 from canvax.images.metadata import read_metadata
 from canvax.pipelines.options import PAIRS
 from canvax.tokenizers.concepts import Concepts
-from canvax.weights.adapter_info import adapter_info
-from canvax.weights.entries import Entry
-from canvax.weights.identify import FLAGS, MODEL, Found, identify, listing
-from canvax.weights.layout import INDEX, PICKLES
+from canvax.weights.entries import PICKLES, Entry
+from canvax.weights.identify import EMBEDDING, INDEX, LORA, MODEL, Found, inspect, listing
+from canvax.weights.location import BUNDLED, Location, warn_unused_cache
+from canvax.weights.lora import adapter_info
 from canvax.weights.safetensors import open_safetensors
-from canvax.weights.source import BUNDLED, Source, tell_of_idle_cache
 
 if TYPE_CHECKING:
     from canvax.weights.files import ModelFiles
@@ -61,13 +60,11 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         report |= folder_info(path)
         _show(arguments, _folder_lines(report))
         return
-    kind = "an image" if is_image else Source(arguments.what).other_kind()
-    is_model = kind not in ("an image", "a LoRA", "a textual inversion")
-    found = identify(path) if is_model and path.is_file() else None
-    if found is not None and found.kind in FLAGS and found.kind != MODEL:
-        kind, is_model = found.kind, False
-    else:
-        found = None
+    file = inspect(path) if path.is_file() and not is_image else None
+    part = file if file is not None and file.kind not in (None, MODEL) else None
+    is_adapter = file is not None and file.kind in (LORA, EMBEDDING)
+    kind = "an image" if is_image else part.what if part else ""
+    is_model = not kind
     names = (() if arguments.memory else _MEMORY_FLAGS) if is_model else _MODEL_FLAGS
     _refuse_flags(
         arguments, names, "it goes with --memory; add that" if is_model else f"{path} is {kind}; leave it out"
@@ -75,12 +72,12 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     if is_image:
         report |= image_info(path)
         lines = _image_lines(report)
-    elif found is not None:
-        report |= part_info(found)
-        lines = _part_lines(report)
-    elif not is_model:
+    elif is_adapter:
         report |= adapter_info(path)
         lines = info_lines(report)
+    elif part is not None:
+        report |= part_info(part)
+        lines = _part_lines(report)
     else:
         files = _files(arguments)
         report |= model_info(files)
@@ -120,12 +117,12 @@ def folder_info(folder: Path) -> dict[str, Any]:
         InputError: it holds nothing that canvax knows, or cannot be read.
     """
     try:
-        found = [alone] if (alone := identify(folder)) else list(listing(folder))
+        found = [alone] if (alone := inspect(folder)) else list(listing(folder))
     except OSError as error:
         raise InputError(f"{folder}: cannot be read ({error.strerror}); choose another folder") from None
     if not found:
         raise InputError(f"{folder}: holds no models, images, LoRAs or other files that canvax reads")
-    rows = [{"file": str(one.path), "kind": one.kind, "family": one.family or None} for one in found]
+    rows = [{"file": str(one.path), "kind": one.what, "family": one.family or None} for one in found]
     return {"folder": str(folder), "files": rows}
 
 
@@ -147,9 +144,9 @@ def part_info(found: Found) -> dict[str, Any]:
     stored = Counter(entry.dtype.name for entry in entries)
     return {
         "file": str(found.path),
-        "kind": found.kind,
+        "kind": found.what,
         "family": found.family or None,
-        "flag": FLAGS[found.kind],
+        "flag": found.kind.flag if found.kind else "",
         "arrays": len(entries),
         "bytes": sum(entry.nbytes for entry in entries),
         "stored": dict(stored),
@@ -257,17 +254,17 @@ def _files(arguments: argparse.Namespace) -> ModelFiles:
     from canvax.weights.open import open_files
 
     def open_source(local: bool) -> ModelFiles:
-        source = Source(
+        source = Location(
             arguments.what, arguments.revision, arguments.variant, arguments.token, arguments.cache_dir, local
         )
         return open_files(source, accept=family_of)
 
     try:
         files = open_source(True)
-        tell_of_idle_cache(arguments.cache_dir, arguments.what)
+        warn_unused_cache(arguments.cache_dir, arguments.what)
         return files
     except CanvaxError:
-        if arguments.local_files_only or os.path.lexists(arguments.what) or not Source(arguments.what).is_hub_id:
+        if arguments.local_files_only or os.path.lexists(arguments.what) or not Location(arguments.what).repository:
             raise
         complain(f"{arguments.what} is not on disk yet; downloading it")
         return open_source(False)
@@ -276,7 +273,7 @@ def _files(arguments: argparse.Namespace) -> ModelFiles:
 def model_info(files: ModelFiles) -> dict[str, Any]:
     """Components, parameters, memory and settings of a model. Reads no weights and starts no JAX backend."""
     from canvax.families.read import read_model
-    from canvax.weights.layout import KINDS
+    from canvax.weights.folder import KINDS
 
     model = read_model(files, "float32")
     parts = {name: {"class": kind, **(_weights(files, name) if name in KINDS else {})}

@@ -161,12 +161,11 @@ def _names(models: list[str], keywords: Mapping[str, Any]) -> dict[str, str]:
         InputError, CheckpointError: a model, or one of the other ``keywords`` of its source, cannot be used.
     """
     from canvax.server.models import model_names
-    from canvax.weights.source import Source
+    from canvax.weights.location import Location
 
-    Source(**keywords)
+    Location(**keywords)
     for model in models:
-        source = Source(model)
-        _ = source.single_file() or source.local_folder()  # what is neither a model nor an id is refused before a start
+        Location(model).local()  # what is neither a model nor an id is refused before a start
     return model_names(models)
 
 

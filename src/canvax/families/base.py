@@ -23,15 +23,13 @@ from canvax.samplers import Scheduler, curve_label, find
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.tokenizers.concepts import Concepts
 from canvax.types import DType
-from canvax.weights.files import ModelFiles
+from canvax.weights.files import ModelFiles, NetworkFiles
 from canvax.weights.load import Component
-from canvax.weights.overrides import Overridden
 from canvax.weights.save import save_checkpoint
-from canvax.weights.single_file import SingleFile
 
 if TYPE_CHECKING:
     from canvax.weights.controlnet import ControlFiles
-    from canvax.weights.ip_adapter import EncoderFiles, IPAdapterFiles
+    from canvax.weights.ip_adapter import EncoderFiles
 
 TOKENIZERS = {FIRST: "tokenizer", SECOND: "tokenizer_2"}
 """The text encoders and their tokenizers."""
@@ -141,7 +139,7 @@ class Model:
     concepts: Concepts = field(default_factory=Concepts)
     merged: dict[str, Any] = field(default_factory=dict)
     controls: tuple[ControlFiles, ...] = ()
-    ip_adapters: tuple[IPAdapterFiles, ...] = ()
+    ip_adapters: tuple[NetworkFiles, ...] = ()
     image_encoder: EncoderFiles | None = None
 
     @property
@@ -157,13 +155,12 @@ class Model:
     @property
     def overrides(self) -> dict[str, Any]:
         """Parts that are not the checkpoint's own, as arguments of ``canvax.load``."""
-        return self.files.overrides.told if isinstance(self.files, Overridden) else {}
+        return dict(self.files.overrides)
 
     @property
     def reasons(self) -> dict[str, str]:
         """Of a model in one file what was read off its arrays, and how that is known."""
-        files = self.files.base if isinstance(self.files, Overridden) else self.files
-        return files.reasons if isinstance(files, SingleFile) else {}
+        return dict(self.files.reasons)
 
     @property
     def text(self) -> TextEncoders:

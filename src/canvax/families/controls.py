@@ -67,7 +67,7 @@ def read_control(files: ControlFiles, model: Model) -> Control:
     Raises:
         CheckpointError: as ``control_of``.
     """
-    if (config := files.config) is None:
+    if not (config := files.config):
         try:
             read = controlnet_config if files.kind == "controlnet" else adapter_config
             config = read(files.shapes, model.unet)

@@ -22,16 +22,15 @@ from canvax.params import flatten
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.types import DType, Params
 from canvax.weights.cast import parse_dtype
-from canvax.weights.entries import check_head, is_pickle, open_weight_file
-from canvax.weights.layout import PICKLES
+from canvax.weights.entries import PICKLES, check_head, is_pickle, open_weight_file
+from canvax.weights.files import ModelFiles
 from canvax.weights.load import stored_components
+from canvax.weights.location import Location, warn_unused_cache
 from canvax.weights.open import open_files
 from canvax.weights.pickled import Pickled, read_pickled
 from canvax.weights.safetensors import Outgoing, write_safetensors
 from canvax.weights.save import narrowed, outgoing_of, writing
-from canvax.weights.single_file import KINDS, SingleFile
-from canvax.weights.single_save import as_read, single_arrays, single_metadata
-from canvax.weights.source import Source, tell_of_idle_cache
+from canvax.weights.single_file import KINDS, as_read, single_arrays, single_metadata
 
 _ALIKE = {
     *("sample_size", "transformer_layers_per_block", "attention_head_dim", "num_attention_heads"),
@@ -51,7 +50,7 @@ def convert(
             only .safetensors, with the names that the pickle has.
         dtype: of the written arrays; their own by default.
         overwrite: write into a folder that is not empty, or over a file.
-        source: see ``canvax.weights.source.Source``.
+        source: see ``canvax.weights.location.Location``.
 
     Returns:
         ``output``.
@@ -70,10 +69,10 @@ def convert(
     if single and os.path.lexists(output) and not overwrite:
         raise InputError("output", output, "exists already", "choose another name, or pass overwrite=True")
     check_writable("output", output.parent if single else output)
-    path, origin = named_path("model", model), Source(model, **source)
-    tell_of_idle_cache(origin.cache_dir, model)
+    path, origin = named_path("model", model), Location(model, **source)
+    warn_unused_cache(origin.cache_dir, model)
     if path.is_file() and _is_pickle(path):
-        origin.tell_of_idle("file", "revision", "variant")
+        origin.warn_unused("revision", "variant")
         if not single:
             raise InputError(
                 "output",
@@ -159,7 +158,7 @@ def _single(model: Model, params: Params, output: Path, dtype: DType | None) -> 
     )
 
 
-def _differences(model: Model, single: SingleFile) -> Iterator[str]:
+def _differences(model: Model, single: ModelFiles) -> Iterator[str]:
     """What reading the file would make of the model."""
     for name, own in model.tokenizers.items():
         clip = ClipTokenizer.from_folder(single.folder(name.replace("text_encoder", "tokenizer")))

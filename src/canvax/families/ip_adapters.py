@@ -8,7 +8,8 @@ from canvax.errors import CheckpointError
 from canvax.families.base import Model
 from canvax.models.configs import ClipVisionConfig
 from canvax.models.ip_adapter import IPAdapter
-from canvax.weights.ip_adapter import FULL_TOKENS, IPAdapterFiles, count_layers, read_ip_adapter
+from canvax.weights.files import NetworkFiles
+from canvax.weights.ip_adapter import FULL_TOKENS, count_layers, read_ip_adapter
 
 _FAMILIES = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 2048: "Stable Diffusion XL"}
 """By the width of their text."""
@@ -19,7 +20,7 @@ def component_name(index: int) -> str:
     return f"ip_adapter_{index}" if index else "ip_adapter"
 
 
-def ip_adapter_of(files: IPAdapterFiles, model: Model) -> IPAdapter:
+def ip_adapter_of(files: NetworkFiles, model: Model) -> IPAdapter:
     """The adapter of some files, for a model.
 
     Raises:

@@ -32,7 +32,7 @@ from canvax.types import Array, DType
 from canvax.weights.cast import parse_dtype
 from canvax.weights.controlnet import ControlFiles, Kind, open_control
 from canvax.weights.load import Component, load_components
-from canvax.weights.source import Source
+from canvax.weights.location import Location
 
 NAME = "controlnet"
 _FROM_PRETRAINED = ("pretrained_model_name_or_path", "dtype", "from_pt", "revision", "variant", "token", "cache_dir")
@@ -60,7 +60,7 @@ class FlaxControlNetModel:
     @property
     def config(self) -> Mapping[str, Any]:
         """``config.json``, parsed."""
-        return self.files.config or {}
+        return self.files.config
 
     @classmethod
     @accepts(loader(FLAX_LOAD, _FROM_PRETRAINED, "an argument of from_pretrained", FLAX_PAGE), table=FLAX_LOAD)
@@ -102,9 +102,9 @@ class FlaxControlNetModel:
                 raise InputError(f"{pretrained_model_name_or_path}: is no ControlNet; canvax.load takes T2I-Adapters")
             ControlNet.from_dict(config)
 
-        source = Source(
+        source = Location(
             pretrained_model_name_or_path, revision=revision, variant=variant, token=token, cache_dir=cache_dir,
-            local_files_only=local_files_only, progress=progress,
+            local_files_only=local_files_only, progress=progress, argument="controlnet",
         )  # fmt: skip
         files = open_control(source, accept=accept)
         config = files.config or controlnet_config(files.shapes, SD15_UNET)

@@ -24,7 +24,7 @@ from canvax.models.clip_vision import MEAN, STD
 from canvax.params import Params
 from canvax.pipelines.safety import COMPONENT, SafetyChecker, read_safety_checker, safety_spec, vision_config
 from canvax.pipelines.translate import loader
-from canvax.weights.source import Source
+from canvax.weights.location import Location
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -107,7 +107,7 @@ class FlaxStableDiffusionSafetyChecker:
             HubError: the Hub cannot be reached or does not have the checker.
         """
         del from_pt
-        source = Source(
+        source = Location(
             pretrained_model_name_or_path, revision=revision, variant=variant, token=token, cache_dir=cache_dir,
             local_files_only=local_files_only, progress=progress,
         )  # fmt: skip
@@ -175,7 +175,7 @@ def check_checker(value: Any) -> None:
 
 def load_checker(model: str | Path, hub: Mapping[str, Any]) -> tuple[FlaxStableDiffusionSafetyChecker, Params] | None:
     """Loads the checker of a model whose index names one; returns None if its folder does not contain the checker."""
-    folder = Source(model).local_folder()
+    folder = Location(model).local()
     if folder is not None and not (folder / COMPONENT / "config.json").is_file():
         warn(
             f"{model}: its model_index.json names a safety checker, but the folder has none: images are not looked at; "

@@ -28,8 +28,8 @@ from canvax.flax_api.steps import FlaxSchedulerOutput, StepState, begin, check_a
 from canvax.pipelines import functions
 from canvax.samplers import SamplerTable, Scheduler, build_table, from_scheduler_config, stable_diffusion_config
 from canvax.types import Array
+from canvax.weights.location import Location
 from canvax.weights.open import read_config
-from canvax.weights.source import Source
 
 
 @jax.tree_util.register_static
@@ -90,7 +90,7 @@ class FlaxScheduler:
         **changes: Any,
     ) -> tuple[Self, SchedulerState]:
         """Reads a model's scheduler_config.json and replaces fields by ``changes``; returns scheduler and state."""
-        source = Source(
+        source = Location(
             pretrained_model_name_or_path, revision, None, token, cache_dir, local_files_only, progress=False
         )
         config = read_config(source, f"{subfolder}/scheduler_config.json" if subfolder else "scheduler_config.json")

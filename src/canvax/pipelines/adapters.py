@@ -29,9 +29,10 @@ from canvax.pipelines.loaded_adapter import LoadedAdapter, check_name, file_of, 
 from canvax.pipelines.merging import Change, Merging
 from canvax.pipelines.prompt_tags import take_tags
 from canvax.types import HostArray
-from canvax.weights.adapter_source import EMBEDDING_FILES, LORA_FILES, AdapterSource
 from canvax.weights.embeddings import Embedding, check_token, read_embeddings
+from canvax.weights.location import Location
 from canvax.weights.lora import TABLE, Key, read_adapter, token_widths
+from canvax.weights.open import EMBEDDING_FILES, LORA_FILES, find_adapter
 
 
 class _Word(NamedTuple):
@@ -143,8 +144,10 @@ class Adapters(Mapping[str, LoadedAdapter]):
         check_flag("beside", beside)
         parse_weight(weight, None)
         self._own()
-        origin = AdapterSource(source, weight_name, revision, token, cache_dir, local_files_only)
-        (path, *_), config = origin.find(LORA_FILES)
+        origin = Location(
+            source, revision, None, token, cache_dir, local_files_only, weight_name=weight_name, argument="source"
+        )
+        (path, *_), config = find_adapter(origin, LORA_FILES)
         specs = {part: spec for part, spec in self._model.networks.specs().items() if part != "vae"}
         adapter = read_adapter(path, specs, config)
         loaded = LoadedAdapter(
@@ -255,8 +258,10 @@ class Adapters(Mapping[str, LoadedAdapter]):
         """
         self._own()
         asked = tuple(token) if isinstance(token, list | tuple) else None if token is None else check_token(token)
-        origin = AdapterSource(source, weight_name, revision, hub_token, cache_dir, local_files_only)
-        paths, _ = origin.find(EMBEDDING_FILES)
+        origin = Location(
+            source, revision, None, hub_token, cache_dir, local_files_only, weight_name=weight_name, argument="source"
+        )
+        paths, _ = find_adapter(origin, EMBEDDING_FILES)
         widths = token_widths(self._model.networks.text.specs)
         if len(widths) == 1:
             paths = paths[:1]

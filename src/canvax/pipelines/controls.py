@@ -23,7 +23,7 @@ from canvax.pipelines.control_lora import control_lora
 from canvax.types import Array, HostArray
 from canvax.weights.controlnet import ControlFiles, Kind, open_control
 from canvax.weights.load import check_finite, load_components
-from canvax.weights.source import Source
+from canvax.weights.location import Location
 
 MOST = 8
 """Networks of one pipeline: a call evaluates each of them in each step."""
@@ -44,7 +44,7 @@ class Opened:
     net: Control
 
 
-def control_sources(controlnet: Any, **source: Any) -> list[Source]:
+def control_sources(controlnet: Any, **source: Any) -> list[Location]:
     """What ``controlnet=`` names, a name or a list of them.
 
     Raises:
@@ -61,10 +61,10 @@ def control_sources(controlnet: Any, **source: Any) -> list[Source]:
         )
     if unknown := sorted(source.keys() - set(_OF_SOURCE)):
         raise InputError(unknown[0], NO_VALUE, "is not an argument beside controlnet", nearest(unknown[0], _OF_SOURCE))
-    return [Source(os.fspath(name), **source) for name in names]
+    return [Location(os.fspath(name), argument="controlnet", **source) for name in names]
 
 
-def open_controls(model: Model, sources: Sequence[Source]) -> list[Opened]:
+def open_controls(model: Model, sources: Sequence[Location]) -> list[Opened]:
     """The networks, found and held against the model.
 
     Raises:
@@ -74,7 +74,7 @@ def open_controls(model: Model, sources: Sequence[Source]) -> list[Opened]:
     found = []
     for source in sources:
 
-        def accept(kind: Kind, config: Mapping[str, Any], name: str = source.name) -> None:
+        def accept(kind: Kind, config: Mapping[str, Any], name: str = source.text) -> None:
             control_of(name, kind, config, model)
 
         files = open_control(source, accept=accept)

@@ -19,9 +19,9 @@ from canvax.models.text import IMAGE_ENCODER
 from canvax.parallel.memory import check_weights
 from canvax.parallel.rules import abstract_params, device_bytes, place
 from canvax.params import Params
-from canvax.weights.adapter_source import AdapterSource
 from canvax.weights.ip_adapter import EncoderFiles, check_ip_adapter, find_encoder, open_ip_adapter
 from canvax.weights.load import load_components
+from canvax.weights.location import Location
 
 MOST = 8
 """Adapters of one pipeline."""
@@ -38,7 +38,7 @@ def usual_kinds(networks: Networks, *, masked: bool = False) -> tuple[PromptKind
     return tuple(PromptKind(name, 1, masked, shape) for name, shape in reads.items())
 
 
-def ip_adapter_sources(ip_adapter: Any, image_encoder: Any, **source: Any) -> list[AdapterSource]:
+def ip_adapter_sources(ip_adapter: Any, image_encoder: Any, **source: Any) -> list[Location]:
     """What ``ip_adapter=`` names, a name or a list of them.
 
     Raises:
@@ -61,14 +61,14 @@ def ip_adapter_sources(ip_adapter: Any, image_encoder: Any, **source: Any) -> li
     if "subfolder" in source:
         example = "'owner/name/folder/file.safetensors'"
         raise InputError("subfolder", source["subfolder"], "is a part of the name here", f"write {example}")
-    return [AdapterSource(os.fspath(name), **source) for name in names]
+    return [Location(os.fspath(name), argument="ip_adapter", **source) for name in names]
 
 
 def with_ip_adapters(
     model: Model,
     programs: Programs,
     params: Params | None,
-    sources: Sequence[AdapterSource],
+    sources: Sequence[Location],
     image_encoder: EncoderName,
     *,
     weights: bool = True,

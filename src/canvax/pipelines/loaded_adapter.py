@@ -11,8 +11,7 @@ from typing import Any
 
 from canvax.errors import NO_VALUE, CheckpointError, InputError, nearest
 from canvax.pipelines.adapter_weights import Weights
-from canvax.weights.adapter_info import suggested, trigger_words
-from canvax.weights.lora import Adapter, Key
+from canvax.weights.lora import Adapter, Key, suggested, trigger_words
 from canvax.weights.safetensors import read_metadata
 
 MOST_NAME = 100

@@ -22,9 +22,9 @@ from canvax.types import DType
 from canvax.weights.cast import parse_dtype
 from canvax.weights.files import ModelFiles
 from canvax.weights.load import load_components
+from canvax.weights.location import Location
 from canvax.weights.open import open_files
 from canvax.weights.overrides import Overrides
-from canvax.weights.source import Source
 
 
 def open_model(
@@ -54,7 +54,7 @@ def open_model(
     mesh = make_mesh() if mesh is None else check_mesh(mesh)
     dtype = default_dtype(mesh) if dtype is None else dtype
 
-    origin = Source(model, **source)
+    origin = Location(model, **source)
     models: list[Model] = []
     given = overrides or Overrides()
 

@@ -47,8 +47,8 @@ from canvax.pipelines.translate import (
 from canvax.pipelines.upscale import AT_ONCE, upscaled
 from canvax.samplers import SamplerSpec, SamplerTable, Solver
 from canvax.types import Array, DType
+from canvax.weights.location import Location, warn_unused_cache
 from canvax.weights.overrides import Overrides
-from canvax.weights.source import Source, tell_of_idle_cache
 
 if TYPE_CHECKING:
     from canvax.pipelines.adapters import Adapters
@@ -444,8 +444,8 @@ def load(
         revision=revision,
         **hub,
     )
-    tell_of_idle_cache(cache_dir, model, *(one.name for one in sources), *([] if vae is None else [vae]))
-    checker = load_safety_checker(Source(model, revision, **hub)) if safety_checker else None
+    warn_unused_cache(cache_dir, model, *(one.name for one in sources), *([] if vae is None else [vae]))
+    checker = load_safety_checker(Location(model, revision, **hub)) if safety_checker else None
     pipe = StableDiffusion(*(with_controls(*opened, controls) if controls else opened), checker)
     keywords = {"dtype": pipe.model.dtype, "quantize": quantize, "revision": pipe.model.revision, "variant": variant}
     keywords |= {"cache_dir": cache_dir, "local_files_only": local_files_only, "precision": precision}

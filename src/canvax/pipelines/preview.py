@@ -21,8 +21,8 @@ from canvax.models.tiny import tiny_decode, tiny_spec
 from canvax.params import Params
 from canvax.types import Array, HostArray
 from canvax.weights.load import Component, load_components
+from canvax.weights.location import Location
 from canvax.weights.open import open_network
-from canvax.weights.source import Source
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,9 +93,9 @@ def load_preview(
         except CheckpointError as error:
             raise CheckpointError(f"{model}: {error}") from None
 
-    source = Source(model, revision, variant, token, cache_dir, local_files_only, progress)
+    source = Location(model, revision, variant, token, cache_dir, local_files_only, progress)
     files = open_network(source, accept=accept)
-    cfg = TinyConfig.from_dict(files.config(""))
+    cfg = TinyConfig.from_dict(files.config)
     device = jax.local_devices()[0]
     loaded = load_components(
         files,

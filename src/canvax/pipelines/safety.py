@@ -28,8 +28,8 @@ from canvax.params import Param, Params, Spec
 from canvax.pipelines.result import Result
 from canvax.types import Array, HostArray
 from canvax.weights.load import Component, load_components
+from canvax.weights.location import Location
 from canvax.weights.open import open_network
-from canvax.weights.source import Source
 
 COMPONENT = "safety_checker"
 CONCEPTS, SPECIAL = 17, 3
@@ -106,13 +106,13 @@ def check_has_checker(index: Mapping[str, Any]) -> None:
         )
 
 
-def load_safety_checker(source: Source) -> SafetyChecker:
+def load_safety_checker(source: Location) -> SafetyChecker:
     """The safety checker of a model, on the first device; errors are those of ``read_safety_checker``."""
     config, tree = read_safety_checker(source, jax.local_devices()[0])
     return SafetyChecker.of(vision_config(config), tree)
 
 
-def read_safety_checker(source: Source, device: Any, folder: str = COMPONENT) -> tuple[dict[str, Any], Params]:
+def read_safety_checker(source: Location, device: Any, folder: str = COMPONENT) -> tuple[dict[str, Any], Params]:
     """The config of a safety checker and its parameters, those of ``safety_spec`` in float32, on ``device``.
 
     Args:
@@ -129,7 +129,7 @@ def read_safety_checker(source: Source, device: Any, folder: str = COMPONENT) ->
         vision_config(config)
 
     files = open_network(source, accept=accept, component=folder, kind="transformers")
-    config = files.config(folder)
+    config = files.config
     loaded = load_components(
         files,
         [Component(folder, safety_spec(vision_config(config)), "transformers")],

@@ -30,8 +30,8 @@ from canvax.planning.targets import Chip, Gpu, Target, parse_target
 from canvax.quantize import check_kind
 from canvax.types import DType
 from canvax.weights.cast import parse_dtype
+from canvax.weights.location import BUNDLED, Location, warn_unused_cache
 from canvax.weights.open import open_files
-from canvax.weights.source import BUNDLED, Source, tell_of_idle_cache
 
 Announce = Callable[[str, float | None], None]
 """Callback for compilations: gets ``(name, None)`` when one begins and ``(name, seconds)`` when it is done."""
@@ -245,7 +245,7 @@ def plan(
         CheckpointError, HubError: the model cannot be read.
         CanvaxError: the compiler is missing, or it failed.
     """
-    for name in source.keys() - set(known := [one.name for one in dataclasses.fields(Source)][1:]):
+    for name in source.keys() - set(known := [one.name for one in dataclasses.fields(Location)][1:-2]):
         raise InputError(f"plan has no argument {name!r:.80}; {nearest(name, [*signature(plan).parameters, *known])}")
     aim = parse_target(target)
     if not isinstance(mesh, Mapping | None):
@@ -308,11 +308,11 @@ def check_axes(mesh: Mapping[str, int] | None, devices: int, target: Target) -> 
 def architecture(model: str | Path, **source: Any) -> Networks:
     """Returns the networks of a preset, a folder or a Hub id, without reading weights."""
     if isinstance(model, str) and model in PRESETS:
-        Source(model, **source).tell_of_idle("model of canvax's own", "revision", "cache_dir")
+        Location(model, **source).warn_unused("revision", "cache_dir")
         return PRESETS[model]
     try:
-        files = open_files(Source(model, progress=False, **source), accept=family_of, weights=False)
-        tell_of_idle_cache(source.get("cache_dir"), model)
+        files = open_files(Location(model, progress=False, **source), accept=family_of, weights=False)
+        warn_unused_cache(source.get("cache_dir"), model)
     except CheckpointError as error:
         if isinstance(model, str) and "/" not in model and not named_path("model", model).exists():
             names = [*PRESETS, *BUNDLED]

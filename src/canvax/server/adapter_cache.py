@@ -28,8 +28,9 @@ from canvax.pipelines.loaded_adapter import AdapterFiles, several, sha256_of
 from canvax.pipelines.prompt_tags import tags_of, without_networks
 from canvax.server.jobs import AdapterCard, Rejected, invalid
 from canvax.weights.adapter_names import Module, module_table, split_name
-from canvax.weights.adapter_source import LORA_FILES, AdapterSource
+from canvax.weights.location import Location
 from canvax.weights.lora import read_adapter
+from canvax.weights.open import LORA_FILES, find_adapter
 from canvax.weights.safetensors import open_safetensors
 
 KEPT = 2 << 30
@@ -202,7 +203,7 @@ class AdapterCache:
         Raises:
             CheckpointError, InputError: it cannot be used.
         """
-        (file, *_), config = AdapterSource(path).find(LORA_FILES)
+        (file, *_), config = find_adapter(Location(path), LORA_FILES)
         specs = {part: spec for part, spec in self._model.networks.specs().items() if part != "vae"}
         adapter = read_adapter(file, specs, config)
         if adapter.embeddings:

@@ -12,12 +12,13 @@ the model's own modules are flattened, under each of their names, and looked up.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from canvax.errors import slip
 from canvax.params import Param, Spec, flatten
-from canvax.weights.ldm_names import ldm_modules
+from canvax.weights.formats import unet_rules
+from canvax.weights.rules import Names
 
 FIRST, SECOND = "text_encoder", "text_encoder_2"
 
@@ -113,21 +114,6 @@ def split_name(name: str) -> Split | None:
 _COMMON = ("weight", "alpha", "scalar")
 
 
-OF_A_UNET = ("down_blocks.", "mid_block.", "up_blocks.", "time_embedding.", "add_embedding.", "conv_")
-OF_A_VAE = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", "first_stage_model.")
-"""How the names of whole networks begin, in diffusers' files and in the old ones."""
-
-
-def all_begin(names: Collection[str], starts: tuple[str, ...]) -> bool:
-    """Whether these are names of such a network alone. AnimateDiff's modules, which have a UNet's names, are none."""
-    return bool(names) and all(name.startswith(starts) and "motion_modules." not in name for name in names)
-
-
-def are_words(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether these arrays are a textual inversion: vectors named by words; names of weights have dots."""
-    return bool(shapes) and all("." not in name and len(shape) in (1, 2) for name, shape in shapes.items())
-
-
 def is_adapters(name: str) -> bool:
     """Whether an array of this name can be an adapter's alone, and not a model's."""
     split = split_name(name)
@@ -148,14 +134,14 @@ def module_table(specs: Mapping[str, Spec]) -> dict[str, Module]:
     table: dict[str, Module] = {}
     for component, spec in specs.items():
         names = modules(spec)
-        each = 1 + sum(1 for name in names if name.startswith("down_blocks.0.resnets.") and name.endswith(".conv1"))
+        original = Names(unet_rules(names))
         alone = component in _TEXT and not (_TEXT.keys() - {component}) & specs.keys()
         prefixes = (*_TEXT[component], *(_TEXT_ALONE if alone else ())) if component in _TEXT else _UNET
         for name in names:
-            known = _text_names(name) if component in _TEXT else _unet_names(name, each)
-            for one in known:
+            known = _text_names(name) if component in _TEXT else _unet_names(name, original)
+            for spelled in known:
                 for prefix in prefixes:
-                    table.setdefault(prefix + flat(one), Module(component, name))
+                    table.setdefault(prefix + flat(spelled), Module(component, name))
     return table
 
 
@@ -177,9 +163,9 @@ def nearest_module(name: str, table: Mapping[str, Module]) -> str:
     return f" (nearest: {table[close]})" if close else ""
 
 
-def _unet_names(name: str, each: int) -> Iterator[str]:
+def _unet_names(name: str, original: Names) -> Iterator[str]:
     yield name
-    yield from ldm_modules(name, each)
+    yield from original.theirs(name)
     if name.endswith((".to_q", ".to_k", ".to_v", ".to_out.0")):
         attention, _, step = name.removesuffix(".0").rpartition(".")
         yield f"{attention}.processor.{step}"
@@ -187,6 +173,6 @@ def _unet_names(name: str, each: int) -> Iterator[str]:
 
 def _text_names(name: str) -> Iterator[str]:
     attention, _, step = name.rpartition(".")
-    for one in (name, *([f"{attention}.{_OLD_TEXT[step]}"] if step in _OLD_TEXT else [])):
-        yield one
-        yield one.removeprefix("text_model.")
+    for spelled in (name, *([f"{attention}.{_OLD_TEXT[step]}"] if step in _OLD_TEXT else [])):
+        yield spelled
+        yield spelled.removeprefix("text_model.")

@@ -58,8 +58,8 @@ def parse_dtype(dtype: DType, argument: str = "dtype", *, quantizes: bool = Fals
     Raises:
         InputError: not float32, bfloat16 or float16.
     """
-    told = isinstance(dtype, str) or type(dtype).__module__ == "torch"
-    name = str(dtype).lower().removeprefix("torch.").removeprefix("jnp.") if told else None
+    written = isinstance(dtype, str) or type(dtype).__module__ == "torch"
+    name = str(dtype).lower().removeprefix("torch.").removeprefix("jnp.") if written else None
     if name is None:
         with suppress(TypeError):
             if not isinstance(dtype, np.ndarray | jax.Array):  # of which JAX takes their own
@@ -68,6 +68,6 @@ def parse_dtype(dtype: DType, argument: str = "dtype", *, quantizes: bool = Fals
         name = shown(dtype) if name is None else name
         small = re.fullmatch(r"(u?int|fp|float|f|q|nf)_?[48].*", str(name))
         cure = nearest(str(name), list(dict.fromkeys(_DTYPES.values())))
-        cure = "quantize='int8' or 'float8' keeps large weights in 8 bits" if small and quantizes else cure
-        raise InputError(f"{argument}={shown(dtype)} is not supported; {cure}")
+        cure = "{quantize='int8'} or 'float8' keeps large weights in 8 bits" if small and quantizes else cure
+        raise InputError(argument, dtype, "is not supported", cure)
     return jnp.dtype(_DTYPES[name])

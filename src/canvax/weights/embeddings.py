@@ -15,8 +15,8 @@ import numpy as np
 
 from canvax.errors import CheckpointError, InputError
 from canvax.types import HostArray
-from canvax.weights.adapter_names import is_adapters
 from canvax.weights.entries import Entry
+from canvax.weights.identify import BASES, EMBEDDING, expect
 from canvax.weights.safetensors import open_safetensors
 
 BUNDLED = "bundle_emb."
@@ -29,7 +29,7 @@ _MOST_NAME = 200
 _ENDS = (".string_to_param.*", ".emb_params", ".clip_l", ".clip_g", ".*")
 _BY_KEY = {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}
 _UNNAMED = ("emb_params", "string_to_param.*", "*")
-_WIDTHS = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 1280: "the second encoder of SDXL"}
+_WIDTHS = {**BASES, 1280: "the second encoder of Stable Diffusion XL"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,17 +59,19 @@ def read_embeddings(
         CheckpointError: a file is damaged, holds something else, or is for another model.
         InputError: ``token`` cannot be the name of what the file holds.
     """
-    found: dict[str, dict[str, HostArray]] = {}
+    embeddings: dict[str, dict[str, HostArray]] = {}
     for path in paths:
         for name, component, vectors in _read_file(path, widths):
-            if component in found.setdefault(name, {}):
+            if component in embeddings.setdefault(name, {}):
                 raise CheckpointError(f"{path}: holds vectors of {name!r} for {component} twice")
-            found[name][component] = vectors
+            embeddings[name][component] = vectors
     if token is not None:
-        if len(found) > 1:
-            raise InputError(f"token={token!r}: {paths[0]} holds {len(found)} embeddings; leave token out")
-        found = _renamed(next(iter(found.values())), token)
-    return [Embedding(check_token(name), vectors) for name, vectors in found.items()]
+        if len(embeddings) > 1:
+            raise InputError(
+                "token", token, f"is one name, and {paths[0]} holds {len(embeddings)} embeddings", "leave it out"
+            )
+        embeddings = _renamed(next(iter(embeddings.values())), token)
+    return [Embedding(check_token(name), vectors) for name, vectors in embeddings.items()]
 
 
 def bundled_embeddings(path: Path, entries: Sequence[Entry], widths: Mapping[str, int]) -> list[Embedding]:
@@ -78,14 +80,14 @@ def bundled_embeddings(path: Path, entries: Sequence[Entry], widths: Mapping[str
     Raises:
         CheckpointError: they are for another model.
     """
-    found: dict[str, dict[str, HostArray]] = {}
+    embeddings: dict[str, dict[str, HostArray]] = {}
     for entry in entries:
         if entry.name.startswith(BUNDLED):
             name = entry.name.removeprefix(BUNDLED)
             end = next((end for end in _ENDS if name.endswith(end) and len(name) > len(end)), "")
             component = _component(path, entry, end.removeprefix("."), widths)
-            found.setdefault(name.removesuffix(end), {})[component] = _vectors(path, entry)
-    return [Embedding(check_token(name), vectors) for name, vectors in found.items()]
+            embeddings.setdefault(name.removesuffix(end), {})[component] = _vectors(path, entry)
+    return [Embedding(check_token(name), vectors) for name, vectors in embeddings.items()]
 
 
 def check_token(name: object) -> str:
@@ -95,43 +97,38 @@ def check_token(name: object) -> str:
         InputError: it cannot.
     """
     if not isinstance(name, str) or not name.strip() or len(name) > _MOST_NAME or not name.isprintable():
-        raise InputError(f"token={str(name)[:80]!r} cannot be a word of a prompt; give another with token=")
+        raise InputError("token", name, "cannot be a word of a prompt", "give another one with {token}")
     if name.strip().lower() in ("<|startoftext|>", "<|endoftext|>"):
-        raise InputError(f"token={name!r} is what CLIP begins and ends prompts with; give another with token=")
+        raise InputError("token", name, "is what CLIP begins and ends prompts with", "give another one with {token}")
     return name.strip()
 
 
 def _read_file(path: Path, widths: Mapping[str, int]) -> list[tuple[str, str, HostArray]]:
     """Name, component and vectors of each array."""
     entries = open_safetensors(path, plain_names=False)
-    if not entries:
-        raise CheckpointError(f"{path}: is empty: it holds no array")
-    if any(is_adapters(entry.name) for entry in entries):
-        raise CheckpointError(
-            f"{path}: is a LoRA, not a textual inversion; write pipe.adapters.load(name, file), or --lora FILE"
-        )
+    expect(path, {entry.name: entry.shape for entry in entries}, EMBEDDING)
     if strange := [entry for entry in entries if len(entry.shape) not in (1, 2)]:
         raise CheckpointError(
             f"{path}: {strange[0].name} is {strange[0].shape}; a textual inversion holds vectors (n, width)"
         )
-    found = []
+    embeddings = []
     for entry in entries:
         unnamed = entry.name in _UNNAMED or entry.name in _BY_KEY
         component = _component(path, entry, entry.name, widths)
-        found.append((path.stem if unnamed else entry.name, component, _vectors(path, entry)))
-    return found
+        embeddings.append((path.stem if unnamed else entry.name, component, _vectors(path, entry)))
+    return embeddings
 
 
 def _component(path: Path, entry: Entry, key: str, widths: Mapping[str, int]) -> str:
     """The text encoder whose tokens have this width."""
     width = entry.shape[-1] if entry.shape else 0
-    component = _BY_KEY.get(key) or next((name for name, own in widths.items() if own == width), "")
+    component = _BY_KEY.get(key) or next((name for name, other in widths.items() if other == width), "")
     if component not in widths or widths[component] != width:
         known = f" ({_WIDTHS[width]})" if width in _WIDTHS else ""
-        own = " and ".join(f"{size} ({name})" for name, size in widths.items())
+        expected = " and ".join(f"{size} ({name})" for name, size in widths.items())
         raise CheckpointError(
-            f"{path}: {entry.name} has vectors of width {width}{known}, this model's tokens have {own}: it was made "
-            "for another model"
+            f"{path}: {entry.name} has vectors of width {width}{known}, this model's tokens have {expected}: it was "
+            "made for another model"
         )
     return component
 
@@ -153,5 +150,6 @@ def _renamed(vectors: Mapping[str, HostArray], token: str | Sequence[str]) -> di
         return {token: dict(vectors)}
     names, count = list(token), {len(array) for array in vectors.values()}
     if count != {len(names)} or len(set(names)) < len(names):
-        raise InputError(f"token={names!r:.80} are {len(names)} names for {max(count)} vectors; give one for each")
+        problem = f"has {len(set(names))} names for {max(count)} vectors"
+        raise InputError("token", names, problem, "give one for each")
     return {name: {part: array[i : i + 1] for part, array in vectors.items()} for i, name in enumerate(names)}

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
@@ -26,19 +26,36 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:+\-]*")
 
 MAX_RANK = 16
 
+PICKLES = (".ckpt", ".bin", ".pt", ".pth", ".pkl", ".pickle")
+"""Endings of files that are not opened, since reading them can run code."""
+
+
+class Decode(NamedTuple):
+    """How stored items become numbers.
+
+    Attributes:
+        numbers: how many numbers an item holds: 1, or those of a block.
+        begin: called once per reading with the entry; returns a function (items, index of the first number) -> float32.
+    """
+
+    numbers: int
+    begin: Callable[[Entry], Callable[[HostArray, int], HostArray]]
+
 
 @dataclass(frozen=True)
 class Entry:
     """One array of a weight file.
 
     Attributes:
-        name: the file's own name for it: dotted in safetensors, steps joined by ``/`` in Flax files.
-        shape: shape as stored.
-        dtype: dtype as stored (little-endian; bfloat16 and float8 through ``ml_dtypes``).
+        name: the file's name for it: dotted in safetensors, steps joined by ``/`` in Flax files.
+        shape: shape in numbers.
+        dtype: dtype of the stored items (little-endian; bfloat16 and float8 through ``ml_dtypes``).
         path: the file.
         segments: (offset, length) in bytes of the pieces that make up the array, in order.
         order: ``torch`` stores (out, in, ...), ``flax`` stores arrays as they are in memory.
         stamp: ``file_stamp`` of the file whose header was read.
+        decode: for quantised arrays, how to get numbers from what is stored.
+        companions: arrays that ``decode`` reads, such as scales.
     """
 
     name: str
@@ -48,30 +65,53 @@ class Entry:
     segments: tuple[tuple[int, int], ...]
     order: Literal["torch", "flax"]
     stamp: tuple[int, ...] = ()
+    decode: Decode | None = None
+    companions: Mapping[str, Entry] = field(default_factory=dict, hash=False)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Bytes in the file."""
+        return math.prod(self.shape) // (self.decode.numbers if self.decode else 1) * self.dtype.itemsize
+
+    @property
+    def number_dtype(self) -> np.dtype:
+        """Dtype of the numbers that reading gives."""
+        return np.dtype(np.float32) if self.decode else self.dtype
 
     @property
     def is_float(self) -> bool:
-        """Whether the stored numbers are real floating point numbers."""
-        return self.dtype.kind in "fV"  # ml_dtypes are of kind V
+        """Whether the numbers are real floating point numbers."""
+        return self.number_dtype.kind in "fV"  # ml_dtypes are of kind V
+
+    def rows(self, *ranges: tuple[int, int]) -> Entry:
+        """These ranges of the first axis, one after another, as an entry; nothing is read."""
+        count = self.shape[0]
+        size = self.nbytes // count if count else 0
+        segments = [piece for begin, end in ranges for piece in self._pieces(begin * size, end * size)]
+        companions = {
+            name: entry.rows(*ranges) if entry.shape[:1] == (count,) and count > 1 else entry
+            for name, entry in self.companions.items()
+        }
+        shape = (sum(end - begin for begin, end in ranges), *self.shape[1:])
+        return replace(self, shape=shape, segments=tuple(segments), companions=companions)
 
     def read(self) -> HostArray:
-        """The whole array, in memory of its own."""
-        out = np.empty(self.shape, self.dtype)
-        with self._open() as file:
-            self._fill(file, out, 0)
+        """The whole array, in fresh memory."""
+        out = np.empty(self.shape, self.number_dtype)
+        self.read_into(out)
         return out
 
     def read_into(self, out: HostArray) -> None:
         """Fill ``out``, contiguous and of the same dtype and size, without any other memory."""
-        if out.nbytes != self.nbytes or out.dtype != self.dtype:
-            raise ValueError(f"read_into: {out.dtype}{out.shape} cannot hold {self.dtype}{self.shape}")
-        with self._open() as file:
-            self._fill(file, out, 0)
+        if out.size != math.prod(self.shape) or out.dtype != self.number_dtype:
+            raise ValueError(f"read_into: {out.dtype}{out.shape} cannot hold {self.number_dtype}{self.shape}")
+        if self.decode is None:
+            with self._open() as file:
+                self._fill(file, out, 0)
+        else:
+            flat = out.reshape(-1)
+            for start, block in self.blocks(1 << 17):
+                flat[start : start + len(block)] = block
 
     def blocks(self, most: int) -> Iterator[tuple[int, HostArray]]:
         """Yield ``(where it begins, block)`` of the array seen as flat, ``most`` numbers at a time.
@@ -79,13 +119,15 @@ class Entry:
         The yielded memory is used again for the next block, so that a caller who converts block by block never holds
         the stored form of the whole array.
         """
-        size = self.nbytes // self.dtype.itemsize
-        block = np.empty(min(most, size), self.dtype)
+        per = self.decode.numbers if self.decode else 1
+        decoded = self.decode.begin(self) if self.decode else None
+        size, step = self.nbytes // self.dtype.itemsize, most // per
+        block = np.empty(min(step, size), self.dtype)
         with self._open() as file:
-            for start in range(0, size, most):
-                part = block[: min(most, size - start)]
+            for start in range(0, size, step):
+                part = block[: min(step, size - start)]
                 self._fill(file, part, start * self.dtype.itemsize)
-                yield start, part
+                yield start * per, part if decoded is None else decoded(part, start * per)
 
     def _open(self) -> BinaryIO:
         file = open_weight_file(self.path)
@@ -94,23 +136,60 @@ class Entry:
             raise CheckpointError(f"{self.path}: was replaced while it was being loaded. Load it again.")
         return file
 
+    def _pieces(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """(offset in the file, length) of the bytes from ``start`` to ``end`` of the array."""
+        for offset, length in self.segments:
+            if start < min(length, end):
+                yield offset + start, min(length, end) - start
+            start, end = max(0, start - length), end - length
+
     def _fill(self, file: BinaryIO, out: HostArray, start: int) -> None:
         """Read ``out.nbytes`` bytes of the array from byte ``start`` on, across segments."""
         buffer = out.reshape(-1).view(np.uint8).data
-        for offset, length in self.segments:
-            if start >= length:
-                start -= length
-                continue
-            file.seek(offset + start)
-            piece = buffer[: length - start]
-            buffer, start = buffer[len(piece) :], 0
+        for offset, length in self._pieces(start, start + out.nbytes):
+            file.seek(offset)
+            piece, buffer = buffer[:length], buffer[length:]
             while len(piece):
                 count = file.readinto(piece)  # type: ignore[attr-defined]
                 if not count:
                     raise CheckpointError(f"{self.path}: ended while {self.name!r} was being read. {DAMAGED}")
                 piece = piece[count:]
-            if not len(buffer):
-                return
+
+
+def with_scales(entries: Sequence[Entry]) -> list[Entry]:
+    """Entries in which scaled 8-bit weights have their scales as companions: ``NAME.weight`` times ``scale_weight``.
+
+    Scales are one number or one for each row; those of activations and the marker ``scaled_fp8`` are dropped.
+    """
+    named = {entry.name: entry for entry in entries}
+    used: set[str] = set()
+    scaled: dict[str, Entry] = {}
+    for name, entry in named.items():
+        module = name.removesuffix("weight")
+        if name == module or entry.dtype.itemsize != 1 or not entry.is_float:
+            continue
+        scale = named.get(f"{module}scale_weight") or named.get(f"{module}weight_scale")
+        if scale is not None and scale.is_float and math.prod(scale.shape) in (1, *entry.shape[:1]):
+            scaled[name] = replace(entry, decode=SCALED, companions={"scale": scale})
+            used |= {scale.name, f"{module}scale_input", f"{module}input_scale"}
+    if scaled:
+        used |= {name for name in named if name.rpartition(".")[2] == "scaled_fp8"}
+    return [scaled.get(name, entry) for name, entry in named.items() if name not in used] if scaled else list(entries)
+
+
+def _scaled(entry: Entry) -> Callable[[HostArray, int], HostArray]:
+    scale = entry.companions["scale"].read().astype(np.float32).reshape(-1)
+    row = math.prod(entry.shape[1:])
+
+    def decoded(items: HostArray, start: int) -> HostArray:
+        factor = scale if scale.size == 1 else scale[(start + np.arange(len(items))) // row]
+        return items.astype(np.float32) * factor
+
+    return decoded
+
+
+SCALED = Decode(1, _scaled)
+"""Numbers times the companion ``scale``."""
 
 
 def check_name(path: Path, name: object, *, plain: bool = True) -> str:

@@ -1,73 +1,112 @@
-"""The files of a model, however they are stored: what loading, saving and reading configs ask of them."""
+"""The files of a model or a network, however they are stored: what loading, saving and reading configs ask of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from canvax.weights.entries import Entry
+from canvax.errors import CheckpointError
+from canvax.weights.entries import Entry, with_scales
 from canvax.weights.flax_msgpack import open_flax_msgpack
 from canvax.weights.safetensors import open_safetensors
 
 
-class ModelFiles(Protocol):
-    """One commit of a model, on disk. ``str()`` of it is the model's name for messages."""
+@dataclass(frozen=True, eq=False)
+class ModelFiles:
+    """One commit of a model, on disk. ``str()`` of it is the model's name for messages.
 
-    @property
-    def name(self) -> str:
-        """The model as it was asked for."""
-        ...
+    Attributes:
+        name: the model as it was asked for.
+        path: a folder, or a single file.
+        index: ``model_index.json``, parsed: the kind of pipeline and its components.
+        components: those that canvax reads, by name, with their class names (without ``Flax`` in front).
+        configs: the parsed config of each component that has one.
+        arrays: called with a component, opens its weight files; no array is read.
+        folders: called with a component, gives the folder of its plain files, such as a tokenizer's; with "", that of
+            the model.
+        revision: the commit sha; None if it is not from the Hub.
+        variant: the variant asked for; components without it are read from their plain files.
+        unread: components that canvax leaves alone, such as ``safety_checker``.
+        reasons: of a single file what was read off its arrays, and how that is known.
+        overrides: parts that are not the model's, as arguments of ``canvax.load``.
+    """
 
-    @property
-    def path(self) -> Path:
-        """Where it is: a folder, or a single file."""
-        ...
+    name: str
+    path: Path
+    index: Mapping[str, Any]
+    components: Mapping[str, str]
+    configs: Mapping[str, Mapping[str, Any]]
+    arrays: Callable[[str], Sequence[Entry]]
+    folders: Callable[[str], Path]
+    revision: str | None = None
+    variant: str | None = None
+    unread: tuple[str, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def revision(self) -> str | None:
-        """The commit sha; None if it is not from the Hub."""
-        ...
-
-    @property
-    def variant(self) -> str | None:
-        """The variant asked for; components without it are read from their plain files."""
-        ...
-
-    @property
-    def index(self) -> Mapping[str, Any]:
-        """``model_index.json``, parsed: the kind of pipeline and its components."""
-        ...
-
-    @property
-    def components(self) -> Mapping[str, str]:
-        """Components that canvax reads, by name, with their class names (without ``Flax`` in front)."""
-        ...
-
-    @property
-    def unread(self) -> tuple[str, ...]:
-        """Components that canvax leaves alone, such as ``safety_checker``."""
-        ...
+    def __str__(self) -> str:
+        name = _at(self.name, self.revision)
+        return f"{name} with vae={self.overrides['vae']!r}" if "vae" in self.overrides else name
 
     def config(self, component: str) -> dict[str, Any]:
         """The parsed config of a component.
 
         Raises:
-            CheckpointError: the component or its config is missing or malformed.
+            CheckpointError: the model has no such component.
         """
-        ...
+        if component not in self.configs:
+            raise CheckpointError(
+                f"{self}: has no component {component!r}; it has {', '.join(self.components) or 'none'}."
+            )
+        return dict(self.configs[component])
 
-    def entries(self, component: str) -> list[Entry]:
+    def entries(self, component: str) -> Sequence[Entry]:
         """The arrays in a component's weight files; no array is read.
 
         Raises:
             CheckpointError: the component has no weights, or a file is damaged.
         """
-        ...
+        return self.arrays(component)
 
     def folder(self, component: str = "") -> Path:
-        """The folder of a component's plain files, such as a tokenizer's; without a component, of the model's own."""
-        ...
+        """The folder of a component's plain files, or of the model."""
+        return self.folders(component)
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkFiles:
+    """One network in files of its own.
+
+    Attributes:
+        name: as it was asked for.
+        arrays: all of its arrays, under the names of diffusers.
+        config: parsed; empty where there is none, and shapes say what it would.
+        path: the file, or the folder of one with a config.
+        revision: the commit of a Hub repository.
+        variant: of the weights.
+    """
+
+    name: str
+    arrays: Sequence[Entry]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+    revision: str | None = None
+    variant: str | None = None
+
+    def __str__(self) -> str:
+        return _at(self.name, self.revision)
+
+    def entries(self, component: str) -> Sequence[Entry]:
+        """All arrays, whatever the component is called."""
+        del component
+        return self.arrays
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of each array, as in PyTorch."""
+        return {entry.name: entry.shape for entry in self.arrays}
 
 
 def open_weights(path: Path) -> list[Entry]:
@@ -76,4 +115,8 @@ def open_weights(path: Path) -> list[Entry]:
     Raises:
         CheckpointError: the file is damaged or something else.
     """
-    return open_flax_msgpack(path) if path.suffix == ".msgpack" else open_safetensors(path)
+    return with_scales(open_flax_msgpack(path) if path.suffix == ".msgpack" else open_safetensors(path))
+
+
+def _at(name: str, revision: str | None) -> str:
+    return f"{name} at {revision[:12]}" if revision else name

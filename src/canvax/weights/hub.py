@@ -24,7 +24,7 @@ from canvax.errors import CheckpointError, HubError, warn
 from canvax.files import read_json, written
 from canvax.weights.entries import check_head, open_weight_file
 from canvax.weights.files import open_weights
-from canvax.weights.source import Source
+from canvax.weights.location import Location
 
 Answer = TypeVar("Answer")
 LONGEST_ANSWER = 60.0
@@ -40,13 +40,13 @@ class Commit:
     """One commit of a repository.
 
     Attributes:
-        source: the repository and how to reach it.
+        location: the repository and how to reach it.
         sha: the commit.
         names: names of its files; None when the Hub is not to be asked, and only what is in the cache can be had.
         root: a file at the top that every copy in the cache has.
     """
 
-    source: Source
+    location: Location
     sha: str
     names: Collection[str] | None
     root: str
@@ -56,20 +56,13 @@ class Commit:
         """The folder in the cache that holds the commit."""
         path = self._cached(self.root)
         if path is None:
-            raise HubError(f"{self.source.name}: {self.root} of commit {self.sha} has vanished from the cache.")
+            raise HubError(f"{self.location.text}: {self.root} of commit {self.sha} has vanished from the cache.")
         return path.parents[len(PurePosixPath(self.root).parts) - 1]
 
     def fetch(self, names: Collection[str], *, progress: bool = False) -> Path:
-        """Download files that are not in the cache yet.
+        """Download files that are not in the cache yet; returns the folder in the cache that holds the commit.
 
         Files that turn out to be damaged are removed from the cache, so that the next attempt downloads them again.
-
-        Args:
-            names: of files, relative to the repository.
-            progress: show bars, if the source wants any.
-
-        Returns:
-            The folder in the cache that holds the commit.
 
         Raises:
             HubError: the Hub cannot be reached, or what it answers cannot be trusted.
@@ -80,19 +73,19 @@ class Commit:
         for name in names:
             if name not in self.names:
                 raise CheckpointError(
-                    f"{self.source.name}: has no file {name} at commit {self.sha}. The repository is incomplete."
+                    f"{self.location.text}: has no file {name} at commit {self.sha}. The repository is incomplete."
                 )
         if new := [name for name in names if self._cached(name) is None]:
             for name in new:
                 self._check_answer(name)
-            self._download(new, progress and self.source.progress)
+            self._download(new, progress and self.location.progress)
             for name in new:
                 self._check_file(name)
         return self.folder
 
     def remember(self) -> None:
         """Note in the cache which commit the revision is, for later use offline; a read-only cache is left as it is."""
-        revision = self.source.revision or "main"
+        revision = self.location.revision or "main"
         ref = self.folder.parent.parent / "refs" / revision
         if revision == self.sha or (ref.is_file() and ref.read_text() == self.sha):
             return
@@ -105,7 +98,7 @@ class Commit:
         """Where a file is in the cache, if it is there."""
         from huggingface_hub import try_to_load_from_cache
 
-        path = try_to_load_from_cache(self.source.name, name, cache_dir=self.source.cache_dir, revision=self.sha)
+        path = try_to_load_from_cache(self.location.text, name, cache_dir=self.location.cache_dir, revision=self.sha)
         return Path(path) if isinstance(path, str) else None
 
     def _check_answer(self, name: str) -> None:
@@ -114,13 +107,13 @@ class Commit:
         from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
 
         try:
-            url = hf_hub_url(self.source.name, name, revision=self.sha)
-            answer = get_hf_file_metadata(url, token=self.source.token, timeout=HF_HUB_ETAG_TIMEOUT)
+            url = hf_hub_url(self.location.text, name, revision=self.sha)
+            answer = get_hf_file_metadata(url, token=self.location.token, timeout=HF_HUB_ETAG_TIMEOUT)
         except Exception as error:
-            raise HubError(str(explain(error, self.source, name))) from error
+            raise HubError(str(explain(error, self.location, name))) from error
         if not _ETAG.fullmatch(answer.etag or "") or answer.commit_hash != self.sha:
             raise HubError(
-                f"{self.source.name}: the Hub answers for file {name} with the hash {str(answer.etag)[:80]!r} of the "
+                f"{self.location.text}: the Hub answers for file {name} with the hash {str(answer.etag)[:80]!r} of the "
                 f"commit {str(answer.commit_hash)[:80]!r}, not with those of a Hub. Check HF_ENDPOINT."
             )
 
@@ -129,26 +122,26 @@ class Commit:
 
         try:
             snapshot_download(
-                self.source.name,
+                self.location.text,
                 revision=self.sha,
-                cache_dir=self.source.cache_dir,
-                token=self.source.token,
+                cache_dir=self.location.cache_dir,
+                token=self.location.token,
                 allow_patterns=[escape(name) for name in names],
                 tqdm_class=None if progress else _NoBar,
             )
         except Exception as error:
-            raise HubError(str(explain(error, self.source))) from error
+            raise HubError(str(explain(error, self.location))) from error
 
     def _check_file(self, name: str) -> None:
         """Look at a file that has just been downloaded."""
         path = self._cached(name)
         if path is None:
-            raise HubError(f"{self.source.name}: file {name} was not downloaded. Check HF_ENDPOINT, and try again.")
+            raise HubError(f"{self.location.text}: file {name} was not downloaded. Check HF_ENDPOINT, and try again.")
         blob = Path(os.path.normpath(path.parent / os.readlink(path))) if path.is_symlink() else path
         if blob != path and not (blob.parent.name == "blobs" and _ETAG.fullmatch(blob.name)):
             # It answered twice, and differently. The file may have been there before, so it is not removed.
             raise HubError(
-                f"{self.source.name}: the Hub had file {name} written to {blob}, outside of the cache. Look at that "
+                f"{self.location.text}: the Hub had file {name} written to {blob}, outside of the cache. Look at that "
                 "file, and do not use this HF_ENDPOINT."
             )
         try:
@@ -165,45 +158,43 @@ class Commit:
             raise CheckpointError(f"{error} It was removed from the cache; try again.") from None
 
 
-def find_commit(source: Source, root: str) -> Commit:
+def find_commit(location: Location, root: str) -> Commit:
     """The commit that a Hub id and revision stand for now; the one in the cache if the Hub may not be asked.
 
-    Args:
-        source: with a Hub id.
-        root: a file that every copy in the cache has.
+    ``root`` is a file that every copy in the cache has.
 
     Raises:
         HubError: the Hub cannot be reached and nothing is in the cache, it refuses, or it does not have the model.
     """
-    _check_environment(source)
+    _check_environment(location)
     from huggingface_hub import HfApi, constants
 
-    if source.local_files_only or constants.HF_HUB_OFFLINE:
-        return _cached_commit(source, root)
+    if location.local_files_only or constants.HF_HUB_OFFLINE:
+        return _cached_commit(location, root)
     try:
-        hub = HfApi(token=source.token)
-        revision, piece = source.revision or "main", constants.HF_HUB_ETAG_TIMEOUT
-        info = within(LONGEST_ANSWER, lambda: hub.model_info(source.name, revision=revision, timeout=piece))
+        hub = HfApi(token=location.token)
+        revision, piece = location.revision or "main", constants.HF_HUB_ETAG_TIMEOUT
+        info = within(LONGEST_ANSWER, lambda: hub.model_info(location.text, revision=revision, timeout=piece))
         sha, names = info.sha, [sibling.rfilename for sibling in info.siblings or ()]
     except Exception as error:
-        explained = explain(error, source)
+        explained = explain(error, location)
         if not isinstance(explained, Unreachable):
             raise explained from error
         try:
-            commit = _cached_commit(source, root)
+            commit = _cached_commit(location, root)
         except HubError:
             raise HubError(str(explained)) from error
         warn(f"{explained} Going on with the commit in the cache, {commit.sha}.")
         return commit
     if not isinstance(sha, str) or not _SHA.fullmatch(sha):
-        raise HubError(f"{source.name}: the Hub answers with the commit {str(sha)[:80]!r}, not with that of a Hub.")
+        raise HubError(f"{location.text}: the Hub answers with the commit {str(sha)[:80]!r}, not with that of a Hub.")
     for name in names:
         if not _is_inside(name):
-            raise HubError(f"{source.name}: holds a file named {str(name)[:80]!r}, which is no name inside a folder.")
-    return Commit(source, sha, frozenset(names), root)
+            raise HubError(f"{location.text}: holds a file named {str(name)[:80]!r}, which is no name inside a folder.")
+    return Commit(location, sha, frozenset(names), root)
 
 
-def _check_environment(source: Source) -> None:
+def _check_environment(location: Location) -> None:
     """Refuse variables that the Hub library would stumble over while it is imported."""
     wrong = [
         name
@@ -216,21 +207,21 @@ def _check_environment(source: Source) -> None:
         wrong.append("HF_ENDPOINT")
     for name in wrong:
         kind = "an address" if name == "HF_ENDPOINT" else "a number of seconds"
-        raise HubError(f"{source.name}: {name}={os.environ[name][:80]!r} is not {kind}; correct or unset it.")
+        raise HubError(f"{location.text}: {name}={os.environ[name][:80]!r} is not {kind}; correct or unset it.")
 
 
-def _cached_commit(source: Source, root: str) -> Commit:
+def _cached_commit(location: Location, root: str) -> Commit:
     """The commit of the revision that the cache holds."""
     from huggingface_hub import try_to_load_from_cache
 
-    revision = source.revision or "main"
-    path = try_to_load_from_cache(source.name, root, cache_dir=source.cache_dir, revision=revision)
+    revision = location.revision or "main"
+    path = try_to_load_from_cache(location.text, root, cache_dir=location.cache_dir, revision=revision)
     if not isinstance(path, str):
         raise HubError(
-            f"{source.name} (revision {revision!r}): is not in the cache, and the Hub may not be asked "
+            f"{location.text} (revision {revision!r}): is not in the cache, and the Hub may not be asked "
             "(local_files_only or HF_HUB_OFFLINE). Load it once while online, or pass a folder."
         )
-    return Commit(source, Path(path).parents[len(PurePosixPath(root).parts) - 1].name, None, root)
+    return Commit(location, Path(path).parents[len(PurePosixPath(root).parts) - 1].name, None, root)
 
 
 def _is_inside(name: Any) -> bool:
@@ -277,11 +268,11 @@ class Unreachable(HubError):
     """The Hub did not answer at all."""
 
 
-def explain(error: Exception, source: Source, file: str | None = None) -> HubError:
+def explain(error: Exception, location: Location, file: str | None = None) -> HubError:
     """A message with a cure for what the Hub library raised; other exceptions are raised again."""
     from huggingface_hub import errors
 
-    what = f"{source.name} (revision {source.revision or 'main'!r}{f', file {file}' if file else ''})"
+    what = f"{location.text} (revision {location.revision or 'main'!r}{f', file {file}' if file else ''})"
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.GatedRepoError):
         return HubError(
@@ -295,7 +286,7 @@ def explain(error: Exception, source: Source, file: str | None = None) -> HubErr
             "pass token=... or set HF_TOKEN."
         )
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        return explain(error.__cause__, source, file)  # the library tried its cache after this
+        return explain(error.__cause__, location, file)  # the library tried its cache after this
     if isinstance(error, errors.EntryNotFoundError):
         return HubError(f"{what}: the file is not there.")
     if status in (401, 403):

@@ -1,30 +1,165 @@
-"""What a file or folder of weights is and for which family, from headers alone."""
+"""What a file or folder of weights is and for which family, from headers alone: the one place that decides it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from canvax.errors import CheckpointError
 from canvax.files import read_json
 from canvax.images.formats import FORMATS
-from canvax.weights import controlnet, vae_file
-from canvax.weights.adapter_names import all_begin
-from canvax.weights.entries import Entry
-from canvax.weights.layout import INDEX, PICKLES
-from canvax.weights.lora import BASES, OTHERS, base_of
+from canvax.weights.adapter_names import is_adapters, split_name
+from canvax.weights.entries import PICKLES
 from canvax.weights.safetensors import open_safetensors, read_metadata
-from canvax.weights.single_file import KINDS, PARTS, UNET, VAE
-from canvax.weights.source import Source
 
-MODEL, VAE_FILE, CONTROLNET, T2I = "a model", "an autoencoder", "a ControlNet", "a T2I-Adapter"
-FLAGS = {
-    MODEL: "--model", VAE_FILE: "--vae", CONTROLNET: "--controlnet", T2I: "--controlnet",
-    "an IP-Adapter": "--ip-adapter", "a LoRA": "--lora", "a textual inversion": "--embedding",
+Shapes = Mapping[str, tuple[int, ...]]
+"""Names and shapes of the arrays of a file."""
+
+INDEX = "model_index.json"
+UNET, VAE = "model.diffusion_model.", "first_stage_model."
+"""How the names of these parts of a single file begin."""
+
+_TEXT = ("cond_stage_model.", "conditioner.")
+_OF_A_UNET = ("down_blocks.", "mid_block.", "up_blocks.", "time_embedding.", "add_embedding.", "conv_")
+_OF_A_VAE = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", VAE)
+_T2I = re.compile(r"adapter\.body\.0\.|body\.\d+\.(body\.\d+\.)?block1\.")
+_UNFINISHED = (".crdownload", ".part", ".partial", ".download", ".aria2", ".incomplete", ".opdownload")
+"""Endings that browsers and downloaders give to files on their way."""
+
+BASES = {
+    768: "Stable Diffusion 1.x",
+    1024: "Stable Diffusion 2.x",
+    2048: "Stable Diffusion XL",
+    1280: "the refiner of Stable Diffusion XL",
+}
+"""Width of the text that cross-attention reads -> the family."""
+
+OTHERS = {
+    "double_blocks": "FLUX", "single_transformer_blocks": "FLUX", "joint_blocks": "Stable Diffusion 3",
+    "add_q_proj": "Stable Diffusion 3", "lora_prior": "Stable Cascade", "lora_transformer_": "a transformer",
 }  # fmt: skip
-"""The flag that takes each kind."""
-_T2I = ("adapter.body.", "body.")
+"""Pieces of names that only families have which canvax does not run."""
+
+
+class Kind(NamedTuple):
+    """A kind of file.
+
+    Attributes:
+        name: with its article.
+        cure: what to do with it, for errors.
+        flag: the flag of the command line that takes it.
+        is_this: whether names and shapes are those of such a file.
+    """
+
+    name: str
+    cure: str
+    flag: str
+    is_this: Callable[[Shapes], bool]
+
+
+_WHOLE = f"pass the folder of the whole model ({INDEX} is in it)"
+
+
+def _any(*starts: str) -> Callable[[Shapes], bool]:
+    return lambda shapes: any(name.startswith(starts) for name in shapes)
+
+
+def _all(*starts: str) -> Callable[[Shapes], bool]:
+    """Whether the file is such a network alone. AnimateDiff's modules, which have a UNet's names, are none."""
+    return lambda shapes: all(name.startswith(starts) and "motion_modules." not in name for name in shapes)
+
+
+CONTROLNET = Kind(
+    "a ControlNet", "pass it to controlnet (--controlnet)", "--controlnet",
+    _any("control_model.", "input_hint_block.", "controlnet_cond_embedding.", "controlnet_down_blocks.",
+         "lora_controlnet"),
+)  # fmt: skip
+LLLITE = Kind("a ControlLLLite", "canvax does not have this method", "", _any("lllite_"))
+IP_ADAPTER = Kind(
+    "an IP-Adapter",
+    "pass it to pipe.with_ip_adapter (--ip-adapter)",
+    "--ip-adapter",
+    _any("ip_adapter.", "image_proj."),
+)
+LORA = Kind("a LoRA", "pass it to pipe.adapters.load (--lora)", "--lora", lambda shapes: any(map(is_adapters, shapes)))
+T2I_ADAPTER = Kind(
+    "a T2I-Adapter",
+    "pass it to controlnet (--controlnet)",
+    "--controlnet",
+    lambda shapes: any(map(_T2I.match, shapes)),
+)
+EMBEDDING = Kind(
+    "a textual inversion", "pass it to pipe.adapters.load_embedding (--embedding)", "--embedding",
+    # Vectors named by words; names of weights have dots.
+    lambda shapes: all("." not in name and len(shape) in (1, 2) for name, shape in shapes.items()),
+)  # fmt: skip
+AUTOENCODER = Kind("an autoencoder", "pass it to vae (--vae)", "--vae", _all(*_OF_A_VAE))
+UNET_ALONE = Kind("a UNet alone", _WHOLE, "", _all(*_OF_A_UNET))
+TEXT_ALONE = Kind("a text encoder alone", _WHOLE, "", _all("text_model."))
+MODEL = Kind("a model", "pass it to canvax.load (--model)", "--model", _any(UNET, *_TEXT))
+KINDS = (
+    *(CONTROLNET, LLLITE, IP_ADAPTER, LORA, T2I_ADAPTER, EMBEDDING, AUTOENCODER, UNET_ALONE, TEXT_ALONE, MODEL),
+)  # fmt: skip
+"""All of them; the first that fits is the kind of a file."""
+
+CLASSES: Mapping[str, Kind] = {
+    **dict.fromkeys(
+        ("ControlNetModel", "FlaxControlNetModel", "ControlNetUnionModel", "ControlNetModel_Union"), CONTROLNET
+    ),
+    "T2IAdapter": T2I_ADAPTER,
+    **dict.fromkeys(("AutoencoderKL", "FlaxAutoencoderKL", "AutoencoderTiny"), AUTOENCODER),
+    "UNet2DConditionModel": UNET_ALONE,
+}
+"""Kind of a folder with one network, by the class that its config names."""
+
+
+def identify(shapes: Shapes) -> Kind | None:
+    """The kind of a file by the names and shapes of its arrays; None if nothing tells."""
+    return next((kind for kind in KINDS if kind.is_this(shapes)), None) if shapes else None
+
+
+def expect(name: str | Path, shapes: Shapes, *wanted: Kind) -> None:
+    """Refuse a file that is known to be of another kind than the wanted ones, or of a family that canvax does not run.
+
+    Raises:
+        CheckpointError: naming the arguments that take it.
+    """
+    if not shapes:
+        raise CheckpointError(f"{name}: is empty: it holds no array")
+    kind = identify(shapes)
+    if kind is not None and kind not in wanted:
+        raise CheckpointError(f"{name}: is {kind.name}, not {wanted[0].name}; {kind.cure}")
+    if (other := family_of(shapes)[0]) in OTHERS.values():
+        raise CheckpointError(f"{name}: is for {other}; canvax runs Stable Diffusion 1.x, 2.x and XL")
+
+
+def family_of(shapes: Shapes, metadata: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """The family of models that a file is or is for, "" if nothing tells; and the width of the text it reads, or 0."""
+    for piece, family in OTHERS.items():
+        if any(piece in name for name in shapes):
+            return family, 0
+    if width := next(filter(None, (_width_read(name, shape) for name, shape in shapes.items())), 0):
+        return BASES.get(width, ""), width
+    if any(name.startswith("lora_te2_") for name in shapes) or "clip_g" in shapes:
+        return BASES[2048], 0
+    stated = " ".join((metadata or {}).get(key, "") for key in ("ss_base_model_version", "modelspec.architecture"))
+    for words, width in ((("sdxl", "xl-"), 2048), (("sd_v2", "diffusion-v2"), 1024), (("sd_v1", "diffusion-v1"), 768)):
+        if any(word in stated for word in words):
+            return BASES[width], 0
+    if any(name.startswith("lora_te_") for name in shapes):
+        return "Stable Diffusion 1.x or 2.x", 0
+    widths = {shape[-1] for shape in shapes.values() if shape}
+    return BASES.get(min(widths), "") if len(widths) == 1 and EMBEDDING.is_this(shapes) else "", 0
+
+
+def _width_read(name: str, shape: tuple[int, ...]) -> int:
+    """The width of the text that an array reads; 0 for one that reads none."""
+    split = split_name(name)
+    module = (split.module if split else name.removesuffix(".weight")).replace(".", "_")
+    reads = split is None or split.role in ("down", "diff") or name.endswith(".hada_w1_b")
+    return shape[1] if reads and len(shape) > 1 and module.endswith(("attn2_to_k", "to_k_ip")) else 0
 
 
 class Found(NamedTuple):
@@ -32,60 +167,77 @@ class Found(NamedTuple):
 
     Attributes:
         path: where it is.
-        kind: such as "a LoRA".
+        what: such as "a LoRA".
         family: of models that it is or is for, such as "Stable Diffusion 1.x"; "" where nothing tells.
+        kind: None for what is no weights of a known kind.
     """
 
     path: Path
-    kind: str
+    what: str
     family: str = ""
+    kind: Kind | None = None
 
 
-def identify(path: Path) -> Found | None:
+def inspect(path: Path) -> Found | None:
     """What a file, or a folder in the diffusers layout, is; None for all else. No pickle is opened."""
-    suffix = path.suffix.lower()
     if path.is_dir():
-        return _folder(path)
-    if suffix in PICKLES:
-        return Found(path, "a pickle, which is not opened")
-    if suffix in FORMATS:
-        return Found(path, "an image")
-    if suffix != ".safetensors":
-        return Found(path, kind) if (kind := Source(path).other_kind()) else None
+        return _inspect_folder(path)
+    if what := _by_ending(path.suffix.lower()):
+        return Found(path, what)
+    if path.suffix.lower() != ".safetensors":
+        return None
     try:
-        entries, metadata = open_safetensors(path, plain_names=False), read_metadata(path)
+        shapes = {entry.name: entry.shape for entry in open_safetensors(path, plain_names=False)}
+        metadata = read_metadata(path)
     except CheckpointError:
         return Found(path, "damaged")
-    kind = Source(path).other_kind()
-    if kind == "a LoRA":
-        return Found(path, kind, base_of(entries, metadata)[0])
-    if kind == "a textual inversion":
-        return Found(path, kind, _of_vectors(entries))
-    kind, family = kind or _kind(entries), _family(entries)
-    return Found(path, "weights that canvax does not run" if family in OTHERS.values() else kind, family)
+    kind, family = identify(shapes), family_of(shapes, metadata)[0]
+    if family in OTHERS.values() and kind is not LORA:
+        return Found(path, "weights that canvax does not run", family)
+    missing = parts_missing(shapes) if kind is MODEL else []
+    what = f"a model without {' and '.join(missing)}" if missing else kind.name if kind else "not recognised"
+    return Found(path, what, family, None if missing else kind)
 
 
 def listing(folder: Path) -> Iterator[Found]:
     """What lies in a folder and in the folders in it."""
     for path in sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name.lower())):
-        found = identify(path)
+        found = inspect(path)
         if found is not None:
             yield found
         elif path.is_dir() and not path.is_symlink():
             yield from listing(path)
 
 
-def _folder(folder: Path) -> Found | None:
+def unreadable(path: Path) -> str:
+    """What a file is that holds weights in no form that canvax opens as a model."""
+    return _by_ending(path.suffix.lower()) or "no safetensors file"
+
+
+def parts_missing(names: Collection[str]) -> list[str]:
+    """What a single file of a whole model lacks."""
+    parts = {"a UNet": UNET, "an autoencoder": VAE, "a text encoder": _TEXT}
+    return [what for what, start in parts.items() if not any(name.startswith(start) for name in names)]
+
+
+def _by_ending(suffix: str) -> str:
+    if suffix in PICKLES:
+        return "a pickle, which is not opened"
+    if suffix in FORMATS:
+        return "an image"
+    if suffix in _UNFINISHED:
+        return "a download that has not finished; fetch it whole"
+    return "a GGUF file" if suffix == ".gguf" else ""
+
+
+def _inspect_folder(folder: Path) -> Found | None:
     if (folder / INDEX).is_file():
-        unet = folder / "unet" / "config.json"
-        return Found(folder, MODEL, _of_config(_json(unet)))
+        return Found(folder, MODEL.name, _family_of_config(_json(folder / "unet" / "config.json")), MODEL)
     config = _json(folder / "config.json")
     name = str(config.get("_class_name"))
-    if name in vae_file.CLASSES:
-        return Found(folder, VAE_FILE)
-    if name in controlnet.CLASSES:
-        return Found(folder, T2I if controlnet.CLASSES[name] == "adapter" else CONTROLNET, _of_config(config))
-    return Found(folder, f"a network alone ({name})", _of_config(config)) if "_class_name" in config else None
+    if (kind := CLASSES.get(name)) is not None and kind.flag:
+        return Found(folder, kind.name, _family_of_config(config), kind)
+    return Found(folder, f"a network alone ({name})", _family_of_config(config)) if "_class_name" in config else None
 
 
 def _json(path: Path) -> Mapping[str, Any]:
@@ -95,41 +247,6 @@ def _json(path: Path) -> Mapping[str, Any]:
         return {}
 
 
-def _kind(entries: list[Entry]) -> str:
-    names = {entry.name for entry in entries}
-    if all_begin(names, _T2I):
-        return T2I
-    for starts, kind, _ in PARTS:
-        if all_begin(names, starts):
-            return kind
-    parts = [any(name.startswith(start) for name in names) for start in (UNET, VAE)]
-    text = any(name.startswith(("cond_stage_model.", "conditioner.")) for name in names)
-    if all(parts) and text:
-        return MODEL
-    if parts[0]:
-        missing = [name for name, there in (("autoencoder", parts[1]), ("text encoder", text)) if not there]
-        return f"a model without {' and '.join(missing)}"
-    return "not recognised"
-
-
-def _family(entries: list[Entry]) -> str:
-    names = {entry.name for entry in entries}
-    if other := next((family for piece, family in OTHERS.items() if any(piece in name for name in names)), None):
-        return other
-    for kind in KINDS:
-        if all(any(name.startswith(start) for name in names) for start in kind.encoders.values()):
-            return kind.name
-    reads = (entry for entry in entries if entry.name.endswith(("attn2.to_k.weight", "to_k_ip.weight")))
-    return next((BASES[entry.shape[-1]] for entry in reads if entry.shape and entry.shape[-1] in BASES), "")
-
-
-def _of_vectors(entries: list[Entry]) -> str:
-    if "clip_g" in {entry.name for entry in entries}:
-        return BASES[2048]
-    widths = {entry.shape[-1] for entry in entries if entry.shape}
-    return BASES.get(widths.pop(), "") if len(widths) == 1 else ""
-
-
-def _of_config(config: Mapping[str, Any]) -> str:
+def _family_of_config(config: Mapping[str, Any]) -> str:
     width = config.get("cross_attention_dim")
     return BASES.get(width, "") if isinstance(width, int) else ""

@@ -7,22 +7,18 @@ ip_adapter.<1, 3, 5, ...>.to_k_ip     keys and values for the attentions to the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from canvax.errors import CheckpointError, HubError, InputError
-from canvax.files import named_path
+from canvax.errors import NO_VALUE, CheckpointError, HubError, InputError
 from canvax.models.configs import ClipVisionConfig, UNetConfig
 from canvax.models.ip_adapter import HEAD, IPAdapter
-from canvax.weights.adapter_source import AdapterSource
-from canvax.weights.entries import Entry
-from canvax.weights.files import ModelFiles
-from canvax.weights.layout import PICKLE_REFUSED, PICKLES
-from canvax.weights.open import open_network
-from canvax.weights.safetensors import open_safetensors
-from canvax.weights.source import Source
+from canvax.weights.files import NetworkFiles, open_weights
+from canvax.weights.identify import IP_ADAPTER, expect
+from canvax.weights.location import Location, refuse_pickle
+from canvax.weights.open import check_adapter, find_adapter, open_network
 
 FULL_TOKENS = 257
 """What CLIP makes of an image with patches of 14 pixels: the usual number for the kind that reads all."""
@@ -30,107 +26,52 @@ FULL_TOKENS = 257
 _LAYER = re.compile(r"ip_adapter\.(\d+)\.to_[kv]_ip\.weight")
 _RESAMPLER_LAYER = re.compile(r"image_proj\.layers\.(\d+)\.")
 _PLACES = ("models/image_encoder", "sdxl_models/image_encoder")
-_HUB_ID = re.compile(r"([A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*)((?:/[\w.\-]+)*)", re.ASCII)
-
-Shapes = Mapping[str, tuple[int, ...]]
+_FACE_ID = re.compile(r"\.to_[qk]_lora\.|perceiver_resampler")
 
 
 @dataclass(frozen=True, eq=False)
-class IPAdapterFiles:
-    """An adapter in a file of its own.
-
-    Attributes:
-        name: as it was asked for.
-        path: the file.
-        arrays: all that it holds.
-    """
-
-    name: str
-    path: Path
-    arrays: Sequence[Entry]
-
-    def __str__(self) -> str:
-        return self.name
-
-    def entries(self, component: str) -> Sequence[Entry]:
-        """As in ``ModelFiles``, of which this is the part that loading needs."""
-        del component
-        return self.arrays
-
-    @property
-    def shapes(self) -> Shapes:
-        """Of each array, as in PyTorch."""
-        return {one.name: one.shape for one in self.arrays}
-
-
-@dataclass(frozen=True, eq=False)
-class EncoderFiles:
+class EncoderFiles(NetworkFiles):
     """CLIP's image encoder for adapters.
 
     Attributes:
-        name: as it was asked for, or as it was found.
-        files: where it is.
-        component: its name in them.
         cfg: its config.
     """
 
-    name: str
-    files: ModelFiles
-    component: str
-    cfg: ClipVisionConfig
-
-    def __str__(self) -> str:
-        return self.name
-
-    def entries(self, component: str) -> Sequence[Entry]:
-        """As in ``ModelFiles``."""
-        del component
-        return self.files.entries(self.component)
+    cfg: ClipVisionConfig = field(default_factory=ClipVisionConfig)
 
 
-def open_ip_adapter(source: AdapterSource) -> IPAdapterFiles:
+def open_ip_adapter(location: Location) -> NetworkFiles:
     """Find an adapter, fetching it if need be; no array is read.
 
     Raises:
         InputError, CheckpointError, HubError: it is missing, damaged, or something else.
     """
-    name = str(source.name)
-    (path, *_), _ = source.find(())
-    arrays = open_safetensors(path)
-    if (fault := _other({one.name for one in arrays})) is not None:
-        raise CheckpointError(f"{name}: is {fault}")
-    return IPAdapterFiles(name, path, arrays)
-
-
-def check_ip_adapter(source: AdapterSource) -> None:
-    """Refuse what can be told to be none before anything is fetched."""
-    if Path(source.name).suffix.lower() in PICKLES:
-        raise CheckpointError(f"{source.name}: {PICKLE_REFUSED}")
-    source.check(())
-
-
-def _other(names: set[str]) -> str | None:
-    """What a file is that people take for an IP-Adapter that canvax can use."""
-    if (
-        any(".to_q_lora." in one or ".to_k_lora." in one or "perceiver_resampler" in one for one in names)
-        or {
-            "image_proj.norm.weight",
-            "image_proj.proj.0.weight",
-        }
-        <= names
-    ):
-        return (
-            "an IP-Adapter of the FaceID kind, which reads numbers that InsightFace makes of a face and not an image; "
-            "canvax does not have it. The plus-face kind (ip-adapter-plus-face) reads images of faces"
+    name = str(location.name)
+    (path, *_), _ = find_adapter(location, ())
+    arrays = open_weights(path)
+    names = {one.name for one in arrays}
+    expect(name, {one.name: one.shape for one in arrays}, IP_ADAPTER)
+    if any(_FACE_ID.search(one) for one in names) or {"image_proj.norm.weight", "image_proj.proj.0.weight"} <= names:
+        raise CheckpointError(
+            f"{name}: is an IP-Adapter of the FaceID kind, which reads numbers that InsightFace makes of a face and "
+            "not an image; canvax does not have it. The plus-face kind (ip-adapter-plus-face) reads images of faces"
         )
-    if not any(_LAYER.fullmatch(one) for one in names):
-        return "no IP-Adapter: it has no arrays such as ip_adapter.1.to_k_ip.weight"
+    if not any(map(_LAYER.fullmatch, names)):
+        raise CheckpointError(f"{name}: is no IP-Adapter: it has no arrays such as ip_adapter.1.to_k_ip.weight")
     if not any(one.startswith("image_proj.") for one in names):
-        return "a part of an IP-Adapter: it has no arrays image_proj.*, which make tokens of an image"
-    return None
+        raise CheckpointError(
+            f"{name}: is a part of an IP-Adapter: it has no arrays image_proj.*, which make tokens of an image"
+        )
+    return NetworkFiles(name, arrays, path=path)
 
 
-def read_ip_adapter(files: IPAdapterFiles, unet: UNetConfig, tokens: int = FULL_TOKENS) -> IPAdapter:
+def check_ip_adapter(location: Location) -> None:
+    """Refuse what can be known to be none before anything is fetched."""
+    refuse_pickle(str(location.name))
+    check_adapter(location, ())
+
+
+def read_ip_adapter(files: NetworkFiles, unet: UNetConfig, tokens: int = FULL_TOKENS) -> IPAdapter:
     """The adapter that arrays are of; ``tokens`` of an image for the kind that reads all of CLIP's.
 
     Raises:
@@ -175,15 +116,13 @@ def encoder_wanted(adapter: IPAdapter) -> str:
     """The released encoder that an adapter was trained with, by its widths."""
     vectors = {768: "CLIP ViT-L/14", 1024: "OpenCLIP ViT-H/14", 1280: "OpenCLIP ViT-bigG/14"}
     features = {1024: "CLIP ViT-L/14", 1280: "OpenCLIP ViT-H/14", 1664: "OpenCLIP ViT-bigG/14"}
-    found = (vectors if adapter.kind == "plain" else features).get(adapter.reads)
-    folder = {"OpenCLIP ViT-H/14": _PLACES[0], "OpenCLIP ViT-bigG/14": _PLACES[1]}.get(str(found))
+    encoder = (vectors if adapter.kind == "plain" else features).get(adapter.reads)
+    folder = {"OpenCLIP ViT-H/14": _PLACES[0], "OpenCLIP ViT-bigG/14": _PLACES[1]}.get(str(encoder))
     where = f"image_encoder='h94/IP-Adapter/{folder}'" if folder else "image_encoder= with its folder"
-    return f"it needs {found or 'another image encoder'}: pass {where}"
+    return f"it needs {encoder or 'another image encoder'}: pass {where}"
 
 
-def find_encoder(
-    named: str | Path | None, adapter: IPAdapter, files: IPAdapterFiles, source: AdapterSource
-) -> EncoderFiles:
+def find_encoder(named: str | Path | None, adapter: IPAdapter, files: NetworkFiles, location: Location) -> EncoderFiles:
     """The image encoder that was named or, for None, the one that lies beside the adapter and suits it.
 
     Raises:
@@ -191,57 +130,45 @@ def find_encoder(
         CheckpointError, HubError: it is damaged, cannot be fetched or does not suit the adapter.
     """
     if named is not None:
-        return _open_encoder(*_place(str(named), source), adapter, files)
+        given = _like(location, named)
+        return _open_encoder(*((given, "") if given.local() else given.on_hub()), adapter, files)
     fault = "there is no folder image_encoder beside it"
-    for place in _beside(files, source):
+    for place in _beside(files, location):
         try:
             return _open_encoder(*place, adapter, files)
         except (HubError, CheckpointError) as error:
             fault = str(error) if isinstance(error, CheckpointError) else fault
-    raise InputError(f"image_encoder: {files}: {fault}; {encoder_wanted(adapter)}")
+    raise InputError("image_encoder", NO_VALUE, f"is needed for {files}: {fault}", encoder_wanted(adapter))
 
 
-def _beside(files: IPAdapterFiles, source: AdapterSource) -> list[tuple[Source, str]]:
+def _beside(files: NetworkFiles, location: Location) -> list[tuple[Location, str]]:
     """Where the encoders of released adapters are, as seen from the adapter."""
+    if location.local() is None:
+        repository, file = location.on_hub()
+        inside = "/".join([*file.split("/")[:-1], "image_encoder"])
+        return [(_like(location, repository.text), place) for place in dict.fromkeys((inside, *_PLACES))]
+    assert files.path is not None
     folder = files.path.parent
-    match = _HUB_ID.fullmatch(files.name)
-    if not Path(files.name).expanduser().exists() and match:
-        inside = [part for part in match[2].split("/")[1:-1] if part]
-        own = ["/".join([*inside, "image_encoder"])]
-        return [(_source(match[1], source), place) for place in dict.fromkeys((*own, *_PLACES))]
     near = [folder / "image_encoder", *(folder.parent / place for place in (*_PLACES, "image_encoder"))]
-    return [(_source(place, source), "") for place in near if (place / "config.json").is_file()]
+    return [(_like(location, place), "") for place in near if (place / "config.json").is_file()]
 
 
-def _place(name: str, source: AdapterSource) -> tuple[Source, str]:
-    """Where an encoder is that was named: a folder, or a Hub id with perhaps folders behind it."""
-    match = _HUB_ID.fullmatch(name)
-    folder = named_path("image_encoder", name)
-    if not folder.is_dir() and (match is None or ".." in name):
-        raise InputError(
-            f"image_encoder={name!r:.200}: there is no such folder, and it is not a Hub id 'owner/name' with perhaps a "
-            "folder behind it"
-        )
-    if folder.is_dir() or match is None:
-        return _source(name, source), ""
-    return _source(match[1], source), match[2].removeprefix("/")
+def _like(location: Location, name: str | Path) -> Location:
+    """An encoder fetched as the adapter is, and of the same commit if it is in the same repository."""
+    other = replace(location, name=name, revision=None, weight_name=None, argument="image_encoder")
+    same = location.repository and other.repository and location.repository[0] == other.repository[0]
+    return replace(other, revision=location.revision) if same and not Path(name).exists() else other
 
 
-def _source(model: str | Path, source: AdapterSource) -> Source:
-    same_place = str(model) and str(source.name).startswith(str(model))
-    revision = source.revision if same_place and not Path(model).exists() else None
-    return source.source_of(model, revision)
-
-
-def _open_encoder(source: Source, component: str, adapter: IPAdapter, files: IPAdapterFiles) -> EncoderFiles:
-    name = f"{source.name}/{component}" if component else source.name
+def _open_encoder(location: Location, component: str, adapter: IPAdapter, files: NetworkFiles) -> EncoderFiles:
+    name = f"{location.text}/{component}" if component else location.text
 
     def accept(config: Mapping[str, Any]) -> None:
         if (fault := encoder_fault(_config(name, config), adapter)) is not None:
             raise CheckpointError(f"image_encoder={name!r} does not suit {files}: {fault}; {encoder_wanted(adapter)}")
 
-    opened = open_network(source, accept=accept, component=component, kind="transformers")
-    return EncoderFiles(name, opened, component, _config(name, opened.config(component)))
+    opened = open_network(location, accept=accept, component=component, kind="transformers")
+    return EncoderFiles(name, opened.arrays, opened.config, cfg=_config(name, opened.config))
 
 
 def _config(name: str, config: Mapping[str, Any]) -> ClipVisionConfig:

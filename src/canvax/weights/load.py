@@ -25,8 +25,8 @@ from canvax.quantize import quantize, scale_of
 from canvax.types import Array, DType, HostArray, Params
 from canvax.weights.cast import cast_into
 from canvax.weights.entries import Entry
-from canvax.weights.layout import Kind
-from canvax.weights.names import accepted_shapes, flax_name, is_leftover, spec_name
+from canvax.weights.folder import Kind
+from canvax.weights.formats import accepted_shapes, flax_name, is_leftover, spellings
 
 Place = Callable[[Param, HostArray], Array]
 """Puts a host array in memory layout on its device or devices."""
@@ -91,12 +91,12 @@ class Faults:
         """One message for everything, or None if nothing is wrong."""
         lines: list[str] = []
         for name, title in self._TITLES:
-            found: list[str] = getattr(self, name)
-            if found:
-                lines.append(f"  {len(found)} {title}")
-                lines += [f"    {line}" for line in found[:LISTED]]
-                if len(found) > LISTED:
-                    lines.append(f"    ... and {len(found) - LISTED} more")
+            faults: list[str] = getattr(self, name)
+            if faults:
+                lines.append(f"  {len(faults)} {title}")
+                lines += [f"    {line}" for line in faults[:LISTED]]
+                if len(faults) > LISTED:
+                    lines.append(f"    ... and {len(faults) - LISTED} more")
         if not lines:
             return None
         cure = "Check that weights and config.json belong together, or download the checkpoint again."
@@ -174,7 +174,7 @@ class Stored:
     @property
     def dtype(self) -> np.dtype:
         """As stored."""
-        return self.entry.dtype
+        return self.entry.number_dtype
 
     def __array__(self, dtype: DType | None = None, copy: bool | None = None) -> HostArray:
         """Read it."""
@@ -218,7 +218,7 @@ def materialise(param: Param, entry: Entry, dtype: DType, scratch: Scratch) -> H
     turned = entry.order == "torch" and param.layout != "plain"
     out = scratch.empty(entry.shape, dtype) if turned else aligned(np.empty, param.shape, dtype)
     try:
-        if entry.dtype == dtype:
+        if entry.number_dtype == dtype:
             entry.read_into(out)
         else:
             flat = out.reshape(-1)
@@ -271,10 +271,12 @@ def _match(files: Files, part: Component, faults: Faults) -> dict[str, tuple[Par
     except CheckpointError as error:
         faults.unreadable.append(str(error))
         return {}
+    known = {spelled: name for name, param in wanted.items() for spelled in spellings(name, param)}
+    known |= {name: name for name in wanted}
     matched: dict[str, Entry] = {}
     inside, folder = (f"{part.name}.", f"{part.name}/") if part.name else ("", "")
     for entry in entries:
-        name = spec_name(entry, wanted)
+        name = known.get(entry.name)
         where = f"{entry.name} in {folder}{entry.path.name}"
         if name is None:
             if not is_leftover(entry):
@@ -284,7 +286,7 @@ def _match(files: Files, part: Component, faults: Faults) -> dict[str, tuple[Par
         else:
             matched[name] = entry
             _check(f"{inside}{name}", where, wanted[name], entry, faults)
-    is_flax = bool(entries) and entries[0].order == "flax"
+    is_flax = bool(entries) and all(entry.order == "flax" for entry in entries)
     for name, param in wanted.items():
         if name not in matched:
             alias = f" ({flax_name(name, param)} in a Flax file)" if is_flax else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,21 +21,28 @@ from canvax.adapters import KINDS, Part, faults, kind_of, rank
 from canvax.errors import CheckpointError
 from canvax.params import Param, Spec
 from canvax.types import HostArray
-from canvax.weights.adapter_names import (
-    OF_A_UNET,
-    OF_A_VAE,
-    Module,
-    all_begin,
-    are_words,
-    is_adapters,
-    module_table,
-    nearest_module,
-    parameters,
-    split_name,
-)
+from canvax.weights.adapter_names import Module, module_table, nearest_module, parameters, split_name
 from canvax.weights.embeddings import BUNDLED, Embedding, bundled_embeddings
 from canvax.weights.entries import Entry
+from canvax.weights.identify import BASES, EMBEDDING, LORA, OTHERS, Shapes, expect, family_of, identify
 from canvax.weights.safetensors import open_safetensors, read_metadata
+
+_MOST_WORDS = 10
+
+_COMPONENTS = (
+    ("text encoder 2", re.compile(r"(lora_te2_|te2_|text_encoder_2\.|clip_g)")),
+    ("text encoder", re.compile(r"(lora_te1?_|te1?_|text_encoder\.|clip_l|text_model\.)")),
+)
+_SHOWN = {
+    "title": "modelspec.title", "author": "modelspec.author", "license": "modelspec.license",
+    "made for": "modelspec.architecture", "base model": "ss_base_model_version", "trained on": "ss_sd_model_name",
+    "trainer": "ss_network_module", "rank as told": "ss_network_dim", "alpha as told": "ss_network_alpha",
+    "settings": "ss_network_args", "name of the trainer": "ss_output_name", "description": "modelspec.description",
+}  # fmt: skip
+"""What is shown of a file's metadata, and its keys there (kohya's trainer; ModelSpec 1.0)."""
+
+_STEPS = re.compile(r"(\d+)[ _-]?steps?")
+_LONGEST = 300
 
 LISTED = 4
 """Faults of one sort that are spelled out; the rest are counted."""
@@ -42,16 +50,8 @@ LISTED = 4
 _MOST_RANK = 1024
 """A rank above it that is also above both sides of the weight is not one."""
 
+_DORA = {"dora_scale", "magnitude"}
 _OF_BIAS = {"diff_b": "full", "set_b": "set", "up_bias": "full"}
-BASES = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 2048: "Stable Diffusion XL", 1280: "the refiner"}
-"""Width of the text that cross-attention reads -> whose it is."""
-
-OTHERS = {
-    "double_blocks": "FLUX", "single_transformer_blocks": "FLUX", "joint_blocks": "Stable Diffusion 3",
-    "add_q_proj": "Stable Diffusion 3", "lora_prior": "Stable Cascade", "lora_transformer_": "a transformer",
-}  # fmt: skip
-"""Pieces of names that modules of other families have."""
-
 TABLE = "text_model.embeddings.token_embedding.weight"
 """Of a text encoder: the vectors of its tokens."""
 
@@ -84,7 +84,7 @@ class Adapter:
 
 def _kind_name(part: Part) -> str:
     name = KINDS[part.kind].name
-    return f"{name} with DoRA" if {"dora_scale", "magnitude"} & part.arrays.keys() else name
+    return f"{name} with DoRA" if part.arrays.keys() & _DORA else name
 
 
 class _Faults(dict[str, list[str]]):
@@ -96,9 +96,9 @@ class _Faults(dict[str, list[str]]):
     def check(self, path: Path) -> None:
         """Raise all of them, if there are any."""
         parts = []
-        for sort, found in self.items():
-            more = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
-            parts.append(f"{len(found)} {sort}: {'; '.join(found[:LISTED])}{more}")
+        for sort, problems in self.items():
+            rest = f" and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
+            parts.append(f"{len(problems)} {sort}: {'; '.join(problems[:LISTED])}{rest}")
         if parts:
             raise CheckpointError(f"{path}: cannot be used with this model. {'. '.join(parts)}.")
 
@@ -115,18 +115,18 @@ def read_adapter(path: Path, specs: Mapping[str, Spec], config: Mapping[str, Any
         CheckpointError: the file is damaged, for another model, or holds an array that has no use; lists all faults.
     """
     entries, metadata = open_safetensors(path, plain_names=False), read_metadata(path)
-    if not entries:
-        raise CheckpointError(f"{path}: is empty: it holds no array")
-    _check_base(path, entries, specs, metadata)
-    _refuse_stranger(path, entries)
-    found = _Faults()
-    groups = _grouped(entries, specs, found)
+    shapes = {entry.name: entry.shape for entry in entries}
+    if identify(shapes) in (LORA, None):
+        _check_base(path, shapes, specs, metadata)
+    expect(path, shapes, LORA)
+    problems = _Faults()
+    groups = _grouped(entries, specs, problems)
     declared, configs = parameters(specs), _configs(path, metadata, config)
     parts: dict[Key, Part] = {}
     for module, roles in groups.items():
-        for key, part in _parts(module, roles, declared, configs, found):
+        for key, part in _parts(module, roles, declared, configs, problems):
             parts[key] = part
-    found.check(path)
+    problems.check(path)
     return Adapter(path, parts, bundled_embeddings(path, entries, token_widths(specs)), metadata)
 
 
@@ -136,7 +136,7 @@ def token_widths(specs: Mapping[str, Spec]) -> dict[str, int]:
     return {component: param.shape[1] for component, param in tables}
 
 
-def _grouped(entries: Sequence[Entry], specs: Mapping[str, Spec], found: _Faults) -> dict[Module, dict[str, Entry]]:
+def _grouped(entries: Sequence[Entry], specs: Mapping[str, Spec], problems: _Faults) -> dict[Module, dict[str, Entry]]:
     """The arrays of each module by their roles."""
     table = module_table(specs)
     groups: dict[Module, dict[str, Entry]] = {}
@@ -145,15 +145,15 @@ def _grouped(entries: Sequence[Entry], specs: Mapping[str, Spec], found: _Faults
             continue
         split = split_name(entry.name)
         if split is None:
-            found.add("arrays of an unknown kind", f"{entry.name} {entry.shape}")
+            problems.add("arrays of an unknown kind", f"{entry.name} {entry.shape}")
             continue
         module = table.get(split.module.replace(".", "_"))
         if split.unknown:
-            found.add("arrays of algorithms that canvax does not have", f"{entry.name} is of {split.unknown}")
+            problems.add("arrays of algorithms that canvax does not have", f"{entry.name} is of {split.unknown}")
         elif module is None:
-            found.add("modules that the model does not have", entry.name + nearest_module(split.module, table))
+            problems.add("modules that the model does not have", entry.name + nearest_module(split.module, table))
         elif split.role in (roles := groups.setdefault(module, {})):
-            found.add("given twice", f"{module}: as {roles[split.role].name} and as {entry.name}")
+            problems.add("given twice", f"{module}: as {roles[split.role].name} and as {entry.name}")
         else:
             roles[split.role] = entry
     return groups
@@ -164,30 +164,30 @@ def _parts(
     roles: Mapping[str, Entry],
     declared: Mapping[Key, Param],
     configs: Mapping[str, Mapping[str, Any]],
-    found: _Faults,
+    problems: _Faults,
 ) -> list[tuple[Key, Part]]:
     """What the arrays of one module do to its weight and its bias."""
     weight = {role: entry for role, entry in roles.items() if role not in _OF_BIAS}
     bias = {role: entry for role, entry in roles.items() if role in _OF_BIAS}
     if set(weight) == {"alpha"}:
-        found.add("incomplete", f"{module} has alpha alone")
+        problems.add("incomplete", f"{module} has alpha alone")
         return []
     parts, scale = [], 1.0
     if weight:
-        part = _part(module, weight, declared[module.component, f"{module.name}.weight"], configs, found)
+        part = _part(module, weight, declared[module.component, f"{module.name}.weight"], configs, problems)
         if part is not None:
             parts.append(((module.component, f"{module.name}.weight"), part))
             scale = part.scale
     if bias:
         key = (module.component, f"{module.name}.bias")
         if key not in declared or len(bias) > 1:
-            found.add("wrong shapes", f"{module} has no bias, and is given {', '.join(bias)}")
+            problems.add("wrong shapes", f"{module} has no bias, and is given {', '.join(bias)}")
         else:
             ((role, entry),) = bias.items()
             kind = _OF_BIAS[role]
-            array = _read(entry, found)
+            array = _read(entry, problems)
             if math.prod(entry.shape) != declared[key].size:
-                found.add("wrong shapes", f"{module}: {role} is {entry.shape}, not {declared[key].shape}")
+                problems.add("wrong shapes", f"{module}: {role} is {entry.shape}, not {declared[key].shape}")
             else:
                 name = "diff" if kind == "full" else "set"
                 parts.append((key, Part(kind, {name: array}, scale if role == "up_bias" else 1.0)))
@@ -199,36 +199,36 @@ def _part(
     roles: Mapping[str, Entry],
     param: Param,
     configs: Mapping[str, Mapping[str, Any]],
-    found: _Faults,
+    problems: _Faults,
 ) -> Part | None:
     """What arrays by their roles do to a weight; None with a fault."""
     kind = kind_of(frozenset(roles))
     if kind is None:
         if set(roles) == {"weight"}:
-            found.add("arrays that are no adapter's but a model's", f"{roles['weight'].name}")
+            problems.add("arrays that are no adapter's but a model's", f"{roles['weight'].name}")
         else:
             why = ", which together are no known adapter" if len(roles) > 1 else " alone; what belongs to it is missing"
-            found.add("incomplete", f"{module} has {', '.join(sorted(roles))}{why}")
+            problems.add("incomplete", f"{module} has {', '.join(sorted(roles))}{why}")
         return None
     stored = param.checkpoint_shapes[0]
     if param.layout == "plain" and kind not in ("full", "set"):
-        found.add("wrong shapes", f"{module} is no layer that {KINDS[kind].name} is for")
+        problems.add("wrong shapes", f"{module} is no layer that {KINDS[kind].name} is for")
         return None
     shapes = {role: entry.shape for role, entry in roles.items()}
     if empty := [entry.name for entry in roles.values() if 0 in entry.shape]:
-        found.add("empty", ", ".join(empty))
+        problems.add("empty", ", ".join(empty))
         return None
     if wrong := faults(kind, {role: shape for role, shape in shapes.items() if role != "alpha"}, stored):
-        found.add("wrong shapes", f"{module} is {stored}: {', '.join(wrong)}")
+        problems.add("wrong shapes", f"{module} is {stored}: {', '.join(wrong)}")
         return None
     r = rank(kind, shapes, stored)
     if r > max(_MOST_RANK, stored[0], math.prod(stored[1:])):
-        found.add("wrong shapes", f"{module} is {stored}: a rank of {r} is more than it has")
+        problems.add("wrong shapes", f"{module} is {stored}: a rank of {r} is more than it has")
         return None
-    arrays = {role: _read(entry, found) for role, entry in roles.items()}
+    arrays = {role: _read(entry, problems) for role, entry in roles.items()}
     alpha = arrays.pop("alpha", None)
     if any(array is not None and array.size != 1 for array in (alpha, arrays.get("scalar"))):
-        found.add("wrong shapes", f"{module}: alpha is no single number")
+        problems.add("wrong shapes", f"{module}: alpha is no single number")
         return None
     number = 0.0 if alpha is None else float(alpha.reshape(()))
     return Part(kind, arrays, _scale(module, kind, number, r, configs.get(module.component)))
@@ -239,51 +239,51 @@ def _scale(module: Module, kind: str, alpha: float, r: int, config: Mapping[str,
     if config:
         r = r if kind == "lora" else config["r"]
         pattern = config.get("alpha_pattern") or {}
-        own = (value for name, value in pattern.items() if f".{module.name}".endswith(f".{name}"))
-        alpha = float(next(own, config["lora_alpha"]))
+        alphas = (value for name, value in pattern.items() if f".{module.name}".endswith(f".{name}"))
+        alpha = float(next(alphas, config["lora_alpha"]))
         return alpha / (math.sqrt(r) if config.get("use_rslora") else r)
     return alpha / r if alpha and r else 1.0
 
 
-def _read(entry: Entry, found: _Faults) -> HostArray:
+def _read(entry: Entry, problems: _Faults) -> HostArray:
     """An array in float32."""
     if entry.dtype.kind not in "fVib":
-        found.add("mistyped", f"{entry.name} is {entry.dtype.name}")
+        problems.add("mistyped", f"{entry.name} is {entry.dtype.name}")
         return np.zeros(entry.shape, np.float32)
     array = entry.read()
     if not entry.is_float and entry.name.rpartition(".")[2] != "alpha":
-        found.add("mistyped", f"{entry.name} is {entry.dtype.name}")
+        problems.add("mistyped", f"{entry.name} is {entry.dtype.name}")
     with np.errstate(over="ignore"):
         array = array.astype(np.float32)
     if not np.isfinite(array).all():
-        found.add("not finite", f"{entry.name} has NaN or infinity")
+        problems.add("not finite", f"{entry.name} has NaN or infinity")
     return array
 
 
 def _configs(path: Path, metadata: Mapping[str, str], config: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
     """PEFT's settings of each component, from a file beside this one or from its header."""
-    found: dict[str, dict[str, Any]] = {}
+    configs: dict[str, dict[str, Any]] = {}
     if config:
-        found = {name: dict(config) for name in ("unet", "text_encoder", "text_encoder_2")}
+        configs = {name: dict(config) for name in ("unet", "text_encoder", "text_encoder_2")}
     elif text := metadata.get("lora_adapter_metadata"):
         try:
-            told = json.loads(text)
-            for key, value in told.items():
+            for key, value in json.loads(text).items():
                 component, _, name = key.partition(".")
-                found.setdefault(component, {})[name] = value
+                configs.setdefault(component, {})[name] = value
         except (ValueError, AttributeError, RecursionError):
             raise CheckpointError(f"{path}: its lora_adapter_metadata is not JSON of a table. Save it again.") from None
-    for component, one in found.items():
-        patterns = one.get("alpha_pattern") or {}
-        r, alpha = one.get("r", one.get("rank")), one.get("lora_alpha", one.get("alpha"))
+    for component, settings in configs.items():
+        patterns = settings.get("alpha_pattern") or {}
+        r, alpha = settings.get("r", settings.get("rank")), settings.get("lora_alpha", settings.get("alpha"))
         numbers = [r, alpha, *(patterns.values() if isinstance(patterns, dict) else (None,))]
         if not all(map(_is_number, numbers)) or not r or r <= 0:
             raise CheckpointError(
-                f"{path}: its settings of {component[:40]} say peft_type={one.get('peft_type')!r:.40}, r={r!r:.40}, "
-                f"lora_alpha={alpha!r:.40}, alpha_pattern={patterns!r:.40}: not what PEFT writes. Save it again."
+                f"{path}: its settings of {component[:40]} are peft_type={settings.get('peft_type')!r:.40}, "
+                f"r={r!r:.40}, lora_alpha={alpha!r:.40}, alpha_pattern={patterns!r:.40}: not "
+                "what PEFT writes. Save it again."
             )
-        one |= {"r": r, "lora_alpha": alpha}
-    return dict(found)
+        settings |= {"r": r, "lora_alpha": alpha}
+    return dict(configs)
 
 
 def _is_number(value: Any) -> bool:
@@ -296,64 +296,95 @@ def _reads_width(specs: Mapping[str, Spec]) -> int:
     return widths[0] if widths else 0
 
 
-def base_of(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[str, int]:
-    """The family that an adapter was made for, "" if nothing tells; and the width of the text that it reads, or 0."""
-    for entry in entries:
-        for piece, family in OTHERS.items():
-            if piece in entry.name:
-                return family, 0
-    for entry in entries:
-        split = split_name(entry.name)
-        widths = entry.shape[1:2]
-        reads = split is not None and split.module.replace(".", "_").endswith("attn2_to_k")
-        if split and reads and widths and (split.role in ("down", "diff") or entry.name.endswith(".hada_w1_b")):
-            return BASES.get(widths[0], ""), widths[0]
-    if any(entry.name.startswith("lora_te2_") for entry in entries):
-        return BASES[2048], 0
-    told = metadata.get("ss_base_model_version", "") + metadata.get("modelspec.architecture", "")
-    for words, width in ((("sdxl", "xl-"), 2048), (("sd_v2", "diffusion-v2"), 1024), (("sd_v1", "diffusion-v1"), 768)):
-        if any(word in told for word in words):
-            return BASES[width], 0
-    if any(entry.name.startswith("lora_te_") for entry in entries):
-        return "Stable Diffusion 1.x or 2.x", 0
-    return "", 0
-
-
-def _check_base(path: Path, entries: Sequence[Entry], specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> None:
+def _check_base(path: Path, shapes: Shapes, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> None:
     """Refuse an adapter of another family before each of its arrays is a fault."""
-    family, width = base_of(entries, metadata)
-    own = _reads_width(specs)
-    ours = BASES.get(own, "")
-    if width and own and width != own:
-        of = f" ({family})" if family else ""
+    family, width = family_of(shapes, metadata)
+    model_width = _reads_width(specs)
+    model_family = BASES.get(model_width, "")
+    made_for = ""
+    if width and model_width and width != model_width:
+        made_for = f"another model: it reads text of width {width}{f' ({family})' if family else ''}"
+    elif (
+        not width and family in (*OTHERS.values(), *(BASES.values() if model_family else ())) and family != model_family
+    ):
+        made_for = family
+    if made_for:
+        this = f"this model reads text of width {model_width}{f' ({model_family})' if model_family else ''}"
         raise CheckpointError(
-            f"{path}: was made for another model: it reads text of width {width}{of}, this model reads {own}"
-            f"{f' ({ours})' if ours else ''}. Load the model it was made for, or an adapter made for this one."
-        )
-    strangers = (*OTHERS.values(), *(() if not ours else BASES.values()))
-    if not width and family in strangers and family != ours:
-        raise CheckpointError(
-            f"{path}: was made for {family}, and this is another model{f', {ours}' if ours else ''}. Load the model it "
-            "was made for, or an adapter made for this one."
+            f"{path}: was made for {made_for}; {this}. Load the model it was made for, or an adapter made for this one."
         )
 
 
-def _refuse_stranger(path: Path, entries: Sequence[Entry]) -> None:
-    """An error for a file none of whose arrays belong to the model."""
-    names = {entry.name for entry in entries}
-    whole = ("model.diffusion_model.", "first_stage_model.", "cond_stage_model.", "conditioner.")
-    adapts = any(map(is_adapters, names))
-    if any(name.startswith(whole) for name in names) and not adapts:
-        raise CheckpointError(f"{path}: is a whole model, not an adapter; write canvax.load({path.name!r})")
-    if all_begin(names, OF_A_VAE) and not adapts:
-        raise CheckpointError(f"{path}: is an autoencoder, not an adapter; pass it to vae= of canvax.load, or --vae")
-    if all_begin(names, OF_A_UNET) and not adapts:
-        raise CheckpointError(f"{path}: is a UNet, not an adapter of weights")
-    if are_words({entry.name: entry.shape for entry in entries}):
-        raise CheckpointError(
-            f"{path}: is a textual inversion; write pipe.adapters.load_embedding({path.name!r}), or --embedding FILE"
-        )
-    if any("control_model" in name or "controlnet" in name for name in names):
-        raise CheckpointError(f"{path}: is a ControlNet, not an adapter of weights")
-    if any(name.startswith("image_proj.") for name in names) and any(name.startswith("ip_adapter.") for name in names):
-        raise CheckpointError(f"{path}: is an IP-Adapter; write pipe = pipe.with_ip_adapter({path.name!r})")
+def adapter_info(path: Path) -> dict[str, Any]:
+    """What an adapter's file says of itself, from its header alone: what it is, for whom, its words, how to use it."""
+    entries, metadata = open_safetensors(path, plain_names=False), read_metadata(path)
+    shapes = {entry.name: entry.shape for entry in entries}
+    family, width = family_of(shapes, metadata)
+    roles: dict[str, set[str]] = {}
+    ranks: set[int] = set()
+    for name, shape in shapes.items():
+        if (split := split_name(name)) and split.role and not name.startswith(BUNDLED):
+            roles.setdefault(split.module, set()).add(split.role)
+            ranks |= {shape[0]} if split.role == "down" and shape else set()
+    parts: Counter[str] = Counter()
+    for module, held in roles.items():
+        component = next((name for name, pattern in _COMPONENTS if pattern.match(module)), "UNet")
+        kind = kind_of(frozenset(held - _OF_BIAS.keys()))
+        dora = " with DoRA" if held & _DORA else ""
+        parts[f"{component}: {KINDS[kind].name if kind else 'unknown'}{dora}"] += 1
+    words = {
+        name.removeprefix(BUNDLED).split(".")[0]: shape for name, shape in shapes.items() if name.startswith(BUNDLED)
+    }
+    if EMBEDDING.is_this(shapes) or not (roles or words):
+        unnamed = shapes.keys() & {"emb_params", "clip_l", "clip_g", "string_to_param.*"}
+        words = {path.stem: next(iter(shapes.values()))} if unnamed else dict(shapes)
+    return {
+        "adapter": str(path),
+        "arrays": len(entries),
+        "bytes": sum(entry.nbytes for entry in entries),
+        "stored": dict(Counter(entry.dtype.name for entry in entries)),
+        "parts": dict(parts),
+        "ranks": sorted(ranks),
+        "embeddings": {name: 1 if len(shape) == 1 else shape[0] for name, shape in words.items() if shape},
+        "family": family or None,
+        "text_width": width or None,
+        "trigger_words": trigger_words(metadata),
+        "suggested": suggested(path.stem, metadata),
+        "said": {name: metadata[key][:_LONGEST] for name, key in _SHOWN.items() if metadata.get(key)},
+    }
+
+
+def trigger_words(metadata: Mapping[str, str]) -> list[str]:
+    """The words that an adapter was trained with, the most frequent first (``ss_tag_frequency``)."""
+    words = [word.strip() for word in metadata.get("modelspec.trigger_phrase", "").split(",") if word.strip()]
+    counts: Counter[str] = Counter()
+    try:
+        for tags in json.loads(metadata.get("ss_tag_frequency") or "{}").values():
+            counts.update({str(tag).strip()[:80]: int(count) for tag, count in tags.items()})
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return words
+    return list(dict.fromkeys([*words, *(tag for tag, _ in counts.most_common(_MOST_WORDS) if tag)]))[:_MOST_WORDS]
+
+
+def suggested(name: str, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of a call that an adapter for few steps was made for; none for others.
+
+    LCM (Luo et al. 2023), SDXL-Lightning (Lin et al. 2024), Hyper-SD (Ren et al. 2024), TCD (Zheng et al. 2024), told
+    by the file's name or its title.
+    """
+    words = f"{name} {metadata.get('modelspec.title', '')}".lower().replace("_", "-")
+    match = _STEPS.search(words)
+    steps = int(match[1]) if match and 1 <= int(match[1]) <= 16 else None
+    if "lightning" in words:
+        return {"sampler": "Euler", "spacing": "trailing", "num_inference_steps": steps or 4, "guidance_scale": 1.0}
+    if "hyper" in words and ("hyper-sd" in words or "step" in words):
+        if steps == 1:
+            return {"sampler": "TCD", "eta": 1.0, "num_inference_steps": 1, "guidance_scale": 1.0}
+        guidance = 5.0 if "cfg" in words else 1.0
+        more = {"spacing": "trailing", "num_inference_steps": steps or 8, "guidance_scale": guidance}
+        return {"sampler": "DDIM", **more}
+    if re.search(r"(^|[^a-z])tcd([^a-z]|$)", words):
+        return {"sampler": "TCD", "eta": 0.3, "num_inference_steps": steps or 4, "guidance_scale": 1.0}
+    if re.search(r"(^|[^a-z])lcm([^a-z]|$)", words):
+        return {"sampler": "LCM", "num_inference_steps": steps or 4, "guidance_scale": 1.0}
+    return {}

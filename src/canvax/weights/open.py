@@ -1,4 +1,4 @@
-"""From a ``Source`` to the files of one commit of it on disk.
+"""From a ``Location`` to files on disk.
 
 For a Hub id the commit is resolved first, once, and every file is asked for by that commit, so that a repository which
 changes meanwhile cannot give a mixture. Only files that will be read are fetched; none of them is code.
@@ -6,33 +6,48 @@ changes meanwhile cannot give a mixture. Only files that will be read are fetche
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from canvax.errors import CheckpointError
+from canvax.errors import CheckpointError, HubError, InputError
 from canvax.files import read_json
-from canvax.weights.diffusers_folder import Accept, DiffusersFolder, plan_components, read_folder, small_files
-from canvax.weights.files import ModelFiles
-from canvax.weights.hub import Commit, find_commit
-from canvax.weights.layout import (
-    INDEX,
+from canvax.weights.entries import PICKLES
+from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
+from canvax.weights.folder import (
     OTHER_KINDS,
+    Accept,
     Kind,
     WeightPlan,
+    components_of,
+    find_weights,
     names_in,
+    plan_components,
     plan_weights,
+    read_folder,
+    read_index,
     shard_names,
+    small_files,
     why_no_index,
 )
+from canvax.weights.hub import Commit, find_commit
+from canvax.weights.identify import INDEX, unreadable
+from canvax.weights.location import Location, pickle_refused, refuse_pickle
+from canvax.weights.safetensors import open_safetensors
 from canvax.weights.single_file import open_single_file
-from canvax.weights.source import Source
+
+LORA_FILES = (("pytorch_lora_weights.safetensors",), ("adapter_model.safetensors",))
+EMBEDDING_FILES = (("learned_embeds.safetensors", "learned_embeds_2.safetensors"),)
+"""Names of adapters in folders and repositories; those of a row belong together, and the later ones may lack."""
 
 _CONFIG = "config.json"
+_PEFT = "adapter_config.json"
+"""PEFT's, beside ``adapter_model.safetensors``."""
 
 
 def open_files(
-    source: Source,
+    location: Location,
     *,
     accept: Accept | None = None,
     look: Callable[[ModelFiles], object] | None = None,
@@ -43,7 +58,7 @@ def open_files(
     """Find a model, fetching what is not on disk yet.
 
     Args:
-        source: where it comes from.
+        location: where it is.
         accept: called with the parsed ``model_index.json`` before anything else is read or fetched.
         look: called once with the files before weights are fetched, when all else is there.
         weights: without, they are neither fetched nor looked for.
@@ -51,109 +66,224 @@ def open_files(
         vae: whether a model in one file has to hold an autoencoder.
 
     Raises:
-        CheckpointError: the checkpoint is missing, incomplete, or holds only pickles.
+        InputError: nothing is there.
+        CheckpointError: the checkpoint is incomplete, damaged, or holds only pickles.
         HubError: the Hub cannot be reached, refuses, or does not have it.
     """
-    if (file := source.single_file()) is not None:
-        single = open_single_file(source.name, file, prediction=prediction, vae=vae)
+    name, path = location.text, location.local()
+    wanted = weights or location.variant is not None  # a variant that is not there is refused without weights as well
+    fetch: Callable[[], object] | None = None
+    if path is not None and path.is_file():
+        refuse_pickle(path)
+        if path.suffix.lower() != ".safetensors":
+            raise CheckpointError(
+                f"{name}: is {unreadable(path)}. Pass a safetensors file of a whole model, or a folder in the "
+                f"diffusers layout ({INDEX}, unet/, vae/, ...)."
+            )
+        location.warn_unused("revision", "variant")
+        files = open_single_file(name, path, prediction=prediction, vae=vae)
         if accept is not None:
-            accept(single.index)
-        if look is not None:
-            look(single)
-        return single
-    path = source.local_folder()
-    commit = find_commit(source, INDEX) if path is None else None
-    if commit is None or commit.names is None:
-        files = _open_local(source, path, commit, accept, weights)
-        if look is not None:
-            look(files)
-        return files
-    if INDEX not in commit.names:
-        raise CheckpointError(f"{source.name}: {why_no_index(commit.names)}")
-    files = read_folder(source.name, commit.fetch([INDEX]), commit.sha, source.variant, accept)
-    wanted = weights or source.variant is not None  # a variant that is not there is told without weights as well
-    plans = plan_components(files.name, files.components, commit.names, source.variant) if wanted else {}
-    commit.fetch(small_files(files.components, commit.names))
-    files.check(weights=False)
+            accept(files.index)
+    elif path is not None:
+        location.warn_unused("revision")
+        files = _open_folder(location, path, None, accept, wanted)
+    else:
+        commit = find_commit(location, INDEX)
+        if commit.names is None:
+            try:
+                files = _open_folder(location, commit.folder, commit.sha, accept, wanted)
+            except CheckpointError as error:
+                raise CheckpointError(f"{error} (The Hub was not asked: only the cache at hand was used.)") from None
+        else:
+            if INDEX not in commit.names:
+                raise CheckpointError(f"{name}: {why_no_index(commit.names)}")
+            path = commit.fetch([INDEX])
+            index = read_index(name, path, accept)
+            components = components_of(name, index)
+            plans = plan_components(name, components, commit.names, location.variant) if wanted else {}
+            commit.fetch(small_files(components, commit.names))
+            files = read_folder(name, path, index, commit.sha, location.variant, weights=False)
+            fetch = lambda: _fetch_weights(commit, {f"{part}/": plan for part, plan in plans.items()})  # noqa: E731
     if look is not None:
         look(files)
-    if weights:
-        _fetch_weights(commit, {f"{component}/": plan for component, plan in plans.items()})
-        commit.remember()  # offline, what is remembered must be whole
+    if fetch is not None and weights:
+        fetch()
     return files
 
 
 def open_network(
-    source: Source, *, accept: Accept | None = None, component: str = "", kind: Kind | None = None
-) -> ModelFiles:
+    location: Location, *, accept: Accept | None = None, component: str = "", kind: Kind | None = None
+) -> NetworkFiles:
     """Find one network: ``config.json`` and weights at the top of a repository or folder, or in ``component``'s folder.
 
-    It is the component ``component`` of the files. ``accept`` looks at ``config.json`` before weights are fetched.
-    ``kind`` is the library whose file names it uses, where the component does not say.
+    ``accept`` looks at ``config.json`` before weights are fetched. ``kind`` is the library whose file names it uses,
+    where the component does not say.
 
     Raises:
-        CheckpointError, HubError: as ``open_files``.
+        InputError, CheckpointError, HubError: as ``open_files``.
     """
-    inside = f"{component}/" if component else ""
-    path = source.local_folder()
-    commit = find_commit(source, inside + _CONFIG) if path is None else None
-    if commit is not None:
+    name, inside = location.text, f"{component}/" if component else ""
+    path = location.local()
+    commit = find_commit(location, inside + _CONFIG) if path is None else None
+    if path is not None:
+        location.warn_unused("revision")
+    else:
+        assert commit is not None
         path = commit.fetch([inside + _CONFIG])
-    assert path is not None
-    if not (path / inside / _CONFIG).exists():
+    folder = path / component
+    if not (folder / _CONFIG).exists():
         if component:
-            raise CheckpointError(f"{source.name}: {component} is not there: it has no {inside}{_CONFIG}")
+            raise CheckpointError(f"{name}: {component} is not there: it has no {inside}{_CONFIG}")
         what = "is a whole model, not a network alone" if (path / INDEX).exists() else f"has no {_CONFIG}"
-        raise CheckpointError(f"{source.name}: {what}; give the folder or Hub id of the network itself")
-    config = read_json(path / inside / _CONFIG)
+        raise CheckpointError(f"{name}: {what}; give the folder or Hub id of the network itself")
+    config = read_json(folder / _CONFIG)
     if accept is not None:
         accept(config)
+    library = kind or OTHER_KINDS.get(component, "diffusers")
     if commit is not None and commit.names is not None:
-        names = [name.removeprefix(inside) for name in commit.names if name.startswith(inside)]
-        own = [name for name in names if "/" not in name]
-        library = kind or OTHER_KINDS.get(component, "diffusers")
-        _fetch_weights(commit, {inside: plan_weights(own, library, source.variant, source.name)})
-        commit.remember()
-    components = {component: str(config.get("_class_name"))}
-    sha = commit.sha if commit else None
-    return DiffusersFolder(source.name, path, sha, source.variant, {}, components, kind=kind)
+        names = [file.removeprefix(inside) for file in commit.names if file.startswith(inside)]
+        top = [file for file in names if "/" not in file]
+        _fetch_weights(commit, {inside: plan_weights(top, library, location.variant, name)})
+    arrays = [entry for file in find_weights(folder, library, location.variant) for entry in open_weights(file)]
+    return NetworkFiles(name, arrays, config, folder, commit.sha if commit else None, location.variant)
 
 
-def read_config(source: Source, name: str) -> dict[str, Any]:
+def read_config(location: Location, name: str) -> dict[str, Any]:
     """One JSON file of a model, such as ``scheduler/scheduler_config.json``; nothing else is fetched.
 
     Raises:
-        CheckpointError, HubError: as ``open_files``.
+        InputError, CheckpointError, HubError: as ``open_files``.
     """
-    path = source.local_folder()
+    path = location.local()
     if path is not None and not (path / name).exists():
         inside = ", ".join(sorted(one.name for one in path.iterdir() if one.is_dir())) or "none"
-        raise CheckpointError(f"{source.name}: there is no {name} in it; its folders (subfolder=) are {inside:.200}")
-    return read_json((find_commit(source, name).fetch([name]) if path is None else path) / name)
+        raise CheckpointError(f"{location.text}: there is no {name} in it; its folders (subfolder=) are {inside:.200}")
+    return read_json((find_commit(location, name).fetch([name]) if path is None else path) / name)
 
 
-def _open_local(
-    source: Source, path: Path | None, commit: Commit | None, accept: Accept | None, weights: bool
-) -> DiffusersFolder:
-    """The files of a folder, or of a ``commit`` in the cache when the Hub is not asked."""
-    path = commit.folder if commit is not None else path
-    assert path is not None
-    try:
-        if INDEX not in (names := names_in(path)):
-            raise CheckpointError(f"{source.name}: {why_no_index(names, path)}")
-        files = read_folder(source.name, path, commit.sha if commit else None, source.variant, accept)
-        files.check(weights=weights or source.variant is not None)
-    except CheckpointError as error:
-        if commit is None:
-            raise
-        raise CheckpointError(f"{error} (The Hub was not asked: only the cache at hand was used.)") from None
-    return files
+def find_adapter(location: Location, usual: Sequence[Sequence[str]]) -> tuple[list[Path], dict[str, Any] | None]:
+    """The files of an adapter, fetched if need be, and PEFT's config if there is one beside them.
+
+    Args:
+        location: where it is.
+        usual: names of its files in folders and repositories.
+
+    Raises:
+        InputError, CheckpointError: there is no such file, or only pickles.
+        HubError: the Hub cannot be reached, or does not have it.
+    """
+    if (local := _local_adapter(location, usual)) is not None:
+        location.warn_unused("revision")
+        return local
+    repository, file = location.on_hub()
+    name, file = repository.text, _one_name(location, file)
+    if not file and not usual:
+        raise InputError(
+            location.argument, name, "names a repository and no file in it", f"write {name}/FOLDER/FILE.safetensors"
+        )
+    commit = _commit_with(repository, [file] if file else [row[0] for row in usual])
+    if commit.names is None:
+        folder = commit.folder
+        row = next((row[1:] for row in usual if row[0] == commit.root), ())
+        names = [one for one in (commit.root, *row) if (folder / one).is_file()]
+    else:
+        names = _chosen(name, commit.names, usual, file)
+        config = [_PEFT] if _PEFT in commit.names and names[0] == "adapter_model.safetensors" else []
+        commit = replace(commit, root=names[0])
+        folder = commit.fetch([*names, *config], progress=True)
+        commit.remember()
+    return [folder / one for one in names], _peft_config(folder, names[0])
 
 
-def _fetch_weights(commit: Commit, plans: dict[str, WeightPlan]) -> None:
+def check_adapter(location: Location, usual: Sequence[Sequence[str]]) -> None:
+    """Raise what ``find_adapter`` and reading would, as far as that can be known without the Hub."""
+    for path in (_local_adapter(location, usual) or ([], None))[0]:
+        open_safetensors(path, plain_names=False)
+
+
+def _open_folder(
+    location: Location, path: Path, revision: str | None, accept: Accept | None, weights: bool
+) -> ModelFiles:
+    name = location.text
+    if INDEX not in (names := names_in(path)):
+        raise CheckpointError(f"{name}: {why_no_index(names, path)}")
+    return read_folder(name, path, read_index(name, path, accept), revision, location.variant, weights=weights)
+
+
+def _fetch_weights(commit: Commit, plans: Mapping[str, WeightPlan]) -> None:
     """Fetch the weight files of each folder's plan, or all shards of it; folders end with a slash."""
     indexes = {folder: folder + plan.file for folder, plan in plans.items() if plan.sharded}
     path = commit.fetch(list(indexes.values()))
     shards = [folder + shard for folder, index in indexes.items() for shard in shard_names(path / index)]
     whole = [folder + plan.file for folder, plan in plans.items() if not plan.sharded]
     commit.fetch([*whole, *shards], progress=True)
+    commit.remember()  # offline, what is remembered must be whole
+
+
+def _local_adapter(
+    location: Location, usual: Sequence[Sequence[str]]
+) -> tuple[list[Path], dict[str, Any] | None] | None:
+    """What ``find_adapter`` returns for a file or folder; None for a Hub id."""
+    if location.variant is not None:
+        raise InputError("variant", location.variant, "is for models", "choose the file with {weight_name}")
+    path = location.local()
+    if path is None:
+        return None
+    if path.is_file():
+        refuse_pickle(path)
+        if path.suffix.lower() != ".safetensors":
+            raise CheckpointError(
+                f"{path}: is no safetensors file, the one kind of file that canvax reads adapters from"
+            )
+        _one_name(location, path.name)
+        return [path], _peft_config(path.parent, path.name)
+    names = _chosen(location.text, [one.name for one in path.iterdir() if one.is_file()], usual, location.weight_name)
+    return [path / name for name in names], _peft_config(path, names[0])
+
+
+def _one_name(location: Location, file: str) -> str | None:
+    """The file's name; a ``weight_name`` has to be the same."""
+    weight_name = location.weight_name
+    if file and weight_name is not None and weight_name != file:
+        cure = "give its folder or repository, or leave weight_name out"
+        raise InputError("weight_name", weight_name, f"is another file than {location.text[:200]!r}", cure)
+    return file or weight_name
+
+
+def _commit_with(location: Location, roots: Sequence[str]) -> Commit:
+    """The commit; offline, by whichever of the files is in the cache."""
+    for root in roots[:-1]:
+        try:
+            return find_commit(location, root)
+        except HubError:
+            continue
+    return find_commit(location, roots[-1])
+
+
+def _chosen(name: str, names: Collection[str], usual: Sequence[Sequence[str]], wanted: str | None) -> list[str]:
+    """Which files of a folder to read."""
+    tensors = sorted(file for file in names if file.endswith(".safetensors"))
+    listed = (
+        f": {', '.join(tensors[:8])}{f' and {len(tensors) - 8} more' if len(tensors) > 8 else ''}" if tensors else ""
+    )
+    if wanted is not None:
+        if wanted in names:
+            return [wanted]
+        raise CheckpointError(f"{name}: has no file {wanted!r}{listed}")
+    for row in usual:
+        if row[0] in names:
+            return [file for file in row if file in names]
+    top = [file for file in tensors if "/" not in file]
+    if len(top) == 1:
+        return top
+    if not top and (pickles := sorted(file for file in names if file.endswith(PICKLES))):
+        raise CheckpointError(f"{name}: has only {pickles[0]}. {pickle_refused(pickles[0])}")
+    what = "several files; name one of them, FOLDER/FILE" if top else "no safetensors file"
+    if INDEX in names:
+        what = f"a whole model in it ({INDEX}), and no adapter; canvax.load loads models"
+    raise CheckpointError(f"{name}: has {what}{listed}")
+
+
+def _peft_config(folder: Path, name: str) -> dict[str, Any] | None:
+    path = folder / _PEFT
+    return read_json(path) if name == "adapter_model.safetensors" and path.is_file() else None

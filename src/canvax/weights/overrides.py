@@ -1,31 +1,41 @@
-"""A model with some of its parts as the caller says: another autoencoder, other fields of its schedule."""
+"""Parts that stand in for a model's: another autoencoder, other fields of its schedule.
+
+AutoencoderKL     diffusers: encoder.down_blocks.0. ...; the original code: [first_stage_model.]encoder.down.0. ...
+AutoencoderTiny   diffusers: decoder.layers.0.weight; TAESD itself: decoder.1.weight, which counts its clamp as 0
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from canvax.errors import InputError, nearest, shown
+from canvax.errors import CheckpointError, InputError, nearest, warn
 from canvax.files import named_path, read_json
 from canvax.samplers.schedule import PREDICTION_TYPES
-from canvax.weights.entries import Entry
-from canvax.weights.files import ModelFiles
+from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
+from canvax.weights.formats import TAESD, vae_rules
+from canvax.weights.identify import AUTOENCODER, CLASSES, MODEL, VAE, expect
+from canvax.weights.location import Location, refuse_pickle
+from canvax.weights.open import open_network
+from canvax.weights.rules import Names
+from canvax.weights.single_file import vae_config
 
-if TYPE_CHECKING:
-    from canvax.weights.vae_file import VaeFiles
-
-_FROM_HUB = ("token", "cache_dir", "local_files_only", "progress")
+_OF_LOCATION = ("token", "cache_dir", "local_files_only", "progress")
+_HALF = re.compile(r"\d+\.(?:conv\.\d+\.)?(?:weight|bias)")
+_TINY = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.((?:conv\.\d+\.)?(?:weight|bias))")
+_IGNORED = re.compile(r"(first_stage_model\.)?(loss\..*|model_ema\..*|.*num_batches_tracked)")
 
 
 @dataclass(frozen=True)
 class Overrides:
-    """What ``canvax.load`` is told of a model beside its name.
+    """Parts of a model that the caller of ``canvax.load`` gives.
 
     Attributes:
-        vae: where another autoencoder is; None for the model's own.
+        vae: where another autoencoder is; None for the model's.
         prediction: what the UNet predicts; None for what the model says.
         scheduler: fields of ``scheduler_config.json`` in place of the model's.
     """
@@ -42,101 +52,143 @@ class Overrides:
             InputError, CheckpointError: naming the argument.
         """
         if vae is not None:
-            from canvax.weights.vae_file import check_vae_name  # which most models never need
-
             vae = os.fspath(vae) if isinstance(vae, os.PathLike) else vae
-            check_vae_name(vae)
+            Location(vae, argument="vae")
+            refuse_pickle(vae)
         if prediction_type is not None and str(prediction_type) not in PREDICTION_TYPES:
-            told = nearest(str(prediction_type), list(PREDICTION_TYPES))
-            raise InputError(f"prediction_type={shown(prediction_type)} is not known; {told}")
+            cure = nearest(str(prediction_type), list(PREDICTION_TYPES))
+            raise InputError("prediction_type", prediction_type, "is not known", cure)
         fields = _fields(scheduler)
-        own = fields.get("prediction_type", prediction_type) if isinstance(scheduler, Mapping) else prediction_type
-        if prediction_type is not None and own != prediction_type:
-            told = f"prediction_type={shown(prediction_type)}, and {own!r:.80} in scheduler"
-            raise InputError(f"{told}; give one of them")
+        other = fields.get("prediction_type", prediction_type) if isinstance(scheduler, Mapping) else prediction_type
+        if prediction_type is not None and other != prediction_type:
+            problem = f"is not that of scheduler, {other!r:.80}"
+            raise InputError("prediction_type", prediction_type, problem, "give one of them")
         return cls(vae, prediction_type, fields)
 
     @property
-    def told(self) -> dict[str, Any]:
-        """Those that there are, as arguments of ``canvax.load``."""
-        found = {"vae": self.vae, "prediction_type": self.prediction, "scheduler": dict(self.scheduler) or None}
-        return {name: value for name, value in found.items() if value is not None}
+    def arguments(self) -> dict[str, Any]:
+        """Those that were given, as arguments of ``canvax.load``."""
+        values = {"vae": self.vae, "prediction_type": self.prediction, "scheduler": dict(self.scheduler) or None}
+        return {name: value for name, value in values.items() if value is not None}
 
-    def apply(self, files: ModelFiles, **source: Any) -> ModelFiles:
+    def apply(self, files: ModelFiles, **location: Any) -> ModelFiles:
         """The files of a model with these parts in place of its own.
 
         Raises:
             InputError, CheckpointError, HubError: the autoencoder is missing, damaged or something else.
         """
-        if not self.told:
+        arguments = self.arguments
+        if not arguments:
             return files
-        vae = None
+        configs, components, arrays = dict(files.configs), dict(files.components), files.arrays
         if self.vae is not None:
-            from canvax.weights.vae_file import open_vae
+            hub = {name: value for name, value in location.items() if name in _OF_LOCATION}
+            vae = open_vae(Location(self.vae, argument="vae", **hub), configs.get("vae", {}))
+            configs["vae"], components["vae"] = vae.config, str(vae.config["_class_name"]).removeprefix("Flax")
+            arrays = lambda part: vae.arrays if part == "vae" else files.arrays(part)  # noqa: E731
+        configs["scheduler"] = {**configs.get("scheduler", {}), **self.scheduler}
+        if self.prediction is not None:
+            configs["scheduler"]["prediction_type"] = self.prediction
+        if "_class_name" in self.scheduler:
+            components["scheduler"] = str(self.scheduler["_class_name"])
+        index = {
+            **files.index,
+            **{part: ["diffusers", components[part]] for part in ("vae", "scheduler") if part in components},
+        }
+        return replace(files, index=index, components=components, configs=configs, arrays=arrays, overrides=arguments)
 
-            vae = open_vae(self.vae, files.config("vae"), **{k: v for k, v in source.items() if k in _FROM_HUB})
-        return Overridden(files, self, vae)
+
+def open_vae(location: Location, original: Mapping[str, Any]) -> NetworkFiles:
+    """Find an autoencoder, fetching what is not on disk yet; no array is read.
+
+    Args:
+        location: a folder of diffusers, one with such a folder ``vae`` in it, a Hub id with perhaps a folder behind it,
+            or a safetensors file.
+        original: config of the model's autoencoder, whose scaling factor a file without a config has.
+
+    Raises:
+        InputError, CheckpointError, HubError: it is missing, damaged or something else.
+    """
+    name = location.text
+    refuse_pickle(name)
+    path = location.local()
+    if path is not None and path.is_file():
+        files = vae_of_file(name, path, original)
+    else:
+        inside = "vae" if path is not None and not (path / "config.json").is_file() and (path / "vae").is_dir() else ""
+        if path is None:
+            location, inside = location.on_hub()
+
+        def accept(config: Mapping[str, Any]) -> None:
+            if CLASSES.get(str(config.get("_class_name"))) is not AUTOENCODER:
+                raise CheckpointError(
+                    f"vae={name!r}: its config.json is of the class {str(config.get('_class_name'))[:80]!r}; canvax "
+                    "reads AutoencoderKL and AutoencoderTiny"
+                )
+
+        files = replace(open_network(location, accept=accept, component=inside, kind="diffusers"), name=name)
+        scale, usual = files.config.get("scaling_factor"), original.get("scaling_factor")
+        if files.config["_class_name"] != "AutoencoderTiny" and usual is not None and scale != usual:
+            warn(
+                f"vae={name!r}: its scaling_factor is {scale}, that of the model's own {usual}; it was made for "
+                "another kind of model, and colours may be wrong"
+            )
+    sizes = [_factor(config) for config in (files.config, original)]
+    if "block_out_channels" in original and sizes[0] != sizes[1]:
+        raise CheckpointError(
+            f"vae={name!r}: makes one latent of {sizes[0]} x {sizes[0]} pixels, the model's own one of {sizes[1]} x "
+            f"{sizes[1]}; it was made for another kind of model"
+        )
+    return files
 
 
-@dataclass(frozen=True, eq=False)
-class Overridden:
-    """A ``ModelFiles`` over another one."""
+def vae_of_file(name: str, path: Path, original: Mapping[str, Any]) -> NetworkFiles:
+    """The autoencoder of one safetensors file, which may be a whole model's.
 
-    base: ModelFiles
-    overrides: Overrides
-    vae: VaeFiles | None
+    Raises:
+        CheckpointError: there is none in it.
+    """
+    arrays = [one for one in open_weights(path) if not _IGNORED.fullmatch(one.name)]
+    if any(_HALF.fullmatch(one.name) for one in arrays):
+        raise CheckpointError(
+            f"vae={name!r}: holds half of a TAESD, encoder or decoder alone; take the file that has both, or "
+            "madebyollin/taesd"
+        )
+    expect(f"vae={name!r}", {one.name: one.shape for one in arrays}, AUTOENCODER, MODEL)
+    if any(one.name.startswith(VAE) for one in arrays):
+        arrays = [replace(one, name=one.name.removeprefix(VAE)) for one in arrays if one.name.startswith(VAE)]
+    tiny = TAESD.to_ours(arrays)
+    if any(_TINY.fullmatch(one.name) for one in tiny):
+        shapes = {one.name: one.shape for one in tiny}
+        if strange := [one.name for one in tiny if not _TINY.fullmatch(one.name)]:
+            raise CheckpointError(f"vae={name!r}: holds an array that TAESD has no use for: {strange[0]}")
+        if missing := [half for half in ("encoder", "decoder") if f"{half}.layers.0.weight" not in shapes]:
+            raise CheckpointError(f"vae={name!r}: holds half of a TAESD, without the {missing[0]}; take the whole one")
+        width, latents = shapes["decoder.layers.0.weight"][:2]
+        widths = {f"{half}_block_out_channels": [width] * 4 for half in ("encoder", "decoder")}
+        return NetworkFiles(name, tiny, {"_class_name": "AutoencoderTiny", "latent_channels": latents, **widths})
+    if not any(one.name.startswith("decoder.") for one in arrays):
+        raise CheckpointError(f"vae={name!r}: holds no autoencoder: no name of its arrays begins with decoder.")
+    arrays = Names(vae_rules([one.name for one in arrays])).to_ours(arrays)
+    shapes = {one.name: one.shape for one in arrays}
+    rest = {key: original[key] for key in ("scaling_factor", "sample_size", "force_upcast") if key in original}
+    try:
+        config = vae_config(shapes, rest)
+    except (KeyError, IndexError, ValueError) as error:
+        raise CheckpointError(f"vae={name!r}: is not a whole autoencoder, it lacks {error}") from None
+    if odd := [width for width in config["block_out_channels"] if width % 32]:
+        raise CheckpointError(
+            f"vae={name!r}: has {odd[0]} channels in groups that no file tells of; pass its folder, with config.json"
+        )
+    config["use_quant_conv"] = "quant_conv.weight" in shapes
+    config["use_post_quant_conv"] = "post_quant_conv.weight" in shapes
+    return NetworkFiles(name, arrays, config)
 
-    def __str__(self) -> str:
-        return str(self.base) if self.vae is None else f"{self.base} with vae={self.vae.name!r}"
 
-    @property
-    def name(self) -> str:
-        return self.base.name
-
-    @property
-    def path(self) -> Path:
-        return self.base.path
-
-    @property
-    def revision(self) -> str | None:
-        return self.base.revision
-
-    @property
-    def variant(self) -> str | None:
-        return self.base.variant
-
-    @property
-    def unread(self) -> tuple[str, ...]:
-        return self.base.unread
-
-    @property
-    def index(self) -> Mapping[str, Any]:
-        changed = {name: ["diffusers", kind] for name, kind in self.components.items() if name in ("vae", "scheduler")}
-        return {**self.base.index, **changed}
-
-    @property
-    def components(self) -> Mapping[str, str]:
-        found = dict(self.base.components)
-        if self.vae is not None:
-            found["vae"] = str(self.vae.config["_class_name"]).removeprefix("Flax")
-        if "_class_name" in self.overrides.scheduler:
-            found["scheduler"] = str(self.overrides.scheduler["_class_name"])
-        return found
-
-    def config(self, component: str) -> dict[str, Any]:
-        if component == "vae" and self.vae is not None:
-            return dict(self.vae.config)
-        config = self.base.config(component)
-        if component == "scheduler":
-            config |= self.overrides.scheduler
-            config |= {"prediction_type": self.overrides.prediction} if self.overrides.prediction else {}
-        return config
-
-    def entries(self, component: str) -> list[Entry]:
-        return list(self.vae.arrays) if component == "vae" and self.vae is not None else self.base.entries(component)
-
-    def folder(self, component: str = "") -> Path:
-        return self.base.folder(component)
+def _factor(config: Mapping[str, Any]) -> int:
+    """Pixels of a latent along an axis."""
+    levels = config.get("num_decoder_blocks") or config.get("block_out_channels")
+    return 2 ** (len(levels) - 1) if isinstance(levels, list | tuple) else 8
 
 
 def _fields(scheduler: Any) -> dict[str, Any]:
@@ -153,6 +205,8 @@ def _fields(scheduler: Any) -> dict[str, Any]:
         if path.is_file():
             return read_json(path)
     raise InputError(
-        f"scheduler={scheduler!r:.80} is not a table of fields of scheduler_config.json, such as "
-        "{'rescale_betas_zero_snr': True}, nor such a file; a sampler is chosen in each call: sampler='Euler'"
+        "scheduler",
+        scheduler,
+        "is no table of fields of scheduler_config.json, such as {'rescale_betas_zero_snr': True}, and no such file",
+        "a sampler is chosen in each call: {sampler='Euler'}",
     )

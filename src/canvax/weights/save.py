@@ -18,14 +18,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from canvax.errors import CanvaxError, InputError
+from canvax.errors import NO_VALUE, CanvaxError, InputError
 from canvax.files import temporary_folder, written
 from canvax.params import Param, flatten
 from canvax.tokenizers.concepts import FILE as CONCEPTS
 from canvax.types import DType, HostArray, Params
 from canvax.weights.cast import cast_into
-from canvax.weights.layout import DEFAULTS, INDEX, PLAIN_FILES, STEMS, check_variant, config_file
+from canvax.weights.folder import DEFAULTS, PLAIN_FILES, STEMS, config_file
+from canvax.weights.identify import INDEX
 from canvax.weights.load import Component
+from canvax.weights.location import check_variant
 from canvax.weights.safetensors import Outgoing, write_safetensors
 
 MAX_SHARD = 10_000_000_000
@@ -129,10 +131,9 @@ def save_checkpoint(
     """
     folder = Path(os.path.abspath(folder))  # "." has no name to put another one beside
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"folder = {str(folder)!r} is a file; choose another name.")
+        raise InputError("folder", str(folder), "is a file", "choose another name")
     if not overwrite and folder.is_dir() and any(folder.iterdir()):
-        told = "is not empty; choose another one, or pass overwrite=True."
-        raise InputError(f"folder = {str(folder)!r} {told}")
+        raise InputError("folder", str(folder), "is not empty", "choose another one, or pass {overwrite=True}")
     _check_parts([part.name for part in components], params, configs)
     # Beside a folder that is there may be another disk: it is a mount point, or a link.
     with writing("folder", folder), temporary_folder(folder if folder.exists() else folder.parent) as build:
@@ -161,7 +162,7 @@ def writing(name: str, path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        raise CanvaxError(f"{name} = {str(path)!r} cannot be written ({error.strerror or error}).") from error
+        raise CanvaxError(f"{name}={str(path)!r} cannot be written ({error.strerror or error}).") from error
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -187,7 +188,8 @@ def outgoing_of(component: Component, params: Params, dtype: DType | None) -> li
     ]
     if faults:
         more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise InputError(f"params of {component.name!r} do not fit their spec: {'; '.join(sorted(faults)[:8])}{more}")
+        what = f"of {component.name!r} do not fit their spec: {'; '.join(sorted(faults)[:8])}{more}"
+        raise InputError("params", NO_VALUE, what)
     return [
         Outgoing(
             name,
@@ -222,8 +224,9 @@ def narrowed(array: HostArray, dtype: DType) -> HostArray:
         with np.errstate(over="raise"):
             cast_into(out, np.ascontiguousarray(array).reshape(array.shape))
     except FloatingPointError:
-        what = np.dtype(dtype).name
-        raise InputError(f"dtype={what}: a parameter has a number that does not fit; save bfloat16") from None
+        raise InputError(
+            "dtype", np.dtype(dtype).name, "cannot hold a number of a parameter", "save bfloat16"
+        ) from None
     return out
 
 
@@ -233,7 +236,8 @@ def _whole(leaf: Any) -> HostArray:
         return np.asarray(leaf)
     parts = {str(shard.index): shard for shard in leaf.addressable_shards}
     if sum(shard.data.size for shard in parts.values()) < leaf.size:
-        raise InputError("params are split over several processes, and none has all of them; load with model=1 to save")
+        problem = "are split over several processes, and none has all of them"
+        raise InputError("params", NO_VALUE, problem, "to save, load with model=1 in the mesh")
     out = np.empty(leaf.shape, leaf.dtype)
     for shard in parts.values():
         out[shard.index] = shard.data
@@ -256,15 +260,15 @@ def _shards(arrays: Sequence[Outgoing], limit: int) -> list[list[Outgoing]]:
 def _refuse_existing(targets: Sequence[Path]) -> None:
     existing = [target for target in targets if target.exists()]
     if existing:
-        raise InputError(f"{existing[0]} exists already; choose another folder, or pass overwrite=True.")
+        cure = "choose another folder, or pass {overwrite=True}"
+        raise InputError("folder", str(existing[0].parent), f"has a file {existing[0].name}", cure)
 
 
 def _check_parts(names: Sequence[str], params: Params, configs: Mapping[str, Any]) -> None:
     without = [name for name in names if name not in configs]
     if set(names) != params.keys() or without:
-        raise InputError(
-            f"params has {sorted(params)} and configs has {sorted(configs)}; both must have {sorted(names)}."
-        )
+        problem = f"has {sorted(params)} and configs has {sorted(configs)}"
+        raise InputError("params", NO_VALUE, problem, f"give both {sorted(names)}")
 
 
 def _copy_tokenizers(components: Sequence[str], source: Callable[[str], Path], target: Path) -> list[str]:
@@ -294,7 +298,7 @@ def _index(index: Mapping[str, Any], written: Sequence[str]) -> dict[str, Any]:
             result[name] = [value[0], value[1].removeprefix("Flax")]
     absent = [name for name in written if name not in result]
     if absent:
-        raise InputError(f"index (model_index.json) does not name {', '.join(absent)}; add [library, class] for each.")
+        raise InputError("index", NO_VALUE, f"does not name {', '.join(absent)}", "add [library, class] for each")
     if "safety_checker" in result and "requires_safety_checker" in result:
         result["requires_safety_checker"] = False
     return result

@@ -1,0 +1,315 @@
+"""The diffusers layout: ``model_index.json``, and a folder with a config and weights for each component.
+
+A repository often holds the same weights several times: float32 and float16 variants, pickles, Flax files. One set of
+files is chosen for each component, on file names alone, for the disk and the Hub alike: safetensors of the variant
+asked for, plain safetensors, then Flax msgpack.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, Literal
+
+from canvax.errors import CheckpointError
+from canvax.files import DAMAGED, read_json
+from canvax.tokenizers.concepts import FILE as CONCEPTS
+from canvax.weights.entries import PICKLES, Entry
+from canvax.weights.files import ModelFiles, open_weights
+from canvax.weights.identify import CLASSES, INDEX
+from canvax.weights.location import pickle_refused
+from canvax.weights.safetensors import open_safetensors
+
+DEFAULTS = "canvax.json"
+"""Optional, beside the index: steps and guidance that suit the model."""
+
+Kind = Literal["diffusers", "transformers"]
+
+KINDS: dict[str, Kind] = {
+    "unet": "diffusers",
+    "vae": "diffusers",
+    "text_encoder": "transformers",
+    "text_encoder_2": "transformers",
+}
+"""Components whose weights canvax reads, and the library whose file names they use."""
+
+OTHER_KINDS: dict[str, Kind] = {"safety_checker": "transformers"}
+"""Components that are read if they are asked for."""
+
+PLAIN_FILES: dict[str, tuple[str, ...]] = {
+    "scheduler": ("scheduler_config.json",),
+    **dict.fromkeys(
+        ("tokenizer", "tokenizer_2"),
+        (
+            *("tokenizer.json", "vocab.json", "merges.txt"),
+            *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+        ),
+    ),
+}
+"""Components without weights, and the files of theirs that canvax reads."""
+
+STEMS: dict[Kind, str] = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
+FLAX_FILES: dict[Kind, str] = {"diffusers": "diffusion_flax_model.msgpack", "transformers": "flax_model.msgpack"}
+
+_SHARD = re.compile(r"-\d{5}-of-\d{5}")
+_LIBRARIES = {"diffusers", "transformers"}
+
+Accept = Callable[[Mapping[str, Any]], Any]
+"""Looks at ``model_index.json`` before anything else is fetched; raises if the model is of no use."""
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """The weight file chosen for a component.
+
+    Attributes:
+        file: name inside the component's folder; the index if the weights are sharded.
+        sharded: whether ``file`` is an index.
+        variant: the variant the file belongs to, None for the plain one.
+    """
+
+    file: str
+    sharded: bool
+    variant: str | None
+
+
+def read_index(name: str, path: Path, accept: Accept | None) -> Mapping[str, Any]:
+    """``model_index.json`` of the model in a folder; ``accept`` may refuse it.
+
+    Raises:
+        CheckpointError: it is malformed or refused.
+    """
+    index = read_json(path / INDEX)
+    if accept is not None:
+        try:
+            accept(index)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name}: {error}") from None
+    return index
+
+
+def components_of(name: str, index: Mapping[str, Any]) -> dict[str, str]:
+    """The components to read, and their classes.
+
+    Raises:
+        CheckpointError: the index is malformed, or names code that comes with the checkpoint.
+    """
+    components = {}
+    for component in (*KINDS, *PLAIN_FILES):
+        value = index.get(component)
+        if value is None or value == [None, None]:
+            continue
+        if not isinstance(value, list) or len(value) != 2 or not all(isinstance(part, str) for part in value):
+            raise CheckpointError(
+                f"{name}: {INDEX} describes {component!r} as {str(value)[:80]}, not as [library, class]."
+            )
+        if value[0] not in _LIBRARIES:
+            raise CheckpointError(
+                f"{name}: its {component} is {value[1]!r} from {value[0]!r}, code that comes with the checkpoint. "
+                "canvax never runs code from a repository; use a checkpoint with the stock classes."
+            )
+        components[component] = value[1].removeprefix("Flax")
+    return components
+
+
+def read_folder(
+    name: str, path: Path, index: Mapping[str, Any], revision: str | None, variant: str | None, *, weights: bool
+) -> ModelFiles:
+    """The model in a folder, whose configs are read.
+
+    Raises:
+        CheckpointError: lists every folder, config and, with ``weights``, weight file that is missing.
+    """
+    components, configs, faults = components_of(name, index), {}, []
+
+    def files_of(component: str) -> list[Path]:
+        return find_weights(path / component, KINDS[component], variant)
+
+    for component in components:
+        try:
+            if component in KINDS and weights:
+                files_of(component)
+            if component in KINDS or component == "scheduler":
+                configs[component] = read_json(path / component / config_file(component))
+            else:
+                names_in(path / component)
+        except CheckpointError as error:
+            faults.append(str(error))
+    _report(name, faults)
+    if weights:
+        _check_variant_exists(name, variant, {part: names_in(path / part) for part in components if part in KINDS})
+    unread = tuple(
+        component
+        for component, value in index.items()
+        if isinstance(value, list)
+        and len(value) == 2
+        and isinstance(value[1], str)
+        and component not in (*KINDS, *PLAIN_FILES)
+        and not component.startswith("_")
+    )
+
+    def arrays(component: str) -> list[Entry]:
+        return [entry for file in files_of(component) for entry in open_weights(file)]
+
+    return ModelFiles(name, path, index, components, configs, arrays, path.joinpath, revision, variant, unread)
+
+
+def config_file(component: str) -> str:
+    """The name of a component's config file."""
+    return f"{component.removesuffix('_2')}_config.json" if component in PLAIN_FILES else "config.json"
+
+
+def small_files(components: Collection[str], names: Collection[str]) -> list[str]:
+    """Those of ``names``, relative to the model's folder, that are read beside the index and the weights."""
+    wanted = [f"{part}/{file}" for part in components for file in PLAIN_FILES.get(part, ("config.json",))]
+    return [name for name in (DEFAULTS, CONCEPTS, *wanted) if name in names]
+
+
+def plan_components(
+    name: str, components: Collection[str], names: Collection[str], variant: str | None
+) -> dict[str, WeightPlan]:
+    """The weight file of each component that has weights, chosen among ``names`` relative to the model's folder.
+
+    Raises:
+        CheckpointError: there is nothing that can be read for a component, or no component has the variant.
+    """
+    inside = {
+        part: [file.removeprefix(f"{part}/") for file in names if file.startswith(f"{part}/")]
+        for part in components
+        if part in KINDS
+    }
+    _check_variant_exists(name, variant, inside)
+    plans, faults = {}, []
+    for part, files in inside.items():
+        try:
+            plans[part] = plan_weights(files, KINDS[part], variant, f"{name}/{part}")
+        except CheckpointError as error:
+            faults.append(str(error))
+    _report(name, faults)
+    return plans
+
+
+def plan_weights(names: Collection[str], kind: Kind, variant: str | None, where: str) -> WeightPlan:
+    """Choose one weight file among the ``names`` in a component's folder; ``where`` names the folder in errors.
+
+    Without a file of the ``variant``, the plain one is taken: repositories often hold variants of some components only.
+
+    Raises:
+        CheckpointError: there is nothing that can be read; says what there is instead.
+    """
+    stem = STEMS[kind]
+    for wanted in dict.fromkeys((variant, None)):
+        infix = f".{wanted}" if wanted else ""
+        if f"{stem}{infix}.safetensors" in names:
+            return WeightPlan(f"{stem}{infix}.safetensors", False, wanted)
+        if f"{stem}.safetensors.index{infix}.json" in names:
+            return WeightPlan(f"{stem}.safetensors.index{infix}.json", True, wanted)
+    if FLAX_FILES[kind] in names:
+        return WeightPlan(FLAX_FILES[kind], False, None)
+    if others := _variants(names, kind):
+        known = " or ".join(f"variant={other!r}" for other in others)
+        raise CheckpointError(f"{where}: holds only variants of the weights; pass {known}.")
+    if pickles := sorted(name for name in names if name.endswith(PICKLES)):
+        raise CheckpointError(f"{where}: holds only {pickles[0]}. {pickle_refused(pickles[0])}.")
+    raise CheckpointError(
+        f"{where}: no weights found: neither {stem}.safetensors (or its index) nor {FLAX_FILES[kind]} is there. "
+        "Download the folder again, or check that it is in the diffusers layout."
+    )
+
+
+def find_weights(folder: Path, kind: Kind, variant: str | None = None) -> list[Path]:
+    """The weight files of one component's folder: one file, or all shards.
+
+    Raises:
+        CheckpointError: the folder, its weights or a shard is missing, or there are only pickles.
+    """
+    plan = plan_weights(names_in(folder), kind, variant, str(folder))
+    if not plan.sharded:
+        return [folder / plan.file]
+    index = folder / plan.file
+    shards = {name: folder / name for name in shard_names(index)}
+    if absent := [name for name, shard in shards.items() if not shard.is_file()]:
+        raise CheckpointError(
+            f"{folder}: {len(absent)} of {len(shards)} shards are missing, for example {absent[0]}. "
+            "Download the checkpoint again."
+        )
+    held = {name: {entry.name for entry in open_safetensors(shard)} for name, shard in shards.items()}
+    for tensor, shard in read_json(index)["weight_map"].items():
+        if tensor not in held[shard]:
+            raise CheckpointError(f"{index}: says that {tensor[:80]!r} is in {shard}, which has none. {DAMAGED}")
+    return list(shards.values())
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files that a sharded checkpoint's index names, which must be plain names beside the index."""
+    table = read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise CheckpointError(f"{index}: has no weight_map. {DAMAGED}")
+    for name in table.values():
+        plain = isinstance(name, str) and PurePosixPath(name).name == PureWindowsPath(name).name == name
+        if not plain or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index}: names the shard {str(name)[:80]!r}, which is not a safetensors file name.")
+    return sorted(set(table.values()))
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names of a folder's files.
+
+    Raises:
+        CheckpointError: the folder is missing or cannot be read.
+    """
+    try:
+        return [path.name for path in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{folder}: the folder is missing. Download the checkpoint again.") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder}: the folder cannot be read ({error.strerror}).") from None
+
+
+def why_no_index(names: Collection[str], folder: Path | None = None) -> str:
+    """Why a ``folder`` with these files and no index is not a checkpoint, and what to do."""
+    if folder is not None and "config.json" in names:
+        with suppress(CheckpointError):
+            name = str(read_json(folder / "config.json").get("_class_name"))
+            if (kind := CLASSES.get(name)) is not None:
+                return f"is a network alone ({name}), not a model; {kind.cure}."
+    files = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+    pickles = [name for name in names if name.endswith(PICKLES)]
+    if pickles and not files:
+        return f"has no {INDEX}, only {pickles[0]}. {pickle_refused(pickles[0])}."
+    cure = f" If {files[0]} is a whole model, fetch it and pass the file." if files else ""
+    if folder is not None:
+        below = sorted(path.parent for path in folder.glob(f"*/{INDEX}"))
+        # The folders of models of other programs.
+        other = [file for name in ("checkpoints", "Stable-diffusion") for file in folder.glob(f"{name}/*.safetensors")]
+        if below:
+            cure = f" {below[0].name} in it has one: pass {below[0]}."
+        elif files:
+            cure = f" Pass one of its files, such as {folder / files[0]}; canvax info {folder} says what they are."
+        elif other:
+            cure = f" Pass the file of a model in it, such as {other[0]}."
+    return f"has no {INDEX}, so it is not a checkpoint in the diffusers layout.{cure}"
+
+
+def _variants(names: Collection[str], kind: Kind) -> list[str]:
+    """The variants for which safetensors files are there."""
+    stem = re.escape(STEMS[kind])
+    pattern = re.compile(rf"{stem}\.(?:safetensors\.index\.([\w\-]+)\.json|([\w\-]+)\.safetensors)")
+    matches = [match for match in map(pattern.fullmatch, names) if match]
+    return sorted({_SHARD.sub("", match[1] or match[2]) for match in matches})
+
+
+def _check_variant_exists(name: str, variant: str | None, files: Mapping[str, Collection[str]]) -> None:
+    """Refuse a variant that no component has; ``files`` are the file names of each."""
+    known = sorted({other for part, inside in files.items() for other in _variants(inside, KINDS[part])})
+    if variant is not None and variant not in known:
+        cure = f"it has {', '.join(map(repr, known))}" if known else "it has none, leave variant out"
+        raise CheckpointError(f"{name}: has no weights of variant = {variant!r}; {cure}.")
+
+
+def _report(name: str, faults: list[str]) -> None:
+    if faults:
+        raise CheckpointError(f"{name}: the checkpoint is incomplete:\n  " + "\n  ".join(faults))

