@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax.numpy as jnp
 
+from canvax.call import GuidanceMethod as Method
 from canvax.types import Array
 
-Method = Literal["cfg", "cfg_zero", "apg", "threshold"]
-"""How the two outputs become one."""
+__all__ = ["SETTINGS", "Method", "compose", "guide", "projected", "thresholded", "zero_star"]
 
 SETTINGS: dict[str, dict[str, tuple[float, float, float]]] = {
     "cfg": {},

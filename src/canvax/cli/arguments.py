@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 from canvax._version import __version__
+from canvax.call import Call, FromFiles, OptionRecord
 from canvax.cli.generate_arguments import (
     Once,
     add_batch,
@@ -29,6 +30,7 @@ from canvax.cli.terminal import say
 from canvax.cli.train_arguments import add_train
 from canvax.cli.wording import actions_of, as_written, flags_of
 from canvax.errors import InputError, check_utf8, did_you_mean, slip
+from canvax.settings import declared
 
 COMMANDS = {
     name: name
@@ -126,11 +128,13 @@ _ELSEWHERE = {
 }  # fmt: skip
 """What commands are called in other programs."""
 
-_MAY_BE_EMPTY = ("prompt", "prompts", "negative_prompt", "prompt_2", "negative_prompt_2")
+_RECORDS = (Call, FromFiles, OptionRecord)
+_SETTINGS = {name: one for record in _RECORDS for name, one in declared(record).items()}
+_MAY_BE_EMPTY = ("prompts", *(name for name in _SETTINGS if name.removesuffix("_2") in ("prompt", "negative_prompt")))
 _TEXTS = (
-    *(*_MAY_BE_EMPTY, "hires_prompt", "instance_prompt", "class_prompt", "preview"),
-    *("initializer", "trigger"),
-)
+    *_MAY_BE_EMPTY, *(name for name, one in _SETTINGS.items() if one.setting.metavar == "TEXT"), "instance_prompt",
+    "class_prompt", "preview", "initializer", "trigger",
+)  # fmt: skip
 """What is no name of a file, which alone may be anything but UTF-8."""
 
 

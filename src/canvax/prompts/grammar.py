@@ -6,11 +6,9 @@ What cannot be read as a weight is text; no prompt is refused for its brackets.
 from __future__ import annotations
 
 import re
-from typing import Literal
 
+from canvax.call import PromptSyntax
 from canvax.errors import InputError
-
-PromptSyntax = Literal["plain", "a1111", "comfy", "compel"]
 
 Fragment = tuple[str, float]
 """A piece of text and its weight."""
