@@ -337,7 +337,8 @@ class OptionRecord:
     )  # fmt: skip
     seed_size: tuple[int, int] | None = setting(
         None, "the size whose composition the seed gives at another size", low=1, high=MAX_SIDE,
-        cure="for example (1024, 1024)", group=SAMPLING, metavar=("HEIGHT", "WIDTH"), per_image=True,
+        cure="for example (1024, 1024)", group=SAMPLING, metavar=("HEIGHT", "WIDTH"), infotext="Seed resize from",
+        per_image=True,
     )  # fmt: skip
     hires: float = setting(
         1.0, "a second pass at this many times the size, such as 2", low=1, high=8, cure="2 is usual", group=HIRES,

@@ -229,7 +229,8 @@ def accepts(
     """
 
     def decorate(function: F) -> F:
-        parameters, inner = list(signature(function).parameters), placed(function)
+        named = (one for one in signature(function).parameters.values() if one.kind is not one.VAR_KEYWORD)
+        parameters, inner = [one.name for one in named], placed(function)
 
         @wraps(function)
         def call(*arguments: Any, **keywords: Any) -> Any:

@@ -405,7 +405,7 @@ def as_flags(one: Declared, value: Any) -> list[str]:
     return [f"{one.flag}={words[0]}"] if words[0].startswith("-") else [one.flag, *words]
 
 
-def schema(record: type, door: Door) -> dict[str, Any]:
+def json_schema(record: type, door: Door) -> dict[str, Any]:
     """The JSON schema of the settings that an entry point takes."""
     properties = {name: _schema_of(one) for name, one in offered(record, door).items()}
     return {"type": "object", "properties": properties, "additionalProperties": False}

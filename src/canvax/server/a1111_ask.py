@@ -12,12 +12,14 @@ from msgspec import Meta, Struct
 from PIL import Image, ImageChops, ImageOps
 
 from canvax import __version__
+from canvax.call import MAX_SIDE
 from canvax.errors import InputError
 from canvax.images.infotext import to_infotext
 from canvax.samplers.catalog import curve_named, find
 from canvax.samplers.specs import SamplerSpec
 from canvax.server.a1111_control import Scripts, controlled, units_of
 from canvax.server.answers import encoded, without_none
+from canvax.server.fields import Fraction, Scale, Seed, SideOrNone, Steps
 from canvax.server.images_in import MOST_PIXELS, colours, image_of_text, white_mask
 from canvax.server.jobs import Ask, Job, ModelCard, Picture, Refused
 from canvax.server.work import MOST_IMAGES
@@ -31,11 +33,8 @@ _PLAIN_SCHEDULERS = ("", "automatic", "default", "none", "use same scheduler")
 
 Prompt = Annotated[str, Meta(max_length=32_000)]
 Name = Annotated[str, Meta(max_length=200)]
-Side = Annotated[int, Meta(ge=0, le=16384)]
 Count = Annotated[int, Meta(ge=1, le=1000)]
 Number = Annotated[float, Meta(ge=0, le=1_000_000)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-Seed = Annotated[int, Meta(ge=-1)]
 
 
 class TextToImage(Struct, kw_only=True):
@@ -47,17 +46,17 @@ class TextToImage(Struct, kw_only=True):
     seed: Seed | None = None
     subseed: Seed | None = None
     subseed_strength: Fraction | None = None
-    seed_resize_from_h: Annotated[int, Meta(ge=-1, le=16384)] | None = None
-    seed_resize_from_w: Annotated[int, Meta(ge=-1, le=16384)] | None = None
+    seed_resize_from_h: SideOrNone | None = None
+    seed_resize_from_w: SideOrNone | None = None
     sampler_name: Name | None = None
     sampler_index: Name | None = None
     scheduler: Name | None = None
     batch_size: Count | None = None
     n_iter: Count | None = None
-    steps: Annotated[int, Meta(ge=1, le=10_000)] | None = None
-    cfg_scale: Annotated[float, Meta(ge=0, le=1000)] | None = None
-    width: Side | None = None
-    height: Side | None = None
+    steps: Steps | None = None
+    cfg_scale: Scale | None = None
+    width: Annotated[int, Meta(ge=0, le=MAX_SIDE)] | None = None
+    height: Annotated[int, Meta(ge=0, le=MAX_SIDE)] | None = None
     eta: Fraction | None = None
     s_churn: Number | None = None
     s_tmin: Number | None = None
@@ -88,7 +87,7 @@ class ImageToImage(TextToImage, kw_only=True):
     mask_blur_x: Annotated[float, Meta(ge=0, le=1000)] | None = None
     inpainting_fill: Annotated[int, Meta(ge=0, le=3)] | None = None
     inpaint_full_res: bool | None = None
-    inpaint_full_res_padding: Annotated[int, Meta(ge=0, le=16384)] | None = None
+    inpaint_full_res_padding: Annotated[int, Meta(ge=0, le=MAX_SIDE)] | None = None
     inpainting_mask_invert: Annotated[int, Meta(ge=0, le=1)] | None = None
     include_init_images: bool | None = None
 

@@ -16,7 +16,7 @@ from PIL import Image
 from canvax.compile.kinds import Kinds
 from canvax.engine.batch import Carried
 from canvax.engine.segments import guided_rows
-from canvax.errors import InputError
+from canvax.errors import InputError, nearest
 from canvax.families.base import Model
 from canvax.noise import image_seeds, random_seed
 from canvax.pipelines.control_images import OPTIONS as CONTROL_OPTIONS
@@ -31,6 +31,7 @@ from canvax.server.control import check_has_networks, examples, prompts_of, publ
 from canvax.server.enlarged import Enlarged, cut, tile_request
 from canvax.server.jobs import Ask, Job, Picture, Refused, Stepped, invalid
 from canvax.server.shelf import Shelf, Wanted
+from canvax.settings import aliases, declared
 
 MOST_IMAGES, MOST_STEPS = 64, 250
 """Of one job."""
@@ -50,21 +51,7 @@ MOST_NOISE = 1000
 LONGEST_PROMPT = 16_000
 """Characters: a prompt is read word by word, in the time of everyone."""
 
-NOT_OFFERED = {
-    "callback": "nothing of a client's is run here",
-    "progress": "watch the job instead",
-    "hires": "send the image again as image, larger",
-    "hires_method": "there is no second pass here",
-    "hires_strength": "there is no second pass here",
-    "hires_steps": "there is no second pass here",
-    "hires_sampler": "there is no second pass here",
-    "hires_prompt": "there is no second pass here",
-    "denoising_start": "latents do not go over the wire",
-    "denoising_end": "latents do not go over the wire",
-    "reuse": "images in a batch stand at different steps",
-    "reuse_layers": "images in a batch stand at different steps",
-    "tiling": "the size decides it",
-}
+NOT_OFFERED = {name: why for name, one in declared(Options).items() if (why := one.setting.closed.get("server"))}
 """Options of a call that a server has no place for, and why."""
 
 _lock = threading.Lock()  # tokenizers are not made for several threads
@@ -392,11 +379,11 @@ def sample(
 
 
 def _options(ask: Ask) -> Options:
-    names = {field.name for field in dataclasses.fields(Options)}
-    unknown = [name for name in ask.options if name not in names]
-    if unknown:
-        values: dict[str, Any] = dict.fromkeys(unknown)
-        Options(**values)  # says what was meant
+    names = declared(Options)
+    if unknown := next((name for name in ask.options if name not in names), None):
+        own = aliases(Options).get(unknown)
+        cure = f"send {own!r}" if own else nearest(unknown, list(names))
+        raise InputError(f"options.{unknown[:80]} is not known; {cure}")
     return Options(**{**ask.options, "progress": False})
 
 
@@ -431,6 +418,6 @@ def _refusal(message: str) -> Refused:
         return invalid("options", f"options.sampler_settings: {message}")
     if message.startswith(("Options", "options.")):
         return invalid("options", f"o{message[1:]}")
-    if name in {field.name for field in dataclasses.fields(Options)} - set(CONTROL_OPTIONS):
+    if name in declared(Options).keys() - set(CONTROL_OPTIONS):
         return invalid("options", f"options.{message}")
     return invalid(name if name in (*fields, *CONTROL_OPTIONS) else None, message)
