@@ -22,8 +22,8 @@ from canvax.errors import slip
 from canvax.familiar import ATTRIBUTES, CALL, LOAD, Both
 from canvax.flax_api import FlaxDDIMScheduler, FlaxStableDiffusionPipeline, shard
 from canvax.nn import LOW_RANK
-from canvax.settings import plain_value
 from canvax.pipelines.translate import place_of, translate_call, translate_load
+from canvax.settings import plain_value
 from canvax.train.lora import Lora
 from canvax.weights.cast import parse_dtype
 

@@ -50,7 +50,7 @@ SDXL = "SDXL only"
 PYTHON = "Python only"
 
 _IN_PYTHON = "only Python code can give it"
-_NO_HIRES = "there is no second pass here; send the image again as image, larger"
+_NO_HIRES = "send the image again as image, larger"
 _BATCHED = "images in a batch stand at different steps"
 _NO_LATENTS = "latents do not go over the wire"
 
@@ -343,7 +343,7 @@ class OptionRecord:
     hires: float = setting(
         1.0, "a second pass at this many times the size, such as 2", low=1, high=8, cure="2 is usual", group=HIRES,
         flags=("--hires", "--hr-scale"), also=("hr_scale", "hires_scale"), infotext="Hires upscale",
-        closed={"server": "send the image again as image, larger"},
+        closed={"server": _NO_HIRES},
     )  # fmt: skip
     hires_method: HiresMethod = setting(
         "pixel", "what the second pass enlarges: pixel (the image), or latent", group=HIRES, metavar="KIND",

@@ -81,17 +81,22 @@ class Setting:
     @property
     def limits(self) -> str:
         """The range in words; empty without one."""
-        low, high = (None if end is None else f"{end:,}".replace(",", "") for end in (self.low, self.high))
-        low, high = (None if end is None else re.sub(r"\.0$", "", end) for end in (low, high))
+        low, high = (None if end is None else _as_text(end) for end in (self.low, self.high))
         if low is None or high is None:
             return "" if low is None else f"{low} or more"
-        return f"{low}..{'2**64-1' if self.high == 2**64 - 1 else high}" + f", without {low}" * self.above
+        return f"{low}..{high}" + f", without {low}" * self.above
 
     def takes(self, number: Real) -> bool:
         """Whether a number is finite and within the limits."""
         low = -math.inf if self.low is None else self.low
         high = math.inf if self.high is None else self.high
         return math.isfinite(number) and low <= number <= high and not (self.above and number == low)
+
+
+def _as_text(end: float) -> str:
+    """A limit: 2**64-1 is easier to read than its digits."""
+    large = end > 2**30 and isinstance(end, int) and (end + 1).bit_count() == 1
+    return f"2**{end.bit_length()}-1" if large else f"{end:.10g}"  # type: ignore[union-attr]
 
 
 def setting(default: Any = MISSING, help: str = "", **declared: Any) -> Any:
@@ -433,19 +438,29 @@ def _schema_of(one: Declared) -> dict[str, Any]:
 
 
 def markdown(record: type) -> str:
-    """The settings of a record as tables, one for each group."""
+    """The settings of a record as tables, one for each group; then those that the server does not take."""
     parts = []
     for group in dict.fromkeys(one.setting.group for one in declared(record).values()):
         rows = [_row(one) for one in grouped(record, group).values()]
-        parts.append("\n".join([f"**{group[:1].upper()}{group[1:]}**", "", "| option | default | values | meaning |",
+        title = group.partition(" (")[0]
+        parts.append("\n".join([f"**{title[:1].upper()}{title[1:]}**", "", "| option | default | values | meaning |",
                                 "|---|---|---|---|", *rows]))  # fmt: skip
+    closed: dict[str, list[str]] = {}
+    for name, one in declared(record).items():
+        if why := one.setting.closed.get("server"):
+            closed.setdefault(why, []).append(f"`{name}`")
+    parts.append(
+        "\n".join(["The server does not take", "", *(f"- {', '.join(names)}: {why}" for why, names in closed.items())])
+    )
     return "\n\n".join(parts) + "\n"
 
 
 def _row(one: Declared) -> str:
     words = ", ".join(f"`{choice}`" for choice in one.kind.choices)
     kind = {int: "whole number", float: "number", str: "text"}.get(one.kind.of or object, "")
-    kind = f"{one.length} numbers" if one.length else f"{kind}s" if one.kind.several and not one.kind.alone else kind
+    if one.length or (one.kind.several and not one.kind.alone):
+        kind = f"{one.length or ''} {kind}s".strip()
+    kind = "names with values" if one.kind.table and one.setting.repeats else kind
     values = words or ", ".join(filter(None, (kind, one.setting.limits)))
     return f"| `{one.name}` | {one.otherwise} | {values} | {one.setting.help} |"
 
