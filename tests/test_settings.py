@@ -126,10 +126,12 @@ def test_wrong_values_name_the_argument(case: str) -> None:
 
 
 def test_values_become_plain() -> None:
-    options = canvax.Options(
-        eta=np.float32(0.5), clip_skip=np.int64(1), control_scale=np.array([1.0, 0.5]), original_size=np.array([8, 16]),
-        guidance_steps=range(2, 4), sigmas="14.6,2,0", outpaint="left=8", progress=np.True_,
-    )  # type: ignore[arg-type]  # fmt: skip
+    values: dict[str, Any] = {
+        "eta": np.float32(0.5), "clip_skip": np.int64(1), "control_scale": np.array([1.0, 0.5]),
+        "original_size": np.array([8, 16]), "guidance_steps": range(2, 4), "sigmas": "14.6,2,0", "outpaint": "left=8",
+        "progress": np.True_,
+    }  # fmt: skip
+    options = canvax.Options(**values)
     assert options.changed() == {
         "eta": 0.5, "clip_skip": 1, "control_scale": (1.0, 0.5), "original_size": (8, 16), "outpaint": (8, 0, 0, 0),
         "guidance_steps": (2.0, 3.0), "sigmas": (14.6, 2.0, 0.0),

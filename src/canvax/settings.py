@@ -86,7 +86,7 @@ class Setting:
             return "" if low is None else f"{low} or more"
         return f"{low}..{high}" + f", without {low}" * self.above
 
-    def takes(self, number: Real) -> bool:
+    def takes(self, number: float) -> bool:
         """Whether a number is finite and within the limits."""
         low = -math.inf if self.low is None else self.low
         high = math.inf if self.high is None else self.high

@@ -259,7 +259,8 @@ class StableDiffusion(LoadedModel, metaclass=_Answering):
         arguments = {name: value for name, value in locals().items() if name not in ("self", "more")}
         if not self._beside and params is None and not isinstance(prompt, Mapping) and self._names_adapters(prompt):
             with self.adapters.named_in(prompt) as words:
-                return self(**{**arguments, "prompt": words})
+                everything: dict[str, Any] = {**arguments, "prompt": words}
+                return self(**everything)
         spread = multihost.is_spread(self.programs.mesh)
         # One process that refuses must not leave the others waiting for it.
         together = multihost.together("canvax generate") if spread else nullcontext()
