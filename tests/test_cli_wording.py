@@ -54,7 +54,7 @@ def test_others_stay(flags: dict[str, str], said: str) -> None:
     [
         (["generate", "a cat", "--padding-mask-crop", "3"], "--padding-mask-crop without"),
         (["generate", "a cat", "--strength", "0.5"], "--strength without an image: give --image as well"),
-        (["generate", "a cat", "--hires-steps", "3"], "--hires-steps without hires: give --hires=2 as well"),
+        (["generate", "a cat", "--hires-steps", "3"], "--hires-steps=3 has no effect without hires; add --hires=2"),
         (["generate", "a cat", "--sampler", "list"], "canvax samplers lists them"),
         (["generate", "a cat", "--steps", "1,000"], "'1,000' is not a whole number; write 1000"),
         (["generate", "a cat", "--steps", "1,5"], "'1,5' is not a whole number, such as 2"),

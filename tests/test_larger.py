@@ -78,10 +78,10 @@ def test_the_second_pass_is_image_to_image(emoji: canvax.StableDiffusion) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hires": 0.5}, r"hires=0.5 is not in 1..8"),
+        ({"hires": 0.5}, r"hires=0.5 is"),
         ({"hires": "2x"}, "hires='2x' is not"),
-        ({"hires_strength": 0.5}, "hires_strength without hires"),
-        ({"hires": 2, "hires_strength": 0}, "hires_strength=0 is not in 0..1"),
+        ({"hires_strength": 0.5}, "^hires_strength=0.5"),
+        ({"hires": 2, "hires_strength": 0}, "hires_strength=0 is"),
         ({"hires": 2, "hires_steps": 0}, "hires_steps=0 is not"),
         ({"hires": 2, "hires_method": "magic"}, "hires_method='magic' is not known"),
         ({"hires": 2, "hires_sampler": "nothing"}, "nothing"),
@@ -89,7 +89,7 @@ def test_the_second_pass_is_image_to_image(emoji: canvax.StableDiffusion) -> Non
         ({"hires": 2, "image": Image.new("RGB", (64, 64))}, "pipe.upscale.image, prompt. and canvax upscale"),
         ({"hires": 8, "height": 4096, "width": 64}, "more than 16384"),
         ({"variation_strength": 0.5}, "without variation_seed"),
-        ({"variation_strength": 2, "variation_seed": 1}, "variation_strength=2 is not in 0..1"),
+        ({"variation_strength": 2, "variation_seed": 1}, "variation_strength=2 is"),
         ({"variation_seed": -1}, "variation_seed=-1 is not"),
         ({"seed_size": 5}, "seed_size=5 is not"),
         ({"seed_size": (64, 64), "latents": np.zeros((1, 8, 8, 32))}, "latents with variation_strength or seed_size"),

@@ -99,7 +99,8 @@ def _check_guidance(options: Options) -> None:
         if name not in known:
             having = "".join(f"; {{guidance_method={each}}} has it" for each in METHODS if name in METHODS[each])
             cure = f"it has {', '.join(known) or 'none'}{having}"
-            raise InputError("guidance_settings", options.guidance_settings, f"{method} has no {name!r}", cure)
+            problem = f"has {name!r}, which {method} does not have"
+            raise InputError("guidance_settings", options.guidance_settings, problem, cure)
     for name, value in options.guidance_numbers.items():
         _, low, high = known[name]
         if not (is_number(value) and low <= value <= high):
