@@ -108,7 +108,7 @@ def test_zero_steps_are_whole_steps(sampler: str, count: int, emoji: canvax.Stab
             "'mimic', which apg does not have; it has eta, norm",
         ),
         ({"guidance_method": "apg", "guidance_settings": {"norm": -1}}, "norm=-1"),
-        ({"guidance_method": "apg", "guidance_settings": {"norm": "x"}}, "norm='x' is not"),
+        ({"guidance_method": "apg", "guidance_settings": {"norm": "x"}}, "norm='x', which is not"),
         ({"guidance_method": "apg", "guidance_settings": 5}, "guidance_settings=5 are not names with values"),
         ({"guidance_method": "apg", "guidance_rescale": 0.5}, "leave one out"),
         ({"pag_scale": -1}, "pag_scale=-1 is"),
