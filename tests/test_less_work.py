@@ -330,7 +330,7 @@ def test_reuse_that_makes_no_sense(reuse: Any) -> None:
 def test_reuse_that_the_model_has_not(emoji: canvax.StableDiffusion) -> None:
     most = skip_connections(emoji.programs.networks.denoiser.cfg)
     for layers in (0, True, 1.0):
-        with pytest.raises(canvax.InputError, match=r"reuse_layers=.* a whole number of at least 1"):
+        with pytest.raises(canvax.InputError, match=r"^reuse_layers="):
             reusing(reuse_layers=layers)
     with pytest.raises(canvax.InputError, match=rf"reuse_layers={most + 1}.* 1\.\.{most}"):
         draw(emoji, options=reusing(reuse_layers=most + 1))

@@ -294,7 +294,7 @@ def test_bad_input(name: str, emoji: canvax.StableDiffusion) -> None:
         ({"clip_skip": [1]}, r"clip_skip=\[1\]"),
         ({"callback": 5}, "callback=5 is not a function"),
         ({"reuse": (0, 2)}, "reuse="),
-        ({"guidance_interval": 0.5}, "two fractions of the run"),
+        ({"guidance_interval": 0.5}, "^guidance_interval="),
     ],
 )
 def test_bad_options(changes: dict[str, Any], message: str) -> None:

@@ -241,7 +241,7 @@ def test_the_size_is_that_of_the_control_image(server: tuple[httpx.Client, Image
         ({"control": [{"depth": b64(ONE)}, None]}, "control", "is no ControlNet-Union"),
         ({"control": [b64(ONE), "http://169.254.169.254/x"]}, "control", "nothing is fetched here"),
         ({"control": ["/etc/passwd", None]}, "control", "is not"),
-        ({"control": [b64(ONE), None], "control_scale": 99}, "control_scale", "is not in -10..10"),
+        ({"control": [b64(ONE), None], "control_scale": 99}, "control_scale", "is not a number in -10..10"),
         ({"control": [b64(ONE), None], "control_scale": [1, 1, 1]}, "control_scale", "3 entries for 2 networks"),
         ({"control": [b64(ONE), None], "control_start": 0.5, "control_end": 0.5}, "control_start", "is not before"),
         ({"control_scale": 0.5}, "control_scale", "without a control image"),

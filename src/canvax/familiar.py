@@ -14,7 +14,9 @@ from importlib.util import find_spec
 from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 
+from canvax.call import Call, OptionRecord
 from canvax.errors import InputError, did_you_mean, shown
+from canvax.settings import aliases
 
 PAGE = "docs/coming-from-diffusers.md"
 FLAX_PAGE = "docs/migrating-from-diffusers-flax.md"
@@ -39,29 +41,7 @@ def renamed_to(names: str, becomes: str) -> dict[str, Familiar]:
 
 
 CALL: dict[str, Familiar] = {
-    **renamed_to("steps num_steps sampling_steps", "num_inference_steps"),
-    **renamed_to("cfg cfg_scale guidance", "guidance_scale"),
-    **renamed_to("n num_images n_iter batch_size", "num_images_per_prompt"),
-    **renamed_to("prompts", "prompt"),
-    **renamed_to("negative neg_prompt", "negative_prompt"),
-    **renamed_to("scheduler sampler_name", "sampler"),
-    **renamed_to("H", "height"),
-    **renamed_to("W", "width"),
-    **renamed_to("init_image input_image images", "image"),
-    **renamed_to("mask_image", "mask"),
-    **renamed_to("denoising_strength denoise", "strength"),
-    **renamed_to("control_image controlnet_image adapter_image", "control"),
-    **renamed_to("controlnet_conditioning_scale adapter_conditioning_scale control_weight", "control_scale"),
-    **renamed_to("control_guidance_start guidance_start", "control_start"),
-    **renamed_to("control_guidance_end guidance_end adapter_conditioning_factor", "control_end"),
-    **renamed_to("hr_scale hires_scale", "hires"),
-    **renamed_to("hr_second_pass_steps", "hires_steps"),
-    **renamed_to("hr_sampler_name", "hires_sampler"),
-    **renamed_to("hr_prompt", "hires_prompt"),
-    **renamed_to("cfg_rescale", "guidance_rescale"),
-    **renamed_to("subseed", "variation_seed"),
-    **renamed_to("subseed_strength", "variation_strength"),
-    **renamed_to("ddim_eta", "eta"),
+    **{name: Familiar(becomes=becomes) for name, becomes in aliases(Call, OptionRecord).items()},
     **same("timestep_spacing", "write spacing='trailing', or 'leading' or 'linspace'"),
     **same("use_karras_sigmas", "write sigmas='karras', or sampler='DPM++ 2M Karras'"),
     **same("cross_attention_kwargs lora loras lora_scale",
@@ -248,15 +228,16 @@ def accepts(
 
     def decorate(function: F) -> F:
         form = signature(function)
+        named = [name for name, one in form.parameters.items() if one.kind is not one.VAR_KEYWORD]
 
         @wraps(function)
         def call(*arguments: Any, **keywords: Any) -> Any:
-            for name, value in (*zip(form.parameters, arguments, strict=False), *keywords.items()) if check else ():
+            for name, value in (*zip(named, arguments, strict=False), *keywords.items()) if check else ():
                 check(name, value)  # type: ignore[misc]
-            others = {name: value for name, value in keywords.items() if name not in form.parameters}
+            others = {name: value for name, value in keywords.items() if name not in named}
             if not others:
                 return function(*arguments, **keywords)
-            known = {name: value for name, value in keywords.items() if name in form.parameters}
+            known = {name: value for name, value in keywords.items() if name in named}
             try:
                 own, finish = translate(dict(form.bind_partial(*arguments, **known).arguments), others)
                 result = function(**own)

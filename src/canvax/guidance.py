@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import jax.numpy as jnp
 
+from canvax.call import GuidanceMethod as Method
 from canvax.types import Array
 
-Method = Literal["cfg", "cfg_zero", "apg", "threshold"]
-"""How the two outputs become one."""
+__all__ = ["SETTINGS", "Method", "compose", "guide", "projected", "thresholded", "zero_star"]
 
 Rule = Callable[[Array, Array, Array], Array]
 """A method of one's own: (denoised image for the negative prompt, denoised image for the prompt, guidance scale) to the

@@ -19,17 +19,12 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
+from canvax.call import MAX_SEED, NoiseKind
 from canvax.errors import NO_VALUE, InputError, nearest
-
-NoiseKind = Literal["philox", "torch"]
-"""Generator of the initial noise."""
-
-MAX_SEED = 2**64 - 1
-"""The largest seed."""
 
 
 def random_seed() -> int:

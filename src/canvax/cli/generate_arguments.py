@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
+from canvax.call import CONTROL, HIRES, IMAGE, PROMPTS, SAMPLING, SDXL, SUBJECT, Call, FromFiles, OptionRecord
 from canvax.cli.adapters import add_adapters
 from canvax.errors import InputError
+from canvax.settings import add_flags
 
 OUTPUT = "out"
 
@@ -42,7 +45,7 @@ def add_upscale(parser: argparse.ArgumentParser) -> None:
         "with a network for which each tile is a control image, such as a tile ControlNet"
     )
     add_controlnet(group)
-    _control_strength(group)
+    add_flags(group, OptionRecord, group=CONTROL)
     for add in (_settings, _model, add_adapters, _devices, _where_to):
         add(parser)
 
@@ -51,9 +54,7 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     """All flags of ``canvax batch``."""
     parser.add_argument("file", metavar="FILE", help="rows: .jsonl, .csv, .parquet, or .txt with a prompt a line")
     group = parser.add_argument_group("settings of rows that do not say otherwise")
-    group.add_argument("-N", "--negative-prompt", "--negative", metavar="TEXT", help="what images should not show")
-    group.add_argument("-W", "--width", type=int, metavar="PIXELS", help="divisible by 8 (the model's own)")
-    group.add_argument("-H", "--height", type=int, metavar="PIXELS", help="divisible by 8 (the model's own)")
+    add_flags(group, Call, names=("negative_prompt", "height", "width"))
     group.add_argument(
         "-s", "--seed", type=int, default=0, metavar="SEED", help="rows without a seed have one of their id and this"
     )
@@ -88,7 +89,7 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
 
 
 def _subject(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what to generate")
+    group = parser.add_argument_group(SUBJECT)
     group.add_argument(
         "prompts", nargs="*", metavar="PROMPT", help="text to generate images from; one image for each prompt"
     )
@@ -97,71 +98,28 @@ def _subject(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--from-image", metavar="PNG", help="take the settings from this image's metadata; flags override them"
     )
-    group.add_argument("-N", "--negative-prompt", "--negative", metavar="TEXT", help="what the images should not show")
-    group.add_argument(
-        "-n", "--num-images", "--num-images-per-prompt", type=int, dest="num_images_per_prompt", metavar="N",
-        help="images for each prompt (1)",
-    )  # fmt: skip
-    group.add_argument("-s", "--seed", type=int, metavar="SEED", help="image i uses SEED + i (-1, the default: random)")
-    group.add_argument("-W", "--width", type=int, metavar="PIXELS", help="divisible by 8 (the model's own)")
-    group.add_argument("-H", "--height", type=int, metavar="PIXELS", help="divisible by 8 (the model's own)")
+    add_flags(group, Call, group=SUBJECT)
+
+
+def _group(parser: argparse.ArgumentParser, name: str, *first: Callable[[Any], None]) -> None:
+    """A group of settings with all their flags, after those that ``first`` adds."""
+    group = parser.add_argument_group(name)
+    for add in first:
+        add(group)
+    for record in (Call, FromFiles, OptionRecord):
+        add_flags(group, record, group=name)
 
 
 def _images(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("from an image")
-    group.add_argument(
-        "--image", "--init-image", "--init-img", metavar="FILE",
-        help="begin from this PNG, JPEG or WebP; its size is generated unless -W and -H say otherwise",
-    )  # fmt: skip
-    group.add_argument(
-        "--mask", "--mask-image", metavar="FILE", help="white is generated, black stays as it is; of the image's size"
-    )
-    group.add_argument(
-        "--strength", "--denoising-strength", type=float, metavar="X",
-        help="0..1, how much of the run is done (0.8; with a mask 1)",
-    )  # fmt: skip
-    group.add_argument("--strength-rule", metavar="RULE", help="which steps that is: diffusers, a1111 or exact")
-    group.add_argument("--image-encoding", metavar="KIND", help="mean, or sample by the seed")
-    group.add_argument(
-        "--mask-mode", metavar="MODE", help="grey in a mask: hard rounds it, soft mixes, graded begins later"
-    )
-    group.add_argument("--mask-blur", type=float, metavar="PIXELS", help="blur of the mask's edges (0)")
-    group.add_argument(
-        "--mask-fill", metavar="KIND", help="what the masked part is at first: original, fill, noise or nothing"
-    )
-    group.add_argument("--mask-blend", metavar="KIND", help="what keeps the rest: denoised, or renoised (diffusers)")
-    group.add_argument(
-        "--padding-mask-crop", "--only-masked", type=int, metavar="PIXELS",
-        help="generate the masked part alone, at the size of a whole image, with so much around it",
-    )  # fmt: skip
-    group.add_argument("--outpaint", metavar="SIDES", help="add pixels on these sides: left=64,right=64")
+    _group(parser, IMAGE)
 
 
 def _control(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("from a control image (the first three once for each network)")
-    add_controlnet(group)
-    group.add_argument(
-        "--control", "--control-image", action="append", metavar="FILE",
-        help="the image that it reads, such as edges; none for no image; of several types TYPE=FILE,TYPE=FILE",
-    )  # fmt: skip
-    group.add_argument("--control-from", metavar="KIND", help="make that of the image first: canny, invert, ...")
-    _control_strength(group)
-
-
-def _control_strength(group: Any) -> None:
-    group.add_argument("--control-scale", metavar="X", help="how strong it is (1); X,X for two networks; also below")
-    group.add_argument("--control-start", metavar="X", help="0..1, from which part of the run on (0)")
-    group.add_argument("--control-end", metavar="X", help="0..1, up to which part (1)")
-    group.add_argument("--control-mode", metavar="MODE", help="balanced, guess, prompt or control")
+    _group(parser, CONTROL, add_controlnet)
 
 
 def _image_prompts(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("with an image as a prompt (each flag once for each image or adapter)")
-    add_ip_adapter(group)
-    group.add_argument(
-        "--ip-image", action="append", metavar="FILE[:X]", help="the image, and how strong it is (1): photo.png:0.6"
-    )
-    group.add_argument("--ip-mask", action="append", metavar="FILE", help="where it acts, white; none for everywhere")
+    _group(parser, PROMPTS, add_ip_adapter)
 
 
 def add_control(parser: argparse.ArgumentParser) -> None:
@@ -177,99 +135,15 @@ def add_control(parser: argparse.ArgumentParser) -> None:
 
 
 def _settings(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("settings (data: changing them does not recompile, except where noted)")
-    group.add_argument(
-        "--steps", "--num-inference-steps", type=int, dest="num_inference_steps", metavar="N",
-        help="sampler steps (the model's own, else 50)",
-    )  # fmt: skip
-    group.add_argument(
-        "-g", "--guidance-scale", "--guidance", "--cfg-scale", "--cfg", type=float, dest="guidance_scale", metavar="G",
-        help="how closely to follow the prompt (the model's own, else 7.5); 1 or less turns guidance off, which halves "
-        "the work and is another program",
-    )  # fmt: skip
-    group.add_argument("--sampler", "--scheduler", metavar="NAME", help="see canvax samplers (the model's own)")
-    group.add_argument(
-        "--sigmas", metavar="CURVE", help="sigma schedule: karras, ays, ... or a list such as 14.6,6,2,0.5,0"
-    )
-    group.add_argument("--spacing", metavar="KIND", help="timestep spacing: leading, trailing or linspace")
-    group.add_argument("--eta", type=float, metavar="X", help="0..1, added noise of DDIM and ancestral samplers")
-    group.add_argument(
-        "--set", "--sampler-settings", action="append", dest="sampler_settings", metavar="NAME=VALUE",
-        help="a setting of the sampler, such as s_churn=10; see canvax samplers",
-    )  # fmt: skip
-    group.add_argument("--guidance-steps", metavar="G,G,...", help="the guidance scale of each step")
-    group.add_argument(
-        "--guidance-interval", metavar="A,B", help="use guidance only from A to B of the run (0,1); less work"
-    )
-    group.add_argument("--guidance-method", metavar="KIND", help="cfg, cfg_zero, apg or threshold, each a program")
-    group.add_argument(
-        "--guidance-settings", action="append", metavar="NAME=VALUE", help="a number of the method, such as norm=2.5"
-    )
-    group.add_argument("--pag-scale", type=float, metavar="X", help="perturbed-attention guidance, 3 is usual (0)")
-    group.add_argument(
-        "--pag-adaptive-scale", type=float, metavar="X", help="how much of it goes with each timestep (0)"
-    )
-    group.add_argument("--freeu", metavar="B1,B2,S1,S2", help="FreeU, such as 1.5,1.6,0.9,0.2")
-    group.add_argument("--guidance-rescale", type=float, metavar="X", help="0..1, against over-exposure")
-    group.add_argument(
-        "--reuse",
-        type=int,
-        metavar="N",
-        help="compute the whole UNet only in every N-th evaluation (1); one more program",
-    )
-    group.add_argument(
-        "--reuse-layers",
-        type=int,
-        metavar="N",
-        help="with --reuse: skip connections that are always computed (1); one program for each value",
-    )
-    group.add_argument(
-        "--vae-tiling", "--tiling", dest="tiling", metavar="auto|on|off",
-        help="decode in tiles, in less memory; auto: above 1536 x 1536 pixels",
-    )  # fmt: skip
-    group.add_argument(
-        "--clip-skip", type=int, metavar="N", help="leave out this many last layers of the text encoder (0)"
-    )
-    group.add_argument(
-        "--prompt-syntax", metavar="KIND", help="what brackets in prompts mean: plain (nothing), a1111, comfy or compel"
-    )
-    group.add_argument("--variation-seed", "--subseed", type=int, metavar="SEED", help="another seed to go towards")
-    group.add_argument("--variation-strength", "--subseed-strength", type=float, metavar="X", help="0..1, how far (0)")
-    group.add_argument(
-        "--seed-size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="the size whose composition the seed gives"
-    )
-    group.add_argument(
-        "--noise", metavar="KIND", help="initial noise: philox, or torch for that of PyTorch's CPU generator"
-    )
+    _group(parser, SAMPLING)
 
 
 def _hires(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("a second pass at a larger size")
-    group.add_argument("--hires", "--hr-scale", type=float, metavar="X", help="so many times larger, such as 2")
-    group.add_argument("--hires-method", metavar="KIND", help="what is made larger: pixel (the image), or latent")
-    group.add_argument(
-        "--hires-strength", type=float, metavar="X", help="strength of the second pass (0.4; with latent 0.7)"
-    )
-    group.add_argument("--hires-steps", type=int, metavar="N", help="its steps (as many)")
-    group.add_argument("--hires-sampler", metavar="NAME", help="its sampler (the same)")
-    group.add_argument("--hires-prompt", metavar="TEXT", help="its prompt (the same)")
+    _group(parser, HIRES)
 
 
 def _sdxl(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("SDXL only")
-    group.add_argument("--prompt-2", metavar="TEXT", help="prompt of the second text encoder (the prompt)")
-    group.add_argument("--negative-prompt-2", metavar="TEXT", help="its negative prompt (the negative prompt)")
-    for name, axes, what in (
-        ("original-size", ("HEIGHT", "WIDTH"), "original size of the training image to imitate (the image's size)"),
-        ("crops-coords-top-left", ("TOP", "LEFT"), "its crop (0 0)"),
-        ("target-size", ("HEIGHT", "WIDTH"), "its size after resizing (the image's size)"),
-    ):
-        group.add_argument(f"--{name}", type=int, nargs=2, metavar=axes, help=what)
-        group.add_argument(
-            f"--negative-{name}", type=int, nargs=2, metavar=axes, help="the same for the negative prompt"
-        )
-    group.add_argument("--aesthetic-score", type=float, metavar="X", help="refiner only (6)")
-    group.add_argument("--negative-aesthetic-score", type=float, metavar="X", help="refiner only (2.5)")
+    _group(parser, SDXL)
 
 
 def _model(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from canvax.call import Call, FromFiles
 from canvax.cli.generate_arguments import networks_of
 from canvax.cli.image_prompts import check_same
 from canvax.cli.terminal import complain
@@ -34,39 +35,17 @@ from canvax.pipelines.prompt_files import (
 from canvax.pipelines.prompt_tags import TAG
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 from canvax.scale.rows import check_prompt_line
+from canvax.settings import aliases, check_setting, declared, offered
 from canvax.weights.location import BUNDLED
 
 if TYPE_CHECKING:
     from canvax.families.base import Model
     from canvax.pipelines.request import Request
 
-_NOT_FLAGS = ("progress", "callback", "denoising_start", "denoising_end")
-"""Options that only Python code can give. The last two need latents, which no file stores."""
-
-OPTIONS = tuple(f.name for f in dataclasses.fields(Options) if f.name not in _NOT_FLAGS)
-SETTINGS = (
-    *("negative_prompt", "num_images_per_prompt", "seed", "height", "width"),
-    *("num_inference_steps", "guidance_scale", "sampler", "image", "mask", "strength"),
-    *("control", "control_from", "ip_image", "ip_mask", *OPTIONS),
-)
+OPTIONS = tuple(offered(Options, "command"))
+SETTINGS = (*(name for name in offered(Call, "command") if name != "prompt"), *declared(FromFiles), *OPTIONS)
 """What flags, prompt files and PNG metadata may set for an image besides its prompt."""
 
-ALIASES: dict[str, str] = {
-    "negative": "negative_prompt",
-    "n": "num_images_per_prompt",
-    "num_images": "num_images_per_prompt",
-    "steps": "num_inference_steps",
-    "guidance": "guidance_scale",
-    "cfg": "guidance_scale",
-    "cfg_scale": "guidance_scale",
-    "scheduler": "sampler",
-    "sampler_name": "sampler",
-    "init_image": "image",
-    "mask_image": "mask",
-    "denoising_strength": "strength",
-    "control_image": "control",
-    "image_prompt": "ip_image",
-}
 ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 """What ``--zero-snr`` says of a model's schedule."""
 
@@ -76,6 +55,7 @@ OF_MODEL = ("revision", "variant", "dtype", "quantize", "vae", "prediction_type"
 """What the metadata of an image holds about its model besides the name: fields of ``Source``."""
 _OF_ALL = {"model", "mesh", "batch_size", "output", "lora", "embedding", "controlnet", "ip_adapter", *OF_MODEL}
 """What flags say of a whole command, and a line of a prompt file cannot."""
+ALIASES = {also: name for also, name in aliases(Call, FromFiles, Options).items() if also not in _OF_ALL}
 
 _RECORDED = {"prompt", "model", "scheduler", "canvax", "sampler_label", "noise", "steps_run", "other", "nsfw"}
 _RECORDED |= {"controlnet", "ip_adapter", "adapters", "embeddings", "image_sha256", "mask_sha256", "control_sha256"}
@@ -220,7 +200,7 @@ def _requests(
                     sizes[checked] = sizes[checked] if image is not None else size
             height, width = sizes[checked]
             guidance = check_guidance(settings["guidance_scale"], 1.0) if "guidance_scale" in settings else None
-            steps = _check_steps(settings.get("num_inference_steps"))
+            steps = check_setting(Call, "num_inference_steps", settings.get("num_inference_steps"))
             sampler = _text(settings, "sampler")
             if sampler is not None and find(sampler)[0].name == "ddim_inverse":
                 raise InputError(
@@ -249,12 +229,6 @@ def _text(settings: Mapping[str, Any], name: str) -> Any:
     elif value is not None:
         raise InputError(f"{name}={value!r} is not text")
     return value
-
-
-def _check_steps(steps: Any) -> int | None:
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-        raise InputError(f"steps={steps!r} is not a whole number of at least 1; 20 to 50 is usual")
-    return steps
 
 
 def check_table(request: ImageRequest, scheduler: Scheduler | None) -> None:

@@ -10,15 +10,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from canvax.call import Call
 from canvax.cli.adapters import flags_of, info_lines
 from canvax.cli.image_prompts import flags_of as image_prompt_flags
-from canvax.cli.images import OF_MODEL, OPTIONS, ZERO_SNR, recorded_model
+from canvax.cli.images import OF_MODEL, ZERO_SNR, recorded_model
 from canvax.cli.terminal import byte_size, command_line, complain, say, table
 from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count
 from canvax.files import named_path
 from canvax.images.formats import FORMATS
 from canvax.images.metadata import read_metadata
-from canvax.pipelines.options import PAIRS
+from canvax.pipelines.options import Options
+from canvax.settings import as_flags, offered
 from canvax.tokenizers.concepts import Concepts
 from canvax.weights.entries import PICKLES, Entry
 from canvax.weights.identify import EMBEDDING, INDEX, LORA, MODEL, Found, inspect, listing
@@ -38,16 +40,11 @@ _MEMORY_FLAGS = ("memory", "width", "height", "batch_size", "dtype", "quantize",
 _MODEL_FLAGS = (*_MEMORY_FLAGS, "concepts", "revision", "variant", "cache_dir", "token")
 """What says nothing of an image or an adapter."""
 
-_FLAGS = {
-    "height": "--height",
-    "width": "--width",
-    "num_inference_steps": "--steps",
-    "guidance_scale": "--guidance-scale",
-    "sampler": "--sampler",
-    "seed": "--seed",
-    "strength": "--strength",
-    "negative_prompt": "--negative-prompt",
-}
+_NAMED = ("prompt", "num_images_per_prompt", "image", "mask", "control")
+_ARGUMENTS = {name: one for name, one in offered(Call, "command").items() if name not in _NAMED}
+_OPTIONS = offered(Options, "command")
+_SETTINGS = {one.flag: one for one in (*_ARGUMENTS.values(), *_OPTIONS.values())}
+"""What the metadata of an image says, by the flag that gives it."""
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -177,7 +174,7 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
     if "canvax" in metadata:
         flags |= {f"--{name.replace('_', '-')}": metadata.get(name) or None for name in OF_MODEL}
     flags |= {"--zero-snr": True if metadata.get("scheduler") == ZERO_SNR else None}
-    flags |= {flag: metadata.get(name) for name, flag in _FLAGS.items()}
+    flags |= {one.flag: metadata.get(name) for name, one in _ARGUMENTS.items()}
     flags |= {f"--{name}": name.upper() for name in ("image", "mask") if f"{name}_sha256" in metadata}
     for i, mark in enumerate(marks if isinstance(marks := metadata.get("control_sha256"), list) else []):
         flags[f"--controlnet {i}"] = f"CONTROLNET{i + 1}"
@@ -188,7 +185,7 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
         flags["--negative-prompt"] = flags["--negative-prompt"] or None
     options = metadata.get("options")
     if isinstance(options, dict):
-        flags |= {f"--{name.replace('_', '-')}": options.get(name) for name in OPTIONS}
+        flags |= {one.flag: options.get(name) for name, one in _OPTIONS.items()}
     words = ["canvax", "generate"]
     if isinstance(tiles := metadata.get("upscale"), dict):
         words = ["canvax", "upscale", "IMAGE"]
@@ -197,18 +194,13 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
         nets = metadata.get("controlnet")
         flags |= {f"--controlnet {i}": f"CONTROLNET{i + 1}" for i in range(len(nets) if isinstance(nets, list) else 0)}
     for flag, value in flags.items():
-        if value is not None and value != []:
-            texts = [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
-            flag = flag.partition(" ")[0]
-            if value is True:
-                words.append(flag)
-                continue
-            if flag in ("--sampler-settings", "--guidance-settings"):
-                words += [f"{'--set' if flag == '--sampler-settings' else flag}={text}" for text in texts]
-                continue
-            if flag.removeprefix("--").replace("-", "_") not in PAIRS:
-                texts = [",".join(texts)]
-            words += [f"{flag}={texts[0]}"] if texts[0].startswith("-") else [flag, *texts]
+        name = flag.partition(" ")[0]
+        if value is True:
+            words.append(name)
+        elif flag in _SETTINGS:
+            words += as_flags(_SETTINGS[flag], value)
+        elif value is not None:
+            words += [f"{name}={value}"] if str(value).startswith("-") else [name, str(value)]
     return command_line([*words, *flags_of(metadata)])
 
 

@@ -13,7 +13,7 @@ from canvax.cli.terminal import complain, say, seconds
 from canvax.errors import NO_VALUE, InputError, nearest
 from canvax.images.grid import make_sheet
 from canvax.noise import check_seed
-from canvax.pipelines.option_checks import plain_value
+from canvax.settings import plain_value
 
 MOST = 400
 """Images of a sheet."""

@@ -15,7 +15,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from canvax.call import Call, OptionRecord
 from canvax.samplers.curve_names import CURVES, curve_label
+from canvax.settings import Declared, declared
 
 _NEGATIVE = "Negative prompt:"
 _PLAIN_SCHEDULES = ("", "automatic", "discrete", "default")
@@ -161,14 +163,9 @@ def _split(line: str) -> Iterator[tuple[str, str]]:
 def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
     metadata: dict[str, Any] = {}
     options: dict[str, Any] = {}
-    for name, key, kind in (
-        ("Steps", "num_inference_steps", int),
-        ("CFG scale", "guidance_scale", float),
-        ("Seed", "seed", int),
-        ("Sampler", "sampler", str),
-        ("Model", "model", str),
-    ):
-        _take(settings, name, kind, metadata, key)
+    for name, one in declared(Call).items():
+        _take(settings, one.setting.infotext, one.kind.of, metadata, name)
+    _take(settings, "Model", str, metadata, "model")
     if size := re.fullmatch(_SIZE, settings.get("Size", "")):
         metadata["width"], metadata["height"] = int(size[1]), int(size[2])
         del settings["Size"]
@@ -180,41 +177,48 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
         options["sigmas"] = curve
     if curve is not None or schedule in _PLAIN_SCHEDULES:
         settings.pop("Schedule type", None)
-    _take(settings, "Eta", float, options, "eta")
-    _take(settings, "Clip skip", int, options, "clip_skip")
-    if "clip_skip" in options:
-        options["clip_skip"] = max(options["clip_skip"] - 1, 0)  # in A1111, 1 is the last layer
-    if settings.get("RNG", "").lower() == "cpu":
-        options["noise"] = metadata["noise"] = "torch"
-        del settings["RNG"]
-    _read_variation(settings, options)
-    _read_second_pass(settings, options)
+    for name, one in declared(OptionRecord).items():
+        if _is_complete(one, settings, options):
+            _take(settings, one.setting.infotext, _READ.get(name, one.kind.of), options, name)
+    if "noise" in options:
+        metadata["noise"] = options["noise"]
+    if options.get("hires", 0) > 1:
+        method = settings.get("Hires upscaler", "").lower()
+        options["hires_method"] = "latent" if method.startswith("latent") else "pixel"
+        if method in _UPSCALERS:
+            settings.pop("Hires upscaler", None)
     if not settings.get("Version", "").startswith("canvax"):
         options["prompt_syntax"] = "a1111"  # all other programs that write this text use A1111's weights
     return metadata | {"options": options, "other": settings}
 
 
-def _read_variation(settings: dict[str, str], options: dict[str, Any]) -> None:
-    if {"Variation seed", "Variation seed strength"} <= settings.keys():
-        _take(settings, "Variation seed", int, options, "variation_seed")
-        _take(settings, "Variation seed strength", float, options, "variation_strength")
-    if size := re.fullmatch(_SIZE, settings.get("Seed resize from", "")):
-        options["seed_size"] = [int(size[2]), int(size[1])]
-        del settings["Seed resize from"]
+def _is_complete(one: Declared, settings: Mapping[str, str], options: Mapping[str, Any]) -> bool:
+    """Whether the settings that an option goes with are there as well."""
+    known = declared(OptionRecord)
+    required = one.setting.requires.partition("=")[0]
+    if required and options.get(required, known[required].default) == known[required].default:
+        return False
+    return all(known[name].setting.infotext in settings for name in one.setting.needs if name in known)
 
 
-def _read_second_pass(settings: dict[str, str], options: dict[str, Any]) -> None:
-    _take(settings, "Hires upscale", float, options, "hires")
-    if not options.get("hires", 0) > 1:
-        return
-    _take(settings, "Denoising strength", float, options, "hires_strength")
-    _take(settings, "Hires steps", int, options, "hires_steps")
-    _take(settings, "Hires sampler", str, options, "hires_sampler")
-    _take(settings, "Hires prompt", str, options, "hires_prompt")
-    method = settings.get("Hires upscaler", "").lower()
-    options["hires_method"] = "latent" if method.startswith("latent") else "pixel"
-    if method in _UPSCALERS:
-        settings.pop("Hires upscaler", None)
+def _from_clip_skip(text: str) -> int:
+    return max(int(text) - 1, 0)  # there, 1 is the last layer
+
+
+def _from_rng(text: str) -> str:
+    if text.lower() != "cpu":
+        raise ValueError
+    return "torch"
+
+
+def _from_size(text: str) -> list[int]:
+    if (size := re.fullmatch(_SIZE, text)) is None:
+        raise ValueError
+    return [int(size[2]), int(size[1])]
+
+
+_READ = {"clip_skip": _from_clip_skip, "noise": _from_rng, "seed_size": _from_size}
+"""Options that A1111 writes in another way."""
 
 
 def _take(settings: dict[str, str], name: str, kind: Any, into: dict[str, Any], key: str) -> None:

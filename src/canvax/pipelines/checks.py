@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +13,18 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from canvax.call import MAX_SIDE, MOST_GUIDANCE, MOST_IMAGES, Tiling
 from canvax.errors import NO_VALUE, InputError, check_count, check_number, plain, refuse_tracers
 from canvax.kernels.target import half_of
 from canvax.noise import image_seeds
 from canvax.types import DType
 
-MAX_SIDE = 16384
-MOST_IMAGES = 65536
-"""Images of one call: no machine holds the latents of more, and their prompts alone would fill its memory."""
 LONGEST_PROMPT = 100_000
 """Letters of a prompt, of which at most 8 chunks of 75 tokens are read: splitting more takes long and is in vain."""
 SIZE_STEP = 8
 LARGEST_WHOLE = 1536 * 1536
 """Pixels up to which images are decoded whole unless told otherwise. Free memory has no say: the same seed gives the
 same image on every machine."""
-
-Tiling = Literal["auto", "on", "off"]
 
 
 def is_tiled(height: int, width: int, tiling: Tiling = "auto") -> bool:
@@ -112,10 +108,6 @@ def check_size(name: str, value: Any, default: int, factor: int = SIZE_STEP) -> 
         down, up = value - value % step, value - value % step + step
         raise InputError(name, value, f"is not divisible by {step}", f"use {f'{down} or ' if down else ''}{up}")
     return value
-
-
-MOST_GUIDANCE = 10_000
-"""Far beyond what any image survives, so that a number above it is a slip."""
 
 
 def check_steps(value: Any, own: int | None, default: int, most: int) -> int:

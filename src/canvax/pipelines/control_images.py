@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from canvax.call import CONTROL, OptionRecord
 from canvax.compile.programs import Programs
 from canvax.errors import NO_VALUE, InputError
 from canvax.families.base import Model
@@ -20,9 +21,10 @@ from canvax.parallel.place import put
 from canvax.params import Params
 from canvax.pipelines.control_types import Shown, mark_of, read_shown, read_typed
 from canvax.pipelines.options import Options
+from canvax.settings import grouped
 from canvax.types import HostArray
 
-OPTIONS = ("control_scale", "control_start", "control_end", "control_mode")
+OPTIONS = tuple(grouped(OptionRecord, CONTROL))
 _SOFT, _SOFT_ADAPTER = 0.825, (0.25, 0.62, 0.825, 1.0)
 
 

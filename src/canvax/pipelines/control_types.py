@@ -11,7 +11,7 @@ from PIL import Image
 from canvax.errors import NO_VALUE, InputError, nearest
 from canvax.images.given import fingerprint, read_images
 from canvax.models.controlnet_union import TYPES, UnionNet
-from canvax.pipelines.option_checks import is_number
+from canvax.settings import is_number
 
 MOST_WEIGHT = 10
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from PIL import Image
@@ -153,7 +153,8 @@ def check_given(
     fingerprints = {"image": [fingerprint(one) for one in images], "mask": [fingerprint(one) for one in masks]}
     fingerprints = {name: found for name, found in fingerprints.items() if found}
     if options.outpaint:
-        images, masks = _outpainted(images, masks, options.outpaint, 1 if any(size) else factor)
+        sides = cast(Box, options.outpaint)  # as canvax.Options keeps it
+        images, masks = _outpainted(images, masks, sides, 1 if any(size) else factor)
     if strength is None:
         strength = STRENGTH_OF_MASKED if masks else STRENGTH
     strength = check_strength(strength)

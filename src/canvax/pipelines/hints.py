@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from canvax import settings
 from canvax.errors import NO_VALUE, HintWarning, warn
 from canvax.families.base import Model
 from canvax.pipelines.given import Given
@@ -27,12 +28,6 @@ BURNT = 50
 """A guidance scale beyond all use."""
 
 LISTED = 5
-OF_GUIDANCE = {
-    *("guidance_method", "guidance_rescale", "guidance_interval", "negative_prompt_2", "negative_original_size"),
-    *("negative_crops_coords_top_left", "negative_target_size", "negative_aesthetic_score"),
-}
-"""Options that only guidance reads."""
-
 OF_NOISE = {"s_noise", "s_tmin", "s_tmax"}
 """Settings of a sampler that say how much of the noise that it adds, and when."""
 
@@ -53,28 +48,27 @@ def give_hints(model: Model, request: Request) -> None:
         warn(hint)
 
 
-def _needs(model: Model, request: Request) -> Iterator[tuple[str, bool, set[str]]]:
-    """What some options go with, whether it is there, and which they are."""
-    options, given = request.options, request.given
-    yield "variation_strength", options.variation_strength > 0, {"variation_seed"}
-    yield "pag_scale", options.pag_scale > 0, {"pag_adaptive_scale"}
-    yield "reuse", options.reuse > 1, {"reuse_layers"}
+def _there(model: Model, request: Request) -> dict[str, tuple[bool, str]]:
+    """Whether the conditions that options need hold, with words for each."""
+    options, given, again = request.options, request.given, request.options.hires > 1
+    again = again and options.hires_method == "pixel"  # the second pass encodes the first one's image
     own = options.settings.get("timesteps") is not None or isinstance(options.sigmas, tuple)
-    yield "steps to place: sigmas or timesteps fix them", not own, {"spacing"}
-    yield "a seed's noise, in place of which there are latents", request.latents is None, {"noise"}
     texts = not all(embeds is not None for embeds in request.embeds[: 1 + request.guided])
-    yield "a prompt to read, as text", texts, {"prompt_syntax", "clip_skip"}
-    yield "a prompt as text beside it", request.embeds[0] is None, {"prompt_2"}
-    yield "a negative prompt as text beside it", request.embeds[1] is None, {"negative_prompt_2"}
-    yield "a guidance scale above 1", request.guided, OF_GUIDANCE
-    again = options.hires > 1 and options.hires_method == "pixel"  # the second pass encodes the first one's image
-    yield "an image", given is not None, {"strength_rule"}
-    yield "an image", given is not None or again, {"image_encoding"}
-    yield "a strength below 1", given is None or given.strength < 1, {"strength_rule"}
-    yield "a strength below 1 or a mask", again or not _forgets(given), {"image_encoding"}
-    yield "a mask", bool(given and given.masks), {"mask_mode", "mask_blur", "mask_fill", "mask_blend"}
-    noise = given is not None and given.from_noise and options.mask_fill in ("noise", "nothing")
-    yield "a strength below 1, since the masked part begins from noise alone", not noise, {"mask_fill"}
+    anew = given is not None and given.from_noise and options.mask_fill in ("noise", "nothing")
+    return {
+        "free spacing": (not own, "steps to place: sigmas or timesteps fix them"),
+        "seed's noise": (request.latents is None, "a seed's noise, in place of which there are latents"),
+        "text": (texts, "a prompt as text"),
+        "prompt as text": (request.embeds[0] is None, "a prompt as text"),
+        "negative prompt as text": (request.embeds[1] is None, "a negative prompt as text"),
+        "guidance": (request.guided, "a guidance scale above 1"),
+        "image": (given is not None, "an image"),
+        "encoded image": (given is not None or again, "an image"),
+        "strength below 1": (given is None or given.strength < 1, "a strength below 1"),
+        "kept image": (again or not _forgets(given), "a strength below 1 or a mask"),
+        "mask": (bool(given and given.masks), "a mask"),
+        "mask over the image": (not anew, "a strength below 1, since the masked part begins from noise alone"),
+    }
 
 
 def _forgets(given: Given | None) -> bool:
@@ -93,9 +87,10 @@ def _odd_spread(request: Request) -> float | None:
 
 def idle(model: Model, request: Request) -> Iterator[HintWarning]:
     """Options that have no effect, with what they need."""
-    for needed, there, names in _needs(model, request):
-        for name in () if there else sorted(request.options.changed().keys() & names):
-            yield HintWarning(name, NO_VALUE, f"has no effect without {needed}")
+    there = _there(model, request)
+    for name, needed in settings.idle(request.options, {name: holds for name, (holds, _) in there.items()}):
+        needs = there[needed][1] if needed in there else needed
+        yield HintWarning(name, NO_VALUE, f"has no effect without {needs}")
     of_noise = sorted(request.options.settings.keys() & OF_NOISE)
     if of_noise and not sampler_table(model, request).M[:, :, NOISE].any():
         problem = f"has {', '.join(of_noise)}, which has no effect without noise that the sampler adds (s_churn, eta)"

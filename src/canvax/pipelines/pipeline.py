@@ -8,12 +8,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from canvax.call import OptionFields
 from canvax.compile.monitor import counting
 from canvax.errors import InputError, check_count, reading_arguments, refuse_tracers
 from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
@@ -194,6 +195,7 @@ class StableDiffusion(LoadedModel):
         image_prompt: Any = None,
         adapters: Any = None,
         output_type: Output = "pil",
+        **more: Unpack[OptionFields],
     ) -> Result:
         """Generate images. Nothing but height, width, the number of images and guidance on or off ever compiles again.
 
@@ -214,7 +216,9 @@ class StableDiffusion(LoadedModel):
                 or a table does as well (docs/samplers.md).
             latents: initial noise of unit variance [B, h, w, C] float32 in place of the seed's; with
                 ``options.denoising_start``, the noisy latents to go on from.
-            options: what is seldom changed.
+            options: settings that are seldom changed, as a record.
+            more: options as keywords, ``clip_skip=1``; names of diffusers and A1111 are taken as well
+                (docs/coming-from-diffusers.md).
             params: the parameters, if the pipeline does not hold them; if they are not on its
                 devices, ``place`` puts them there, for this call alone.
             image: what to begin from: a PIL image, a path, an array [H, W, 3] (uint8, or floats in 0..1), or a list of
@@ -241,10 +245,11 @@ class StableDiffusion(LoadedModel):
             Cancelled: the callback returned False.
             OutOfMemoryError: a device has too little memory; before anything runs where that can be foreseen.
         """
-        arguments = {name: value for name, value in locals().items() if name != "self"}
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "more")}
         if not self._beside and params is None and not isinstance(prompt, Mapping) and self._names_adapters(prompt):
             with self.adapters.named_in(prompt) as words:
-                return self(**{**arguments, "prompt": words})
+                everything: dict[str, Any] = {**arguments, "prompt": words}
+                return self(**everything)
         spread = multihost.is_spread(self.programs.mesh)
         # One process that refuses must not leave the others waiting for it.
         together = multihost.together("canvax generate") if spread else nullcontext()

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from canvax.call import MAX_SIDE, Call
 from canvax.errors import NO_VALUE, InputError, refuse_tracers
 from canvax.families.base import Model
 from canvax.pipelines.checks import (
-    MAX_SIDE,
     check_guidance,
     check_latents,
     check_prompts,
@@ -96,28 +96,6 @@ class Request:
         """Of each prompt, for the denoiser."""
         tokens = [one["text"].shape[1] for one in self.embeds if one is not None]
         return math.lcm(self.texts.chunks, *(count // self.texts.tokens for count in tokens))
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """What a caller gave, unchecked, by the names of ``canvax.StableDiffusion``'s call; None is the model's default."""
-
-    prompt: Any
-    negative_prompt: Any = None
-    height: Any = None
-    width: Any = None
-    num_inference_steps: Any = None
-    guidance_scale: Any = None
-    num_images_per_prompt: Any = 1
-    seed: Any = None
-    sampler: Any = None
-    latents: Any = None
-    options: Any = None
-    image: Any = None
-    mask: Any = None
-    strength: Any = None
-    control: Any = None
-    image_prompt: Any = None
 
 
 def make_request(model: Model, call: Call) -> Request:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import numpy as np
 
+from canvax.call import Call
 from canvax.errors import InputError, shown
 from canvax.familiar import CALL, HARMLESS, LOAD, PAGE, Familiar, Translate, answer, renamed
-from canvax.pipelines.option_checks import check_step_end
-from canvax.pipelines.options import Options, Step, check_options
+from canvax.pipelines.options import Options, Step, check_options, check_step_end
 from canvax.samplers import find
+from canvax.settings import declared
 
 if TYPE_CHECKING:
     from canvax.pipelines.image_prompts import ImagePrompt
@@ -20,10 +21,8 @@ if TYPE_CHECKING:
 
 Output = Literal["pil", "np", "numpy", "jax", "latent"]
 """Kinds of ``Result.images``."""
-_OWN = tuple(field.name for field in dataclasses.fields(Options))
-_ARGUMENTS = ("prompt", "negative_prompt", "height", "width", "num_inference_steps", "guidance_scale")
-_ARGUMENTS += ("num_images_per_prompt", "seed", "sampler", "latents", "options", "params", "image", "mask", "strength")
-_ARGUMENTS += ("control", "image_prompt", "adapters", "output_type")
+_OWN = tuple(declared(Options))
+_ARGUMENTS = (*declared(Call), "params", "adapters", "output_type")
 _LOAD = ("model", "dtype", "quantize", "revision", "variant", "token", "cache_dir", "local_files_only", "mesh")
 _LOAD += ("precision", "safety_checker", "progress", "controlnet", "vae", "prediction_type", "scheduler")
 _SPECIAL = ("generator", "return_dict", "timesteps", "callback_on_step_end", "guess_mode")

@@ -6,11 +6,9 @@ Anything that is not a valid weight is text. Brackets never cause an error.
 from __future__ import annotations
 
 import re
-from typing import Literal
 
+from canvax.call import PromptSyntax
 from canvax.errors import InputError
-
-PromptSyntax = Literal["plain", "a1111", "comfy", "compel"]
 
 Fragment = tuple[str, float]
 """A piece of text and its weight."""

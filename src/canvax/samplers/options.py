@@ -6,14 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
+from canvax.call import Spacing
 from canvax.errors import FLOAT32_MAX, InputError, nearest, shown
 from canvax.samplers.curve_names import NAMES
 
-SPACINGS = ("leading", "trailing", "linspace")
+SPACINGS = get_args(Spacing)
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "spacing": SPACINGS,
     "algorithm_type": ("dpmsolver++", "dpmsolver", "sde-dpmsolver++", "sde-dpmsolver", "deis"),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
+from canvax.call import StrengthRule
 from canvax.errors import InputError, check_number
-
-StrengthRule = Literal["diffusers", "a1111", "exact"]
 
 
 def check_strength(strength: Any) -> float:

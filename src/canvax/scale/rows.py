@@ -8,29 +8,25 @@ import json
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
+from canvax.call import Call, FromFiles
 from canvax.errors import InputError, check_utf8, did_you_mean, plain
 from canvax.familiar import CALL, answer, renamed
 from canvax.files import named_path, once, open_regular
-from canvax.pipelines.option_checks import check_once, plain_value
 from canvax.pipelines.options import Options
+from canvax.settings import check_once, declared, offered, plain_value
 
-_NOT_IN_FILES = ("progress", "callback", "denoising_start", "denoising_end")
-OPTIONS = tuple(field.name for field in fields(Options) if field.name not in _NOT_IN_FILES)
-ARGUMENTS = (
-    *("prompt", "negative_prompt", "seed", "height", "width", "num_inference_steps"),
-    *("guidance_scale", "sampler", "image", "mask", "strength"),
-    *("control", "control_from", "ip_image", "ip_mask"),
-)
+OPTIONS = tuple(offered(Options, "file"))
+ARGUMENTS = (*offered(Call, "file"), *declared(FromFiles))
 NAMES = (*ARGUMENTS, *OPTIONS)
 """What a row may say besides its ``id``; names of other programs, such as ``steps``, are understood as well."""
 
-_TEXTS = {"id", "prompt", "negative_prompt", "sampler", "image", "mask", "prompt_2", "negative_prompt_2"}
-_TEXTS |= {"hires_sampler", "hires_prompt", "spacing", "control", "control_from", "ip_image", "ip_mask"}
+_TEXTS = {"id"}
+_TEXTS |= {name for record in (Call, FromFiles, Options) for name, one in declared(record).items() if one.is_text}
 KINDS = (".txt", ".jsonl", ".ndjson", ".csv", ".parquet")
 _NO_PROMPT = re.compile(r'--[a-z]|\[\s*(?:[{"]|$)|Negative prompt:|Steps: \d+, ')
 _LONGEST = 1 << 24

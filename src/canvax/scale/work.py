@@ -31,6 +31,7 @@ from canvax.pipelines.start import noise_of
 from canvax.pipelines.text_to_image import text_to_image, work
 from canvax.samplers import SamplerTable
 from canvax.scale.rows import ARGUMENTS, OPTIONS, Row, digest_of, settings_of
+from canvax.settings import declared
 from canvax.types import HostArray
 
 if TYPE_CHECKING:
@@ -46,13 +47,7 @@ MOST = 64
 
 _NAMED = frozenset(ARGUMENTS) & Call.__dataclass_fields__.keys()
 _SECOND = ("prompt_2", "negative_prompt_2")
-_BY_IMAGE = {
-    name: Options.__dataclass_fields__[name].default
-    for name in (
-        *("eta", "spacing", "sigmas", "sampler_settings", "guidance_steps", "guidance_interval", "guidance_rescale"),
-        *("variation_seed", "variation_strength", "seed_size", *_SECOND),
-    )
-}
+_BY_IMAGE = {name: one.default for name, one in declared(Options).items() if one.setting.per_image}
 """Options that may differ within a batch: they are in the table, in the noise or in the prompts."""
 
 

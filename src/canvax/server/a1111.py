@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from canvax import __version__
+from canvax.call import MAX_SIDE
 from canvax.errors import InputError, shown
 from canvax.images.formats import INFOTEXT, exif_texts
 from canvax.images.infotext import parts_of, to_infotext
@@ -44,6 +45,7 @@ from canvax.server.answers import (
     settled,
     without_none,
 )
+from canvax.server.fields import Fraction, Scale, Seed, SideOrNone, Steps
 from canvax.server.images_in import MOST_PIXELS, bytes_of_text, colours, image_of_text, white_mask
 from canvax.server.jobs import Engine, Event, Job, JobRequest, ModelCard, Picture, Previewed, Rejected, Status
 from canvax.server.work import MOST_IMAGES
@@ -91,11 +93,8 @@ _PLAIN_SCHEDULERS = ("", "automatic", "default", "none", "use same scheduler")
 
 Prompt = Annotated[str, Meta(max_length=32_000)]
 Name = Annotated[str, Meta(max_length=200)]
-Side = Annotated[int, Meta(ge=0, le=16384)]
 Count = Annotated[int, Meta(ge=1, le=1000)]
 Number = Annotated[float, Meta(ge=0, le=1_000_000)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-Seed = Annotated[int, Meta(ge=-1)]
 
 
 class Script(Struct):
@@ -113,17 +112,17 @@ class TextToImage(Struct, kw_only=True):
     seed: Seed | None = None
     subseed: Seed | None = None
     subseed_strength: Fraction | None = None
-    seed_resize_from_h: Annotated[int, Meta(ge=-1, le=16384)] | None = None
-    seed_resize_from_w: Annotated[int, Meta(ge=-1, le=16384)] | None = None
+    seed_resize_from_h: SideOrNone | None = None
+    seed_resize_from_w: SideOrNone | None = None
     sampler_name: Name | None = None
     sampler_index: Name | None = None
     scheduler: Name | None = None
     batch_size: Count | None = None
     n_iter: Count | None = None
-    steps: Annotated[int, Meta(ge=1, le=10_000)] | None = None
-    cfg_scale: Annotated[float, Meta(ge=0, le=1000)] | None = None
-    width: Side | None = None
-    height: Side | None = None
+    steps: Steps | None = None
+    cfg_scale: Scale | None = None
+    width: Annotated[int, Meta(ge=0, le=MAX_SIDE)] | None = None
+    height: Annotated[int, Meta(ge=0, le=MAX_SIDE)] | None = None
     eta: Fraction | None = None
     s_churn: Number | None = None
     s_tmin: Number | None = None
@@ -154,7 +153,7 @@ class ImageToImage(TextToImage, kw_only=True):
     mask_blur_x: Annotated[float, Meta(ge=0, le=1000)] | None = None
     inpainting_fill: Annotated[int, Meta(ge=0, le=3)] | None = None
     inpaint_full_res: bool | None = None
-    inpaint_full_res_padding: Annotated[int, Meta(ge=0, le=16384)] | None = None
+    inpaint_full_res_padding: Annotated[int, Meta(ge=0, le=MAX_SIDE)] | None = None
     inpainting_mask_invert: Annotated[int, Meta(ge=0, le=1)] | None = None
     include_init_images: bool | None = None
 

@@ -9,7 +9,6 @@ import string
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import fields
 from functools import wraps
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 from urllib.parse import quote
@@ -26,9 +25,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from canvax.call import OptionRecord
 from canvax.errors import nearest, shown
 from canvax.familiar import CALL
 from canvax.server.jobs import Engine, Event, Job, JobRequest, ModelCard, Rejected, Status
+from canvax.settings import offered
 
 Body = TypeVar("Body")
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -180,10 +181,7 @@ def wrong_field(error: msgspec.ValidationError, kind: Any, sent: Any, status: in
 
 def _options() -> set[str]:
     """Names that a body may have in its ``options``."""
-    from canvax.pipelines.options import Options  # which brings JAX
-    from canvax.server.work import NOT_OFFERED
-
-    return {field.name for field in fields(Options)} - NOT_OFFERED.keys()
+    return set(offered(OptionRecord, "server"))
 
 
 def _choices(kind: Any, name: str) -> list[str]:

@@ -23,6 +23,7 @@ from canvax.server.answers import (
     read_json,
     settled,
 )
+from canvax.server.fields import Fraction, Scale, Seed, Side, Steps
 from canvax.server.images_in import colours, image_of_bytes, image_of_text
 from canvax.server.jobs import MEDIA_TYPES, Engine, Format, Job, JobRequest, Rejected, Status
 
@@ -33,7 +34,6 @@ _BEGINNINGS = ("data:image/", "iVBORw0KGgo", "/9j/", "UklGR", "R0lGOD")
 _FIELDS = {"prompt": "inputs", "steps": "num_inference_steps", "sampler": "scheduler", "image": "inputs"}
 """What an argument of ``JobRequest`` is called here."""
 
-Side = Annotated[int, Meta(ge=1, le=16384)]
 Text = Annotated[str, Meta(max_length=32_000)]
 
 
@@ -52,11 +52,11 @@ class Parameters(Struct):
     width: Side | None = None
     height: Side | None = None
     target_size: Size | None = None
-    num_inference_steps: Annotated[int, Meta(ge=1, le=10_000)] | None = None
-    guidance_scale: Annotated[float, Meta(ge=0, le=1000)] | None = None
+    num_inference_steps: Steps | None = None
+    guidance_scale: Scale | None = None
     scheduler: Annotated[str, Meta(max_length=100)] | None = None
-    seed: Annotated[int, Meta(ge=-1)] | None = None
-    strength: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Seed | None = None
+    strength: Fraction | None = None
     options: dict[str, Any] | None = None
 
 

@@ -36,6 +36,7 @@ from canvax.server.answers import (
     sent_event,
     watched,
 )
+from canvax.server.fields import Fraction, Scale, Seed, Side
 from canvax.server.images_in import Pixels, colours, image_of_text, white_mask
 from canvax.server.jobs import (
     MEDIA_TYPES,
@@ -52,7 +53,7 @@ from canvax.server.jobs import (
     Rejected,
     Stepped,
 )
-from canvax.server.work import NOT_OFFERED
+from canvax.server.work import LONGEST_PROMPT, MOST_IMAGES, MOST_STEPS, NOT_OFFERED
 
 PREVIEWS = 8
 """Of an image, where a client wants any."""
@@ -83,19 +84,19 @@ class NewPrompt(Struct, forbid_unknown_fields=True):
 class NewJob(Struct, forbid_unknown_fields=True):
     """The body of POST /api/jobs."""
 
-    prompt: Annotated[str, Meta(max_length=16_000)]
-    negative_prompt: Annotated[str, Meta(max_length=16_000)] | None = None
+    prompt: Annotated[str, Meta(max_length=LONGEST_PROMPT)]
+    negative_prompt: Annotated[str, Meta(max_length=LONGEST_PROMPT)] | None = None
     model: Annotated[str, Meta(max_length=300)] | None = None
-    n: Annotated[int, Meta(ge=1, le=64)] = 1
-    width: Annotated[int, Meta(ge=1, le=16384)] | None = None
-    height: Annotated[int, Meta(ge=1, le=16384)] | None = None
-    steps: Annotated[int, Meta(ge=1, le=250)] | None = None
-    guidance_scale: Annotated[float, Meta(ge=0, le=1000)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MOST_IMAGES)] = 1
+    width: Side | None = None
+    height: Side | None = None
+    steps: Annotated[int, Meta(ge=1, le=MOST_STEPS)] | None = None
+    guidance_scale: Scale | None = None
     sampler: Annotated[str, Meta(max_length=100)] | None = None
-    seed: Annotated[int, Meta(ge=-1)] | None = None
+    seed: Seed | None = None
     image: str | None = None
     mask: str | None = None
-    strength: Annotated[float, Meta(ge=0, le=1)] | None = None
+    strength: Fraction | None = None
     upscale: Annotated[float, Meta(ge=1, le=16)] | None = None
     control: bool | str | Typed | Annotated[list[str | Typed | None], Meta(max_length=8)] | None = None
     control_scale: float | Annotated[list[float], Meta(max_length=8)] | None = None

@@ -43,6 +43,7 @@ from canvax.server.answers import (
     watched,
     wrong_field,
 )
+from canvax.server.fields import Fraction, Scale, Seed, Side, Steps
 from canvax.server.images_in import colours, image_of_bytes, transparent_mask
 from canvax.server.jobs import (
     MEDIA_TYPES,
@@ -70,11 +71,6 @@ _NO_USAGE = {
 }
 """Nothing is counted in tokens here, and clients want the numbers."""
 
-Side = Annotated[int, Meta(ge=1, le=16384)]
-Steps = Annotated[int, Meta(ge=1, le=10_000)]
-Scale = Annotated[float, Meta(ge=0, le=1000)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-
 
 class Generation(Struct):
     """The body of /images/generations; of /images/edits the fields beside the files."""
@@ -90,7 +86,7 @@ class Generation(Struct):
     stream: bool | None = None
     partial_images: Annotated[int, Meta(ge=0, le=3)] | None = None
     # canvax's own, and the names that others have for them
-    seed: Annotated[int, Meta(ge=-1)] | None = None
+    seed: Seed | None = None
     negative_prompt: Annotated[str, Meta(max_length=32_000)] | None = None
     steps: Steps | None = None
     num_inference_steps: Steps | None = None

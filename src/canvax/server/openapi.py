@@ -9,6 +9,8 @@ import msgspec
 from msgspec import Struct
 
 from canvax._version import __version__
+from canvax.call import OptionRecord
+from canvax.settings import json_schema
 
 _ERRORS = {
     "400": "An argument cannot be used.",
@@ -57,6 +59,10 @@ def description(bodies: Mapping[str, type[Struct]]) -> dict[str, Any]:
         bodies: the record that checks what is posted to each path.
     """
     schemas, components = msgspec.json.schema_components(bodies.values(), ref_template="#/components/schemas/{name}")
+    for component in components.values():
+        if "options" in component.get("properties", {}):  # a plain table for msgspec: canvax.Options checks it
+            component["properties"]["options"] = {"anyOf": [{"$ref": "#/components/schemas/Options"}, {"type": "null"}]}
+    components["Options"] = json_schema(OptionRecord, "server")
     paths: dict[str, Any] = {}
     for (path, body), schema in zip(bodies.items(), schemas, strict=True):
         kind = "multipart/form-data" if path in _FORMS else "application/json"

@@ -30,6 +30,7 @@ from canvax.server.adapter_cache import AdapterCache, Wanted
 from canvax.server.control import check_has_networks, examples, prompts_of, publicly, with_networks
 from canvax.server.enlarged import Enlarged, cut, tile_request
 from canvax.server.jobs import Job, JobRequest, Picture, Rejected, Stepped, invalid
+from canvax.settings import aliases, declared
 
 MOST_IMAGES, MOST_STEPS = 64, 250
 """Of one job."""
@@ -49,21 +50,7 @@ MOST_NOISE = 1000
 LONGEST_PROMPT = 16_000
 """Characters: a prompt is read word by word, in the time of everyone."""
 
-NOT_OFFERED = {
-    "callback": "nothing of a client's is run here",
-    "progress": "watch the job instead",
-    "hires": "send the image again as image, larger",
-    "hires_method": "there is no second pass here",
-    "hires_strength": "there is no second pass here",
-    "hires_steps": "there is no second pass here",
-    "hires_sampler": "there is no second pass here",
-    "hires_prompt": "there is no second pass here",
-    "denoising_start": "latents do not go over the wire",
-    "denoising_end": "latents do not go over the wire",
-    "reuse": "images in a batch stand at different steps",
-    "reuse_layers": "images in a batch stand at different steps",
-    "tiling": "the size decides it",
-}
+NOT_OFFERED = {name: why for name, one in declared(Options).items() if (why := one.setting.closed.get("server"))}
 """Options of a call that a server has no place for, and why."""
 
 _lock = threading.Lock()  # tokenizers are not made for several threads
@@ -389,10 +376,12 @@ def sample(
 
 
 def _options(job_request: JobRequest) -> Options:
-    names = {field.name for field in dataclasses.fields(Options)}
-    unknown = [name for name in job_request.options if name not in names]
-    if unknown:
-        raise InputError(unknown[0], NO_VALUE, "is not an option", nearest(unknown[0], sorted(names)))
+    names = declared(Options)
+    if unknown := next((name for name in job_request.options if name not in names), None):
+        own = aliases(Options).get(unknown)
+        raise InputError(
+            unknown, NO_VALUE, "is not an option", f"send {own!r}" if own else nearest(unknown, list(names))
+        )
     return Options(**{**job_request.options, "progress": False})
 
 
@@ -418,7 +407,7 @@ def _request(job_request: JobRequest, model: Model, seed: int) -> Request:
 
 def _refusal(error: InputError) -> Rejected:
     """An error of a call, about the field that the client wrote."""
-    options, settings = ({field.name for field in dataclasses.fields(kind)} for kind in (Options, SamplerOptions))
+    options, settings = set(declared(Options)), {field.name for field in dataclasses.fields(SamplerOptions)}
     name = _NAMES.get(error.argument, error.argument)
 
     def write(argument: str, value: str | None) -> str:

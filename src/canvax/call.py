@@ -1,0 +1,491 @@
+"""The settings of a call, each declared once: its arguments, and the options that are seldom changed.
+
+Keywords, flags, columns of batch jobs, JSON fields, PNG texts and the tables of the docs are read off these records
+(``canvax.settings``). ``canvax.pipelines.options.Options`` adds the checks of several options together.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal, TypedDict, get_args
+
+from canvax.errors import InputError, check_function, nearest
+from canvax.settings import check_once, is_whole, numbers_of, setting
+
+Spacing = Literal["leading", "trailing", "linspace"]
+GuidanceMethod = Literal["cfg", "cfg_zero", "apg", "threshold"]
+GuidanceFunction = Callable[[Any, Any, Any], Any]
+"""(negative, conditional, scale) -> guided, of denoised images [B, h, w, C]; docs/guidance.md."""
+Tiling = Literal["auto", "on", "off"]
+NoiseKind = Literal["philox", "torch"]
+PromptSyntax = Literal["plain", "a1111", "comfy", "compel"]
+StrengthRule = Literal["diffusers", "a1111", "exact"]
+ImageEncoding = Literal["mean", "sample"]
+MaskMode = Literal["hard", "soft", "graded"]
+MaskFill = Literal["original", "fill", "noise", "nothing"]
+MaskBlend = Literal["denoised", "renoised"]
+ControlMode = Literal["balanced", "guess", "prompt", "control"]
+HiresMethod = Literal["pixel", "latent"]
+
+MAX_SIDE = 16384
+"""Pixels of a side of an image."""
+MAX_SEED = 2**64 - 1
+MOST_IMAGES = 65536
+"""Images of one call: no machine holds the latents of more, and their prompts alone would fill its memory."""
+MOST_GUIDANCE = 10_000
+"""No image survives a larger guidance scale, so that a number above it is a slip."""
+MOST_TRAINED = 1_000_000
+"""Pixels of a side of an image that a model was trained on."""
+
+SUBJECT = "what to generate"
+IMAGE = "from an image"
+CONTROL = "from a control image (the first three once for each network)"
+PROMPTS = "with an image as a prompt (each flag once for each image or adapter)"
+SAMPLING = "settings (data: changing them does not recompile, except where noted)"
+HIRES = "a second pass at a larger size"
+SDXL = "SDXL only"
+PYTHON = "Python only"
+
+_IN_PYTHON = "only Python code can give it"
+_NO_HIRES = "send the image again as image, larger"
+_BATCHED = "images in a batch stand at different steps"
+_NO_LATENTS = "latents do not go over the wire"
+
+
+def read_levels(name: str, value: Any) -> Any:
+    """Noise levels as a tuple, also of text with commas; the name of a curve as it is."""
+    if isinstance(value, str) and re.match(r"\s*[a-zA-Z_]", value):
+        return value
+    numbers = numbers_of(value)
+    if not numbers or not all(map(math.isfinite, numbers)):
+        raise InputError(name, value, "is not a list of numbers", "for example 14.6,6.5,2.7,0.9,0")
+    return tuple(map(float, numbers))
+
+
+def read_guidance_method(name: str, value: Any) -> Any:
+    """A kind of guidance, or a function, by which its program is found again."""
+    if callable(value):
+        check_function(name, value, 3, "(negative, conditional, scale)")
+        try:
+            hash(value)
+        except TypeError:
+            raise InputError(name, value, "cannot be hashed", "give a function") from None
+    elif value not in (kinds := get_args(GuidanceMethod)):
+        raise InputError(name, value, "is not known", nearest(str(value), kinds))
+    return value
+
+
+def read_pairs(name: str, value: Any) -> tuple[str, ...]:
+    """Settings by name as ``name=value`` texts, the value in JSON."""
+    if isinstance(value, Mapping):
+        value = [f"{key}={json.dumps(each, default=_plain)}" for key, each in value.items()]
+    if isinstance(value, str):
+        raise InputError(name, value, "is text", "give a table, for example {'NAME': 1}")
+    if not isinstance(value, Sequence) or not all("=" in str(each) for each in value):
+        raise InputError(name, value, "are not names with values", "for example NAME=1")
+    check_once(name, (str(each).partition("=")[0] for each in value))
+    return tuple(str(each) for each in value)
+
+
+def _plain(value: Any) -> Any:
+    """An array as lists, a number of NumPy as Python's, for JSON."""
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
+
+
+_SIDES = ("left", "top", "right", "bottom")
+
+
+def read_sides(name: str, value: Any) -> tuple[int, int, int, int]:
+    """Pixels on each side, also as text: ``left=64,right=64``, or four numbers."""
+    cure = "for example left=64,right=64, or four numbers: left, top, right, bottom"
+    wrong = (name, value, "is not pixels by side", cure)
+    if isinstance(value, str):
+        pairs = [part.partition("=") for part in value.split(",")]
+        named = "=" in value
+        check_once(name, (side.strip() for side, _, _ in pairs if named))
+        value = {side.strip(): pixels for side, _, pixels in pairs} if named else [pixels for pixels, _, _ in pairs]
+    if isinstance(value, Mapping):
+        if value.keys() - set(_SIDES):
+            raise InputError(*wrong)
+        value = [value.get(side, 0) for side in _SIDES]
+    try:
+        sides = tuple(int(side) if isinstance(side, str) else side for side in islice(value, 5))
+    except (TypeError, ValueError):
+        raise InputError(*wrong) from None
+    if len(sides) != 4 or not all(is_whole(side) and 0 <= side <= MAX_SIDE for side in sides) or not any(sides):
+        raise InputError(*wrong)
+    left, top, right, bottom = map(int, sides)
+    return left, top, right, bottom
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """The arguments of a call as they were given, unchecked; None is the model's default."""
+
+    prompt: Any = setting(help="what to show; a list gives an image of each", group="prompt", also=("prompts",))
+    negative_prompt: Any = setting(
+        None, "what the images should not show", group=SUBJECT, metavar="TEXT",
+        flags=("-N", "--negative-prompt", "--negative"), also=("negative", "neg_prompt"),
+    )  # fmt: skip
+    height: int | None = setting(
+        None, "divisible by 8", low=8, high=MAX_SIDE, unset="the model's own", group=SUBJECT, metavar="PIXELS",
+        flags=("-H", "--height"), also=("H",),
+    )  # fmt: skip
+    width: int | None = setting(
+        None, "divisible by 8", low=8, high=MAX_SIDE, unset="the model's own", group=SUBJECT, metavar="PIXELS",
+        flags=("-W", "--width"), also=("W",),
+    )  # fmt: skip
+    num_inference_steps: int | None = setting(
+        None, "sampler steps, at most the 1000 of the model's noise schedule", low=1, cure="20 to 50 is usual",
+        unset="the model's own, else 50", group=SAMPLING, metavar="N", flags=("--steps", "--num-inference-steps"),
+        also=("steps", "num_steps", "sampling_steps"), infotext="Steps",
+    )  # fmt: skip
+    guidance_scale: float | None = setting(
+        None,
+        "how closely to follow the prompt; 1 or less turns guidance off, which halves the work and is another program",
+        low=-MOST_GUIDANCE, high=MOST_GUIDANCE, cure="7.5 is usual, 1 or less switches it off",
+        unset="the model's own, else 7.5", group=SAMPLING, metavar="G",
+        flags=("-g", "--guidance-scale", "--guidance", "--cfg-scale", "--cfg"), also=("cfg", "cfg_scale", "guidance"),
+        infotext="CFG scale",
+    )  # fmt: skip
+    num_images_per_prompt: int = setting(
+        1, "images for each prompt", low=1, high=MOST_IMAGES, group=SUBJECT, metavar="N",
+        flags=("-n", "--num-images", "--num-images-per-prompt"), also=("n", "num_images", "n_iter", "batch_size"),
+        closed={"file": "a row is one image"},
+    )  # fmt: skip
+    seed: int | None = setting(
+        None, "image i uses SEED + i", low=-1, high=MAX_SEED, unset="-1, the default: random", group=SUBJECT,
+        metavar="SEED", flags=("-s", "--seed"), infotext="Seed",
+    )  # fmt: skip
+    sampler: str | None = setting(
+        None, "see canvax samplers", unset="the model's own", group=SAMPLING, metavar="NAME",
+        flags=("--sampler", "--scheduler"), also=("scheduler", "sampler_name"), infotext="Sampler",
+    )  # fmt: skip
+    latents: Any = setting(None, "initial noise", group=PYTHON, closed={"command": _IN_PYTHON, "file": _IN_PYTHON})
+    options: Any = setting(None, "options", group=PYTHON, closed={"command": _IN_PYTHON, "file": _IN_PYTHON})
+    image: Any = setting(
+        None, "begin from this PNG, JPEG or WebP; its size is generated unless -W and -H say otherwise", group=IMAGE,
+        metavar="FILE", flags=("--image", "--init-image", "--init-img"), also=("init_image", "input_image", "images"),
+    )  # fmt: skip
+    mask: Any = setting(
+        None, "white is generated, black stays as it is; of the image's size", group=IMAGE, metavar="FILE",
+        flags=("--mask", "--mask-image"), also=("mask_image",),
+    )  # fmt: skip
+    strength: float | None = setting(
+        None, "how much of the run is done", low=0, high=1, unset="0.8; with a mask 1", group=IMAGE,
+        flags=("--strength", "--denoising-strength"), also=("denoising_strength", "denoise"),
+    )  # fmt: skip
+    control: Any = setting(
+        None, "the image that it reads, such as edges; none for no image; of several types TYPE=FILE,TYPE=FILE",
+        group=CONTROL, metavar="FILE", repeats=True, flags=("--control", "--control-image"),
+        also=("control_image", "controlnet_image", "adapter_image"),
+    )  # fmt: skip
+    image_prompt: Any = setting(
+        None, "image prompts", group=PROMPTS, closed=dict.fromkeys(("command", "file"), "ip_image names its files"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FromFiles:
+    """What flags and rows of files have in place of arguments that are images."""
+
+    control_from: str | None = setting(
+        None, "make that of the image first: canny, invert, ...", group=CONTROL, metavar="KIND",
+    )  # fmt: skip
+    ip_image: Any = setting(
+        None, "the image, and how strong it is (1): photo.png:0.6", group=PROMPTS, metavar="FILE[:X]", repeats=True,
+        also=("image_prompt",),
+    )  # fmt: skip
+    ip_mask: Any = setting(
+        None, "where it acts, white; none for everywhere", group=PROMPTS, metavar="FILE", repeats=True,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OptionRecord:
+    """The fields of ``canvax.Options``."""
+
+    eta: float | None = setting(
+        None, "noise that DDIM and ancestral samplers add", low=0, high=1, unset="the sampler's own",
+        cure="leave it out for the sampler's own", group=SAMPLING, also=("ddim_eta",), infotext="Eta", per_image=True,
+    )  # fmt: skip
+    spacing: Spacing | None = setting(
+        None, "which timesteps are visited: leading, trailing or linspace", unset="the model's own", group=SAMPLING,
+        metavar="KIND", needs=("free spacing",), per_image=True,
+    )  # fmt: skip
+    sigmas: str | Sequence[float] | None = setting(
+        None, "sigma schedule: karras, ays, ... (canvax samplers curves) or a list such as 14.6,6,2,0.5,0",
+        unset="the model's own", group=SAMPLING, metavar="CURVE", read=read_levels, per_image=True,
+    )  # fmt: skip
+    sampler_settings: Mapping[str, Any] | Sequence[str] = setting(
+        (), "a setting of the sampler, such as s_churn=10; see canvax samplers", group=SAMPLING, metavar="NAME=VALUE",
+        flags=("--set", "--sampler-settings"), repeats=True, read=read_pairs, per_image=True,
+    )  # fmt: skip
+    guidance_steps: Sequence[float] | None = setting(
+        None, "guidance scale of each step, in place of one for all", low=-MOST_GUIDANCE, high=MOST_GUIDANCE,
+        cure="for example 7.5,5,2.5,1", group=SAMPLING, metavar="G,G,...", per_image=True,
+    )  # fmt: skip
+    guidance_interval: Sequence[float] = setting(
+        (0.0, 1.0), "use guidance only from A to B of the run, for less work: Kynkaanniemi et al. 2024", low=0, high=1,
+        length=2, cure="for example 0.2,0.8", group=SAMPLING, metavar="A,B", needs=("guidance",), per_image=True,
+    )  # fmt: skip
+    guidance_rescale: float = setting(
+        0.0, "against over-exposure at high guidance, as in Lin et al. 2024", low=0, high=1, cure="0.7 is usual",
+        group=SAMPLING, also=("cfg_rescale",), needs=("guidance",), per_image=True,
+    )  # fmt: skip
+    guidance_method: GuidanceFunction | GuidanceMethod = setting(
+        "cfg", "kind of guidance, each a program: cfg, cfg_zero, apg or threshold; in Python also a function; see "
+        "docs/guidance.md", group=SAMPLING, metavar="KIND", needs=("guidance",), read=read_guidance_method,
+    )  # fmt: skip
+    guidance_settings: Mapping[str, Any] | Sequence[str] = setting(
+        (), "a number of the kind of guidance, such as norm=2.5", group=SAMPLING, metavar="NAME=VALUE", repeats=True,
+        read=read_pairs,
+    )  # fmt: skip
+    pag_scale: float = setting(
+        0.0, "perturbed-attention guidance of Ahn et al. 2024, 3 is usual; one more evaluation for each step", low=0,
+        high=100, cure="3 is usual", group=SAMPLING,
+    )  # fmt: skip
+    pag_adaptive_scale: float = setting(
+        0.0, "how much of pag_scale goes with each timestep", low=0, high=100, cure="0 is usual", group=SAMPLING,
+        needs=("pag_scale",),
+    )  # fmt: skip
+    freeu: Sequence[float] | None = setting(
+        None, "FreeU (Si et al. 2023), such as 1.5,1.6,0.9,0.2", low=0, high=10, length=4,
+        cure="for example 1.5,1.6,0.9,0.2", group=SAMPLING, metavar="B1,B2,S1,S2",
+    )  # fmt: skip
+    reuse: int = setting(
+        1,
+        "compute the whole UNet only in every N-th evaluation and forecast between (DeepCache, TaylorSeer); one more "
+        "program", low=1, high=2**31 - 1, group=SAMPLING, metavar="N", closed={"server": _BATCHED},
+    )  # fmt: skip
+    reuse_layers: int = setting(
+        1, "with reuse: outermost skip connections that are always computed; one program for each value", low=1,
+        high=2**31 - 1, group=SAMPLING, metavar="N", needs=("reuse",), closed={"server": _BATCHED},
+    )  # fmt: skip
+    tiling: Tiling = setting(
+        "auto", "decode in tiles, in less memory; auto: above 1536 x 1536 pixels", group=SAMPLING,
+        metavar="auto|on|off", flags=("--tiling", "--vae-tiling"), closed={"server": "the size decides it"},
+    )  # fmt: skip
+    clip_skip: int = setting(
+        0, "leave out the last N layers of the text encoder", low=0, group=SAMPLING, metavar="N", needs=("text",),
+        infotext="Clip skip",
+    )  # fmt: skip
+    noise: NoiseKind = setting(
+        "philox", "initial noise: philox, or torch for that of PyTorch's CPU generator",
+        cure="an array of noise is {latents}", group=SAMPLING, metavar="KIND", needs=("seed's noise",), infotext="RNG",
+    )  # fmt: skip
+    prompt_syntax: PromptSyntax = setting(
+        "plain", "what brackets in prompts mean: plain (nothing), a1111, comfy or compel", group=SAMPLING,
+        metavar="KIND", needs=("text",),
+    )  # fmt: skip
+    progress: bool | Literal["programs"] = setting(
+        True, "show compiling and evaluations on stderr; programs: compiling alone", group=PYTHON,
+        closed={"command": _IN_PYTHON, "file": _IN_PYTHON, "server": "watch the job instead"},
+    )  # fmt: skip
+    callback: Callable[[Any], Any] | None = setting(
+        None, "called after each evaluation with a canvax.Step", group=PYTHON,
+        closed={"command": _IN_PYTHON, "file": _IN_PYTHON, "server": "nothing of a client's is run here"},
+    )  # fmt: skip
+    strength_rule: StrengthRule = setting(
+        "diffusers", "which steps a strength runs: as diffusers, a1111 or exact have it", group=IMAGE, metavar="RULE",
+        needs=("image", "strength below 1"),
+    )  # fmt: skip
+    image_encoding: ImageEncoding = setting(
+        "mean", "latents of the image: the mean that the encoder gives, or a sample by the seed", group=IMAGE,
+        metavar="KIND", needs=("encoded image", "kept image"),
+    )  # fmt: skip
+    mask_mode: MaskMode = setting(
+        "hard", "grey in a mask: hard rounds it, soft mixes, graded begins later", group=IMAGE, metavar="MODE",
+        needs=("mask",),
+    )  # fmt: skip
+    mask_blur: float = setting(
+        0.0, "blur of the mask's edges, a standard deviation in pixels", low=0, high=1000, cure="4 is usual",
+        group=IMAGE, metavar="PIXELS", needs=("mask",),
+    )  # fmt: skip
+    mask_fill: MaskFill = setting(
+        "original", "what the masked part is at first: original, fill, noise or nothing", group=IMAGE, metavar="KIND",
+        needs=("mask", "mask over the image"),
+    )  # fmt: skip
+    mask_blend: MaskBlend = setting(
+        "denoised", "how the rest is kept: in the denoised image or, as diffusers does, renoised in the latents",
+        group=IMAGE, metavar="KIND", needs=("mask",),
+    )  # fmt: skip
+    padding_mask_crop: int | None = setting(
+        None, "generate the masked part alone, at the size of a whole image, with so much around it", low=0,
+        high=MAX_SIDE, cure="32 is usual", unset="the whole image", group=IMAGE, metavar="PIXELS",
+        flags=("--padding-mask-crop", "--only-masked"),
+    )  # fmt: skip
+    outpaint: str | Sequence[int] | Mapping[str, int] | None = setting(
+        None, "add pixels on these sides of an image: left=64,right=64", group=IMAGE, metavar="SIDES", read=read_sides,
+    )  # fmt: skip
+    control_scale: float | Sequence[float] = setting(
+        1.0, "how strong the control image is; X,X for two networks, as with the next three", low=-10, high=10,
+        cure="1 is as trained", group=CONTROL,
+        also=("controlnet_conditioning_scale", "adapter_conditioning_scale", "control_weight"),
+    )  # fmt: skip
+    control_start: float | Sequence[float] = setting(
+        0.0, "the part of the run after which control begins", low=0, high=1, cure="0 is from the beginning",
+        group=CONTROL, also=("control_guidance_start", "guidance_start"),
+    )  # fmt: skip
+    control_end: float | Sequence[float] = setting(
+        1.0, "the part of the run after which control ends", low=0, high=1, cure="1 is to the end", group=CONTROL,
+        also=("control_guidance_end", "guidance_end", "adapter_conditioning_factor"),
+    )  # fmt: skip
+    control_mode: ControlMode | Sequence[ControlMode] = setting(
+        "balanced", "what matters more: balanced, the prompt, the control image; guess needs no prompt", group=CONTROL,
+        metavar="MODE", cure="the type of a ControlNet-Union stands with its image, as in control=dict(depth=image)",
+    )  # fmt: skip
+    variation_seed: int | None = setting(
+        None, "another seed, towards whose noise the initial noise goes", low=0, high=MAX_SEED, group=SAMPLING,
+        metavar="SEED", flags=("--variation-seed", "--subseed"), also=("subseed",), needs=("variation_strength",),
+        infotext="Variation seed", per_image=True,
+    )  # fmt: skip
+    variation_strength: float = setting(
+        0.0, "how far the noise goes towards that of the variation seed", low=0, high=1, cure="0.1 changes little",
+        group=SAMPLING, flags=("--variation-strength", "--subseed-strength"), also=("subseed_strength",),
+        requires="variation_seed=1", infotext="Variation seed strength", per_image=True,
+    )  # fmt: skip
+    seed_size: tuple[int, int] | None = setting(
+        None, "the size whose composition the seed gives at another size", low=1, high=MAX_SIDE,
+        cure="for example (1024, 1024)", group=SAMPLING, metavar=("HEIGHT", "WIDTH"), infotext="Seed resize from",
+        per_image=True,
+    )  # fmt: skip
+    hires: float = setting(
+        1.0, "a second pass at this many times the size, such as 2", low=1, high=8, cure="2 is usual", group=HIRES,
+        flags=("--hires", "--hr-scale"), also=("hr_scale", "hires_scale"), infotext="Hires upscale",
+        closed={"server": _NO_HIRES},
+    )  # fmt: skip
+    hires_method: HiresMethod = setting(
+        "pixel", "what the second pass enlarges: pixel (the image), or latent", group=HIRES, metavar="KIND",
+        requires="hires=2", closed={"server": _NO_HIRES},
+    )  # fmt: skip
+    hires_strength: float | None = setting(
+        None, "strength of the second pass", low=0, high=1, above=True, cure="0.4 is usual",
+        unset="0.4; with latent 0.7", group=HIRES, requires="hires=2", infotext="Denoising strength",
+        closed={"server": _NO_HIRES},
+    )  # fmt: skip
+    hires_steps: int | None = setting(
+        None, "steps of the second pass", low=1, unset="as many as the first", group=HIRES, metavar="N",
+        also=("hr_second_pass_steps",), requires="hires=2", infotext="Hires steps", closed={"server": _NO_HIRES},
+    )  # fmt: skip
+    hires_sampler: str | None = setting(
+        None, "sampler of the second pass", unset="that of the first", cure="canvax samplers lists them", group=HIRES,
+        metavar="NAME", also=("hr_sampler_name",), requires="hires=2", infotext="Hires sampler",
+        closed={"server": _NO_HIRES},
+    )  # fmt: skip
+    hires_prompt: str | Sequence[str] | None = setting(
+        None, "prompt of the second pass", unset="that of the first", group=HIRES, metavar="TEXT", also=("hr_prompt",),
+        requires="hires=2", infotext="Hires prompt", closed={"server": _NO_HIRES},
+    )  # fmt: skip
+    denoising_start: float = setting(
+        0.0, "the part of the run that is done already: latents are those of a run with this denoising_end", low=0,
+        high=1, cure="0.8 is usual between base and refiner", group=PYTHON,
+        closed={"command": _IN_PYTHON, "file": _IN_PYTHON, "server": _NO_LATENTS},
+    )  # fmt: skip
+    denoising_end: float = setting(
+        1.0, "the part of the run to stop after: Result.latents are noisy then, and nothing is decoded", low=0, high=1,
+        cure="0.8 is usual between base and refiner", group=PYTHON,
+        closed={"command": _IN_PYTHON, "file": _IN_PYTHON, "server": _NO_LATENTS},
+    )  # fmt: skip
+    prompt_2: str | Sequence[str] | None = setting(
+        None, "prompt of the second text encoder", unset="the prompt", group=SDXL, metavar="TEXT",
+        needs=("prompt as text",), per_image=True,
+    )  # fmt: skip
+    negative_prompt_2: str | Sequence[str] | None = setting(
+        None, "negative prompt of the second text encoder", unset="the negative prompt", group=SDXL, metavar="TEXT",
+        needs=("guidance", "negative prompt as text"), per_image=True,
+    )  # fmt: skip
+    original_size: tuple[int, int] | None = setting(
+        None, "size of the training images to imitate; small is blurred", low=1, high=MOST_TRAINED,
+        unset="the image's size", cure="for example (1024, 1024)", group=SDXL, metavar=("HEIGHT", "WIDTH"),
+    )  # fmt: skip
+    crops_coords_top_left: tuple[int, int] = setting(
+        (0, 0), "crop of the training images to imitate; 0 0 is well framed", low=0, high=MOST_TRAINED,
+        cure="(0, 0) is well framed", group=SDXL, metavar=("TOP", "LEFT"),
+    )  # fmt: skip
+    target_size: tuple[int, int] | None = setting(
+        None, "size of the training images after resizing", low=1, high=MOST_TRAINED, unset="the image's size",
+        cure="for example (1024, 1024)", group=SDXL, metavar=("HEIGHT", "WIDTH"),
+    )  # fmt: skip
+    negative_original_size: tuple[int, int] | None = setting(
+        None, "original_size for the negative prompt", low=1, high=MOST_TRAINED, cure="for example (1024, 1024)",
+        group=SDXL, metavar=("HEIGHT", "WIDTH"), needs=("guidance",),
+    )  # fmt: skip
+    negative_crops_coords_top_left: tuple[int, int] | None = setting(
+        None, "crops_coords_top_left for the negative prompt", low=0, high=MOST_TRAINED, cure="for example (0, 0)",
+        group=SDXL, metavar=("TOP", "LEFT"), needs=("guidance",),
+    )  # fmt: skip
+    negative_target_size: tuple[int, int] | None = setting(
+        None, "target_size for the negative prompt", low=1, high=MOST_TRAINED, cure="for example (1024, 1024)",
+        group=SDXL, metavar=("HEIGHT", "WIDTH"), needs=("guidance",),
+    )  # fmt: skip
+    aesthetic_score: float | None = setting(
+        None, "of the refiner: how beautiful, about 1 to 10", cure="6 is usual", unset="6", group=SDXL,
+    )  # fmt: skip
+    negative_aesthetic_score: float | None = setting(
+        None, "of the refiner: what to keep away from", cure="2.5 is usual", unset="2.5", group=SDXL,
+        needs=("guidance",),
+    )  # fmt: skip
+
+
+class OptionFields(TypedDict, total=False):
+    """The options as keywords of a call, for type checkers and editors: as ``OptionRecord``, which a test compares."""
+
+    eta: float | None
+    spacing: Spacing | None
+    sigmas: str | Sequence[float] | None
+    sampler_settings: Mapping[str, Any] | Sequence[str]
+    guidance_steps: Sequence[float] | None
+    guidance_interval: Sequence[float]
+    guidance_rescale: float
+    guidance_method: GuidanceMethod | GuidanceFunction
+    guidance_settings: Mapping[str, Any] | Sequence[str]
+    pag_scale: float
+    pag_adaptive_scale: float
+    freeu: Sequence[float] | None
+    reuse: int
+    reuse_layers: int
+    tiling: Tiling
+    clip_skip: int
+    noise: NoiseKind
+    prompt_syntax: PromptSyntax
+    progress: bool | Literal["programs"]
+    callback: Callable[[Any], Any] | None
+    strength_rule: StrengthRule
+    image_encoding: ImageEncoding
+    mask_mode: MaskMode
+    mask_blur: float
+    mask_fill: MaskFill
+    mask_blend: MaskBlend
+    padding_mask_crop: int | None
+    outpaint: str | Sequence[int] | Mapping[str, int] | None
+    control_scale: float | Sequence[float]
+    control_start: float | Sequence[float]
+    control_end: float | Sequence[float]
+    control_mode: ControlMode | Sequence[ControlMode]
+    variation_seed: int | None
+    variation_strength: float
+    seed_size: tuple[int, int] | None
+    hires: float
+    hires_method: HiresMethod
+    hires_strength: float | None
+    hires_steps: int | None
+    hires_sampler: str | None
+    hires_prompt: str | Sequence[str] | None
+    denoising_start: float
+    denoising_end: float
+    prompt_2: str | Sequence[str] | None
+    negative_prompt_2: str | Sequence[str] | None
+    original_size: tuple[int, int] | None
+    crops_coords_top_left: tuple[int, int]
+    target_size: tuple[int, int] | None
+    negative_original_size: tuple[int, int] | None
+    negative_crops_coords_top_left: tuple[int, int] | None
+    negative_target_size: tuple[int, int] | None
+    aesthetic_score: float | None
+    negative_aesthetic_score: float | None

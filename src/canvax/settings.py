@@ -1,0 +1,488 @@
+"""What a setting is: a field of a dataclass that says its help, limits and names once.
+
+    @dataclass(frozen=True)
+    class Options:
+        eta: float | None = setting(None, "noise that the sampler adds", low=0, high=1, infotext="Eta")
+
+The kind of a value follows from the annotation. From the record follow the checks of ``check_all``, flags, columns,
+the JSON schema of the server, rows of the docs and hints, so that a new setting is a new field and nothing else.
+``canvax.call`` has the records.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
+from itertools import islice
+from numbers import Integral, Real
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from canvax.errors import NO_VALUE, InputError, nearest, plain, refuse_tracers
+
+if TYPE_CHECKING:
+    import argparse
+
+Door = Literal["command", "file", "server"]
+"""Where a setting may be given besides Python: a flag or a line of a prompt file, a row of a batch job, a request."""
+
+MOST_NUMBERS = 10_000
+"""Numbers of a list: more than any run has steps. An endless iterator is not read to its end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The declaration of a setting.
+
+    Attributes:
+        help: what it does, as --help, the docs and the server's schema say it.
+        low: the smallest value; None for no limit. Of a list: of each entry.
+        high: the largest value.
+        above: whether the value must be larger than ``low``.
+        length: entries of a list; 0 for any number.
+        cure: ends the error of a wrong value: "4 is usual".
+        unset: what None stands for: "the model's own".
+        also: names in other programs, which Python, files and the server take as well.
+        flags: of the command line; by default ``--name``.
+        repeats: whether the flag may be given several times.
+        metavar: what --help calls the value.
+        group: which settings it is listed with.
+        needs: without which it has no effect, which a hint says: other settings, or conditions of ``hints.idle``.
+        requires: a setting without which it is an error, with a value: "hires=2".
+        per_image: whether images of one batch may differ in it.
+        infotext: its name in A1111's text in a PNG.
+        closed: entry points that do not take it, and why.
+        read: reads a value that no annotation describes: a function of the name and the value.
+    """
+
+    help: str
+    low: float | None = None
+    high: float | None = None
+    above: bool = False
+    length: int = 0
+    cure: str = ""
+    unset: str = ""
+    also: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    repeats: bool = False
+    metavar: str | tuple[str, str] = ""
+    group: str = "settings"
+    needs: tuple[str, ...] = ()
+    requires: str = ""
+    per_image: bool = False
+    infotext: str = ""
+    closed: Mapping[Door, str] = field(default_factory=dict)
+    read: Callable[[str, Any], Any] | None = None
+
+    @property
+    def limits(self) -> str:
+        """The range in words; empty without one."""
+        low, high = (None if end is None else _as_text(end) for end in (self.low, self.high))
+        if low is None or high is None:
+            return "" if low is None else f"{low} or more"
+        return f"{low}..{high}" + f", without {low}" * self.above
+
+    def takes(self, number: float) -> bool:
+        """Whether a number is finite and within the limits."""
+        low = -math.inf if self.low is None else self.low
+        high = math.inf if self.high is None else self.high
+        return math.isfinite(number) and low <= number <= high and not (self.above and number == low)
+
+
+def _as_text(end: float) -> str:
+    """A limit: 2**64-1 is easier to read than its digits."""
+    large = end > 2**30 and isinstance(end, int) and (end + 1).bit_count() == 1
+    return f"2**{end.bit_length()}-1" if large else f"{end:.10g}"  # type: ignore[union-attr]
+
+
+def setting(default: Any = MISSING, help: str = "", **declared: Any) -> Any:
+    """A field of a record of settings; ``declared`` are attributes of ``Setting``."""
+    metadata = {"setting": Setting(help=help, **declared)}
+    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The values that an annotation allows.
+
+    Attributes:
+        of: int, float or str, of a value or else of the entries of a list; None where ``Setting.read`` alone knows.
+        entries: the same of the entries of a list.
+        choices: the values of a Literal.
+        alone: whether it may be a value that is not in a list.
+        several: whether it may be a list.
+        table: whether it may be a table.
+        length: of a tuple with as many entries.
+        optional: whether it may be None.
+    """
+
+    of: type | None
+    entries: type | None = None
+    choices: tuple[Any, ...] = ()
+    alone: bool = True
+    several: bool = False
+    table: bool = False
+    length: int = 0
+    optional: bool = False
+
+    @classmethod
+    def read(cls, annotation: Any) -> Kind:
+        """The kind of an annotation."""
+        members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+        lists = [one for one in members if get_origin(one) in (Sequence, tuple)]
+        tables = [one for one in members if get_origin(one) is Mapping]
+        single = [one for one in members if one not in (*lists, *tables, type(None))]
+        entries = _type_of(get_args(lists[0])[0]) if lists else None
+        choices = tuple(word for one in single for word in _choices(one))
+        return cls(
+            _type_of(single[-1]) if single else entries,
+            entries,
+            choices,
+            bool(single),
+            bool(lists),
+            bool(tables),
+            len(get_args(lists[0])) if lists and get_origin(lists[0]) is tuple else 0,
+            type(None) in members,
+        )
+
+
+def _type_of(annotation: Any) -> type | None:
+    words = get_args(annotation) if get_origin(annotation) is Literal else ()
+    return type(words[0]) if words else annotation if annotation in (int, float, str) else None
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    return (True, False) if annotation is bool else get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
+class Declared:
+    """A setting with the field that declares it."""
+
+    def __init__(self, declared: Field[Any], annotation: Any) -> None:
+        self.name, self.default = declared.name, declared.default
+        self.setting: Setting = declared.metadata["setting"]
+        self.kind = Kind.read(annotation)
+        self.length = self.setting.length or self.kind.length
+        self.flags = self.setting.flags or (f"--{self.name.replace('_', '-')}",)
+
+    @property
+    def flag(self) -> str:
+        """The flag to write in a command."""
+        return next((flag for flag in self.flags if flag.startswith("--")), self.flags[0])
+
+    @property
+    def is_text(self) -> bool:
+        """Whether a table without types, such as CSV, has it as text."""
+        return self.kind.of in (None, str) and not self.setting.read
+
+    @property
+    def otherwise(self) -> str:
+        """What holds if nothing is given; empty where that needs no words."""
+        if self.default is None:
+            return self.setting.unset
+        return "" if self.default in (MISSING, ()) else text_of(self.default)
+
+
+@cache
+def declared(record: type) -> dict[str, Declared]:
+    """The settings of a record by name."""
+    hints = get_type_hints(record)
+    return {one.name: Declared(one, hints[one.name]) for one in fields(record) if "setting" in one.metadata}
+
+
+def offered(record: type, door: Door) -> dict[str, Declared]:
+    """The settings that an entry point takes."""
+    return {name: one for name, one in declared(record).items() if door not in one.setting.closed}
+
+
+def grouped(record: type, group: str) -> dict[str, Declared]:
+    """The settings of a group."""
+    return {name: one for name, one in declared(record).items() if one.setting.group == group}
+
+
+def aliases(*records: type) -> dict[str, str]:
+    """Names in other programs, with the names here."""
+    return {also: name for record in records for name, one in declared(record).items() for also in one.setting.also}
+
+
+# Values
+
+
+def check_all(record: Any) -> None:
+    """Check each setting of a frozen record, and keep it as a plain value.
+
+    Raises:
+        InputError: a value is of another kind, is out of range, or needs another setting.
+    """
+    for name, one in declared(type(record)).items():
+        if (value := getattr(record, name)) is not one.default:
+            object.__setattr__(record, name, check(one, value))
+    for name, one in declared(type(record)).items():
+        needed = one.setting.requires.partition("=")[0]
+        if needed and _differs(record, one) and not _differs(record, declared(type(record))[needed]):
+            raise InputError(name, getattr(record, name), f"has no effect without {needed}",
+                             f"add {{{one.setting.requires}}}")  # fmt: skip
+
+
+def _differs(record: Any, one: Declared) -> bool:
+    return getattr(record, one.name) != one.default
+
+
+def check_setting(record: type, name: str, value: Any) -> Any:
+    """A value of a setting of a record, checked."""
+    return check(declared(record)[name], value)
+
+
+def check(one: Declared, value: Any) -> Any:
+    """A value as a plain one.
+
+    Raises:
+        InputError: it is of another kind, or out of range.
+    """
+    name, kind = one.name, one.kind
+    value = plain(value, name)
+    if getattr(value, "ndim", 0) and hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple | Mapping):
+        refuse_tracers(name, value)
+    if value is None and kind.optional:
+        return None
+    if one.setting.read:
+        return one.setting.read(name, value)
+    if kind.of is None:
+        return value
+    if kind.several:
+        return _several(one, value)
+    return _single(one, value, value)
+
+
+def _single(one: Declared, value: Any, whole: Any) -> Any:
+    """A value, or an entry of the list ``whole``."""
+    setting, kind = one.setting, one.kind
+    if kind.choices:
+        if not any(value == choice and type(value) is type(choice) for choice in kind.choices):
+            words = [choice for choice in kind.choices if isinstance(choice, str)]
+            listing = f"choose one of {', '.join(map(repr, kind.choices))}"
+            cure = nearest(value, words) if isinstance(value, str) else setting.cure or listing
+            raise InputError(one.name, whole, "is not known", cure)
+        return value
+    if kind.of is str:
+        if not isinstance(value, str):
+            raise InputError(one.name, whole, "is not text", setting.cure)
+        return value
+    if not (is_whole(value) if kind.of is int else is_number(value)) or not setting.takes(value):
+        wanted = "a whole number" if kind.of is int else "a number" if setting.limits else "a finite number"
+        joint = " of at least " if setting.high is None else " in "
+        limits = joint + setting.limits.removesuffix(" or more") if setting.limits else ""
+        raise InputError(one.name, whole, f"is not {wanted}{limits}", setting.cure)
+    return value
+
+
+def _several(one: Declared, value: Any) -> Any:
+    """A list, or a value where that is allowed as well."""
+    setting, kind = one.setting, one.kind
+    if kind.of is str and not kind.choices:
+        texts = [value] if isinstance(value, str) and kind.alone else value
+        if not (isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts)):
+            raise InputError(one.name, value, "is neither text nor a list of texts", setting.cure)
+        return value
+    if kind.alone:
+        entries = listed(value)
+        for entry in entries or ("",):
+            _single(one, entry, value)
+        return entries[0] if len(entries) == 1 else entries
+    numbers = numbers_of(value)
+    if len(numbers) > MOST_NUMBERS:
+        raise InputError(one.name, NO_VALUE, f"has more than {MOST_NUMBERS} numbers", "give one for each step")
+    whole = kind.of is int
+    fits = len(numbers) == one.length if one.length else bool(numbers)
+    if not fits or not all(setting.takes(number) and (not whole or is_whole(number)) for number in numbers):
+        if isinstance(setting.metavar, tuple):
+            wanted = f"({', '.join(setting.metavar).lower()}), whole numbers"
+        else:
+            wanted = f"{one.length} numbers" if one.length else "a list of numbers"
+        wanted += f" in {setting.limits}" * bool(setting.limits)
+        raise InputError(one.name, value, f"is not {wanted}", setting.cure)
+    return numbers if whole else tuple(map(float, numbers))
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is a whole number."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def listed(value: Any) -> tuple[Any, ...]:
+    """Numbers or words as a tuple: one, several, or text with commas."""
+    if isinstance(value, str):
+        return tuple(plain_value(part.strip()) for part in value.split(","))
+    return tuple(map(plain, value)) if isinstance(value, Sequence) else (value,)
+
+
+def numbers_of(value: Any) -> tuple[Any, ...]:
+    """The numbers of a list, also as text with commas; empty if it is no list of numbers."""
+    if isinstance(value, str):
+        value = value.split(",")
+    if isinstance(value, bytes | set | frozenset | Mapping):  # which iterate as well, and mean something else
+        return ()
+    try:
+        return tuple(_number(entry) for entry in islice(value or (), MOST_NUMBERS + 1))
+    except (TypeError, ValueError, OverflowError):
+        return ()
+
+
+def _number(value: Any) -> Any:
+    value = plain(value)
+    return math.nan if isinstance(value, bool) else int(value) if is_whole(value) else float(value)
+
+
+_NUMBER = re.compile(r"[+-]?(\d{1,99}(?:\.\d{0,99})?|\.\d{1,99})(e[+-]?\d{1,9})?", re.ASCII | re.IGNORECASE)
+
+
+def plain_value(text: str) -> Any:
+    """A number, true, false, a list with or without its brackets, or a word."""
+    for candidate in (text, f"[{text}]" if "," in text else text):
+        try:
+            return json.loads(candidate)
+        except ValueError:
+            continue
+        except RecursionError:
+            raise InputError("sampler_settings", text[:40], "is nested too deeply") from None
+    inner = text[1:-1] if text[:1] + text[-1:] == "[]" else text
+    parts = [part.strip() for part in inner.split(",")]
+    if all(map(_NUMBER.fullmatch, parts)):  # .5, 1. and +0.5, which are none in JSON
+        numbers = [int(part) if part.lstrip("+-").isdigit() else float(part) for part in parts]
+        return numbers if "," in text or inner != text else numbers[0]
+    return {"True": True, "False": False}.get(text, text)
+
+
+def check_once(name: str, parts: Iterable[str]) -> None:
+    """Refuse a part that is given twice, since one of the two would be dropped silently."""
+    seen: set[str] = set()
+    for part in parts:
+        if part in seen:
+            raise InputError(f"{name} has {part!r} twice; keep one")
+        seen.add(part)
+
+
+# What follows from a record
+
+
+def described(one: Declared) -> str:
+    """The line of --help."""
+    setting = one.setting
+    narrow = setting.high is not None and setting.high <= 10 and one.kind.of is float
+    return (f"{setting.limits}, " if narrow else "") + setting.help + (f" ({one.otherwise})" if one.otherwise else "")
+
+
+def add_flags(parser: argparse.ArgumentParser | Any, record: type, *, group: str | None = None,
+              names: Iterable[str] | None = None) -> None:  # fmt: skip
+    """Add the flags of a record's settings: all of them, those of a group, or those of some names."""
+    for name, one in offered(record, "command").items():
+        if group in (None, one.setting.group) and (names is None or name in names):
+            keywords: dict[str, Any] = {"metavar": one.setting.metavar or "X", "help": described(one)}
+            number = one.kind.of if one.kind.of in (int, float) else None
+            if one.setting.repeats:
+                keywords["action"] = "append"
+            elif isinstance(one.setting.metavar, tuple):
+                keywords |= {"type": number, "nargs": 2}
+            elif number and not one.kind.several:
+                keywords["type"] = number
+            parser.add_argument(*one.flags, dest=name, **keywords)
+
+
+def as_flags(one: Declared, value: Any) -> list[str]:
+    """The words of a command line that give a setting a value; none for None."""
+    if value is None or value in ([], ()):
+        return []
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    if one.setting.repeats:
+        return [f"{one.flag}={each}" for each in values]
+    words = [str(each) for each in values] if isinstance(one.setting.metavar, tuple) else [",".join(map(str, values))]
+    return [f"{one.flag}={words[0]}"] if words[0].startswith("-") else [one.flag, *words]
+
+
+def json_schema(record: type, door: Door) -> dict[str, Any]:
+    """The JSON schema of the settings that an entry point takes."""
+    properties = {name: _schema_of(one) for name, one in offered(record, door).items()}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _schema_of(one: Declared) -> dict[str, Any]:
+    setting, kind = one.setting, one.kind
+    bounds = {"exclusiveMinimum" if setting.above else "minimum": setting.low, "maximum": setting.high}
+    bounds = {name: bound for name, bound in bounds.items() if bound is not None}
+
+    def form(of: type) -> dict[str, Any]:
+        name = {int: "integer", float: "number", str: "string"}[of]
+        return {"enum": list(kind.choices)} if kind.choices else {"type": name, **(bounds if of is not str else {})}
+
+    forms = [form(kind.of)] if kind.alone and kind.of else []
+    if kind.several and kind.entries:
+        counts = {"minItems": one.length, "maxItems": one.length} if one.length else {}
+        forms.append({"type": "array", "items": form(kind.entries), **counts})
+    if kind.table:
+        forms.append({"type": "object"})
+    forms += [{"type": "null"}] if kind.optional else []
+    found = forms[0] if len(forms) == 1 else {"anyOf": forms} if forms else {}
+    default = {} if one.default in (None, MISSING) else {"default": one.default}
+    return {"description": setting.help, **found, **default}
+
+
+def markdown(record: type) -> str:
+    """The settings of a record as tables, one for each group; then those that the server does not take."""
+    parts = []
+    for group in dict.fromkeys(one.setting.group for one in declared(record).values()):
+        rows = [_row(one) for one in grouped(record, group).values()]
+        title = group.partition(" (")[0]
+        parts.append("\n".join([f"**{title[:1].upper()}{title[1:]}**", "", "| option | default | values | meaning |",
+                                "|---|---|---|---|", *rows]))  # fmt: skip
+    closed: dict[str, list[str]] = {}
+    for name, one in declared(record).items():
+        if why := one.setting.closed.get("server"):
+            closed.setdefault(why, []).append(f"`{name}`")
+    parts.append(
+        "\n".join(["The server does not take", "", *(f"- {', '.join(names)}: {why}" for why, names in closed.items())])
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(one: Declared) -> str:
+    words = ", ".join(f"`{choice}`" for choice in one.kind.choices)
+    kind = {int: "whole number", float: "number", str: "text"}.get(one.kind.of or object, "")
+    if one.length or (one.kind.several and not one.kind.alone):
+        kind = f"{one.length or ''} {kind}s".strip()
+    kind = "names with values" if one.kind.table and one.setting.repeats else kind
+    values = words or ", ".join(filter(None, (kind, one.setting.limits)))
+    return f"| `{one.name}` | {one.otherwise} | {values} | {one.setting.help} |"
+
+
+def text_of(value: Any) -> str:
+    """A default as help shows it."""
+    if isinstance(value, tuple):
+        return ",".join(map(text_of, value))
+    return f"{value:g}" if type(value) is float else str(value)
+
+
+def idle(record: Any, there: Mapping[str, bool]) -> Iterator[tuple[str, str]]:
+    """The settings that have no effect, each with what it needs.
+
+    Args:
+        record: the values.
+        there: conditions that are no settings of the record, and whether they hold.
+    """
+    known = declared(type(record))
+    for name, one in known.items():
+        for needed in one.setting.needs if _differs(record, one) else ():
+            holds = there[needed] if needed in there else _differs(record, known[needed])
+            if not holds:
+                yield name, needed
+                break

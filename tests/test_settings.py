@@ -1,0 +1,166 @@
+"""A setting is declared once: all that other places say of it follows from the record."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+import pytest
+
+import canvax
+from canvax.call import IMAGE, Call, FromFiles, OptionFields, OptionRecord
+from canvax.cli.images import ALIASES, SETTINGS
+from canvax.images.infotext import from_infotext
+from canvax.scale.rows import NAMES
+from canvax.server.openapi import description
+from canvax.server.own import BODIES
+from canvax.settings import add_flags, aliases, as_flags, declared, idle, json_schema, markdown, offered, setting
+
+ROOT = Path(__file__).parent.parent
+BEGIN, END = "<!-- options: written by tests/test_settings.py -->\n", "<!-- end of options -->\n"
+
+
+@dataclass(frozen=True)
+class Grained(canvax.Options):
+    """The options with one more."""
+
+    grain: float = setting(
+        0.0, "film grain over the image", low=0, high=1, cure="0.1 is usual", also=("film_grain",), group=IMAGE,
+        needs=("mask",), infotext="Grain",
+    )  # fmt: skip
+
+
+def test_a_new_setting_is_everywhere() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Grained)
+    assert parser.parse_args(["--grain", "0.5"]).grain == 0.5
+    assert "0..1, film grain over the image (0)" in " ".join(parser.format_help().split())
+    assert as_flags(declared(Grained)["grain"], 0.5) == ["--grain", "0.5"]
+    assert {"grain", *NAMES} <= {"grain", *offered(Call, "file"), *declared(FromFiles), *offered(Grained, "file")}
+    assert json_schema(Grained, "server")["properties"]["grain"] == {
+        "description": "film grain over the image", "type": "number", "minimum": 0, "maximum": 1, "default": 0.0,
+    }  # fmt: skip
+    assert "| `grain` | 0 | number, 0..1 | film grain over the image |" in markdown(Grained)
+    assert aliases(Grained)["film_grain"] == "grain"
+    there = dict.fromkeys({need for one in declared(Grained).values() for need in one.setting.needs}, True)
+    assert list(idle(Grained(grain=0.5), there | {"mask": False})) == [("grain", "mask")]
+    assert not list(idle(Grained(grain=0.5), there))
+    with pytest.raises(canvax.InputError) as refused:
+        Grained(grain=2)
+    assert (refused.value.argument, refused.value.value, refused.value.cure) == ("grain", 2, "0.1 is usual")
+    assert Grained(grain=0.5).changed() == {"grain": 0.5}
+
+
+def test_every_entry_point_takes_the_record() -> None:
+    options = {name for name, one in declared(OptionRecord).items() if not one.setting.closed.get("command")}
+    assert options <= set(SETTINGS)
+    assert options <= set(NAMES)
+    assert set(ALIASES.values()) <= {"prompt", *SETTINGS}
+    schema = description(BODIES)["components"]["schemas"]["Options"]
+    assert set(schema["properties"]) == set(offered(OptionRecord, "server"))
+    assert "hires" not in schema["properties"]
+
+
+def test_names_are_unambiguous() -> None:
+    records = (Call, FromFiles, OptionRecord)
+    names = [name for record in records for name in declared(record)]
+    others = [also for record in records for one in declared(record).values() for also in one.setting.also]
+    flags = [flag for record in records for one in offered(record, "command").values() for flag in one.flags]
+    assert len(names) == len(set(names))
+    assert len(others) == len(set(others))
+    assert len(flags) == len(set(flags))
+    conditions = {need for one in declared(OptionRecord).values() for need in one.setting.needs}
+    required = {one.setting.requires.partition("=")[0] for one in declared(OptionRecord).values()}
+    assert required - {""} <= set(names)
+    assert conditions & declared(OptionRecord).keys() == {"pag_scale", "reuse", "variation_strength"}
+
+
+def test_keywords_for_type_checkers() -> None:
+    hints = get_type_hints(OptionRecord)
+    assert get_type_hints(OptionFields) == {name: hints[name] for name in declared(OptionRecord)}
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_the_options(tmp_path: Path) -> None:
+    pytest.importorskip("pyright")
+    (tmp_path / "user.py").write_text(
+        'import canvax\npipe = canvax.load("emoji")\npipe("a cat", clip_skip=1, sigmas="karras")\n'
+        'pipe("a cat", clip_skp=1)\npipe("a cat", mask_mode="sofft")\n'
+    )
+    (tmp_path / "pyrightconfig.json").write_text(f'{{"extraPaths": ["{ROOT / "src"}"]}}')
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert re.findall(r"user\.py:(\d+):\d+ - error", done.stdout) == ["4", "5"]
+
+
+WRONG: dict[str, tuple[Mapping[str, Any], str]] = {
+    "a number": ({"eta": "x"}, "eta"), "too large": ({"eta": 1.5}, "eta"), "a truth": ({"eta": True}, "eta"),
+    "no number": ({"mask_blur": float("nan")}, "mask_blur"), "a fraction": ({"clip_skip": 1.5}, "clip_skip"),
+    "above": ({"hires": 2, "hires_strength": 0}, "hires_strength"), "a word": ({"mask_mode": "sofft"}, "mask_mode"),
+    "a list": ({"guidance_steps": []}, "guidance_steps"), "its length": ({"freeu": "1,2,3"}, "freeu"),
+    "its entries": ({"control_scale": "1,99"}, "control_scale"), "a set": ({"sigmas": {1, 2}}, "sigmas"),
+    "a pair": ({"original_size": (0, 8)}, "original_size"), "texts": ({"prompt_2": ["a", 1]}, "prompt_2"),
+    "one in place of a truth": ({"progress": 1}, "progress"), "two bounds": ({"denoising_start": 1}, "denoising_start"),
+    "an order": ({"guidance_interval": (0.8, 0.2)}, "guidance_interval"), "needed": ({"hires_steps": 5}, "hires_steps"),
+    "a curve": ({"sigmas": "kerras"}, "sigmas"), "a sampler": ({"hires": 2, "hires_sampler": "x"}, "hires_sampler"),
+    "a side": ({"outpaint": {"lefft": 8}}, "outpaint"), "a window": ({"control_start": 1}, "control_start"),
+    "its numbers": ({"guidance_settings": {"norm": 1}}, "guidance_settings"), "none": ({"eta": [1]}, "eta"),
+    "names": ({"sampler_settings": "s_churn=10"}, "sampler_settings"), "a function": ({"callback": 1}, "callback"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_values_name_the_argument(case: str) -> None:
+    options, argument = WRONG[case]
+    with pytest.raises(canvax.InputError) as refused:
+        canvax.Options(**options)
+    assert argument in (refused.value.argument, str(refused.value).partition("=")[0])
+
+
+def test_values_become_plain() -> None:
+    values: dict[str, Any] = {
+        "eta": np.float32(0.5), "clip_skip": np.int64(1), "control_scale": np.array([1.0, 0.5]),
+        "original_size": np.array([8, 16]), "guidance_steps": range(2, 4), "sigmas": "14.6,2,0", "outpaint": "left=8",
+        "progress": np.True_,
+    }  # fmt: skip
+    options = canvax.Options(**values)
+    assert options.changed() == {
+        "eta": 0.5, "clip_skip": 1, "control_scale": (1.0, 0.5), "original_size": (8, 16), "outpaint": (8, 0, 0, 0),
+        "guidance_steps": (2.0, 3.0), "sigmas": (14.6, 2.0, 0.0),
+    }  # fmt: skip
+    assert type(options.eta) is float
+    assert options.progress is True
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("Variation seed: 3, Variation seed strength: 0.5", {"variation_seed": 3, "variation_strength": 0.5}),
+        ("Variation seed: 3, Steps: 4", {}),
+        ("Hires upscale: 2, Hires steps: 5", {"hires": 2.0, "hires_steps": 5, "hires_method": "pixel"}),
+        ("Hires steps: 5, Clip skip: 2", {"clip_skip": 1}),
+        ("RNG: CPU, Seed resize from: 64x32", {"noise": "torch", "seed_size": [32, 64]}),
+    ],
+)
+def test_names_in_a_png(text: str, options: Mapping[str, Any]) -> None:
+    found = from_infotext(f"a cat\nSteps: 20, Seed: 1, {text}, Version: canvax 1")
+    assert found["options"] == options
+
+
+def test_the_docs_list_the_options() -> None:
+    """``CANVAX_WRITE_GOLDEN=1 pytest tests/test_settings.py`` writes the tables again."""
+    page = ROOT / "docs" / "pipeline.md"
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    found, _, after = rest.partition(END)
+    if os.environ.get("CANVAX_WRITE_GOLDEN"):
+        page.write_text(f"{before}{BEGIN}\n{markdown(OptionRecord)}\n{END}{after}", encoding="utf-8")
+    else:
+        assert found == f"\n{markdown(OptionRecord)}\n"
