@@ -22,6 +22,7 @@ from canvax.errors import slip
 from canvax.familiar import ATTRIBUTES, CALL, LOAD, Both
 from canvax.nn import LOW_RANK
 from canvax.pipelines.translate import place_of, translate_call, translate_load
+from canvax.settings import plain_value
 from canvax.weights.cast import parse_dtype
 
 QUICK: dict[str, Any] = {"steps": 2, "seed": 1, "progress": False}
