@@ -390,7 +390,7 @@ def _options(ask: Ask) -> Options:
     names = {field.name for field in dataclasses.fields(Options)}
     unknown = [name for name in ask.options if name not in names]
     if unknown:
-        raise InputError(unknown[0], NO_VALUE, "is not an option", nearest(unknown[0], sorted(names)))
+        raise InputError("options", NO_VALUE, f"has no {unknown[0]!r:.80}", nearest(unknown[0], sorted(names)))
     return Options(**{**ask.options, "progress": False})
 
 
