@@ -228,7 +228,8 @@ def test_unknown_names(emoji: canvax.StableDiffusion) -> None:
     for given in ({"clipskip": 1}, {"qqqq": 1}, {"clip_skip": 1, "options": canvax.Options(clip_skip=1)}):
         with pytest.raises(canvax.InputError):
             emoji("a", **given)  # type: ignore[arg-type]
-    for given in ({"clipskip": 1}, {"prompt": "a"}):
+    wrong: tuple[dict[str, Any], ...] = ({"clipskip": 1}, {"prompt": "a"})
+    for given in wrong:
         with pytest.raises(TypeError):
             canvax.Options(**given)
     with pytest.raises(TypeError):
@@ -236,7 +237,7 @@ def test_unknown_names(emoji: canvax.StableDiffusion) -> None:
     with pytest.raises(TypeError):
         canvax.load("emoji", "float16", torch_dtype="float16")  # type: ignore[misc]
     with pytest.raises(AttributeError, match="did you mean 'decode'"):
-        emoji.decoded  # noqa: B018
+        emoji.decoded  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(AttributeError):
         emoji.scheduler = 1
     with pytest.raises(ImportError, match="StableDiffusionPipeline"):

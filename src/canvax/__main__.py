@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
+from contextlib import suppress
 
 
 def main() -> int:
     """Run the command line of this process; returns its exit code."""
+    code = 1
+
+    def leave() -> None:
+        """Leaves without Python's teardown, in which a thread of JAX can still run and crash the process."""
+        if "jax" in sys.modules:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError, AttributeError):
+                    stream.flush()
+            os._exit(code)
+
+    atexit.register(leave)  # registered first, so it runs last
     try:
         from canvax.cli import main as run
 
-        return run()
-    except KeyboardInterrupt:  # of an import; commands answer their own
+        code = run()
+    except KeyboardInterrupt:  # during an import; commands handle their own
         print("canvax: cancelled", file=sys.stderr)
-        return 130
+        code = 130
+    return code
 
 
 if __name__ == "__main__":

@@ -212,26 +212,26 @@ class Both(NamedTuple):
         raise AttributeError(name if name.startswith("_") else f"{name}: {_BOTH}")
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
 Translate = Callable[[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], Callable[[Any], Any] | None]]
 """From a function's own keywords and the others to those to call it with, and what to do with its result."""
 
 
 def accepts(
     translate: Translate, check: Callable[[str, Any], None] | None = None, table: Mapping[str, Familiar] | None = None
-) -> Callable[[F], F]:
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """A decorator: a call with keywords that a function does not name goes through ``translate`` first.
 
     ``check`` gets the name and the value of each argument before that. Errors name an argument as the caller did, where
     ``table`` knows it under another name.
     """
 
-    def decorate(function: F) -> F:
+    def decorate(function: Callable[..., R]) -> Callable[..., R]:
         form = signature(function)
         named = [name for name, one in form.parameters.items() if one.kind is not one.VAR_KEYWORD]
 
         @wraps(function)
-        def call(*arguments: Any, **keywords: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> R:
             for name, value in (*zip(named, arguments, strict=False), *keywords.items()) if check else ():
                 check(name, value)  # type: ignore[misc]
             others = {name: value for name, value in keywords.items() if name not in named}
@@ -248,7 +248,7 @@ def accepts(
                 raise error.about(aliases[error.argument]) from None
             return finish(result) if finish else result
 
-        return call  # type: ignore[return-value]
+        return call
 
     return decorate
 

@@ -378,10 +378,9 @@ def sample(
 def _options(job_request: JobRequest) -> Options:
     names = declared(Options)
     if unknown := next((name for name in job_request.options if name not in names), None):
-        own = aliases(Options).get(unknown)
-        raise InputError(
-            unknown, NO_VALUE, "is not an option", f"send {own!r}" if own else nearest(unknown, list(names))
-        )
+        renamed = aliases(Options).get(unknown)
+        cure = f"send {renamed!r}" if renamed else nearest(unknown, list(names))
+        raise InputError("options", NO_VALUE, f"has no {unknown!r:.80}", cure)
     return Options(**{**job_request.options, "progress": False})
 
 
