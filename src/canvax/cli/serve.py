@@ -280,10 +280,10 @@ def listen(host: str, port: int | None, *, spare: bool = False) -> socket.socket
             listener.close()
         reason = getattr(error, "strerror", None) or error
         known = listener is not None and getattr(error, "errno", None) != errno.EADDRNOTAVAIL
-        cure = (
-            "choose another port, such as --port 0" if known else "name an address of this machine, such as 127.0.0.1"
-        )
-        raise InputError("host", host, f"cannot be listened on at port {port}: {reason}", cure) from None
+        if known:
+            raise InputError("port", port, f"cannot be used: {reason}", "choose another, such as {port=0}") from None
+        cure = "name an address of this machine, such as 127.0.0.1"
+        raise InputError("host", host, f"cannot be listened on: {reason}", cure) from None
     return listener
 
 
