@@ -85,12 +85,12 @@ def open_controls(model: Model, sources: Sequence[Location]) -> list[Opened]:
 def with_controls(
     model: Model,
     programs: Programs,
-    params: Params | None,
+    params: Params,
     opened: Sequence[Opened],
     *,
     weights: bool = True,
     trained: Callable[[str], Params] | None = None,
-) -> tuple[Model, Programs, Params | None]:
+) -> tuple[Model, Programs, Params]:
     """A model with these networks in place of those that it has; compiled programs and weights are shared.
 
     ``params`` None is a caller's who keeps them, and who loads no networks so. Without ``weights`` the parameters of
