@@ -21,7 +21,7 @@ from canvax.cli.images import ALIASES, SETTINGS
 from canvax.images.infotext import from_infotext
 from canvax.scale.rows import NAMES
 from canvax.server.openapi import description
-from canvax.server.own import BODIES
+from canvax.server.jobs_api import BODIES
 from canvax.settings import add_flags, aliases, as_flags, declared, idle, json_schema, markdown, offered, setting
 
 ROOT = Path(__file__).parent.parent
