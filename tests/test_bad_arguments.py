@@ -24,7 +24,7 @@ from canvax import samplers
 from canvax.checked import checked, placed
 from canvax.errors import refuse_tracers
 from canvax.files import named_folder
-from canvax.samplers import Clip, NoiseSchedule, SamplerOptions, build_table, from_scheduler_config
+from canvax.samplers import NoiseSchedule, SamplerOptions, build_table, from_scheduler_config
 from canvax.train import dreambooth, finetune, loop, lora, pictures, task, textual_inversion
 from canvax.weights.source import BUNDLED
 
@@ -70,7 +70,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Mapping[str, Any]]] = {
     "from_scheduler_config": (from_scheduler_config, {"config": CONFIG, "sampler": None}),
     "NoiseSchedule": (NoiseSchedule, {"alphas_cumprod": [0.9, 0.1], "prediction_type": "epsilon", "sigma_data": None, "timestep_unit": "index", "shift": 1.0}),
     "edm": (NoiseSchedule.edm, {"sigma_min": 0.1, "sigma_max": 9.0, "sigma_data": 0.5, "prediction_type": "epsilon", "num_train_timesteps": 9}),
-    "sigma_at": (SCHEDULER.schedule.sigma_at, {"timesteps": 5}), "window": (TABLE.window, {"lo": 0, "size": 1}), "Clip": (Clip, {"range": 1.0, "ratio": None}),
+    "sigma_at": (SCHEDULER.schedule.sigma_at, {"timesteps": 5}), "window": (TABLE.window, {"lo": 0, "size": 1}),
     "take": (TABLE.take, {"lo": 0, "hi": None}), "noised": (TABLE.noised, {"x0": X, "eps": X, "row": 0}),
     "Memory": (canvax.Memory, {"weights": 1, "programs": {}, "limit": None}), "make_mesh": (canvax.make_mesh, {"data": None, "model": 1}),
     "convert": (canvax.convert, {"model": "none", "output": "m", "overwrite": False}), "load_preview": (canvax.load_preview, {"model": "none", "cache_dir": None}),
@@ -102,7 +102,7 @@ def test_arguments_of_another_kind(name: str, tmp_path: Path, monkeypatch: pytes
 
 RANGES: list[tuple[Callable[[], Any], str]] = [
     (partial(SamplerOptions, s_noise=-1), "s_noise=-1"), (partial(SamplerOptions, sigmas="nope"), "sigmas='nope'"), (partial(SamplerOptions, sigmas=(1, 2)), "does not fall"),
-    (partial(SamplerOptions, disable_corrector=""), "disable_corrector"), (partial(Clip, -1.0), "range=-1"), (partial(TABLE.window, -1, 2), "lo=-1"), (partial(build_table, SCHEDULER, 4, skip=-1), "skip=-1"),
+    (partial(SamplerOptions, disable_corrector=""), "disable_corrector"), (partial(TABLE.window, -1, 2), "lo=-1"), (partial(build_table, SCHEDULER, 4, skip=-1), "skip=-1"),
     (partial(NoiseSchedule, [0.9], timestep_unit="x"), "timestep_unit='x'"), (partial(NoiseSchedule.edm, 2, 1, 1, "epsilon", 9), "in order"), (partial(NoiseSchedule.flow, 0), "num_train_timesteps=0"),
     (partial(SCHEDULER.schedule.timestep_of, [-1.0]), "sigmas="), (partial(samplers.run, TABLE, lambda x, t: x, X), "denoise=.* cannot be called"), (partial(samplers.run, TABLE, lambda x, t, r: "a", X), "denoise returned"),
     (partial(samplers.run, TABLE, lambda x, t, r: x, X, X), "noises has shape"), (partial(samplers.run, build_table(SCHEDULER, 2, sampler="euler_a"), lambda x, t, r: x, X), "noises=None"),

@@ -157,7 +157,7 @@ def test_rows_outside_of_the_window_cost_nothing(pipe: canvax.StableDiffusion, m
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [
     {"prompt": "a cat AND a dog", "prompt_syntax": "a1111", "pag_scale": 3.0},
-    {}, {"guidance_scale": 1.0}, {"pag_scale": 3.0}, {"freeu": (1.2, 1.2, 0.9, 0.9)},
+    {}, {"guidance_scale": 1.0}, {"pag_scale": 3.0},
 ])  # fmt: skip
 def test_other_kinds_of_guidance(changes: dict[str, Any], pipe: canvax.StableDiffusion) -> None:
     """The control of each image is that of all its halves."""

@@ -286,12 +286,10 @@ def test_reuse_off_costs_nothing(emoji: canvax.StableDiffusion, monkeypatch: pyt
     assert (plain["case"], more["case"]) == (1, 2)
 
 
-@pytest.mark.parametrize("kind", ["freeu", "pag"])
-def test_reuse_computes_what_the_network_computes(emoji: canvax.StableDiffusion, kind: str) -> None:
-    """A row that computes all of the network honours FreeU and PAG as a program without reuse does."""
+def test_reuse_computes_what_the_network_computes(emoji: canvax.StableDiffusion) -> None:
+    """A row that computes all of the network honours PAG as a program without reuse does."""
     denoiser, params = emoji.programs.networks.denoiser, emoji.params["unet"]  # type: ignore[index]
-    numbers = {"freeu": [[1.5, 1.6, 0.9, 0.2]], "pag": [[3.0, 0.0]]}
-    tuning = Tuning(**{kind: np.float32(numbers[kind])})
+    tuning = Tuning(pag=np.float32([[3.0, 0.0]]))
     rng = np.random.default_rng(0)
     state = rng.standard_normal((1, SLOTS, *LATENTS)).astype(np.float32)
     text, negative = ({"text": rng.standard_normal((1, 77, TEXT_WIDTH)).astype(np.float32)} for _ in range(2))
@@ -300,7 +298,7 @@ def test_reuse_computes_what_the_network_computes(emoji: canvax.StableDiffusion,
     inputs = StepInputs(
         state, text, negative, rows, np.zeros((1, 2), np.uint32), np.zeros(1, bool), np.int32(1), tuning=tuning
     )
-    shape = denoiser.deep_shape((2 + (kind == "pag"), *LATENTS), 2)
+    shape = denoiser.deep_shape((3, *LATENTS), 2)
     deep = DeepFeatures(np.zeros((shape[0], 2, *shape[1:]), np.float32), np.ones(1, bool), np.float32([[1, 0]]))
     inputs, deep = jax.tree.map(jnp.asarray, (inputs, deep))
     with plain_kernels():

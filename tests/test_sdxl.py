@@ -32,7 +32,6 @@ from canvax.models.unet import unet_context, unet_spec
 from canvax.models.vae import vae_decode, vae_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import count, init_params
-from canvax.samplers import build_table
 
 QUIET = canvax.Options(progress=False)
 
@@ -91,17 +90,6 @@ def test_scheduler_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
     write_json(tmp_path / "copy" / "scheduler" / "scheduler_config.json", SCHEDULER | {"steps_offset": 0})
     pipe = load(tmp_path / "copy")
     assert pipe.model.scheduler.options.steps_offset == 0
-
-
-@pytest.mark.parametrize("sampler", ["DDIM", "DDPM"])
-def test_latents_are_not_clipped_unless_the_config_says_so(folder: Path, tmp_path: Path, sampler: str) -> None:
-    plain = {name: value for name, value in SCHEDULER.items() if name not in ("clip_sample", "skip_prk_steps")}
-    for config, clipped in ((plain, False), (plain | {"clip_sample": True}, True)):
-        shutil.copytree(folder, tmp_path / "copy", dirs_exist_ok=True)
-        write_json(tmp_path / "copy" / "scheduler" / "scheduler_config.json", config)
-        pipe = load(tmp_path / "copy")
-        table = build_table(pipe.model.scheduler, 4, sampler=sampler)
-        assert (table.clip is not None) == clipped
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from canvax.guidance import Method, compose, guide, projected, thresholded, zero_star
+from canvax.guidance import Method, compose, guide, projected, zero_star
 from canvax.models.controlled import ControlledDenoiser, of_halves
 from canvax.models.deep_features import Recall
 from canvax.models.denoiser import Denoiser
 from canvax.models.text import Conditions
 from canvax.params import Params
-from canvax.samplers.table import DENOISED, EMPTY, NOISE, SLOTS, Clip
+from canvax.samplers.table import DENOISED, EMPTY, NOISE, SLOTS
 from canvax.types import Array
 
 WINDOW = 64
@@ -86,12 +86,10 @@ class Tuning(NamedTuple):
     Attributes:
         method: of ``canvax.guidance.SETTINGS``, in their order [B, 2] float32.
         pag: scale, and how it falls with the timestep [B, 2] float32: perturbed-attention guidance.
-        freeu: b1, b2, s1, s2 [B, 4] float32.
     """
 
     method: Any = None
     pag: Any = None
-    freeu: Any = None
 
 
 class StepInputs(NamedTuple):
@@ -146,7 +144,6 @@ def denoise(
     inputs: StepInputs,
     *,
     denoiser: Denoiser | ControlledDenoiser,
-    clip: Clip | None = None,
     deep_layers: int = 0,
     method: Method = "cfg",
 ) -> tuple[Array, Array, Array | None]:
@@ -157,7 +154,6 @@ def denoise(
             each of its networks, by name.
         inputs: the batch.
         denoiser: the network.
-        clip: limits on D, a static property of the few models that want them.
         deep_layers: with ``inputs.deep``, what is computed in any case: ``layers`` of
             ``canvax.models.deep_features.unet_reusing``.
         method: how the outputs for the prompt and for the negative prompt become one.
@@ -177,8 +173,6 @@ def denoise(
     if (times := len(several)) > 1:
         conditions = jax.tree.map(_side_by_side, *several)
     changed: dict[str, Any] = {}  # in the network itself
-    if tuning.freeu is not None:
-        changed["freeu"] = jnp.repeat(tuning.freeu, times, axis=0)
     if tuning.pag is not None:
         changed["perturbed"] = times
     prepared = denoiser.prepare(params, conditions)
@@ -206,16 +200,13 @@ def denoise(
         row = {name: jax.lax.dynamic_index_in_dim(column, i, axis=1, keepdims=False) for name, column in rows.items()}
         x = state[:, 0]
         outputs, features = network(x, row, i, features)
-        raw = _guided(x, outputs, row, inputs, method)
-        denoised = raw if clip is None else _clip(raw, clip)
+        denoised = _guided(x, outputs, row, inputs, method)
         if inputs.known is not None:
             denoised = _keep(denoised, inputs.known, row["progress"])
         noise = jax.lax.cond(
             inputs.noisy[i], lambda: step_noise(inputs.keys, row["row"], x.shape[1:]), lambda: jnp.zeros_like(x)
         )
         state = _combine(row["M"], state, denoised, noise)
-        if clip is not None:
-            state = state + row["raw"][:, :, None, None, None] * raw[:, None]
         return state, denoised, features
 
     with jax.named_scope("denoise"):
@@ -246,8 +237,7 @@ def _guided(x: Array, outputs: Array, row: Rows, inputs: StepInputs, method: Met
     numbers = tuning.method[:, 0], tuning.method[:, 1]
     if method == "cfg_zero":
         return at(zero_star(negative, conditional, scale, row["step"], numbers[0]) + further)
-    kinds = {"apg": projected, "threshold": thresholded}
-    return kinds[method](at(negative), at(conditional), scale, *numbers) + _per_image(row["q"]) * further
+    return projected(at(negative), at(conditional), scale, *numbers) + _per_image(row["q"]) * further
 
 
 def _recall(features: Array, full: Array, weights: Array) -> Recall:
@@ -302,12 +292,3 @@ def _keep(denoised: Array, known: Known, progress: Array) -> Array:
     begun = (known.mask >= 1 - _per_image(progress)).astype(jnp.float32)
     mask = jnp.where(_per_image(known.graded), begun, known.mask)
     return denoised + (1 - mask) * (known.latents - denoised)
-
-
-def _clip(denoised: Array, clip: Clip) -> Array:
-    """``Clip.apply`` on the device."""
-    if clip.ratio is None:
-        return jnp.clip(denoised, -clip.range, clip.range)
-    size = jnp.quantile(jnp.abs(denoised).reshape(denoised.shape[0], -1), clip.ratio, axis=1)
-    size = _per_image(jnp.clip(size, 1.0, clip.range))
-    return jnp.clip(denoised, -size, size) / size

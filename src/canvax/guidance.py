@@ -8,14 +8,13 @@ import jax.numpy as jnp
 
 from canvax.types import Array
 
-Method = Literal["cfg", "cfg_zero", "apg", "threshold"]
+Method = Literal["cfg", "cfg_zero", "apg"]
 """How the two outputs become one."""
 
 SETTINGS: dict[str, dict[str, tuple[float, float, float]]] = {
     "cfg": {},
     "cfg_zero": {"zero_steps": (0.0, 0.0, 1000.0)},
     "apg": {"eta": (0.0, -10.0, 10.0), "norm": (2.5, 0.0, 1e6)},
-    "threshold": {"mimic": (7.0, 0.0, 100.0), "percentile": (1.0, 0.0, 1.0)},
 }
 """The numbers of each method, which are data: by name the usual value and its limits."""
 
@@ -75,24 +74,6 @@ def projected(unconditional: Array, conditional: Array, scale: Array, eta: Array
     away = away * jnp.where(_each(norm) > 0, jnp.minimum(1.0, _each(norm) / jnp.maximum(length, 1e-12)), 1.0)
     along = _dot(away, conditional) / jnp.maximum(_dot(conditional, conditional), 1e-12) * conditional
     return conditional + (_each(scale) - 1) * (away - along + _each(eta) * along)
-
-
-def thresholded(unconditional: Array, conditional: Array, scale: Array, mimic: Array, percentile: Array) -> Array:
-    """Dynamic thresholding: denoised images [B, h, w, C] guided by ``scale`` with the range that ``mimic`` would give.
-
-    Channel by channel, around the mean: values beyond ``percentile`` are cut, and the rest is scaled (mcmonkey 2023,
-    after Saharia et al. 2022, section 2.3).
-    """
-    wanted, guided = (unconditional + _each(s) * (conditional - unconditional) for s in (mimic, scale))
-    mean = guided.mean((1, 2), keepdims=True)
-    limit = jnp.abs(wanted - wanted.mean((1, 2), keepdims=True)).max((1, 2), keepdims=True)
-    away = guided - mean
-    sizes = jnp.sort(jnp.abs(away).reshape(away.shape[0], -1, away.shape[-1]), axis=1)
-    last = sizes.shape[1] - 1
-    place = jnp.clip(jnp.round(percentile * last).astype(jnp.int32), 0, last)
-    most = jnp.take_along_axis(sizes, place[:, None, None], axis=1)[:, :, None]
-    most = jnp.maximum(most, limit)
-    return mean + jnp.clip(away, -most, most) * (limit / jnp.maximum(most, 1e-12))
 
 
 def _each(numbers: Array) -> Array:

@@ -201,7 +201,7 @@ def _settings(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--guidance-interval", metavar="A,B", help="use guidance only from A to B of the run (0,1); less work"
     )
-    group.add_argument("--guidance-method", metavar="KIND", help="cfg, cfg_zero, apg or threshold, each a program")
+    group.add_argument("--guidance-method", metavar="KIND", help="cfg, cfg_zero or apg, each a program")
     group.add_argument(
         "--guidance-settings", action="append", metavar="NAME=VALUE", help="a number of the method, such as norm=2.5"
     )
@@ -209,7 +209,6 @@ def _settings(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--pag-adaptive-scale", type=float, metavar="X", help="how much of it goes with each timestep (0)"
     )
-    group.add_argument("--freeu", metavar="B1,B2,S1,S2", help="FreeU, such as 1.5,1.6,0.9,0.2")
     group.add_argument("--guidance-rescale", type=float, metavar="X", help="0..1, against over-exposure")
     group.add_argument(
         "--reuse",

@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 from canvax.guidance import Method
 from canvax.models.beside import Places
 from canvax.models.text import Conditions
-from canvax.samplers.table import Clip
 from canvax.types import Array
 
 PROGRAMS = ("text encoder", "image encoder", "control encoder", "image prompt encoder", "denoiser", "decoder")
@@ -18,7 +17,7 @@ PROGRAMS = ("text encoder", "image encoder", "control encoder", "image prompt en
 LatentShape = tuple[int, int, int, int]
 """[B, h, w, C]"""
 
-TUNING = {"method": 2, "pag": 2, "freeu": 4}
+TUNING = {"method": 2, "pag": 2}
 """Numbers of each field of ``canvax.denoise.Tuning``."""
 
 
@@ -43,7 +42,6 @@ class Kinds(NamedTuple):
 
     Attributes:
         guided: denoisers with guidance (True), without (False), or both.
-        clip: limits on D.
         deep_layers: for ``canvax.denoise.DeepFeatures``; 0 without.
         known: parts of images are kept (``canvax.denoise.Known``).
         decoder: None for none.
@@ -59,7 +57,6 @@ class Kinds(NamedTuple):
     """
 
     guided: tuple[bool, ...] = (True,)
-    clip: Clip | None = None
     deep_layers: int = 0
     known: bool = False
     decoder: Literal["whole", "tiled", None] = "whole"

@@ -1,6 +1,6 @@
 """The programs of a model: ``encode_text``, ``encode_images``, ``denoise`` and ``decode``.
 
-A program is decided by the networks, the shapes, the dtypes, the mesh, guidance on or off and the clip; nothing else.
+A program is decided by the networks, the shapes, the dtypes, the mesh and guidance on or off; nothing else.
 Each is compiled once, ahead of its first call, so that compiling is seen and timed as what it is.
 """
 
@@ -120,7 +120,7 @@ class Programs:
         ``kinds`` says what else it can do; ``guided`` stands in place of theirs.
         """
         denoiser = self.networks.controlled(kinds.controls, kinds.places)
-        static: dict[str, Any] = {"denoiser": denoiser, "clip": kinds.clip}
+        static: dict[str, Any] = {"denoiser": denoiser}
         static |= {"deep_layers": kinds.deep_layers} if kinds.deep_layers else {}
         static |= {"method": kinds.method} if kinds.method != "cfg" else {}
         weights = abstract_of(self.denoiser_params(params, kinds.controls, kinds.places))

@@ -162,7 +162,7 @@ class Batch:
                 the last image.
             texts: each [B, ...], on the devices; without negative prompts the batch is not guided.
             keys: threefry key words for step noise [n, 2] uint32.
-            tables: one for each image, all with the same ``clip``.
+            tables: one for each image.
             deep: which rows compute the deep features; all images have the same table then.
             images: latents [n, h, w, C] float32 of images to begin from, which ``noise`` is added to; else it is all.
             known: what stays of images, [n, ...] each, for denoisers that were made for it.
@@ -170,7 +170,6 @@ class Batch:
             tuning: numbers of other kinds of guidance, [n, ...] each.
             control: of each image, as in ``Run``.
         """
-        self._check_clip(tables[0], tables)
         runs = [Run(table, guided_rows(table, guided=texts.negative is not None)) for table in tables]
         for run, strengths in zip(runs, control or (), strict=bool(control)):
             run.control = strengths
@@ -197,16 +196,13 @@ class Batch:
             images: by slot; each with what the denoisers were made for.
 
         Raises:
-            InputError: a slot is taken, a table clips otherwise than those of others, or the batch reuses deep
-                features, which images at other rows cannot share.
+            InputError: a slot is taken, or the batch reuses deep features, which images at other rows cannot share.
         """
         for slot in images:
             if self._runs[slot] is not None:
                 raise InputError(f"slot={slot} holds an image; take it out first, or choose one of {self.free}")
         if self._deep is not None:
             raise InputError("this batch reuses deep features, for which all its images stand at one row; fill it")
-        runs = [run for run in (*self._runs, *(image.run for image in images.values())) if run]
-        self._check_clip(runs[0].table, [run.table for run in runs])
         flights = {slot: self._suited(image.flight) for slot, image in images.items()}
         if self.latents[0] == 1:
             (host,) = flights.values()  # as it is: it may be on the devices already
@@ -336,10 +332,6 @@ class Batch:
                 _write(host, slot, self._suited(_at(host, slot)._replace(**texts._asdict())))
             flight = self._flight = put_all(host, over_batch(self._programs.mesh))
         return flight
-
-    def _check_clip(self, first: SamplerTable, tables: Sequence[SamplerTable]) -> None:
-        if any(table.clip != first.clip for table in tables):
-            raise InputError("the tables of one batch clip the denoised image differently; use a batch for each")
 
     def _next(self, active: Sequence[Run], rows: int) -> tuple[bool, int]:
         """Whether the next call is guided, and for how many rows nothing changes."""

@@ -317,7 +317,6 @@ class FlaxPipeline:
         latents = (count, *inputs.noise.shape[1:])
         kinds = Kinds(
             guided=(inputs.guided,),
-            clip=table.clip,
             decoder="whole" if decode else None,
             image_encoder=None if inputs.given is None else "whole",
             controls=tuple(name for name, _ in self.model.networks.controls if inputs.control),

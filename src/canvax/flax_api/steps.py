@@ -119,7 +119,7 @@ def step(state: StepState, model_output: Array, sample: Array, key: Any) -> Flax
     slots = state.slots.at[:, 0].set(jnp.moveaxis(sample, 1, -1).astype(jnp.float32))
     inputs = StepInputs(slots, {}, None, rows, words, jnp.asarray(noisy)[state.index][None], jnp.int32(1))
     given = cast(Denoiser, _Given(jnp.moveaxis(model_output, 1, -1)))
-    slots, *_ = denoise({}, inputs, denoiser=given, clip=table.clip)
+    slots, *_ = denoise({}, inputs, denoiser=given)
     after = StepState(state.index + 1, slots, state.config, state.steps)
     return FlaxSchedulerOutput(jnp.moveaxis(slots[:, 0], -1, 1), after)
 

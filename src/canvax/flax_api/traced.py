@@ -101,7 +101,7 @@ class FlaxTextToImage(FlaxPipeline):
         noisy, count = jnp.asarray(table.M[:, :, NOISE].any(axis=1)), jnp.int32(len(table))
         inputs = StepInputs(state, conditions, negative, rows, words, noisy, count)
         denoiser = self.model.networks.denoiser
-        state, *_ = denoise(params[denoiser.component], inputs, denoiser=denoiser, clip=table.clip)
+        state, *_ = denoise(params[denoiser.component], inputs, denoiser=denoiser)
         if return_latents:
             return jnp.moveaxis(state[:, 0], -1, 1)
         return decode_images(params["vae"], state[:, 0], cfg=self.model.vae)

@@ -52,12 +52,10 @@ class Denoiser(Protocol):
         """What ``apply`` needs of the conditions [B, ...] and is the same in each step; once before the loop."""
         ...
 
-    def apply(
-        self, p: Params, x: Array, timestep: Array, prepared: Any, *, perturbed: int = 0, freeu: Array | None = None
-    ) -> Array:
+    def apply(self, p: Params, x: Array, timestep: Array, prepared: Any, *, perturbed: int = 0) -> Array:
         """Network output [B, h, w, C] for scaled noisy latents [B, h, w, C] float32 and timesteps [B].
 
-        ``perturbed`` and ``freeu`` are those of ``canvax.models.unet.Context``.
+        ``perturbed`` is that of ``canvax.models.unet.Special``.
         """
         ...
 
@@ -71,7 +69,6 @@ class Denoiser(Protocol):
         layers: int,
         recall: Recall,
         perturbed: int = 0,
-        freeu: Array | None = None,
     ) -> tuple[Array, Any]:
         """``apply`` with deep features that ``recall`` may take from elsewhere, and what it remembers."""
         ...
@@ -134,11 +131,10 @@ class UNetDenoiser:
         prepared: dict[str, Any],
         *,
         perturbed: int = 0,
-        freeu: Array | None = None,
         residuals: Residuals | None = None,
     ) -> Array:
         p, x, prepared = self._input(p, x, prepared)
-        special = Special(perturbed=perturbed, freeu=freeu)
+        special = Special(perturbed=perturbed)
         return unet(p, x, timestep, cfg=self.cfg, special=special, residuals=residuals, **prepared)
 
     def apply_reusing(
@@ -151,11 +147,10 @@ class UNetDenoiser:
         layers: int,
         recall: Recall,
         perturbed: int = 0,
-        freeu: Array | None = None,
     ) -> tuple[Array, Any]:
         p, x, prepared = self._input(p, x, prepared)
         context = unet_context(p, x, timestep, cfg=self.cfg, **prepared)
-        context = context._replace(special=Special(perturbed=perturbed, freeu=freeu))
+        context = context._replace(special=Special(perturbed=perturbed))
         return unet_reusing(p, x, context, self.cfg, layers=layers, recall=recall)
 
     def deep_shape(self, latents: Sequence[int], layers: int) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ def numbers_of(name: str, value: Any) -> Any:
     if name == "guidance_interval" and not (len(numbers) == 2 and 0 <= numbers[0] < numbers[1] <= 1):
         raise InputError(f"guidance_interval={shown(given)} is not two fractions of the run in order, such as 0.2,0.8")
     if not numbers or not all(math.isfinite(one) for one in numbers):
-        such = {"sigmas": "14.6,6.5,2.7,0.9,0", "freeu": "1.5,1.6,0.9,0.2"}.get(name, "7.5,5,2.5,1")
+        such = "14.6,6.5,2.7,0.9,0" if name == "sigmas" else "7.5,5,2.5,1"
         raise InputError(f"{name}={shown(given)} is not a list of numbers, such as {such}")
     return numbers
 
@@ -97,12 +97,10 @@ def check_kinds_of_guidance(options: Any) -> None:
             raise InputError(f"{name}={value!r} is not in 0..100; 3 is usual for pag_scale, 0 for none")
     if max(map(abs, options.guidance_steps or (0.0,))) > MOST_GUIDANCE:
         raise InputError(f"guidance_steps={options.guidance_steps!r} has one beyond {MOST_GUIDANCE}; 7.5 is usual")
-    if options.freeu is not None and (len(options.freeu) != 4 or not all(0 <= x <= 10 for x in options.freeu)):
-        raise InputError(f"freeu={options.freeu!r} is not b1, b2, s1, s2 in 0..10, such as 1.5,1.6,0.9,0.2")
     if options.guidance_rescale and method != "cfg":
         raise InputError(f"guidance_rescale with guidance_method={method!r}, which has its own way; leave one out")
-    if options.reuse > 1 and (options.pag_scale or options.freeu):
-        raise InputError("reuse with pag_scale or freeu: deep features are taken as they are; leave one out")
+    if options.reuse > 1 and options.pag_scale:
+        raise InputError("reuse with pag_scale: deep features are taken as they are; leave one out")
 
 
 CONTROL_MODES = ("balanced", "guess", "prompt", "control")

@@ -111,12 +111,11 @@ class Options:
         guidance_interval: the part of the run to guide, (from, to) in 0..1 from noise to picture; outside of it the
             prompt is followed without guidance, for half the work (Kynkaanniemi et al. 2024).
         guidance_rescale: 0..1, tames over-exposure at high guidance (Lin et al. 2024).
-        guidance_method: how the outputs for the prompt and the negative prompt become one: "cfg", "cfg_zero", "apg" or
-            "threshold" (docs/guidance.md).
+        guidance_method: how the outputs for the prompt and the negative prompt become one: "cfg", "cfg_zero" or
+            "apg" (docs/guidance.md).
         guidance_settings: its numbers by name, such as ``{"eta": 0.0, "norm": 2.5}``; kept as ``("eta=0.0",)``.
         pag_scale: perturbed-attention guidance (Ahn et al. 2024), 3 is usual; 0 for none. Takes one evaluation more.
         pag_adaptive_scale: how much of it goes with each timestep; 0 for nothing.
-        freeu: b1, b2, s1, s2 of FreeU (Si et al. 2023), such as ``(1.5, 1.6, 0.9, 0.2)``; None for none.
         reuse: compute the deep features of the UNet, most of its work, in every n-th evaluation alone and forecast them
             in between (DeepCache: Ma et al. 2024; TaylorSeer: Liu et al. 2025). 1 computes them always.
         reuse_layers: how many of the outermost skip connections are computed always: more is truer and takes longer.
@@ -191,7 +190,6 @@ class Options:
     guidance_settings: Mapping[str, Any] | Sequence[str] = ()
     pag_scale: float = 0.0
     pag_adaptive_scale: float = 0.0
-    freeu: Sequence[float] | None = None
     reuse: int = 1
     reuse_layers: int = 1
     tiling: Tiling = "auto"
@@ -257,7 +255,7 @@ class Options:
             if isinstance(value, list | tuple | Mapping):
                 refuse_tracers(field.name, value)
             object.__setattr__(self, field.name, value)  # metadata keeps plain values
-        for name in ("sigmas", "guidance_steps", "guidance_interval", "freeu"):
+        for name in ("sigmas", "guidance_steps", "guidance_interval"):
             object.__setattr__(self, name, numbers_of(name, getattr(self, name)))
         for name in ("reuse", "reuse_layers"):
             check_count(name, getattr(self, name))

@@ -56,7 +56,6 @@ def tuning_of(request: Request) -> Tuning:
     return Tuning(
         rows(method) if options.guidance_method != "cfg" and request.guided else None,
         rows((options.pag_scale, options.pag_adaptive_scale)) if options.pag_scale else None,
-        rows(options.freeu) if options.freeu else None,
     )
 
 

@@ -106,7 +106,6 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
     way = "tiled" if is_tiled(request.height, request.width, request.options.tiling) else "whole"
     kinds = Kinds(
         guided=tuple(dict.fromkeys(guided.tolist())),
-        clip=table.clip,
         deep_layers=deep.layers if deep else 0,
         known=keeps(model, request) and request.options.mask_blend == "denoised",
         decoder=None if request.options.denoising_end < 1 else way,

@@ -15,7 +15,7 @@ from canvax.errors import InputError
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.path import SMALLEST_ALPHA, Frame, Path
 from canvax.samplers.schedule import SMALLEST_ALPHA_CUMPROD, NoiseSchedule
-from canvax.samplers.table import DENOISED, SLOTS, Clip, SamplerTable
+from canvax.samplers.table import DENOISED, SLOTS, SamplerTable
 from canvax.samplers.table import NOISE as NOISE_COLUMN
 
 X, S1, S2, S3, S4, S5 = np.eye(SLOTS, SLOTS + 2)
@@ -56,8 +56,7 @@ def stepped(path: Path, options: SamplerOptions, M: np.ndarray) -> SamplerTable:
     """The table of rows M, one a step, written for x."""
     if path.schedule.sigma_data is not None:
         M[-1, 0] /= path.alpha[-1]  # EDM models hand over y
-    clip = clip_of(options, thresholding_only=True)
-    return table_of(path.schedule, path.timesteps, path.alpha[:-1], path.std[:-1], M, clip=clip)
+    return table_of(path.schedule, path.timesteps, path.alpha[:-1], path.std[:-1], M)
 
 
 def framed(
@@ -70,7 +69,6 @@ def framed(
     *,
     step: np.ndarray | None = None,
     init_scale: float | None = None,
-    clip: Clip | None = None,
 ) -> SamplerTable:
     """The table of rows N that are written for y: timestep, level before and level after each row.
 
@@ -85,14 +83,7 @@ def framed(
     M[:, 0] *= col(behind)
     M[:, :, 0] /= col(now)
     start = float(level[0]) if init_scale is None else init_scale
-    return table_of(path.schedule, timesteps, alpha, std, M, step=step, init_scale=start * float(now[0]), clip=clip)
-
-
-def clip_of(options: SamplerOptions, *, thresholding_only: bool = False) -> Clip | None:
-    """The limits on D that a config asks for."""
-    if options.thresholding:
-        return Clip(options.sample_max_value, options.dynamic_thresholding_ratio)
-    return Clip(options.clip_sample_range) if options.clip_sample and not thresholding_only else None
+    return table_of(path.schedule, timesteps, alpha, std, M, step=step, init_scale=start * float(now[0]))
 
 
 def demand_signal(schedule: NoiseSchedule, alpha: np.ndarray, name: str, *, combines_eps: bool = False) -> None:
@@ -133,8 +124,6 @@ def table_of(
     M: np.ndarray,
     *,
     step: np.ndarray | None = None,
-    clip: Clip | None = None,
-    raw: np.ndarray | None = None,
     init_scale: float = 1.0,
 ) -> SamplerTable:
     """The table of rows that stand at levels alpha, std: the one place where prediction types differ."""
@@ -146,14 +135,12 @@ def table_of(
         p=p,
         q=q,
         M=M,
-        raw=np.zeros((count, SLOTS)) if raw is None else raw,
         guidance=np.ones(count),
         rescale=np.zeros(count),
         alpha=alpha,
         std=std,
         step=np.arange(count) if step is None else step,
         init_scale=init_scale,
-        clip=clip,
     )
     if not table.finite:
         raise InputError(

@@ -12,7 +12,7 @@ import numpy as np
 from canvax.errors import InputError
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.path import Frame, Path
-from canvax.samplers.rows import NOISE, S1, S2, S3, D, X, before, clip_of, col, framed, history, pairs, rows
+from canvax.samplers.rows import NOISE, S1, S2, S3, D, X, before, col, framed, history, pairs, rows
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.samplers.spacing import euler_path
 from canvax.samplers.table import SamplerTable
@@ -187,9 +187,7 @@ class _Walk:
         start, schedule = float(max(level[0], left.max())), self.path.schedule
         if schedule.timestep_unit != "index" or (self.options.spacing == "leading" and not schedule.is_flow):
             start = float(np.hypot(1, start))
-        return framed(
-            self.path, self.frame, timesteps, level, left, N, step=step, init_scale=start, clip=clip_of(self.options)
-        )
+        return framed(self.path, self.frame, timesteps, level, left, N, step=step, init_scale=start)
 
 
 class _Churned(_Walk):

@@ -10,10 +10,10 @@ import numpy as np
 from canvax.errors import InputError
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.path import Frame
-from canvax.samplers.rows import NOISE, D, X, clip_of, col, demand_numbered, demand_signal, rows, table_of
+from canvax.samplers.rows import NOISE, D, X, col, demand_numbered, demand_signal, rows, table_of
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.samplers.spacing import distilled_path, training_path
-from canvax.samplers.table import SLOTS, SamplerTable
+from canvax.samplers.table import SamplerTable
 
 
 def remaining_at(schedule: NoiseSchedule, timesteps: np.ndarray, options: SamplerOptions) -> np.ndarray:
@@ -27,8 +27,8 @@ def remaining_at(schedule: NoiseSchedule, timesteps: np.ndarray, options: Sample
 def ddim(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
     """DDIM: Song et al. 2021, eq. 12, with eta of eq. 16.
 
-    The step goes from t to t - train // steps whatever the spacing, and the noise direction comes from the unclipped
-    output: both as checkpoints were tuned with. The last one ends the run. Along a curve it goes from level to level.
+    The step goes from t to t - train // steps whatever the spacing, as checkpoints were tuned with. The last one ends
+    the run. Along a curve it goes from level to level.
     """
     eta = options.eta or 0.0
     path = training_path(schedule, steps, options)
@@ -41,14 +41,8 @@ def ddim(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
     std = eta * _posterior(a, s, a_to, s_to)
     direction = np.sqrt(s_to**2 - std**2)
     towards = col(a_to) * D + col(std) * NOISE
-    clip = clip_of(options)
-    if clip is None:
-        M = rows(len(path), {0: towards + col(direction / s) * (X - col(a) * D)})
-        return table_of(schedule, path.timesteps, a, s, M)
-    raw = np.zeros((len(path), SLOTS))
-    raw[:, 0] = -direction * a / s
-    M = rows(len(path), {0: towards + col(direction / s) * X})
-    return table_of(schedule, path.timesteps, a, s, M, clip=clip, raw=raw)
+    M = rows(len(path), {0: towards + col(direction / s) * (X - col(a) * D)})
+    return table_of(schedule, path.timesteps, a, s, M)
 
 
 def _posterior(a: np.ndarray, s: np.ndarray, a_to: np.ndarray, s_to: np.ndarray) -> np.ndarray:
@@ -63,10 +57,6 @@ def ddim_inverse(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -
     the reference. D is the image that the network sees in x, at that timestep.
     """
     demand_numbered(schedule, "ddim_inverse")
-    if options.clip_sample or options.thresholding:
-        raise InputError(
-            "clip_sample=True and thresholding=True cannot be honoured by DDIM inversion; set them to False"
-        )
     if options.spacing == "linspace":
         raise InputError("spacing='linspace' is not defined for DDIM inversion; use 'leading' or 'trailing'")
     path = training_path(schedule, steps, options)
@@ -106,7 +96,7 @@ def ddpm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
     std = large if options.variance_type in ("fixed_large", "fixed_large_log") else small
     std = np.where(path.timesteps > 0 if schedule.timestep_unit == "index" else s_to > 0, std, 0.0)
     M = rows(len(path), {0: col(on_x) * X + col(a_to - on_x * a) * D + col(std) * NOISE})
-    return table_of(schedule, path.timesteps, a, s, M, clip=clip_of(options))
+    return table_of(schedule, path.timesteps, a, s, M)
 
 
 def lcm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
@@ -124,7 +114,7 @@ def lcm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampler
     image = col(on_d) * D + col(1 - on_d**2) * X
     to = np.append(a_to[:-1], 1.0)
     M = rows(len(path), {0: col(to) * image + col(np.append(s_to[:-1], 0.0)) * NOISE})
-    return table_of(schedule, path.timesteps, a, s, M, clip=clip_of(options))
+    return table_of(schedule, path.timesteps, a, s, M)
 
 
 def tcd(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
