@@ -40,6 +40,7 @@ from canvax.cli import BAD_INPUT, FAILED, batching, main
 from canvax.compile import aot, cache, key, programs, trust
 from canvax.compile.aot import Build, CacheEntry, find_entry, load_or_compile
 from canvax.compile.at_once import MODE, NotReady, at_once
+from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import compilations, counting
 from canvax.compile.programs import Programs
 from canvax.kernels import cpu
@@ -529,7 +530,7 @@ def test_replaced_code_is_run_and_not_kept(folder: Path, weights: Any, monkeypat
 
     def text(programs: Programs) -> tuple[np.ndarray, list[bool]]:
         builds: list[Build] = []
-        program = programs.encode_text(weights, 1, builds.append)
+        program = programs.program("text encoder", weights, (1, 8, 8, 4), Kinds(guided=()), builds.append)
         encoded = np.asarray(program(weights, ids, np.int32(0))["text"])
         return encoded, [build.cached for build in builds[::2]]
 
@@ -568,7 +569,8 @@ def test_replaced_code_is_traced_in_loops_of_ones_own(platform: str, monkeypatch
     def calls_of_a_trace() -> int:
         calls.clear()
         with compiling_for(platform):
-            jax.make_jaxpr(lambda p: denoiser.apply(p, x, jnp.zeros(1), denoiser.prepare(p, text)))(params)
+            row = {"timestep": jnp.zeros(1)}
+            jax.make_jaxpr(lambda p: denoiser.apply(p, x, row, denoiser.prepare(p, text), None))(params)
         return len(calls)
 
     assert calls_of_a_trace() == 0
@@ -1050,7 +1052,8 @@ def test_the_command_knows_networks(
     kinds = text_to_image.work(pipe.model, request)[2]
     assert pipe.params is not None
     batch = pipe.mesh.shape["data"]
-    assert pipe.programs.stored(pipe.params, (batch, *request.shape[1:]), kinds) is not None
-    assert pipe.programs.stored(pipe.params, (batch, *request.shape[1:]), kinds._replace(controls=())) is None
+    for one, there in ((kinds, True), (kinds._replace(controls=()), False)):
+        wanted = pipe.programs.wanted(pipe.params, (batch, *request.shape[1:]), one)
+        assert (pipe.programs.stored(pipe.params, wanted) is not None) == there
     with pytest.raises(canvax.InputError, match="no IP-Adapter"):
         base.compile(image_prompt=True)

@@ -190,12 +190,9 @@ def programs_of(data: int, model: int) -> tuple[Programs, dict[str, Any]]:
 
 def compiled_collectives(data: int, model: int, batch: int) -> dict[str, dict[str, int]]:
     programs, params = programs_of(data, model)
-    found: dict[str, Any] = {
-        "text": programs.encode_text(params, batch),
-        "denoise": programs.denoise(params, (batch, 32, 32, 4), guided=True),
-        "decode": programs.decode(params, (batch, 32, 32, 4)),
-    }
-    return {name: collectives(program.as_text()) for name, program in found.items()}
+    ready: Any = programs.ready(params, (batch, 32, 32, 4))
+    names = {"text": "text encoder", "denoise": "guided denoiser", "decode": "decoder"}
+    return {name: collectives(ready[own].executable.as_text()) for name, own in names.items()}
 
 
 def test_no_collective_over_data() -> None:
@@ -305,8 +302,8 @@ def test_memory_is_what_the_compiler_says(emoji: canvax.StableDiffusion) -> None
     assert found.fits
     assert found.total == found.weights + max(found.programs.values())
     assert emoji.params is not None
-    decoder: Any = emoji.programs.decode(emoji.params, (2, *LATENTS))
-    analysis = decoder.memory_analysis()
+    decoder: Any = emoji.programs.program("decoder", emoji.params, (2, *LATENTS))
+    analysis = decoder.executable.memory_analysis()
     assert found.programs["decoder"] == analysis.temp_size_in_bytes + analysis.output_size_in_bytes
     assert found.programs.keys() == {"text encoder", "denoiser", "decoder"}
     # The programs are ready, and the figures are of the size, the batch and the guidance asked for.

@@ -16,6 +16,7 @@ from checkpoints import write_json
 from small_sdxl import SCHEDULER, TEXT, UNET, VAE, build, build_refiner
 
 import canvax
+from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import compilations
 from canvax.compile.programs import Programs
 from canvax.models.denoiser import UNetDenoiser
@@ -269,7 +270,8 @@ def test_vae_stays_finite(dtype: str, upcast: bool) -> None:
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
     programs = Programs(Networks(UNetDenoiser(UNET), cfg, TEXT), make_mesh(jax.devices()[:1]))
     latents = np.random.default_rng(0).standard_normal((1, 8, 8, 4), np.float32)
-    images = np.asarray(programs.decode({"vae": params}, latents.shape)(params, latents))
+    decode = programs.program("decoder", {"vae": params}, latents.shape, Kinds(guided=()))
+    images = np.asarray(decode({"vae": params}, latents))
     overflows = dtype == "float16" and not upcast
     assert np.isfinite(images).all() == (not overflows)
     if not overflows:

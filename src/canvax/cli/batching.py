@@ -70,7 +70,7 @@ def _stored_size(pipe: StableDiffusion, first: ImageRequest, count: int, even: i
 
     def stored(size: int) -> list[dict[str, Any]] | None:
         shape = (padded_batch(size, pipe.programs.mesh), *request.shape[1:])
-        return pipe.programs.stored(params, shape, kinds)
+        return pipe.programs.stored(params, pipe.programs.wanted(params, shape, kinds))
 
     if stored(even):
         return even

@@ -22,7 +22,7 @@ from canvax.checked import checked
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
 from canvax.denoise import WINDOW
-from canvax.engine.batch import Batch, Texts
+from canvax.engine.batch import Batch
 from canvax.errors import CheckpointError, InputError, check_flag
 from canvax.familiar import FLAX_ATTRIBUTES, FLAX_LOAD, FLAX_PAGE, Both, accepts, answer
 from canvax.families.base import TOKENIZERS, Model
@@ -324,36 +324,38 @@ class FlaxPipeline:
         ready = programs.ready(params, latents, kinds)
 
         def encoded(ids: np.ndarray) -> Conditions:
-            return ready.encode(programs.text_params(params), jax.device_put(self._by_encoder(ids), split), np.int32(0))
+            return ready["text encoder"](params, jax.device_put(self._by_encoder(ids), split), np.int32(0))
 
         conditions, negative = encoded(inputs.ids), None
         if inputs.guided:
             negative = zeros_like(conditions) if inputs.negative is None else encoded(inputs.negative)
         sizes = jax.device_put(self._size_conditions(count, latents[1:3]), split)
         images = None
-        if inputs.given is not None and ready.encode_image is not None:
-            encoder = partial(ready.encode_image, params["vae"])
+        if inputs.given is not None:
+            encoder = partial(ready["image encoder"], params)
             images = inputs.given.encoded(lambda one: encoder(jax.device_put(one, split)), programs.mesh.size)
             if inputs.given.masks is not None:
                 masked = np.concatenate([inputs.given.masks, images], axis=-1)
                 sizes, images = sizes | {"masked": jax.device_put(masked, split)}, None
         conditions, negative = conditions | sizes, negative and negative | sizes
-        strengths = None
+        columns = None
         if inputs.control is not None:
             ((name, net),) = self.model.networks.controls
-            read = partial(ready.encode_controls[name], params[name])
+            read = partial(ready[name], params)
             kept = inputs.control.read(lambda one: read(jax.device_put(one, split)), programs.mesh.size, count)
             steered: Any = {name: jax.device_put(kept, split)}
             conditions, negative = conditions | steered, negative and negative | steered
-            strengths = [np.full((len(table), 1, 2, net.layers), scale, np.float32) for scale in inputs.control.scales]
+            shape = (len(table), 1, 2, net.layers)
+            columns = [{"control": np.full(shape, scale, np.float32)} for scale in inputs.control.scales]
 
-        batch = Batch(programs, params, latents, ready.denoisers, kinds.controls)
+        batch = Batch(ready, params, programs.mesh, latents)
         tables = [table.with_guidance(scale) for scale in inputs.guidance]
-        batch.fill(inputs.noise, Texts(conditions, negative), inputs.words, tables, images=images, control=strengths)
+        prompts = (conditions,) if negative is None else (negative, conditions)
+        batch.fill(inputs.noise, prompts, inputs.words, tables, images=images, columns=columns)
         while batch.rows_left:
             batch.step(WINDOW)
         final = jax.device_get(batch.state)[:, 0]
-        return jax.device_get(ready.decode(params["vae"], jax.device_put(final, split))) if ready.decode else final
+        return jax.device_get(ready["decoder"](params, jax.device_put(final, split))) if decode else final
 
     def _by_encoder(self, ids: Any) -> dict[str, Any]:
         """Ids of each text encoder [B, 77], from those of ``prepare_inputs``."""

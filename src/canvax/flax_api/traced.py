@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from canvax.checked import checked
-from canvax.denoise import StepInputs, denoise
+from canvax.denoise import InFlight, StepInputs, denoise
 from canvax.flax_api.base import FlaxPipeline
 from canvax.flax_api.inputs import (
     check_guidance,
@@ -99,7 +99,8 @@ class FlaxTextToImage(FlaxPipeline):
         rows["guidance"] = jnp.broadcast_to(guidance, (batch, len(table)))
         state = jnp.zeros((batch, SLOTS, *noise.shape[1:])).at[:, 0].set(noise * np.float32(table.init_scale))
         noisy, count = jnp.asarray(table.M[:, :, NOISE].any(axis=1)), jnp.int32(len(table))
-        inputs = StepInputs(state, conditions, negative, rows, words, noisy, count)
+        prompts = (conditions,) if negative is None else (negative, conditions)
+        inputs = StepInputs(InFlight(state, prompts, words), rows, {"noisy": noisy}, count)
         denoiser = self.model.networks.denoiser
         state, *_ = denoise(params[denoiser.component], inputs, denoiser=denoiser)
         if return_latents:

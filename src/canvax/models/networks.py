@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
 
 from canvax.models.beside import Places
 from canvax.models.configs import AutoencoderConfig
-from canvax.models.controlled import Control, ControlledDenoiser
+from canvax.models.controlled import Control, Controlled
 from canvax.models.decode import autoencoder_spec
-from canvax.models.denoiser import UNetDenoiser
+from canvax.models.denoiser import Denoiser, Perturbed, Reusing, UNetDenoiser
 from canvax.models.text import IMAGE_ENCODER, TextEncoders
 from canvax.params import Spec
 from canvax.quantize import quantized_specs
+from canvax.types import DType
 
 if TYPE_CHECKING:
     from canvax.models.ip_adapter import ImageEncoder, IPAdapter
@@ -49,14 +53,58 @@ class Networks:
         specs |= {IMAGE_ENCODER: self.image_encoder.spec} if self.image_encoder else {}
         return quantized_specs(specs, quantize)
 
-    def controlled(self, names: Sequence[str], places: Places | None = None) -> UNetDenoiser | ControlledDenoiser:
-        """The denoiser of a call with control images for some of ``controls``; the denoiser itself for none.
+    def denoiser_of(
+        self,
+        controls: Sequence[str] = (),
+        places: Places | None = None,
+        *,
+        perturbs: bool = False,
+        reuse_layers: int = 0,
+    ) -> Denoiser:
+        """The denoiser of a call.
 
-        With ``places`` it has adapters beside its weights.
+        Args:
+            controls: those of ``controls`` that read a control image.
+            places: for adapters beside its weights.
+            perturbs: for perturbed-attention guidance.
+            reuse_layers: ``layers`` of ``canvax.models.denoiser.Reusing``; 0 without.
         """
-        denoiser = replace(self.denoiser, places=places) if places else self.denoiser
-        nets = tuple((name, net) for name, net in self.controls if name in names)
-        return ControlledDenoiser(denoiser, nets) if nets else denoiser
+        denoiser: Denoiser = replace(self.denoiser, places=places) if places else self.denoiser
+        denoiser = Perturbed(denoiser) if perturbs else denoiser
+        denoiser = Reusing(denoiser, self.denoiser.cfg, reuse_layers) if reuse_layers else denoiser
+        nets = tuple((name, net) for name, net in self.controls if name in controls)
+        return Controlled(denoiser, nets) if nets else denoiser
+
+    @property
+    def components(self) -> set[str]:
+        """The names of all components that have parameters."""
+        names = {*self.text.parts, self.denoiser.component, "vae", *dict(self.controls), *dict(self.ip_adapters)}
+        return names | ({IMAGE_ENCODER} if self.image_encoder else set())
+
+    def image_prompts(
+        self, kinds: Sequence[Any], latents: Sequence[int], dtype: Callable[[str], DType]
+    ) -> dict[str, Any]:
+        """Shapes of what adapters have read for latents [B, h, w, C], each a ``canvax.models.ip_adapter.ImageKV``.
+
+        ``kinds`` are ``canvax.compile.kinds.PromptKind``.
+        """
+        from canvax.models.ip_adapter import masked_levels
+
+        found: dict[str, Any] = {}
+        for kind in kinds:
+            net, each = dict(self.ip_adapters)[kind.component], (latents[0], kind.images)
+            tokens = kind.reads[0] if net.kind == "full" else net.tokens
+            shapes = [(*each, tokens, layer.heads, layer.channels // layer.heads) for layer in net.attentions]
+            found[kind.component] = told = {
+                "kv": tuple((jax.ShapeDtypeStruct(shape, dtype(kind.component)),) * 2 for shape in shapes),
+                "scale": jax.ShapeDtypeStruct((*each, len(shapes)), jnp.float32),
+            }
+            if kind.masked:
+                levels = masked_levels(net.unet, latents)
+                told["masks"] = tuple(
+                    jax.ShapeDtypeStruct((latents[0], h * w, kind.images), jnp.float32) for h, w in levels
+                )
+        return found
 
     def latent_shape(self, batch: int, height: int, width: int) -> tuple[int, int, int, int]:
         """[B, h, w, C] for images of ``height`` x ``width`` pixels."""

@@ -40,12 +40,12 @@ class Special(NamedTuple):
 
     Attributes:
         remat: for training: keep only what lies between the blocks, and compute their insides again for the gradient.
-        perturbed: for perturbed-attention guidance (Ahn et al. 2024): of every so many images the last one's middle
-            attends place by place; 0 for none.
+        perturbed: [B] bool, samples whose middle attends place by place, for perturbed-attention guidance (Ahn et al.
+            2024); None for none.
     """
 
     remat: bool = False
-    perturbed: int = 0
+    perturbed: Array | None = None
 
 
 _USUAL = Special()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from canvax.compile.kinds import Ready
 from canvax.compile.programs import Programs
 from canvax.errors import InputError
 from canvax.families.base import Model
@@ -156,11 +157,11 @@ def _of_net(value: Any, place: int) -> Any:
 
 def encode_controls(
     programs: Programs,
+    ready: Ready,
     params: Params,
     control: ControlImages,
     size: tuple[int, int],
     count: int,
-    encoders: Mapping[str, Callable[..., Any]],
 ) -> dict[str, tuple[Any, ...]]:
     """What each network keeps of its image of each image of the call, on the devices; each image is read once."""
     split, alone = over_batch(programs.mesh), padded_batch(1, programs.mesh)
@@ -172,7 +173,7 @@ def encode_controls(
         def read(image: Image.Image, name: str = name) -> tuple[HostArray, ...]:
             pixels = as_floats(resized(image, *size))
             # Every device reads the same, so that each of several processes has it.
-            outputs = encoders[name](params[name], put(np.broadcast_to(pixels, (alone, *pixels.shape)), split))
+            outputs = ready[name](params, put(np.broadcast_to(pixels, (alone, *pixels.shape)), split))
             return tuple(np.asarray(output.addressable_shards[0].data)[0] for output in outputs)
 
         kept: list[tuple[HostArray, ...]] = []

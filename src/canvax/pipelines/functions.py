@@ -113,7 +113,8 @@ def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditi
     if timesteps.ndim > 1 or timesteps.size not in (1, len(latents)):
         raise InputError(f"timestep has shape {timesteps.shape}; give one number, or one for each of {len(latents)}")
     timesteps = jnp.broadcast_to(timesteps.astype(jnp.float32), latents.shape[:1])
-    output = denoiser.apply(weights, latents, timesteps, denoiser.prepare(weights, conditions))
+    prepared = denoiser.prepare(weights, conditions, latents.shape)
+    output, _ = denoiser.apply(weights, latents, {"timestep": timesteps}, prepared, None)
     return output.astype(jnp.float32)
 
 

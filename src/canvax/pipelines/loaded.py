@@ -218,7 +218,7 @@ class LoadedModel:
         ready = self._ready(params, (height, width), batch, guidance, Display(shown=False))
         weights, free = weight_bytes(self.model, self.model.dtype, mesh.shape), free_bytes(mesh)
         held = weights if self.params is not None else 0
-        programs = {name: program_bytes(program) or 0 for name, program in ready.named}
+        programs = {one.program.name: program_bytes(one.executable) or 0 for one in ready.values()}
         return Memory(weights, programs, None if free is None else free + held)
 
     @checked

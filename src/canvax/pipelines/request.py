@@ -12,6 +12,7 @@ import numpy as np
 
 from canvax.errors import InputError, refuse_tracers, shown
 from canvax.families.base import Model
+from canvax.models.denoiser import most_layers
 from canvax.pipelines.checks import (
     MAX_SIDE,
     check_guidance,
@@ -253,7 +254,7 @@ def check_layers(layers: int, model: Model) -> None:
     Raises:
         InputError: naming how many it has.
     """
-    most = model.networks.denoiser.deep_layers
+    most = most_layers(model.networks.denoiser)
     if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= most:
         raise InputError(f"reuse_layers={layers!r} is not in 1..{most}, the skip connections of {model.name}")
 

@@ -31,7 +31,7 @@ from canvax.pipelines.prepare import prepare
 from canvax.pipelines.record import metadata
 from canvax.pipelines.request import Request
 from canvax.pipelines.result import Result
-from canvax.pipelines.start import keeps, tuning_of
+from canvax.pipelines.start import keeps
 from canvax.samplers import SamplerTable, build_table
 from canvax.types import HostArray
 
@@ -62,7 +62,7 @@ def text_to_image(
     samples = latents[0] // mesh.shape["data"] * (2 if request.guided else 1)
     check_least(least_bytes(model.unet, samples, *latents[1:3], jnp.dtype(model.dtype).itemsize), mesh, cure)
     ready = programs.ready(params, latents, kinds, display.announce)
-    check_programs(ready.named, mesh, cure)
+    check_programs(((one.program.name, one.executable) for one in ready.values()), mesh, cure)
 
     with clock("encode"):
         batch, keep = prepare(model, programs, params, request, ready, table, deep, tables)
@@ -71,8 +71,8 @@ def text_to_image(
         indices, rows = own_rows(batch.state, count)
     with clock("decode"):
         pixels = np.zeros((0, request.height, request.width, 3), np.float32)
-        if ready.decode:
-            _, pixels = own_rows(ready.decode(params["vae"], map_parts(lambda part: part[:, 0], batch.state)), count)
+        if "decoder" in ready:
+            _, pixels = own_rows(ready["decoder"](params, map_parts(lambda part: part[:, 0], batch.state)), count)
 
     if request.given is not None:
         pixels = request.given.pasted(pixels, indices)
@@ -113,7 +113,7 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
         chunks=request.chunks,
         parts=request.texts.parts if request.composed else 0,
         method=request.options.guidance_method if request.guided else "cfg",
-        tuned=tuple(name for name, numbers in tuning_of(request)._asdict().items() if numbers is not None),
+        perturbs=request.options.pag_scale > 0,
         controls=request.control.names if request.control else (),
         image_prompts=request.image_prompts.kinds if request.image_prompts else (),
         sees=request.image_prompts is not None and request.image_prompts.sees(guided=request.guided),

@@ -37,7 +37,7 @@ _FAMILIES = {"sd": "Stable Diffusion", "sdxl": "Stable Diffusion XL"}
 
 _KINDS = {
     "method": "options.guidance_method",
-    "tuned": "options.pag_scale",
+    "perturbs": "options.pag_scale",
     "image_prompts": "several images in image_prompt for one adapter",
 }
 """What people call what decides programs."""
