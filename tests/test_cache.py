@@ -49,7 +49,7 @@ from canvax.models import blocks, clip
 from canvax.models.clip import text_encoder_spec
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
-from canvax.models.text import TextEncoders
+from canvax.models.text import TextEncoders, clip_encoders
 from canvax.originals import replaced
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
 from canvax.params import init_params
@@ -128,7 +128,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 ONE = jax.devices()[:1]
-NETWORKS = Networks(UNetDenoiser(UNET), VAE, TextEncoders(TEXT))
+NETWORKS = Networks(UNetDenoiser(UNET), VAE, clip_encoders(TEXT))
 
 
 @pytest.fixture(scope="module")
@@ -422,7 +422,7 @@ def test_what_makes_another_program(folder: Path, weights: Any, monkeypatch: pyt
     assert make(weights, precision="highest") == 4
     assert make(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)) == 5
     assert TEXT.hidden_act == "quick_gelu"
-    assert make(weights, text=TextEncoders(dataclasses.replace(TEXT, hidden_act="gelu"))) == 6
+    assert make(weights, text=clip_encoders(dataclasses.replace(TEXT, hidden_act="gelu"))) == 6
     with jax.default_matmul_precision("high"):
         assert make(weights) == 7
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_cpu_enable_fast_math=false")

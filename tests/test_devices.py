@@ -25,7 +25,7 @@ from canvax.models.configs import UNetConfig
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
 from canvax.models.presets import PRESETS, SD15_UNET, SDXL_UNET
-from canvax.models.text import TextEncoders
+from canvax.models.text import clip_encoders
 from canvax.models.unet import least_bytes, unet_spec
 from canvax.parallel import memory
 from canvax.parallel.mesh import check_mesh, make_mesh, mesh_of, parse_mesh
@@ -183,7 +183,7 @@ def test_shardings_have_the_nesting_of_the_spec() -> None:
 
 def programs_of(data: int, model: int) -> tuple[Programs, dict[str, Any]]:
     mesh = make_mesh(jax.devices()[: data * model], data=data, model=model)
-    networks = Networks(UNetDenoiser(SD1), VAE, TextEncoders(dataclasses.replace(TEXT, num_attention_heads=8)))
+    networks = Networks(UNetDenoiser(SD1), VAE, clip_encoders(dataclasses.replace(TEXT, num_attention_heads=8)))
     params = {name: abstract_params(spec, jnp.float32, mesh) for name, spec in networks.specs().items()}
     return Programs(networks, mesh), params
 

@@ -28,7 +28,7 @@ from canvax.models.presets import (
     SDXL_UNET,
     SDXL_VAE,
 )
-from canvax.models.text import TextEncoders
+from canvax.models.text import clip_encoders
 from canvax.models.unet import unet_context, unet_spec
 from canvax.models.vae import vae_decode, vae_spec
 from canvax.parallel.mesh import make_mesh
@@ -65,7 +65,7 @@ def draw(
 
 def test_full_size() -> None:
     """The published sizes, and what the networks are told fits together."""
-    text = TextEncoders(SDXL_TEXT, SDXL_TEXT_2)
+    text = clip_encoders(SDXL_TEXT, SDXL_TEXT_2)
     assert text.width == SDXL_UNET.cross_attention_dim == 2048
     assert SDXL_UNET.time_ids(text.pooled_width) == 6
     assert SDXL_REFINER_UNET.time_ids(text.pooled_width) == 5

@@ -161,11 +161,11 @@ class Programs:
             return {"tiled": True} if way == "tiled" else {}
 
         text = replace(networks.text, places=places)
-        inputs: tuple[Any, ...] = dict.fromkeys(text.parts, self._batched((batch, text.tokens), jnp.int32)), self._one()
+        inputs: tuple[Any, ...] = dict.fromkeys(text.names, self._batched((batch, text.tokens), jnp.int32)), self._one()
         if places is not None:
-            inputs += (dict.fromkeys(text.parts, self._batched((batch, places.count), jnp.float32)),)
+            inputs += (dict.fromkeys(text.names, self._batched((batch, places.count), jnp.float32)),)
         encode, facts = partial(encode_text, cfg=text), {"batch": batch}
-        programs = {"text encoder": Program("text encoder", encode, tuple(text.parts), inputs, places, facts)}
+        programs = {"text encoder": Program("text encoder", encode, text.names, inputs, places, facts)}
         if kinds.decoder:
             decode = partial(decode_images, cfg=networks.vae, **tiled(kinds.decoder))
             inputs, facts = (self._batched(latents, jnp.float32),), {"batch": batch, **size}
@@ -209,7 +209,7 @@ class Programs:
             kinds.controls, kinds.places, perturbs=kinds.perturbs, reuse_layers=kinds.deep_layers
         )
         guidance = Guidance(kinds.method if guided else "cfg", kinds.perturbs, guided and kinds.parts > 0)
-        text = networks.text.conditions(batch, tuple(dtypes[name] for name in networks.text.parts), kinds.chunks)
+        text = networks.text.conditions(batch, tuple(dtypes[name] for name in networks.text.names), kinds.chunks)
         conditions = {**text, **denoiser.inputs(latents, text, dtypes.__getitem__)}
         if kinds.image_prompts:
             conditions[IMAGE_PROMPTS] = networks.image_prompts(kinds.image_prompts, latents, dtypes.__getitem__)

@@ -359,7 +359,7 @@ class FlaxPipeline:
 
     def _by_encoder(self, ids: Any) -> dict[str, Any]:
         """Ids of each text encoder [B, 77], from those of ``prepare_inputs``."""
-        names = list(self.model.text.parts)
+        names = list(self.model.text.names)
         return {name: ids[:, i] for i, name in enumerate(names)} if self.XL else {names[0]: ids}
 
     def _table(self, params: Params, steps: int, strength: Any = None) -> SamplerTable:
@@ -376,8 +376,8 @@ class FlaxPipeline:
     def _size_conditions(self, batch: int, latents: tuple[int, ...]) -> dict[str, np.ndarray]:
         """SDXL: the numbers about images that are not cropped, for latents of h x w; the same for both halves."""
         height, width = (side * self.vae_scale_factor for side in latents)
-        numbers = self.model.size_conditions(height, width, {})
-        return {} if numbers is None else {"time_ids": np.tile(numbers[0], (batch, 1))}
+        numbers, _ = self.model.numbers(height, width, {})
+        return {name: np.tile(row, (batch, 1)) for name, row in numbers.items()}
 
     def _programs_on(self, devices: list[Any], *, stacked: bool) -> Programs:
         key = (stacked, *(device.id for device in devices))

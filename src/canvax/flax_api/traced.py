@@ -77,7 +77,7 @@ class FlaxTextToImage(FlaxPipeline):
         def encode(ids: Array) -> Conditions:
             text = self.model.text
             return encode_text(
-                {name: params[name] for name in text.parts}, self._by_encoder(ids), jnp.int32(0), cfg=text
+                {name: params[name] for name in text.names}, self._by_encoder(ids), jnp.int32(0), cfg=text
             )
 
         conditions, negative = encode(prompt_ids), None

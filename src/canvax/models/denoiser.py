@@ -18,7 +18,7 @@ from canvax.models.beside import ADAPTERS, Places, with_adapters
 from canvax.models.configs import UNetConfig
 from canvax.models.deep_features import deep_shape, unet_reusing
 from canvax.models.text import IMAGE_PROMPTS, Conditions
-from canvax.models.unet import Special, cross_attention_kv, skip_connections, unet, unet_context, unet_spec
+from canvax.models.unet import Special, cross_attention_kv, least_bytes, skip_connections, unet, unet_context, unet_spec
 from canvax.params import Params, Spec
 from canvax.quantize import compute_dtype
 from canvax.types import Array, DType, HostArray
@@ -45,6 +45,31 @@ class Denoiser(Protocol):
     def spec(self) -> Spec:
         """Its parameters."""
         ...
+
+    @property
+    def native_size(self) -> tuple[int, int]:
+        """Height and width of the latents that it was trained on."""
+        return 64, 64
+
+    @property
+    def embeds_guidance(self) -> bool:
+        """Whether the guidance scale is its input ``guidance``, so that it needs no negative prompt."""
+        return False
+
+    @property
+    def inpaints(self) -> bool:
+        """Whether it reads a mask and the masked image beside the latents, as its input ``masked``."""
+        return False
+
+    @property
+    def most_layers(self) -> int:
+        """The largest ``layers`` of ``Reusing`` around it, 0 if it has no features to reuse."""
+        return 0
+
+    def least_bytes(self, samples: int, height: int, width: int, itemsize: int) -> int:
+        """Memory that an evaluation takes at least for latents of this size, to refuse what cannot fit early."""
+        del samples, height, width, itemsize
+        return 0
 
     def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Shapes:
         """Conditions beside those of the text encoders.
@@ -109,15 +134,35 @@ class UNetDenoiser(Denoiser):
     def spec(self) -> Spec:
         return unet_spec(self.cfg)
 
+    @property
+    def native_size(self) -> tuple[int, int]:
+        size = self.cfg.sample_size or 64
+        return size if isinstance(size, tuple) else (size, size)
+
+    @property
+    def embeds_guidance(self) -> bool:
+        return self.cfg.time_cond_proj_dim is not None
+
+    @property
+    def inpaints(self) -> bool:
+        return self.cfg.in_channels == 2 * self.cfg.out_channels + 1
+
+    @property
+    def most_layers(self) -> int:
+        return skip_connections(self.cfg)
+
+    def least_bytes(self, samples: int, height: int, width: int, itemsize: int) -> int:
+        return least_bytes(self.cfg, samples, height, width, itemsize)
+
     def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Shapes:
         batch, height, width, channels = latents
         shapes: dict[str, tuple[int, ...]] = {}
         pooled = text["pooled"].shape[-1] if "pooled" in text else 0
         if numbers := self.cfg.time_ids(pooled):
             shapes["time_ids"] = (batch, numbers)
-        if self.cfg.in_channels == 2 * channels + 1:  # an inpainting UNet
+        if self.inpaints:
             shapes["masked"] = (batch, height, width, channels + 1)
-        if self.cfg.time_cond_proj_dim is not None:
+        if self.embeds_guidance:
             shapes["guidance"] = (batch,)
         if self.places is not None:
             shapes[ADAPTERS] = (batch, self.places.count)
@@ -239,8 +284,3 @@ class Reusing(Around):
             return deep.astype(memory.dtype), last
 
         return self.base.apply(p, x, row, {**prepared, "recall": (self.layers, recall)}, memory)
-
-
-def most_layers(denoiser: Denoiser) -> int:
-    """The largest ``layers`` of ``Reusing`` around a network, 0 if it has no features to reuse."""
-    return skip_connections(denoiser.cfg) if isinstance(denoiser, UNetDenoiser) else 0

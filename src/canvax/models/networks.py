@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from canvax.models.beside import Places
 from canvax.models.configs import AutoencoderConfig
 from canvax.models.controlled import Control, Controlled
-from canvax.models.decode import autoencoder_spec
-from canvax.models.denoiser import Denoiser, Perturbed, Reusing, UNetDenoiser
+from canvax.models.decode import Autoencoder, autoencoder_of
+from canvax.models.denoiser import Denoiser, Perturbed, Reusing
 from canvax.models.text import IMAGE_ENCODER, TextEncoders
 from canvax.params import Spec
 from canvax.quantize import quantized_specs
@@ -28,9 +28,9 @@ class Networks:
     """What decides a model's compiled programs.
 
     Attributes:
-        denoiser: the network inside the loop.
-        vae: config of the autoencoder.
-        text: configs of the text encoders.
+        denoiser: the network inside the loop, a ``canvax.models.denoiser.Denoiser``.
+        vae: the autoencoder, or its config.
+        text: the text encoders.
         prediction: what the denoiser was trained to give, "epsilon" or "v_prediction"; a checkpoint's scheduler says it
             for itself.
         controls: networks that read control images, by the name of their component.
@@ -38,8 +38,8 @@ class Networks:
         image_encoder: what makes of an image prompt what they read; None without.
     """
 
-    denoiser: UNetDenoiser
-    vae: AutoencoderConfig
+    denoiser: Any
+    vae: AutoencoderConfig | Autoencoder
     text: TextEncoders
     prediction: str = "epsilon"
     controls: tuple[tuple[str, Control], ...] = ()
@@ -48,7 +48,7 @@ class Networks:
 
     def specs(self, quantize: str | None = None) -> dict[str, Spec]:
         """Declared parameters of each component, large weights quantised to ``quantize``."""
-        specs = {**self.text.specs, self.denoiser.component: self.denoiser.spec, "vae": autoencoder_spec(self.vae)}
+        specs = {**self.text.specs, self.denoiser.component: self.denoiser.spec, "vae": self.autoencoder.spec}
         specs |= {name: net.spec for name, net in (*self.controls, *self.ip_adapters)}
         specs |= {IMAGE_ENCODER: self.image_encoder.spec} if self.image_encoder else {}
         return quantized_specs(specs, quantize)
@@ -78,7 +78,7 @@ class Networks:
     @property
     def components(self) -> set[str]:
         """The names of all components that have parameters."""
-        names = {*self.text.parts, self.denoiser.component, "vae", *dict(self.controls), *dict(self.ip_adapters)}
+        names = {*self.text.names, self.denoiser.component, "vae", *dict(self.controls), *dict(self.ip_adapters)}
         return names | ({IMAGE_ENCODER} if self.image_encoder else set())
 
     def image_prompts(
@@ -111,21 +111,25 @@ class Networks:
         return batch, height // self.vae.factor, width // self.vae.factor, self.vae.latent_channels
 
     @property
+    def autoencoder(self) -> Autoencoder:
+        """What makes latents of images and images of latents."""
+        return autoencoder_of(self.vae)
+
+    @property
     def native_size(self) -> tuple[int, int]:
         """Height and width of the images it was trained on, in pixels."""
-        size = self.denoiser.cfg.sample_size or 64
-        tall, wide = size if isinstance(size, tuple) else (size, size)
+        tall, wide = self.denoiser.native_size
         return tall * self.vae.factor, wide * self.vae.factor
 
     @property
     def embeds_guidance(self) -> bool:
         """Whether the guidance scale is an input of the denoiser, which needs no negative prompt then."""
-        return self.denoiser.cfg.time_cond_proj_dim is not None
+        return self.denoiser.embeds_guidance
 
     @property
     def inpaints(self) -> bool:
-        """Whether the denoiser is an inpainting UNet, which sees a mask and the masked image beside the latents."""
-        return self.denoiser.cfg.in_channels == 2 * self.vae.latent_channels + 1
+        """Whether the denoiser sees a mask and the masked image beside the latents."""
+        return self.denoiser.inpaints
 
     @property
     def size_numbers(self) -> int:

@@ -92,13 +92,13 @@ class Encoding:
         if (weights == 1).all():
             return features
         parts, begin, empty = [], 0, self._empty_features(len(chosen))
-        for i, cfg in enumerate(self.model.text.parts.values()):
-            own = slice(begin, begin + cfg.hidden_size)
+        for i, encoder in enumerate(self.model.text.encoders):
+            own = slice(begin, begin + encoder.width)
             heavy = weighed(features[..., own], weights[:, i].astype(np.float32), empty[..., own],
                             self.syntax)  # fmt: skip
             plain = (weights[:, i] == 1).all(axis=1)[:, None, None]  # the very bits where there is no weight
             parts.append(self.xp.where(plain, features[..., own], heavy))
-            begin += cfg.hidden_size
+            begin += encoder.width
         return self.xp.concatenate(parts, axis=-1)
 
     def _empty_features(self, count: int) -> Any:
@@ -161,10 +161,11 @@ def encode(
     batch = padded_batch(len(request.prompts), mesh)
     beside, skip = request.beside, np.int32(request.options.clip_skip)
     shapes = conditions_of(ready)
+    encoded = ("text", "pooled") if model.text.pooled_width else ("text",)
     shares: tuple[Any, ...] = ()
     if beside is not None:
         shares = ({name: put(filled(beside.weights[name], batch), split) for name in model.tokenizers},)
-    numbers = model.size_conditions(request.height, request.width, request.options.changed()) or (None, None)
+    numbers = model.numbers(request.height, request.width, request.options.changed())
     rows = own_indices(batch, split)
 
     def on_devices(ids: Ids) -> Conditions:
@@ -190,8 +191,7 @@ def encode(
                 name: put(filled(array.astype(shapes[name].dtype), batch), split) for name, array in arrays.items()
             }
         elif negative and request.zeros:
-            encoded = {name: leaf for name, leaf in shapes.items() if name in ("text", "pooled")}
-            found = {name: put(np.zeros(leaf.shape, leaf.dtype), split) for name, leaf in encoded.items()}
+            found = {name: put(np.zeros(shapes[name].shape, shapes[name].dtype), split) for name in encoded}
         elif is_plain(wordings, request.chunks):
             found = on_devices(ids_of(model, wordings))
         else:
@@ -199,9 +199,7 @@ def encode(
             found = {name: spread(array, shapes[name].dtype) for name, array in whole.items()}
         if model.networks.embeds_guidance:
             found["guidance"] = put(np.full(batch, request.guidance, np.float32), split)
-        if (row := numbers[negative]) is not None:
-            found["time_ids"] = put(np.tile(row, (batch, 1)), split)
-        return found
+        return found | {name: put(np.tile(row, (batch, 1)), split) for name, row in numbers[negative].items()}
 
     def at(stage: Stage) -> Prompts:
         prompts = [told(part, request.embeds[0], negative=False) for part in stage.parts]

@@ -51,7 +51,7 @@ def encode(
     """See ``canvax.StableDiffusion.encode``."""
     prompts, _ = check_prompts(prompt, None, 1)
     seconds = check_second("prompt_2", prompt_2, prompts, 1)
-    if prompt_2 is not None and SECOND not in model.text.parts:
+    if prompt_2 is not None and SECOND not in model.text.names:
         raise InputError(f"prompt_2 with {model.name}, which has one text encoder; leave it out")
     if guidance_scale is not None and not model.networks.embeds_guidance:
         raise InputError(f"guidance_scale with {model.name}, which reads none: mix its outputs yourself; leave it out")
@@ -60,7 +60,7 @@ def encode(
     texts = read_texts(model, (prompts, seconds), ([""], [""]), options, 1)
     if texts.parts > 1 or (texts.weights != 1).any():
         raise InputError(f"prompt={prompt!r:.80} adds prompts up (AND): encode each of them")
-    weights = {name: _weights(model, params, name) for name in model.text.parts}
+    weights = {name: _weights(model, params, name) for name in model.text.names}
 
     def one_pass(ids: Ids) -> Conditions:
         return _encode_text(weights, dict(ids), jnp.int32(options.clip_skip), cfg=model.text)
@@ -74,8 +74,8 @@ def encode(
         conditions["text"] = conditions["text"].astype(compute_dtype(weights))
     (tall, wide), factor = model.native_size, model.vae.factor
     size = check_size("height", height, tall, factor), check_size("width", width, wide, factor)
-    if (numbers := model.size_conditions(*size, {})) is not None:
-        conditions["time_ids"] = jnp.tile(jnp.asarray(numbers[0]), (len(prompts), 1))
+    numbers, _ = model.numbers(*size, {})
+    conditions |= {name: jnp.tile(jnp.asarray(row), (len(prompts), 1)) for name, row in numbers.items()}
     if model.networks.embeds_guidance:
         scale = check_guidance(guidance_scale, model.defaults.guidance_scale)
         conditions["guidance"] = jnp.full(len(prompts), scale, jnp.float32)
@@ -159,11 +159,12 @@ def _check_conditions(model: Model, conditions: Any, count: int) -> None:
     cure = "give what pipe.encode returns, one entry or as many as there are latents"
     if not isinstance(conditions, Mapping):
         raise InputError(f"conditions={conditions!r:.80} is not a dict of arrays; {cure}")
-    known = {"text", "pooled", "time_ids"} if model.text.second else {"text"}
+    pooled = model.text.pooled_width > 0
+    known = {"text", "pooled", "time_ids"} if pooled else {"text"}
     known |= {"guidance"} if model.networks.embeds_guidance else set()
     if unknown := sorted(map(repr, conditions.keys() - known)):
         raise InputError(f"conditions has {', '.join(unknown)}, which {model.name} does not read; {cure}")
-    ranks = {"text": 3} | ({"pooled": 2, "time_ids": 2} if model.text.second else {})
+    ranks = {"text": 3} | ({"pooled": 2, "time_ids": 2} if pooled else {})
     for name, rank in ranks.items():
         if name not in conditions:
             raise InputError(f"conditions has no {name!r}; {cure}")

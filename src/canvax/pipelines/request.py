@@ -12,7 +12,6 @@ import numpy as np
 
 from canvax.errors import InputError, refuse_tracers, shown
 from canvax.families.base import Model
-from canvax.models.denoiser import most_layers
 from canvax.pipelines.checks import (
     MAX_SIDE,
     check_guidance,
@@ -224,6 +223,8 @@ def check_for_model(options: Options, model: Model) -> None:
             raise InputError(f"options.{name}: {model.name} takes one guidance scale, as an input; leave it out")
     check_clip_skip(options.clip_skip, model)
     check_layers(options.reuse_layers, model)
+    if options.reuse > 1 and not model.networks.denoiser.most_layers:
+        raise InputError("reuse", options.reuse, f"{model.name} has no features to reuse", "leave it out")
 
 
 def check_clip_skip(skip: int, model: Model) -> None:
@@ -254,7 +255,7 @@ def check_layers(layers: int, model: Model) -> None:
     Raises:
         InputError: naming how many it has.
     """
-    most = most_layers(model.networks.denoiser)
+    most = max(1, model.networks.denoiser.most_layers)
     if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= most:
         raise InputError(f"reuse_layers={layers!r} is not in 1..{most}, the skip connections of {model.name}")
 

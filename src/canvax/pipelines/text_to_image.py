@@ -18,7 +18,6 @@ from canvax.errors import Cancelled, CanvaxError, InputError, shown
 from canvax.families.base import Model
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
-from canvax.models.unet import least_bytes
 from canvax.parallel import multihost
 from canvax.parallel.memory import check_least, check_programs
 from canvax.parallel.mesh import padded_batch
@@ -60,7 +59,8 @@ def text_to_image(
     table, deep, kinds = work(model, request)
     latents = (padded_batch(count, mesh), *request.shape[1:])
     samples = latents[0] // mesh.shape["data"] * (2 if request.guided else 1)
-    check_least(least_bytes(model.unet, samples, *latents[1:3], jnp.dtype(model.dtype).itemsize), mesh, cure)
+    itemsize = jnp.dtype(model.dtype).itemsize
+    check_least(model.networks.denoiser.least_bytes(samples, *latents[1:3], itemsize), mesh, cure)
     ready = programs.ready(params, latents, kinds, display.announce)
     check_programs(((one.program.name, one.executable) for one in ready.values()), mesh, cure)
 

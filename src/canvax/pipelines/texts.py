@@ -224,7 +224,7 @@ def check_conditions(name: str, value: Mapping[str, Any], model: Model) -> Embed
     """
     text = model.text
     shapes: dict[str, tuple[Any, ...]] = {"text": ("n", f"k * {text.tokens}", text.width)}
-    if text.second:
+    if text.pooled_width:
         shapes["pooled"] = ("n", text.pooled_width)
     found: Embeds = {}
     if isinstance(value.get("prompt"), str):

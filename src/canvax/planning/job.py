@@ -10,7 +10,7 @@ from typing import Any, Self
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
-from canvax.models.text import FIRST, SECOND, TextEncoders
+from canvax.models.text import FIRST, SECOND, clip_encoders
 
 PROGRAMS = ("encode", "denoise", "decode")
 
@@ -69,7 +69,7 @@ class Job:
         model = Networks(
             UNetDenoiser(UNetConfig.from_dict(said["unet"])),
             VaeConfig.from_dict(said["vae"]),
-            TextEncoders(encoders.get(FIRST), encoders.get(SECOND)),
+            clip_encoders(encoders.get(FIRST), encoders.get(SECOND)),
         )
         data, split = said["mesh"]
         rest = {name: said[name] for name in ("target", "batch", "height", "width", "guided", "dtype")}

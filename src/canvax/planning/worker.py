@@ -118,7 +118,7 @@ def _flops(job: Job, name: str, programs: Programs, params: Params, latents: tup
     model, shape = job.model, jax.ShapeDtypeStruct
     with compiling_for(parse_target(job.target).platform):
         if name == "encode":
-            ids = dict.fromkeys(model.text.parts, shape((job.batch, model.text.tokens), jnp.int32))
+            ids = dict.fromkeys(model.text.names, shape((job.batch, model.text.tokens), jnp.int32))
             return count_flops(partial(encode_text, cfg=model.text), params, ids, shape((), jnp.int32))
         if name == "decode":
             return count_flops(partial(decode_images, cfg=model.vae), params["vae"], shape(latents, jnp.float32))

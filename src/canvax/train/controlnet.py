@@ -116,7 +116,7 @@ class Controlling:
             begun[name] = jax.tree.map(np.zeros_like, begun[name])
         hint = begun["controlnet_cond_embedding"]
         hint["conv_out"] = jax.tree.map(np.zeros_like, hint["conv_out"])
-        return Start({CONTROL: begun}, in_dtype(params, ["unet", *model.text.parts], dtype), control=net)
+        return Start({CONTROL: begun}, in_dtype(params, ["unet", *model.text.names], dtype), control=net)
 
     def shown(self, params: Params, trained: Params) -> Params:
         """It shows nothing; see ``check``."""

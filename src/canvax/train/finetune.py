@@ -59,9 +59,9 @@ class Whole:
 
     def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
         """On the devices there is the copy that is trained, no other."""
-        names = ["unet", *(model.text.parts if self.text else ())]
+        names = ["unet", *(model.text.names if self.text else ())]
         trained = {name: jax.device_get(params.pop(name)) for name in names}
-        return Start(trained, {name: params[name] for name in model.text.parts if name in params})
+        return Start(trained, {name: params[name] for name in model.text.names if name in params})
 
     def shown(self, params: Params, trained: Params) -> Params:
         """The networks as they are now."""

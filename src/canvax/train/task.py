@@ -451,6 +451,4 @@ def _told_of(model: Model, size: tuple[int, ...], frame: np.ndarray) -> np.ndarr
     """What SDXL is told of a picture: its size, the corner of the crop, and the size it was brought to."""
     height, width, top, left = map(int, frame)
     options = {"original_size": (height, width), "crops_coords_top_left": (top, left), "target_size": size}
-    found = model.size_conditions(size[0], size[1], options)
-    assert found is not None
-    return found[0]
+    return model.numbers(size[0], size[1], options)[0]["time_ids"]
