@@ -139,7 +139,7 @@ def weights() -> Any:
 def test_kept_privately_and_used_again(folder: Path, weights: Any) -> None:
     def encode() -> tuple[np.ndarray, list[bool]]:
         ours, builds = Programs(NETWORKS, make_mesh(ONE)), []
-        program = ours.encode_text(weights, 1, builds.append)
+        program = ours.program("text encoder", weights, (1, 8, 8, 4), Kinds(guided=()), builds.append)
         ids = jax.device_put(np.arange(77, dtype=np.int32)[None], over_batch(ours.mesh))
         text = program(weights, {"text_encoder": ids}, np.int32(0))["text"]
         return np.asarray(text), [build.cached for build in builds if build.seconds is not None]
@@ -406,7 +406,8 @@ def kept_programs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
     def make(weights: Any, devices: Any = ONE, text: TextEncoders = NETWORKS.text, **changes: Any) -> int:
         ours = Programs(dataclasses.replace(NETWORKS, text=text), make_mesh(devices), **changes)
-        ours.encode_text(jax.device_put(weights, replicated(ours.mesh)), len(devices))
+        placed = jax.device_put(weights, replicated(ours.mesh))
+        ours.program("text encoder", placed, (len(devices), 8, 8, 4), Kinds(guided=()))
         return len(cache.programs())
 
     monkeypatch.setattr(Programs, "_compile", instant)
