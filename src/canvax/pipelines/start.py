@@ -41,7 +41,7 @@ def noise_of(request: Request) -> HostArray:
 
 
 def keeps(model: Model, request: Request) -> bool:
-    """Whether parts of the given images stay; an inpainting UNet sees to that by itself."""
+    """Whether parts of the given images stay; an inpainting network sees to that by itself."""
     return bool(request.given and request.given.masks) and not model.networks.inpaints
 
 
@@ -53,7 +53,7 @@ def begin(
 ) -> tuple[HostArray | None, Known | None, HostArray | None]:
     """What a run takes from the images of its request: each [n, h, w, ...], encoded where it is used, else None.
 
-    Latents to begin from; what is to stay of them; and what an inpainting UNet sees beside the noisy latents.
+    Latents to begin from; what is to stay of them; and what an inpainting network sees beside the noisy latents.
     """
     given = request.given
     assert given is not None

@@ -230,7 +230,7 @@ def check_conditions(name: str, value: Mapping[str, Any], model: Model) -> Embed
     if isinstance(value.get("prompt"), str):
         raise InputError(f"{name} is a table of settings; write pipe(**settings), or give the prompt's text alone")
     if unknown := sorted(map(repr, value.keys() - shapes.keys() - {"time_ids", "guidance"})):
-        if "unet" in value:  # pipe(prompt, params, key), as in diffusers' Flax
+        if model.networks.denoiser.component in value:  # pipe(prompt, params, key), as in diffusers' Flax
             raise InputError(f"{name} is a model's weights; a pipeline has its own, others are given as params=")
         raise InputError(f"{name} has {', '.join(unknown)}, which says nothing here; give what pipe.encode returns")
     for part, shape in shapes.items():

@@ -102,8 +102,8 @@ class Plan:
         batch: pictures at once, on all devices together.
         height: pixels.
         width: pixels.
-        steps: evaluations of the UNet.
-        guided: whether guidance doubles the UNet's batch.
+        steps: evaluations of the denoiser.
+        guided: whether guidance doubles the denoiser's batch.
         dtype: of weights and activations.
         quantize: what large weights are quantised to, or None.
         programs: the three programs.
@@ -233,7 +233,7 @@ def plan(
         batch: pictures at once on all devices together; by default one on each.
         height: pixels, divisible by 8; by default the size the model was trained for.
         width: likewise.
-        steps: evaluations of the UNet.
+        steps: evaluations of the denoiser.
         guided: whether the guidance scale is above 1.
         dtype: of weights and activations; by default bfloat16, float16 on GPUs before Ampere.
         quantize: "int8" or "float8" for large weights in 8 bits.
