@@ -165,6 +165,15 @@ def test_an_image_to_begin_from_and_a_mask(pipe: canvax.StableDiffusion) -> None
     assert np.isfinite(result.pixels).all()
 
 
+def test_the_networks_are_functions_of_arrays(pipe: canvax.StableDiffusion) -> None:
+    conditions = pipe.encode(["a fox", "a hen"])
+    latents = jnp.ones((2, 8, 8, CHANNELS))
+    assert pipe.denoiser(latents, 500.0, conditions).shape == latents.shape
+    assert pipe.decode(latents).shape == (2, 16, 16, 3)
+    with pytest.raises(canvax.InputError):
+        pipe.denoiser(latents, 500.0, {"text": conditions["text"]})
+
+
 def test_what_only_some_networks_can_do_is_refused(pipe: canvax.StableDiffusion) -> None:
     with pytest.raises(canvax.InputError) as caught:
         pipe("a fox", reuse=2)

@@ -64,6 +64,10 @@ class Defaults:
     guidance_scale: float = 7.5
 
 
+LATENT_CONSISTENCY = Defaults(num_inference_steps=4, guidance_scale=8.5)
+"""Of models whose guidance scale is an input (Luo et al. 2023, "Latent Consistency Models")."""
+
+
 Numbers = Mapping[str, np.ndarray]
 """Conditions of an image beside its texts, by the names of the denoiser's inputs, without [B]."""
 
@@ -91,6 +95,7 @@ class Family:
         name: for people, and to tell families apart.
         pipelines: the classes that ``model_index.json`` names.
         defaults: of models that bring none.
+        embedded_defaults: the same of models whose guidance scale is an input of the denoiser; None for ``defaults``.
         read: the networks of a checkpoint; configs are all that it reads. Raises ``CheckpointError``.
         tokenizer: the tokenizer of a text encoder, which ``canvax.prompts.chunks.Tokenizer`` describes.
         scheduler_config: ``scheduler_config.json`` with the values that old files of this family leave out.
@@ -106,6 +111,7 @@ class Family:
     read: Callable[[ModelFiles], Networks]
     tokenizer: Callable[[ModelFiles, TextEncoder], Any]
     defaults: Defaults = Defaults()
+    embedded_defaults: Defaults | None = None
     scheduler_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     unused_options: Callable[[Model], Mapping[str, str]] = _nothing
     numbers: Callable[[Model, int, int, Mapping[str, Any]], tuple[Numbers, Numbers]] = _no_numbers

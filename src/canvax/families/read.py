@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from canvax.errors import CheckpointError, HintWarning, InputError, nearest, warn
-from canvax.families.base import Defaults, Family, Model, read_defaults
+from canvax.families.base import Family, Model, read_defaults
 from canvax.families.sd import SD
 from canvax.families.sdxl import SDXL
 from canvax.models.networks import Networks
@@ -17,9 +17,6 @@ from canvax.samplers.config import KNOWN_CLASSES
 from canvax.tokenizers.concepts import Concepts
 from canvax.types import DType
 from canvax.weights.files import ModelFiles
-
-LATENT_CONSISTENCY = Defaults(num_inference_steps=4, guidance_scale=8.5)
-"""Of models whose guidance scale is an input (Luo et al. 2023, "Latent Consistency Models")."""
 
 FAMILIES: tuple[Family, ...] = (SD, SDXL)
 
@@ -79,15 +76,14 @@ def read_model(files: ModelFiles, dtype: DType, quantize: str | None = None) -> 
         scheduler = from_scheduler_config(family.scheduler_config(_scheduler_config(files)))
     except InputError as error:
         raise CheckpointError(f"{files}: {error}") from error
+    usual = family.embedded_defaults if networks.embeds_guidance else None
     return Model(
         files=files,
         family=family,
         networks=networks,
         tokenizers={one.component: family.tokenizer(files, one) for one in networks.text.encoders},
         scheduler=scheduler,
-        defaults=read_defaults(
-            files.folder() / "canvax.json", LATENT_CONSISTENCY if networks.embeds_guidance else family.defaults
-        ),
+        defaults=read_defaults(files.folder() / "canvax.json", usual or family.defaults),
         dtype=np.dtype(dtype).name,
         quantize=quantize,
         concepts=Concepts.of(files.folder()),

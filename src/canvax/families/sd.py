@@ -7,6 +7,7 @@ from functools import partial
 
 from canvax.families.base import (
     AESTHETICS,
+    LATENT_CONSISTENCY,
     SECOND_PROMPTS,
     SIZES,
     TARGET_SIZES,
@@ -46,6 +47,7 @@ SD = Family(
     ),
     read=read,
     tokenizer=read_clip_tokenizer,
+    embedded_defaults=LATENT_CONSISTENCY,
     scheduler_config=partial(stable_diffusion_config, xl=False),
     unused_options=_unused_options,
 )

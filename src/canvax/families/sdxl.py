@@ -11,6 +11,7 @@ import numpy as np
 from canvax.errors import CheckpointError
 from canvax.families.base import (
     AESTHETICS,
+    LATENT_CONSISTENCY,
     SECOND_PROMPTS,
     TARGET_SIZES,
     TOKENIZERS,
@@ -113,6 +114,7 @@ SDXL = Family(
     read=read,
     tokenizer=read_clip_tokenizer,
     defaults=Defaults(guidance_scale=5.0),
+    embedded_defaults=LATENT_CONSISTENCY,
     scheduler_config=partial(stable_diffusion_config, xl=True),
     unused_options=_unused_options,
     numbers=_numbers,

@@ -159,21 +159,18 @@ def _check_conditions(model: Model, conditions: Any, count: int) -> None:
     cure = "give what pipe.encode returns, one entry or as many as there are latents"
     if not isinstance(conditions, Mapping):
         raise InputError(f"conditions={conditions!r:.80} is not a dict of arrays; {cure}")
-    pooled = model.text.pooled_width > 0
-    known = {"text", "pooled", "time_ids"} if pooled else {"text"}
-    known |= {"guidance"} if model.networks.embeds_guidance else set()
-    if unknown := sorted(map(repr, conditions.keys() - known)):
+    networks = model.networks
+    text = networks.text.conditions(count, [jnp.float32] * len(networks.text.encoders))
+    shapes = {**text, **networks.denoiser.inputs(networks.latent_shape(count, *model.native_size), text, jnp.dtype)}
+    if unknown := sorted(map(repr, conditions.keys() - shapes.keys())):
         raise InputError(f"conditions has {', '.join(unknown)}, which {model.name} does not read; {cure}")
-    ranks = {"text": 3} | ({"pooled": 2, "time_ids": 2} if pooled else {})
-    for name, rank in ranks.items():
+    for name, leaf in shapes.items():
         if name not in conditions:
+            if name == "guidance":  # the network does without
+                continue
             raise InputError(f"conditions has no {name!r}; {cure}")
-        array = numbers(f"conditions[{name!r}]", conditions[name])
-        if (
-            array.ndim != rank
-            or len(array) not in (1, count)
-            or (name == "text" and array.shape[-1] != model.text.width)
-        ):
-            width = model.text.width if name == "text" else "n"
-            shape = f"[{', '.join([str(count), *['T'] * (rank - 2), str(width)])}]"
+        array, (_, *rest) = numbers(f"conditions[{name!r}]", conditions[name]), leaf.shape
+        alike = array.ndim == leaf.ndim and len(array) in (1, count)
+        if not alike or (rest and array.shape[-1] != rest[-1]):
+            shape = f"[{', '.join([str(count), *['T'] * (len(rest) - 1), *map(str, rest[-1:])])}]"
             raise InputError(f"conditions[{name!r}] has shape {array.shape}, not {shape}; {cure}")
