@@ -142,14 +142,14 @@ def test_soft_weights() -> None:
 def test_rows_outside_of_the_window_cost_nothing(pipe: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
     """The network is not evaluated where no image needs it: the host says so for each row."""
     seen: list[np.ndarray] = []
-    original = Batch._with_control
+    original = Batch._window
 
-    def spy(self: Batch, inputs: Any, active: Any) -> Any:
-        found = original(self, inputs, active)
-        seen.append(found.needed[:4, 0])
-        return found
+    def spy(self: Batch, *arguments: Any) -> Any:
+        columns, shared = original(self, *arguments)
+        seen.append(shared["needed"][:4, 0])
+        return columns, shared
 
-    monkeypatch.setattr(Batch, "_with_control", spy)
+    monkeypatch.setattr(Batch, "_window", spy)
     draw(pipe, control=edges(1), control_end=0.5)
     assert [bool(one) for one in seen[0]] == [True, True, False, False]
 

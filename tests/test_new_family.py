@@ -141,19 +141,24 @@ def pipe() -> canvax.StableDiffusion:
     return pipe
 
 
+def draw(pipe: canvax.StableDiffusion, prompt: Any = "a fox", **keywords: Any) -> canvax.Result:
+    return pipe(prompt, **{"seed": 1, "options": canvax.Options(progress=False)} | keywords)
+
+
 def test_the_public_call_makes_an_image(pipe: canvax.StableDiffusion) -> None:
-    result = pipe("a fox", seed=1, progress=False)
+    result = draw(pipe)
     assert result.images[0].size == (8 * FACTOR, 8 * FACTOR)
     assert result.latents.shape == (1, 8, 8, CHANNELS)
-    again = pipe(["a fox", "a hen"], seed=[1, 2], height=24, width=16, sampler="DPM++ 2M", num_inference_steps=6)
+    again = draw(pipe, ["a fox", "a hen"], seed=[1, 2], height=24, width=16, sampler="DPM++ 2M", num_inference_steps=6)
     assert again.pixels.shape == (2, 24, 16, 3)
     assert np.abs(again.pixels[0] - again.pixels[1]).max() > 0.01
 
 
 def test_everything_a_user_changes_is_data(pipe: canvax.StableDiffusion) -> None:
-    want = pipe("a fox", seed=1, progress=False)
+    want = draw(pipe)
+    changes: dict[str, Any]
     for changes in ({"guidance_scale": 5.0}, {"num_inference_steps": 6}, {"negative_prompt": "red"}, {"seed": 3}):
-        got = pipe("a fox", **{"seed": 1, "progress": False} | changes)
+        got = draw(pipe, **changes)
         assert got.compilations == 0
         assert np.abs(got.latents - want.latents).max() > 1e-4
 
@@ -161,7 +166,7 @@ def test_everything_a_user_changes_is_data(pipe: canvax.StableDiffusion) -> None
 def test_an_image_to_begin_from_and_a_mask(pipe: canvax.StableDiffusion) -> None:
     image, mask = np.full((16, 16, 3), 200, np.uint8), np.zeros((16, 16), np.uint8)
     mask[:, 8:] = 255
-    result = pipe("a fox", image=image, mask=mask, strength=0.5, seed=1, progress=False)
+    result = draw(pipe, image=image, mask=mask, strength=0.5)
     assert np.isfinite(result.pixels).all()
 
 
@@ -176,5 +181,5 @@ def test_the_networks_are_functions_of_arrays(pipe: canvax.StableDiffusion) -> N
 
 def test_what_only_some_networks_can_do_is_refused(pipe: canvax.StableDiffusion) -> None:
     with pytest.raises(canvax.InputError) as caught:
-        pipe("a fox", reuse=2)
+        draw(pipe, options=canvax.Options(reuse=2))
     assert caught.value.argument == "reuse"
