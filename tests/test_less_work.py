@@ -294,9 +294,10 @@ def test_reuse_computes_what_the_network_computes(emoji: canvax.StableDiffusion)
     state = rng.standard_normal((1, SLOTS, *LATENTS)).astype(np.float32)
     text, negative = ({"text": rng.standard_normal((1, 77, TEXT_WIDTH)).astype(np.float32)} for _ in range(2))
     window = build_table(emoji.model.scheduler, 4, sampler="euler", guidance=5.0).window(0, 1)
-    rows = {name: column[None] for name, column in window.items()} | {"pag": np.float32([[[3.0, 0.0]]])}
-    flight = InFlight(state, (negative, text), np.zeros((1, 2), np.uint32))
-    shared = {"noisy": np.zeros(1, bool), "recompute": np.ones(1, bool), "reuse": np.float32([[1, 0]])}
+    rows = {name: column[None] for name, column in window.items()} | {"pag": np.array([[[3.0, 0.0]]], np.float32)}
+    prompts: Any = negative, text
+    flight = InFlight(state, prompts, np.zeros((1, 2), np.uint32))
+    shared = {"noisy": np.zeros(1, bool), "recompute": np.ones(1, bool), "reuse": np.array([[1, 0]], np.float32)}
     inputs = jax.tree.map(jnp.asarray, StepInputs(flight, rows, shared, np.int32(1)))
     pag, again = Guidance(perturbs=True), networks.denoiser_of(perturbs=True, reuse_layers=2)
     memory = again.memory((3, *LATENTS), lambda _: jnp.dtype("float32"))
@@ -404,11 +405,11 @@ def test_a_large_batch_is_decoded_in_turns(
     for most in (100, 4):  # of which 3 divide the 6 of each of eight devices
         monkeypatch.setattr(decode_module, "DECODE_PIXELS", most * 64 * 64)
         decode = Programs(model.networks, mesh).program("decoder", placed, latents.shape, Kinds(guided=()))
-        text = decode.as_text()  # type: ignore[attr-defined]
+        text = decode.executable.as_text()  # type: ignore[attr-defined]
         assert ("while" in text) == (most == 4)
         assert not collectives(text) or sizes.get("model", 1) > 1
-        drawn.append(np.asarray(decode(placed["vae"], jax.device_put(latents, over_batch(mesh)))))
-        memory.append(decode.memory_analysis().temp_size_in_bytes)  # type: ignore[attr-defined]
+        drawn.append(np.asarray(decode(placed, jax.device_put(latents, over_batch(mesh)))))
+        memory.append(decode.executable.memory_analysis().temp_size_in_bytes)  # type: ignore[attr-defined]
     np.testing.assert_allclose(drawn[1], drawn[0], atol=1e-5)
     assert memory[1] < memory[0]
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from canvax.models.beside import Places
-from canvax.models.configs import AutoencoderConfig
 from canvax.models.controlled import Control, Controlled
 from canvax.models.decode import Autoencoder, autoencoder_of
 from canvax.models.denoiser import Denoiser, Perturbed, Reusing
@@ -29,7 +28,7 @@ class Networks:
 
     Attributes:
         denoiser: the network inside the loop, a ``canvax.models.denoiser.Denoiser``.
-        vae: the autoencoder, or its config.
+        vae: the autoencoder, a ``canvax.models.decode.Autoencoder``, or its config.
         text: the text encoders.
         prediction: what the denoiser was trained to give, "epsilon" or "v_prediction"; a checkpoint's scheduler says it
             for itself.
@@ -39,7 +38,7 @@ class Networks:
     """
 
     denoiser: Any
-    vae: AutoencoderConfig | Autoencoder
+    vae: Any
     text: TextEncoders
     prediction: str = "epsilon"
     controls: tuple[tuple[str, Control], ...] = ()
