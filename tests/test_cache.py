@@ -39,7 +39,7 @@ from canvax import guidance
 from canvax.cli import BAD_INPUT, FAILED, batching, main
 from canvax.compile import aot, cache, key, programs, trust
 from canvax.compile.aot import Build, CacheEntry, find_entry, load_or_compile
-from canvax.compile.at_once import MODE, NotReady, at_once
+from canvax.compile.at_once import at_once
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import compilations, counting
 from canvax.compile.programs import Programs
@@ -371,13 +371,6 @@ def test_a_jax_that_lacks_what_the_cache_needs(folder: Path, monkeypatch: pytest
     assert cache.programs() == []
 
 
-def in_a_thread(function: Callable[[], Any]) -> Any:
-    """As programs do that have to be made first: not in the thread that asks for them."""
-    if MODE.get() == "held":
-        raise NotReady
-    return function()
-
-
 def test_compilations_of_other_threads_do_not_count() -> None:
     def compile_one() -> None:
         Doubling().compile()
@@ -392,7 +385,7 @@ def test_compilations_of_other_threads_do_not_count() -> None:
         compile_one()
         compile_elsewhere()
         with counting() as inner:
-            at_once([partial(in_a_thread, compile_one)] * 2)
+            at_once([compile_one] * 2)
     compile_one()
     assert (inner.compilations, outer.compilations, compilations() - before) == (2, 3, 5)
     assert inner.traces >= 2
@@ -465,7 +458,10 @@ def test_the_processor_in_a_key() -> None:
 
 
 def test_the_precision_of_a_context_holds_while_programs_are_made_by_threads() -> None:
-    seen = partial(in_a_thread, lambda: jax.config.jax_default_matmul_precision)
+
+    def seen() -> Any:
+        return jax.config.jax_default_matmul_precision
+
     with jax.default_matmul_precision("high"):
         assert at_once([seen] * 2) == ["high"] * 2
     assert at_once([seen]) == [jax.config.jax_default_matmul_precision]
