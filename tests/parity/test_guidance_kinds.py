@@ -1,4 +1,4 @@
-"""Other kinds of guidance against PyTorch diffusers: its PAG pipeline, its FreeU, its guiders."""
+"""Other kinds of guidance against PyTorch diffusers: its PAG pipeline, its guiders."""
 
 from __future__ import annotations
 
