@@ -114,7 +114,7 @@ def ready(arguments: argparse.Namespace) -> dict[str, float]:
     import jax
 
     from canvax.compile.monitor import process_age
-    from canvax.compile.programs import Programs, at_once
+    from canvax.compile.programs import Programs
     from canvax.models.presets import PRESETS
     from canvax.parallel.mesh import make_mesh
     from canvax.parallel.rules import abstract_params
@@ -125,11 +125,7 @@ def ready(arguments: argparse.Namespace) -> dict[str, float]:
     side = arguments.size or 512
     latents = networks.latent_shape(1, side, side)
     loaded = process_age()
-    at_once([
-        lambda: programs.encode_text(params, 1),
-        lambda: programs.denoise(params, latents, guided=True),
-        lambda: programs.decode(params, latents),
-    ])  # fmt: skip
+    programs.ready(params, latents)
     return {"loaded": loaded, "ready": process_age(), "processor till ready": time.process_time()}
 
 

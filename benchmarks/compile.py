@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 os.environ["CANVAX_CACHE_DIR"] = "off"
 
@@ -26,7 +27,7 @@ from canvax.kernels import outline
 if "--inlined" in sys.argv:  # before the models are imported, whose blocks it decorates
     outline.outlined = lambda function: function
 
-from canvax.compile.programs import Programs, at_once
+from canvax.compile.programs import Programs
 from canvax.models.presets import PRESETS
 from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import abstract_params
@@ -45,19 +46,14 @@ def main() -> None:
     programs = Programs(model, mesh)
     params = {name: abstract_params(spec, jnp.float32, mesh) for name, spec in model.specs().items()}
     latents = model.latent_shape(arguments.batch, arguments.size, arguments.size)
-    calls = {
-        "text encoder": lambda: programs.encode_text(params, arguments.batch),
-        "denoiser": lambda: programs.denoise(params, latents, guided=True),
-        "decoder": lambda: programs.decode(params, latents),
-    }
     if arguments.at_once:
-        print(_row("all at once", lambda: at_once(list(calls.values()))))
+        print(_row("all at once", lambda: programs.ready(params, latents)))
         return
     print(
         f"| {arguments.model}, {arguments.size} x {arguments.size}, float32 | seconds | of a processor |\n|---|---|---|"
     )
-    for name, call in calls.items():
-        print(_row(name, call))
+    for name in programs.wanted(params, latents):
+        print(_row(name, partial(programs.program, name, params, latents)))
     sys.stdout.flush()
     subprocess.run([sys.executable, __file__, *sys.argv[1:], "--at-once"], check=True)
 

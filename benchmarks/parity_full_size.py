@@ -67,7 +67,7 @@ def text(checkpoint: Model, folder: Path) -> Iterator[tuple[str, float]]:
         second = name == "text_encoder_2"
         cls = transformers.CLIPTextModelWithProjection if second else transformers.CLIPTextModel
         out = cls.from_pretrained(folder / name).eval()(torch.from_numpy(ids[name]), output_hidden_states=True)
-        features.append(out.hidden_states[-2].numpy() if cfg.second else out.last_hidden_state.numpy())
+        features.append(out.hidden_states[-2].numpy() if cfg.pooled_width else out.last_hidden_state.numpy())
         pooled = out.text_embeds.numpy() if second else None
     params = load(checkpoint, *cfg.parts)
     got = jax.jit(encode_text, static_argnames="cfg")(params, ids, np.int32(0), cfg=cfg)
@@ -90,7 +90,7 @@ def vae(checkpoint: Model, folder: Path) -> Iterator[tuple[str, float]]:
 
 def denoiser(checkpoint: Model, folder: Path) -> Iterator[tuple[str, float]]:
     """The UNet: a batch of 2 at the native size; one image at half of it for XL, which is large."""
-    cfg, xl = checkpoint.unet, checkpoint.text.second is not None
+    cfg, xl = checkpoint.unet, checkpoint.text.pooled_width > 0
     side, batch = ((cfg.sample_size or 64) // 2, 1) if xl else (cfg.sample_size or 64, 2)
     x, features = normal(batch, side, side, 4), normal(batch, 77, cfg.cross_attention_dim)
     t = np.array([981, 21], np.float32)[:batch]

@@ -45,12 +45,12 @@ FACTORS: dict[str, dict[str, str]] = {
     },
     "guidance": {
         "cfg": "", "steps": "", "off": "off", "interval": "interval", "cfg_zero": "cfg_zero", "apg": "apg",
-        "threshold": "threshold", "pag": "pag",
+        "pag": "pag",
     },
     "prompt": {
         "plain": "", "comfy": "", "compel": "", "scheduled": "", "encoded": "", "long": "long", "and": "and",
     },
-    "unet": {"plain": "", "freeu": "freeu", "reuse": "reuse"},
+    "unet": {"plain": "", "reuse": "reuse"},
     "end": {"whole": "", "stopped": "", "tiled": "tiled", "pixel": "hires", "latent": "hires"},
     "sampler": dict.fromkeys(
         ("own", "ddim eta", "euler_a", "heun", "dpmpp_2m", "dpmpp_sde", "unipc", "lcm", "flow_euler"), ""
@@ -299,10 +299,10 @@ def _options(row: Row) -> dict[str, Any]:
         "guidance": {
             "steps": {"guidance_steps": (5.0, 4.0, 1.0, 2.0)},
             "interval": {"guidance_interval": (0.2, 0.7), "guidance_rescale": 0.6},
-            **{method: {"guidance_method": method} for method in ("cfg_zero", "apg", "threshold")},
+            **{method: {"guidance_method": method} for method in ("cfg_zero", "apg")},
             "pag": {"pag_scale": 2.0, "pag_adaptive_scale": 0.5},
         },
-        "unet": {"freeu": {"freeu": (1.3, 1.4, 0.9, 0.2)}, "reuse": {"reuse": 2}},
+        "unet": {"reuse": {"reuse": 2}},
         "end": {
             "stopped": {"denoising_end": 0.8}, "tiled": {"tiling": "on"}, "pixel": {"hires": 1.5},
             "latent": {"hires": 1.5, "hires_method": "latent", "hires_steps": 5, "hires_sampler": "euler"},

@@ -11,7 +11,7 @@ from bundled import VOCABULARY
 from checkpoints import flax_bytes, flax_tree, write_json
 
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
-from canvax.models.text import TextEncoders
+from canvax.models.text import TextEncoders, clip_encoders
 from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_spec
 from canvax.params import init_params
@@ -20,7 +20,7 @@ from canvax.weights.load import Component
 from canvax.weights.location import BUNDLED
 from canvax.weights.save import save_component
 
-TEXT = TextEncoders(
+TEXT = clip_encoders(
     ClipTextConfig(
         vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
     ),
@@ -29,7 +29,7 @@ TEXT = TextEncoders(
         hidden_act="gelu", projection_dim=8, eos_token_id=2,
     ),
 )  # fmt: skip
-REFINER_TEXT = TextEncoders(None, TEXT.second)
+REFINER_TEXT = clip_encoders(None, TEXT.parts["text_encoder_2"])
 UNET = UNetConfig(
     sample_size=8, block_out_channels=(8, 16), layers_per_block=1, attention_head_dim=(1, 2), norm_num_groups=4,
     down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),

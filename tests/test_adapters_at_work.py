@@ -165,7 +165,7 @@ def expected(sd: canvax.StableDiffusion, prompt: list[Any]) -> np.ndarray:
     framed = np.concatenate([framed, np.repeat(table[[tokenizer.pad]], 77 - len(framed), 0)])
     inner = dict(p["text_model"])
     inner["embeddings"] = dict(inner["embeddings"], token_embedding={"weight": framed})
-    cfg = sd.model.text.first
+    cfg = sd.model.text.parts["text_encoder"]
     assert cfg is not None
     return np.asarray(text_encoder({"text_model": inner}, np.arange(77)[None], cfg))
 

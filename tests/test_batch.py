@@ -13,6 +13,7 @@ import pytest
 from bundled import LATENTS
 
 import canvax
+from canvax.compile.kinds import DENOISERS, Kinds
 from canvax.compile.monitor import compilations
 from canvax.engine.batch import Batch, Carried
 from canvax.engine.lanes import Lanes, side_by_side
@@ -69,23 +70,24 @@ def encoded(pipe: canvax.StableDiffusion, prompt: str) -> dict[str, Any]:
     count = pipe.programs.mesh.shape["data"]
     ids = {name: np.repeat(one([prompt]), count, axis=0) for name, one in pipe.model.tokenizers.items()}
     assert pipe.params is not None
-    program = pipe.programs.encode_text(pipe.params, count)
-    features = program(pipe.programs.text_params(pipe.params), ids, np.int32(0))
+    program = pipe.programs.program("text encoder", pipe.params, (count, *LATENTS))
+    features = program(pipe.params, ids, np.int32(0))
     return {name: np.asarray(array)[:1] for name, array in features.items()}
 
 
 def batch_of(pipe: canvax.StableDiffusion, slots: int, *, guided: tuple[bool, ...] = (True,)) -> Batch:
     assert pipe.params is not None
     latents = (slots, *LATENTS)
-    denoisers = {half: pipe.programs.denoise(pipe.params, latents, guided=half) for half in guided}
-    return Batch(pipe.programs, pipe.params, latents, denoisers)
+    wanted = pipe.programs.wanted(pipe.params, latents, Kinds(guided=guided))
+    denoisers = {DENOISERS[half]: wanted[DENOISERS[half]] for half in guided}
+    return Batch(pipe.programs.compile(pipe.params, denoisers), pipe.params, pipe.programs.mesh, latents)
 
 
 def admit(pipe: canvax.StableDiffusion, batch: Any, slot: int, image: Image) -> None:
     (noise,) = initial_noise([image.seed], LATENTS)
-    negative = encoded(pipe, "") if image.guidance > 1 else None
-    key = seed_keys([image.seed])[0]
-    batch.join({slot: Carried.begin(noise, encoded(pipe, image.prompt), negative, key, table_of(pipe, image))})
+    texts = ["", image.prompt] if image.guidance > 1 else [image.prompt]
+    prompts, key = tuple(encoded(pipe, text) for text in texts), seed_keys([image.seed])[0]
+    batch.join({slot: Carried.begin(noise, prompts, key, table_of(pipe, image))})
 
 
 class InLanes(Lanes):
@@ -187,8 +189,8 @@ def test_both_denoisers_share_the_rows(pipe: canvax.StableDiffusion) -> None:
         called: list[bool] = []
         batch._denoisers = {half: watched(program, half, called) for half, program in batch._denoisers.items()}
         (noise,) = initial_noise([image.seed], LATENTS)
-        conditions, negative = encoded(pipe, image.prompt), encoded(pipe, "")
-        batch.join({1: Carried.begin(noise, conditions, negative, seed_keys([image.seed])[0], table)})
+        prompts = encoded(pipe, ""), encoded(pipe, image.prompt)
+        batch.join({1: Carried.begin(noise, prompts, seed_keys([image.seed])[0], table)})
         while not batch.step(64):
             pass
         guided_calls.append(called)
@@ -219,8 +221,8 @@ def test_an_image_may_start_at_a_later_row(pipe: canvax.StableDiffusion) -> None
     table = table_of(pipe, image)
     row = len(table) - len(build_table(pipe.model.scheduler, image.steps, sampler=image.sampler, start=0.5))
     batch = batch_of(pipe, 2)
-    arguments = encoded(pipe, image.prompt), encoded(pipe, ""), seed_keys([image.seed])[0]
-    batch.join({0: Carried.begin(half.latents[0], *arguments, table, row=row)})
+    prompts, key = (encoded(pipe, ""), encoded(pipe, image.prompt)), seed_keys([image.seed])[0]
+    batch.join({0: Carried.begin(half.latents[0], prompts, key, table, row=row)})
     while not batch.step(64):
         pass
     same(batch.take(0), alone(pipe, image))
@@ -233,7 +235,3 @@ def test_a_slot_holds_one_image(pipe: canvax.StableDiffusion) -> None:
     assert (batch.free, batch.rows_left) == ([0], IMAGES[0].steps)
     with pytest.raises(InputError, match=r"slot=1 holds an image.*\[0\]"):
         admit(pipe, batch, 1, IMAGES[1])
-    clipped = build_table(pipe.model.scheduler, 4, sampler="ddim", settings={"clip_sample": True})
-    arguments = encoded(pipe, "a cat"), None, seed_keys([1])[0]
-    with pytest.raises(InputError, match="clip the denoised image differently"):
-        batch.join({0: Carried.begin(initial_noise([1], LATENTS)[0], *arguments, clipped)})

@@ -173,8 +173,8 @@ ODD = [
     {"prompt": "a cat", "image": "in.png", "strength": 0.6},
     {"prompt": "a dog", "image": "in.png", "strength": 0.7, "image_encoding": "sample"},
     {"prompt": "a dog", "eta": 0.5, "sampler": "DDIM", "sigmas": "karras", "clip_skip": 1},
-    {"prompt": "a dog", "freeu": [1.2, 1.2, 0.9, 0.9]},
-    {"prompt": "a pear", "freeu": [1.5, 1.1, 0.9, 0.4]},
+    {"prompt": "a dog", "pag_scale": 2.0},
+    {"prompt": "a pear", "pag_scale": 3.0},
     {"prompt": "a dog", "negative_prompt": "a cat", "guidance_rescale": 0.5},
 ]
 

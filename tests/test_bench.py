@@ -35,7 +35,7 @@ from canvax.kernels.target import compiling_for
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
 from canvax.models.presets import PRESETS
-from canvax.models.text import TextEncoders
+from canvax.models.text import clip_encoders
 from canvax.models.unet import unet, unet_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import abstract_params
@@ -46,7 +46,7 @@ from canvax.weights.cast import cast_into
 from canvax.weights.location import Location
 from canvax.weights.open import open_files
 
-SMALL = Networks(UNetDenoiser(UNET), VAE, TextEncoders(TEXT))
+SMALL = Networks(UNetDenoiser(UNET), VAE, clip_encoders(TEXT))
 Bench = Callable[..., dict[str, Any]]
 
 

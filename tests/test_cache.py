@@ -37,7 +37,8 @@ import canvax
 from canvax.cli import BAD_INPUT, FAILED, main
 from canvax.compile import aot, cache, key, programs, trust
 from canvax.compile.aot import Build, find_entry, load_or_compile
-from canvax.compile.at_once import MODE, NotReady, at_once
+from canvax.compile.at_once import at_once
+from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import compilations, counting
 from canvax.compile.programs import Programs
 from canvax.kernels import cpu
@@ -46,9 +47,10 @@ from canvax.models import blocks, clip
 from canvax.models.clip import text_encoder_spec
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
-from canvax.models.text import TextEncoders
+from canvax.models.text import TextEncoders, clip_encoders
 from canvax.originals import replaced
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
+from canvax.parallel.rules import abstract_params
 from canvax.params import init_params
 from canvax.pipelines import text_to_image
 from canvax.pipelines.request import Call, make_request
@@ -101,7 +103,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 ONE = jax.devices()[:1]
-NETWORKS = Networks(UNetDenoiser(UNET), VAE, TextEncoders(TEXT))
+NETWORKS = Networks(UNetDenoiser(UNET), VAE, clip_encoders(TEXT))
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +114,7 @@ def weights() -> Any:
 def test_kept_privately_and_used_again(folder: Path, weights: Any) -> None:
     def encode() -> tuple[np.ndarray, list[bool]]:
         ours, builds = Programs(NETWORKS, make_mesh(ONE)), []
-        program = ours.encode_text(weights, 1, builds.append)
+        program = ours.program("text encoder", weights, (1, 8, 8, 4), Kinds(guided=()), builds.append)
         ids = jax.device_put(np.arange(77, dtype=np.int32)[None], over_batch(ours.mesh))
         text = program(weights, {"text_encoder": ids}, np.int32(0))["text"]
         return np.asarray(text), [build.cached for build in builds if build.seconds is not None]
@@ -220,15 +222,6 @@ def test_what_may_not_be_kept_is_not(folder: Path) -> None:
     assert len(cache.programs()) == 1
 
 
-def test_a_program_with_a_function_of_the_user_is_not_kept(folder: Path) -> None:
-    """Another process has other functions under its name."""
-    program = Doubling()
-    description = {"program": "doubling"}
-    for keywords, kept in (({"method": "cfg"}, True), ({"method": lambda *_: None}, False)):
-        entry = find_entry(partial(double, **keywords), (program.abstract,), program.mesh, description)
-        assert (entry is not None) == kept
-
-
 class Fails:
     """In place of a loaded program: raises ``error`` when it runs, all ``threads`` at once."""
 
@@ -287,13 +280,6 @@ def test_a_jax_that_lacks_what_the_cache_needs(folder: Path, monkeypatch: pytest
     assert cache.programs() == []
 
 
-def in_a_thread(function: Callable[[], Any]) -> Any:
-    """As programs do that have to be made first: not in the thread that asks for them."""
-    if MODE.get() == "held":
-        raise NotReady
-    return function()
-
-
 def test_compilations_of_other_threads_do_not_count() -> None:
     def compile_one() -> None:
         Doubling().compile()
@@ -308,7 +294,7 @@ def test_compilations_of_other_threads_do_not_count() -> None:
         compile_one()
         compile_elsewhere()
         with counting() as inner:
-            at_once([partial(in_a_thread, compile_one)] * 2)
+            at_once([compile_one] * 2)
     compile_one()
     assert (inner.compilations, outer.compilations, compilations() - before) == (2, 3, 5)
     assert inner.traces >= 2
@@ -322,7 +308,8 @@ def kept_programs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
     def make(weights: Any, devices: Any = ONE, text: TextEncoders = NETWORKS.text, **changes: Any) -> int:
         ours = Programs(dataclasses.replace(NETWORKS, text=text), make_mesh(devices), **changes)
-        ours.encode_text(jax.device_put(weights, replicated(ours.mesh)), len(devices))
+        placed = jax.device_put(weights, replicated(ours.mesh))
+        ours.program("text encoder", placed, (len(devices), 8, 8, 4), Kinds(guided=()))
         return len(cache.programs())
 
     monkeypatch.setattr(Programs, "_compile", instant)
@@ -338,7 +325,7 @@ def test_what_makes_another_program(folder: Path, weights: Any, monkeypatch: pyt
     assert make(weights, precision="highest") == 4
     assert make(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)) == 5
     assert TEXT.hidden_act == "quick_gelu"
-    assert make(weights, text=TextEncoders(dataclasses.replace(TEXT, hidden_act="gelu"))) == 6
+    assert make(weights, text=clip_encoders(dataclasses.replace(TEXT, hidden_act="gelu"))) == 6
     with jax.default_matmul_precision("high"):
         assert make(weights) == 7
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_cpu_enable_fast_math=false")
@@ -373,7 +360,10 @@ def test_what_is_in_a_key() -> None:
 
 
 def test_the_precision_of_a_context_holds_while_programs_are_made_by_threads() -> None:
-    seen = partial(in_a_thread, lambda: jax.config.jax_default_matmul_precision)
+
+    def seen() -> Any:
+        return jax.config.jax_default_matmul_precision
+
     with jax.default_matmul_precision("high"):
         assert at_once([seen] * 2) == ["high"] * 2
     assert at_once([seen]) == [jax.config.jax_default_matmul_precision]
@@ -421,7 +411,7 @@ def test_replaced_code_is_run_and_not_kept(folder: Path, weights: Any, monkeypat
 
     def text(programs: Programs) -> tuple[np.ndarray, list[bool]]:
         builds: list[Build] = []
-        program = programs.encode_text(weights, 1, builds.append)
+        program = programs.program("text encoder", weights, (1, 8, 8, 4), Kinds(guided=()), builds.append)
         encoded = np.asarray(program(weights, ids, np.int32(0))["text"])
         return encoded, [build.cached for build in builds[::2]]
 
@@ -460,7 +450,8 @@ def test_replaced_code_is_traced_in_loops_of_ones_own(platform: str, monkeypatch
     def calls_of_a_trace() -> int:
         calls.clear()
         with compiling_for(platform):
-            jax.make_jaxpr(lambda p: denoiser.apply(p, x, jnp.zeros(1), denoiser.prepare(p, text)))(params)
+            row = {"timestep": jnp.zeros(1)}
+            jax.make_jaxpr(lambda p: denoiser.apply(p, x, row, denoiser.prepare(p, text), None))(params)
         return len(calls)
 
     assert calls_of_a_trace() == 0
@@ -812,6 +803,18 @@ def test_compile_command_refuses(arguments: list[str]) -> None:
 def instant(self: Programs, function: partial[Any], arguments: Any) -> Any:
     """In place of ``Programs._compile``."""
     return jax.jit(lambda *_: jnp.zeros(())).lower(*arguments).compile(), True
+
+
+def test_a_program_with_a_function_of_the_user_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has other functions under its name."""
+    monkeypatch.setattr(Programs, "_compile", instant)
+    monkeypatch.setattr(aot, "replaced", tuple)  # kept all the same
+    networks = canvax.load("emoji").model.networks
+    ours = Programs(networks, make_mesh(ONE))
+    params = {name: abstract_params(spec, "float32", ours.mesh) for name, spec in networks.specs().items()}
+    for method, files in ((lambda negative, conditional, scale: conditional, 0), ("cfg", 1)):
+        ours.program("guided denoiser", params, networks.latent_shape(1, 64, 64), Kinds(method=method))
+        assert len(cache.programs()) == files
 
 
 def test_the_command_knows_networks(

@@ -143,14 +143,14 @@ def test_soft_weights() -> None:
 def test_rows_outside_of_the_window_cost_nothing(pipe: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
     """The network is not evaluated where no image needs it: the host says so for each row."""
     seen: list[np.ndarray] = []
-    original = Batch._with_control
+    original = Batch._window
 
-    def spy(self: Batch, inputs: Any, active: Any) -> Any:
-        found = original(self, inputs, active)
-        seen.append(found.needed[:4, 0])
-        return found
+    def spy(self: Batch, *arguments: Any) -> Any:
+        columns, shared = original(self, *arguments)
+        seen.append(shared["needed"][:4, 0])
+        return columns, shared
 
-    monkeypatch.setattr(Batch, "_with_control", spy)
+    monkeypatch.setattr(Batch, "_window", spy)
     draw(pipe, control=edges(1), control_end=0.5)
     assert [bool(one) for one in seen[0]] == [True, True, False, False]
 
@@ -158,7 +158,7 @@ def test_rows_outside_of_the_window_cost_nothing(pipe: canvax.StableDiffusion, m
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [
     {"prompt": "a cat AND a dog", "prompt_syntax": "a1111", "pag_scale": 3.0},
-    {}, {"guidance_scale": 1.0}, {"pag_scale": 3.0}, {"freeu": (1.2, 1.2, 0.9, 0.9)},
+    {}, {"guidance_scale": 1.0}, {"pag_scale": 3.0},
 ])  # fmt: skip
 def test_other_kinds_of_guidance(changes: dict[str, Any], pipe: canvax.StableDiffusion) -> None:
     """The control of each image is that of all its halves."""
@@ -195,8 +195,8 @@ def test_company_changes_nothing(pipe: canvax.StableDiffusion) -> None:
     """Images that come and go in one batch, each with a control image, a strength and a window of its own."""
     assert pipe.params is not None
     latents, names = (2, *LATENTS), ("controlnet",)
-    program = pipe.programs.denoise(pipe.params, latents, Kinds(controls=names), guided=True)
-    batch = Batch(pipe.programs, pipe.params, latents, {True: program}, names)
+    ready = pipe.programs.ready(pipe.params, latents, Kinds(controls=names))
+    batch = Batch(ready, pipe.params, pipe.programs.mesh, latents)
 
     def carried(seed: int, steps: int, **options: Any) -> Carried:
         from canvax.samplers import build_table
@@ -205,14 +205,13 @@ def test_company_changes_nothing(pipe: canvax.StableDiffusion) -> None:
         chosen = dataclasses.replace(QUIET, **options)
         control = check_control(pipe.model, edges(seed), 1, chosen)
         assert control is not None
-        read = pipe.programs.encode_control(pipe.params or {}, names[0], (1, 64, 64, 3))
-        (hint,) = read((pipe.params or {})[names[0]], np.asarray(edges(seed), np.float32)[None] / 255)
-        texts = [
-            {"text": np.asarray(pipe.encode(text)["text"]), names[0]: (np.asarray(hint),)} for text in ("a cat", "")
-        ]
+        (hint,) = ready[names[0]](pipe.params or {}, np.asarray(edges(seed), np.float32)[None] / 255)
+        prompts = tuple(
+            {"text": np.asarray(pipe.encode(text)["text"]), names[0]: (np.asarray(hint),)} for text in ("", "a cat")
+        )
         noise, key = initial_noise([seed], LATENTS)[0], seed_keys([seed])[0]
         column = strengths(pipe.model, control, chosen, len(table))
-        return Carried.begin(noise, *texts, key, table, control=column)
+        return Carried.begin(noise, prompts, key, table, columns={"control": column})
 
     batch.join({0: carried(1, 6, control_end=0.5)})
     batch.step(2)
@@ -220,7 +219,7 @@ def test_company_changes_nothing(pipe: canvax.StableDiffusion) -> None:
     found: dict[int, np.ndarray] = {}
     while batch.rows_left:
         moved = batch.carried()  # parked and put back, as a server does
-        batch = Batch(pipe.programs, pipe.params, latents, {True: program}, names)
+        batch = Batch(ready, pipe.params, pipe.programs.mesh, latents)
         batch.join(moved)
         found |= {slot: batch.take(slot) for slot in batch.step(1)}
     for slot, (seed, steps, options) in enumerate([(1, 6, {"control_end": 0.5}), (2, 3, {"control_scale": 0.3})]):

@@ -26,7 +26,7 @@ from canvax.models.configs import UNetConfig
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
 from canvax.models.presets import PRESETS, SD15_UNET, SDXL_UNET
-from canvax.models.text import TextEncoders
+from canvax.models.text import clip_encoders
 from canvax.models.unet import least_bytes, unet_spec
 from canvax.parallel import memory
 from canvax.parallel.mesh import check_mesh, make_mesh, mesh_of, parse_mesh
@@ -184,19 +184,16 @@ def test_shardings_have_the_nesting_of_the_spec() -> None:
 
 def programs_of(data: int, model: int) -> tuple[Programs, dict[str, Any]]:
     mesh = make_mesh(jax.devices()[: data * model], data=data, model=model)
-    networks = Networks(UNetDenoiser(SD1), VAE, TextEncoders(dataclasses.replace(TEXT, num_attention_heads=8)))
+    networks = Networks(UNetDenoiser(SD1), VAE, clip_encoders(dataclasses.replace(TEXT, num_attention_heads=8)))
     params = {name: abstract_params(spec, jnp.float32, mesh) for name, spec in networks.specs().items()}
     return Programs(networks, mesh), params
 
 
 def compiled_collectives(data: int, model: int, batch: int) -> dict[str, dict[str, int]]:
     programs, params = programs_of(data, model)
-    found: dict[str, Any] = {
-        "text": programs.encode_text(params, batch),
-        "denoise": programs.denoise(params, (batch, 32, 32, 4), guided=True),
-        "decode": programs.decode(params, (batch, 32, 32, 4)),
-    }
-    return {name: collectives(program.as_text()) for name, program in found.items()}
+    ready: Any = programs.ready(params, (batch, 32, 32, 4))
+    names = {"text": "text encoder", "denoise": "guided denoiser", "decode": "decoder"}
+    return {name: collectives(ready[own].executable.as_text()) for name, own in names.items()}
 
 
 def test_no_collective_over_data() -> None:
@@ -299,8 +296,8 @@ def test_memory_is_what_the_compiler_says(emoji: canvax.StableDiffusion) -> None
     assert found.fits
     assert found.total == found.weights + max(found.programs.values())
     assert emoji.params is not None
-    decoder: Any = emoji.programs.decode(emoji.params, (2, *LATENTS))
-    analysis = decoder.memory_analysis()
+    decoder: Any = emoji.programs.program("decoder", emoji.params, (2, *LATENTS))
+    analysis = decoder.executable.memory_analysis()
     assert found.programs["decoder"] == analysis.temp_size_in_bytes + analysis.output_size_in_bytes
     assert found.programs.keys() == {"text encoder", "denoiser", "decoder"}
     # The programs are ready, and the figures are of the size, the batch and the guidance asked for.

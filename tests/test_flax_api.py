@@ -281,9 +281,9 @@ def test_devices_do_not_talk(old: Old, copies: Params) -> None:
     pipeline, _ = old
     pipeline(ids(pipeline), copies, keys(), STEPS, jit=True)
     (programs,) = (p for key, p in pipeline._programs.items() if key[0])
-    text = programs.denoise(
-        {name: copies[name] for name in ("unet", "text_encoder")}, (D * B, 8, 8, 4), guided=True
-    ).as_text()  # pyright: ignore[reportFunctionMemberAccess]
+    own = {name: copies[name] for name in ("unet", "text_encoder")}
+    program: Any = programs.program("guided denoiser", own, (D * B, 8, 8, 4))
+    text = program.executable.as_text()
     for collective in ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
         assert collective not in text
 

@@ -123,7 +123,8 @@ def test_latents_can_be_returned(old: Old, copies: Params) -> None:
     assert drawn.images.shape == (D, *LATENTS)
     (programs,) = (p for key, p in pipeline._programs.items() if key[0])
     flat = np.moveaxis(drawn.images.reshape(-1, *LATENTS[1:]), 1, -1)
-    decoded = programs.decode(copies, flat.shape)(copies["vae"], jax.device_put(flat, want_sharding(programs)))
+    decode = programs.program("decoder", copies, flat.shape)
+    decoded = decode(copies, jax.device_put(flat, want_sharding(programs)))
     np.testing.assert_allclose(np.asarray(decoded).reshape(want.shape), want, atol=1e-5)
     with pytest.raises(canvax.InputError, match="output_type='pil'"):
         pipeline(ids(pipeline), copies, keys(), **choice, output_type="pil")

@@ -336,7 +336,7 @@ def test_several_processes_refuse_renoised_masks_before_anything_compiles(
 
 def test_noise_of_an_encoding_is_not_the_initial_noise() -> None:
     """An encoder that says "zero, give or take one" shows the noise itself."""
-    programs: Any = SimpleNamespace(mesh=canvax.make_mesh(jax.devices()[:1]))
+    mesh = canvax.make_mesh(jax.devices()[:1])
     shape, seeds = (2, 8, 8, 4), [3, 2**64 - 1]
     options = SimpleNamespace(image_encoding="sample", noise="philox")
     request: Any = SimpleNamespace(height=64, width=64, shape=shape, seeds=seeds, options=options)
@@ -345,7 +345,8 @@ def test_noise_of_an_encoding_is_not_the_initial_noise() -> None:
         return jnp.zeros((1, 8, 8, 4)), jnp.ones((1, 8, 8, 4))
 
     image = np.zeros((64, 64, 3), np.float32)
-    found = encode_images(programs, {"vae": {}}, request, [image], encoder=encoder)
+    ready: Any = {"image encoder": encoder}
+    found = encode_images(ready, {}, mesh, request, [image])
     initial = initial_noise(seeds, shape[1:], "philox")
     for one, first in zip(found, initial, strict=True):
         assert 0.8 < one.std() < 1.2

@@ -19,9 +19,10 @@ import canvax
 from canvax.compile.inspect import collectives
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
-from canvax.denoise import DeepFeatures, StepInputs, Tuning, denoise
+from canvax.denoise import InFlight, StepInputs, denoise
 from canvax.engine import batch
 from canvax.engine.segments import DeepPlan, guided_rows, segments
+from canvax.guidance import Guidance
 from canvax.kernels import cpu
 from canvax.kernels.target import plain_kernels
 from canvax.models import decode as decode_module
@@ -270,7 +271,7 @@ def operations(pipe: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch, **
 
     monkeypatch.setattr(Programs, "_compile", lowered)
     programs = dataclasses.replace(pipe.programs, _compiled={}, _building={})
-    programs.denoise(pipe.params, (1, *LATENTS), Kinds(**flags), guided=False)  # type: ignore[arg-type]
+    programs.program("denoiser", pipe.params, (1, *LATENTS), Kinds(guided=(False,), **flags))  # type: ignore[arg-type]
     names = ("convolution", "dot_general", "case", "func.func", "while")
     return {name: texts[0].count(f"stablehlo.{name}" if name != "func.func" else name) for name in names}
 
@@ -286,27 +287,25 @@ def test_reuse_off_costs_nothing(emoji: canvax.StableDiffusion, monkeypatch: pyt
     assert (plain["case"], more["case"]) == (1, 2)
 
 
-@pytest.mark.parametrize("kind", ["freeu", "pag"])
-def test_reuse_computes_what_the_network_computes(emoji: canvax.StableDiffusion, kind: str) -> None:
-    """A row that computes all of the network honours FreeU and PAG as a program without reuse does."""
-    denoiser, params = emoji.programs.networks.denoiser, emoji.params["unet"]  # type: ignore[index]
-    numbers = {"freeu": [[1.5, 1.6, 0.9, 0.2]], "pag": [[3.0, 0.0]]}
-    tuning = Tuning(**{kind: np.float32(numbers[kind])})
+def test_reuse_computes_what_the_network_computes(emoji: canvax.StableDiffusion) -> None:
+    """A row that computes all of the network honours PAG as a program without reuse does."""
+    networks, params = emoji.programs.networks, emoji.params["unet"]  # type: ignore[index]
     rng = np.random.default_rng(0)
     state = rng.standard_normal((1, SLOTS, *LATENTS)).astype(np.float32)
     text, negative = ({"text": rng.standard_normal((1, 77, TEXT_WIDTH)).astype(np.float32)} for _ in range(2))
     window = build_table(emoji.model.scheduler, 4, sampler="euler", guidance=5.0).window(0, 1)
-    rows = {name: column[None] for name, column in window.items()}
-    inputs = StepInputs(
-        state, text, negative, rows, np.zeros((1, 2), np.uint32), np.zeros(1, bool), np.int32(1), tuning=tuning
-    )
-    shape = denoiser.deep_shape((2 + (kind == "pag"), *LATENTS), 2)
-    deep = DeepFeatures(np.zeros((shape[0], 2, *shape[1:]), np.float32), np.ones(1, bool), np.float32([[1, 0]]))
-    inputs, deep = jax.tree.map(jnp.asarray, (inputs, deep))
+    rows = {name: column[None] for name, column in window.items()} | {"pag": np.array([[[3.0, 0.0]]], np.float32)}
+    prompts: Any = negative, text
+    flight = InFlight(state, prompts, np.zeros((1, 2), np.uint32))
+    shared = {"noisy": np.zeros(1, bool), "recompute": np.ones(1, bool), "reuse": np.array([[1, 0]], np.float32)}
+    inputs = jax.tree.map(jnp.asarray, StepInputs(flight, rows, shared, np.int32(1)))
+    pag, again = Guidance(perturbs=True), networks.denoiser_of(perturbs=True, reuse_layers=2)
+    memory = again.memory((3, *LATENTS), lambda _: jnp.dtype("float32"))
     with plain_kernels():
-        plain = denoise(params, inputs, denoiser=denoiser)[0]
-        reusing = denoise(params, inputs._replace(deep=deep), denoiser=denoiser, deep_layers=2)[0]
-        usual = denoise(params, inputs._replace(tuning=Tuning()), denoiser=denoiser)[0]
+        plain = denoise(params, inputs, denoiser=networks.denoiser_of(perturbs=True), guidance=pag)[0]
+        inputs = inputs._replace(memory=jnp.zeros(memory.shape, memory.dtype))
+        reusing = denoise(params, inputs, denoiser=again, guidance=pag)[0]
+        usual = denoise(params, inputs, denoiser=networks.denoiser)[0]
     np.testing.assert_allclose(reusing, plain, atol=1e-4)
     assert np.abs(plain - usual).max() > 1e-3
 
@@ -405,12 +404,12 @@ def test_a_large_batch_is_decoded_in_turns(
     drawn, memory = [], []
     for most in (100, 4):  # of which 3 divide the 6 of each of eight devices
         monkeypatch.setattr(decode_module, "DECODE_PIXELS", most * 64 * 64)
-        decode = Programs(model.networks, mesh).decode(placed, latents.shape)
-        text = decode.as_text()  # type: ignore[attr-defined]
+        decode = Programs(model.networks, mesh).program("decoder", placed, latents.shape, Kinds(guided=()))
+        text = decode.executable.as_text()  # type: ignore[attr-defined]
         assert ("while" in text) == (most == 4)
         assert not collectives(text) or sizes.get("model", 1) > 1
-        drawn.append(np.asarray(decode(placed["vae"], jax.device_put(latents, over_batch(mesh)))))
-        memory.append(decode.memory_analysis().temp_size_in_bytes)  # type: ignore[attr-defined]
+        drawn.append(np.asarray(decode(placed, jax.device_put(latents, over_batch(mesh)))))
+        memory.append(decode.executable.memory_analysis().temp_size_in_bytes)  # type: ignore[attr-defined]
     np.testing.assert_allclose(drawn[1], drawn[0], atol=1e-5)
     assert memory[1] < memory[0]
 
@@ -442,6 +441,8 @@ def test_tiles_cover_an_axis(size: int) -> None:
 @pytest.mark.slow
 def test_tiles_take_less_memory(emoji: canvax.StableDiffusion) -> None:
     shape = (1, 320, 320, LATENTS[-1])
-    whole, tiled = (emoji.programs.decode(emoji.params, shape, tiled=one) for one in (False, True))  # type: ignore
-    taken = [one.memory_analysis().temp_size_in_bytes for one in (whole, tiled)]  # type: ignore[attr-defined]
+    taken = []
+    for way in ("whole", "tiled"):
+        decoder: Any = emoji.programs.program("decoder", emoji.params or {}, shape, Kinds(decoder=way)).executable
+        taken.append(decoder.memory_analysis().temp_size_in_bytes)
     assert taken[1] < 0.5 * taken[0]

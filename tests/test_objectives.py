@@ -15,7 +15,7 @@ from test_finetune import write_pictures
 
 from canvax.errors import InputError
 from canvax.models.configs import VaeConfig
-from canvax.models.text import TextEncoders
+from canvax.models.text import clip_encoders
 from canvax.parallel.mesh import make_mesh
 from canvax.pipelines import open as opening
 from canvax.samplers import NoiseSchedule, from_scheduler_config
@@ -44,7 +44,7 @@ def run_loss(
 
     monkeypatch.setattr(diffusion, "encode_text", encode_text)
     monkeypatch.setattr(diffusion, "unet", unet)
-    loss = diffusion.denoising_loss(TextEncoders(TEXT), UNET, NoiseSchedule(ALPHAS, kind), **options)
+    loss = diffusion.denoising_loss(clip_encoders(TEXT), UNET, NoiseSchedule(ALPHAS, kind), **options)
     x0 = np.random.default_rng(0).standard_normal((batch, 1, 2, 2, 3), np.float32)
     ids = np.arange(1, batch + 1, dtype=np.int32).reshape(batch, 1, 1)
     samples = {"latents": jnp.asarray(x0), "ids": {"text_encoder": jnp.asarray(ids)}}
@@ -129,10 +129,10 @@ UNTRAINABLE = {
 def test_schedules_without_a_known_target_are_refused(kind: str) -> None:
     config, message = UNTRAINABLE[kind]
     with pytest.raises(InputError, match=message):
-        diffusion.denoising_loss(TextEncoders(TEXT), UNET, from_scheduler_config(config).schedule)
+        diffusion.denoising_loss(clip_encoders(TEXT), UNET, from_scheduler_config(config).schedule)
     for prediction in KINDS:
         diffusion.denoising_loss(
-            TextEncoders(TEXT), UNET, from_scheduler_config(SCHEDULER | {"prediction_type": prediction}).schedule
+            clip_encoders(TEXT), UNET, from_scheduler_config(SCHEDULER | {"prediction_type": prediction}).schedule
         )
 
 

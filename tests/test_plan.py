@@ -24,7 +24,7 @@ from canvax.errors import CanvaxError, CheckpointError, InputError
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
 from canvax.models.presets import PRESETS
-from canvax.models.text import TextEncoders
+from canvax.models.text import clip_encoders
 from canvax.parallel.mesh import parse_mesh
 from canvax.params import count
 from canvax.planning import compiling
@@ -364,7 +364,7 @@ def test_only_configs_of_a_folder_are_read(tmp_path: Path) -> None:
     folder = write_small_checkpoint(tmp_path / "model")
     for path in [*folder.rglob("*.safetensors"), *(folder / "tokenizer").iterdir()]:
         path.unlink()
-    assert architecture(folder) == Networks(UNetDenoiser(UNET), VAE, TextEncoders(TEXT))
+    assert architecture(folder) == Networks(UNetDenoiser(UNET), VAE, clip_encoders(TEXT))
     (folder / "unet" / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json"):
         architecture(folder)

@@ -64,7 +64,8 @@ def denoiser() -> str:
     model = replace(TINY, denoiser=UNetDenoiser(unet))
     mesh = Mesh(np.asarray(gpus(2), dtype=object).reshape(2, 1), AXES)
     params = {name: abstract_params(spec, jnp.dtype("bfloat16"), mesh) for name, spec in model.specs().items()}
-    return Programs(model, mesh).denoise(params, (2, 32, 32, 4), guided=True).as_text()
+    program: Any = Programs(model, mesh).program("guided denoiser", params, (2, 32, 32, 4))
+    return program.executable.as_text()
 
 
 def test_attention_is_cudnn_s(denoiser: str) -> None:

@@ -98,11 +98,11 @@ def test_a_call_like_one_before_does_not_look_at_every_weight(monkeypatch: pytes
     """What was made ready for a call holds for the same arrays alone, and keeps none of them alive."""
     looked: list[Kinds] = []
 
-    def calls(_: Programs, params: Any, latents: Any, kinds: Kinds, announce: Any) -> list[Any]:
+    def wanted(_: Programs, params: Any, latents: Any, kinds: Kinds) -> dict[str, Any]:
         looked.append(kinds)
-        return [object, object, None, *(object for _ in kinds.guided)]
+        return {}
 
-    monkeypatch.setattr(Programs, "_calls", calls)
+    monkeypatch.setattr(Programs, "wanted", wanted)
     programs = Programs(None, make_mesh(jax.devices()[:1]))  # type: ignore[arg-type]
     params = {"unet": {"a": jnp.ones(2), "b": jnp.ones(3)}, "vae": jnp.ones(4)}
     first = programs.ready(params, (1, 8, 8, 4), Kinds())

@@ -16,6 +16,7 @@ from checkpoints import write_json
 from small_sdxl import SCHEDULER, TEXT, UNET, VAE, build, build_refiner
 
 import canvax
+from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import compilations
 from canvax.compile.programs import Programs
 from canvax.models.denoiser import UNetDenoiser
@@ -27,12 +28,11 @@ from canvax.models.presets import (
     SDXL_UNET,
     SDXL_VAE,
 )
-from canvax.models.text import TextEncoders
+from canvax.models.text import clip_encoders
 from canvax.models.unet import unet_context, unet_spec
 from canvax.models.vae import vae_decode, vae_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import count, init_params
-from canvax.samplers import build_table
 
 QUIET = canvax.Options(progress=False)
 
@@ -65,7 +65,7 @@ def draw(
 
 def test_full_size() -> None:
     """The published sizes, and what the networks are told fits together."""
-    text = TextEncoders(SDXL_TEXT, SDXL_TEXT_2)
+    text = clip_encoders(SDXL_TEXT, SDXL_TEXT_2)
     assert text.width == SDXL_UNET.cross_attention_dim == 2048
     assert SDXL_UNET.time_ids(text.pooled_width) == 6
     assert SDXL_REFINER_UNET.time_ids(text.pooled_width) == 5
@@ -91,17 +91,6 @@ def test_scheduler_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
     write_json(tmp_path / "copy" / "scheduler" / "scheduler_config.json", SCHEDULER | {"steps_offset": 0})
     pipe = load(tmp_path / "copy")
     assert pipe.model.scheduler.options.steps_offset == 0
-
-
-@pytest.mark.parametrize("sampler", ["DDIM", "DDPM"])
-def test_latents_are_not_clipped_unless_the_config_says_so(folder: Path, tmp_path: Path, sampler: str) -> None:
-    plain = {name: value for name, value in SCHEDULER.items() if name not in ("clip_sample", "skip_prk_steps")}
-    for config, clipped in ((plain, False), (plain | {"clip_sample": True}, True)):
-        shutil.copytree(folder, tmp_path / "copy", dirs_exist_ok=True)
-        write_json(tmp_path / "copy" / "scheduler" / "scheduler_config.json", config)
-        pipe = load(tmp_path / "copy")
-        table = build_table(pipe.model.scheduler, 4, sampler=sampler)
-        assert (table.clip is not None) == clipped
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
@@ -281,7 +270,8 @@ def test_vae_stays_finite(dtype: str, upcast: bool) -> None:
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
     programs = Programs(Networks(UNetDenoiser(UNET), cfg, TEXT), make_mesh(jax.devices()[:1]))
     latents = np.random.default_rng(0).standard_normal((1, 8, 8, 4), np.float32)
-    images = np.asarray(programs.decode({"vae": params}, latents.shape)(params, latents))
+    decode = programs.program("decoder", {"vae": params}, latents.shape, Kinds(guided=()))
+    images = np.asarray(decode({"vae": params}, latents))
     overflows = dtype == "float16" and not upcast
     assert np.isfinite(images).all() == (not overflows)
     if not overflows:

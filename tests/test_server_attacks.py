@@ -211,7 +211,7 @@ CODE_OPTIONS = [
     {"sigmas": "__import__('os')"}, {"sigmas": [float("nan")] * 3},
     {"reuse": 3}, {"eta": "1; import os"}, {"clip_skip": 10**30}, {"variation_seed": 2**70}, {"noise": "/etc/passwd"},
     {"variation_strength": float("inf")}, {"seed_size": [10**9, 10**9]}, {"guidance_method": "os.system"},
-    {"prompt_syntax": ["a1111"]}, {"padding_mask_crop": -(10**9)}, {"mask_blur": 1e30}, {"freeu": {"b1": "x"}},
+    {"prompt_syntax": ["a1111"]}, {"padding_mask_crop": -(10**9)}, {"mask_blur": 1e30},
     {"original_size": "x" * 10_000}, {"a" * 10_000: 1}, {"callback\0": 1}, {"\ud800": 1}, {"latents": "x.pkl"},
 ]  # fmt: skip
 

@@ -20,8 +20,8 @@ from canvax.call import IMAGE, Call, FromFiles, OptionFields, OptionRecord
 from canvax.cli.images import ALIASES, SETTINGS
 from canvax.images.infotext import from_infotext
 from canvax.scale.rows import NAMES
-from canvax.server.openapi import description
 from canvax.server.jobs_api import BODIES
+from canvax.server.openapi import description
 from canvax.settings import add_flags, aliases, as_flags, declared, idle, json_schema, markdown, offered, setting
 
 ROOT = Path(__file__).parent.parent
@@ -105,7 +105,7 @@ WRONG: dict[str, tuple[Mapping[str, Any], str]] = {
     "a number": ({"eta": "x"}, "eta"), "too large": ({"eta": 1.5}, "eta"), "a truth": ({"eta": True}, "eta"),
     "no number": ({"mask_blur": float("nan")}, "mask_blur"), "a fraction": ({"clip_skip": 1.5}, "clip_skip"),
     "above": ({"hires": 2, "hires_strength": 0}, "hires_strength"), "a word": ({"mask_mode": "sofft"}, "mask_mode"),
-    "a list": ({"guidance_steps": []}, "guidance_steps"), "its length": ({"freeu": "1,2,3"}, "freeu"),
+    "a list": ({"guidance_steps": []}, "guidance_steps"), "its length": ({"seed_size": "64,64,64"}, "seed_size"),
     "its entries": ({"control_scale": "1,99"}, "control_scale"), "a set": ({"sigmas": {1, 2}}, "sigmas"),
     "a pair": ({"original_size": (0, 8)}, "original_size"), "texts": ({"prompt_2": ["a", 1]}, "prompt_2"),
     "one in place of a truth": ({"progress": 1}, "progress"), "two bounds": ({"denoising_start": 1}, "denoising_start"),

@@ -22,7 +22,7 @@ from canvax.models.presets import (
     SDXL_TEXT_2,
     SDXL_UNET,
 )
-from canvax.models.text import TextEncoders, encode_text
+from canvax.models.text import TextEncoders, clip_encoders, encode_text
 from canvax.models.unet import unet, unet_spec
 from canvax.models.vae import vae_decode, vae_encode, vae_spec
 from canvax.params import Params, Spec, count, flatten, map_spec
@@ -102,10 +102,10 @@ def test_vae() -> None:
 @pytest.mark.parametrize(
     ("cfg", "millions"),
     [
-        (TextEncoders(SD15_TEXT), 123.1),
-        (TextEncoders(SD21_TEXT), 340.4),
-        (TextEncoders(SDXL_TEXT, SDXL_TEXT_2), 123.1 + 694.7),
-        (TextEncoders(None, SDXL_TEXT_2), 694.7),
+        (clip_encoders(SD15_TEXT), 123.1),
+        (clip_encoders(SD21_TEXT), 340.4),
+        (clip_encoders(SDXL_TEXT, SDXL_TEXT_2), 123.1 + 694.7),
+        (clip_encoders(None, SDXL_TEXT_2), 694.7),
     ],
     ids=["sd15", "sd21", "sdxl", "refiner"],
 )
@@ -123,7 +123,7 @@ def test_text_encoders(cfg: TextEncoders, millions: float) -> None:
 @pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32")])
 @pytest.mark.parametrize(
     "text",
-    [TextEncoders(SD15_TEXT), TextEncoders(SDXL_TEXT, SDXL_TEXT_2), TextEncoders(None, SDXL_TEXT_2)],
+    [clip_encoders(SD15_TEXT), clip_encoders(SDXL_TEXT, SDXL_TEXT_2), clip_encoders(None, SDXL_TEXT_2)],
     ids=["sd", "sdxl", "refiner"],
 )
 def test_conditions_have_the_shapes_that_are_declared(text: TextEncoders, dtypes: tuple[str, ...]) -> None:

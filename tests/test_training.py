@@ -25,7 +25,7 @@ from canvax.kernels.attention import attention
 from canvax.kernels.target import compiling_for
 from canvax.models.clip import text_encoder_spec
 from canvax.models.configs import VaeConfig
-from canvax.models.text import TextEncoders
+from canvax.models.text import clip_encoders
 from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_spec
 from canvax.parallel.mesh import make_mesh
@@ -324,7 +324,7 @@ def test_gradients_reach_every_parameter() -> None:
     samples, shared = jax.device_put(denoising_data({"text_encoder": tokenizer}, latents, captions, 77))
     plain = None
     for remat in (False, True):
-        loss = denoising_loss(TextEncoders(TEXT), UNET, SCHEDULE, remat=remat, empty=0.0)
+        loss = denoising_loss(clip_encoders(TEXT), UNET, SCHEDULE, remat=remat, empty=0.0)
         gradient = jax.jit(jax.grad(lambda p, loss=loss: loss(p, samples, shared, jax.random.key(0))[0]))(params)
         still = [name for name, leaf in flatten(gradient) if not np.abs(leaf).max() > 0]
         # Keys are compared with queries, so a number added to all of them changes nothing.

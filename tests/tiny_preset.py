@@ -8,12 +8,12 @@ from small_checkpoint import TEXT, UNET, VAE
 
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
-from canvax.models.text import TextEncoders
+from canvax.models.text import clip_encoders
 
 ONE_LEVEL = {"down_block_types": ("DownEncoderBlock2D",), "up_block_types": ("UpDecoderBlock2D",)}
 SHALLOW = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
 TINY = Networks(
     UNetDenoiser(replace(UNET, block_out_channels=(32,), **SHALLOW)),
     replace(VAE, block_out_channels=(32,), **ONE_LEVEL),
-    TextEncoders(TEXT),
+    clip_encoders(TEXT),
 )

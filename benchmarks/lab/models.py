@@ -78,10 +78,10 @@ def write_random(folder: Path, preset: Networks, *, dtype: DType = np.float32, s
     (folder / "scheduler").mkdir()
     _write_json(folder / "scheduler" / "scheduler_config.json", _SCHEDULER | {"prediction_type": preset.prediction})
     index |= {
-        "_class_name": "StableDiffusionXLPipeline" if preset.text.second else "StableDiffusionPipeline",
+        "_class_name": "StableDiffusionXLPipeline" if preset.text.pooled_width else "StableDiffusionPipeline",
         "scheduler": ["diffusers", "DDIMScheduler"],
     }
-    if preset.text.first is None:
+    if "text_encoder" not in preset.text.parts:
         index |= {"_class_name": "StableDiffusionXLImg2ImgPipeline", "requires_aesthetics_score": True}
     _write_json(folder / INDEX, index)
     return folder

@@ -22,7 +22,7 @@ from PIL import Image
 from canvax.errors import CheckpointError, InputError
 from canvax.files import written
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
-from canvax.models.text import FIRST, TextEncoders
+from canvax.models.text import FIRST, clip_encoders
 from canvax.models.vae import vae_spec
 from canvax.parallel.mesh import replicated
 from canvax.params import Params, init_params
@@ -281,7 +281,7 @@ def _started(run: Run, recipe: Recipe) -> Params | None:
         return None
     checkpoint, _, params = open_model(run.start, dtype=jnp.float32, mesh=run.mesh, progress=False)
     design = recipe.design
-    if (checkpoint.text.first, checkpoint.unet, checkpoint.vae) != (design.text, design.unet, design.vae):
+    if (checkpoint.text.parts.get(FIRST), checkpoint.unet, checkpoint.vae) != (design.text, design.unet, design.vae):
         raise InputError(f"start = {str(run.start)!r} is a model of other sizes than the recipe's")
     return params
 
@@ -350,7 +350,7 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Pa
         grid.save(run.folder / "previews" / f"{step:07d}.png")
 
     loss = denoising_loss(
-        TextEncoders(design.text), design.unet, design.schedule, focus=recipe.focus, dtype=recipe.dtype
+        clip_encoders(design.text), design.unet, design.schedule, focus=recipe.focus, dtype=recipe.dtype
     )
     if start is None:
         begin = new_denoiser(design.text, design.unet, recipe.diffusion.seed)

@@ -18,7 +18,7 @@ from canvax.errors import InputError, check_function, nearest
 from canvax.settings import check_once, is_whole, numbers_of, setting
 
 Spacing = Literal["leading", "trailing", "linspace"]
-GuidanceMethod = Literal["cfg", "cfg_zero", "apg", "threshold"]
+GuidanceMethod = Literal["cfg", "cfg_zero", "apg"]
 GuidanceFunction = Callable[[Any, Any, Any], Any]
 """(negative, conditional, scale) -> guided, of denoised images [B, h, w, C]; docs/guidance.md."""
 Tiling = Literal["auto", "on", "off"]
@@ -239,7 +239,7 @@ class OptionRecord:
         group=SAMPLING, also=("cfg_rescale",), needs=("guidance",), per_image=True,
     )  # fmt: skip
     guidance_method: GuidanceFunction | GuidanceMethod = setting(
-        "cfg", "kind of guidance, each a program: cfg, cfg_zero, apg or threshold; in Python also a function; see "
+        "cfg", "kind of guidance, each a program: cfg, cfg_zero or apg; in Python also a function; see "
         "docs/guidance.md", group=SAMPLING, metavar="KIND", needs=("guidance",), read=read_guidance_method,
     )  # fmt: skip
     guidance_settings: Mapping[str, Any] | Sequence[str] = setting(
@@ -253,10 +253,6 @@ class OptionRecord:
     pag_adaptive_scale: float = setting(
         0.0, "how much of pag_scale goes with each timestep", low=0, high=100, cure="0 is usual", group=SAMPLING,
         needs=("pag_scale",),
-    )  # fmt: skip
-    freeu: Sequence[float] | None = setting(
-        None, "FreeU (Si et al. 2023), such as 1.5,1.6,0.9,0.2", low=0, high=10, length=4,
-        cure="for example 1.5,1.6,0.9,0.2", group=SAMPLING, metavar="B1,B2,S1,S2",
     )  # fmt: skip
     reuse: int = setting(
         1,
@@ -447,7 +443,6 @@ class OptionFields(TypedDict, total=False):
     guidance_settings: Mapping[str, Any] | Sequence[str]
     pag_scale: float
     pag_adaptive_scale: float
-    freeu: Sequence[float] | None
     reuse: int
     reuse_layers: int
     tiling: Tiling

@@ -94,7 +94,7 @@ ATTRIBUTES: dict[str, Familiar] = {
     **same("enable_vae_tiling", "pass tiling='on' to a call; large images are tiled without it"),
     **same("enable_model_cpu_offload enable_sequential_cpu_offload", "canvax keeps a model on its devices; "
             "quantize='int8' or mesh=canvax.make_mesh(model=2) in canvax.load saves memory"),
-    **same("enable_freeu", "pass freeu=(b1, b2, s1, s2) to a call"),
+    **same("enable_freeu", "canvax has no FreeU: drop this line"),
     **same("load_lora_weights load_lora_adapter", "write pipe.adapters.load('name', file_or_hub_id, weight=1.0)"),
     **same("set_adapters", "write pipe.adapters.set({'name': 0.8}), which switches the others off"),
     **same("fuse_lora unfuse_lora", "adapters are merged into the weights: drop this line; pipe.save writes them"),

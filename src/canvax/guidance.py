@@ -1,15 +1,23 @@
-"""Classifier-free guidance (Ho & Salimans 2022), its rescaling, and what others made of it."""
+"""Classifier-free guidance (Ho & Salimans 2022), its rescaling, and other kinds of it.
+
+A kind of guidance says which samples of an image the denoiser is evaluated for, and makes one denoised image of the
+outputs. Its numbers are columns of the row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from canvax.call import GuidanceMethod as Method
+from canvax.models.denoiser import NEGATIVE, PERTURBED, PROMPT
 from canvax.types import Array
 
-__all__ = ["SETTINGS", "Method", "compose", "guide", "projected", "thresholded", "zero_star"]
+__all__ = ["PLAIN", "SETTINGS", "Guidance", "Method", "Rule", "compose", "guide", "projected", "zero_star"]
 
 Rule = Callable[[Array, Array, Array], Array]
 """A method of one's own: (denoised image for the negative prompt, denoised image for the prompt, guidance scale) to the
@@ -19,9 +27,76 @@ SETTINGS: dict[str, dict[str, tuple[float, float, float]]] = {
     "cfg": {},
     "cfg_zero": {"zero_steps": (0.0, 0.0, 1000.0)},
     "apg": {"eta": (0.0, -10.0, 10.0), "norm": (2.5, 0.0, 1e6)},
-    "threshold": {"mimic": (7.0, 0.0, 100.0), "percentile": (1.0, 0.0, 1.0)},
 }
 """The numbers of each method, which are data: by name the usual value and its limits."""
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """A kind of guidance, which decides a program.
+
+    Attributes:
+        method: how two outputs become one.
+        perturbs: perturbed-attention guidance (Ahn et al. 2024): the first prompt is evaluated once more, perturbed,
+            and the output moves away from that.
+        composes: the prompts of an image are added up, each with its weight (Liu et al. 2022).
+    """
+
+    method: Method | Rule = "cfg"
+    perturbs: bool = False
+    composes: bool = False
+
+    def columns(self, prompts: int) -> dict[str, Any]:
+        """Columns of the row that ``denoised`` reads, for as many ``prompts`` as ``InFlight`` has; without [B].
+
+        method   numbers of the method, in the order of ``SETTINGS``
+        pag      scale of perturbed-attention guidance, and how it falls with the timestep
+        weights  of the prompts that are added up
+        """
+        numbers = len(SETTINGS[self.method]) if isinstance(self.method, str) and prompts > 1 else 0
+        sizes = {"method": numbers, "pag": 2 if self.perturbs else 0}
+        sizes["weights"] = prompts - 1 if self.composes else 0
+        return {name: jax.ShapeDtypeStruct((size,), jnp.float32) for name, size in sizes.items() if size}
+
+    def samples(self, prompts: Sequence[Mapping[str, Any]], batch: int) -> list[dict[str, Any]]:
+        """Conditions of each sample of the images, of the prompts as ``InFlight`` has them."""
+        guided = len(prompts) > 1
+        samples = [(PROMPT, prompt) for prompt in prompts]
+        if guided:
+            samples[0] = (NEGATIVE, prompts[0])
+        if self.perturbs:
+            samples.append((PERTURBED, prompts[int(guided)]))
+        return [{**sample, "role": jnp.full(batch, role, jnp.int32)} for role, sample in samples]
+
+    def denoised(self, x: Array, outputs: Array, row: Mapping[str, Array]) -> Array:
+        """D of the outputs for the samples of each image [B, n, h, w, C]."""
+
+        def at(output: Array) -> Array:
+            return _each(row["p"]) * x + _each(row["q"]) * output
+
+        further: Array | float = 0.0
+        if self.perturbs:
+            outputs, perturbed = outputs[:, :-1], outputs[:, -1]
+            scale = jnp.maximum(row["pag"][:, 0] - row["pag"][:, 1] * (1000 - row["timestep"]), 0)
+            further = _each(scale) * (outputs[:, int(outputs.shape[1] > 1)] - perturbed)
+        if outputs.shape[1] == 1:
+            return at(outputs[:, 0] + further)
+        negative, conditional = outputs[:, 0], outputs[:, 1]
+        if self.composes:
+            conditional = compose(negative, outputs[:, 1:], row["weights"])
+        scale = row["guidance"]
+        if self.method == "cfg":
+            return at(guide(negative, conditional, scale, row["rescale"], further))
+        if not isinstance(self.method, str):
+            return self.method(at(negative), at(conditional), scale) + _each(row["q"]) * further
+        if self.method == "cfg_zero":
+            return at(zero_star(negative, conditional, scale, row["step"], row["method"][:, 0]) + further)
+        eta, norm = row["method"][:, 0], row["method"][:, 1]
+        return projected(at(negative), at(conditional), scale, eta, norm) + _each(row["q"]) * further
+
+
+PLAIN = Guidance()
+"""Classifier-free guidance; without a negative prompt none."""
 
 
 def guide(
@@ -79,24 +154,6 @@ def projected(unconditional: Array, conditional: Array, scale: Array, eta: Array
     away = away * jnp.where(_each(norm) > 0, jnp.minimum(1.0, _each(norm) / jnp.maximum(length, 1e-12)), 1.0)
     along = _dot(away, conditional) / jnp.maximum(_dot(conditional, conditional), 1e-12) * conditional
     return conditional + (_each(scale) - 1) * (away - along + _each(eta) * along)
-
-
-def thresholded(unconditional: Array, conditional: Array, scale: Array, mimic: Array, percentile: Array) -> Array:
-    """Dynamic thresholding: denoised images [B, h, w, C] guided by ``scale`` with the range that ``mimic`` would give.
-
-    Channel by channel, around the mean: values beyond ``percentile`` are cut, and the rest is scaled (mcmonkey 2023,
-    after Saharia et al. 2022, section 2.3).
-    """
-    wanted, guided = (unconditional + _each(s) * (conditional - unconditional) for s in (mimic, scale))
-    mean = guided.mean((1, 2), keepdims=True)
-    limit = jnp.abs(wanted - wanted.mean((1, 2), keepdims=True)).max((1, 2), keepdims=True)
-    away = guided - mean
-    sizes = jnp.sort(jnp.abs(away).reshape(away.shape[0], -1, away.shape[-1]), axis=1)
-    last = sizes.shape[1] - 1
-    place = jnp.clip(jnp.round(percentile * last).astype(jnp.int32), 0, last)
-    most = jnp.take_along_axis(sizes, place[:, None, None], axis=1)[:, :, None]
-    most = jnp.maximum(most, limit)
-    return mean + jnp.clip(away, -most, most) * (limit / jnp.maximum(most, 1e-12))
 
 
 def _each(numbers: Array) -> Array:

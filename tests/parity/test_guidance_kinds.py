@@ -1,4 +1,4 @@
-"""Other kinds of guidance against PyTorch diffusers: its PAG pipeline, its FreeU, its guiders."""
+"""Other kinds of guidance against PyTorch diffusers: its PAG pipeline, its guiders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
 import canvax  # noqa: E402
-from canvax.guidance import projected, thresholded, zero_star  # noqa: E402
+from canvax.guidance import projected, zero_star  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 
@@ -66,17 +66,6 @@ def test_perturbed_attention(changes: dict[str, float], pair: tuple[Any, canvax.
     assert psnr(without.pixels, want) < 60
 
 
-def test_freeu(pair: tuple[Any, canvax.StableDiffusion]) -> None:
-    theirs, pipe = pair
-    theirs.enable_freeu(s1=0.7, s2=0.3, b1=1.4, b2=1.6)
-    try:
-        want = images(theirs)
-    finally:
-        theirs.disable_freeu()
-    assert psnr(ours(pipe, freeu=(1.4, 1.6, 0.7, 0.3)).pixels, want) >= 60
-    assert psnr(ours(pipe).pixels, want) < 60
-
-
 def torch_arrays() -> tuple[Any, Any]:
     return nchw(CONDITIONAL), nchw(UNCONDITIONAL)
 
@@ -107,20 +96,3 @@ def test_zero_star() -> None:
     got = zero_star(jnp.asarray(UNCONDITIONAL), jnp.asarray(CONDITIONAL), jnp.asarray(SCALE), rows, steps)
     assert relative_error(got[0], want[0]) < 1e-5
     assert not np.asarray(got[1]).any()
-
-
-def test_thresholded() -> None:
-    """By its definition in numpy, one channel at a time; what is mimicked exactly stays as it is."""
-    mimic, percentile = np.array([2.0, 2.0], np.float32), np.array([0.9, 1.0], np.float32)
-    arrays = jnp.asarray(UNCONDITIONAL), jnp.asarray(CONDITIONAL)
-    got = np.asarray(thresholded(*arrays, jnp.asarray(SCALE), jnp.asarray(mimic), jnp.asarray(percentile)))
-    for i in range(2):
-        for channel in range(4):
-            u, c = (array[i, :, :, channel].astype(np.float64) for array in (UNCONDITIONAL, CONDITIONAL))
-            high, low = u + SCALE[i] * (c - u), u + mimic[i] * (c - u)
-            limit = np.abs(low - low.mean()).max()
-            sizes = np.sort(np.abs(high - high.mean()).ravel())
-            most = max(sizes[round(percentile[i] * (sizes.size - 1))], limit)
-            want = high.mean() + np.clip(high - high.mean(), -most, most) * limit / most
-            np.testing.assert_allclose(got[i, :, :, channel], want, atol=1e-4)
-    np.testing.assert_allclose(got[1], UNCONDITIONAL[1] + 2 * (CONDITIONAL - UNCONDITIONAL)[1], atol=1e-4)

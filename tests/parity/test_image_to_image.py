@@ -14,6 +14,7 @@ diffusers = pytest.importorskip("diffusers")
 from PIL import Image  # noqa: E402
 
 import canvax  # noqa: E402
+from canvax.compile.kinds import Kinds  # noqa: E402
 from canvax.denoise import step_noise  # noqa: E402
 from canvax.flax_api import FlaxStableDiffusionImg2ImgPipeline  # noqa: E402
 from canvax.flax_api.keys import encoding_noise, host_draw  # noqa: E402
@@ -134,8 +135,9 @@ def test_moments(pair: Any) -> None:
     with torch.no_grad():
         want = theirs.vae.encode(torch.from_numpy(np.moveaxis(2 * image - 1, -1, 0)[None])).latent_dist
     factor = theirs.vae.config.scaling_factor
-    program = ours.programs.encode_images(ours.params, (1, SIZE, SIZE, 3))
-    mean, deviation = program(ours.params["vae"], image[None])
+    latents = ours.model.networks.latent_shape(1, SIZE, SIZE)
+    program = ours.programs.program("image encoder", ours.params, latents, Kinds(image_encoder="whole"))
+    mean, deviation = program(ours.params, image[None])
     assert relative_error(mean, nhwc(want.mean) * factor) < 1e-5
     assert relative_error(deviation, nhwc(want.std) * factor) < 1e-5
 

@@ -16,10 +16,10 @@ import pytest
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
-from canvax.denoise import WINDOW, StepInputs, denoise  # noqa: E402
+from canvax.denoise import WINDOW, InFlight, StepInputs, denoise  # noqa: E402
 from canvax.engine.segments import DeepPlan, guided_rows  # noqa: E402
 from canvax.models.configs import UNetConfig  # noqa: E402
-from canvax.models.denoiser import UNetDenoiser  # noqa: E402
+from canvax.models.denoiser import Reusing, UNetDenoiser  # noqa: E402
 from canvax.models.unet import skip_connections, unet_spec  # noqa: E402
 from canvax.samplers import SamplerTable, build_table, from_scheduler_config  # noqa: E402
 from canvax.samplers.table import SLOTS, run  # noqa: E402
@@ -68,18 +68,20 @@ def ours(
     params: Any, cfg: UNetConfig, plan: DeepPlan, table: SamplerTable, noise: np.ndarray, *texts: np.ndarray
 ) -> np.ndarray:
     """x after each row, the loop called for one row at a time."""
-    batch, denoiser = len(noise), UNetDenoiser(cfg)
-    program = jax.jit(denoise, static_argnames=("denoiser", "deep_layers"))
+    batch, denoiser = len(noise), Reusing(UNetDenoiser(cfg), cfg, plan.layers)
+    program = jax.jit(denoise, static_argnames="denoiser")
     state: Any = np.zeros((batch, SLOTS, *noise.shape[1:]), np.float32)
     state[:, 0] = noise * table.init_scale
-    features: Any = np.zeros((2 * batch, 2, *denoiser.deep_shape(noise.shape, plan.layers)[1:]), np.float32)
+    memory: Any = denoiser.memory((2 * batch, *noise.shape[1:]), lambda _: np.dtype("float32"))
+    memory = np.zeros(memory.shape, memory.dtype)
     text, negative = ({"text": one} for one in texts)
     keys, noisy, seen = np.zeros((batch, 2), np.uint32), np.zeros(WINDOW, bool), []
     for row in range(len(table)):
         columns = table.window(row, WINDOW)
         rows = {name: np.broadcast_to(column, (batch, *column.shape)) for name, column in columns.items()}
-        inputs = StepInputs(state, text, negative, rows, keys, noisy, np.int32(1), plan.window(row, features))
-        state, _, features = program(params, inputs, denoiser=denoiser, deep_layers=plan.layers)
+        shared = {"noisy": noisy, **plan.window(row)}
+        inputs = StepInputs(InFlight(state, (negative, text), keys), rows, shared, np.int32(1), memory)
+        state, _, memory = program(params, inputs, denoiser=denoiser)
         seen.append(np.asarray(state)[:, 0])
     return np.stack(seen)
 

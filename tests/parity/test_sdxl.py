@@ -21,7 +21,7 @@ import canvax  # noqa: E402
 from canvax.compile.monitor import compilations  # noqa: E402
 from canvax.models.configs import ClipTextConfig, UNetConfig  # noqa: E402
 from canvax.models.presets import SDXL_REFINER_UNET, SDXL_TEXT, SDXL_TEXT_2, SDXL_UNET  # noqa: E402
-from canvax.models.text import TextEncoders, encode_text  # noqa: E402
+from canvax.models.text import clip_encoders, encode_text  # noqa: E402
 from canvax.models.unet import unet, unet_spec  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
@@ -76,7 +76,7 @@ def test_unet(numbers: int) -> None:
 @pytest.mark.parametrize("name", ["base", "refiner", "text_encoder", "text_encoder_2"])
 def test_full_size_parameters(name: str) -> None:
     """Names and shapes of the released models, without their memory."""
-    text = TextEncoders(SDXL_TEXT, SDXL_TEXT_2)
+    text = clip_encoders(SDXL_TEXT, SDXL_TEXT_2)
     unets = {"base": SDXL_UNET, "refiner": SDXL_REFINER_UNET}
     with torch.device("meta"):
         if name in unets:
@@ -106,11 +106,10 @@ def clip(cfg: ClipTextConfig, cls: str, seed: int) -> Any:
 @pytest.mark.parametrize("skip", [0, 1])
 @pytest.mark.parametrize("eos", [2, VOCABULARY - 1], ids=["legacy", "named"])
 def test_text_encoders(skip: int, eos: int) -> None:
-    cfg = TextEncoders(clip_config("quick_gelu", 2), clip_config("gelu", eos))
-    assert cfg.second is not None
+    cfg = clip_encoders(clip_config("quick_gelu", 2), clip_config("gelu", eos))
     first, second = (
         clip(cfg.parts["text_encoder"], "CLIPTextModel", 1),
-        clip(cfg.second, "CLIPTextModelWithProjection", 2),
+        clip(cfg.parts["text_encoder_2"], "CLIPTextModelWithProjection", 2),
     )
     params = {
         "text_encoder": params_of(first, cfg.specs["text_encoder"], prefix="text_model."),
@@ -126,7 +125,7 @@ def test_text_encoders(skip: int, eos: int) -> None:
     got = jax.jit(encode_text, static_argnames="cfg")(params, ids, np.int32(skip), cfg=cfg)
     assert relative_error(got["text"], want) <= TOLERANCE
     assert relative_error(got["pooled"], two.text_embeds.numpy()) <= TOLERANCE
-    alone = TextEncoders(None, cfg.second)
+    alone = clip_encoders(None, cfg.parts["text_encoder_2"])
     got = jax.jit(encode_text, static_argnames="cfg")(params, ids, np.int32(skip), cfg=alone)
     assert relative_error(got["text"], want[..., 32:]) <= TOLERANCE
 

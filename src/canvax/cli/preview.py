@@ -28,15 +28,16 @@ SHARE = 0.2
 
 def _decoded(pipe: StableDiffusion, latents: HostArray) -> HostArray:
     """Images of latents [n, h, w, C], by the program that decodes the finished ones."""
+    from canvax.compile.kinds import Kinds
     from canvax.engine.batch import filled
     from canvax.parallel.mesh import over_batch, padded_batch
     from canvax.parallel.place import put
 
     mesh, factor = pipe.programs.mesh, pipe.model.vae.factor
     whole = filled(latents, padded_batch(len(latents), mesh))
-    tiled = is_tiled(latents.shape[1] * factor, latents.shape[2] * factor)
-    decode = pipe.programs.decode(pipe.params, whole.shape, tiled=tiled)  # pyright: ignore[reportArgumentType]
-    return np.asarray(decode(pipe.params["vae"], put(whole, over_batch(mesh))))[: len(latents)]
+    way = "tiled" if is_tiled(latents.shape[1] * factor, latents.shape[2] * factor) else "whole"
+    decode = pipe.programs.program("decoder", pipe.params, whole.shape, Kinds(guided=(), decoder=way))  # pyright: ignore[reportArgumentType]
+    return np.asarray(decode(pipe.params, put(whole, over_batch(mesh))))[: len(latents)]
 
 
 @contextmanager

@@ -101,7 +101,7 @@ def find_entry(
     """Where a program is stored; None if it cannot be.
 
     The cache may be off, the devices not this process's own, canvax's sources no longer those that it runs, functions
-    of them may be replaced, the program may call a function of the user, or JAX may lack what the key is made of.
+    of them may be replaced, or JAX may lack what the key is made of.
 
     Args:
         function: what is compiled, with its static keywords.
@@ -112,8 +112,6 @@ def find_entry(
     """
     devices = list(mesh.devices.flat)
     folder = cache.open_cache() if _own(devices) else None
-    if any(callable(value) for value in function.keywords.values()):  # its text says nothing in another process
-        return None
     if folder is None or key.edited() or replaced():
         return None
     try:

@@ -5,40 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextvars import ContextVar, copy_context
-from typing import Any, Literal
+from contextvars import copy_context
+from typing import Any
 
 import jax
 
-MODE: ContextVar[Literal["held", None]] = ContextVar("mode", default=None)
-"""Whether only programs in memory are wanted; None: they are made."""
 
-
-class NotReady(Exception):
-    """There is no such program yet."""
-
-
-def at_once(calls: Sequence[Callable[[], Any] | None]) -> list[Any]:
-    """What ``calls`` return (None of None), made at the same time: most of XLA's work keeps a single processor busy.
-
-    Where all of it is there already, as for every image but the first, no thread is started. Ctrl-C does not wait
-    for the compiler, which cannot be stopped.
-    """
-    token = MODE.set("held")
-    try:
-        return [call and call() for call in calls]
-    except NotReady:
-        pass
-    finally:
-        MODE.reset(token)
+def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What ``calls`` return, made at the same time. Ctrl-C does not wait for the compiler, which cannot be stopped."""
     precision = jax.config.values["jax_default_matmul_precision"]  # what is set in a context holds in its thread alone
 
     made: list[Future[Any]] = [Future() for _ in calls]
 
-    def one(call: Callable[[], Any] | None, result: Future[Any]) -> None:
+    def one(call: Callable[[], Any], result: Future[Any]) -> None:
         try:
             with jax.default_matmul_precision(precision):
-                result.set_result(call and call())
+                result.set_result(call())
         except BaseException as error:
             result.set_exception(error)
 

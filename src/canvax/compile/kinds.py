@@ -1,25 +1,87 @@
-"""Which programs a run needs, and those of a run, compiled."""
+"""Programs as values, and what of a call decides which of them it needs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import jax
+
 from canvax.guidance import Method, Rule
-from canvax.models.beside import Places
-from canvax.models.text import Conditions
-from canvax.samplers.table import Clip
-from canvax.types import Array
+from canvax.models.beside import ADAPTERS, Places
+from canvax.params import Params
+from canvax.quantize import compute_dtype
 
 PROGRAMS = ("text encoder", "image encoder", "control encoder", "image prompt encoder", "denoiser", "decoder")
 """What they are called where they are announced."""
 
+DENOISERS = {True: "guided denoiser", False: "denoiser"}
+"""Names of the denoisers of a run among its programs, with guidance and without."""
+
 LatentShape = tuple[int, int, int, int]
 """[B, h, w, C]"""
 
-TUNING = {"method": 2, "pag": 2, "freeu": 4}
-"""Numbers of each field of ``canvax.denoise.Tuning``."""
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A function of parameters and arrays, to be compiled.
+
+    Attributes:
+        name: for people, one of ``PROGRAMS``.
+        function: with its static keyword arguments.
+        components: of the parameters that it reads. One name: its first argument is that component. Several: a dict.
+        inputs: shapes, dtypes and shardings of its other arguments.
+        places: for adapters beside the weights; the components that have them get them.
+        facts: what ``canvax cache`` tells of it.
+        stored: whether other processes may have it. A function of the user has no name that they know.
+    """
+
+    name: str
+    function: partial[Any]
+    components: str | tuple[str, ...]
+    inputs: tuple[Any, ...]
+    places: Places | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    stored: bool = True
+
+    def weights(self, params: Params) -> Params:
+        """Its first argument."""
+        if isinstance(self.components, str):
+            return self._component(params, self.components)
+        return {name: self._component(params, name) for name in self.components}
+
+    def _component(self, params: Params, name: str) -> Params:
+        if self.places is None or name not in params[ADAPTERS]:
+            return params[name]
+        return {**params[name], ADAPTERS: params[ADAPTERS][name]}
+
+    def description(self, weights: Params) -> dict[str, Any]:
+        """What ``canvax cache`` tells of it, with these weights."""
+        parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
+        return {"program": self.name, "parameters": parameters, "dtype": str(compute_dtype(weights)), **self.facts}
+
+
+class Compiled(NamedTuple):
+    """A program that can be run.
+
+    Attributes:
+        program: what it was compiled from.
+        executable: of its weights and inputs.
+    """
+
+    program: Program
+    executable: Callable[..., Any]
+
+    def __call__(self, params: Params, *inputs: Any) -> Any:
+        """Its outputs; ``params`` are those of all components."""
+        return self.executable(self.program.weights(params), *inputs)
+
+
+Ready = Mapping[str, Compiled]
+"""The programs of a run, by the names that ``Programs.wanted`` gives them."""
 
 
 class PromptKind(NamedTuple):
@@ -39,19 +101,18 @@ class PromptKind(NamedTuple):
 
 
 class Kinds(NamedTuple):
-    """Which programs a run needs, besides what the shapes of its arrays decide.
+    """What of a call decides its programs, besides the shapes of its arrays.
 
     Attributes:
         guided: denoisers with guidance (True), without (False), or both.
-        clip: limits on D.
-        deep_layers: for ``canvax.denoise.DeepFeatures``; 0 without.
+        deep_layers: ``layers`` of ``canvax.models.denoiser.Reusing``; 0 without.
         known: parts of images are kept (``canvax.denoise.Known``).
         decoder: None for none.
         image_encoder: which encoder of images; None for none.
         chunks: of each prompt.
-        parts: prompts of each image that are added up (``canvax.denoise.Composed``); 0 without.
+        parts: prompts of each image that are added up; 0 without.
         method: of guidance.
-        tuned: fields of ``canvax.denoise.Tuning`` that are given.
+        perturbs: perturbed-attention guidance.
         controls: those of ``Networks.controls`` that read a control image.
         image_prompts: for each adapter that reads image prompts.
         sees: CLIP's image encoder is needed for them.
@@ -59,7 +120,6 @@ class Kinds(NamedTuple):
     """
 
     guided: tuple[bool, ...] = (True,)
-    clip: Clip | None = None
     deep_layers: int = 0
     known: bool = False
     decoder: Literal["whole", "tiled", None] = "whole"
@@ -67,37 +127,8 @@ class Kinds(NamedTuple):
     chunks: int = 1
     parts: int = 0
     method: Method | Rule = "cfg"
-    tuned: tuple[str, ...] = ()
+    perturbs: bool = False
     controls: tuple[str, ...] = ()
     image_prompts: tuple[PromptKind, ...] = ()
     sees: bool = False
     places: Places | None = None
-
-
-class Ready(NamedTuple):
-    """The programs of a run, compiled.
-
-    Attributes:
-        encode: the text encoder.
-        denoisers: with guidance (True), without (False), or both.
-        decode: the decoder, or None.
-        encode_image: the encoder of one image, or None.
-        encode_controls: of one control image, for each network that reads one.
-        encode_prompts: of one image prompt, for each adapter that reads one, and CLIP's image encoder.
-    """
-
-    encode: Callable[..., Conditions]
-    denoisers: Mapping[bool, Callable[..., Any]]
-    decode: Callable[..., Array] | None
-    encode_image: Callable[..., tuple[Array, Array]] | None = None
-    encode_controls: Mapping[str, Callable[..., Any]] = MappingProxyType({})
-    encode_prompts: Mapping[str, Callable[..., Any]] = MappingProxyType({})
-
-    @property
-    def named(self) -> list[tuple[str, Any]]:
-        """Each with its name."""
-        programs: list[tuple[str, Any]] = [("text encoder", self.encode), ("image encoder", self.encode_image)]
-        programs += [("control encoder", encoder) for encoder in self.encode_controls.values()]
-        programs += [("image prompt encoder", encoder) for encoder in self.encode_prompts.values()]
-        programs += [("denoiser", denoiser) for denoiser in self.denoisers.values()]
-        return [(name, program) for name, program in (*programs, ("decoder", self.decode)) if program]

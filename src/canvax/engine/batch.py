@@ -7,63 +7,47 @@ but itself: in any company, at any slot, they are the same but for rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from canvax.compile.kinds import LatentShape
-from canvax.compile.programs import Programs, deep_features_shape
-from canvax.denoise import IDLE_ROWS, WINDOW, Composed, InFlight, Known, StepInputs, Tuning
+from canvax.compile.kinds import DENOISERS, Compiled, LatentShape, Ready
+from canvax.denoise import IDLE_ROWS, WINDOW, InFlight, Known, StepInputs
 from canvax.engine.segments import DeepPlan, guided_rows
 from canvax.errors import InputError
-from canvax.models.beside import Places
-from canvax.models.controlled import ControlledDenoiser
 from canvax.models.text import Conditions
 from canvax.parallel.mesh import over_batch
 from canvax.parallel.place import own_rows, put, put_all
 from canvax.params import Params
-from canvax.quantize import compute_dtype
 from canvax.samplers.table import NOISE, SLOTS, SamplerTable
 from canvax.types import Array, HostArray
 
-Denoisers = Mapping[bool, Callable[..., Any]]
-"""The programs that may run: with guidance (True), without (False), or both."""
-
-
-class Texts(NamedTuple):
-    """What images are told from some row on, as in ``InFlight``."""
-
-    conditions: Conditions
-    negative: Conditions | None
-    composed: Composed | None = None
-
-    @property
-    def halves(self) -> list[Conditions]:
-        """All conditions."""
-        others = self.composed.others if self.composed else ()
-        return [half for half in (self.conditions, self.negative, *others) if half is not None]
+Prompts = tuple[Conditions, ...]
+"""As ``InFlight.prompts``."""
 
 
 @dataclass(eq=False)
 class Run:
-    """An image on its way.
+    """How far an image is.
 
     Attributes:
         table: of its sampler.
         guided: [R] bool, rows that need the negative prompt.
         row: that comes next.
-        later: other texts from a row on, each [1, ...] on the host.
-        control: [R, N, 2, L] float32, how strong the networks that read control images are (``StepInputs.needed``).
+        later: other prompts from a row on, each [1, ...] on the host.
+        columns: what the denoiser and its guidance read of the row beside the table, each [R, ...] float32; zeros for
+            what is missing.
     """
 
     table: SamplerTable
     guided: np.ndarray
     row: int = 0
-    later: Mapping[int, Texts] = field(default_factory=dict)
-    control: HostArray | None = None
+    later: Mapping[int, Prompts] = field(default_factory=dict)
+    columns: Mapping[str, HostArray] = field(default_factory=dict)
 
     @property
     def left(self) -> int:
@@ -84,111 +68,91 @@ class Carried(NamedTuple):
     def begin(
         cls,
         latents: HostArray,
-        conditions: Conditions,
-        negative: Conditions | None,
+        prompts: Prompts,
         key: HostArray,
         table: SamplerTable,
         row: int = 0,
-        control: HostArray | None = None,
+        columns: Mapping[str, HostArray] | None = None,
     ) -> Carried:
         """An image from its noise.
 
         Args:
             latents: [h, w, C] float32: noise of unit variance, or for a ``row`` after the first x before that row.
-            conditions: each [1, ...].
-            negative: likewise; None for an image without guidance, whose table has scale 1.
+            prompts: each [1, ...]; the prompt alone for an image without guidance, whose table has scale 1.
             key: threefry key words [2] uint32.
             table: its sampler.
             row: the row to begin with.
-            control: as in ``Run``.
+            columns: as in ``Run``.
         """
         state = np.zeros((1, SLOTS, *latents.shape), np.float32)
         state[0, 0] = latents * np.float32(table.init_scale) if row == 0 else latents
-        flight = InFlight(state, conditions, negative, np.asarray(key)[None])
-        return cls(flight, Run(table, guided_rows(table, guided=negative is not None), row, control=control))
+        run = Run(table, guided_rows(table, guided=len(prompts) > 1), row, columns=columns or {})
+        return cls(InFlight(state, prompts, np.asarray(key)[None]), run)
 
 
 class Batch:
-    """B slots of one size on the devices of a model.
+    """B slots of one size on devices.
 
     Args:
-        programs: the model's programs.
-        params: its parameters, on the devices.
+        programs: among them one denoiser or both. With both, rows of which no image needs guidance run at half the
+            work; with the guided one alone, images without guidance have scale 1.
+        params: the model's parameters, on the devices.
+        mesh: the devices.
         latents: [B, h, w, C]; B is a multiple of the ``data`` axis of the mesh.
-        denoisers: the compiled denoisers. With both, rows of which no image needs guidance run at half the work; with
-            the guided one alone, images without guidance have scale 1.
-        controls: the networks that read control images, of which the denoisers know.
-        places: for adapters beside the weights, likewise.
 
     Attributes:
         denoised: D of every slot at the last row run [B, h, w, C] float32, on the devices; None before.
     """
 
-    def __init__(
-        self,
-        programs: Programs,
-        params: Params,
-        latents: LatentShape,
-        denoisers: Denoisers,
-        controls: Sequence[str] = (),
-        places: Places | None = None,
-    ) -> None:
-        self.latents, self._controls, self._places = latents, tuple(controls), places
+    def __init__(self, programs: Ready, params: Params, mesh: Mesh, latents: LatentShape) -> None:
+        self.latents = latents
         self.denoised: Array | None = None
-        self._programs, self._params, self._denoisers = programs, params, denoisers
+        self._denoisers = {guided: programs[name] for guided, name in DENOISERS.items() if name in programs}
+        self._params, self._split = params, over_batch(mesh)
         self._runs: list[Run | None] = [None] * latents[0]
         self._flight: InFlight | None = None
         self._deep: DeepPlan | None = None
-        self._later: Mapping[int, Texts] = {}
-        self._features: Array | None = None
+        self._later: Mapping[int, Prompts] = {}
+        self._memory: Any = None
 
     def fill(
         self,
         noise: HostArray,
-        texts: Texts,
+        prompts: Prompts,
         keys: HostArray,
         tables: Sequence[SamplerTable],
         deep: DeepPlan | None = None,
         images: HostArray | None = None,
         known: Known | None = None,
-        later: Mapping[int, Texts] | None = None,
-        tuning: Tuning | None = None,
-        control: Sequence[HostArray] | None = None,
+        later: Mapping[int, Prompts] | None = None,
+        columns: Sequence[Mapping[str, HostArray]] | None = None,
     ) -> None:
         """Start images in the first slots, all at once and without a program; what was in flight is gone.
 
         Args:
             noise: initial noise of unit variance [n, h, w, C] float32, n at most B; slots that are left over repeat
                 the last image.
-            texts: each [B, ...], on the devices; without negative prompts the batch is not guided.
+            prompts: each [B, ...], on the devices; the prompt alone for a batch that is not guided.
             keys: threefry key words for step noise [n, 2] uint32.
-            tables: one for each image, all with the same ``clip``.
+            tables: one for each image.
             deep: which rows compute the deep features; all images have the same table then.
             images: latents [n, h, w, C] float32 of images to begin from, which ``noise`` is added to; else it is all.
             known: what stays of images, [n, ...] each, for denoisers that were made for it.
-            later: other texts from a row on, likewise; all images have the same table then.
-            tuning: numbers of other kinds of guidance, [n, ...] each.
-            control: of each image, as in ``Run``.
+            later: other prompts from a row on, likewise; all images have the same table then.
+            columns: of each image, as in ``Run``.
         """
-        self._check_clip(tables[0], tables)
-        runs = [Run(table, guided_rows(table, guided=texts.negative is not None)) for table in tables]
-        for run, strengths in zip(runs, control or (), strict=bool(control)):
-            run.control = strengths
+        guided = len(prompts) > 1
+        runs = [
+            Run(table, guided_rows(table, guided=guided), columns=own)
+            for table, own in zip(tables, columns or [{}] * len(tables), strict=True)
+        ]
         state = np.zeros((len(noise), SLOTS, *noise.shape[1:]), np.float32)
         for i, table in enumerate(tables):
             scaled = np.float32(table.init_scale)
             state[i, 0] = noise[i] * scaled if images is None else table.noised(images[i], noise[i])
         self._runs = [*runs, *[None] * (self.latents[0] - len(runs))]
-        self._flight = InFlight(
-            self._put(state),
-            texts.conditions,
-            texts.negative,
-            self._put(keys),
-            known and Known(*map(self._put, known)),
-            texts.composed,
-            Tuning(*(field if field is None else self._put(field) for field in tuning or Tuning())),
-        )
-        self._deep, self._features, self._later = deep, None, later or {}
+        self._flight = InFlight(self._put(state), prompts, self._put(keys), known and Known(*map(self._put, known)))
+        self._deep, self._memory, self._later = deep, None, later or {}
 
     def join(self, images: Mapping[int, Carried]) -> None:
         """Put images into free slots while others are on their way. By way of the host, so that nothing compiles.
@@ -197,17 +161,16 @@ class Batch:
             images: by slot; each with what the denoisers were made for.
 
         Raises:
-            InputError: a slot is taken, a table clips otherwise than those of others, or the batch reuses deep
-                features, which images at other rows cannot share.
+            InputError: a slot is taken, or the batch reuses deep features, which images at other rows cannot share.
         """
         for slot in images:
             if self._runs[slot] is not None:
                 raise InputError("slot", slot, "holds an image", f"take it out first, or choose one of {self.free}")
         if self._deep is not None:
             raise InputError("this batch reuses deep features, for which all its images stand at one row; fill it")
-        runs = [run for run in (*self._runs, *(image.run for image in images.values())) if run]
-        self._check_clip(runs[0].table, [run.table for run in runs])
-        flights = {slot: self._suited(image.flight) for slot, image in images.items()}
+        flights = {
+            slot: image.flight._replace(prompts=self._suited(image.flight.prompts)) for slot, image in images.items()
+        }
         if self.latents[0] == 1:
             (host,) = flights.values()  # as it is: it may be on the devices already
         else:
@@ -215,7 +178,7 @@ class Batch:
             for slot, flight in flights.items():
                 _write(host, slot, flight)
         self._runs = [replace(images[slot].run) if slot in images else run for slot, run in enumerate(self._runs)]
-        self._flight = put_all(host, over_batch(self._programs.mesh))
+        self._flight = put_all(host, self._split)
 
     def carried(self) -> dict[int, Carried]:
         """All images by slot, to go on in another batch; this one goes on, too. Needs all devices in this process."""
@@ -228,8 +191,8 @@ class Batch:
         for slot, run in enumerate(self._runs):
             if run is not None:
                 flight = host if alone else _at(host, slot)
-                texts = {row: _at(one, slot) for row, one in later.items()}
-                found[slot] = Carried(flight, replace(run, later=texts or run.later))
+                prompts = {row: _at(one, slot) for row, one in later.items()}
+                found[slot] = Carried(flight, replace(run, later=prompts or run.later))
         return found
 
     def step(self, rows: int = 1) -> list[int]:
@@ -245,28 +208,18 @@ class Batch:
         if not active or flight is None:
             return []
         first = next(iter(active.values()))
-        if texts := self._later.get(first.row):
-            flight = self._flight = flight._replace(**texts._asdict())
+        if prompts := self._later.get(first.row):
+            flight = self._flight = flight._replace(prompts=prompts)
         rows = min([rows, *(row - first.row for row in self._later if row > first.row)])
-        flight = self._change_texts(active, flight)
+        flight = self._change_prompts(active, flight)
         rows = min([rows, *(row - run.row for run in active.values() for row in run.later if row > run.row)])
         guided, count = self._next(list(active.values()), rows)
-        columns, noisy = self._window(active)
-        inputs = StepInputs(
-            flight.state,
-            flight.conditions,
-            flight.negative if guided else None,
-            columns,
-            flight.keys,
-            noisy,
-            np.int32(count),
-            self._deep and self._deep_features(active, self._deep, guided=guided),
-            *flight[4:],
-        )
-        if self._controls:
-            inputs = self._with_control(inputs, active)
-        weights = self._programs.denoiser_params(self._params, self._controls, self._places)
-        state, self.denoised, self._features = self._denoisers[guided](weights, inputs)
+        denoiser = self._denoisers[guided]
+        columns, shared = self._window(active, denoiser)
+        prompts = flight.prompts if guided else _unguided(flight.prompts)
+        memory = self._memory_at(first.row, denoiser)
+        inputs = StepInputs(flight._replace(prompts=prompts), columns, shared, np.int32(count), memory)
+        state, self.denoised, self._memory = denoiser(self._params, inputs)
         self._flight = flight._replace(state=jax.block_until_ready(state))
         for run in active.values():
             run.row += count
@@ -322,24 +275,21 @@ class Batch:
             return jax.tree.map(np.array, jax.device_get(self._flight))
         return jax.tree.map(lambda leaf: np.zeros((self.latents[0], *leaf.shape[1:]), leaf.dtype), like)
 
-    def _suited(self, flight: InFlight) -> InFlight:
+    def _suited(self, prompts: Prompts) -> Prompts:
         """What an image without guidance brings into a batch with it: the prompt in place of the negative one."""
-        negative = flight.negative or flight.conditions
-        return flight._replace(negative=negative if True in self._denoisers else None)
+        if True not in self._denoisers:
+            return _unguided(prompts)
+        return prompts if len(prompts) > 1 else (*prompts, *prompts)
 
-    def _change_texts(self, active: Mapping[int, Run], flight: InFlight) -> InFlight:
-        """With the other texts of images that have come to them."""
+    def _change_prompts(self, active: Mapping[int, Run], flight: InFlight) -> InFlight:
+        """With the other prompts of images that have come to them."""
         changes = {slot: run.later[run.row] for slot, run in active.items() if run.row in run.later}
         if changes:
             host = jax.tree.map(np.array, jax.device_get(flight))
-            for slot, texts in changes.items():
-                _write(host, slot, self._suited(_at(host, slot)._replace(**texts._asdict())))
-            flight = self._flight = put_all(host, over_batch(self._programs.mesh))
+            for slot, prompts in changes.items():
+                _write(host, slot, _at(host, slot)._replace(prompts=self._suited(prompts)))
+            flight = self._flight = put_all(host, self._split)
         return flight
-
-    def _check_clip(self, first: SamplerTable, tables: Sequence[SamplerTable]) -> None:
-        if any(table.clip != first.clip for table in tables):
-            raise InputError("the tables of one batch clip the denoised image differently; use a batch for each")
 
     def _next(self, active: Sequence[Run], rows: int) -> tuple[bool, int]:
         """Whether the next call is guided, and for how many rows nothing changes."""
@@ -350,8 +300,10 @@ class Batch:
         changes = np.flatnonzero(needed != needed[0])
         return bool(needed[0]), int(changes[0]) if len(changes) else most
 
-    def _window(self, active: Mapping[int, Run]) -> tuple[Mapping[str, Array], np.ndarray]:
-        """The next rows of all slots on the devices, and which of them use noise for any image."""
+    def _window(
+        self, active: Mapping[int, Run], denoiser: Compiled
+    ) -> tuple[Mapping[str, Array], dict[str, HostArray]]:
+        """The next rows of all slots on the devices, and the columns that all images share."""
         windows: dict[tuple[int, int], dict[str, HostArray]] = {}
         for run in active.values():
             if (at := (id(run.table), run.row)) not in windows:
@@ -367,33 +319,33 @@ class Batch:
             else:
                 column = np.stack([idle if window is None else window[name] for window in own])
             columns[name] = column
-        return put_all(columns, over_batch(self._programs.mesh)), noisy
+        (inputs,) = denoiser.program.inputs
+        for name in inputs.rows.keys() - IDLE_ROWS.keys():
+            columns[name] = column = np.zeros(inputs.rows[name].shape, np.float32)
+            for slot, run in active.items():
+                if name in run.columns:
+                    rows = run.columns[name][run.row : run.row + WINDOW]
+                    column[slot, : len(rows)] = rows
+        shared = {"noisy": noisy, **denoiser.program.function.keywords["denoiser"].shared_of(columns)}
+        if self._deep is not None:
+            shared |= self._deep.window(next(iter(active.values())).row)
+        return put_all(columns, self._split), shared
 
-    def _with_control(self, inputs: StepInputs, active: Mapping[int, Run]) -> StepInputs:
-        """With the strengths of the networks that read control images, row by row, and which networks are needed."""
-        denoiser = self._programs.networks.controlled(self._controls)
-        assert isinstance(denoiser, ControlledDenoiser)
-        column = np.zeros((len(self._runs), WINDOW, len(self._controls), 2, denoiser.layers), np.float32)
-        for slot, run in active.items():
-            if run.control is not None:
-                rows = run.control[run.row : run.row + WINDOW]
-                column[slot, : len(rows)] = rows
-        needed = column.any(axis=(0, 3, 4))
-        rows = {**inputs.rows, "control": put(column, over_batch(self._programs.mesh))}
-        return inputs._replace(rows=rows, needed=needed)
-
-    def _deep_features(self, active: Mapping[int, Run], plan: DeepPlan, *, guided: bool) -> Any:
-        row = next(iter(active.values())).row
-        if row in plan.starts:
-            networks = self._programs.networks
-            shape = deep_features_shape(networks, self.latents, plan.layers, guided=guided)
-            dtype = compute_dtype(self._params[networks.denoiser.component])
-            self._features = put(np.zeros(shape, dtype), over_batch(self._programs.mesh))
-        return plan.window(row, self._features)
+    def _memory_at(self, row: int, denoiser: Compiled) -> Any:
+        """What the denoiser remembers before a row: nothing where a program begins."""
+        if self._deep is not None and row not in self._deep.starts:
+            return self._memory
+        (inputs,) = denoiser.program.inputs
+        return jax.tree.map(lambda leaf: put(np.zeros(leaf.shape, leaf.dtype), self._split), inputs.memory)
 
     def _put(self, array: HostArray) -> Array:
         """On the devices, split over the batch, which is filled up with copies of its last entry."""
-        return put(filled(array, self.latents[0]), over_batch(self._programs.mesh))
+        return put(filled(array, self.latents[0]), self._split)
+
+
+def _unguided(prompts: Prompts) -> Prompts:
+    """The prompt alone, without the negative one before it."""
+    return prompts[:2][-1:]
 
 
 def _at(host: Any, slot: int) -> Any:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
-from canvax.denoise import WINDOW, DeepFeatures
+from canvax.denoise import WINDOW
 from canvax.samplers import SamplerTable
 
 
@@ -38,7 +38,7 @@ class DeepPlan:
     Attributes:
         full: [R] bool, rows that compute them.
         weights: [R, 2] float32, what each row makes of those of the last two full rows before it, or of its own.
-        layers: what is computed in any case, ``canvax.models.deep_features.unet_reusing``.
+        layers: what is computed in any case, of ``canvax.models.denoiser.Reusing``.
         starts: rows at which another program begins, which has no features of rows before.
     """
 
@@ -66,13 +66,13 @@ class DeepPlan:
         weights = _weights(table.timestep, full, parts)
         return None if full.all() else cls(full, weights, layers, tuple(start for start, _ in parts))
 
-    def window(self, row: int, features: Any) -> DeepFeatures:
-        """For a call from ``row`` on, with the features that the last call left."""
+    def window(self, row: int) -> dict[str, np.ndarray]:
+        """The columns that ``canvax.models.denoiser.Reusing`` shares, for a call from ``row`` on."""
         held = len(self.full) - row
         full, weights = np.ones(WINDOW, bool), np.zeros((WINDOW, 2), np.float32)
         full[:held] = self.full[row : row + WINDOW]
         weights[:held] = self.weights[row : row + WINDOW]
-        return DeepFeatures(features, full, weights)
+        return {"recompute": full, "reuse": weights}
 
 
 def _weights(timestep: np.ndarray, full: np.ndarray, parts: list[tuple[int, int]]) -> np.ndarray:

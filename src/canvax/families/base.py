@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from canvax.files import read_json
 from canvax.models.configs import AutoencoderConfig, ClipTextConfig, Config, TinyConfig, UNetConfig, VaeConfig
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
-from canvax.models.text import FIRST, SECOND, TextEncoders
+from canvax.models.text import FIRST, SECOND, ClipEncoder, TextEncoder, TextEncoders, clip_encoders
 from canvax.params import Params, Spec
 from canvax.samplers import Scheduler, curve_label, find
 from canvax.tokenizers.clip import ClipTokenizer
@@ -63,49 +62,59 @@ class Defaults:
     guidance_scale: float = 7.5
 
 
-class Family(ABC):
-    """What models of one kind have in common. A family is a value without state.
+LATENT_CONSISTENCY = Defaults(num_inference_steps=4, guidance_scale=8.5)
+"""Of models whose guidance scale is an input (Luo et al. 2023, "Latent Consistency Models")."""
+
+
+Numbers = Mapping[str, np.ndarray]
+"""Conditions of an image beside its texts, by the names of the denoiser's inputs, without [B]."""
+
+
+def _no(files: ModelFiles) -> bool:
+    del files
+    return False
+
+
+def _nothing(model: Model) -> Mapping[str, str]:
+    del model
+    return {}
+
+
+def _no_numbers(model: Model, height: int, width: int, options: Mapping[str, Any]) -> tuple[Numbers, Numbers]:
+    del model, height, width, options
+    return {}, {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What models of one kind have in common: a value, and the functions that are not data.
 
     Attributes:
         name: for people, and to tell families apart.
         pipelines: the classes that ``model_index.json`` names.
         defaults: of models that bring none.
+        embedded_defaults: the same of models whose guidance scale is an input of the denoiser; None for ``defaults``.
+        read: the networks of a checkpoint; configs are all that it reads. Raises ``CheckpointError``.
+        tokenizer: the tokenizer of a text encoder, which ``canvax.prompts.chunks.Tokenizer`` describes.
+        scheduler_config: ``scheduler_config.json`` with the values that old files of this family leave out.
+        unused_options: options that mean nothing to a model, and why.
+        numbers: conditions of the prompt and of the negative prompt beside the texts, for an image of a height and a
+            width and the options that were given.
+        zero_empty_negative: whether no negative prompt means zeros in place of the features of an empty one.
+        is_refiner: whether the model only finishes images.
     """
 
-    name: ClassVar[str]
-    pipelines: ClassVar[tuple[str, ...]]
-    defaults: ClassVar[Defaults]
-
-    @abstractmethod
-    def encoders(self, files: ModelFiles) -> list[str]:
-        """The text encoders of a checkpoint, in the order of their features."""
-
-    @abstractmethod
-    def faults(self, networks: Networks, files: ModelFiles) -> list[str]:
-        """What is wrong between components that are right by themselves."""
-
-    @abstractmethod
-    def scheduler_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """``scheduler_config.json`` with the values that old files of this family leave out."""
-
-    @abstractmethod
-    def unused_options(self, model: Model) -> Mapping[str, str]:
-        """Options that mean nothing to a model of this family, and why."""
-
-    @abstractmethod
-    def size_conditions(
-        self, model: Model, height: int, width: int, options: Mapping[str, Any]
-    ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Size conditions of the prompt and of the negative prompt, each [n] float32; None for a model without them."""
-
-    @abstractmethod
-    def zeros_for_no_negative(self, files: ModelFiles) -> bool:
-        """Whether no negative prompt means zeros in place of the features of an empty one."""
-
-    def is_refiner(self, files: ModelFiles) -> bool:
-        """Whether the model only finishes images."""
-        del files
-        return False
+    name: str
+    pipelines: tuple[str, ...]
+    read: Callable[[ModelFiles], Networks]
+    tokenizer: Callable[[ModelFiles, TextEncoder], Any]
+    defaults: Defaults = Defaults()
+    embedded_defaults: Defaults | None = None
+    scheduler_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    unused_options: Callable[[Model], Mapping[str, str]] = _nothing
+    numbers: Callable[[Model, int, int, Mapping[str, Any]], tuple[Numbers, Numbers]] = _no_numbers
+    zero_empty_negative: Callable[[ModelFiles], bool] = _no
+    is_refiner: Callable[[ModelFiles], bool] = _no
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +140,7 @@ class Model:
     files: ModelFiles
     family: Family
     networks: Networks
-    tokenizers: Mapping[str, ClipTokenizer]
+    tokenizers: Mapping[str, Any]
     scheduler: Scheduler
     defaults: Defaults
     dtype: str
@@ -173,8 +182,8 @@ class Model:
         return self.networks.denoiser.cfg
 
     @property
-    def vae(self) -> AutoencoderConfig:
-        """Config of the autoencoder."""
+    def vae(self) -> Any:
+        """The autoencoder, or its config."""
         return self.networks.vae
 
     @property
@@ -185,7 +194,7 @@ class Model:
     @property
     def zeros_for_no_negative(self) -> bool:
         """Whether no negative prompt means zeros in place of the features of an empty one."""
-        return self.family.zeros_for_no_negative(self.files)
+        return self.family.zero_empty_negative(self.files)
 
     @property
     def native_size(self) -> tuple[int, int]:
@@ -201,15 +210,13 @@ class Model:
     def components(self) -> list[Component]:
         """The parts that have weights."""
         return [
-            Component(name, spec, "transformers" if name in self.text.parts else "diffusers")
+            Component(name, spec, "transformers" if name in self.text.names else "diffusers")
             for name, spec in self.specs.items()
         ]
 
-    def size_conditions(
-        self, height: int, width: int, options: Mapping[str, Any]
-    ) -> tuple[np.ndarray, np.ndarray] | None:
-        """``Family.size_conditions``; ``options`` are those that were given."""
-        return self.family.size_conditions(self, height, width, options)
+    def numbers(self, height: int, width: int, options: Mapping[str, Any]) -> tuple[Numbers, Numbers]:
+        """``Family.numbers``; ``options`` are those that were given."""
+        return self.family.numbers(self, height, width, options)
 
     def sampler_names(self, sampler: str | None) -> tuple[str, str]:
         """A name that samples the same again, and what other programs call it; the checkpoint's own sampler for None.
@@ -238,7 +245,7 @@ class Model:
         """
         if self.quantize is not None:
             raise InputError(f"weights quantised to {self.quantize} cannot be saved; load the model without quantize")
-        names = (*self.text.parts, self.networks.denoiser.component, "vae", "scheduler")
+        names = (*self.text.names, self.networks.denoiser.component, "vae", "scheduler")
         return save_checkpoint(
             folder,
             [part for part in self.components if part.name in names],
@@ -251,13 +258,19 @@ class Model:
         )
 
 
-def read_clip_unet_vae(family: Family, files: ModelFiles) -> Networks:
+def read_clip_unet_vae(
+    files: ModelFiles, encoders: Sequence[str], faults_of: Callable[[Networks, ModelFiles], list[str]]
+) -> Networks:
     """The networks of a family of CLIP encoders, a UNet and a VAE; configs are all that is read.
+
+    Args:
+        files: the checkpoint.
+        encoders: its text encoders, in the order of their features.
+        faults_of: what is wrong between components that are right by themselves.
 
     Raises:
         CheckpointError: a component is missing or its config asks for what is not supported.
     """
-    encoders = family.encoders(files)
     wanted = [*encoders, *(TOKENIZERS[name] for name in encoders), "unet", "vae", "scheduler"]
     missing = [name for name in wanted if name not in files.components]
     if missing:
@@ -265,7 +278,7 @@ def read_clip_unet_vae(family: Family, files: ModelFiles) -> Networks:
     _check_classes(files, wanted)
     unet, vae = read_unet(files), read_autoencoder(files)
     configs = {name: _parsed(ClipTextConfig, files, name) for name in encoders}
-    text = TextEncoders(configs.get(FIRST), configs.get(SECOND))
+    text = clip_encoders(configs.get(FIRST), configs.get(SECOND))
     networks = Networks(UNetDenoiser(unet), vae, text)
     faults = []
     if (unet.in_channels != vae.latent_channels and not networks.inpaints) or unet.out_channels != vae.latent_channels:
@@ -275,9 +288,19 @@ def read_clip_unet_vae(family: Family, files: ModelFiles) -> Networks:
         )
     if unet.cross_attention_dim != text.width:
         faults.append(f"the UNet reads text of width {unet.cross_attention_dim}, the encoders give {text.width}")
-    if faults := faults + family.faults(networks, files):
+    if faults := faults + faults_of(networks, files):
         raise CheckpointError(f"{files}: its components do not fit together: " + "; ".join(faults))
     return networks
+
+
+def read_clip_tokenizer(files: ModelFiles, encoder: TextEncoder) -> ClipTokenizer:
+    """The tokenizer of a CLIP encoder, every id of which has an embedding there: JAX would clamp others in silence."""
+    assert isinstance(encoder, ClipEncoder)
+    tokenizer, size = ClipTokenizer.from_folder(files.folder(encoder.tokenizer)), encoder.cfg.vocab_size
+    if tokenizer.largest >= size:
+        has, embeds = f"{encoder.tokenizer} has the id {tokenizer.largest}", f"{encoder.component} embeds 0..{size - 1}"
+        raise CheckpointError(f"{files}: {has}, and {embeds} (vocab_size={size}); take both from the same model")
+    return tokenizer
 
 
 def _check_classes(files: ModelFiles, names: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from canvax.errors import CheckpointError, InputError, check_flag, warn
-from canvax.families.base import Model, read_clip_unet_vae
+from canvax.families.base import Model
 from canvax.families.read import family_of, read_model
 from canvax.files import check_writable, named_path
 from canvax.models.networks import Networks
@@ -165,7 +165,7 @@ def _differences(model: Model, single: ModelFiles) -> Iterator[str]:
         if (own.backend.get_vocab(), own.pad) != (clip.backend.get_vocab(), clip.pad):
             yield "its tokenizer is not CLIP's"
     try:
-        yield from _other_networks(model.networks, read_clip_unet_vae(model.family, single))
+        yield from _other_networks(model.networks, model.family.read(single))
     except CheckpointError as error:
         yield str(error)
     ours, theirs = model.files.config("scheduler"), single.config("scheduler")

@@ -8,21 +8,15 @@ from typing import Any
 import numpy as np
 
 from canvax.errors import CheckpointError, HintWarning, InputError, nearest, warn
-from canvax.families.base import TOKENIZERS, Defaults, Family, Model, read_clip_unet_vae, read_defaults
-from canvax.families.sd import StableDiffusionFamily
-from canvax.families.sdxl import StableDiffusionXLFamily
-from canvax.models.configs import ClipTextConfig
+from canvax.families.base import Family, Model, read_defaults
+from canvax.families.sd import SD
+from canvax.families.sdxl import SDXL
 from canvax.models.networks import Networks
 from canvax.samplers import from_scheduler_config
 from canvax.samplers.config import KNOWN_CLASSES
-from canvax.tokenizers.clip import ClipTokenizer
 from canvax.tokenizers.concepts import Concepts
 from canvax.types import DType
 from canvax.weights.files import ModelFiles
-
-SD, SDXL = StableDiffusionFamily(), StableDiffusionXLFamily()
-LATENT_CONSISTENCY = Defaults(num_inference_steps=4, guidance_scale=8.5)
-"""Of models whose guidance scale is an input (Luo et al. 2023, "Latent Consistency Models")."""
 
 FAMILIES: tuple[Family, ...] = (SD, SDXL)
 
@@ -62,7 +56,7 @@ def read_networks(files: ModelFiles) -> Networks:
     Raises:
         CheckpointError: as ``read_model``.
     """
-    return read_clip_unet_vae(family_of(files.index), files)
+    return family_of(files.index).read(files)
 
 
 def read_model(files: ModelFiles, dtype: DType, quantize: str | None = None) -> Model:
@@ -82,28 +76,15 @@ def read_model(files: ModelFiles, dtype: DType, quantize: str | None = None) -> 
         scheduler = from_scheduler_config(family.scheduler_config(_scheduler_config(files)))
     except InputError as error:
         raise CheckpointError(f"{files}: {error}") from error
+    usual = family.embedded_defaults if networks.embeds_guidance else None
     return Model(
         files=files,
         family=family,
         networks=networks,
-        tokenizers={name: _read_tokenizer(files, name, cfg) for name, cfg in networks.text.parts.items()},
+        tokenizers={one.component: family.tokenizer(files, one) for one in networks.text.encoders},
         scheduler=scheduler,
-        defaults=read_defaults(
-            files.folder() / "canvax.json", LATENT_CONSISTENCY if networks.embeds_guidance else family.defaults
-        ),
+        defaults=read_defaults(files.folder() / "canvax.json", usual or family.defaults),
         dtype=np.dtype(dtype).name,
         quantize=quantize,
         concepts=Concepts.of(files.folder()),
     )
-
-
-def _read_tokenizer(files: ModelFiles, encoder: str, cfg: ClipTextConfig) -> ClipTokenizer:
-    """The tokenizer of an encoder, every id of which has an embedding there: JAX would clamp others in silence."""
-    name = TOKENIZERS[encoder]
-    tokenizer = ClipTokenizer.from_folder(files.folder(name))
-    if tokenizer.largest >= cfg.vocab_size:
-        raise CheckpointError(
-            f"{files}: {name} has the id {tokenizer.largest}, and {encoder} embeds 0..{cfg.vocab_size - 1} "
-            f"(vocab_size={cfg.vocab_size}); take both from the same model"
-        )
-    return tokenizer

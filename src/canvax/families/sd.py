@@ -3,39 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
 
-from canvax.families.base import AESTHETICS, SECOND_PROMPTS, SIZES, TARGET_SIZES, Defaults, Family, Model
+from canvax.families.base import (
+    AESTHETICS,
+    LATENT_CONSISTENCY,
+    SECOND_PROMPTS,
+    SIZES,
+    TARGET_SIZES,
+    Family,
+    Model,
+    read_clip_tokenizer,
+    read_clip_unet_vae,
+)
 from canvax.models.networks import Networks
 from canvax.models.text import FIRST
 from canvax.samplers import stable_diffusion_config
 from canvax.weights.files import ModelFiles
 
 
-class StableDiffusionFamily(Family):
+def read(files: ModelFiles) -> Networks:
     """Its UNet is conditioned on the prompt alone."""
+    return read_clip_unet_vae(files, [FIRST], _faults)
 
-    name = "sd"
-    pipelines = ("StableDiffusionPipeline", "FlaxStableDiffusionPipeline", "LatentConsistencyModelPipeline")
-    pipelines += ("StableDiffusionInpaintPipeline", "FlaxStableDiffusionInpaintPipeline")
-    pipelines += ("StableDiffusionImg2ImgPipeline", "FlaxStableDiffusionImg2ImgPipeline")
-    defaults = Defaults()
 
-    def encoders(self, files: ModelFiles) -> list[str]:
-        return [FIRST]
+def _faults(networks: Networks, files: ModelFiles) -> list[str]:
+    del files
+    kind = networks.denoiser.cfg.addition_embed_type
+    return [f"addition_embed_type {kind!r} of the UNet does not suit its text encoders"] if kind else []
 
-    def faults(self, networks: Networks, files: ModelFiles) -> list[str]:
-        kind = networks.denoiser.cfg.addition_embed_type
-        return [f"addition_embed_type {kind!r} of the UNet does not suit its text encoders"] if kind else []
 
-    def scheduler_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        return stable_diffusion_config(config, xl=False)
+def _unused_options(model: Model) -> Mapping[str, str]:
+    del model
+    return dict.fromkeys((*SECOND_PROMPTS, *SIZES, *TARGET_SIZES, *AESTHETICS), "it is not an SDXL model")
 
-    def unused_options(self, model: Model) -> Mapping[str, str]:
-        return dict.fromkeys((*SECOND_PROMPTS, *SIZES, *TARGET_SIZES, *AESTHETICS), "it is not an SDXL model")
 
-    def size_conditions(self, model: Model, height: int, width: int, options: Mapping[str, Any]) -> None:
-        return None
-
-    def zeros_for_no_negative(self, files: ModelFiles) -> bool:
-        return False
+SD = Family(
+    name="sd",
+    pipelines=(
+        *("StableDiffusionPipeline", "FlaxStableDiffusionPipeline", "LatentConsistencyModelPipeline"),
+        *("StableDiffusionInpaintPipeline", "FlaxStableDiffusionInpaintPipeline"),
+        *("StableDiffusionImg2ImgPipeline", "FlaxStableDiffusionImg2ImgPipeline"),
+    ),
+    read=read,
+    tokenizer=read_clip_tokenizer,
+    embedded_defaults=LATENT_CONSISTENCY,
+    scheduler_config=partial(stable_diffusion_config, xl=False),
+    unused_options=_unused_options,
+)

@@ -22,7 +22,7 @@ import numpy as np
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
 from canvax.denoise import WINDOW
-from canvax.engine.batch import Batch, Texts
+from canvax.engine.batch import Batch
 from canvax.errors import CheckpointError, InputError, check_flag
 from canvax.familiar import FLAX_ATTRIBUTES, FLAX_LOAD, FLAX_PAGE, Both, accepts, answer
 from canvax.families.base import TOKENIZERS, Model
@@ -315,7 +315,6 @@ class FlaxPipeline:
         latents = (count, *inputs.noise.shape[1:])
         kinds = Kinds(
             guided=(inputs.guided,),
-            clip=table.clip,
             decoder="whole" if decode else None,
             image_encoder=None if inputs.source is None else "whole",
             controls=tuple(name for name, _ in self.model.networks.controls if inputs.control),
@@ -323,40 +322,42 @@ class FlaxPipeline:
         ready = programs.ready(params, latents, kinds)
 
         def encoded(ids: np.ndarray) -> Conditions:
-            return ready.encode(programs.text_params(params), jax.device_put(self._by_encoder(ids), split), np.int32(0))
+            return ready["text encoder"](params, jax.device_put(self._by_encoder(ids), split), np.int32(0))
 
         conditions, negative = encoded(inputs.ids), None
         if inputs.guided:
             negative = zeros_like(conditions) if inputs.negative is None else encoded(inputs.negative)
         sizes = jax.device_put(self._size_conditions(count, latents[1:3]), split)
         images = None
-        if inputs.source is not None and ready.encode_image is not None:
-            encoder = partial(ready.encode_image, params["vae"])
+        if inputs.source is not None:
+            encoder = partial(ready["image encoder"], params)
             images = inputs.source.encoded(lambda pixels: encoder(jax.device_put(pixels, split)), programs.mesh.size)
             if inputs.source.masks is not None:
                 masked = np.concatenate([inputs.source.masks, images], axis=-1)
                 sizes, images = sizes | {"masked": jax.device_put(masked, split)}, None
         conditions, negative = conditions | sizes, negative and negative | sizes
-        strengths = None
+        columns = None
         if inputs.control is not None:
             ((name, net),) = self.model.networks.controls
-            read = partial(ready.encode_controls[name], params[name])
+            read = partial(ready[name], params)
             kept = inputs.control.read(lambda pixels: read(jax.device_put(pixels, split)), programs.mesh.size, count)
             steered: Any = {name: jax.device_put(kept, split)}
             conditions, negative = conditions | steered, negative and negative | steered
-            strengths = [np.full((len(table), 1, 2, net.layers), scale, np.float32) for scale in inputs.control.scales]
+            shape = (len(table), 1, 2, net.layers)
+            columns = [{"control": np.full(shape, scale, np.float32)} for scale in inputs.control.scales]
 
-        batch = Batch(programs, params, latents, ready.denoisers, kinds.controls)
+        batch = Batch(ready, params, programs.mesh, latents)
         tables = [table.with_guidance(scale) for scale in inputs.guidance]
-        batch.fill(inputs.noise, Texts(conditions, negative), inputs.words, tables, images=images, control=strengths)
+        prompts = (conditions,) if negative is None else (negative, conditions)
+        batch.fill(inputs.noise, prompts, inputs.words, tables, images=images, columns=columns)
         while batch.rows_left:
             batch.step(WINDOW)
         final = jax.device_get(batch.state)[:, 0]
-        return jax.device_get(ready.decode(params["vae"], jax.device_put(final, split))) if ready.decode else final
+        return jax.device_get(ready["decoder"](params, jax.device_put(final, split))) if decode else final
 
     def _by_encoder(self, ids: Any) -> dict[str, Any]:
         """Splits the ids of ``prepare_inputs`` into the ids [B, 77] of each text encoder."""
-        names = list(self.model.text.parts)
+        names = list(self.model.text.names)
         return {name: ids[:, i] for i, name in enumerate(names)} if self.XL else {names[0]: ids}
 
     def _table(self, params: Params, steps: int, strength: Any = None) -> SamplerTable:
@@ -376,8 +377,8 @@ class FlaxPipeline:
         They are the same for prompt and negative prompt.
         """
         height, width = (side * self.vae_scale_factor for side in latents)
-        numbers = self.model.size_conditions(height, width, {})
-        return {} if numbers is None else {"time_ids": np.tile(numbers[0], (batch, 1))}
+        numbers, _ = self.model.numbers(height, width, {})
+        return {name: np.tile(row, (batch, 1)) for name, row in numbers.items()}
 
     def _programs_on(self, devices: list[Any], *, stacked: bool) -> Programs:
         key = (stacked, *(device.id for device in devices))

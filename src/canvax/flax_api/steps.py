@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from canvax.denoise import StepInputs, denoise
+from canvax.denoise import InFlight, StepInputs, denoise
 from canvax.errors import InputError, check_count
 from canvax.flax_api.keys import step_words, wrap_keys
 from canvax.flax_api.output import by_name_or_index
 from canvax.models.denoiser import Denoiser
+from canvax.params import Spec
 from canvax.pipelines import functions
 from canvax.samplers import SLOTS, SamplerTable, build_table, from_scheduler_config
 from canvax.samplers.table import NOISE
@@ -117,25 +118,33 @@ def step(state: StepState, model_output: Array, sample: Array, key: Any) -> Flax
         for name, column in table.window(0, len(table)).items()
     }
     slots = state.slots.at[:, 0].set(jnp.moveaxis(sample, 1, -1).astype(jnp.float32))
-    inputs = StepInputs(slots, {}, None, rows, words, jnp.asarray(noisy)[state.index][None], jnp.int32(1))
-    denoiser = cast(Denoiser, _KnownOutput(jnp.moveaxis(model_output, 1, -1)))
-    slots, *_ = denoise({}, inputs, denoiser=denoiser, clip=table.clip)
+    shared = {"noisy": jnp.asarray(noisy)[state.index][None]}
+    inputs = StepInputs(InFlight(slots, ({},), words), rows, shared, jnp.int32(1))
+    slots, *_ = denoise({}, inputs, denoiser=_KnownOutput(jnp.moveaxis(model_output, 1, -1)))
     after = StepState(state.index + 1, slots, state.config, state.steps)
     return FlaxSchedulerOutput(jnp.moveaxis(slots[:, 0], -1, 1), after)
 
 
 @dataclass(frozen=True, eq=False)
-class _KnownOutput:
+class _KnownOutput(Denoiser):
     """A denoiser that returns a known output."""
 
     output: Array
 
-    def prepare(self, p: Any, conditions: Any) -> None:
-        del p, conditions
+    @property
+    def component(self) -> str:
+        return ""
 
-    def apply(self, p: Any, x: Array, timestep: Array, prepared: Any) -> Array:
-        del p, x, timestep, prepared
-        return self.output
+    @property
+    def spec(self) -> Spec:
+        return {}
+
+    def prepare(self, p: Any, conditions: Any, latents: Any) -> None:
+        del p, conditions, latents
+
+    def apply(self, p: Any, x: Array, row: Any, prepared: Any, memory: Any) -> tuple[Array, Any]:
+        del p, x, row, prepared
+        return self.output, memory
 
 
 @lru_cache(maxsize=16)

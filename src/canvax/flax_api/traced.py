@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from canvax.denoise import StepInputs, denoise
+from canvax.denoise import InFlight, StepInputs, denoise
 from canvax.flax_api.base import FlaxPipeline
 from canvax.flax_api.inputs import (
     check_guidance,
@@ -75,7 +75,7 @@ class FlaxTextToImage(FlaxPipeline):
         def encode(ids: Array) -> Conditions:
             text = self.model.text
             return encode_text(
-                {name: params[name] for name in text.parts}, self._by_encoder(ids), jnp.int32(0), cfg=text
+                {name: params[name] for name in text.names}, self._by_encoder(ids), jnp.int32(0), cfg=text
             )
 
         conditions, negative = encode(prompt_ids), None
@@ -97,9 +97,10 @@ class FlaxTextToImage(FlaxPipeline):
         rows["guidance"] = jnp.broadcast_to(guidance, (batch, len(table)))
         state = jnp.zeros((batch, SLOTS, *noise.shape[1:])).at[:, 0].set(noise * np.float32(table.init_scale))
         noisy, count = jnp.asarray(table.M[:, :, NOISE].any(axis=1)), jnp.int32(len(table))
-        inputs = StepInputs(state, conditions, negative, rows, words, noisy, count)
+        prompts = (conditions,) if negative is None else (negative, conditions)
+        inputs = StepInputs(InFlight(state, prompts, words), rows, {"noisy": noisy}, count)
         denoiser = self.model.networks.denoiser
-        state, *_ = denoise(params[denoiser.component], inputs, denoiser=denoiser, clip=table.clip)
+        state, *_ = denoise(params[denoiser.component], inputs, denoiser=denoiser)
         if return_latents:
             return jnp.moveaxis(state[:, 0], -1, 1)
         return decode_images(params["vae"], state[:, 0], cfg=self.model.vae)

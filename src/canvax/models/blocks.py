@@ -98,7 +98,14 @@ def transformer_kv(p: Params, text: Array, heads: int) -> TransformerKV:
 
 
 def transformer(
-    p: Params, x: Array, text: TransformerKV, *, heads: int, groups: int, upcast: bool, perturbed: int = 0
+    p: Params,
+    x: Array,
+    text: TransformerKV,
+    *,
+    heads: int,
+    groups: int,
+    upcast: bool,
+    perturbed: Array | None = None,
 ) -> Array:
     """Spatial transformer of latent diffusion (Rombach et al. 2022, section 3.3).
 
@@ -109,7 +116,7 @@ def transformer(
         heads: attention heads.
         groups: groups of the normalisation.
         upcast: compute attention scores in float32.
-        perturbed: of every so many images the last attends to itself alone, place by place; 0 for none.
+        perturbed: [B] bool, images whose places attend to themselves alone; None for none.
 
     Returns:
         [B, h, w, C].
@@ -119,8 +126,9 @@ def transformer(
         y = group_norm(p["norm"], x, groups=groups, eps=TRANSFORMER_NORM_EPS)
         y = linear(p["proj_in"], y.reshape(b, h * w, c))
         for i in map(str, range(len(text))):
+            k, v, *images = text[i]
             y = _transformer_block(
-                p["transformer_blocks"][i], y, *text[i], heads=heads, upcast=upcast, perturbed=perturbed
+                p["transformer_blocks"][i], y, k, v, *(images or ((),)), perturbed, heads=heads, upcast=upcast
             )
         return x + linear(p["proj_out"], y).reshape(b, h, w, c)
 
@@ -149,17 +157,18 @@ def _transformer_block(
     k: Array,
     v: Array,
     images: ImagePrompts = (),
+    perturbed: Array | None = None,
     *,
     heads: int,
     upcast: bool,
-    perturbed: int = 0,
 ) -> Array:
     """Self-attention, attention to the text's keys and values and a gated feed-forward, each pre-norm and residual."""
     h = layer_norm(p["norm1"], x)
     attended = attend(p["attn1"], h, h, heads=heads, upcast=upcast)
-    if perturbed:
-        last = (jnp.arange(x.shape[0]) % perturbed == perturbed - 1)[:, None, None]
-        attended = jnp.where(last, linear(p["attn1"]["to_out"]["0"], linear(p["attn1"]["to_v"], h)), attended)
+    if perturbed is not None:
+        attended = jnp.where(
+            perturbed[:, None, None], linear(p["attn1"]["to_out"]["0"], linear(p["attn1"]["to_v"], h)), attended
+        )
     x = x + attended
 
     def each_row(p: Params, rows: Any, k: Array, v: Array, images: Any, shares: Any) -> Array:

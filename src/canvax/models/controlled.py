@@ -1,21 +1,22 @@
-"""A UNet and the networks that read control images, as one ``Denoiser``."""
+"""A UNet and the networks that read control images, as a ``Denoiser``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from canvax.models.beside import ADAPTERS
-from canvax.models.denoiser import UNetDenoiser
+from canvax.models.denoiser import NEGATIVE, Around, Denoiser, Row, Shapes
 from canvax.models.text import Conditions
 from canvax.models.unet import Residuals
 from canvax.params import Params, Spec
 from canvax.quantize import compute_dtype
-from canvax.types import Array, DType
+from canvax.types import Array, DType, HostArray
 
 
 class Control(Protocol):
@@ -65,55 +66,64 @@ class Control(Protocol):
         ...
 
 
-Strengths = tuple[Array, Array]
-"""How strong each network is in one evaluation: scales [B, N, L] float32, and which are needed at all [N] bool."""
-
-
 @dataclass(frozen=True)
-class ControlledDenoiser:
+class Controlled(Around):
     """The denoiser of a call with control images. Its parameters are ``{"unet": ..., network's name: ...}``.
 
     Attributes:
-        base: the UNet.
+        base: the UNet, or a record around it.
         nets: the networks by name. What each has read of an image is among the conditions, under that name.
     """
 
-    base: UNetDenoiser
+    base: Denoiser
     nets: tuple[tuple[str, Control], ...]
 
-    @property
-    def layers(self) -> int:
-        """L: entries of the scales."""
-        return max(net.layers for _, net in self.nets)
+    def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Shapes:
+        shapes = self.base.inputs(latents, text, dtype)
+        for name, net in self.nets:
+            shapes[name] = tuple(jax.ShapeDtypeStruct(shape, dtype(name)) for shape in net.features(latents))
+        return shapes
 
-    def prepare(self, p: Params, conditions: Conditions) -> dict[str, Any]:
-        """As ``Denoiser.prepare``."""
+    @property
+    def columns(self) -> Shapes:
+        """``control``: how strong each layer of each network is, for the negative prompt and for the others."""
+        layers = max(net.layers for _, net in self.nets)
+        return {**self.base.columns, "control": jax.ShapeDtypeStruct((len(self.nets), 2, layers), jnp.float32)}
+
+    @property
+    def shared(self) -> Shapes:
+        """``needed``: which networks a row needs for any image."""
+        return {**self.base.shared, "needed": jax.ShapeDtypeStruct((len(self.nets),), jnp.bool_)}
+
+    def shared_of(self, columns: Mapping[str, HostArray]) -> dict[str, HostArray]:
+        return {**self.base.shared_of(columns), "needed": np.any(columns["control"], axis=(0, 3, 4))}
+
+    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> dict[str, Any]:
         names = [name for name, _ in self.nets]
         told = {name: value for name, value in conditions.items() if name not in names}
         others = {name: value for name, value in told.items() if name != ADAPTERS}  # which are beside the UNet's alone
         own = {name: (net.prepare(p[name], others), conditions[name]) for name, net in self.nets}
-        return {**own, self.base.component: self.base.prepare(p[self.base.component], told)}
+        base = self.base.prepare(p[self.component], told, latents)
+        return {**own, self.component: base, "prompts": (conditions["role"] != NEGATIVE).astype(jnp.int32)}
 
-    def apply(
-        self, p: Params, x: Array, timestep: Array, prepared: dict[str, Any], *, control: Strengths, **changed: Any
-    ) -> Array:
-        """As ``Denoiser.apply``, each network as strong as ``control`` says."""
-        scales, needed = control
+    def apply(self, p: Params, x: Array, row: Row, prepared: dict[str, Any], memory: Any) -> tuple[Array, Any]:
+        """As ``Denoiser.apply``, each network as strong as its row says."""
+        half = prepared["prompts"][:, None, None, None]
+        scales = jnp.take_along_axis(row["control"], half, axis=2)[:, :, 0]
         found = []
         for i, (name, net) in enumerate(self.nets):
             own, features = prepared[name]
 
             def read(i: int = i, net: Control = net, name: str = name, own: Any = own, features: Any = features) -> Any:
-                return net.residuals(p[name], x, timestep, own, features, scales[:, i])
+                return net.residuals(p[name], x, row["timestep"], own, features, scales[:, i])
 
             def nothing(net: Control = net, features: Any = features) -> Any:
                 return net.nothing(x.shape, features[0].dtype)
 
-            found.append(jax.lax.cond(needed[i], read, nothing))
-        base = self.base.component
-        dtype = compute_dtype(p[base])
+            found.append(jax.lax.cond(row["needed"][i], read, nothing))
+        dtype = compute_dtype(p[self.component])
         residuals = jax.tree.map(lambda one: one.astype(dtype), summed(found))
-        return self.base.apply(p[base], x, timestep, prepared[base], residuals=residuals, **changed)
+        return self.base.apply(p[self.component], x, row, {**prepared[self.component], "residuals": residuals}, memory)
 
 
 def encode_control(p: Params, images: Array, *, net: Control) -> tuple[Array, ...]:
@@ -135,10 +145,3 @@ def summed(found: Sequence[Residuals]) -> Residuals:
         total([one.middle for one in found]),
         {at: total([one.get(at) for one in within]) for at in sorted({at for one in within for at in one})},
     )
-
-
-def of_halves(column: Array, times: int, *, guided: bool) -> Array:
-    """Scales of each image [B, N, 2, L], for the negative prompt and for the others, as [times * B, N, L]."""
-    halves = [0] * guided + [1] * (times - guided)
-    picked = jnp.moveaxis(column[:, :, jnp.array(halves)], 2, 1)
-    return picked.reshape(-1, picked.shape[2], picked.shape[3])

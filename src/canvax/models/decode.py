@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
 from canvax.kernels.target import batch_shards
-from canvax.models.configs import AutoencoderConfig, TinyConfig
+from canvax.models.configs import AutoencoderConfig, TinyConfig, VaeConfig
 from canvax.models.tiny import tiny_decode, tiny_encode, tiny_spec
 from canvax.models.vae import divisor, in_tiles, vae_decode, vae_decode_tiled, vae_encode, vae_encode_tiled, vae_spec
 from canvax.params import Params, Spec
@@ -27,67 +29,148 @@ TILE, OVERLAP = 1024, 128
 """Pixels of a tile of the tiny autoencoder, and what neighbours share: more than its convolutions reach."""
 
 
-def autoencoder_spec(cfg: AutoencoderConfig) -> Spec:
+class Autoencoder(Protocol):
+    """What makes latents of images and images of latents, as a record: frozen, with a ``repr`` that says all that
+    decides its programs. How latents are scaled, shifted or packed for the denoiser is its business."""
+
+    @property
+    def spec(self) -> Spec:
+        """Parameters of encoder and decoder."""
+        ...
+
+    @property
+    def factor(self) -> int:
+        """Pixels for a latent, along a side."""
+        ...
+
+    @property
+    def latent_channels(self) -> int:
+        """C of the latents [B, h, w, C]."""
+        ...
+
+    def decode(self, p: Params, latents: Array, *, tiled: bool = False) -> Array:
+        """Latents [B, h, w, C] float32 -> images [B, H, W, 3] float32, 0..1 but for rounding."""
+        ...
+
+    def encode(self, p: Params, images: Array, *, tiled: bool = False) -> tuple[Array, Array]:
+        """Images [B, H, W, 3] float32 in 0..1 -> mean and deviation of their latents, each [B, h, w, C] float32."""
+        ...
+
+
+@dataclass(frozen=True)
+class KL:
+    """The autoencoder of latent diffusion. In float32 where its weights are float16 and it overflows in that."""
+
+    cfg: VaeConfig
+
+    @property
+    def spec(self) -> Spec:
+        return vae_spec(self.cfg)
+
+    @property
+    def factor(self) -> int:
+        return self.cfg.factor
+
+    @property
+    def latent_channels(self) -> int:
+        return self.cfg.latent_channels
+
+    def decode(self, p: Params, latents: Array, *, tiled: bool = False) -> Array:
+        p, dtype = self._widened(p)
+        images = (vae_decode_tiled if tiled else vae_decode)(p, latents.astype(dtype), self.cfg)
+        return images.astype(jnp.float32) / 2 + 0.5
+
+    def encode(self, p: Params, images: Array, *, tiled: bool = False) -> tuple[Array, Array]:
+        p, dtype = self._widened(p)
+        moments = (vae_encode_tiled if tiled else vae_encode)(p, (2 * images - 1).astype(dtype), self.cfg)
+        mean, logvar = (part.astype(jnp.float32) for part in moments)
+        return (mean - self.cfg.shift) / self.cfg.scale, jnp.exp(logvar / 2) / self.cfg.scale
+
+    def _widened(self, p: Params) -> tuple[Params, DType]:
+        """The parameters in the dtype that is computed in."""
+        dtype = compute_dtype(p)
+        if dtype == jnp.float16 and self.cfg.force_upcast:
+            return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), p), jnp.dtype(jnp.float32)
+        return p, dtype
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """TAESD: a small autoencoder without a distribution."""
+
+    cfg: TinyConfig
+
+    @property
+    def spec(self) -> Spec:
+        return tiny_spec(self.cfg)
+
+    @property
+    def factor(self) -> int:
+        return self.cfg.factor
+
+    @property
+    def latent_channels(self) -> int:
+        return self.cfg.latent_channels
+
+    def decode(self, p: Params, latents: Array, *, tiled: bool = False) -> Array:
+        latents = latents.astype(compute_dtype(p))
+        part, factor = partial(tiny_decode, p, cfg=self.cfg), self.factor
+        if tiled:
+            (height, width), channels = latents.shape[1:3], self.cfg.out_channels
+            images = in_tiles(part, latents, (height, width), TILE // factor, OVERLAP // factor, 1, factor, channels)
+        else:
+            images = part(latents)
+        return images.astype(jnp.float32)
+
+    def encode(self, p: Params, images: Array, *, tiled: bool = False) -> tuple[Array, Array]:
+        images = images.astype(compute_dtype(p))
+        part, factor = partial(tiny_encode, p, cfg=self.cfg), self.factor
+        if tiled:
+            height, width = (side // factor for side in images.shape[1:3])
+            tile, overlap, channels = TILE // factor, OVERLAP // factor, self.latent_channels
+            latents = in_tiles(part, images, (height, width), tile, overlap, factor, 1, channels)
+        else:
+            latents = part(images)
+        latents = latents.astype(jnp.float32)
+        return latents, jnp.zeros_like(latents)
+
+
+def autoencoder_of(cfg: AutoencoderConfig | Autoencoder) -> Autoencoder:
+    """The record of a config; a record as it is."""
+    if isinstance(cfg, TinyConfig):
+        return Tiny(cfg)
+    return KL(cfg) if isinstance(cfg, VaeConfig) else cfg
+
+
+def autoencoder_spec(cfg: AutoencoderConfig | Autoencoder) -> Spec:
     """Parameters of encoder and decoder."""
-    return tiny_spec(cfg) if isinstance(cfg, TinyConfig) else vae_spec(cfg)
+    return autoencoder_of(cfg).spec
 
 
-def decode_images(params: Params, latents: Array, *, cfg: AutoencoderConfig, tiled: bool = False) -> Array:
+def decode_images(
+    params: Params, latents: Array, *, cfg: AutoencoderConfig | Autoencoder, tiled: bool = False
+) -> Array:
     """Latents [B, h, w, C] -> images [B, H, W, 3] float32 in 0..1, computed in the dtype of the parameters.
 
-    In float32 instead where that is float16 and the config says that the VAE overflows in it. No more at once than
-    ``DECODE_PIXELS``, where the devices are known.
+    No more at once than ``DECODE_PIXELS``, where the devices are known.
     """
-    params, dtype = _widened(params, cfg)
+    autoencoder = autoencoder_of(cfg)
 
     def some(latents: Array) -> Array:
-        latents = latents.astype(dtype)
-        if isinstance(cfg, TinyConfig):
-            return jnp.clip(_tiny_decode(params, latents, cfg, tiled=tiled).astype(jnp.float32), 0.0, 1.0)
-        images = (vae_decode_tiled if tiled else vae_decode)(params, latents, cfg)
-        return jnp.clip(images.astype(jnp.float32) / 2 + 0.5, 0.0, 1.0)
+        return jnp.clip(autoencoder.decode(params, latents, tiled=tiled), 0.0, 1.0)
 
-    pixels = latents.shape[1] * latents.shape[2] * cfg.factor**2
+    pixels = latents.shape[1] * latents.shape[2] * autoencoder.factor**2
     return _in_micro_batches(some, latents, most=max(1, DECODE_PIXELS // pixels))
 
 
-def encode_images(params: Params, images: Array, *, cfg: AutoencoderConfig, tiled: bool = False) -> tuple[Array, Array]:
+def encode_images(
+    params: Params, images: Array, *, cfg: AutoencoderConfig | Autoencoder, tiled: bool = False
+) -> tuple[Array, Array]:
     """Images [B, H, W, 3] float32 in 0..1 -> mean and standard deviation of their latents, each [B, h, w, C] float32.
 
-    Both are scaled as the denoiser sees latents. Computed in the dtype of the parameters, with the exception of
-    ``decode_images``.
+    Both are scaled as the denoiser sees latents. Computed in the dtype of the parameters.
     """
-    params, dtype = _widened(params, cfg)
-    if isinstance(cfg, TinyConfig):
-        latents = _tiny_encode(params, images.astype(dtype), cfg, tiled=tiled).astype(jnp.float32)
-        return latents, jnp.zeros_like(latents)
-    moments = (vae_encode_tiled if tiled else vae_encode)(params, (2 * images - 1).astype(dtype), cfg)
-    mean, logvar = (part.astype(jnp.float32) for part in moments)
-    return (mean - cfg.shift) / cfg.scale, jnp.exp(logvar / 2) / cfg.scale
-
-
-def _widened(params: Params, cfg: AutoencoderConfig) -> tuple[Params, DType]:
-    """The parameters in the dtype that is computed in."""
-    dtype = compute_dtype(params)
-    if dtype == jnp.float16 and not isinstance(cfg, TinyConfig) and cfg.force_upcast:
-        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params), jnp.dtype(jnp.float32)
-    return params, dtype
-
-
-def _tiny_decode(params: Params, latents: Array, cfg: TinyConfig, *, tiled: bool) -> Array:
-    part, factor = partial(tiny_decode, params, cfg=cfg), cfg.factor
-    if not tiled:
-        return part(latents)
-    height, width = latents.shape[1:3]
-    return in_tiles(part, latents, (height, width), TILE // factor, OVERLAP // factor, 1, factor, cfg.out_channels)
-
-
-def _tiny_encode(params: Params, images: Array, cfg: TinyConfig, *, tiled: bool) -> Array:
-    part, factor = partial(tiny_encode, params, cfg=cfg), cfg.factor
-    if not tiled:
-        return part(images)
-    height, width = (side // factor for side in images.shape[1:3])
-    return in_tiles(part, images, (height, width), TILE // factor, OVERLAP // factor, factor, 1, cfg.latent_channels)
+    return autoencoder_of(cfg).encode(params, images, tiled=tiled)
 
 
 def _in_micro_batches(function: Callable[[Array], Array], x: Array, *, most: int) -> Array:

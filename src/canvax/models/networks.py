@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
 
 from canvax.models.beside import Places
-from canvax.models.configs import AutoencoderConfig
-from canvax.models.controlled import Control, ControlledDenoiser
-from canvax.models.decode import autoencoder_spec
-from canvax.models.denoiser import UNetDenoiser
+from canvax.models.controlled import Control, Controlled
+from canvax.models.decode import Autoencoder, autoencoder_of
+from canvax.models.denoiser import Denoiser, Perturbed, Reusing
 from canvax.models.text import IMAGE_ENCODER, TextEncoders
 from canvax.params import Spec
 from canvax.quantize import quantized_specs
+from canvax.types import DType
 
 if TYPE_CHECKING:
     from canvax.models.ip_adapter import ImageEncoder, IPAdapter
@@ -24,9 +27,9 @@ class Networks:
     """What decides a model's compiled programs.
 
     Attributes:
-        denoiser: the network inside the loop.
-        vae: config of the autoencoder.
-        text: configs of the text encoders.
+        denoiser: the network inside the loop, a ``canvax.models.denoiser.Denoiser``.
+        vae: the autoencoder, a ``canvax.models.decode.Autoencoder``, or its config.
+        text: the text encoders.
         prediction: what the denoiser was trained to give, "epsilon" or "v_prediction"; a checkpoint's scheduler says it
             for itself.
         controls: networks that read control images, by the name of their component.
@@ -34,8 +37,8 @@ class Networks:
         image_encoder: what makes of an image prompt what they read; None without.
     """
 
-    denoiser: UNetDenoiser
-    vae: AutoencoderConfig
+    denoiser: Any
+    vae: Any
     text: TextEncoders
     prediction: str = "epsilon"
     controls: tuple[tuple[str, Control], ...] = ()
@@ -44,40 +47,88 @@ class Networks:
 
     def specs(self, quantize: str | None = None) -> dict[str, Spec]:
         """Declared parameters of each component, large weights quantised to ``quantize``."""
-        specs = {**self.text.specs, self.denoiser.component: self.denoiser.spec, "vae": autoencoder_spec(self.vae)}
+        specs = {**self.text.specs, self.denoiser.component: self.denoiser.spec, "vae": self.autoencoder.spec}
         specs |= {name: net.spec for name, net in (*self.controls, *self.ip_adapters)}
         specs |= {IMAGE_ENCODER: self.image_encoder.spec} if self.image_encoder else {}
         return quantized_specs(specs, quantize)
 
-    def controlled(self, names: Sequence[str], places: Places | None = None) -> UNetDenoiser | ControlledDenoiser:
-        """The denoiser of a call with control images for some of ``controls``; the denoiser itself for none.
+    def denoiser_of(
+        self,
+        controls: Sequence[str] = (),
+        places: Places | None = None,
+        *,
+        perturbs: bool = False,
+        reuse_layers: int = 0,
+    ) -> Denoiser:
+        """The denoiser of a call.
 
-        With ``places`` it has adapters beside its weights.
+        Args:
+            controls: those of ``controls`` that read a control image.
+            places: for adapters beside its weights.
+            perturbs: for perturbed-attention guidance.
+            reuse_layers: ``layers`` of ``canvax.models.denoiser.Reusing``; 0 without.
         """
-        denoiser = replace(self.denoiser, places=places) if places else self.denoiser
-        nets = tuple((name, net) for name, net in self.controls if name in names)
-        return ControlledDenoiser(denoiser, nets) if nets else denoiser
+        denoiser: Denoiser = replace(self.denoiser, places=places) if places else self.denoiser
+        denoiser = Perturbed(denoiser) if perturbs else denoiser
+        denoiser = Reusing(denoiser, self.denoiser.cfg, reuse_layers) if reuse_layers else denoiser
+        nets = tuple((name, net) for name, net in self.controls if name in controls)
+        return Controlled(denoiser, nets) if nets else denoiser
+
+    @property
+    def components(self) -> set[str]:
+        """The names of all components that have parameters."""
+        names = {*self.text.names, self.denoiser.component, "vae", *dict(self.controls), *dict(self.ip_adapters)}
+        return names | ({IMAGE_ENCODER} if self.image_encoder else set())
+
+    def image_prompts(
+        self, kinds: Sequence[Any], latents: Sequence[int], dtype: Callable[[str], DType]
+    ) -> dict[str, Any]:
+        """Shapes of what adapters have read for latents [B, h, w, C], each a ``canvax.models.ip_adapter.ImageKV``.
+
+        ``kinds`` are ``canvax.compile.kinds.PromptKind``.
+        """
+        from canvax.models.ip_adapter import masked_levels
+
+        found: dict[str, Any] = {}
+        for kind in kinds:
+            net, each = dict(self.ip_adapters)[kind.component], (latents[0], kind.images)
+            tokens = kind.reads[0] if net.kind == "full" else net.tokens
+            shapes = [(*each, tokens, layer.heads, layer.channels // layer.heads) for layer in net.attentions]
+            found[kind.component] = told = {
+                "kv": tuple((jax.ShapeDtypeStruct(shape, dtype(kind.component)),) * 2 for shape in shapes),
+                "scale": jax.ShapeDtypeStruct((*each, len(shapes)), jnp.float32),
+            }
+            if kind.masked:
+                levels = masked_levels(net.unet, latents)
+                told["masks"] = tuple(
+                    jax.ShapeDtypeStruct((latents[0], h * w, kind.images), jnp.float32) for h, w in levels
+                )
+        return found
 
     def latent_shape(self, batch: int, height: int, width: int) -> tuple[int, int, int, int]:
         """[B, h, w, C] for images of ``height`` x ``width`` pixels."""
         return batch, height // self.vae.factor, width // self.vae.factor, self.vae.latent_channels
 
     @property
+    def autoencoder(self) -> Autoencoder:
+        """What makes latents of images and images of latents."""
+        return autoencoder_of(self.vae)
+
+    @property
     def native_size(self) -> tuple[int, int]:
         """Height and width of the images it was trained on, in pixels."""
-        size = self.denoiser.cfg.sample_size or 64
-        tall, wide = size if isinstance(size, tuple) else (size, size)
+        tall, wide = self.denoiser.native_size
         return tall * self.vae.factor, wide * self.vae.factor
 
     @property
     def embeds_guidance(self) -> bool:
         """Whether the guidance scale is an input of the denoiser, which needs no negative prompt then."""
-        return self.denoiser.cfg.time_cond_proj_dim is not None
+        return self.denoiser.embeds_guidance
 
     @property
     def inpaints(self) -> bool:
-        """Whether the denoiser is an inpainting UNet, which sees a mask and the masked image beside the latents."""
-        return self.denoiser.cfg.in_channels == 2 * self.vae.latent_channels + 1
+        """Whether the denoiser sees a mask and the masked image beside the latents."""
+        return self.denoiser.inpaints
 
     @property
     def size_numbers(self) -> int:

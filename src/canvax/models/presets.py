@@ -7,7 +7,7 @@ import dataclasses
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
-from canvax.models.text import TextEncoders
+from canvax.models.text import clip_encoders
 
 SD_VAE = VaeConfig(
     down_block_types=("DownEncoderBlock2D",) * 4,
@@ -68,10 +68,10 @@ SDXL_TEXT_2 = ClipTextConfig(
 )
 
 PRESETS = {
-    "sd14": Networks(UNetDenoiser(SD15_UNET), SD_VAE, TextEncoders(SD15_TEXT)),
-    "sd15": Networks(UNetDenoiser(SD15_UNET), SD_VAE, TextEncoders(SD15_TEXT)),
-    "sd21": Networks(UNetDenoiser(SD21_UNET), SD_VAE, TextEncoders(SD21_TEXT), "v_prediction"),
-    "sdxl": Networks(UNetDenoiser(SDXL_UNET), SDXL_VAE, TextEncoders(SDXL_TEXT, SDXL_TEXT_2)),
-    "sdxl-refiner": Networks(UNetDenoiser(SDXL_REFINER_UNET), SDXL_VAE, TextEncoders(None, SDXL_TEXT_2)),
+    "sd14": Networks(UNetDenoiser(SD15_UNET), SD_VAE, clip_encoders(SD15_TEXT)),
+    "sd15": Networks(UNetDenoiser(SD15_UNET), SD_VAE, clip_encoders(SD15_TEXT)),
+    "sd21": Networks(UNetDenoiser(SD21_UNET), SD_VAE, clip_encoders(SD21_TEXT), "v_prediction"),
+    "sdxl": Networks(UNetDenoiser(SDXL_UNET), SDXL_VAE, clip_encoders(SDXL_TEXT, SDXL_TEXT_2)),
+    "sdxl-refiner": Networks(UNetDenoiser(SDXL_REFINER_UNET), SDXL_VAE, clip_encoders(None, SDXL_TEXT_2)),
 }
 """Stable Diffusion 1.4 and 1.5 are one architecture."""

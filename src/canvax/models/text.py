@@ -1,4 +1,4 @@
-"""The text encoders of a model as one: from token ids to everything the UNet is told about a prompt.
+"""The text encoders of a model: from token ids to the conditions of a prompt.
 
 Stable Diffusion 1.x and 2.x have one encoder. SDXL has two, read one layer earlier and put side by side, and the second
 also gives one pooled vector (Podell et al. 2023, section 2.1). Its refiner has the second alone.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,8 @@ from canvax.params import Params, Spec
 from canvax.types import Array, DType
 
 Conditions = dict[str, Array]
-"""What the UNet is told beside latents and timestep, by the names of its arguments: ``text`` [B, T, D]; SDXL also
-``pooled`` [B, P] and ``time_ids`` [B, n] float32. What networks have read of images is a tree of arrays."""
+"""What a denoiser reads beside latents and row, by name: ``text`` [B, T, D]; SDXL also ``pooled`` [B, P] and
+``time_ids`` [B, n] float32. What networks have read of images is a tree of arrays."""
 
 FIRST, SECOND = "text_encoder", "text_encoder_2"
 
@@ -31,49 +32,141 @@ IMAGE_ENCODER = "image_encoder"
 """The component of CLIP's image encoder, which all adapters of a pipeline share."""
 
 
+class TextEncoder(Protocol):
+    """A text encoder, as a record: frozen, with a ``repr`` that says all that decides its program."""
+
+    @property
+    def component(self) -> str:
+        """Its key in ``params``, which is its folder in a checkpoint."""
+        ...
+
+    @property
+    def tokenizer(self) -> str:
+        """The folder of its tokenizer."""
+        ...
+
+    @property
+    def spec(self) -> Spec:
+        """Its parameters."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """T: how many tokens it reads at once."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """D: width of its features."""
+        ...
+
+    @property
+    def pooled_width(self) -> int:
+        """P: width of its pooled output, 0 where there is none."""
+        ...
+
+    @property
+    def max_skip(self) -> int:
+        """How many layers may be left out at the end."""
+        ...
+
+    def encode(self, p: Params, ids: Array, skip: Array) -> Conditions:
+        """Token ids [B, T] -> ``text`` [B, T, D] and, with a pooled output, ``pooled`` [B, P]."""
+        ...
+
+
 @dataclass(frozen=True)
-class TextEncoders:
-    """Configs of a model's text encoders.
+class ClipEncoder:
+    """CLIP's text encoder.
 
     Attributes:
-        first: ``text_encoder``; None in SDXL's refiner.
-        second: ``text_encoder_2``, the one with the pooled output; None in Stable Diffusion 1.x and 2.x.
+        component: its key in ``params``.
+        cfg: its config.
+        early: it is read one layer earlier, as SDXL was trained with.
+    """
+
+    component: str
+    cfg: ClipTextConfig
+    early: bool = False
+
+    @property
+    def tokenizer(self) -> str:
+        return self.component.replace("text_encoder", "tokenizer")
+
+    @property
+    def spec(self) -> Spec:
+        return text_encoder_spec(self.cfg, projection=self.component == SECOND)
+
+    @property
+    def tokens(self) -> int:
+        return self.cfg.max_position_embeddings
+
+    @property
+    def width(self) -> int:
+        return self.cfg.hidden_size
+
+    @property
+    def pooled_width(self) -> int:
+        return self.cfg.projection_dim if self.component == SECOND else 0
+
+    @property
+    def max_skip(self) -> int:
+        return self.cfg.num_hidden_layers - 1
+
+    def encode(self, p: Params, ids: Array, skip: Array) -> Conditions:
+        if not self.early:
+            return {"text": text_encoder(p, ids, self.cfg, skip=skip)}
+        chosen, last = hidden_states(p, ids, self.cfg, skip=skip + 1)
+        pooled = {"pooled": pooled_text(p, last, ids, self.cfg)} if self.pooled_width else {}
+        return {"text": chosen, **pooled}
+
+
+@dataclass(frozen=True)
+class TextEncoders:
+    """The text encoders of a model as one, whose features lie side by side.
+
+    Attributes:
+        encoders: in the order of their features.
         places: for adapters beside their weights.
     """
 
-    first: ClipTextConfig | None
-    second: ClipTextConfig | None = None
+    encoders: tuple[TextEncoder, ...]
     places: Places | None = None
 
     @property
-    def parts(self) -> dict[str, ClipTextConfig]:
-        """The encoders there are, by the names of their components, in the order of their features."""
-        return {name: cfg for name, cfg in ((FIRST, self.first), (SECOND, self.second)) if cfg is not None}
+    def parts(self) -> dict[str, Any]:
+        """Their configs, by the names of their components; for those that have one."""
+        return {one.component: one.cfg for one in self.encoders if isinstance(one, ClipEncoder)}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their components."""
+        return tuple(one.component for one in self.encoders)
 
     @property
     def specs(self) -> dict[str, Spec]:
         """Parameters of each encoder."""
-        return {name: text_encoder_spec(cfg, projection=name == SECOND) for name, cfg in self.parts.items()}
+        return {one.component: one.spec for one in self.encoders}
 
     @property
     def tokens(self) -> int:
-        """T: tokens of a prompt, 77."""
-        return min(cfg.max_position_embeddings for cfg in self.parts.values())
+        """T: tokens of a prompt, 77 for CLIP."""
+        return min(one.tokens for one in self.encoders)
 
     @property
     def width(self) -> int:
         """D: width of the features."""
-        return sum(cfg.hidden_size for cfg in self.parts.values())
+        return sum(one.width for one in self.encoders)
 
     @property
     def pooled_width(self) -> int:
         """P: width of the pooled output, 0 where there is none."""
-        return self.second.projection_dim if self.second else 0
+        return max(one.pooled_width for one in self.encoders)
 
     @property
     def max_skip(self) -> int:
         """The largest ``clip_skip``."""
-        return min(cfg.num_hidden_layers for cfg in self.parts.values()) - 1
+        return min(one.max_skip for one in self.encoders)
 
     def conditions(self, batch: int, dtypes: Sequence[DType], chunks: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of what ``encode_text`` returns, for parameters of each encoder in ``dtypes``,
@@ -82,35 +175,36 @@ class TextEncoders:
         Said here and not asked of ``jax.eval_shape``: a process whose programs come from the cache traces nothing.
         """
         found = {"text": jax.ShapeDtypeStruct((batch, chunks * self.tokens, self.width), jnp.result_type(*dtypes))}
-        if self.second is not None:
-            found["pooled"] = jax.ShapeDtypeStruct((batch, self.pooled_width), dtypes[-1])
+        for one, dtype in zip(self.encoders, dtypes, strict=True):
+            if one.pooled_width:
+                found["pooled"] = jax.ShapeDtypeStruct((batch, one.pooled_width), dtype)
         return found
+
+
+def clip_encoders(first: ClipTextConfig | None, second: ClipTextConfig | None = None) -> TextEncoders:
+    """Those of Stable Diffusion 1.x and 2.x (``first`` alone), of SDXL (both), or of its refiner (``second`` alone)."""
+    parts = ((FIRST, first), (SECOND, second))
+    early = second is not None
+    return TextEncoders(tuple(ClipEncoder(name, cfg, early) for name, cfg in parts if cfg is not None))
 
 
 def encode_text(
     p: Params, ids: dict[str, Array], skip: Array, shares: dict[str, Array] | None = None, *, cfg: TextEncoders
 ) -> Conditions:
-    """Token ids -> what the UNet is told about a prompt.
+    """Token ids -> the conditions of a prompt.
 
     Args:
         p: parameters of each encoder, by component.
         ids: [B, T] for each encoder: SDXL's two have tokenizers of their own.
         skip: layers left out at the end, data; SDXL counts from the last but one, which it was trained with.
         shares: with ``cfg.places``, how much of each every image has [B, K] float32, for each encoder.
-        cfg: the configs.
+        cfg: the encoders.
 
     Returns:
-        ``text`` [B, T, D] and, with a second encoder, ``pooled`` [B, P], in the dtype of the parameters.
+        ``text`` [B, T, D] and, with a pooled output, ``pooled`` [B, P], in the dtype of the parameters.
     """
     if cfg.places is not None and shares is not None:
-        specs = cfg.specs
-        p = {name: with_adapters(p[name], shares[name], specs[name], cfg.places) for name in cfg.parts}
-    if cfg.first is not None and cfg.second is None:
-        return {"text": text_encoder(p[FIRST], ids[FIRST], cfg.first, skip=skip)}
-    features, pooled = [], {}
-    for name, part in cfg.parts.items():
-        chosen, last = hidden_states(p[name], ids[name], part, skip=skip + 1)
-        features.append(chosen)
-        if name == SECOND:
-            pooled = {"pooled": pooled_text(p[name], last, ids[name], part)}
-    return {"text": jnp.concatenate(features, axis=-1), **pooled}
+        p = {name: with_adapters(p[name], shares[name], spec, cfg.places) for name, spec in cfg.specs.items()}
+    found = [one.encode(p[one.component], ids[one.component], skip) for one in cfg.encoders]
+    joined = {name: value for one in found for name, value in one.items()}
+    return {**joined, "text": jnp.concatenate([one["text"] for one in found], axis=-1)}

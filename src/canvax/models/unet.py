@@ -40,14 +40,12 @@ class Special(NamedTuple):
 
     Attributes:
         remat: for training: keep only what lies between the blocks, and compute their insides again for the gradient.
-        perturbed: for perturbed-attention guidance (Ahn et al. 2024): of every so many images the last one's middle
-            attends place by place; 0 for none.
-        freeu: b1, b2, s1, s2 of each image [B, 4] float32 (Si et al. 2023); None for none.
+        perturbed: [B] bool, samples whose middle attends place by place, for perturbed-attention guidance (Ahn et al.
+            2024); None for none.
     """
 
     remat: bool = False
-    perturbed: int = 0
-    freeu: Array | None = None
+    perturbed: Array | None = None
 
 
 _USUAL = Special()
@@ -352,28 +350,12 @@ def unet_up(
         block = p["up_blocks"][str(i)]
         with jax.named_scope(f"up_{i}"):
             skip = skips.pop()
-            if context.special.freeu is not None and i < 2:
-                h, skip = freed(h, skip, context.special.freeu[:, i], context.special.freeu[:, i + 2])
             h = jnp.concatenate([h, skip], axis=-1)
             h = _layer(block, context.text["up_blocks"][str(i)], context, level, j, h, cfg)
             if level.resizes and j == len(level.inputs) - 1:
                 # To the size of the skip it will meet, which is not the double where h or w was odd.
                 h = upsample(block["upsamplers"]["0"], h, *skips[-1].shape[1:3])
     return h
-
-
-def freed(h: Array, skip: Array, backbone: Array, low: Array) -> tuple[Array, Array]:
-    """FreeU (Si et al. 2023, section 3.2), as it was first published.
-
-    Half of the channels of ``h`` [B, h, w, C] are multiplied by ``backbone`` [B], and the lowest frequencies of the
-    skip connection, 0 and -1 on each axis, by ``low`` [B].
-    """
-    half = jnp.arange(h.shape[-1]) < h.shape[-1] // 2
-    h = h * jnp.where(half, backbone[:, None, None, None], 1.0).astype(h.dtype)
-    waves = [jnp.exp(2j * jnp.pi * jnp.outer(jnp.arange(n), jnp.array([0, -1])) / n) for n in skip.shape[1:3]]
-    spectrum = jnp.einsum("bhwc,hk,wl->bklc", skip.astype(jnp.float32), waves[0].conj(), waves[1].conj())
-    lowest = jnp.einsum("bklc,hk,wl->bhwc", spectrum, *waves).real / (skip.shape[1] * skip.shape[2])
-    return h, (skip.astype(jnp.float32) + (low[:, None, None, None] - 1) * lowest).astype(skip.dtype)
 
 
 def unet_out(p: Params, h: Array, cfg: UNetConfig) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 
 from canvax.call import CONTROL, OptionRecord
+from canvax.compile.kinds import Ready
 from canvax.compile.programs import Programs
 from canvax.errors import NO_VALUE, InputError
 from canvax.families.base import Model
@@ -173,11 +174,11 @@ def _of_net(value: Any, place: int) -> Any:
 
 def encode_controls(
     programs: Programs,
+    ready: Ready,
     params: Params,
     control: ControlImages,
     size: tuple[int, int],
     count: int,
-    encoders: Mapping[str, Callable[..., Any]],
 ) -> dict[str, tuple[Any, ...]]:
     """What each network keeps of its image of each image of the call, on the devices; each image is read once."""
     split, alone = over_batch(programs.mesh), padded_batch(1, programs.mesh)
@@ -189,7 +190,7 @@ def encode_controls(
         def read(image: Image.Image, name: str = name) -> tuple[HostArray, ...]:
             pixels = as_floats(resized(image, *size))
             # Every device reads the same, so that each of several processes has it.
-            outputs = encoders[name](params[name], put(np.broadcast_to(pixels, (alone, *pixels.shape)), split))
+            outputs = ready[name](params, put(np.broadcast_to(pixels, (alone, *pixels.shape)), split))
             return tuple(np.asarray(output.addressable_shards[0].data)[0] for output in outputs)
 
         kept: list[tuple[HostArray, ...]] = []

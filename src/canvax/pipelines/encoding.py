@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.sharding import Mesh
 
-from canvax.compile.programs import Programs
-from canvax.denoise import Composed
-from canvax.engine.batch import Texts, filled
+from canvax.compile.kinds import DENOISERS, Ready
+from canvax.engine.batch import Prompts, filled
 from canvax.families.base import Ids, Model
 from canvax.models.text import Conditions
 from canvax.parallel.mesh import over_batch, padded_batch
@@ -92,13 +92,13 @@ class Encoding:
         if (weights == 1).all():
             return features
         parts, begin, empty = [], 0, self._empty_features(len(chosen))
-        for i, cfg in enumerate(self.model.text.parts.values()):
-            own = slice(begin, begin + cfg.hidden_size)
+        for i, encoder in enumerate(self.model.text.encoders):
+            own = slice(begin, begin + encoder.width)
             heavy = weighed(features[..., own], weights[:, i].astype(np.float32), empty[..., own],
                             self.syntax)  # fmt: skip
             plain = (weights[:, i] == 1).all(axis=1)[:, None, None]  # the very bits where there is no weight
             parts.append(self.xp.where(plain, features[..., own], heavy))
-            begin += cfg.hidden_size
+            begin += encoder.width
         return self.xp.concatenate(parts, axis=-1)
 
     def _empty_features(self, count: int) -> Any:
@@ -138,32 +138,39 @@ class Encoded(NamedTuple):
         later: from a row on.
     """
 
-    first: Texts
-    later: dict[int, Texts]
+    first: Prompts
+    later: dict[int, Prompts]
+
+
+def conditions_of(ready: Ready) -> Mapping[str, Any]:
+    """Shapes of the conditions of a prompt, as the denoiser takes them."""
+    denoiser = next(ready[name] for name in DENOISERS.values() if name in ready)
+    return denoiser.program.inputs[0].flight.prompts[0]
 
 
 def encode(
     model: Model,
-    programs: Programs,
-    encoder: Callable[..., Conditions],
+    ready: Ready,
     params: Params,
+    mesh: Mesh,
     request: Request,
     table: SamplerTable,
 ) -> Encoded:
     """What each image is conditioned on and what it is guided away from, for each part of the run."""
-    split = over_batch(programs.mesh)
-    batch = padded_batch(len(request.prompts), programs.mesh)
+    split = over_batch(mesh)
+    batch = padded_batch(len(request.prompts), mesh)
     beside, skip = request.beside, np.int32(request.options.clip_skip)
-    text_params = programs.text_params(params, beside.places if beside else None)
+    shapes = conditions_of(ready)
+    encoded = ("text", "pooled") if model.text.pooled_width else ("text",)
     shares: tuple[Any, ...] = ()
     if beside is not None:
         shares = ({name: put(filled(beside.weights[name], batch), split) for name in model.tokenizers},)
-    numbers = model.size_conditions(request.height, request.width, request.options.changed()) or (None, None)
+    numbers = model.numbers(request.height, request.width, request.options.changed())
     rows = own_indices(batch, split)
 
     def on_devices(ids: Ids) -> Conditions:
         placed = {name: put(filled(array, batch), split) for name, array in ids.items()}
-        return encoder(text_params, placed, skip, *shares)
+        return ready["text encoder"](params, placed, skip, *shares)
 
     def one_pass(ids: Ids) -> dict[str, HostArray]:
         return {name: own_rows(array, shared=True)[1] for name, array in on_devices(ids).items()}
@@ -177,31 +184,28 @@ def encode(
         return put(whole, split)
 
     def told(wordings: list[Wording], embeds: Embeds | None, *, negative: bool) -> Conditions:
-        dtypes = programs.text_dtypes(params, batch, request.chunks)
         if embeds is not None:
             times = request.chunks * model.text.tokens // embeds["text"].shape[1]
             arrays = embeds | {"text": np.tile(embeds["text"], (1, times, 1))}
             found = {
-                name: put(filled(array.astype(dtypes[name].dtype), batch), split) for name, array in arrays.items()
+                name: put(filled(array.astype(shapes[name].dtype), batch), split) for name, array in arrays.items()
             }
         elif negative and request.zeros:
-            found = {name: put(np.zeros(leaf.shape, leaf.dtype), split) for name, leaf in dtypes.items()}
+            found = {name: put(np.zeros(shapes[name].shape, shapes[name].dtype), split) for name in encoded}
         elif is_plain(wordings, request.chunks):
             found = on_devices(ids_of(model, wordings))
         else:
             whole = encoding([*wordings, *[wordings[-1]] * (batch - len(wordings))])
-            found = {name: spread(array, dtypes[name].dtype) for name, array in whole.items()}
+            found = {name: spread(array, shapes[name].dtype) for name, array in whole.items()}
         if model.networks.embeds_guidance:
             found["guidance"] = put(np.full(batch, request.guidance, np.float32), split)
-        if (row := numbers[negative]) is not None:
-            found["time_ids"] = put(np.tile(row, (batch, 1)), split)
-        return found
+        return found | {name: put(np.tile(row, (batch, 1)), split) for name, row in numbers[negative].items()}
 
-    def at(stage: Stage) -> Texts:
-        first, *others = (told(part, request.embeds[0], negative=False) for part in stage.parts)
-        negative = told(stage.negatives, request.embeds[1], negative=True) if request.guided else None
-        weights = put(filled(request.texts.weights, batch), split) if request.composed else None
-        return Texts(first, negative, None if weights is None else Composed(tuple(others), weights))
+    def at(stage: Stage) -> Prompts:
+        prompts = [told(part, request.embeds[0], negative=False) for part in stage.parts]
+        if request.guided:
+            prompts.insert(0, told(stage.negatives, request.embeds[1], negative=True))
+        return tuple(prompts)
 
     first, *rest = request.texts.stages
     steps = table.step - table.step[0]

@@ -50,7 +50,7 @@ def encode(
     """See ``canvax.StableDiffusion.encode``."""
     prompts, _ = check_prompts(prompt, None, 1)
     seconds = check_second("prompt_2", prompt_2, prompts, 1)
-    if prompt_2 is not None and SECOND not in model.text.parts:
+    if prompt_2 is not None and SECOND not in model.text.names:
         raise InputError(
             "prompt_2", NO_VALUE, f"does not go with {model.name}, which has one text encoder", "leave it out"
         )
@@ -61,7 +61,7 @@ def encode(
     texts = read_texts(model, (prompts, seconds), ([""], [""]), options, 1)
     if texts.parts > 1 or (texts.weights != 1).any():
         raise InputError("prompt", prompt, "adds prompts up (AND)", "encode each of them")
-    weights = {name: _weights(model, params, name) for name in model.text.parts}
+    weights = {name: _weights(model, params, name) for name in model.text.names}
 
     def one_pass(ids: Ids) -> Conditions:
         return _encode_text(weights, dict(ids), jnp.int32(options.clip_skip), cfg=model.text)
@@ -75,8 +75,8 @@ def encode(
         conditions["text"] = conditions["text"].astype(compute_dtype(weights))
     (tall, wide), factor = model.native_size, model.vae.factor
     size = check_size("height", height, tall, factor), check_size("width", width, wide, factor)
-    if (numbers := model.size_conditions(*size, {})) is not None:
-        conditions["time_ids"] = jnp.tile(jnp.asarray(numbers[0]), (len(prompts), 1))
+    numbers, _ = model.numbers(*size, {})
+    conditions |= {name: jnp.tile(jnp.asarray(row), (len(prompts), 1)) for name, row in numbers.items()}
     if model.networks.embeds_guidance:
         scale = check_guidance(guidance_scale, model.defaults.guidance_scale)
         conditions["guidance"] = jnp.full(len(prompts), scale, jnp.float32)
@@ -116,7 +116,8 @@ def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditi
             "timestep", NO_VALUE, f"has shape {timesteps.shape}", f"give one number, or one for each of {len(latents)}"
         )
     timesteps = jnp.broadcast_to(timesteps.astype(jnp.float32), latents.shape[:1])
-    output = denoiser.apply(weights, latents, timesteps, denoiser.prepare(weights, conditions))
+    prepared = denoiser.prepare(weights, conditions, latents.shape)
+    output, _ = denoiser.apply(weights, latents, {"timestep": timesteps}, prepared, None)
     return output.astype(jnp.float32)
 
 
@@ -164,20 +165,18 @@ def _check_conditions(model: Model, conditions: Any, count: int) -> None:
     cure = "give what pipe.encode returns, one entry or as many as there are latents"
     if not isinstance(conditions, Mapping):
         raise InputError("conditions", conditions, "is not a dict of arrays", cure)
-    known = {"text", "pooled", "time_ids"} if model.text.second else {"text"}
-    known |= {"guidance"} if model.networks.embeds_guidance else set()
-    if unknown := sorted(map(repr, conditions.keys() - known)):
+    networks = model.networks
+    text = networks.text.conditions(count, [jnp.float32] * len(networks.text.encoders))
+    shapes = {**text, **networks.denoiser.inputs(networks.latent_shape(count, *model.native_size), text, jnp.dtype)}
+    if unknown := sorted(map(repr, conditions.keys() - shapes.keys())):
         raise InputError("conditions", NO_VALUE, f"has {', '.join(unknown)}, which {model.name} does not read", cure)
-    ranks = {"text": 3} | ({"pooled": 2, "time_ids": 2} if model.text.second else {})
-    for name, rank in ranks.items():
+    for name, leaf in shapes.items():
         if name not in conditions:
+            if name == "guidance":  # the network does without
+                continue
             raise InputError("conditions", NO_VALUE, f"has no {name!r}", cure)
-        array = numbers(f"conditions[{name!r}]", conditions[name])
-        if (
-            array.ndim != rank
-            or len(array) not in (1, count)
-            or (name == "text" and array.shape[-1] != model.text.width)
-        ):
-            width = model.text.width if name == "text" else "n"
-            shape = f"[{', '.join([str(count), *['T'] * (rank - 2), str(width)])}]"
+        array, (_, *rest) = numbers(f"conditions[{name!r}]", conditions[name]), leaf.shape
+        alike = array.ndim == leaf.ndim and len(array) in (1, count)
+        if not alike or (rest and array.shape[-1] != rest[-1]):
+            shape = f"[{', '.join([str(count), *['T'] * (len(rest) - 1), *map(str, rest[-1:])])}]"
             raise InputError("conditions", NO_VALUE, f"has {name!r} of shape {array.shape}, not {shape}", cure)

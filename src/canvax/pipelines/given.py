@@ -84,7 +84,7 @@ class Given:
         return np.broadcast_to(masks, (count, *masks.shape[1:]))
 
     def behind_latents(self, factor: int) -> tuple[list[HostArray], HostArray]:
-        """For an inpainting UNet: images without what is to be generated, and masks [n, h, w, 1], 1 where that is.
+        """For an inpainting network: images without what is to be generated, and masks [n, h, w, 1], 1 where that is.
 
         Both as Stable Diffusion's inpainting models were trained: grey in the holes, and a mask of 0 and 1 of which
         every ``factor``-th pixel is taken.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from canvax.compile.kinds import PromptKind
+from canvax.compile.kinds import PromptKind, Ready
 from canvax.compile.programs import Programs
 from canvax.engine.batch import filled
 from canvax.errors import NO_VALUE, InputError
@@ -352,17 +352,17 @@ def _number(name: str, value: Any) -> float:
 
 def encode_image_prompts(
     programs: Programs,
+    ready: Ready,
     params: Params,
     told: ImagePrompts,
     size: tuple[int, int],
     latents: tuple[int, int, int, int],
     count: int,
-    encoders: Mapping[str, Callable[..., Any]],
     *,
     guided: bool,
 ) -> Reading:
     """What the denoiser is told of the image prompts of ``count`` images, on the devices; each image is read once."""
-    reader = _Reader(programs, params, encoders)
+    reader = _Reader(programs, ready, params)
     batch = padded_batch(count, programs.mesh)
     halves: tuple[dict[str, ImageKV], dict[str, ImageKV]] = ({}, {})
     for kind in told.kinds:
@@ -391,8 +391,8 @@ class _Reader:
     """Runs the encoders for one image at a time, on every device alike."""
 
     programs: Programs
+    ready: Ready
     params: Params
-    encoders: Mapping[str, Callable[..., Any]]
 
     def __post_init__(self) -> None:
         self._seen: dict[Any, Any] = {}
@@ -434,7 +434,7 @@ class _Reader:
     def _run(self, component: str, row: HostArray) -> Any:
         mesh = self.programs.mesh
         rows = np.broadcast_to(row.astype(np.float32), (padded_batch(1, mesh), *row.shape))
-        outputs = self.encoders[component](self.params[component], put(rows, over_batch(mesh)))
+        outputs = self.ready[component](self.params, put(rows, over_batch(mesh)))
         if component == IMAGE_ENCODER:
             return tuple(_first(output) for output in outputs)
         return [tuple(_first(output) for output in pair) for pair in outputs]

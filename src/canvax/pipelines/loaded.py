@@ -31,7 +31,6 @@ from canvax.pipelines.display import Display
 from canvax.pipelines.open import weight_bytes
 from canvax.pipelines.request import check_layers
 from canvax.prompts.grammar import PromptSyntax
-from canvax.samplers import build_table
 from canvax.types import Array, DType
 from canvax.weights.cast import parse_dtype
 
@@ -213,7 +212,7 @@ class LoadedModel:
         ready = self._ready(params, (height, width), batch, guidance, Display(shown=False))
         weights, free = weight_bytes(self.model, self.model.dtype, mesh.shape), free_bytes(mesh)
         held = weights if self.params is not None else 0
-        programs = {name: program_bytes(program) or 0 for name, program in ready.named}
+        programs = {one.program.name: program_bytes(one.executable) or 0 for one in ready.values()}
         return Memory(weights, programs, None if free is None else free + held)
 
     def compile(
@@ -291,13 +290,12 @@ class LoadedModel:
         (tall, wide), factor = self.model.native_size, self.model.vae.factor
         height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
         images = padded_batch(check_count("batch", batch, MOST_IMAGES), self.programs.mesh)
-        table = build_table(self.model.scheduler, self.model.defaults.num_inference_steps)
         way = "tiled" if is_tiled(height, width) else "whole"
         guides = (guided and not self.model.networks.embeds_guidance,)
         return self.programs.ready(
             params,
             self.model.networks.latent_shape(images, height, width),
-            Kinds(guided=guides, clip=table.clip, decoder=way, image_encoder=way if image else None, **more),
+            Kinds(guided=guides, decoder=way, image_encoder=way if image else None, **more),
             display.announce,
         )
 

@@ -122,8 +122,8 @@ def _check_guidance(options: Options) -> None:
     if options.guidance_rescale and method != "cfg":
         problem = f"does not go with guidance_method={method!r}"
         raise InputError("guidance_rescale", options.guidance_rescale, problem, "leave one out")
-    if options.reuse > 1 and (options.pag_scale or options.freeu):
-        raise InputError("reuse", options.reuse, "does not go with pag_scale or freeu", "leave one out")
+    if options.reuse > 1 and options.pag_scale:
+        raise InputError("reuse", options.reuse, "does not go with pag_scale", "leave one out")
 
 
 def _check_control(options: Options) -> None:

@@ -234,6 +234,8 @@ def check_for_model(options: Options, model: Model) -> None:
             )
     check_clip_skip(options.clip_skip, model)
     check_layers(options.reuse_layers, model)
+    if options.reuse > 1 and not model.networks.denoiser.most_layers:
+        raise InputError("reuse", options.reuse, f"{model.name} has no features to reuse", "leave it out")
 
 
 def check_clip_skip(skip: int, model: Model) -> None:
@@ -264,7 +266,7 @@ def check_layers(layers: int, model: Model) -> None:
     Raises:
         InputError: naming how many it has.
     """
-    most = model.networks.denoiser.deep_layers
+    most = max(1, model.networks.denoiser.most_layers)
     if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= most:
         raise InputError("reuse_layers", layers, f"is not in 1..{most}, the skip connections of {model.name}")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
+from jax.sharding import Mesh
 
-from canvax.compile.programs import Programs
-from canvax.denoise import Known, Tuning
+from canvax.compile.kinds import Ready
+from canvax.denoise import Known
 from canvax.families.base import Model
 from canvax.images.masks import as_floats
 from canvax.noise import initial_noise, pasted_in_the_middle, slerp
@@ -41,23 +41,8 @@ def noise_of(request: Request) -> HostArray:
 
 
 def keeps(model: Model, request: Request) -> bool:
-    """Whether parts of the given images stay; an inpainting UNet sees to that by itself."""
+    """Whether parts of the given images stay; an inpainting network sees to that by itself."""
     return bool(request.given and request.given.masks) and not model.networks.inpaints
-
-
-def tuning_of(request: Request) -> Tuning:
-    """Numbers of other kinds of guidance for each image."""
-    options, count = request.options, len(request.prompts)
-
-    def rows(numbers: Sequence[float]) -> HostArray:
-        return np.tile(np.array(numbers, np.float32), (count, 1))
-
-    method = [*options.guidance_numbers.values(), 0.0, 0.0][:2]
-    return Tuning(
-        rows(method) if options.guidance_numbers and request.guided else None,
-        rows((options.pag_scale, options.pag_adaptive_scale)) if options.pag_scale else None,
-        rows(options.freeu) if options.freeu else None,
-    )
 
 
 EncodeImages = Callable[[list[HostArray]], HostArray]
@@ -68,7 +53,7 @@ def begin(
 ) -> tuple[HostArray | None, Known | None, HostArray | None]:
     """What a run takes from the images of its request: each [n, h, w, ...], encoded where it is used, else None.
 
-    Latents to begin from; what is to stay of them; and what an inpainting UNet sees beside the noisy latents.
+    Latents to begin from; what is to stay of them; and what an inpainting network sees beside the noisy latents.
     """
     given = request.given
     assert given is not None
@@ -92,20 +77,13 @@ def start(request: Request, images: HostArray, noise: HostArray, factor: int) ->
     return (1 - mask) * images + (mask * noise if fill == "noise" else 0)
 
 
-def encode_images(
-    programs: Programs,
-    params: Params,
-    request: Request,
-    images: list[HostArray],
-    *,
-    encoder: Callable[..., tuple[Any, Any]],
-) -> HostArray:
+def encode_images(ready: Ready, params: Params, mesh: Mesh, request: Request, images: list[HostArray]) -> HostArray:
     """Latents of the image of each image of the call [n, h, w, C] float32, on the host; each image is encoded once."""
-    shape, split = (padded_batch(1, programs.mesh), request.height, request.width, 3), over_batch(programs.mesh)
+    shape, split = (padded_batch(1, mesh), request.height, request.width, 3), over_batch(mesh)
     moments = []
     for image in images:
         # Every device encodes the same, so that each of several processes has it.
-        outputs = encoder(params["vae"], put(np.broadcast_to(image, shape), split))
+        outputs = ready["image encoder"](params, put(np.broadcast_to(image, shape), split))
         moments.append([np.asarray(output.addressable_shards[0].data)[0] for output in outputs])
     means, deviations = (np.stack(parts) for parts in zip(*moments, strict=True))
     if request.options.image_encoding == "sample":

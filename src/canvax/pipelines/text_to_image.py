@@ -19,7 +19,6 @@ from canvax.errors import NO_VALUE, Cancelled, CanvaxError, InputError, shown
 from canvax.families.base import Model
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
-from canvax.models.unet import least_bytes
 from canvax.parallel import multihost
 from canvax.parallel.memory import check_least, check_programs
 from canvax.parallel.mesh import over_batch, padded_batch
@@ -32,7 +31,7 @@ from canvax.pipelines.prepare import prepare
 from canvax.pipelines.record import metadata
 from canvax.pipelines.request import Request
 from canvax.pipelines.result import Result
-from canvax.pipelines.start import keeps, tuning_of
+from canvax.pipelines.start import keeps
 from canvax.samplers import SamplerTable, build_table
 from canvax.types import HostArray
 
@@ -60,10 +59,13 @@ def text_to_image(
     display = Display(shown=multihost.leads(mesh) and request.options.progress)
     table, deep, kinds = work(model, request)
     latents = (padded_batch(count, mesh), *request.shape[1:])
-    evaluated = latents[0] // mesh.shape["data"] * (2 if request.guided else 1)
-    check_least(least_bytes(model.unet, evaluated, *latents[1:3], jnp.dtype(model.dtype).itemsize), mesh, cure)
+    evaluated, itemsize = (
+        latents[0] // mesh.shape["data"] * (2 if request.guided else 1),
+        jnp.dtype(model.dtype).itemsize,
+    )
+    check_least(model.networks.denoiser.least_bytes(evaluated, *latents[1:3], itemsize), mesh, cure)
     ready = programs.ready(params, latents, kinds, display.announce)
-    check_programs(ready.named, mesh, cure)
+    check_programs(((one.program.name, one.executable) for one in ready.values()), mesh, cure)
 
     with clock("encode"):
         batch, keep = prepare(model, programs, params, request, ready, table, deep, tables)
@@ -77,8 +79,8 @@ def text_to_image(
             rows, samples = slots[:, 0], map_parts(lambda part: part[:, 0], batch.state)
     with clock("decode"):
         pixels: Any = np.zeros((0, request.height, request.width, 3), np.float32)
-        if ready.decode:
-            decoded = ready.decode(params["vae"], samples)
+        if "decoder" in ready:
+            decoded = ready["decoder"](params, samples)
             pixels = decoded[:count] if request.on_device else own_rows(decoded, count)[1]
 
     if request.given is not None and request.given.masks:
@@ -116,7 +118,6 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
     way = "tiled" if is_tiled(request.height, request.width, request.options.tiling) else "whole"
     kinds = Kinds(
         guided=tuple(dict.fromkeys(guided.tolist())),
-        clip=table.clip,
         deep_layers=deep.layers if deep else 0,
         known=keeps(model, request) and request.options.mask_blend == "denoised",
         decoder=None if request.options.denoising_end < 1 else way,
@@ -124,7 +125,7 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
         chunks=request.chunks,
         parts=request.texts.parts if request.composed else 0,
         method=request.options.guidance_method if request.guided else "cfg",
-        tuned=tuple(name for name, numbers in tuning_of(request)._asdict().items() if numbers is not None),
+        perturbs=request.options.pag_scale > 0,
         controls=request.control.names if request.control else (),
         image_prompts=request.image_prompts.kinds if request.image_prompts else (),
         sees=request.image_prompts is not None and request.image_prompts.sees(guided=request.guided),

@@ -224,7 +224,7 @@ def check_conditions(name: str, value: Mapping[str, Any], model: Model) -> Embed
     """
     text = model.text
     shapes: dict[str, tuple[Any, ...]] = {"text": ("n", f"k * {text.tokens}", text.width)}
-    if text.second:
+    if text.pooled_width:
         shapes["pooled"] = ("n", text.pooled_width)
     found: Embeds = {}
     if isinstance(value.get("prompt"), str):
@@ -232,7 +232,7 @@ def check_conditions(name: str, value: Mapping[str, Any], model: Model) -> Embed
             name, NO_VALUE, "is a table of settings", "write pipe(**settings), or give the prompt's text alone"
         )
     if unknown := sorted(map(repr, value.keys() - shapes.keys() - {"time_ids", "guidance"})):
-        if "unet" in value:  # pipe(prompt, params, key), as in diffusers' Flax
+        if model.networks.denoiser.component in value:  # pipe(prompt, params, key), as in diffusers' Flax
             raise InputError(
                 name, NO_VALUE, "is a model's weights", "a pipeline has its own, others are given as {params}"
             )

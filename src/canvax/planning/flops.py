@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
+from canvax.compile.kinds import DENOISERS, Kinds
 from canvax.compile.programs import Programs
 from canvax.kernels.target import traced
 from canvax.params import Params
@@ -32,10 +33,12 @@ def evaluation_flops(programs: Programs, params: Params, latents: tuple[int, int
     """
     denoiser = programs.networks.denoiser
     samples = latents[0] * (2 if guided else 1), *latents[1:]
-    conditions = programs.step_inputs(params, samples, guided=False).conditions
+    program = programs.wanted(params, samples, Kinds(guided=(False,)))[DENOISERS[False]]
+    conditions = program.inputs[0].flight.prompts[0]
 
     def network(params: Params, x: Any, timestep: Any, conditions: Any) -> Any:
-        return denoiser.apply(params, x, timestep, denoiser.prepare(params, conditions))
+        prepared = denoiser.prepare(params, conditions, samples)
+        return denoiser.apply(params, x, {"timestep": timestep}, prepared, None)[0]
 
     weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params[denoiser.component])
     x = jax.ShapeDtypeStruct(samples, compute_dtype(params[denoiser.component]))

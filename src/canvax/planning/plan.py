@@ -101,8 +101,8 @@ class Plan:
         batch: images at once, on all devices together.
         height: height of an image in pixels.
         width: width of an image in pixels.
-        steps: number of steps.
-        guided: whether guidance doubles the UNet's batch.
+        steps: number of evaluations of the denoiser.
+        guided: whether guidance doubles the denoiser's batch.
         dtype: dtype of weights and activations.
         quantize: quantisation of large weights, or None.
         programs: the three programs.
@@ -231,7 +231,7 @@ def plan(
         batch: images at once on all devices together; by default one per device.
         height: height in pixels, divisible by 8; by default the size the model was trained for.
         width: width in pixels, divisible by 8; by default the size the model was trained for.
-        steps: number of steps.
+        steps: number of evaluations of the denoiser.
         guided: whether the guidance scale is above 1.
         dtype: dtype of weights and activations; by default bfloat16, on GPUs before Ampere float16.
         quantize: "int8" or "float8" for large weights in 8 bits.

@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any, TextIO
 
@@ -22,6 +21,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from canvax.compile.inspect import collectives
+from canvax.compile.kinds import DENOISERS, Kinds
 from canvax.compile.programs import Programs, decode_images
 from canvax.kernels.target import compiling_for
 from canvax.models.text import encode_text
@@ -77,14 +77,10 @@ def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
     programs, specs = Programs(model, mesh), model.specs(job.quantize)
     params = {name: abstract_params(spec, job.dtype, mesh) for name, spec in specs.items()}
     latents = model.latent_shape(job.batch, job.height, job.width)
-    calls: dict[str, Callable[[], Any]] = {
-        "encode": lambda: programs.encode_text(params, job.batch),
-        "denoise": lambda: programs.denoise(params, latents, guided=job.guided),
-        "decode": lambda: programs.decode(params, latents),
-    }
+    own = {"encode": "text encoder", "denoise": DENOISERS[job.guided], "decode": "decoder"}[name]
     began = time.perf_counter()
     try:
-        compiled = calls[name]()
+        compiled: Any = programs.program(own, params, latents, Kinds(guided=(job.guided,))).executable
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -122,7 +118,7 @@ def _flops(job: Job, name: str, programs: Programs, params: Params, latents: tup
     model, shape = job.model, jax.ShapeDtypeStruct
     with compiling_for(parse_target(job.target).platform):
         if name == "encode":
-            ids = dict.fromkeys(model.text.parts, shape((job.batch, model.text.tokens), jnp.int32))
+            ids = dict.fromkeys(model.text.names, shape((job.batch, model.text.tokens), jnp.int32))
             return count_flops(partial(encode_text, cfg=model.text), params, ids, shape((), jnp.int32))
         if name == "decode":
             return count_flops(partial(decode_images, cfg=model.vae), params["vae"], shape(latents, jnp.float32))

@@ -17,13 +17,12 @@ from canvax.samplers.curve_names import CURVES, Curve, curve_label
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.samplers.specs import SAMPLERS, SamplerSpec, Solver
-from canvax.samplers.table import SLOTS, Clip, SamplerTable, run
+from canvax.samplers.table import SLOTS, SamplerTable, run
 
 __all__ = [
     "CURVES",
     "SAMPLERS",
     "SLOTS",
-    "Clip",
     "Curve",
     "NoiseSchedule",
     "SamplerOptions",

@@ -21,8 +21,8 @@ _SCHEDULE_DEFAULTS: dict[str, Any] = {
 }
 _K_BETAS = {"beta_start": 0.00085, "beta_end": 0.012}
 _LATENT_BETAS = {**_K_BETAS, "beta_schedule": "scaled_linear"}
-_THRESHOLDING = {"thresholding": False, "dynamic_thresholding_ratio": 0.995, "sample_max_value": 1.0}
-_CLIPPING = {"clip_sample": True, "clip_sample_range": 1.0, **_THRESHOLDING}
+_THRESHOLDING = {"thresholding": False}
+_CLIPPING = {"clip_sample": False, **_THRESHOLDING}
 _LEADING = {"timestep_spacing": "leading", "steps_offset": 0}
 _LINSPACE = {"timestep_spacing": "linspace", "steps_offset": 0}
 _CURVE_FLAGS = {"use_karras_sigmas": False, "use_exponential_sigmas": False, "use_beta_sigmas": False}
@@ -46,9 +46,6 @@ _DISTILLED = {
     **_LEADING,
     "original_inference_steps": 50,
     "set_alpha_to_one": True,
-    "clip_sample": False,
-    "clip_sample_range": 1.0,
-    **_THRESHOLDING,
     "timestep_scaling": 10.0,
 }
 _EDM = {
@@ -75,7 +72,7 @@ _MATCHING = {
 
 CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "DDIMScheduler": {**_LEADING, **_CLIPPING, "set_alpha_to_one": True},
-    "DDIMInverseScheduler": {**_LEADING, "clip_sample": True, "clip_sample_range": 1.0, "set_alpha_to_one": True},
+    "DDIMInverseScheduler": {**_LEADING, "clip_sample": False, "set_alpha_to_one": True},
     "DDPMScheduler": {**_LEADING, **_CLIPPING, "variance_type": "fixed_small"},
     "PNDMScheduler": {**_LEADING, "skip_prk_steps": False, "set_alpha_to_one": False},
     "EulerDiscreteScheduler": {
@@ -85,7 +82,7 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
         "timestep_type": "discrete",
     },
     "EulerAncestralDiscreteScheduler": _LINSPACE,
-    "HeunDiscreteScheduler": {**_K_BETAS, **_K, "clip_sample": False, "clip_sample_range": 1.0},
+    "HeunDiscreteScheduler": {**_K_BETAS, **_K, "clip_sample": False},
     "KDPM2DiscreteScheduler": {**_K_BETAS, **_K},
     "KDPM2AncestralDiscreteScheduler": {**_K_BETAS, **_K},
     "LMSDiscreteScheduler": _K,
@@ -140,7 +137,7 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
         "tau_func": None,
         "lower_order_final": True,
     },
-    "LCMScheduler": _DISTILLED,
+    "LCMScheduler": {**_DISTILLED, **_CLIPPING},
     "TCDScheduler": _DISTILLED,
     "EDMEulerScheduler": _EDM,
     "EDMDPMSolverMultistepScheduler": {
@@ -170,13 +167,14 @@ KNOWN_CLASSES = frozenset({*CLASS_DEFAULTS, *ALIASES, *RELATIVES})
 _FOREIGN_DEFAULTS = {name: default for fields in CLASS_DEFAULTS.values() for name, default in fields.items()}
 _FOREIGN = {name for fields in CLASS_DEFAULTS.values() for name in fields} | {
     *("clip_denoised", "eta", "noise_sampler_seed", "solver_p", "tau_func", "tensor_format"),
+    *("clip_sample_range", "dynamic_thresholding_ratio", "sample_max_value"),
 }
 # Fields that are not options of a sampler: the noise of a step comes from the image's seed, the shift of a flow model
 # belongs to its noise schedule, and the caller that passes `mu` computes it from the image size.
 _NOTHING_HERE = (
     *("noise_sampler_seed", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len"),
     *("tau_func", "solver_p", "invert_sigmas", "use_flow_sigmas", "flow_shift", "shift", "sigma_data"),
-    *("use_dynamic_shifting", "time_shift_type", "shift_terminal"),
+    *("use_dynamic_shifting", "time_shift_type", "shift_terminal", "clip_sample", "thresholding"),
 )
 
 _FLOW_TYPE = "flow_prediction"
@@ -189,6 +187,8 @@ _CURVES = {
 _REFUSED = {
     "solver_p": "another solver as predictor is not supported; remove it",
     "tau_func": "a function cannot be read from a file; remove it for the usual one",
+    "clip_sample": "limits on the image are for models of pixels; set it to false",
+    "thresholding": "limits on the image are for models of pixels; set it to false",
     "invert_sigmas": "runs from image to noise are not supported; set it to false",
 }
 _CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -310,7 +310,6 @@ def options_of(config: Mapping[str, Any], class_name: str, implied: Mapping[str,
             values["predict_x0"] = values.pop("algorithm_type") != "noise_prediction"
         case "TCDScheduler":
             values["final_sigmas_type"] = "sigma_min"
-            values["clip_sample"] = values["thresholding"] = False  # the class declares them but ignores them
         case "EDMEulerScheduler" | "EDMDPMSolverMultistepScheduler":
             values["sigma_min"] = values["sigma_max"] = None  # they are the ends of the schedule
             if class_name == "EDMEulerScheduler" and values["final_sigmas_type"] == "sigma_min":

@@ -47,10 +47,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "mu": (-13, 13),  # keeps the shift e^mu within its limits
     "shift_terminal": (0, 0.9999),
     "lambda_min_clipped": (-math.inf, 0),
-    "clip_sample_range": (1e-6, FLOAT32_MAX),
     "timestep_scaling": (0, math.inf),
-    "dynamic_thresholding_ratio": (0, 1),
-    "sample_max_value": (1, FLOAT32_MAX),
     "restart": (0, 100_000),
 }
 
@@ -113,11 +110,6 @@ class SamplerOptions:
 
     # DDIM, DDPM, PNDM, LCM, TCD
     set_alpha_to_one: bool = True
-    clip_sample: bool = False
-    clip_sample_range: float = 1.0
-    thresholding: bool = False
-    dynamic_thresholding_ratio: float = 0.995
-    sample_max_value: float = 1.0
     variance_type: str | None = None
     skip_prk_steps: bool = True
     original_inference_steps: int = 50

@@ -1,8 +1,8 @@
 """Building blocks of the solvers: linear forms for rows, and functions that make tables of them.
 
 A form is a vector of weights over [state; D; noise], float64 [8], or [n, 8] for n rows. Solvers read like their papers:
-with the forms `X`, `D`, `NOISE` and `S1` .. `S5` below, `X + col(dt) * (X - D) / col(sigma)` is an Euler step in every
-row.
+with the forms `X`, `D`, `NOISE` and `S1` .. `S5` below, `X + column(dt) * (X - D) / column(sigma)` is an Euler step in
+every row.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from collections.abc import Mapping
 import numpy as np
 
 from canvax.errors import InputError
-from canvax.samplers.options import SamplerOptions
 from canvax.samplers.path import SMALLEST_ALPHA, Frame, Path
 from canvax.samplers.schedule import SMALLEST_ALPHA_CUMPROD, NoiseSchedule
-from canvax.samplers.table import DENOISED, SLOTS, Clip, SamplerTable
+from canvax.samplers.table import DENOISED, SLOTS, SamplerTable
 from canvax.samplers.table import NOISE as NOISE_COLUMN
 
 X, S1, S2, S3, S4, S5 = np.eye(SLOTS, SLOTS + 2)
 D, NOISE = np.eye(SLOTS + 2)[[DENOISED, NOISE_COLUMN]]
 
 
-def col(values: np.ndarray) -> np.ndarray:
+def column(values: np.ndarray) -> np.ndarray:
     """Makes a column of numbers [n], to multiply forms [n, 8] by."""
     return np.asarray(values)[:, None]
 
@@ -36,7 +35,7 @@ def rows(count: int, slots: Mapping[int, np.ndarray]) -> np.ndarray:
     return M
 
 
-def pairs(first: np.ndarray, second: np.ndarray, both: np.ndarray) -> np.ndarray:
+def interleave(first: np.ndarray, second: np.ndarray, both: np.ndarray) -> np.ndarray:
     """Interleaves two arrays: first[0], second[0], first[1], ...; omits second[i] where `both[i]` is False."""
     merged = np.stack([first, second], axis=1).reshape(-1, *first.shape[1:])
     return merged[np.stack([np.ones_like(both), both], axis=1).ravel()]
@@ -47,20 +46,19 @@ def history(count: int, limit: int) -> np.ndarray:
     return np.minimum(np.arange(count) + 1, limit)
 
 
-def before(values: np.ndarray, k: int) -> np.ndarray:
+def lag(values: np.ndarray, k: int) -> np.ndarray:
     """Shifts `values` by k rows: each row gets the value of k rows earlier, NaN where there is none."""
     return np.concatenate([np.full(k, np.nan), values])[: len(values)]
 
 
-def stepped(path: Path, options: SamplerOptions, M: np.ndarray) -> SamplerTable:
+def step_table(path: Path, M: np.ndarray) -> SamplerTable:
     """Makes the table of a solver with one row per step whose equations are in x."""
     if path.schedule.sigma_data is not None:
         M[-1, 0] /= path.alpha[-1]  # the sample of an EDM model is y, not x
-    clip = clip_of(options, thresholding_only=True)
-    return table_of(path.schedule, path.timesteps, path.alpha[:-1], path.std[:-1], M, clip=clip)
+    return table_of(path.schedule, path.timesteps, path.alpha[:-1], path.std[:-1], M)
 
 
-def framed(
+def ve_table(
     path: Path,
     frame: Frame,
     timesteps: np.ndarray,
@@ -70,7 +68,6 @@ def framed(
     *,
     step: np.ndarray | None = None,
     init_scale: float | None = None,
-    clip: Clip | None = None,
 ) -> SamplerTable:
     """Makes the table of rows N whose equations are in y, with the timestep, level before and level after each row.
 
@@ -82,17 +79,10 @@ def framed(
         now = np.maximum(now, SMALLEST_ALPHA)
     behind[-1] = 1.0
     M = N.copy()
-    M[:, 0] *= col(behind)
-    M[:, :, 0] /= col(now)
+    M[:, 0] *= column(behind)
+    M[:, :, 0] /= column(now)
     start = float(level[0]) if init_scale is None else init_scale
-    return table_of(path.schedule, timesteps, alpha, std, M, step=step, init_scale=start * float(now[0]), clip=clip)
-
-
-def clip_of(options: SamplerOptions, *, thresholding_only: bool = False) -> Clip | None:
-    """Returns the limits on D that the options specify."""
-    if options.thresholding:
-        return Clip(options.sample_max_value, options.dynamic_thresholding_ratio)
-    return Clip(options.clip_sample_range) if options.clip_sample and not thresholding_only else None
+    return table_of(path.schedule, timesteps, alpha, std, M, step=step, init_scale=start * float(now[0]))
 
 
 def demand_signal(schedule: NoiseSchedule, alpha: np.ndarray, name: str, *, combines_eps: bool = False) -> None:
@@ -137,8 +127,6 @@ def table_of(
     M: np.ndarray,
     *,
     step: np.ndarray | None = None,
-    clip: Clip | None = None,
-    raw: np.ndarray | None = None,
     init_scale: float = 1.0,
 ) -> SamplerTable:
     """Makes the table of rows at levels alpha, std. Only this function depends on the prediction type."""
@@ -150,14 +138,12 @@ def table_of(
         p=p,
         q=q,
         M=M,
-        raw=np.zeros((count, SLOTS)) if raw is None else raw,
         guidance=np.ones(count),
         rescale=np.zeros(count),
         alpha=alpha,
         std=std,
         step=np.arange(count) if step is None else step,
         init_scale=init_scale,
-        clip=clip,
     )
     if not table.finite:
         raise InputError(

@@ -72,7 +72,7 @@ SAMPLERS = (
         source="Song et al. 2021, arXiv:2010.02502",
         also=("DDIMParallelScheduler",),
         eta=True,
-        settings=("set_alpha_to_one", "clip_sample", "clip_sample_range", "thresholding"),
+        settings=("set_alpha_to_one",),
     ),
     SamplerSpec(
         *("ddpm", "DDPM", "DDPMScheduler", None, "ddpm", solvers.ddpm),
@@ -82,7 +82,7 @@ SAMPLERS = (
         when="The original stochastic sampler; needs hundreds of steps. For comparison with papers.",
         source="Ho et al. 2020, arXiv:2006.11239",
         also=("DDPMParallelScheduler",),
-        settings=("variance_type", "clip_sample", "clip_sample_range", "thresholding"),
+        settings=("variance_type",),
     ),
     SamplerSpec(
         *("pndm", "PLMS", "PNDMScheduler", None, None, solvers.pndm),
@@ -402,7 +402,6 @@ SAMPLERS = (
         evaluations="n",
         when="Backwards: from the latents of an image to the noise that DDIM starts from. 50 steps or more.",
         source="Song et al. 2021, arXiv:2010.02502",
-        implied={"clip_sample": False},
         also=("ddim_inversion",),
         curves=False,
         settings=("set_alpha_to_one",),

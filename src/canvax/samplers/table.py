@@ -25,39 +25,12 @@ SLOTS = 6
 DENOISED, NOISE = SLOTS, SLOTS + 1
 """Columns of M that follow the state."""
 
-COLUMNS = ("timestep", "c_in", "p", "q", "M", "raw", "guidance", "rescale", "step", "alpha", "std")
+COLUMNS = ("timestep", "c_in", "p", "q", "M", "guidance", "rescale", "step", "alpha", "std")
 """The arrays of a table, with an entry for each row."""
-_PROGRAM = COLUMNS[:9]
+_PROGRAM = COLUMNS[:8]
 """The columns that the denoising program reads."""
-_INNER = {"M": (SLOTS, SLOTS + 2), "raw": (SLOTS,)}
+_INNER = {"M": (SLOTS, SLOTS + 2)}
 """Shape of a column's entries, for columns whose entries are arrays."""
-
-
-@dataclass(frozen=True)
-class Clip:
-    """Limits on the denoised image, for pixel models. Hashable, since it is part of a program's key.
-
-    Without `ratio`, D is clamped to -range..range. With `ratio` it is dynamic thresholding: s is the `ratio` quantile
-    of |D| over an image, clamped to 1..range (never above range), and D becomes clamp(D, -s, s) / s.
-    Source: Saharia et al. 2022 (Imagen), section 2.3.
-    """
-
-    range: float
-    ratio: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.range <= 0 or not 0 <= (1 if self.ratio is None else self.ratio) <= 1:
-            raise InputError(f"range={self.range} and ratio={self.ratio}: range is more than 0, ratio None or in 0..1")
-
-    def apply(self, denoised: np.ndarray) -> np.ndarray:
-        """Limits `denoised`, whose first axis is the batch. This numpy form is the definition, and used in tests."""
-        if denoised.ndim == 0:
-            raise InputError("denoised", NO_VALUE, "is one number", "give an array with the batch first")
-        if self.ratio is None:
-            return np.clip(denoised, -self.range, self.range)
-        size = np.quantile(np.abs(denoised).reshape(len(denoised), -1), self.ratio, axis=1)
-        size = np.minimum(np.maximum(size, 1.0), self.range).reshape((-1,) + (1,) * (denoised.ndim - 1))
-        return np.clip(denoised, -size, size) / size
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,14 +41,12 @@ class SamplerTable:
     c_in      [R]            network input = c_in * x
     p, q      [R]            denoised D = p * x + q * output
     M         [R, K, K + 2]  state' = M @ [state(K); D; noise]
-    raw       [R, K]         weight of the unclipped D, added to state'; 0 without `clip`
     guidance  [R]            guidance scale of the row
     rescale   [R]            guidance rescale of the row (Lin et al. 2024, section 3.4)
     alpha     [R]            x before the row = alpha * x0 + std * eps
     std       [R]
     step      [R]            int, the step of the row, from 0; a step can have several evaluations
     init_scale               x before row 0 = init_scale * unit noise
-    clip                     limits on D, or None
     first_row                index of row 0 in the whole run; the noise of a step depends on this index
     """
 
@@ -84,14 +55,12 @@ class SamplerTable:
     p: np.ndarray
     q: np.ndarray
     M: np.ndarray
-    raw: np.ndarray
     guidance: np.ndarray
     rescale: np.ndarray
     alpha: np.ndarray
     std: np.ndarray
     step: np.ndarray
     init_scale: float = 1.0
-    clip: Clip | None = None
     first_row: int = 0
 
     def __post_init__(self) -> None:
@@ -215,10 +184,8 @@ def run(table: SamplerTable, denoise: Denoise, x: np.ndarray, noises: np.ndarray
             raise InputError(
                 "denoise", NO_VALUE, f"returned {output.dtype} {output.shape}, not numbers of shape {x.shape}"
             )
-        raw = table.p[r] * state[0] + table.q[r] * output
-        denoised = raw if table.clip is None else table.clip.apply(raw)
-        noise = np.zeros_like(raw) if noises is None else noises[r]
+        denoised = table.p[r] * state[0] + table.q[r] * output
+        noise = np.zeros_like(denoised) if noises is None else noises[r]
         state = np.tensordot(table.M[r], np.stack([*state, denoised, noise]), axes=1)
-        state += np.multiply.outer(table.raw[r], raw)
         seen[r] = state[0]
     return seen

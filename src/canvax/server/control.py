@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from canvax.compile.kinds import Kinds
-from canvax.engine.batch import Carried, Texts
+from canvax.engine.batch import Carried, Prompts
 from canvax.families.base import Model
 from canvax.images.formats import written
 from canvax.models.controlled import Control
@@ -94,25 +94,21 @@ class Idle:
                 del entry["masks"]
 
     def beside(self, carried: Carried, names: Sequence[str]) -> Carried:
-        """An image as the programs take it; ``own`` are the networks that it has a control image for."""
+        """An image as the programs take it; ``names`` are the networks that it has a control image for."""
         if not self._nothing:
             return carried
         flight, run = carried
-        texts = self._texts(Texts(flight.conditions, flight.negative, flight.composed))
-        run.later = {row: self._texts(texts) for row, texts in run.later.items()}
-        if run.control is not None:
+        run.later = {row: self._all(prompts) for row, prompts in run.later.items()}
+        if (strengths := run.columns.get("control")) is not None:
             widest = max(net.layers for _, net in self._nets)
-            control = np.zeros((len(run.control), len(self._nets), 2, widest), np.float32)
+            control = np.zeros((len(strengths), len(self._nets), 2, widest), np.float32)
             places = [i for i, (name, _) in enumerate(self._nets) if name in names]
-            control[:, places, :, : run.control.shape[-1]] = run.control
-            run.control = control
-        return Carried(flight._replace(**texts._asdict()), run)
+            control[:, places, :, : strengths.shape[-1]] = strengths
+            run.columns = {**run.columns, "control": control}
+        return Carried(flight._replace(prompts=self._all(flight.prompts)), run)
 
-    def _texts(self, texts: Texts) -> Texts:
-        composed = texts.composed
-        if composed is not None:
-            composed = composed._replace(others=tuple(self._whole(other) for other in composed.others))
-        return Texts(self._whole(texts.conditions), texts.negative and self._whole(texts.negative), composed)
+    def _all(self, prompts: Prompts) -> Prompts:
+        return tuple(self._whole(prompt) for prompt in prompts)
 
     def _whole(self, half: Conditions) -> Conditions:
         whole: dict[str, Any] = {**self._nothing, **half}

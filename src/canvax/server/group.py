@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from canvax.compile.aot import BuildCallback
-from canvax.compile.kinds import Kinds, Ready
+from canvax.compile.kinds import DENOISERS, Kinds, Ready
 from canvax.compile.programs import Programs
 from canvax.denoise import Known
 from canvax.engine.batch import Batch, Carried, filled
@@ -22,11 +22,14 @@ from canvax.parallel.memory import free_bytes, program_bytes
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import put
 from canvax.params import Params
+from canvax.pipelines.encoding import conditions_of
 from canvax.pipelines.prepare import prepare
 from canvax.server.control import Idle
 from canvax.server.policy import WORTH_IT, best_batch
 from canvax.server.work import GroupKey, Item
 from canvax.types import HostArray
+
+T = TypeVar("T")
 
 AT_ONCE = 0.2
 """Seconds that a call of the denoiser should take: who comes or goes waits for its end. With half of it one client's
@@ -107,7 +110,7 @@ class Group:
         self._model, self._programs, self._params = model, programs, params
         self._ready: Ready | None = None
         self._idle: Idle | None = None
-        self._denoisers: dict[int, Mapping[bool, Callable[..., Any]]] = {}
+        self._denoisers: dict[int, Ready] = {}
         self._lanes, self._most_lanes = dict.fromkeys(self.batches, 1), lanes
         self._batch: Lanes | None = None
         self._seats: list[Item | None] = []
@@ -115,12 +118,12 @@ class Group:
     def compile(self, params: Params, announce: BuildCallback | None = None) -> None:
         """Make all programs ready. May run in any thread; ``params`` may be shapes."""
         kinds, shape = self.key.kinds, self._latents(self.alone)
-        conditions = self._programs.step_inputs(params, shape, kinds, guided=False).conditions
-        self._idle = Idle(conditions, self._programs.networks.controls)
         self._ready = self._programs.ready(params, shape, kinds, announce)
-        self._denoisers = {self.alone: self._ready.denoisers}
+        self._idle = Idle(conditions_of(self._ready), self._programs.networks.controls)
+        self._denoisers = {self.alone: _denoisers(self._ready)}
         for batch in self.batches[1:]:
-            self._denoisers[batch] = self._programs.denoisers(params, self._latents(batch), kinds, announce)
+            wanted = self._programs.wanted(params, self._latents(batch), kinds)
+            self._denoisers[batch] = self._programs.compile(params, _denoisers(wanted), announce)
 
     @property
     def programs(self) -> int:
@@ -155,7 +158,7 @@ class Group:
     def _has_room(self, batch: int, lanes: int) -> bool:
         """Whether so many calls at a time have the memory, as far as that is told."""
         free = free_bytes(self._programs.mesh)
-        needed = max(program_bytes(denoiser) or 0 for denoiser in self._denoisers[batch].values())
+        needed = max(program_bytes(one.executable) or 0 for one in self._denoisers[batch].values())
         return free is None or lanes * needed <= free
 
     def _measured(self, images: int, lanes: int, carry: Carried) -> float:
@@ -190,9 +193,7 @@ class Group:
             assert self._idle is not None
             if item.shelf is not None:
                 item.request = replace(item.request, beside=item.shelf.shares(item.adapters))
-            prepared = prepare(
-                self._model, self._programs, self._params(), item.request, self._ready._replace(decode=None), item.table
-            )
+            prepared = prepare(self._model, self._programs, self._params(), item.request, self._ready, item.table)
             own = item.request.control.names if item.request.control else ()
             carried = self._idle.beside(prepared.batch.carried()[0], own)
             item.carried = carried._replace(flight=_with_known(carried.flight, self.key.kinds))
@@ -303,9 +304,8 @@ class Group:
 
     def _decode(self, latents: Sequence[HostArray]) -> HostArray:
         assert self._ready is not None
-        assert self._ready.decode is not None
         sent = put(filled(np.stack(latents), self.alone), over_batch(self._programs.mesh))
-        return np.asarray(self._ready.decode(self._params()["vae"], sent))[: len(latents)]
+        return np.asarray(self._ready["decoder"](self._params(), sent))[: len(latents)]
 
     def clear(self, *, smaller: bool = False) -> list[Item]:
         """Everything off the devices, as after a fault: the images, which begin again, and can be seated again.
@@ -335,9 +335,9 @@ class Group:
 
     def _new_batch(self, images: int) -> Lanes:
         """An empty batch of so many images, for which there are programs."""
-        kinds, lanes = self.key.kinds, self._lanes[images]
+        lanes = self._lanes[images]
         shape, denoisers = self._latents(images // lanes), self._denoisers[images // lanes]
-        new = partial(Batch, self._programs, self._params(), shape, denoisers, kinds.controls, kinds.places)
+        new = partial(Batch, denoisers, self._params(), self._programs.mesh, shape)
         return Lanes([new() for _ in range(lanes)])
 
     def _leave(self, slot: int) -> None:
@@ -347,6 +347,11 @@ class Group:
 
     def _latents(self, batch: int) -> tuple[int, int, int, int]:
         return self._programs.networks.latent_shape(batch, self.key.height, self.key.width)
+
+
+def _denoisers(programs: Mapping[str, T]) -> dict[str, T]:
+    """The denoisers among the programs of a run."""
+    return {name: programs[name] for name in DENOISERS.values() if name in programs}
 
 
 def _with_known(flight: Any, kinds: Kinds) -> Any:

@@ -39,8 +39,7 @@ _FAMILIES = {"sd": "Stable Diffusion", "sdxl": "Stable Diffusion XL"}
 
 _KINDS = {
     "method": "options.guidance_method",
-    "tuned": "options.pag_scale and options.freeu",
-    "clip": "a sampler that clips (clip_sample or thresholding)",
+    "perturbs": "options.pag_scale",
     "image_prompts": "several images in image_prompt for one adapter",
 }
 """What people call what decides programs."""

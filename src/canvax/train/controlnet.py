@@ -119,7 +119,7 @@ class Controlling:
             initial[name] = jax.tree.map(np.zeros_like, initial[name])
         hint = initial["controlnet_cond_embedding"]
         hint["conv_out"] = jax.tree.map(np.zeros_like, hint["conv_out"])
-        return Start({CONTROL: initial}, in_dtype(params, ["unet", *model.text.parts], dtype), control=net)
+        return Start({CONTROL: initial}, in_dtype(params, ["unet", *model.text.names], dtype), control=net)
 
     def shown(self, params: Params, trained: Params) -> Params:
         """Returns ``params``: there are no previews (see ``check``)."""

@@ -57,9 +57,9 @@ class Whole:
 
     def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
         """Moves the trained components out of ``params``, so that the devices have only the copy being trained."""
-        names = ["unet", *(model.text.parts if self.text else ())]
+        names = ["unet", *(model.text.names if self.text else ())]
         trained = {name: jax.device_get(params.pop(name)) for name in names}
-        return Start(trained, {name: params[name] for name in model.text.parts if name in params})
+        return Start(trained, {name: params[name] for name in model.text.names if name in params})
 
     def shown(self, params: Params, trained: Params) -> Params:
         """Returns the parameters with the trained components."""

@@ -95,7 +95,7 @@ class Lora:
     def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
         """Makes new factors; the whole model is frozen, in the dtype of the computation."""
         factors = low_rank.new_factors(self._targets(model), self.rank, training.plan.seed)
-        frozen = in_dtype(params, ["unet", *model.text.parts], dtype)
+        frozen = in_dtype(params, ["unet", *model.text.names], dtype)
 
         def assemble(trained: Params, frozen: Params) -> Params:
             return low_rank.with_factors(trained, frozen, scale=self.scale)

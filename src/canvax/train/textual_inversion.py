@@ -111,7 +111,7 @@ class Inversion:
             rows[part] = {"rows": np.asarray(table[np.asarray(beginning)], np.float32)}
             self._ids[part] = tokenizer.spare[: self.vectors]
             tokenizer.added[self.token.lower()] = self._ids[part]
-        return Start(rows, in_dtype(params, ["unet", *model.text.parts], dtype), self._with_rows)
+        return Start(rows, in_dtype(params, ["unet", *model.text.names], dtype), self._with_rows)
 
     def _with_rows(self, trained: Params, params: Params) -> Params:
         """Returns the parameters with the word's vectors in the embedding tables."""

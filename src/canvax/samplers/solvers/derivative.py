@@ -12,7 +12,7 @@ import numpy as np
 from canvax.errors import InputError
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.path import Frame, Path
-from canvax.samplers.rows import NOISE, S1, S2, S3, D, X, before, clip_of, col, framed, history, pairs, rows
+from canvax.samplers.rows import NOISE, S1, S2, S3, D, X, column, history, interleave, lag, rows, ve_table
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.samplers.spacing import euler_path
 from canvax.samplers.table import SamplerTable
@@ -30,23 +30,23 @@ def euler(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampl
     if schedule.is_flow and options.stochastic_sampling:
         return _renoised(path)
     levels = _ChurnLevels(path, options)
-    N = rows(len(path), {0: X + col(levels.after - levels.level) * levels.slope + col(levels.up) * NOISE})
+    N = rows(len(path), {0: X + column(levels.after - levels.level) * levels.slope + column(levels.up) * NOISE})
     return levels.table(levels.timesteps, levels.level, levels.left, N)
 
 
 def _renoised(path: Path) -> SamplerTable:
     """Makes the table of x' = (1 - t') D + t' noise."""
     t = path.sigmas
-    N = rows(len(path), {0: col(1 - t[1:]) * D + col(t[1:]) * NOISE})
-    return framed(path, Frame(path.schedule), path.timesteps, t[:-1], t[1:], N)
+    N = rows(len(path), {0: column(1 - t[1:]) * D + column(t[1:]) * NOISE})
+    return ve_table(path, Frame(path.schedule), path.timesteps, t[:-1], t[1:], N)
 
 
 def heun(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
     """Heun's method: Karras et al. 2022, algorithm 2. Slots: 1 y before the step, 2 its slope."""
     c = _ChurnLevels(euler_path(schedule, steps, options), options)
-    both, dt = c.after > 0, col(c.after - c.level)
-    noise = col(c.up) * NOISE
-    first = rows(len(c), {0: X + dt * c.slope + col(~both) * noise, 1: X, 2: c.slope})
+    both, dt = c.after > 0, column(c.after - c.level)
+    noise = column(c.up) * NOISE
+    first = rows(len(c), {0: X + dt * c.slope + column(~both) * noise, 1: X, 2: c.slope})
     second = rows(len(c), {0: S1 + dt / 2 * (S2 + (X - D) / _divisor(c.after)) + noise})
     next_timesteps = np.append(c.path.timesteps[1:], np.nan)
     inner = np.where(np.isnan(next_timesteps), c.frame.timestep(np.where(both, c.after, c.level)), next_timesteps)
@@ -57,10 +57,10 @@ def dpm2(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
     """The midpoint method, with the midpoint in log sigma: DPM-Solver-2 (Lu et al. 2022, algorithm 1) as in
     k-diffusion. Slot 1: y before the step."""
     c = _ChurnLevels(euler_path(schedule, steps, options), options)
-    both, noise = c.after > 0, col(c.up) * NOISE
+    both, noise = c.after > 0, column(c.up) * NOISE
     middle = np.where(both, np.sqrt(c.level * c.after), c.after)
-    first = rows(len(c), {0: X + col(middle - c.level) * c.slope + col(~both) * noise, 1: X})
-    second = rows(len(c), {0: S1 + col(c.after - c.level) * (X - D) / _divisor(middle) + noise})
+    first = rows(len(c), {0: X + column(middle - c.level) * c.slope + column(~both) * noise, 1: X})
+    second = rows(len(c), {0: S1 + column(c.after - c.level) * (X - D) / _divisor(middle) + noise})
     return _two_stages(c, first, second, middle, c.left, both)
 
 
@@ -70,7 +70,7 @@ def euler_ancestral(schedule: NoiseSchedule, steps: int, options: SamplerOptions
     Source: Song et al. 2021 (score SDE), appendix F; levels as in k-diffusion; eta scales the fresh noise.
     """
     a = _AncestralLevels(euler_path(schedule, steps, options), options)
-    N = rows(len(a), {0: X + col(a.down - a.level) * a.slope + col(a.up) * NOISE})
+    N = rows(len(a), {0: X + column(a.down - a.level) * a.slope + column(a.up) * NOISE})
     return a.table(a.timesteps, a.level, a.after, N)
 
 
@@ -83,10 +83,10 @@ def dpm2_ancestral(schedule: NoiseSchedule, steps: int, options: SamplerOptions)
             "sampler", "dpm2_a", "diverges on flow models, which begin without any signal", "use 'dpm2' or 'dpmpp_2s_a'"
         )
     a = _AncestralLevels(euler_path(schedule, steps, options), options)
-    both, noise = a.down > 0, col(a.up) * NOISE
+    both, noise = a.down > 0, column(a.up) * NOISE
     middle = np.where(both, np.sqrt(a.level * a.down), a.down)
-    first = rows(len(a), {0: X + col(middle - a.level) * a.slope, 1: X})
-    second = rows(len(a), {0: S1 + col(a.down - a.level) * (X - D) / _divisor(middle) + noise})
+    first = rows(len(a), {0: X + column(middle - a.level) * a.slope, 1: X})
+    second = rows(len(a), {0: S1 + column(a.down - a.level) * (X - D) / _divisor(middle) + noise})
     return _two_stages(a, first, second, middle, a.after, both)
 
 
@@ -99,7 +99,7 @@ def dpmpp_2s_ancestral(schedule: NoiseSchedule, steps: int, options: SamplerOpti
     both = a.down > 0
     middle = np.where(both, np.sqrt(a.level * a.down), a.down)
     first = rows(len(a), {0: _lerp(D, X, middle / a.level), 1: X})
-    second = rows(len(a), {0: _lerp(D, S1, a.down / a.level) + col(a.up) * NOISE})
+    second = rows(len(a), {0: _lerp(D, S1, a.down / a.level) + column(a.up) * NOISE})
     return _two_stages(a, first, second, middle, a.after, both)
 
 
@@ -115,9 +115,11 @@ def dpmpp_sde(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> S
     half, half_up = _ancestral_step(a.level, middle, a.eta)
     half_up = half_up * options.s_noise
     shared = np.sqrt((a.level - middle) / np.where(both, a.level - a.after, np.inf))
-    whole = col(shared) * S2 + col(np.sqrt(1 - shared**2)) * NOISE
-    first = rows(len(a), {0: _lerp(D, X, half / a.level) + col(half_up) * NOISE, 1: X, 2: col(half_up > 0) * NOISE})
-    second = rows(len(a), {0: _lerp(D, S1, a.down / a.level) + col(a.up) * whole})
+    whole = column(shared) * S2 + column(np.sqrt(1 - shared**2)) * NOISE
+    first = rows(
+        len(a), {0: _lerp(D, X, half / a.level) + column(half_up) * NOISE, 1: X, 2: column(half_up > 0) * NOISE}
+    )
+    second = rows(len(a), {0: _lerp(D, S1, a.down / a.level) + column(a.up) * whole})
     return _two_stages(a, first, second, middle, a.after, both)
 
 
@@ -129,7 +131,7 @@ def lms(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampler
     """
     path = euler_path(schedule, steps, options)
     level, after = path.sigmas[:-1], path.sigmas[1:]
-    nodes = np.stack([before(level, k) - level for k in range(4)], axis=1)
+    nodes = np.stack([lag(level, k) - level for k in range(4)], axis=1)
     moments = np.stack([(after - level) ** (k + 1) / (k + 1) for k in range(4)], axis=1)
     weights = lagrange_weights(nodes, moments, history(len(path), 4))
     return _slopes(path, options, weights)
@@ -141,7 +143,7 @@ def ipndm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampl
     Source: Zhang and Chen 2023 (DEIS), section 3.4 (iPNDM). Slots 1 to 3: earlier slopes, newest first.
     """
     path = euler_path(schedule, steps, options)
-    weights = ADAMS_BASHFORTH[history(len(path), 4) - 1] * col(path.sigmas[1:] - path.sigmas[:-1])
+    weights = ADAMS_BASHFORTH[history(len(path), 4) - 1] * column(path.sigmas[1:] - path.sigmas[:-1])
     return _slopes(path, options, weights)
 
 
@@ -158,7 +160,7 @@ ADAMS_BASHFORTH = np.array(
 def _slopes(path: Path, options: SamplerOptions, weights: np.ndarray) -> SamplerTable:
     """Makes the table of y' = y + weights . (slope, three earlier slopes)."""
     levels = _Levels(path, options, Frame(path.schedule), path.sigmas)
-    moved = X + col(weights[:, 0]) * levels.slope + weights[:, 1:] @ np.stack([S1, S2, S3])
+    moved = X + column(weights[:, 0]) * levels.slope + weights[:, 1:] @ np.stack([S1, S2, S3])
     N = rows(len(path), {0: moved, 1: levels.slope, 2: S1, 3: S2})
     return levels.table(levels.timesteps, levels.level, levels.after, N)
 
@@ -177,7 +179,7 @@ class _Levels:
     @property
     def slope(self) -> np.ndarray:
         """The form (X - D) / sigma of each row."""
-        return (X - D) / col(self.level)
+        return (X - D) / column(self.level)
 
     def table(
         self, timesteps: np.ndarray, level: np.ndarray, left: np.ndarray, N: np.ndarray, step: np.ndarray | None = None
@@ -187,9 +189,7 @@ class _Levels:
         start, schedule = float(max(level[0], left.max())), self.path.schedule
         if schedule.timestep_unit != "index" or (self.options.spacing == "leading" and not schedule.is_flow):
             start = float(np.hypot(1, start))
-        return framed(
-            self.path, self.frame, timesteps, level, left, N, step=step, init_scale=start, clip=clip_of(self.options)
-        )
+        return ve_table(self.path, self.frame, timesteps, level, left, N, step=step, init_scale=start)
 
 
 class _ChurnLevels(_Levels):
@@ -224,12 +224,12 @@ def _ancestral_step(level: np.ndarray, after: np.ndarray, eta: float) -> tuple[n
 
 
 def _lerp(target: np.ndarray, form: np.ndarray, share: np.ndarray) -> np.ndarray:
-    return col(share) * form + col(1 - share) * target
+    return column(share) * form + column(1 - share) * target
 
 
 def _divisor(level: np.ndarray) -> np.ndarray:
-    """Returns a column to divide by; the rows at level 0 are removed later by `pairs`."""
-    return col(np.where(level > 0, level, np.inf))
+    """Returns a column to divide by; the rows at level 0 are removed later by `interleave`."""
+    return column(np.where(level > 0, level, np.inf))
 
 
 def _two_stages(
@@ -242,15 +242,15 @@ def _two_stages(
     middle_timesteps: np.ndarray | None = None,
 ) -> SamplerTable:
     """Makes the table of steps with two rows: from `level` to `middle`, and from there to `left`."""
-    level = pairs(levels.level, middle, both)
+    level = interleave(levels.level, middle, both)
     inner = np.where(both, middle, left)
     if middle_timesteps is None:
         middle_timesteps = levels.frame.timestep(np.where(both, middle, levels.level))
-    step = pairs(np.arange(len(levels)), np.arange(len(levels)), both)
+    step = interleave(np.arange(len(levels)), np.arange(len(levels)), both)
     return levels.table(
-        pairs(levels.timesteps, middle_timesteps, both),
+        interleave(levels.timesteps, middle_timesteps, both),
         level,
-        pairs(inner, left, both),
-        pairs(first, second, both),
+        interleave(inner, left, both),
+        interleave(first, second, both),
         step,
     )

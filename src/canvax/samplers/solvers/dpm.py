@@ -13,7 +13,7 @@ import numpy as np
 from canvax.errors import InputError
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.path import Path
-from canvax.samplers.rows import NOISE, S1, S2, S3, D, X, before, col, history, rows, stepped
+from canvax.samplers.rows import NOISE, S1, S2, S3, D, X, column, history, lag, rows, step_table
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.samplers.spacing import dpm_path
 from canvax.samplers.table import SamplerTable
@@ -34,10 +34,16 @@ def dpm_multistep(schedule: NoiseSchedule, steps: int, options: SamplerOptions) 
     with np.errstate(all="ignore"):  # h is infinite at a last level of 0; infinite values are not used
         h = np.diff(path.lambdas)
         on_x, c, up = _coefficients(path, np.arange(len(path)), h, algorithm, options)
-        weights = _differences(orders, before(h, 1) / h, before(h, 2) / h, c)
+        weights = _differences(orders, lag(h, 1) / h, lag(h, 2) / h, c)
     value = model_value(path, data=algorithm.endswith("++"))
-    moved = col(on_x) * X + col(weights[0]) * value + col(weights[1]) * S1 + col(weights[2]) * S2 + col(up) * NOISE
-    return stepped(path, options, rows(len(path), {0: moved, 1: value, 2: S1}))
+    moved = (
+        column(on_x) * X
+        + column(weights[0]) * value
+        + column(weights[1]) * S1
+        + column(weights[2]) * S2
+        + column(up) * NOISE
+    )
+    return step_table(path, rows(len(path), {0: moved, 1: value, 2: S1}))
 
 
 def dpm_singlestep(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
@@ -73,16 +79,16 @@ def dpm_singlestep(schedule: NoiseSchedule, steps: int, options: SamplerOptions)
         middle = np.where(orders == 3, slope1, 0.0)
         old = np.select([orders == 1, orders == 2], [np.zeros(count), c0 - second / r0], c0 - slope0 - slope1)
     value = model_value(path, data=algorithm.endswith("++"))
-    first = col(orders == 1)
-    moved = col(on_x) * np.where(first, X, S1) + col(now) * value + col(up) * NOISE
-    moved = moved + col(old) * S2 + col(middle) * S3
+    first = column(orders == 1)
+    moved = column(on_x) * np.where(first, X, S1) + column(now) * value + column(up) * NOISE
+    moved = moved + column(old) * S2 + column(middle) * S3
     slots = {
         0: moved,
         1: np.where(first, X, S1),
         2: np.where(first, value, S2),
-        3: np.where(col(orders == 2), value, S3),
+        3: np.where(column(orders == 2), value, S3),
     }
-    return stepped(path, options, rows(count, slots))
+    return step_table(path, rows(count, slots))
 
 
 def deis(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
@@ -94,19 +100,19 @@ def deis(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
     orders = orders_of(path, options, options.solver_order)
     # u = log(rho_0 / rho), the distance in lambda; rho falls from rho_0 as exp(-u).
     lambdas, level = path.lambdas, path.ratios
-    nodes = np.stack([before(lambdas[:-1], k) - lambdas[:-1] for k in range(3)], axis=1)
-    moments = -col(level[:-1]) * exponential_moments(np.diff(lambdas), 1.0, 3)
+    nodes = np.stack([lag(lambdas[:-1], k) - lambdas[:-1] for k in range(3)], axis=1)
+    moments = -column(level[:-1]) * exponential_moments(np.diff(lambdas), 1.0, 3)
     weights = lagrange_weights(nodes, moments, orders)
     value = model_value(path, data=False)
-    moved = X / col(path.alpha[:-1]) + col(weights[:, 0]) * value + weights[:, 1:] @ np.stack([S1, S2])
-    return stepped(path, options, rows(len(path), {0: col(path.alpha[1:]) * moved, 1: value, 2: S1}))
+    moved = X / column(path.alpha[:-1]) + column(weights[:, 0]) * value + weights[:, 1:] @ np.stack([S1, S2])
+    return step_table(path, rows(len(path), {0: column(path.alpha[1:]) * moved, 1: value, 2: S1}))
 
 
 def model_value(path: Path, *, data: bool) -> np.ndarray:
     """Returns the form of D, or of eps = (X - alpha D) / std, at each row."""
     if data:
         return np.broadcast_to(D, (len(path), D.size))
-    return (X - col(path.alpha[:-1]) * D) / col(path.std[:-1])
+    return (X - column(path.alpha[:-1]) * D) / column(path.std[:-1])
 
 
 def orders_of(path: Path, options: SamplerOptions, limit: int) -> np.ndarray:

@@ -8,7 +8,7 @@ import numpy as np
 
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.path import Path
-from canvax.samplers.rows import S1, S2, S3, S4, S5, D, X, col, demand_numbered, demand_signal, rows, table_of
+from canvax.samplers.rows import S1, S2, S3, S4, S5, D, X, column, demand_numbered, demand_signal, rows, table_of
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.samplers.solvers.derivative import ADAMS_BASHFORTH
 from canvax.samplers.solvers.training import remaining_at
@@ -49,23 +49,23 @@ def pndm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
     stages_of = _plms_stages if options.skip_prk_steps else _prk_stages
     stages = stages_of(path, schedule.num_train_timesteps // steps)
     timesteps, start, end, step, weights, summed, base, anchors, keep, add, pushes = (
-        np.array(column) for column in zip(*stages, strict=True)
+        np.array(values) for values in zip(*stages, strict=True)
     )
     remaining = _remaining(path, timesteps, options)
     a, s = np.sqrt(remaining), np.sqrt(1 - remaining)
     demand_signal(schedule, a, "pndm", combines_eps=True)
     # Recovers the network's output from x and D.
     velocity = schedule.prediction_type == "v_prediction"
-    output = (col(a) * X - D) / col(s) if velocity else (X - col(a) * D) / col(s)
+    output = (column(a) * X - D) / column(s) if velocity else (X - column(a) * D) / column(s)
     carry, gain = _transfer(_remaining(path, start, options), _remaining(path, end, options), velocity)
-    along = col(weights[:, 0]) * output + weights[:, 1:] @ np.stack([S3, S4, S5]) + col(summed) * S2
+    along = column(weights[:, 0]) * output + weights[:, 1:] @ np.stack([S3, S4, S5]) + column(summed) * S2
     slots = {
-        0: col(carry) * np.where(col(base == 1), S1, X) + col(gain) * along,
-        1: np.where(col(anchors), X, S1),
-        2: col(keep) * S2 + col(add) * output,
-        3: np.where(col(pushes), output, S3),
-        4: np.where(col(pushes), S3, S4),
-        5: np.where(col(pushes), S4, S5),
+        0: column(carry) * np.where(column(base == 1), S1, X) + column(gain) * along,
+        1: np.where(column(anchors), X, S1),
+        2: column(keep) * S2 + column(add) * output,
+        3: np.where(column(pushes), output, S3),
+        4: np.where(column(pushes), S3, S4),
+        5: np.where(column(pushes), S4, S5),
     }
     return table_of(schedule, timesteps, a, s, rows(len(stages), slots), step=step)
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.path import Path
-from canvax.samplers.rows import NOISE, S1, S2, S3, S4, S5, X, before, col, history, rows, stepped
+from canvax.samplers.rows import NOISE, S1, S2, S3, S4, S5, X, column, history, lag, rows, step_table
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.samplers.solvers.dpm import model_value
 from canvax.samplers.spacing import dpm_path
@@ -34,15 +34,15 @@ def unipc(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampl
         corrected = np.broadcast_to(X, value.shape).copy()
         if count > 1:
             now, *old = _uni_weights(path, orders[:-1], hh[:-1], k[:-1], options, corrects=True)
-            correction = col(on_x[:-1]) * S1 + col(now) * value[1:]
-            correction = correction + sum(col(weight) * form for weight, form in zip(old, stored, strict=True))
+            correction = column(on_x[:-1]) * S1 + column(now) * value[1:]
+            correction = correction + sum(column(weight) * form for weight, form in zip(old, stored, strict=True))
             off = np.isin(options.restart + np.arange(count - 1), options.disable_corrector)
-            corrected[1:] = np.where(col(off), X, correction)
+            corrected[1:] = np.where(column(off), X, correction)
         first, *old = _uni_weights(path, orders, hh, k, options, corrects=False)
-        moved = col(on_x) * corrected + col(first) * value
-        moved = moved + sum(col(weight) * form for weight, form in zip(old, stored[:2], strict=True))
+        moved = column(on_x) * corrected + column(first) * value
+        moved = moved + sum(column(weight) * form for weight, form in zip(old, stored[:2], strict=True))
     M = rows(count, {0: moved, 1: corrected, 2: value, 3: S2, 4: S3})
-    return stepped(path, options, M)
+    return step_table(path, M)
 
 
 def _uni_frame(path: Path, options: SamplerOptions) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -64,7 +64,7 @@ def _uni_weights(
     count, lambdas = len(orders), path.lambdas[: len(orders) + 1]
     h = np.diff(lambdas)
     B = hh if options.solver_type == "bh1" else np.expm1(hh)
-    ratios = np.stack([(before(lambdas[:-1], j) - lambdas[:-1]) / h for j in (1, 2)], axis=1)
+    ratios = np.stack([(lag(lambdas[:-1], j) - lambdas[:-1]) / h for j in (1, 2)], axis=1)
     phi, factorial, targets = np.expm1(hh) / hh - 1, 1, []
     for i in range(1, 4):
         targets.append(phi * factorial / B)
@@ -82,7 +82,7 @@ def _uni_weights(
         rho[at, :held] = solved[:, :held]
         rho[at, 2] = solved[:, -1] if corrects else 0.0
     # B is infinite in a step to zero, which has order 1 and does not use it.
-    old = np.where(rho[:, :2] != 0, col(B) * rho[:, :2] / ratios, 0.0)
+    old = np.where(rho[:, :2] != 0, column(B) * rho[:, :2] / ratios, 0.0)
     new = np.where(rho[:, 2] != 0, B * rho[:, 2], 0.0)
     weights = [-k * (np.expm1(hh) - old.sum(axis=1) - new), -k * old[:, 0], -k * old[:, 1]]
     return [-k * new, *weights] if corrects else weights
@@ -120,11 +120,11 @@ def sa_solver(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> S
         corrected = np.broadcast_to(X, value.shape).copy()
         if count > 1:
             weights = _sa_weights(path, tau, corrector[:-1], options, corrects=True)
-            correction = col(on_x[:-1]) * S1 + col(up[:-1]) * S2 + col(weights[:, 0]) * value[1:]
+            correction = column(on_x[:-1]) * S1 + column(up[:-1]) * S2 + column(weights[:, 0]) * value[1:]
             corrected[1:] = correction + weights[:, 1:] @ stored
         weights = _sa_weights(path, tau, predictor, options, corrects=False)
-        moved = col(on_x) * corrected + col(weights[:, 0]) * value + weights[:, 1:] @ stored + col(up) * NOISE
-    return stepped(path, options, rows(count, {0: moved, 1: corrected, 2: col(up > 0) * NOISE, 3: value, 4: S3, 5: S4}))
+        moved = column(on_x) * corrected + column(weights[:, 0]) * value + weights[:, 1:] @ stored + column(up) * NOISE
+    return step_table(path, rows(count, {0: moved, 1: corrected, 2: column(up > 0) * NOISE, 3: value, 4: S3, 5: S4}))
 
 
 def _sa_frame(path: Path, tau: np.ndarray, options: SamplerOptions) -> tuple[np.ndarray, np.ndarray]:
@@ -147,15 +147,15 @@ def _sa_weights(
     h, c = np.diff(lambdas), 1 + tau[:count] ** 2
     # u = lambda_to - lambda, from 0 at the end of the step.
     known = slice(1, None) if corrects else slice(None, -1)
-    nodes = np.stack([lambdas[1:] - before(lambdas, j)[known] for j in range(4)], axis=1)
+    nodes = np.stack([lambdas[1:] - lag(lambdas, j)[known] for j in range(4)], axis=1)
     moments = exponential_moments(h, c if options.predict_x0 else -1.0, 4)
-    nodes[~np.isfinite(nodes) & (np.arange(4) < col(orders))] = 1.0  # a step to zero has order 1: any node works
+    nodes[~np.isfinite(nodes) & (np.arange(4) < column(orders))] = 1.0  # a step to zero has order 1: any node works
     weights = lagrange_weights(nodes, moments, orders)
     if not options.predict_x0:
-        return -col(c * path.std[1 : count + 1]) * weights
-    gap = h if corrects else lambdas[:-1] - before(lambdas[:-1], 1)
+        return -column(c * path.std[1 : count + 1]) * weights
+    gap = h if corrects else lambdas[:-1] - lag(lambdas[:-1], 1)
     change = (h**2 / 2 - (h * c - 1 + np.exp(-c * h)) / c**2) / gap
     change = np.where(orders == 2, change, 0.0)
     weights[:, 0] += change
     weights[:, 1] -= change
-    return col(c * path.alpha[1 : count + 1]) * weights
+    return column(c * path.alpha[1 : count + 1]) * weights

@@ -10,10 +10,10 @@ import numpy as np
 from canvax.errors import InputError
 from canvax.samplers.options import SamplerOptions
 from canvax.samplers.path import Frame
-from canvax.samplers.rows import NOISE, D, X, clip_of, col, demand_numbered, demand_signal, rows, table_of
+from canvax.samplers.rows import NOISE, D, X, column, demand_numbered, demand_signal, rows, table_of
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.samplers.spacing import distilled_path, training_path
-from canvax.samplers.table import SLOTS, SamplerTable
+from canvax.samplers.table import SamplerTable
 
 
 def remaining_at(schedule: NoiseSchedule, timesteps: np.ndarray, options: SamplerOptions) -> np.ndarray:
@@ -27,9 +27,8 @@ def remaining_at(schedule: NoiseSchedule, timesteps: np.ndarray, options: Sample
 def ddim(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
     """DDIM: Song et al. 2021, eq. 12, with eta of eq. 16.
 
-    Checkpoints were tuned with two conventions: a step goes from t to t - train // steps whatever the spacing, and the
-    noise direction comes from the unclipped output. The last step ends the run. Along a curve, steps go from level to
-    level.
+    A step goes from t to t - train // steps whatever the spacing, the convention with which checkpoints were tuned. The
+    last step ends the run. Along a curve, steps go from level to level.
     """
     eta = options.eta or 0.0
     path = training_path(schedule, steps, options)
@@ -41,15 +40,9 @@ def ddim(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
         a_to, s_to = np.sqrt(remaining), np.sqrt(1 - remaining)
     std = eta * _posterior(a, s, a_to, s_to)
     direction = np.sqrt(s_to**2 - std**2)
-    towards = col(a_to) * D + col(std) * NOISE
-    clip = clip_of(options)
-    if clip is None:
-        M = rows(len(path), {0: towards + col(direction / s) * (X - col(a) * D)})
-        return table_of(schedule, path.timesteps, a, s, M)
-    raw = np.zeros((len(path), SLOTS))
-    raw[:, 0] = -direction * a / s
-    M = rows(len(path), {0: towards + col(direction / s) * X})
-    return table_of(schedule, path.timesteps, a, s, M, clip=clip, raw=raw)
+    towards = column(a_to) * D + column(std) * NOISE
+    M = rows(len(path), {0: towards + column(direction / s) * (X - column(a) * D)})
+    return table_of(schedule, path.timesteps, a, s, M)
 
 
 def _posterior(a: np.ndarray, s: np.ndarray, a_to: np.ndarray, s_to: np.ndarray) -> np.ndarray:
@@ -64,10 +57,6 @@ def ddim_inverse(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -
     of the step; D is the network's image for x at this timestep.
     """
     demand_numbered(schedule, "ddim_inverse")
-    if options.clip_sample or options.thresholding:
-        raise InputError(
-            "clip_sample=True and thresholding=True cannot be honoured by DDIM inversion; set them to False"
-        )
     if options.spacing == "linspace":
         raise InputError("spacing", "linspace", "is not defined for DDIM inversion", "use 'leading' or 'trailing'")
     path = training_path(schedule, steps, options)
@@ -79,11 +68,11 @@ def ddim_inverse(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -
     demand_signal(schedule, a_to, "ddim_inverse")
     match schedule.prediction_type:
         case "epsilon":
-            eps = (X - col(a_to) * D) / col(s_to)
-            image = (X - col(s) * eps) / col(a)
+            eps = (X - column(a_to) * D) / column(s_to)
+            image = (X - column(s) * eps) / column(a)
         case "v_prediction":
-            velocity = (col(a_to) * X - D) / col(s_to)
-            eps, image = col(a) * velocity + col(s) * X, col(a) * X - col(s) * velocity
+            velocity = (column(a_to) * X - D) / column(s_to)
+            eps, image = column(a) * velocity + column(s) * X, column(a) * X - column(s) * velocity
         case _:
             if np.any(s == 0):
                 raise InputError(
@@ -92,8 +81,8 @@ def ddim_inverse(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -
                     "says nothing about the noise of a clean image, where DDIM inversion starts",
                     "set_alpha_to_one=False starts at the first timestep",
                 )
-            eps, image = (X - col(a) * D) / col(s), D
-    M = rows(steps, {0: col(a_to) * image + col(s_to) * eps})
+            eps, image = (X - column(a) * D) / column(s), D
+    M = rows(steps, {0: column(a_to) * image + column(s_to) * eps})
     return table_of(schedule, timesteps, a_to, s_to, M)
 
 
@@ -108,8 +97,8 @@ def ddpm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sample
     large = np.sqrt(np.maximum(s**2 - (ratio * s_to) ** 2, 0.0))
     std = large if options.variance_type in ("fixed_large", "fixed_large_log") else small
     std = np.where(path.timesteps > 0 if schedule.timestep_unit == "index" else s_to > 0, std, 0.0)
-    M = rows(len(path), {0: col(on_x) * X + col(a_to - on_x * a) * D + col(std) * NOISE})
-    return table_of(schedule, path.timesteps, a, s, M, clip=clip_of(options))
+    M = rows(len(path), {0: column(on_x) * X + column(a_to - on_x * a) * D + column(std) * NOISE})
+    return table_of(schedule, path.timesteps, a, s, M)
 
 
 def lcm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
@@ -124,10 +113,10 @@ def lcm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampler
         np.maximum(path.timesteps, 0.0) * options.timestep_scaling if np.isfinite(options.timestep_scaling) else np.inf
     )
     on_d = 1 / np.hypot(1, 0.5 / np.where(far == 0, 1e-300, far)) * np.ones_like(a)
-    image = col(on_d) * D + col(1 - on_d**2) * X
+    image = column(on_d) * D + column(1 - on_d**2) * X
     to = np.append(a_to[:-1], 1.0)
-    M = rows(len(path), {0: col(to) * image + col(np.append(s_to[:-1], 0.0)) * NOISE})
-    return table_of(schedule, path.timesteps, a, s, M, clip=clip_of(options))
+    M = rows(len(path), {0: column(to) * image + column(np.append(s_to[:-1], 0.0)) * NOISE})
+    return table_of(schedule, path.timesteps, a, s, M)
 
 
 def tcd(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> SamplerTable:
@@ -150,11 +139,11 @@ def tcd(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampler
         remaining[-1] = 1.0
     else:
         a_to[-1], s_to[-1] = np.sqrt(remaining[-1]), np.sqrt(1 - remaining[-1])
-    eps = (X - col(a) * D) / col(s)
-    down = col(np.sqrt(remaining)) * D + col(np.sqrt(1 - remaining)) * eps
+    eps = (X - column(a) * D) / column(s)
+    down = column(np.sqrt(remaining)) * D + column(np.sqrt(1 - remaining)) * eps
     signal = a_to / np.sqrt(remaining)
     fresh = np.sqrt(np.maximum(1 - signal**2, 0.0))
     if eta == 0:
         signal, fresh = np.ones_like(signal), np.zeros_like(fresh)
-    M = rows(len(path), {0: col(signal) * down + col(fresh) * NOISE})
+    M = rows(len(path), {0: column(signal) * down + column(fresh) * NOISE})
     return table_of(schedule, path.timesteps, a, s, M)
