@@ -14,7 +14,7 @@ _STRENGTH = declared(Call)["strength"].setting
 Side = Annotated[int, Meta(ge=1, le=MAX_SIDE)]
 SideOrNone = Annotated[int, Meta(ge=-1, le=MAX_SIDE)]
 """0 and -1 are A1111's words for none."""
-Steps = Annotated[int, Meta(ge=1)]
+Steps = Annotated[int, Meta(ge=1, le=10_000)]
 """``work.check`` refuses more than a job may have."""
 Scale = Annotated[float, Meta(ge=0, le=MOST_GUIDANCE)]
 Fraction = Annotated[float, Meta(ge=_STRENGTH.low, le=_STRENGTH.high)]
