@@ -298,7 +298,7 @@ def test_warnings_are_one_line(generate: Run) -> None:
         (("x", "--eta", "0.5", "--sampler", "euler"), "--eta"),
         (("x", "--sigmas", "9,x"), "sigmas"),
         (("x", "--set", "s_churn=3"), "--set"),
-        (("x", "--set", "s_churn"), "sampler_settings"),
+        (("x", "--set", "s_churn"), "--set"),
         (("x", "--guidance-steps", "1,2,3", "--steps", "4"), "guidance"),
         (("x", "--sampler", "DDIM inversion"), "sampler"),
         (("x", "--clip-skip", "2"), "--clip-skip"),
@@ -432,9 +432,9 @@ def test_info_of_a_folder(run: Run, tmp_path: Path) -> None:
         save_file({one: np.zeros((2, width), np.float16) for one in names}, tmp_path / name, metadata=metadata)
 
     to_k = "model.diffusion_model.input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"
-    write("m/xl.safetensors", "model.diffusion_model.a", "first_stage_model.a", "conditioner.embedders.0.transformer.a",
-          "conditioner.embedders.1.model.a")  # fmt: skip
-    write("m/two.safetensors", "model.diffusion_model.a", "first_stage_model.a", "cond_stage_model.model.a")
+    write("m/xl.safetensors", to_k, "first_stage_model.a", "conditioner.embedders.0.transformer.a",
+          "conditioner.embedders.1.model.a", width=2048)  # fmt: skip
+    write("m/two.safetensors", to_k, "first_stage_model.a", "cond_stage_model.model.a", width=1024)
     write("m/pruned.safetensors", to_k)
     write("m/flux.safetensors", "double_blocks.0.a")
     write("m/vae.safetensors", "decoder.conv_in.weight", "encoder.conv_in.weight")
@@ -457,7 +457,7 @@ def test_info_of_a_folder(run: Run, tmp_path: Path) -> None:
         "m/cut.safetensors": ("damaged", None),
         "m/flux.safetensors": ("weights that canvax does not run", "FLUX"),
         "m/old.ckpt": ("a pickle, which is not opened", None),
-        "m/pruned.safetensors": ("a model without autoencoder and text encoder", "Stable Diffusion 1.x"),
+        "m/pruned.safetensors": ("a model without an autoencoder and a text encoder", "Stable Diffusion 1.x"),
         "m/two.safetensors": ("a model", "Stable Diffusion 2.x"),
         "m/vae.safetensors": ("an autoencoder", None),
         "m/xl.safetensors": ("a model", "Stable Diffusion XL"),

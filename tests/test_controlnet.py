@@ -40,6 +40,7 @@ from canvax.params import init_params
 from canvax.pipelines.control_images import check_control, layer_weights, strengths
 from canvax.scale.rows import Row
 from canvax.scale.work import Worker
+from canvax.weights.location import BUNDLED
 
 QUIET = canvax.Options(progress=False)
 LATENTS = (8, 8, 4)
@@ -636,6 +637,7 @@ def test_command_line(
     pipe: canvax.StableDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    shutil.copytree(BUNDLED["emoji"], "base")
     asked: list[Any] = []
     monkeypatch.setattr(canvax, "load", lambda *_, **keywords: asked.append(keywords["controlnet"]) or pipe)
     draw(pipe).images[0].save("photo.png")

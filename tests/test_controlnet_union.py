@@ -6,6 +6,7 @@ Numbers are held against PyTorch diffusers in ``parity/test_controlnet_union.py`
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from canvax.cli import BAD_INPUT, main
 from canvax.cli.info import reproduce
 from canvax.parallel.mesh import make_mesh
 from canvax.pipelines.control_files import control_of
+from canvax.weights.location import BUNDLED
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -181,6 +183,7 @@ def test_flags() -> None:
 
 def test_command(pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
+    shutil.copytree(BUNDLED["emoji"], "base")
     monkeypatch.setattr(canvax, "load", lambda *_, **__: pipe)
     for i in (1, 2):
         edges(i).save(f"{i}.png")

@@ -126,7 +126,7 @@ def test_bad_calls_of_parts(old: Old) -> None:
     sample, text = np.zeros(LATENTS), np.zeros((2, 77, 48))
     bad: list[tuple[Any, str]] = [
         (lambda: pipeline.unet.apply(params["unet"], sample, 1, text), "no 'params' in it"),
-        (lambda: pipeline.unet.apply({"params": params["vae"]}, sample, 1, text), "params\\['unet'\\] does not fit"),
+        (lambda: pipeline.unet.apply({"params": params["vae"]}, sample, 1, text), "unet.*does not fit"),
         (lambda: pipeline.unet(np.moveaxis(sample, 1, -1), 1, text, params=params["unet"]), "channels first"),
         (lambda: pipeline.unet(sample, 1, text[..., :9], params=params["unet"]), r"encoder_hidden_states.*48\]"),
         (lambda: pipeline.text_encoder(np.full((1, 77), -1), params=params["text_encoder"]), "has the id -1"),

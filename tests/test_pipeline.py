@@ -446,7 +446,7 @@ def test_numbers_of_numpy(emoji: canvax.StableDiffusion, tmp_path: Path) -> None
     assert draw(emoji, "a cat", seed=np.int64(3)).metadata[0]["seed"] == 3
     with refused("latents"):
         draw(emoji, "a cat", latents="x")
-    with pytest.raises(canvax.InputError, match="model = None is no name"):
+    with pytest.raises(canvax.InputError, match=r"^model=None"):
         canvax.load(None)  # pyright: ignore[reportArgumentType]
     (tmp_path / "file").write_text("")
     with refused("path"):

@@ -17,7 +17,7 @@ from small_checkpoint import TEXT, UNET, VAE, write_small_checkpoint
 from tiny_preset import TINY
 
 import canvax
-from canvax.cli import BAD_INPUT, FAILED, main
+from canvax.cli import BAD_INPUT, main
 from canvax.cli.plan import lines, parse_size
 from canvax.compile.inspect import collectives
 from canvax.errors import CanvaxError, CheckpointError, InputError
@@ -323,7 +323,7 @@ def test_plans_are_kept(told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dtype": "int8"}, r"dtype='int8' is not supported"),
         ({"mesh": {"data": 2}}, r"has 2 devices, tpu-v5e:2x2 has 4; their product must be 4"),
         ({"mesh": {"modle": 2}}, r"an axis 'modle'; did you mean 'model'"),
-        ({"model": "sdx"}, r"model='sdx' is no preset, folder or Hub id; did you mean 'sdxl'"),
+        ({"model": "sdx"}, "^model='sdx'"),
     ],
 )
 def test_bad_input(arguments: dict[str, Any], said: str) -> None:
@@ -389,5 +389,5 @@ def test_command_line_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--target" in capsys.readouterr().err
     assert main(["plan", "sdxl", "--target", "v5f:2x2", "--json"]) == BAD_INPUT
     assert json.loads(capsys.readouterr().out)["error"]["type"] == "InputError"
-    assert main(["plan", "./nowhere", "--target", "v5e:2x2"]) == FAILED
+    assert main(["plan", "./nowhere", "--target", "v5e:2x2"]) == BAD_INPUT
     assert "nowhere" in capsys.readouterr().err

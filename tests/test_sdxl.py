@@ -182,7 +182,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "percent": ({"denoising_end": 80}, "denoising_end=80"),
     "one number": ({"original_size": 1024}, "original_size=1024"),
     "three numbers": ({"target_size": (1, 2, 3)}, "target_size"),
-    "fraction": ({"target_size": (1.5, 2)}, "whole pixels"),
+    "fraction": ({"target_size": (1.5, 2)}, "target_size"),
     "no size": ({"negative_original_size": (0, 5)}, "negative_original_size"),
     "crop": ({"crops_coords_top_left": (-1, 0)}, r"\(top, left\)"),
     "score": ({"aesthetic_score": "high"}, "aesthetic_score='high'"),
@@ -202,7 +202,7 @@ def test_bad_options(name: str) -> None:
     ids=lambda options: next(iter(options)),
 )
 def test_options_of_xl_alone(options: dict[str, Any], emoji: canvax.StableDiffusion) -> None:
-    with pytest.raises(canvax.InputError, match=f"{next(iter(options))} means nothing to emoji: it is not an SDXL"):
+    with pytest.raises(canvax.InputError, match=f"^{next(iter(options))} "):
         draw(emoji, options=options)
 
 
@@ -212,7 +212,7 @@ def test_bad_calls(base: canvax.StableDiffusion, refiner: canvax.StableDiffusion
         (base, {"options": {"aesthetic_score": 5.0}}, "not a refiner"),
         (base, {"options": {"prompt_2": ["a", "b"]}}, "prompt_2 has 2 entries for 1"),
         (base, {"options": {"negative_prompt_2": 7}}, "negative_prompt_2=7"),
-        (base, {"options": {"denoising_start": 0.5}}, "latents=None"),
+        (base, {"options": {"denoising_start": 0.5}}, "needs latents"),
         (base, {"options": {"clip_skip": 2}}, r"clip_skip=2 is not in 0\.\.1"),
         (base, {"options": {"denoising_start": 0.999}, "latents": latents}, "no step"),
         (refiner, {}, "is a refiner"),

@@ -262,7 +262,7 @@ def test_without_adapters(capsys: pytest.CaptureFixture[str], tmp_path: Path, mo
     for flags, said in (
         (["--lora-dir", str(tmp_path / "none")], "is not a folder"),
         (["--lora", str(tmp_path / "none.safetensors")], "is not a safetensors file"),
-        (["--lora-dir", str(tmp_path), "--lora-places", "0"], "places=0"),
+        (["--lora-dir", str(tmp_path), "--lora-places", "0"], "--lora-places 0"),
         (["--lora", *twice], "ink"),
     ):
         assert main(["serve", *flags, "--port", "0"]) == 2

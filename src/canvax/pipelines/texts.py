@@ -119,8 +119,8 @@ def read_texts(
     composed = [[parts_of(text) if syntax == "a1111" else [(text, 1.0)] for text in side] for side in prompts]
     most = max(len(parts) for side in composed for parts in side)
     if most > MOST_PARTS:
-        adds = f"prompt={prompts[0][0][:60]!r} adds up {most} prompts (AND)"
-        raise InputError(f"{adds}, more than {MOST_PARTS}; leave some out")
+        problem = f"adds up {most} prompts (AND), more than {MOST_PARTS}"
+        raise InputError("prompt", prompts[0][0][:60], problem, "leave some out")
     weights = np.zeros((len(prompts[0]), most), np.float32)
     schedules: list[list[list[list[tuple[int, str]]]]] = []  # [part][side][image]
     for i, parts in enumerate(composed[0]):

@@ -75,9 +75,8 @@ def chunked(tokenizer: Tokenizer, fragments: Sequence[Fragment], length: int = C
     chunks = [*full, current] if current or not full else full
     if len(chunks) > MOST_CHUNKS:
         words = "".join(text for text, _ in fragments)
-        raise InputError(
-            f"prompt={words[:60]!r}... has {len(chunks)} chunks of {room} tokens, more than {MOST_CHUNKS}; shorten it"
-        )
+        problem = f"has {len(chunks)} chunks of {room} tokens, more than {MOST_CHUNKS}"
+        raise InputError("prompt", words[:60], problem, "shorten it")
     return [_framed(tokenizer, chunk, length) for chunk in chunks]
 
 

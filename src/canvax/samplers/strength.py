@@ -49,7 +49,7 @@ def steps_of_strength(strength: float, steps: int, rule: StrengthRule, most: int
         raise InputError(
             "strength",
             strength,
-            f"of num_inference_steps={steps} is less than one step",
+            f"of {steps} steps is less than one step",
             "use more of either, or {strength_rule='exact'}",
         )
     return steps, steps - run

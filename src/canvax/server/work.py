@@ -377,7 +377,8 @@ def sample(
 
 def _options(job_request: JobRequest) -> Options:
     names = declared(Options)
-    if unknown := next((name for name in job_request.options if name not in names), None):
+    unknown = next((name for name in job_request.options if name not in names), None)
+    if unknown is not None:
         renamed = aliases(Options).get(unknown)
         cure = f"send {renamed!r}" if renamed else nearest(unknown, list(names))
         raise InputError("options", NO_VALUE, f"has no {unknown!r:.80}", cure)
