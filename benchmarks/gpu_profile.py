@@ -82,8 +82,9 @@ def main() -> None:
 
         arguments.hlo.mkdir(parents=True, exist_ok=True)
         params = pipe._params(None)
-        for name, program in pipe._ready(params, (height, width), arguments.batch, True, Display(shown=False)).named:
-            (arguments.hlo / f"{name.replace(' ', '-')}.txt").write_text(program.as_text())
+        ready = pipe._ready(params, (height, width), arguments.batch, True, Display(shown=False))
+        for name, program in ready.items():
+            (arguments.hlo / f"{name.replace(' ', '-')}.txt").write_text(program.executable.as_text())
     total = sum(seconds for seconds, _ in found.values())
     by_kind: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for (program, _, name), (seconds, _) in found.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -73,7 +73,7 @@ class Compiled(NamedTuple):
     """
 
     program: Program
-    executable: Callable[..., Any]
+    executable: Any
 
     def __call__(self, params: Params, *inputs: Any) -> Any:
         """Its outputs; ``params`` are those of all components."""
