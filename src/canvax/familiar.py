@@ -200,7 +200,7 @@ _BOTH = "from_pretrained gives two things: pipeline, params = ...from_pretrained
 
 
 class Both(NamedTuple):
-    """What ``from_pretrained`` gives, two things as in diffusers' Flax; who takes them for one is told."""
+    """What ``from_pretrained`` returns: a pair, as in diffusers' Flax. Calling it is an error that says so."""
 
     pipeline: Any
     params: Any

@@ -326,8 +326,8 @@ def _parsed(kind: type[Parsed], files: ModelFiles, name: str) -> Parsed:
     try:
         return kind.from_dict(files.config(name))
     except CheckpointError as error:
-        told = str(error)
-        raise CheckpointError(told if str(files) in told else f"{files}, {name}: {told}") from None
+        message = str(error)
+        raise CheckpointError(message if str(files) in message else f"{files}, {name}: {message}") from None
 
 
 def read_autoencoder(files: ModelFiles) -> AutoencoderConfig:
@@ -356,10 +356,10 @@ def read_defaults(path: Path, usual: Defaults) -> Defaults:
     if not path.is_file():
         return usual
     try:
-        told = read_json(path)
-        for name in told.keys() - (known := {one.name for one in fields(usual)}):
+        values = read_json(path)
+        for name in values.keys() - (known := {one.name for one in fields(usual)}):
             raise InputError("name", name, "is none of them", nearest(name, sorted(known)))
-        defaults = replace(usual, **told)
+        defaults = replace(usual, **values)
         check_count("num_inference_steps", defaults.num_inference_steps)
         return replace(defaults, guidance_scale=check_number("guidance_scale", defaults.guidance_scale))
     except (ValueError, TypeError, InputError) as error:

@@ -220,9 +220,7 @@ class UNetConfig(Config):
         ]
 
     def time_ids(self, pooled: int) -> int:
-        """How many numbers about the image it is told, beside pooled text of width ``pooled``: 6, 5 in a refiner.
-
-        0 if it is told none.
+        """How many numbers about the image it reads besides pooled text of width ``pooled``: 6, 5 or 0.
 
         Raises:
             CheckpointError: the widths leave no whole number of them.

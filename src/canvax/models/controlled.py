@@ -100,11 +100,11 @@ class Controlled(Around):
 
     def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> dict[str, Any]:
         names = [name for name, _ in self.nets]
-        told = {name: value for name, value in conditions.items() if name not in names}
-        others = {name: value for name, value in told.items() if name != ADAPTERS}  # which are beside the UNet's alone
-        own = {name: (net.prepare(p[name], others), conditions[name]) for name, net in self.nets}
-        base = self.base.prepare(p[self.component], told, latents)
-        return {**own, self.component: base, "prompts": (conditions["role"] != NEGATIVE).astype(jnp.int32)}
+        plain = {name: value for name, value in conditions.items() if name not in names}
+        others = {name: value for name, value in plain.items() if name != ADAPTERS}  # only the UNet has them
+        read = {name: (net.prepare(p[name], others), conditions[name]) for name, net in self.nets}
+        base = self.base.prepare(p[self.component], plain, latents)
+        return {**read, self.component: base, "prompts": (conditions["role"] != NEGATIVE).astype(jnp.int32)}
 
     def apply(self, p: Params, x: Array, row: Row, prepared: dict[str, Any], memory: Any) -> tuple[Array, Any]:
         """As ``Denoiser.apply``, each network as strong as its row says."""

@@ -119,10 +119,10 @@ class ControlNet:
 
     def prepare(self, p: Params, conditions: Conditions) -> dict[str, Any]:
         """What ``residuals`` needs of the conditions [B, ...] and is the same in each step."""
-        told = {name: conditions[name] for name in ("pooled", "time_ids") if name in conditions}
+        added = {name: conditions[name] for name in ("pooled", "time_ids") if name in conditions}
         if self.unet.addition_embed_type is None:
-            told = {}
-        return {**told, "text": cross_attention_kv(p, conditions["text"].astype(compute_dtype(p)), self.unet)}
+            added = {}
+        return {**added, "text": cross_attention_kv(p, conditions["text"].astype(compute_dtype(p)), self.unet)}
 
     def residuals(
         self, p: Params, x: Array, timestep: Array, prepared: dict[str, Any], features: tuple[Array, ...], scales: Array

@@ -154,11 +154,11 @@ class UnionNet:
         self, p: Params, x: Array, timestep: Array, prepared: dict[str, Any], features: tuple[Array, ...], scales: Array
     ) -> Residuals:
         """What is added to the UNet's features; see ``ControlNet.residuals``."""
-        net, told = self.net, dict(prepared)
+        net, conditions = self.net, dict(prepared)
         hint, means, weights = features
         x = x[..., : net.unet.in_channels].astype(compute_dtype(p))
         embedding = type_embedding(p, weights, self).astype(x.dtype)
-        context = unet_context(p, x, timestep, told.pop("text"), net.unet, **told, added=embedding)
+        context = unet_context(p, x, timestep, conditions.pop("text"), net.unet, **conditions, added=embedding)
         first = conv2d(p["conv_in"], x)
         first = first + hint + fused(p, means, weights, self)[:, None, None]
         return scaled_outputs(outputs_of(p, first, context, net), scales, net)

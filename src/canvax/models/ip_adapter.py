@@ -185,12 +185,12 @@ def with_image_prompts(kv: CrossAttentionKV, prompts: Mapping[str, ImageKV], cfg
     """
     layers = attentions_to_text(cfg)
     beside: dict[tuple[str, ...], list[tuple[Array, Array, Array | None]]] = {layer.path: [] for layer in layers}
-    for told in prompts.values():
+    for prompt in prompts.values():
         for i, layer in enumerate(layers):
-            k, v = told["kv"][i]
-            scale = told["scale"][:, :, i, None, None, None]
+            k, v = prompt["kv"][i]
+            scale = prompt["scale"][:, :, i, None, None, None]
             v = jnp.where(scale == 0, 0, v.astype(jnp.float32) * scale).astype(v.dtype)
-            mask = told["masks"][layer.level] if "masks" in told else None
+            mask = prompt["masks"][layer.level] if "masks" in prompt else None
             if mask is None:
                 k, v = (one.reshape(one.shape[0], -1, *one.shape[3:]) for one in (k, v))
             beside[layer.path].append((k, v, mask))

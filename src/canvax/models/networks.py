@@ -89,21 +89,21 @@ class Networks:
         """
         from canvax.models.ip_adapter import masked_levels
 
-        found: dict[str, Any] = {}
+        shapes_of: dict[str, Any] = {}
         for kind in kinds:
             net, each = dict(self.ip_adapters)[kind.component], (latents[0], kind.images)
             tokens = kind.reads[0] if net.kind == "full" else net.tokens
             shapes = [(*each, tokens, layer.heads, layer.channels // layer.heads) for layer in net.attentions]
-            found[kind.component] = told = {
+            shapes_of[kind.component] = entry = {
                 "kv": tuple((jax.ShapeDtypeStruct(shape, dtype(kind.component)),) * 2 for shape in shapes),
                 "scale": jax.ShapeDtypeStruct((*each, len(shapes)), jnp.float32),
             }
             if kind.masked:
                 levels = masked_levels(net.unet, latents)
-                told["masks"] = tuple(
+                entry["masks"] = tuple(
                     jax.ShapeDtypeStruct((latents[0], h * w, kind.images), jnp.float32) for h, w in levels
                 )
-        return found
+        return shapes_of
 
     def latent_shape(self, batch: int, height: int, width: int) -> tuple[int, int, int, int]:
         """[B, h, w, C] for images of ``height`` x ``width`` pixels."""

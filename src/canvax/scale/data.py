@@ -89,18 +89,19 @@ class Generate:
         values = _listed(batch)
         rows = [row_of(number, one, named=True) for number, one in enumerate(values, 1)]
         made = {id(one.row): one for _, some in self._worker.run(rows) for one in some}
-        images = list(self._files.map(self._told, (made[id(row)] for row in rows)))
-        return _table([{**one, "id": row.id, **told} for one, row, told in zip(values, rows, images, strict=True)])
+        images = list(self._files.map(self._columns, (made[id(row)] for row in rows)))
+        joined = zip(values, rows, images, strict=True)
+        return _table([{**value, "id": row.id, **columns} for value, row, columns in joined])
 
-    def _told(self, made: Made) -> dict[str, Any]:
+    def _columns(self, made: Made) -> dict[str, Any]:
         known = {name: made.record.get(name) for name in ("seed", "height", "width")}
-        told = {"row": made.digest, **known, "image": None, "error": made.error, "metadata": json.dumps(made.record)}
+        columns = {"row": made.digest, **known, "image": None, "error": made.error, "metadata": json.dumps(made.record)}
         if made.image is not None and not isinstance(made.image, bytes):
             try:
-                return told | {"image": image_file(made.image, *self._file), "error": None}
+                return columns | {"image": image_file(made.image, *self._file), "error": None}
             except InputError as error:
-                return told | {"error": str(error)}
-        return told
+                return columns | {"error": str(error)}
+        return columns
 
 
 class _Settings(Generate):
@@ -119,8 +120,8 @@ class _Settings(Generate):
     def __call__(self, batch: Any) -> Any:
         rows = [Row(one["id"], json.loads(one["settings"])) for one in _listed(batch)]
         made = [one for _, some in self._worker.run(rows) for one in some]
-        images = list(self._files.map(self._told, made))
-        return _table([{"id": one.row.id, **told} for one, told in zip(made, images, strict=True)])
+        images = list(self._files.map(self._columns, made))
+        return _table([{"id": one.row.id, **columns} for one, columns in zip(made, images, strict=True)])
 
 
 def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = None, actors: int | None = None) -> Any:
@@ -151,8 +152,8 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
                 wrong.append(Made(row, "", error=str(error)))
                 continue
             known[row.id] = row
-            told = {"id": row.id, "settings": json.dumps(settings, default=str)}
-            items.append((_side(settings.get("height")), _side(settings.get("width")), told))
+            entry = {"id": row.id, "settings": json.dumps(settings, default=str)}
+            items.append((_side(settings.get("height")), _side(settings.get("width")), entry))
         if wrong:
             yield len(wrong), wrong
         if not items:
@@ -162,7 +163,7 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
         pool, resources = _resources(ray, actors)
         items.sort(key=lambda item: item[:2])  # one size a block, where that can be
         made = ray.data.from_items(
-            [told for *_, told in items], override_num_blocks=blocks_of(len(items), pool)
+            [entry for *_, entry in items], override_num_blocks=blocks_of(len(items), pool)
         ).map_batches(
             _Settings,
             batch_size=None,
@@ -212,8 +213,8 @@ def _side(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _made(row: Row, told: Mapping[str, Any]) -> Made:
-    return Made(row, told["row"], json.loads(told["metadata"]), told["image"], told["error"] or "")
+def _made(row: Row, columns: Mapping[str, Any]) -> Made:
+    return Made(row, columns["row"], json.loads(columns["metadata"]), columns["image"], columns["error"] or "")
 
 
 def _resources(ray: Any, actors: int | None) -> tuple[int, dict[str, Any]]:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from canvax.pipelines.pipeline import StableDiffusion
 
 PIXELS = 512 * 512
-"""Pixels that a device generates at once unless told otherwise: safe for a full-size model on any device."""
+"""Pixels that a device generates at once by default: safe for a full-size model on any device."""
 
 MOST = 64
 """Images likewise."""
@@ -199,7 +199,7 @@ class Worker:
             return [made for item in items for made in self.generate([item])]
 
     def _all(self, items: Sequence[Item], error: str) -> list[Made]:
-        """The same error for each, told by one process."""
+        """Returns the same error for each; one process reports it."""
         return [Made(item.row, item.digest, error=error) for item in items] if self._leads else []
 
     def _at_once(self, items: Sequence[Item]) -> list[Made]:
@@ -212,7 +212,7 @@ class Worker:
         cure = partial(cures, pipe.mesh, pipe.model.dtype, quantized=quantized, batch=size, height=key.height,
                        width=key.width)  # fmt: skip
         failed: CanvaxError | None = None
-        found: dict[int, tuple[Image, Mapping[str, Any]]] = {}
+        finished: dict[int, tuple[Image, Mapping[str, Any]]] = {}
         try:
             with explained(cure), counting() as counts:
                 run = two_passes if key.options.hires > 1 else partial(text_to_image, tables=[i.table for i in full])
@@ -220,18 +220,18 @@ class Worker:
             self.compilations += result.compilations
             result = pipe.safety_checker(result) if pipe.safety_checker else result
             seen = zip(result.indices, result.images, result.metadata, strict=True)
-            found = {i: (image, told) for i, image, told in seen if i < len(items)}
+            finished = {i: (image, metadata) for i, image, metadata in seen if i < len(items)}
         except CanvaxError as error:
             failed = error
         if self._spread and multihost.any_of(failed is not None) and failed is None:
             failed = CanvaxError("failed in another process, whose own list says why")
         if failed is not None:
             raise failed
-        return [self._made(items[i], *one) for i, one in found.items()]
+        return [self._made(items[i], *result) for i, result in finished.items()]
 
-    def _made(self, item: Item, image: Image, told: Mapping[str, Any]) -> Made:
-        """``told`` is the metadata of the batch, which knows what a safety checker found."""
-        record = {**item.record, **{name: told[name] for name in ("nsfw",) if name in told}}
+    def _made(self, item: Item, image: Image, metadata: Mapping[str, Any]) -> Made:
+        """``metadata`` is that of the batch, which has the result of a safety checker."""
+        record = {**item.record, **{name: metadata[name] for name in ("nsfw",) if name in metadata}}
         return Made(item.row, item.digest, record, GeneratedImage.of(image, record))
 
     def _item(self, row: Row, digest: str, settings: Mapping[str, Any]) -> Item:

@@ -78,7 +78,7 @@ _EMPTY: dict[str, Any] = {
     "cmd-flags": {},
     "script-info": [],
     "scripts": {"txt2img": [], "img2img": []},
-    "memory": {"ram": {"error": "not told"}, "cuda": {"error": "not told"}},
+    "memory": {"ram": {"error": "not available"}, "cuda": {"error": "not available"}},
     "upscalers": [{"name": "None", "model_name": None, "model_path": None, "model_url": None, "scale": 4}],
 }
 """Lists that clients ask for, and where there is nothing to choose."""

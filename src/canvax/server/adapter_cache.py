@@ -165,7 +165,7 @@ class AdapterCache:
         )
 
     def cards(self) -> list[AdapterCard]:
-        """What is told of the files."""
+        """Counts and sizes of the files, for clients."""
         files = self._files
         return [AdapterCard(name, files.aliases[name] or name, path.name) for name, path in files.paths.items()]
 

@@ -74,7 +74,7 @@ class Enlarged:
 
     Args:
         tiles: the image.
-        picture: what is told of it.
+        picture: what clients see of it.
         request: that of any tile.
         previews: that are wanted on the way.
 
@@ -92,7 +92,7 @@ class Enlarged:
         self._lock, self._added = threading.Lock(), 0
 
     def count(self) -> None:
-        """Bring up to date what is told."""
+        """Update what clients see."""
         self.picture.step = sum(part.step for part in self.parts)
 
     def add(self, part: Picture, pixels: HostArray) -> tuple[bool, int | None]:

@@ -338,7 +338,7 @@ class _Mailbox:
 
 @dataclass(frozen=True)
 class ControlCard:
-    """What is told of a network that reads control images.
+    """What clients see of a network that reads control images.
 
     Attributes:
         name: its file's or its folder's, without those above it.
@@ -353,7 +353,7 @@ class ControlCard:
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What is told of a model.
+    """What clients see of a model.
 
     Attributes:
         id: its name in requests.
@@ -396,7 +396,7 @@ class ModelCard:
 
 @dataclass(frozen=True)
 class AdapterCard:
-    """What is told of an adapter that requests may name.
+    """What clients see of an adapter that requests may name.
 
     Attributes:
         name: that of its file.

@@ -36,7 +36,7 @@ _COMPONENTS = (
 _SHOWN = {
     "title": "modelspec.title", "author": "modelspec.author", "license": "modelspec.license",
     "made for": "modelspec.architecture", "base model": "ss_base_model_version", "trained on": "ss_sd_model_name",
-    "trainer": "ss_network_module", "rank as told": "ss_network_dim", "alpha as told": "ss_network_alpha",
+    "trainer": "ss_network_module", "declared rank": "ss_network_dim", "declared alpha": "ss_network_alpha",
     "settings": "ss_network_args", "name of the trainer": "ss_output_name", "description": "modelspec.description",
 }  # fmt: skip
 """What is shown of a file's metadata, and its keys there (kohya's trainer; ModelSpec 1.0)."""
@@ -369,7 +369,7 @@ def trigger_words(metadata: Mapping[str, str]) -> list[str]:
 def suggested(name: str, metadata: Mapping[str, str]) -> dict[str, Any]:
     """Arguments of a call that an adapter for few steps was made for; none for others.
 
-    LCM (Luo et al. 2023), SDXL-Lightning (Lin et al. 2024), Hyper-SD (Ren et al. 2024), TCD (Zheng et al. 2024), told
+    LCM (Luo et al. 2023), SDXL-Lightning (Lin et al. 2024), Hyper-SD (Ren et al. 2024), TCD (Zheng et al. 2024), known
     by the file's name or its title.
     """
     words = f"{name} {metadata.get('modelspec.title', '')}".lower().replace("_", "-")
