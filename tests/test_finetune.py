@@ -354,7 +354,7 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert json.loads(told.out) == {"output": str(tmp_path / "run" / "model"), "finished": True}
     assert told.err.index("fine-tuning: compiling\n") < told.err.index("fine-tuning: step")
     assert main([*words, "--lr", "0"]) == 2
-    assert "--learning-rate=0 is not in 1e-12..1000" in capsys.readouterr().err
+    assert "--learning-rate" in capsys.readouterr().err
     assert main(["train", str(pictures), "-o", str(tmp_path / "e"), "--recipe", "cpus"], run=recipe) == 2
     assert "did you mean 'cpu'?" in capsys.readouterr().err
     assert not (tmp_path / "e").exists()

@@ -283,14 +283,14 @@ def test_images_of_the_class_are_generated_once(model: Path, pictures: Path, tmp
     assert (folder / "class-00001.png").read_bytes() == first
     assert train_lora(run, Lora(rank=2), one(), subject=subject)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"prompt": " "}, "instance prompt"),
-        ({"prompt": "a", "class_prompt": ""}, "class prompt"),
-        ({"prompt": "a", "class_pictures": folder}, "class prompt"),
-        ({"prompt": "a", "weight": 0.0}, "prior weight"),
+        ({"prompt": " "}, "instance_prompt"),
+        ({"prompt": "a", "class_prompt": ""}, "class_prompt"),
+        ({"prompt": "a", "class_pictures": folder}, "class_images"),
+        ({"prompt": "a", "weight": 0.0}, "prior_weight"),
         ({"prompt": "a", "count": 0}, "count"),
     ]
-    for values, message in wrong:
-        with pytest.raises(InputError, match=message):
+    for values, argument in wrong:
+        with refused(argument):
             Instance(**values)
 
 

@@ -165,7 +165,7 @@ def test_guidance_as_an_input(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again(PROMPTS, latents=noise, options=QUIET).latents, latents[0])
     with pytest.raises(canvax.InputError, match=r"guidance_steps.*one guidance scale"):
         ours(PROMPTS, options=canvax.Options(guidance_steps=(1, 2, 3, 4)))
-    with pytest.warns(canvax.errors.HintWarning, match="reads no negative prompt"):
+    with pytest.warns(canvax.errors.HintWarning, match="negative_prompt"):
         ours(PROMPTS, NEGATIVE, options=QUIET)
     with pytest.raises(canvax.CheckpointError, match=r"load it with canvax\.load"):
         FlaxStableDiffusionPipeline.from_pretrained(folder)
