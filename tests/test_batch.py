@@ -13,7 +13,7 @@ import pytest
 from bundled import LATENTS
 
 import canvax
-from canvax.compile.kinds import DENOISERS, Kinds
+from canvax.compile.kinds import DENOISERS, Compiled, Kinds
 from canvax.compile.monitor import compilations
 from canvax.engine.batch import Batch, Carried
 from canvax.engine.lanes import Lanes, side_by_side
@@ -170,12 +170,12 @@ def test_nothing_compiles_for_who_comes_and_goes(pipe: canvax.StableDiffusion) -
     assert compilations() == before
 
 
-def watched(program: Any, half: bool, called: list[bool]) -> Any:
-    def call(*arguments: Any) -> Any:
+def watched(program: Compiled, half: bool, called: list[bool]) -> Compiled:
+    def executable(*arguments: Any) -> Any:
         called.append(half)
-        return program(*arguments)
+        return program.executable(*arguments)
 
-    return call
+    return program._replace(executable=executable)
 
 
 @pytest.mark.slow
