@@ -273,6 +273,11 @@ ORDERS: tuple[tuple[str, float, dict[str, Any]], ...] = (
 )
 
 
+def test_the_catalogue_names_measured_orders() -> None:
+    measured = {(name, order) for name, order, _ in ORDERS} | {("ddim_inverse", 1)}  # which is DDIM, backwards
+    assert {(spec.name, int(spec.order.split()[0])) for spec in SAMPLERS if spec.order} <= measured
+
+
 def from_the_solution(table: SamplerTable, levels: np.ndarray, y: np.ndarray, *, corrects: bool) -> np.ndarray:
     """x after the last row, of a run whose first three steps, of lower order for want of a history, are put right."""
     network, state = gaussian_network(table), np.zeros((6, *y.shape))

@@ -5,7 +5,7 @@
         eta: float | None = setting(None, "noise that the sampler adds", low=0, high=1, infotext="Eta")
 
 The kind of a value follows from the annotation. From the record follow the checks of ``check_all``, flags, columns,
-the JSON schema of the server, rows of the docs and hints, so that a new setting is a new field and nothing else.
+the JSON schema of the server, rows of the docs and hints, so none of them is written by hand.
 ``canvax.call`` has the records.
 """
 
