@@ -21,7 +21,7 @@ from canvax.parallel.rules import abstract_params, device_bytes, place
 from canvax.params import Param, Params, flatten, unflatten
 from canvax.pipelines.control_lora import control_lora
 from canvax.types import Array, HostArray
-from canvax.weights.controlnet import ControlFiles, Kind, open_control
+from canvax.weights.controlnet import ControlFiles, ControlKind, open_control
 from canvax.weights.load import check_finite, load_components
 from canvax.weights.location import Location
 
@@ -74,7 +74,7 @@ def open_controls(model: Model, sources: Sequence[Location]) -> list[Opened]:
     found = []
     for source in sources:
 
-        def accept(kind: Kind, config: Mapping[str, Any], name: str = source.text) -> None:
+        def accept(kind: ControlKind, config: Mapping[str, Any], name: str = source.text) -> None:
             control_of(name, kind, config, model)
 
         files = open_control(source, accept=accept)
