@@ -21,7 +21,7 @@ from canvax.images.given import fingerprint, read_images
 from canvax.images.metadata import check_kinds, read_metadata
 from canvax.noise import check_seed, image_seeds
 from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_prompts, check_size
-from canvax.pipelines.control_files import Control, control_argument, control_files, control_marks, control_of
+from canvax.pipelines.control_files import ControlEntry, control_argument, control_files, control_marks, control_of
 from canvax.pipelines.control_images import size_of
 from canvax.pipelines.given import check_given
 from canvax.pipelines.options import Options
@@ -81,7 +81,7 @@ class ImageRequest:
     strength: float | None = None
     adapters: tuple[Any, ...] = ()
     """That the prompt names, where such names are read."""
-    control: Control = ()
+    control: ControlEntry = ()
     image_prompts: tuple[FilePrompt, ...] = ()
 
     @property

@@ -1,4 +1,4 @@
-"""Control images that are named by text, in flags and in rows of files: read, and put together for a call."""
+"""ControlEntry images that are named by text, in flags and in rows of files: read, and put together for a call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from canvax.images.maps import control_map
 ControlFile = tuple[str, str, str | None]
 """A type of a ControlNet-Union or "", the file of a control image, and the map to make of it first."""
 
-Control = tuple[tuple[ControlFile, ...] | None, ...]
+ControlEntry = tuple[tuple[ControlFile, ...] | None, ...]
 """For each network its control images, of which there are several by type; None for one that is left out."""
 
 _TYPED = re.compile(r",?([a-z_]+|[0-9]+)(:[+-]?[0-9.]+(?:e[+-]?[0-9]+)?)?=", re.IGNORECASE)
@@ -24,7 +24,7 @@ _TYPED = re.compile(r",?([a-z_]+|[0-9]+)(:[+-]?[0-9.]+(?:e[+-]?[0-9]+)?)?=", re.
 NONE = "none"
 
 
-def control_of(settings: Mapping[str, Any]) -> Control:
+def control_of(settings: Mapping[str, Any]) -> ControlEntry:
     """The control images that flags or a line of a prompt file name.
 
     Raises:
@@ -76,12 +76,12 @@ def _read(file: str, kind: str | None) -> Image.Image:
     return image if kind is None else control_map(kind, image)
 
 
-def control_files(control: Control) -> list[Image.Image]:
+def control_files(control: ControlEntry) -> list[Image.Image]:
     """All of its images, read."""
     return [_read(*one) for shown in control if shown for _, *one in shown]
 
 
-def control_marks(control: Control) -> list[Any]:
+def control_marks(control: ControlEntry) -> list[Any]:
     """As metadata has them: for each network the SHA-256 of its image, or of those with types a dict."""
     found = []
     for shown in control:
@@ -90,7 +90,7 @@ def control_marks(control: Control) -> list[Any]:
     return found
 
 
-def control_argument(batch: Sequence[Control]) -> Any:
+def control_argument(batch: Sequence[ControlEntry]) -> Any:
     """``control=`` of a call for images with these control images; one that all share is read once."""
     nets = []
     for i in range(len(batch[0])):

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from canvax.compile.programs import Programs
 from canvax.errors import NO_VALUE, InputError, nearest
 from canvax.families.base import Model
-from canvax.families.controls import component_name, control_of, read_control
+from canvax.families.controls import component_name as control_name
+from canvax.families.controls import control_of, read_control
 from canvax.models.controlled import Control
 from canvax.parallel.memory import check_weights
 from canvax.parallel.rules import abstract_params, device_bytes, place
@@ -103,7 +104,7 @@ def with_controls(
     """
     if params is None and opened:
         raise InputError("params", None, "cannot be given a ControlNet", "load the pipeline whole")
-    names = [component_name(i) for i in range(len(opened))]
+    names = [control_name(i) for i in range(len(opened))]
     controls = tuple(zip(names, (one.net for one in opened), strict=True))
     networks = dataclasses.replace(model.networks, controls=controls)
     model = dataclasses.replace(model, networks=networks, controls=tuple(one.files for one in opened))
@@ -118,7 +119,7 @@ def with_controls(
     needed = sum(device_bytes(part.spec, model.dtype, mesh.shape) for part in parts)
     quantized = model.quantize is not None
     check_weights(needed, mesh, ", ".join(map(str, model.controls)), model.dtype, quantized=quantized)
-    old = {name for name, _ in model.networks.controls} | {component_name(i) for i in range(MOST)}
+    old = {name for name, _ in model.networks.controls} | {control_name(i) for i in range(MOST)}
     kept = {name: tree for name, tree in params.items() if name not in old}
 
     def unet() -> Params:

@@ -12,7 +12,8 @@ from canvax.compile.kinds import PromptKind
 from canvax.compile.programs import Programs
 from canvax.errors import NO_VALUE, InputError
 from canvax.families.base import Model
-from canvax.families.ip_adapters import component_name, ip_adapter_of, with_encoder
+from canvax.families.ip_adapters import component_name as ip_adapter_name
+from canvax.families.ip_adapters import ip_adapter_of, with_encoder
 from canvax.models.ip_adapter import ImageEncoder
 from canvax.models.networks import Networks
 from canvax.models.text import IMAGE_ENCODER
@@ -22,9 +23,6 @@ from canvax.params import Params
 from canvax.weights.ip_adapter import EncoderFiles, check_ip_adapter, find_encoder, open_ip_adapter
 from canvax.weights.load import load_components
 from canvax.weights.location import Location
-
-MOST = 8
-"""Adapters of one pipeline."""
 
 EncoderName = str | Path | bool | None
 
@@ -95,7 +93,7 @@ def with_ip_adapters(
         encoder = find_encoder(named, nets[0], files[0], sources[0])
         for net, one, source in zip(nets[1:], files[1:], sources[1:], strict=True):
             find_encoder(encoder.name, net, one, source)
-    names = [component_name(i) for i in range(len(files))]
+    names = [ip_adapter_name(i) for i in range(len(files))]
     cfg = encoder.cfg if encoder else None
     networks = dataclasses.replace(
         model.networks,
@@ -120,7 +118,7 @@ def _loaded(model: Model, programs: Programs, params: Params, names: Sequence[st
     needed = sum(device_bytes(part.spec, model.dtype, mesh.shape) for part in parts)
     told = ", ".join(map(str, (*model.ip_adapters, *([model.image_encoder] if model.image_encoder else []))))
     check_weights(needed, mesh, told, model.dtype, quantized=model.quantize is not None)
-    old = {component_name(i) for i in range(MOST)} | (set() if same else {IMAGE_ENCODER})
+    old = {ip_adapter_name(i) for i in range(MOST)} | (set() if same else {IMAGE_ENCODER})
     kept = {name: tree for name, tree in params.items() if name not in old}
     by_name: dict[str, Any] = dict(zip(names, model.ip_adapters, strict=True)) | {IMAGE_ENCODER: model.image_encoder}
     for part in parts:

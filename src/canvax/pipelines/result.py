@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
+from PIL import Image
 
 from canvax.errors import CanvaxError, InputError
 from canvax.files import named_path
@@ -16,9 +17,6 @@ from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage, names_file
 from canvax.images.grid import make_grid
 from canvax.images.metadata import save_image, save_numbered
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +41,7 @@ class Result:
         indices: which images of the call these are, counted from 0.
     """
 
-    images: list[Image]
+    images: list[Image.Image]
     pixels: np.ndarray = field(repr=False)
     latents: np.ndarray = field(repr=False)
     metadata: list[dict[str, Any]] = field(repr=False)
@@ -54,13 +52,13 @@ class Result:
     def __len__(self) -> int:
         return len(self.images)
 
-    def __iter__(self) -> Iterator[Image]:
+    def __iter__(self) -> Iterator[Image.Image]:
         return iter(self.images)
 
     @overload
-    def __getitem__(self, index: int) -> Image: ...
+    def __getitem__(self, index: int) -> Image.Image: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Image]: ...
+    def __getitem__(self, index: slice) -> list[Image.Image]: ...
     def __getitem__(self, index: Any) -> Any:
         return self.images[index]
 
@@ -76,7 +74,7 @@ class Result:
         if not len(self.pixels) and self.metadata:
             raise InputError("there are no images: the run was stopped by denoising_end; go on from result.latents")
 
-    def grid(self, rows: int | None = None, cols: int | None = None) -> Image:
+    def grid(self, rows: int | None = None, cols: int | None = None) -> Image.Image:
         """All images in one, near square unless ``rows`` or ``cols`` are given, with the metadata of each."""
         self._check_finished()
         return GeneratedImage.of(make_grid(to_pil(self.pixels), rows, cols), {"grid": self.metadata})
