@@ -193,9 +193,9 @@ class Adapters(Mapping[str, LoadedAdapter]):
                 "places", places, f"are too few for {', '.join(one.name for one in held)}", "remove some first"
             )
         packed = [bank.pack(one.name, one.adapter, self._inner(one)) for one in held]
-        for place, (one, arrays) in enumerate(zip(held, packed, strict=True)):
-            bank.put(place, arrays)
-            one.place = place
+        for slot, (one, arrays) in enumerate(zip(held, packed, strict=True)):
+            bank.put(slot, arrays)
+            one.place = slot
         self._bank = bank
 
     @property
