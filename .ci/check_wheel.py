@@ -51,7 +51,7 @@ def main() -> None:
     arguments = parser.parse_args()
     (wheel,), (sdist,) = arguments.folder.glob("*.whl"), arguments.folder.glob("*.tar.gz")
     check_contents(wheel, sdist)
-    # In a folder of its own: in a checkout, Python would import what lies there.
+    # The commands run in an empty folder: in a checkout, Python would import the sources instead of the wheel.
     with tempfile.TemporaryDirectory() as folder:
         uv, environment = [sys.executable, "-m", "uv"], Path(folder, "venv")
         run(*uv, "venv", "--quiet", "--python", arguments.python, environment)

@@ -78,7 +78,7 @@ def main() -> None:
             result = pipe(prompts, **say)
         found = kernels(Path(traced))
     if arguments.hlo:
-        from canvax.pipelines.display import Display
+        from canvax.pipelines.result import Display
 
         arguments.hlo.mkdir(parents=True, exist_ok=True)
         params = pipe._params(None)

@@ -23,7 +23,7 @@ from small_sdxl import build
 import canvax
 from canvax.compile.monitor import counting
 from canvax.errors import HintWarning, InputError
-from canvax.pipelines.loaded_adapter import file_of
+from canvax.pipelines.adapters import file_of
 
 STEPS = {"num_inference_steps": 2, "seed": 1, "progress": False}
 

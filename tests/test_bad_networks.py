@@ -25,7 +25,7 @@ from canvax.errors import CanvaxError
 from canvax.models.configs import TinyConfig
 from canvax.models.tiny import tiny_spec
 from canvax.params import flatten, init_params
-from canvax.pipelines.preview import load_preview
+from canvax.pipelines.result import load_preview
 from canvax.weights.load import Component
 from canvax.weights.save import save_component
 

@@ -39,7 +39,7 @@ from canvax.models.text import clip_encoders
 from canvax.models.unet import unet, unet_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import abstract_params
-from canvax.pipelines.open import open_model
+from canvax.pipelines.loaded import open_model
 from canvax.planning.chips import peak_flops
 from canvax.planning.flops import count_flops, evaluation_flops
 from canvax.weights.cast import cast_into

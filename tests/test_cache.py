@@ -52,7 +52,7 @@ from canvax.originals import replaced
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
 from canvax.parallel.rules import abstract_params
 from canvax.params import init_params
-from canvax.pipelines import text_to_image
+from canvax.pipelines import generate
 from canvax.pipelines.request import Call, make_request
 
 DRAW = """
@@ -835,7 +835,7 @@ def test_the_command_knows_networks(
     pipe = base.with_controlnet(net).with_ip_adapter(prompts)
     image = Image.new("RGB", (64, 64))
     request = make_request(pipe.model, Call("a cat", seed=1, control=image, image_prompt=image))
-    kinds = text_to_image.work(pipe.model, request)[2]
+    kinds = generate.work(pipe.model, request)[2]
     assert pipe.params is not None
     builds: list[Build] = []
     shape = (pipe.mesh.shape["data"], *request.shape[1:])

@@ -27,7 +27,7 @@ from canvax.cli.images import SETTINGS, ImageRequest, gather
 from canvax.cli.info import reproduce
 from canvax.cli.terminal import clean, command_line, table
 from canvax.images.metadata import read_metadata, save_image
-from canvax.pipelines import display
+from canvax.pipelines import result
 from canvax.pipelines.options import Options
 from canvax.samplers import CURVES, SAMPLERS
 from canvax.weights.location import BUNDLED
@@ -141,7 +141,7 @@ def test_batch_size_does_not_change_images(generate: Run) -> None:
 
 def test_a_log_has_a_line_now_and_then(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "of 6 images" not in generate("a cat", "-n", "6", "-b", "2", "--steps", "2")[2]
-    monkeypatch.setattr(display, "SELDOM", 1e-9)
+    monkeypatch.setattr(result, "SELDOM", 1e-9)
     err = generate("a cat", "-n", "6", "-b", "2", "--steps", "2")[2]
     assert "\ngenerating: 4 of 6 images, " in err
     assert "\r" not in err

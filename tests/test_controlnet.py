@@ -37,7 +37,7 @@ from canvax.models.t2i_adapter import AdapterConfig, T2IAdapter
 from canvax.noise import initial_noise, seed_keys
 from canvax.parallel.mesh import make_mesh
 from canvax.params import init_params
-from canvax.pipelines.control_images import check_control, layer_weights, strengths
+from canvax.pipelines.control import check_control, layer_weights, strengths
 from canvax.scale.rows import Row
 from canvax.scale.work import Worker
 from canvax.weights.location import BUNDLED
@@ -527,7 +527,7 @@ def test_refused_before_the_model_is_loaded(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr("canvax.pipelines.open.load_components", never)
+    monkeypatch.setattr("canvax.pipelines.loaded.load_components", never)
     with pytest.raises(canvax.CheckpointError, match="is a ControlNet for Stable Diffusion XL"):
         canvax.load(base.model.name, controlnet=folder)
 

@@ -24,7 +24,7 @@ import canvax
 from canvax.cli import BAD_INPUT, main
 from canvax.cli.info import reproduce
 from canvax.parallel.mesh import make_mesh
-from canvax.pipelines.control_files import control_of
+from canvax.pipelines.control import control_of
 from canvax.weights.location import BUNDLED
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"

@@ -60,9 +60,9 @@ def test_generators_and_dtypes_of_torch() -> None:
     used = torch.Generator().manual_seed(5)
     torch.randn(3, generator=used)
     assert parse_dtype(torch.float16) == np.float16
-    own, _ = translate_call({"prompt": "a"}, {"generator": torch.Generator().manual_seed(5)})
+    own = translate_call({"prompt": "a"}, {"generator": torch.Generator().manual_seed(5)})
     assert (own["seed"], own["options"].noise) == (5, "torch")
-    own, _ = translate_call({}, {"generator": [torch.Generator().manual_seed(i) for i in (3, 4)]})
+    own = translate_call({}, {"generator": [torch.Generator().manual_seed(i) for i in (3, 4)]})
     assert own["seed"] == [3, 4]
     with pytest.raises(canvax.InputError, match="has given numbers since"):
         translate_call({}, {"generator": used})
@@ -78,9 +78,9 @@ def test_every_argument_of_a_call_is_known_as_one(emoji: canvax.StableDiffusion)
 def test_timesteps_leave_the_settings_of_the_sampler() -> None:
     times, noise = {"timesteps": [900, 500, 100]}, {"s_noise": 1.1}
     for given in ({"sampler_settings": noise}, {"sampler_settings": ["s_noise=1.1"]}):
-        own, _ = translate_call({}, times | given)
+        own = translate_call({}, times | given)
         assert own["options"].settings == times | noise
-    own, _ = translate_call({"options": canvax.Options(sampler_settings=noise)}, times)
+    own = translate_call({"options": canvax.Options(sampler_settings=noise)}, times)
     assert own["options"].settings == times | noise
     for options, others in (
         (None, {"sampler_settings": times}),
@@ -130,7 +130,7 @@ def test_every_argument_of_a_call_has_an_answer(name: str) -> None:
         value = others.get(target, 0.5 if target.startswith(fraction) else 7)
         kept = {"variation_strength": canvax.Options(variation_seed=3)}.get(target)
         kept = canvax.Options(hires=2.0) if target.startswith("hires_") else kept
-        own = translate_call({"options": kept}, {name: value})[0]  # an argument of the call, or a field of its options
+        own = translate_call({"options": kept}, {name: value})  # an argument of the call, or a field of its options
         assert own.get(target, getattr(own["options"], target, None)) == value
         assert target not in vars(own["options"]) or target not in own
         with pytest.raises(canvax.InputError, match="give it once"):

@@ -23,9 +23,9 @@ from canvax.images.given import fingerprint, read_images
 from canvax.images.masks import around, box_of, extended, painted_over
 from canvax.noise import initial_noise
 from canvax.parallel.mesh import make_mesh
+from canvax.pipelines.generate import text_to_image
+from canvax.pipelines.prepare import encode_images
 from canvax.pipelines.request import Call, make_request
-from canvax.pipelines.start import encode_images
-from canvax.pipelines.text_to_image import text_to_image
 from canvax.samplers import build_table, from_scheduler_config
 from canvax.samplers.strength import steps_of_strength
 

@@ -19,10 +19,10 @@ from canvax.cli import BAD_INPUT, main
 from canvax.images.grid import make_sheet
 from canvax.models.configs import ClipVisionConfig
 from canvax.noise import initial_noise, pasted_in_the_middle, slerp
+from canvax.pipelines.prepare import noise_of
 from canvax.pipelines.request import Call
 from canvax.pipelines.safety import SafetyChecker
-from canvax.pipelines.start import noise_of
-from canvax.pipelines.tiles import Tiles, fade, starts
+from canvax.pipelines.upscale import Tiles, fade, starts
 
 
 def draw(emoji: canvax.StableDiffusion, prompt: Any = "a fox", **changes: Any) -> canvax.Result:

@@ -33,7 +33,7 @@ from canvax.models.vae import even_tiles, vae_decode, vae_decode_tiled, vae_enco
 from canvax.parallel.mesh import make_mesh, over_batch
 from canvax.parallel.rules import place_all
 from canvax.params import init_params
-from canvax.pipelines import text_to_image
+from canvax.pipelines import generate
 from canvax.pipelines.checks import is_tiled
 from canvax.samplers import SLOTS, SamplerTable, build_table
 
@@ -52,7 +52,7 @@ def all_guided(monkeypatch: pytest.MonkeyPatch) -> None:
     def every(table: SamplerTable, **_: Any) -> np.ndarray:
         return np.ones(len(table), bool)
 
-    monkeypatch.setattr(text_to_image, "guided_rows", every)
+    monkeypatch.setattr(generate, "guided_rows", every)
     monkeypatch.setattr(batch, "guided_rows", every)
 
 
@@ -195,7 +195,7 @@ def test_all_rows_in_full_draw_the_same(
         return DeepPlan(np.ones(len(table), bool), weights, layers, starts)
 
     want = draw(emoji, sampler=sampler, num_inference_steps=4)
-    monkeypatch.setattr(text_to_image, "DeepPlan", type("InFull", (), {"of": staticmethod(in_full)}))
+    monkeypatch.setattr(generate, "DeepPlan", type("InFull", (), {"of": staticmethod(in_full)}))
     got = draw(emoji, sampler=sampler, num_inference_steps=4)
     np.testing.assert_allclose(got.latents, want.latents, atol=1e-4)
 

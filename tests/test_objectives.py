@@ -17,7 +17,7 @@ from canvax.errors import InputError
 from canvax.models.configs import VaeConfig
 from canvax.models.text import clip_encoders
 from canvax.parallel.mesh import make_mesh
-from canvax.pipelines import open as opening
+from canvax.pipelines import loaded
 from canvax.samplers import NoiseSchedule, from_scheduler_config
 from canvax.samplers.schedule import make_betas
 from canvax.train import diffusion, objectives
@@ -143,7 +143,7 @@ def test_fine_tuning_refuses_them_before_weights_are_read(
     config, message = UNTRAINABLE[kind]
     model = write_small_checkpoint(tmp_path / "model", scheduler=config)
     pictures = write_pictures(tmp_path / "images")
-    monkeypatch.setattr(opening, "load_components", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(loaded, "load_components", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(InputError, match=message):
         finetune(Training(model, pictures, tmp_path / "run"), make_mesh(jax.devices()[:1]))
     assert not (tmp_path / "run").exists()

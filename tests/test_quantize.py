@@ -20,7 +20,7 @@ from canvax.models.presets import PRESETS
 from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import device_bytes
 from canvax.params import Params, count, flatten
-from canvax.pipelines.open import weight_bytes
+from canvax.pipelines.loaded import weight_bytes
 from canvax.quantize import KINDS, quantize, quantized_specs
 
 PROMPTS = ["a red apple", "a cat"]

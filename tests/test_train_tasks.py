@@ -472,7 +472,7 @@ def test_pictures_are_looked_at_first(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_all_is_looked_at_before_weights_are_read(
     model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("canvax.pipelines.open.load_components", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("canvax.pipelines.loaded.load_components", lambda *_, **__: pytest.fail("weights were read"))
     for argument, more in {
         "size": {"size": 63},
         "preview": {"prompts": ("x" * 100_001,)},

@@ -259,7 +259,7 @@ def test_blocks_of_numbers_with_a_scale(tmp_path: Path) -> None:
         ("layers.0.weight", (4, 4), None),
     ],
 )
-def test_kinds_of_files(name: str, shape: tuple[int, ...], kind: identify.Kind | None) -> None:
+def test_kinds_of_files(name: str, shape: tuple[int, ...], kind: identify.FileKind | None) -> None:
     assert identify.identify({name: shape}) is kind
 
 

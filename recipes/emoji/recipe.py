@@ -26,7 +26,7 @@ from canvax.models.text import FIRST, clip_encoders
 from canvax.models.vae import vae_spec
 from canvax.parallel.mesh import replicated
 from canvax.params import Params, init_params
-from canvax.pipelines.open import open_model
+from canvax.pipelines.loaded import open_model
 from canvax.pipelines.options import Options
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.tokenizers.concepts import FILE as CONCEPTS

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from canvax.pipelines.image_prompts import ImagePrompt
     from canvax.pipelines.options import Options, Step
     from canvax.pipelines.pipeline import StableDiffusion, load
-    from canvax.pipelines.preview import Preview, load_preview
-    from canvax.pipelines.result import Result
+    from canvax.pipelines.result import Preview, Result, load_preview
     from canvax.planning.plan import Plan, plan
 
 _HOMES = {
@@ -49,13 +48,13 @@ _HOMES = {
     "Options": "canvax.pipelines.options",
     "OutOfMemoryError": "canvax.errors",
     "Plan": "canvax.planning.plan",
-    "Preview": "canvax.pipelines.preview",
+    "Preview": "canvax.pipelines.result",
     "Result": "canvax.pipelines.result",
     "StableDiffusion": "canvax.pipelines.pipeline",
     "Step": "canvax.pipelines.options",
     "convert": "canvax.families.convert",
     "load": "canvax.pipelines.pipeline",
-    "load_preview": "canvax.pipelines.preview",
+    "load_preview": "canvax.pipelines.result",
     "make_mesh": "canvax.parallel.mesh",
     "plain_kernels": "canvax.kernels.target",
     "plan": "canvax.planning.plan",

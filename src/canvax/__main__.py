@@ -1,4 +1,4 @@
-"""``python -m canvax`` and ``canvax``: the command line of this process."""
+"""``python -m canvax`` and ``canvax``: the command line of canvax."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import suppress
 
 
 def main() -> int:
-    """Run the command line of this process; returns its exit code."""
+    """Run the command line; returns its exit code."""
     code = 1
 
     def leave() -> None:
-        """Leaves without Python's teardown, in which a thread of JAX can still run and crash the process."""
+        """Exits without Python's teardown: a thread of JAX that still runs then can crash the process."""
         if "jax" in sys.modules:
             for stream in (sys.stdout, sys.stderr):
                 with suppress(OSError, ValueError, AttributeError):

@@ -42,7 +42,7 @@ class Part:
     scale: float = 1.0
 
 
-class Kind(NamedTuple):
+class AdapterKind(NamedTuple):
     """A kind of adapter.
 
     Attributes:
@@ -289,13 +289,13 @@ def _set(weight: HostArray, part: Part) -> HostArray:
     return part.arrays["set"].reshape(weight.shape) - weight
 
 
-def _kind(name: str, needed: str, optional: str, shapes: Callable, change: Callable) -> Kind:
-    return Kind(name, frozenset(needed.split()), frozenset(optional.split()), shapes, change)
+def _kind(name: str, needed: str, optional: str, shapes: Callable, change: Callable) -> AdapterKind:
+    return AdapterKind(name, frozenset(needed.split()), frozenset(optional.split()), shapes, change)
 
 
 _DORA = "alpha scalar dora_scale magnitude"
 
-KINDS: Mapping[str, Kind] = {
+KINDS: Mapping[str, AdapterKind] = {
     "lora": _kind("LoRA", "up down", f"mid {_DORA}", _lora_shapes, _lora),
     "loha": _kind("LoHa", "hada_w1_a hada_w1_b hada_w2_a hada_w2_b", f"hada_t1 hada_t2 {_DORA}", _loha_shapes, _loha),
     "lokr": _kind("LoKr", "", f"w1 w1_a w1_b w2 w2_a w2_b t2 {_DORA}", _lokr_shapes, _lokr),

@@ -133,23 +133,23 @@ class Call:
         flags=("-N", "--negative-prompt", "--negative"), also=("negative", "neg_prompt"),
     )  # fmt: skip
     height: int | None = setting(
-        None, "divisible by 8", low=8, high=MAX_SIDE, unset="the model's own", group=SUBJECT, metavar="PIXELS",
+        None, "divisible by 8", low=8, high=MAX_SIDE, unset="the model's default", group=SUBJECT, metavar="PIXELS",
         flags=("-H", "--height"), also=("H",),
     )  # fmt: skip
     width: int | None = setting(
-        None, "divisible by 8", low=8, high=MAX_SIDE, unset="the model's own", group=SUBJECT, metavar="PIXELS",
+        None, "divisible by 8", low=8, high=MAX_SIDE, unset="the model's default", group=SUBJECT, metavar="PIXELS",
         flags=("-W", "--width"), also=("W",),
     )  # fmt: skip
     num_inference_steps: int | None = setting(
         None, "sampler steps, at most the 1000 of the model's noise schedule", low=1, cure="20 to 50 is usual",
-        unset="the model's own, else 50", group=SAMPLING, metavar="N", flags=("--steps", "--num-inference-steps"),
+        unset="the model's default, else 50", group=SAMPLING, metavar="N", flags=("--steps", "--num-inference-steps"),
         also=("steps", "num_steps", "sampling_steps"), infotext="Steps",
     )  # fmt: skip
     guidance_scale: float | None = setting(
         None,
         "how closely to follow the prompt; 1 or less turns guidance off, which halves the work and is another program",
         low=-MOST_GUIDANCE, high=MOST_GUIDANCE, cure="7.5 is usual, 1 or less switches it off",
-        unset="the model's own, else 7.5", group=SAMPLING, metavar="G",
+        unset="the model's default, else 7.5", group=SAMPLING, metavar="G",
         flags=("-g", "--guidance-scale", "--guidance", "--cfg-scale", "--cfg"), also=("cfg", "cfg_scale", "guidance"),
         infotext="CFG scale",
     )  # fmt: skip
@@ -163,7 +163,7 @@ class Call:
         metavar="SEED", flags=("-s", "--seed"), infotext="Seed",
     )  # fmt: skip
     sampler: str | None = setting(
-        None, "see canvax samplers", unset="the model's own", group=SAMPLING, metavar="NAME",
+        None, "see canvax samplers", unset="the model's default", group=SAMPLING, metavar="NAME",
         flags=("--sampler", "--scheduler"), also=("scheduler", "sampler_name"), infotext="Sampler",
     )  # fmt: skip
     latents: Any = setting(None, "initial noise", group=PYTHON, closed={"command": _IN_PYTHON, "file": _IN_PYTHON})
@@ -181,7 +181,8 @@ class Call:
         flags=("--strength", "--denoising-strength"), also=("denoising_strength", "denoise"),
     )  # fmt: skip
     control: Any = setting(
-        None, "the image that it reads, such as edges; none for no image; of several types TYPE=FILE,TYPE=FILE",
+        None,
+        "the image that the ControlNet reads, such as edges; none for no image; for several types TYPE=FILE,TYPE=FILE",
         group=CONTROL, metavar="FILE", repeats=True, flags=("--control", "--control-image"),
         also=("control_image", "controlnet_image", "adapter_image"),
     )  # fmt: skip
@@ -215,12 +216,12 @@ class OptionRecord:
         cure="leave it out for the sampler's own", group=SAMPLING, also=("ddim_eta",), infotext="Eta", per_image=True,
     )  # fmt: skip
     spacing: Spacing | None = setting(
-        None, "which timesteps are visited: leading, trailing or linspace", unset="the model's own", group=SAMPLING,
+        None, "which timesteps are visited: leading, trailing or linspace", unset="the model's default", group=SAMPLING,
         metavar="KIND", needs=("free spacing",), per_image=True,
     )  # fmt: skip
     sigmas: str | Sequence[float] | None = setting(
         None, "sigma schedule: karras, ays, ... (canvax samplers curves) or a list such as 14.6,6,2,0.5,0",
-        unset="the model's own", group=SAMPLING, metavar="CURVE", read=read_levels, per_image=True,
+        unset="the model's default", group=SAMPLING, metavar="CURVE", read=read_levels, per_image=True,
     )  # fmt: skip
     sampler_settings: Mapping[str, Any] | Sequence[str] = setting(
         (), "a setting of the sampler, such as s_churn=10; see canvax samplers", group=SAMPLING, metavar="NAME=VALUE",

@@ -213,8 +213,8 @@ class Both(NamedTuple):
 
 
 R = TypeVar("R")
-Translate = Callable[[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], Callable[[Any], Any] | None]]
-"""From a function's own keywords and the others to those to call it with, and what to do with its result."""
+Translate = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+"""From a function's own keywords and all others to the keywords to call it with."""
 
 
 def accepts(
@@ -239,14 +239,13 @@ def accepts(
                 return function(*arguments, **keywords)
             known = {name: value for name, value in keywords.items() if name in named}
             try:
-                own, finish = translate(dict(form.bind_partial(*arguments, **known).arguments), others)
-                result = function(**own)
+                own = translate(dict(form.bind_partial(*arguments, **known).arguments), others)
+                return function(**own)
             except InputError as error:
                 aliases = {entry.becomes: name for name, entry in (table or {}).items() if name in others}
                 if error.argument in others or error.argument not in aliases:
                     raise
                 raise error.about(aliases[error.argument]) from None
-            return finish(result) if finish else result
 
         return call
 

@@ -45,7 +45,7 @@ class Setting:
         above: whether the value must be larger than ``low``.
         length: entries of a list; 0 for any number.
         cure: ends the error of a wrong value: "4 is usual".
-        unset: what None stands for: "the model's own".
+        unset: what None stands for: "the model's default".
         also: names in other programs, which Python, files and the server take as well.
         flags: of the command line; by default ``--name``.
         repeats: whether the flag may be given several times.
@@ -106,7 +106,7 @@ def setting(default: Any = MISSING, help: str = "", **declared: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ValueKind:
     """The values that an annotation allows.
 
     Attributes:
@@ -130,7 +130,7 @@ class Kind:
     optional: bool = False
 
     @classmethod
-    def read(cls, annotation: Any) -> Kind:
+    def read(cls, annotation: Any) -> ValueKind:
         """The kind of an annotation."""
         members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
         lists = [one for one in members if get_origin(one) in (Sequence, tuple)]
@@ -165,7 +165,7 @@ class Declared:
     def __init__(self, declared: Field[Any], annotation: Any) -> None:
         self.name, self.default = declared.name, declared.default
         self.setting: Setting = declared.metadata["setting"]
-        self.kind = Kind.read(annotation)
+        self.kind = ValueKind.read(annotation)
         self.length = self.setting.length or self.kind.length
         self.flags = self.setting.flags or (f"--{self.name.replace('_', '-')}",)
 

@@ -35,7 +35,7 @@ from canvax.params import flatten  # noqa: E402
 from canvax.weights.entries import Entry  # noqa: E402
 from canvax.weights.location import Location  # noqa: E402
 from canvax.weights.open import open_files  # noqa: E402
-from canvax.weights.single_file import REFINER, SD1, SD2, UNET, VAE, XL, Kind, single_files  # noqa: E402
+from canvax.weights.single_file import REFINER, SD1, SD2, UNET, VAE, XL, Layout, single_files  # noqa: E402
 
 QUIET = canvax.Options(progress=False)
 KINDS = ("sd1", "sd2", "xl", "refiner")
@@ -133,7 +133,7 @@ def test_openclip_is_filled_up_with_exclamation_marks(made: Made, tmp_path: Path
     [("sd15", SD1), ("sd21", SD2), ("sdxl", XL), ("sdxl-refiner", REFINER)],
     ids=["sd15", "sd21", "sdxl", "refiner"],
 )
-def test_sizes_of_the_released_models(preset: str, kind: Kind) -> None:
+def test_sizes_of_the_released_models(preset: str, kind: Layout) -> None:
     """Their files are not here; of diffusers' models of their sizes only names and shapes are made."""
     networks = PRESETS[preset]
     with torch.device("meta"):

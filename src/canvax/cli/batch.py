@@ -17,7 +17,7 @@ from canvax.errors import NO_VALUE, InputError, check_count, nearest
 from canvax.files import named_path
 from canvax.images.maps import SETTINGS as MAPS
 from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_size
-from canvax.pipelines.control_images import OPTIONS as CONTROL_OPTIONS
+from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS
 from canvax.pipelines.options import Options
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     check_ip_adapters(arguments)
     if arguments.reuse_layers:
         check_count("reuse_layers", arguments.reuse_layers, 1000)
-    from canvax.pipelines.open import open_model
+    from canvax.pipelines.loaded import open_model
     from canvax.pipelines.pipeline import StableDiffusion
 
     if not arguments.quiet:
@@ -63,8 +63,13 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 def _with_networks(opened: Any, arguments: argparse.Namespace) -> Any:
     """A model with the networks of control images and image prompts that are named: what they are, without weights."""
-    from canvax.pipelines.controls import control_sources, open_controls, with_controls
-    from canvax.pipelines.ip_adapters import ip_adapter_sources, with_ip_adapters
+    from canvax.pipelines.networks import (
+        control_sources,
+        ip_adapter_sources,
+        open_controls,
+        with_controls,
+        with_ip_adapters,
+    )
 
     hub = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
     hub["progress"] = not arguments.quiet

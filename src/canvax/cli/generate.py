@@ -23,8 +23,8 @@ from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file, new_image
 from canvax.images.grid import make_grid
 from canvax.images.metadata import save_image, save_numbered, unique_path
-from canvax.pipelines.control_files import control_argument
-from canvax.pipelines.prompt_files import image_prompt_argument
+from canvax.pipelines.control import control_argument
+from canvax.pipelines.image_prompts import image_prompt_argument
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -285,7 +285,7 @@ def _generate_all(
     """Generate and save batch by batch; returns the images if a grid was asked for, else an empty list."""
     size = arguments.batch_size or batch_size(pipe, requests)
     from canvax.compile.monitor import process_age
-    from canvax.pipelines.display import progress_bar
+    from canvax.pipelines.result import progress_bar
 
     evaluations, images = 0.0, []
     timings = report["timings"]

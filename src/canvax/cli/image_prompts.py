@@ -10,7 +10,7 @@ from typing import Any
 from canvax.cli.terminal import complain
 from canvax.errors import InputError
 from canvax.images.given import fingerprint
-from canvax.pipelines.prompt_files import NONE, image_prompts_of, read
+from canvax.pipelines.image_prompts import NONE, image_prompts_of, read
 
 
 def check_same(path: Path, metadata: Mapping[str, Any], arguments: argparse.Namespace) -> None:

@@ -21,18 +21,17 @@ from canvax.images.given import fingerprint, read_images
 from canvax.images.metadata import check_kinds, read_metadata
 from canvax.noise import check_seed, image_seeds
 from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_prompts, check_size
-from canvax.pipelines.control_files import Control, control_argument, control_files, control_marks, control_of
-from canvax.pipelines.control_images import size_of
-from canvax.pipelines.given import check_given
-from canvax.pipelines.options import Options
-from canvax.pipelines.prompt_files import (
+from canvax.pipelines.control import ControlEntry, control_argument, control_files, control_marks, control_of, size_of
+from canvax.pipelines.image_prompts import (
     FilePrompt,
     image_prompt_argument,
     image_prompts_of,
     read_all,
     structure,
 )
-from canvax.pipelines.prompt_tags import TAG
+from canvax.pipelines.options import Options
+from canvax.pipelines.request import check_given
+from canvax.pipelines.texts import TAG
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 from canvax.scale.rows import check_prompt_line
 from canvax.settings import aliases, check_setting, declared, offered
@@ -81,7 +80,7 @@ class ImageRequest:
     strength: float | None = None
     adapters: tuple[Any, ...] = ()
     """That the prompt names, where such names are read."""
-    control: Control = ()
+    control: ControlEntry = ()
     image_prompts: tuple[FilePrompt, ...] = ()
 
     @property

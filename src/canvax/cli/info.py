@@ -310,7 +310,7 @@ def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
     """The memory that each device of this machine needs, from the compiled programs. Reads no weights."""
     from canvax.parallel.mesh import mesh_of
     from canvax.pipelines.checks import MOST_IMAGES, check_size
-    from canvax.pipelines.open import open_model
+    from canvax.pipelines.loaded import open_model
     from canvax.pipelines.pipeline import StableDiffusion
 
     for name in ("width", "height"):

@@ -12,10 +12,9 @@ from canvax.errors import NO_VALUE, InputError, check_count
 from canvax.images.given import read_images
 from canvax.noise import check_seed
 from canvax.pipelines.checks import MAX_SIDE, MOST_IMAGES, check_guidance
-from canvax.pipelines.control_images import OPTIONS as CONTROL_OPTIONS
+from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS
 from canvax.pipelines.options import Options
-from canvax.pipelines.tiles import STRENGTH, check_scale
-from canvax.pipelines.upscale import check_for_upscale
+from canvax.pipelines.upscale import STRENGTH, check_for_upscale, check_scale
 from canvax.samplers.strength import check_strength, steps_of_strength
 
 MOST_STEPS = 100_000

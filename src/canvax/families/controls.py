@@ -14,7 +14,7 @@ from canvax.models.controlled import Control
 from canvax.models.controlnet import ControlNet
 from canvax.models.controlnet_union import UnionNet
 from canvax.models.t2i_adapter import FULL, LIGHT, XL, T2IAdapter, fault_for
-from canvax.weights.controlnet import ControlFiles, Kind, is_union
+from canvax.weights.controlnet import ControlFiles, ControlKind, is_union
 
 _FAMILIES = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 2048: "Stable Diffusion XL"}
 """By the width of their text."""
@@ -27,7 +27,7 @@ def component_name(index: int) -> str:
     return f"controlnet_{index}" if index else "controlnet"
 
 
-def control_of(name: str, kind: Kind, config: Mapping[str, Any], model: Model) -> Control:
+def control_of(name: str, kind: ControlKind, config: Mapping[str, Any], model: Model) -> Control:
     """The network of a config, for a model.
 
     Raises:

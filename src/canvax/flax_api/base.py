@@ -50,8 +50,8 @@ from canvax.models.text import FIRST, SECOND, Conditions
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
 from canvax.params import Params
 from canvax.pipelines.checks import check_steps
-from canvax.pipelines.display import summary
-from canvax.pipelines.open import open_model
+from canvax.pipelines.loaded import open_model
+from canvax.pipelines.result import summary
 from canvax.pipelines.safety import COMPONENT, has_checker
 from canvax.pipelines.translate import loader
 from canvax.samplers import SamplerTable

@@ -30,7 +30,7 @@ from canvax.pipelines import functions
 from canvax.pipelines.translate import loader
 from canvax.types import Array, DType
 from canvax.weights.cast import parse_dtype
-from canvax.weights.controlnet import ControlFiles, Kind, open_control
+from canvax.weights.controlnet import ControlFiles, ControlKind, open_control
 from canvax.weights.load import Component, load_components
 from canvax.weights.location import Location
 
@@ -97,7 +97,7 @@ class FlaxControlNetModel:
         """
         del from_pt
 
-        def accept(kind: Kind, config: Mapping[str, Any]) -> None:
+        def accept(kind: ControlKind, config: Mapping[str, Any]) -> None:
             if kind != "controlnet":
                 raise InputError(f"{pretrained_model_name_or_path}: is no ControlNet; canvax.load takes T2I-Adapters")
             ControlNet.from_dict(config)

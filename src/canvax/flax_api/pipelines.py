@@ -16,7 +16,7 @@ from canvax.params import Params
 from canvax.types import Array
 
 
-def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> tuple[dict[str, Any], None]:
+def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     """Translates the keywords of a call, of which ``others`` are not parameters.
 
     Raises:
@@ -25,7 +25,7 @@ def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> tuple[d
     for name in renamed(arguments, others, FLAX_CALL):
         known = list(signature(type(arguments["self"]).__call__).parameters)
         raise InputError(answer(name, FLAX_CALL, known, "an argument of a call", FLAX_PAGE))
-    return arguments, None
+    return arguments
 
 
 class FlaxStableDiffusionPipeline(FlaxTextToImage):

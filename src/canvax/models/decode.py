@@ -58,14 +58,10 @@ class Autoencoder(Protocol):
 
 
 @dataclass(frozen=True)
-class KL:
-    """The autoencoder of latent diffusion. In float32 where its weights are float16 and it overflows in that."""
+class _Configured:
+    """The shape of the latents, as the config of an autoencoder declares it."""
 
-    cfg: VaeConfig
-
-    @property
-    def spec(self) -> Spec:
-        return vae_spec(self.cfg)
+    cfg: AutoencoderConfig
 
     @property
     def factor(self) -> int:
@@ -74,6 +70,17 @@ class KL:
     @property
     def latent_channels(self) -> int:
         return self.cfg.latent_channels
+
+
+@dataclass(frozen=True)
+class KL(_Configured):
+    """The autoencoder of latent diffusion. In float32 where its weights are float16 and it overflows in that."""
+
+    cfg: VaeConfig
+
+    @property
+    def spec(self) -> Spec:
+        return vae_spec(self.cfg)
 
     def decode(self, p: Params, latents: Array, *, tiled: bool = False) -> Array:
         p, dtype = self._widened(p)
@@ -95,7 +102,7 @@ class KL:
 
 
 @dataclass(frozen=True)
-class Tiny:
+class Tiny(_Configured):
     """TAESD: a small autoencoder without a distribution."""
 
     cfg: TinyConfig
@@ -103,14 +110,6 @@ class Tiny:
     @property
     def spec(self) -> Spec:
         return tiny_spec(self.cfg)
-
-    @property
-    def factor(self) -> int:
-        return self.cfg.factor
-
-    @property
-    def latent_channels(self) -> int:
-        return self.cfg.latent_channels
 
     def decode(self, p: Params, latents: Array, *, tiled: bool = False) -> Array:
         latents = latents.astype(compute_dtype(p))

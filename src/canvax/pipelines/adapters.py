@@ -5,34 +5,190 @@ so that every change begins from it: weights are never taken off again, and with
 A change makes new parameters and a new ``Model`` and leaves the old ones alone, so that a call that has begun in
 another thread goes on with the adapters that it began with.
 
-Adapters may also lie beside the weights (``canvax.pipelines.beside``): then each image has its own.
+Adapters may also lie beside the weights (``canvax.pipelines.unmerged``): then each image has its own.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
-from canvax.errors import HintWarning, InputError, check_flag, nearest, shown, warn
+from canvax.adapters import Part, change
+from canvax.errors import (
+    NO_VALUE,
+    CanvaxError,
+    CheckpointError,
+    HintWarning,
+    InputError,
+    check_flag,
+    nearest,
+    shown,
+    warn,
+)
 from canvax.families.base import Model
 from canvax.files import named_path
-from canvax.params import Params
-from canvax.pipelines.adapter_weights import parse_weight, tell_of_odd
-from canvax.pipelines.beside import COUNT, Bank, bucket, check_places, parted, rank_of
+from canvax.images.infotext import without_networks
+from canvax.parallel.rules import place
+from canvax.params import Param, Params, Spec, flatten
 from canvax.pipelines.loaded import LoadedModel
-from canvax.pipelines.loaded_adapter import LoadedAdapter, check_name, file_of, sha256_of
-from canvax.pipelines.merging import Change, Merging
-from canvax.pipelines.prompt_tags import take_tags
-from canvax.types import HostArray
+from canvax.pipelines.texts import Tags, tags_of, take_tags
+from canvax.pipelines.unmerged import (
+    COUNT,
+    Bank,
+    Shares,
+    Weights,
+    bucket,
+    check_places,
+    parse_weight,
+    parted,
+    rank_of,
+    tell_of_odd,
+)
+from canvax.quantize import KINDS as QUANTIZED
+from canvax.quantize import quantize, scale_of
+from canvax.types import Array, HostArray
 from canvax.weights.embeddings import Embedding, check_token, read_embeddings
+from canvax.weights.load import THREADS
 from canvax.weights.location import Location
-from canvax.weights.lora import TABLE, Key, read_adapter, token_widths
+from canvax.weights.lora import TABLE, Adapter, Key, read_adapter, suggested, token_widths, trigger_words
 from canvax.weights.open import EMBEDDING_FILES, LORA_FILES, find_adapter
+from canvax.weights.safetensors import read_metadata
+
+MOST_NAME = 100
+
+
+@dataclass(eq=False)
+class LoadedAdapter:
+    """An adapter in a pipeline.
+
+    Attributes:
+        name: what it is called there.
+        source: the file, folder or Hub id, as it was given.
+        adapter: what it does.
+        weight: how strong it is, as it was given.
+        sha256: of the file.
+        words: textual inversions that came with it.
+        place: where it lies beside the weights; None of one that is merged.
+        source_keywords: arguments of ``load`` that its source was looked for with, without the token.
+    """
+
+    name: str
+    source: str
+    adapter: Adapter = field(repr=False)
+    weight: Any
+    sha256: str = field(repr=False)
+    words: tuple[str, ...] = ()
+    weights: Weights = field(default_factory=dict, repr=False)
+    place: int | None = None
+    source_keywords: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def suggested(self) -> dict[str, Any]:
+        """Arguments of a call that it was made for, such as sampler and steps of LCM; of most adapters none."""
+        return suggested(self.adapter.path.stem, self.adapter.metadata)
+
+    @property
+    def trigger_words(self) -> list[str]:
+        """Words that it was trained with, the most frequent first, where its file tells."""
+        return trigger_words(self.adapter.metadata)
+
+    def factor(self, key: Key) -> float:
+        """How strong it is for one parameter: by the longest name that leads there."""
+        path = ".".join(key)
+        found = [name for name in self.weights if not name or path == name or path.startswith(f"{name}.")]
+        return self.weights[max(found, key=len)] if found else 1.0
+
+
+class AdapterFiles:
+    """The files of a folder of adapters by their names.
+
+    Args:
+        folder: the folder, with the folders in it; None for ``more`` alone.
+        more: further files, which are called by their stems whatever the folder holds.
+
+    Attributes:
+        paths: the path of each name. A file is called by its stem, or by its path in the folder (``style/ink``,
+            ``./ink``) where another file has the same stem.
+    """
+
+    def __init__(self, folder: Path | None, more: Sequence[Path] = ()) -> None:
+        files = sorted(folder.rglob("*.safetensors")) if folder else []
+        inside = {path: path.relative_to(folder).with_suffix("").as_posix() for path in files} if folder else {}
+        stems = Counter(path.stem for path in files)
+        self.paths: dict[str, Path] = {}
+        for path, name in inside.items():
+            plain = path.stem if stems[path.stem] == 1 else name if "/" in name else f"./{name}"
+            self.paths[plain] = path
+        self.paths |= {path.stem: path for path in more}
+        self._inside = {name: inside.get(path) for name, path in self.paths.items()}
+        self._aliases: dict[str, str | None] | None = None
+
+    @property
+    def aliases(self) -> dict[str, str | None]:
+        """The name that kohya's trainer gave each file. Reads all headers, once."""
+        if self._aliases is None:
+            self._aliases = {name: alias_of(path) for name, path in self.paths.items()}
+        return self._aliases
+
+    def matches(self, text: str) -> list[str]:
+        """The names of the files that a text may mean. No path is made of the text."""
+        if text in self.paths:
+            return [text]
+        plain = [name for name, path in self.paths.items() if text in (path.stem, self._inside[name])]
+        return plain or [name for name, alias in self.aliases.items() if alias == text]
+
+
+def several(text: str, names: Sequence[str]) -> str:
+    """The problem and the cure where a text means several files."""
+    return f"{len(names)} files are called {text[:80]!r}; write {' or '.join(names[:8])}"
+
+
+def file_of(folder: Path, tag: str) -> Path:
+    """The file of the folder that a prompt means.
+
+    Raises:
+        InputError: there is none, or there are several.
+    """
+    files = AdapterFiles(folder)
+    names = files.matches(tag)
+    if not names:
+        there = nearest(tag, list(files.paths)) if files.paths else "it holds no safetensors file"
+        raise InputError("prompt", NO_VALUE, f"names <lora:{tag[:80]}>, and there is no such file in {folder}", there)
+    if len(names) > 1:
+        raise InputError("prompt", NO_VALUE, f"names <lora:{tag[:80]}>: {several(tag, names)}")
+    return files.paths[names[0]]
+
+
+def check_name(name: object, taken: Mapping[str, Any]) -> None:
+    """Refuse what is no name, or is taken."""
+    if not isinstance(name, str) or not name.strip() or len(name) > MOST_NAME or not name.isprintable():
+        raise InputError("name", name, "cannot be the name of an adapter", "give a word")
+    if name in taken:
+        raise InputError("name", name, "is loaded already", "remove it first, or set its weight with set")
+
+
+def alias_of(path: Path) -> str | None:
+    """The name that kohya's trainer gave a file."""
+    try:
+        return read_metadata(path).get("ss_output_name")
+    except CheckpointError:
+        return None
+
+
+def sha256_of(path: Path) -> str:
+    """The hash of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class _Word(NamedTuple):
@@ -193,9 +349,9 @@ class Adapters(Mapping[str, LoadedAdapter]):
                 "places", places, f"are too few for {', '.join(one.name for one in held)}", "remove some first"
             )
         packed = [bank.pack(one.name, one.adapter, self._inner(one)) for one in held]
-        for place, (one, arrays) in enumerate(zip(held, packed, strict=True)):
-            bank.put(place, arrays)
-            one.place = place
+        for slot, (one, arrays) in enumerate(zip(held, packed, strict=True)):
+            bank.put(slot, arrays)
+            one.place = slot
         self._bank = bank
 
     @property
@@ -489,3 +645,305 @@ class Adapters(Mapping[str, LoadedAdapter]):
             if key[1] == TABLE and key[0] in word.ids:
                 rows |= dict(zip(word.ids[key[0]], word.vectors[key[0]], strict=True))
         return Change([pair for pair in parts if pair[1]], rows)
+
+
+OwnAdapters = dict[str, Weights]
+"""The adapters of one image, by name."""
+
+
+def shares_of(
+    adapters: Adapters, prompt: Any, asked: Any, per_prompt: int, *, as_set: bool
+) -> tuple[Any, Shares | None]:
+    """The prompts without the adapters that they name, and how much of each every image has; None if none has any.
+
+    Args:
+        adapters: of the pipeline.
+        prompt: of the call.
+        asked: its argument ``adapters``.
+        per_prompt: images of each prompt.
+        as_set: whether images of which nothing is said have the weights that are set.
+
+    Raises:
+        InputError: an adapter is not there, or not beside the weights.
+    """
+    bank = adapters.bank
+    if bank is None:
+        if asked is None:
+            return prompt, None
+        raise InputError(
+            "adapters",
+            asked,
+            "needs an adapter beside the weights",
+            "load with pipe.adapters.load(name, file, beside=True), or set weights for all images with "
+            "pipe.adapters.set",
+        )
+    prompt, tags = _without_tags(prompt, read=adapters.folder is not None)
+    usual = _as_set(adapters, bank) if as_set else {}
+    images = [
+        usual if one is None else {name: per_image(name, weight, bank.components) for name, weight in one.items()}
+        for one in one_for_each(asked, len(tags), per_prompt)
+    ]
+    named = {name for one in (*tags, *images) for name in one}
+    for tag in sorted({tag for one in tags for tag in one}):
+        _put_beside(adapters, bank, tag, named)
+    images = [
+        image | {tag: per_image(tag, _there(weight, bank), bank.components) for tag, weight in own.items()}
+        for image, own in zip(images, (one for one in tags for _ in range(per_prompt)), strict=True)
+    ]
+    for name in named:
+        if adapters[name].place is None:
+            raise InputError(
+                "adapters",
+                NO_VALUE,
+                f"names {name!r}, which is merged and the same for all images",
+                "load it with beside=True for images of a call to differ in it",
+            )
+    places = {name: place for name, one in adapters.items() if (place := one.place) is not None}
+    weights = share_rows(images, places, bank)
+    records = [
+        {name: _told(adapters[name], weight, bank) for name, weight in image.items() if any(weight.values())}
+        for image in images
+    ]
+    nothing = not any(array.any() for array in weights.values())
+    return prompt, None if nothing else Shares(bank.places, bank.snapshot(), weights, records)
+
+
+def _without_tags(prompt: Any, *, read: bool) -> tuple[Any, list[Tags]]:
+    """The prompts without the adapters that they name, and these; an entry for each prompt."""
+    if isinstance(prompt, Mapping):  # encoded already
+        return prompt, [{}] * len(prompt.get("text", [None]))
+    prompts: Any = [prompt] if isinstance(prompt, str) else prompt
+    if not isinstance(prompts, list | tuple) or not all(isinstance(one, str) for one in prompts):
+        return prompt, [{}]  # which is refused elsewhere
+    tags = [tags_of(one) if read else {} for one in prompts]
+    words = [without_networks(one) if own else one for one, own in zip(prompts, tags, strict=True)]
+    return words[0] if isinstance(prompt, str) else words, tags
+
+
+def _put_beside(adapters: Adapters, bank: Bank, tag: str, named: set[str]) -> None:
+    """Have the adapter that a prompt means beside the weights; one of the folder takes the place of another of it."""
+    if tag not in adapters:
+        assert adapters.folder is not None
+        path = file_of(adapters.folder, tag)
+        held = [name for name, one in adapters.items() if one.place is not None]
+        idle = [name for name in adapters.of_folder if name not in named]
+        if len(held) == bank.places.count and idle:
+            adapters.remove(idle[0])
+        adapters.load(tag, path, 0.0, beside=True)
+        adapters.of_folder[tag] = None
+    elif tag in adapters.of_folder:
+        del adapters.of_folder[tag]
+        adapters.of_folder[tag] = None
+
+
+def _there(weight: float | dict[str, float], bank: Bank) -> float | dict[str, float]:
+    """Without networks that the model does not have."""
+    return {part: w for part, w in weight.items() if part in bank.components} if isinstance(weight, dict) else weight
+
+
+def _as_set(adapters: Adapters, bank: Bank) -> OwnAdapters:
+    held = [one for one in adapters.values() if one.place is not None and any(one.weights.values())]
+    return {one.name: parted(one.weights, bank.components)[1] for one in held}
+
+
+def _told(one: LoadedAdapter, weights: Weights, bank: Bank) -> dict[str, Any]:
+    """What the metadata of an image tells of an adapter that it has."""
+    by_block, _ = parted(one.weights, bank.components)
+    return {"file": one.source, "weight": one.weight if by_block else plain_weight(weights), "sha256": one.sha256}
+
+
+def plain_weight(weights: Weights) -> float | dict[str, float]:
+    """Weights as people write them."""
+    return weights[""] if set(weights) == {""} else dict(weights)
+
+
+def per_image(name: str, weight: Any, components: Sequence[str]) -> Weights:
+    """The weight of an adapter in one image, by network, "" for all.
+
+    Raises:
+        InputError: it is no number and no table of numbers by network.
+    """
+    found = parse_weight(weight, None)
+    if deeper := found.keys() - {"", *components}:
+        raise InputError(
+            "adapters",
+            NO_VALUE,
+            f"has a weight of {name!r:.80} for {min(deeper)!r:.80}",
+            f"an image's weight is a number or a table by network ({', '.join(components)}); blocks have weights with "
+            "pipe.adapters.set",
+        )
+    return found
+
+
+def share_rows(images: Sequence[OwnAdapters], places: Mapping[str, int], bank: Bank) -> dict[str, HostArray]:
+    """Weights of each image for each place [n, K] float32, by network; ``places`` are those of the names."""
+    found = {component: np.zeros((len(images), bank.places.count), np.float32) for component in bank.components}
+    for i, image in enumerate(images):
+        for name, weights in image.items():
+            for component, rows in found.items():
+                rows[i, places[name]] = weights.get(component, weights.get("", 1.0))
+    return found
+
+
+def one_for_each(adapters: Any, prompts: int, per_prompt: int) -> list[Any]:
+    """What is said of the adapters of each image: a table for all, or a list of one for each prompt or image.
+
+    Raises:
+        InputError: it is neither, or of another length.
+    """
+    count = prompts * per_prompt
+    if adapters is None or isinstance(adapters, Mapping):
+        return [adapters] * count
+    if not isinstance(adapters, list | tuple) or not all(one is None or isinstance(one, Mapping) for one in adapters):
+        raise InputError(
+            "adapters", adapters, "is neither a table of weights by name, {'ink': 0.8}, nor a list of such"
+        )
+    if len(adapters) not in (prompts, count):
+        raise InputError(
+            "adapters", NO_VALUE, f"has {len(adapters)} entries for {prompts} prompts", "give one for each, or a table"
+        )
+    return [one or {} for one in adapters for _ in range(count // len(adapters))]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is done to one parameter; nothing if it is empty.
+
+    Attributes:
+        parts: of adapters, each with its weight.
+        rows: of an embedding table, that are set to these vectors.
+    """
+
+    parts: Sequence[tuple[Part, float]] = ()
+    rows: Mapping[int, HostArray] = field(default_factory=dict)
+
+
+class _Kept(NamedTuple):
+    """A parameter without adapters.
+
+    Attributes:
+        weight: on the host, in its dtype.
+        scale: of a weight of 8 bits.
+        ours: what stands in its place now; another array there is the user's.
+    """
+
+    weight: HostArray
+    scale: HostArray | None
+    ours: Any
+
+
+class Merging:
+    """Which parameters of a pipeline adapters have changed, and what these were before."""
+
+    def __init__(self, specs: Mapping[str, Spec], mesh: Mesh) -> None:
+        """``specs`` of all components, quantised as the parameters are."""
+        self._mesh = mesh
+        self._declared: dict[Key, Param] = {
+            (component, name): param for component, spec in specs.items() for name, param in flatten(spec)
+        }
+        self._kept: dict[Key, _Kept] = {}
+
+    def handed_to(self, other: Merging) -> None:
+        """Have ``other`` know the same, for a pipeline with the same parameters."""
+        other._kept = dict(self._kept)
+
+    def apply(self, params: Params, changes: Mapping[Key, Change]) -> Params:
+        """Parameters with these changes, made from what they were without adapters.
+
+        ``params`` stay as they are, for calls that read them in other threads: dicts are copied, other arrays are not.
+
+        Raises:
+            CanvaxError: a weight overflows its dtype.
+            InputError: the weights are spread over several processes.
+        """
+        kept = {key: self._base(params, key) for key in changes}
+
+        def one(key: Key) -> dict[str, Array]:
+            base, change = kept[key], changes[key]
+            return self._merged(key, base, change) if change.parts or change.rows else self._whole(key, base)
+
+        with ThreadPoolExecutor(THREADS, "canvax-merge") as pool:
+            found = dict(zip(changes, pool.map(one, changes), strict=True))
+        for key, arrays in found.items():
+            if changes[key].parts or changes[key].rows:
+                self._kept[key] = kept[key]._replace(ours=arrays[key[1]])
+            else:
+                self._kept.pop(key, None)
+        return _replaced(params, found)
+
+    def without(self, params: Params, component: str) -> Params:
+        """The parameters of a component as they are without adapters."""
+        kept = {key: self._base(params, key) for key in self._kept if key[0] == component}
+        found = {key: self._whole(key, one) for key, one in kept.items() if one is self._kept[key]}
+        return _replaced(params, found)[component]
+
+    def _base(self, params: Params, key: Key) -> _Kept:
+        """A parameter without adapters: what is kept, or what is there now if it is not ours."""
+        component, name = key
+        *parents, last = name.split(".")
+        layer = _inner(params[component], parents)
+        now = layer[last]
+        if key in self._kept and self._kept[key].ours is now:
+            return self._kept[key]
+        if not now.is_fully_addressable and not now.is_fully_replicated:
+            raise InputError(
+                "adapters",
+                NO_VALUE,
+                "cannot change weights that the mesh splits over several processes",
+                "load with {model=1}",
+            )
+        quantized = self._declared[key].dtype in QUANTIZED.values()
+        return _Kept(np.asarray(now), np.asarray(layer[scale_of(last)]) if quantized else None, now)
+
+    def _merged(self, key: Key, kept: _Kept, change_: Change) -> dict[str, Array]:
+        """The arrays of a parameter with adapters, by name; of 8 bits, rounded to them once more."""
+        param, name = self._declared[key], key[1]
+        base = kept.weight.reshape(param.shape).astype(np.float32, copy=False)
+        base = base if kept.scale is None else base * kept.scale
+        merged: HostArray | None = None
+        for part, factor in change_.parts:  # every pass over a weight is a part of the time of a swap
+            added = param.from_checkpoint(change(param.turned(base), part))
+            if factor != 1:
+                added *= np.float32(factor)
+            merged = np.add(base if merged is None else merged, added, out=added)  # which is ours: no other memory
+        merged = base.copy() if merged is None else merged
+        for i, vector in change_.rows.items():
+            merged[i] = vector
+        if kept.scale is not None:
+            weight, scale = quantize(merged, kept.weight.dtype)
+            return self._on_devices(key[0], {name: weight, scale_of(name): scale})
+        if not max(merged.max(), -merged.min()) <= float(jnp.finfo(kept.weight.dtype).max):  # NaN is not, either
+            raise CanvaxError(
+                f"{'.'.join(key)}: overflows in {kept.weight.dtype} with these adapters; give them smaller weights, or "
+                "load the model in float32"
+            )
+        return self._on_devices(key[0], {name: merged.astype(kept.weight.dtype, copy=False)})
+
+    def _whole(self, key: Key, kept: _Kept) -> dict[str, Array]:
+        scale = {} if kept.scale is None else {scale_of(key[1]): kept.scale}
+        return self._on_devices(key[0], {key[1]: kept.weight, **scale})
+
+    def _on_devices(self, component: str, arrays: Mapping[str, HostArray]) -> dict[str, Array]:
+        return {name: place(self._declared[component, name], array, self._mesh) for name, array in arrays.items()}
+
+
+def _replaced(params: Params, found: Mapping[Key, Mapping[str, Array]]) -> Params:
+    """``params`` with the arrays of ``found``, by component and name."""
+    changed = {component for component, _ in found}
+    new = {name: _copied(tree) if name in changed else tree for name, tree in params.items()}
+    for (component, _), arrays in found.items():
+        for name, array in arrays.items():
+            *parents, last = name.split(".")
+            _inner(new[component], parents)[last] = array
+    return new
+
+
+def _copied(node: Any) -> Any:
+    """Nested dicts anew, with the same arrays."""
+    return {name: _copied(inner) for name, inner in node.items()} if isinstance(node, Mapping) else node
+
+
+def _inner(node: Any, steps: Sequence[str]) -> Any:
+    for step in steps:
+        node = node[step]
+    return node

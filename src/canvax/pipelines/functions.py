@@ -22,9 +22,8 @@ from canvax.parallel.rules import check_params
 from canvax.params import Params
 from canvax.pipelines.checks import check_guidance, check_prompts, check_second, check_size
 from canvax.pipelines.encoding import Encoding, ids_of, is_plain
-from canvax.pipelines.given import check_given
 from canvax.pipelines.options import Options
-from canvax.pipelines.request import check_clip_skip
+from canvax.pipelines.request import check_clip_skip, check_given
 from canvax.pipelines.texts import read_texts
 from canvax.prompts.grammar import PromptSyntax
 from canvax.quantize import compute_dtype

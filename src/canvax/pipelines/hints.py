@@ -10,10 +10,8 @@ import numpy as np
 from canvax import settings
 from canvax.errors import NO_VALUE, HintWarning, warn
 from canvax.families.base import Model
-from canvax.pipelines.given import Given
-from canvax.pipelines.hires import larger_side
-from canvax.pipelines.request import Request
-from canvax.pipelines.text_to_image import sampler_table, work
+from canvax.pipelines.generate import larger_side, sampler_table, work
+from canvax.pipelines.request import Given, Request
 from canvax.prompts import words_of
 from canvax.samplers import find
 from canvax.samplers.table import NOISE

@@ -25,17 +25,13 @@ from canvax.parallel import multihost
 from canvax.parallel.memory import cures, explained
 from canvax.parallel.mesh import make_mesh
 from canvax.params import Params
-from canvax.pipelines.display import summary
+from canvax.pipelines.generate import text_to_image, two_passes
 from canvax.pipelines.hints import give_hints
-from canvax.pipelines.hires import two_passes
-from canvax.pipelines.loaded import LoadedModel
-from canvax.pipelines.open import open_model
+from canvax.pipelines.loaded import LoadedModel, open_model
 from canvax.pipelines.options import Options, check_options
-from canvax.pipelines.prompt_tags import has_tags
 from canvax.pipelines.request import Call, Request, make_request
-from canvax.pipelines.result import Result
-from canvax.pipelines.text_to_image import text_to_image
-from canvax.pipelines.tiles import STRENGTH
+from canvax.pipelines.result import Result, summary
+from canvax.pipelines.texts import has_tags
 from canvax.pipelines.translate import (
     GIVEN,
     Output,
@@ -45,7 +41,7 @@ from canvax.pipelines.translate import (
     translate_call,
     translate_load,
 )
-from canvax.pipelines.upscale import AT_ONCE, upscaled
+from canvax.pipelines.upscale import AT_ONCE, STRENGTH, upscaled
 from canvax.samplers import SamplerSpec, SamplerTable, Solver
 from canvax.types import Array, DType
 from canvax.weights.location import Location, warn_unused_cache
@@ -53,7 +49,7 @@ from canvax.weights.overrides import Overrides
 
 if TYPE_CHECKING:
     from canvax.pipelines.adapters import Adapters
-    from canvax.pipelines.controls import Opened
+    from canvax.pipelines.networks import Opened
     from canvax.pipelines.safety import SafetyChecker
 
 
@@ -139,7 +135,7 @@ class StableDiffusion(LoadedModel):
         Raises:
             InputError, CheckpointError, HubError, OutOfMemoryError: as ``canvax.load``; this pipeline is as before.
         """
-        from canvax.pipelines.ip_adapters import ip_adapter_sources, with_ip_adapters
+        from canvax.pipelines.networks import ip_adapter_sources, with_ip_adapters
 
         sources = ip_adapter_sources([] if ip_adapter is None else ip_adapter, image_encoder, **source)
         with self.changing:
@@ -159,7 +155,7 @@ class StableDiffusion(LoadedModel):
         Raises:
             InputError, CheckpointError, HubError, OutOfMemoryError: as ``canvax.load``; this pipeline is as before.
         """
-        from canvax.pipelines.controls import control_sources, open_controls, with_controls
+        from canvax.pipelines.networks import control_sources, open_controls, with_controls
 
         opened = open_controls(self.model, control_sources([] if controlnet is None else controlnet, **source))
         with self.changing:
@@ -276,7 +272,7 @@ class StableDiffusion(LoadedModel):
         """A call, checked, and what its images have of adapters that are beside the weights."""
         if adapters is None and not self._beside:
             return make_request(self.model, call)
-        from canvax.pipelines.adapter_shares import shares_of  # which most pipelines never need
+        from canvax.pipelines.adapters import shares_of  # which most pipelines never need
 
         count = check_count("num_images_per_prompt", call.num_images_per_prompt)
         prompt, shares = shares_of(self.adapters, call.prompt, adapters, count, as_set=as_set)
@@ -428,7 +424,7 @@ def load(
         HubError: the Hub cannot be reached or does not have it.
         OutOfMemoryError: the weights do not fit into the devices.
     """
-    from canvax.pipelines.controls import control_sources, open_controls, with_controls
+    from canvax.pipelines.networks import control_sources, open_controls, with_controls
     from canvax.pipelines.safety import check_has_checker, load_safety_checker
 
     if not isinstance(safety_checker, bool | None):

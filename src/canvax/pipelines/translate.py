@@ -44,7 +44,7 @@ def place_of(name: str) -> str:
     return f"it is an argument of canvax.load: canvax.load(model, {name}=...)" if name in _LOAD else ""
 
 
-def translate_call(own: dict[str, Any], others: dict[str, Any]) -> tuple[dict[str, Any], None]:
+def translate_call(own: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     """The keywords of a call, given its ``own`` and ``others``.
 
     Fields of ``canvax.Options`` may be given as arguments of the call.
@@ -106,7 +106,7 @@ def translate_call(own: dict[str, Any], others: dict[str, Any]) -> tuple[dict[st
         listed = list(timesteps) if isinstance(timesteps, list | tuple) else np.asarray(timesteps).tolist()
         options = dataclasses.replace(options, sampler_settings={**options.settings, "timesteps": listed})
     own["options"] = options
-    return own, None
+    return own
 
 
 def image_prompts(given: Mapping[str, Any]) -> list[ImagePrompt] | None:
@@ -208,14 +208,14 @@ def _seeds(generator: Any) -> Any:
 def loader(table: Mapping[str, Familiar], own: Sequence[str], kind: str, page: str = PAGE) -> Translate:
     """How the keywords of a function that loads a model are translated: by ``table``; ``own`` are those it has."""
 
-    def translate(own_keywords: dict[str, Any], others: dict[str, Any]) -> tuple[dict[str, Any], None]:
+    def translate(own_keywords: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
         for name, value in renamed(own_keywords, others, table).items():
             if not any(value is harmless for harmless in HARMLESS.get(name, ())):
                 if name in HARMLESS and name not in table:
                     raise InputError(f"{name}={value!r}: canvax has none; leave it out ({page})")
                 takes = f"it takes {', '.join(own)}"
                 raise InputError(answer(name, table, [*own, *HARMLESS], kind, page, takes))
-        return own_keywords, None
+        return own_keywords
 
     return translate
 

@@ -1,24 +1,27 @@
-"""An image made larger: enlarged, then gone over tile by tile at the size that the model was trained for."""
+"""Enlarging an image: it is resized, then refined tile by tile at the size that the model was trained for."""
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from canvax.errors import InputError, check_count, check_flag
+from canvax.errors import InputError, check_count, check_flag, check_number
 from canvax.families.base import Model
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
-from canvax.images.given import read_images
+from canvax.images.given import MOST_PIXELS, fingerprint, read_images
+from canvax.images.masks import as_floats, extended, resized
 from canvax.models.controlnet_union import UnionNet
-from canvax.noise import check_seed
+from canvax.noise import NoiseKind, check_seed, initial_noise
 from canvax.pipelines.options import Options
 from canvax.pipelines.result import Result
-from canvax.pipelines.tiles import Tiles
+from canvax.types import HostArray
 
 AT_ONCE = 4
 """Tiles of one call, unless told otherwise."""
@@ -94,3 +97,146 @@ def check_for_upscale(options: Options) -> None:
         raise InputError("hires, outpaint and padding_mask_crop do not go with upscale; leave them out")
     if options.denoising_start or options.denoising_end < 1:
         raise InputError("denoising_start and denoising_end do not go with upscale, whose strength says what is run")
+
+
+STRENGTH = 0.3
+"""Of the run over a tile, unless told otherwise."""
+
+
+class Tile(NamedTuple):
+    """One of them.
+
+    Attributes:
+        row: of the pixel at which it begins.
+        column: likewise.
+        image: what is there, enlarged.
+        noise: for its run, float32 [h, w, C].
+    """
+
+    row: int
+    column: int
+    image: Image.Image
+    noise: HostArray
+
+
+def check_scale(scale: Any, source: Image.Image) -> tuple[int, int]:
+    """Width and height of an image enlarged.
+
+    Raises:
+        InputError: ``scale`` is not in 1..16, or makes it too large.
+    """
+    scale = check_number("scale", scale, "2 is usual")
+    if not 1 <= scale <= 16:
+        raise InputError("scale", scale, "is not in 1..16, how many times larger", "2 is usual")
+    width, height = (max(1, round(side * scale)) for side in source.size)
+    if width * height > MOST_PIXELS:
+        raise InputError("scale", scale, f"makes {width} x {height} pixels, more than {MOST_PIXELS}", "use less")
+    return width, height
+
+
+class Tiles:
+    """An image, ``scale`` times as large, in tiles of the size that the model was trained for.
+
+    Args:
+        model: decides the size of a tile and of its noise.
+        source: the image, RGB.
+        scale: how many times larger, 1..16.
+        overlap: pixels that neighbours share at least; None for three eighths of a tile.
+        seed: of the noise.
+        noise: its kind.
+
+    Attributes:
+        width: of the whole, in pixels.
+        height: likewise.
+        places: row and column at which each tile begins.
+        large: the image, enlarged.
+
+    Raises:
+        InputError: naming the argument, its value and the cure.
+    """
+
+    def __init__(
+        self, model: Model, source: Image.Image, *, scale: Any, overlap: Any, seed: int, noise: NoiseKind
+    ) -> None:
+        self.width, self.height = check_scale(scale, source)
+        tall, wide = self._size = model.native_size
+        overlap = min(tall, wide) * 3 // 8 if overlap is None else check_count("overlap", overlap, min(tall, wide) // 2)
+        self._overlap, self._factor = overlap, model.vae.factor
+        # A canvas of whole latents that holds a tile at least; what is added goes in the end.
+        sides = ((self.height, tall), (self.width, wide))
+        self._sides = rows, columns = [max(math.ceil(side / self._factor) * self._factor, own) for side, own in sides]
+        down, across = (starts(side, own, overlap, self._factor) for side, own in ((rows, tall), (columns, wide)))
+        self.places = [(row, column) for row in down for column in across]
+        large = resized(source, self.height, self.width)
+        self.large = extended(large, (0, 0, columns - self.width, rows - self.height))
+        (self._noise,) = initial_noise([seed], model.networks.latent_shape(1, rows, columns)[1:], noise)
+        told = {"scale": scale, "overlap": overlap}
+        self._record = {"noise": noise, "image_sha256": fingerprint(source), "upscale": told}
+        self._lock = threading.Lock()
+        self._sum: HostArray | None = None
+        self._weight: HostArray | None = None
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> Tile:
+        """What is drawn of one. Neighbours have the same noise where they overlap, so that they agree there."""
+        (row, column), (tall, wide), factor = self.places[index], self._size, self._factor
+        noise = self._noise[row // factor : (row + tall) // factor, column // factor : (column + wide) // factor]
+        return Tile(row, column, self.large.crop((column, row, column + wide, row + tall)), noise)
+
+    def add(self, index: int, pixels: HostArray) -> None:
+        """Put in what became of one, float32 [tall, wide, 3]. Any thread may."""
+        (row, column), (tall, wide), (rows, columns) = self.places[index], self._size, self._sides
+        down, across = fade(row, tall, rows, self._overlap), fade(column, wide, columns, self._overlap)
+        weight = down[:, None, None] * across[None, :, None]
+        where = np.s_[row : row + tall, column : column + wide]
+        with self._lock:
+            if self._sum is None or self._weight is None:
+                self._sum, self._weight = (
+                    np.zeros((rows, columns, 3), np.float32),
+                    np.zeros((rows, columns, 1), np.float32),
+                )
+            self._sum[where] += weight * pixels
+            self._weight[where] += weight
+
+    def pixels(self) -> HostArray:
+        """The whole [height, width, 3] float32; where no tile was put in yet, the image enlarged."""
+        with self._lock:
+            if self._sum is None or self._weight is None:
+                whole = as_floats(self.large)
+            elif self._weight.all():
+                whole = self._sum / self._weight
+            else:
+                there = self._weight > 0
+                whole = np.where(there, self._sum / np.where(there, self._weight, 1), as_floats(self.large))
+        return np.ascontiguousarray(whole[: self.height, : self.width])
+
+    def recorded(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """Metadata of the whole from that of a tile."""
+        shared = {
+            name: value for name, value in metadata.items() if name != "control_sha256"
+        }  # which is that of a tile
+        return shared | {"height": self.height, "width": self.width} | self._record
+
+
+def starts(length: int, tile: int, overlap: int, step: int) -> list[int]:
+    """Where tiles begin that cover ``length`` and overlap by at least so much, each a multiple of ``step``."""
+    count = max(1, math.ceil((length - overlap) / (tile - overlap)))
+    last = length - tile
+    return sorted({round(last * i / max(1, count - 1) / step) * step for i in range(count)} | {0, last})
+
+
+def fade(start: int, tile: int, length: int, overlap: int) -> HostArray:
+    """Weights of a tile along one axis [tile] float32: 1, falling to almost nothing over the overlap with others.
+
+    A model draws the borders of a tile as those of an image, such as white margins, and its decoder pads them with
+    zeros. So the outermost pixels must weigh next to nothing: the weights fall as a squared sine.
+    """
+    ramp = np.sin(np.pi / 2 * (np.arange(overlap, dtype=np.float32) + 0.5) / overlap) ** 2
+    weight = np.ones(tile, np.float32)
+    if start > 0:
+        weight[:overlap] = ramp
+    if start + tile < length:
+        weight[-overlap:] *= ramp[::-1]
+    return weight

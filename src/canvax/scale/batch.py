@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from canvax.errors import InputError
-from canvax.pipelines.display import SELDOM, progress_bar
+from canvax.pipelines.result import SELDOM, progress_bar
 from canvax.scale.output import Output, as_written
 from canvax.scale.rows import Row, check_names, digest_of, read_rows, settings_of
 from canvax.scale.work import Made, image_file

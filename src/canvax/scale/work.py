@@ -21,14 +21,12 @@ from canvax.images.formats import GeneratedImage, quality_keywords
 from canvax.parallel import multihost
 from canvax.parallel.memory import cures, explained
 from canvax.parallel.mesh import padded_batch
-from canvax.pipelines.control_files import control_argument, control_of
-from canvax.pipelines.hires import second_pass, two_passes
+from canvax.pipelines.control import control_argument, control_of
+from canvax.pipelines.generate import metadata, second_pass, text_to_image, two_passes, work
+from canvax.pipelines.image_prompts import image_prompt_argument, image_prompts_of
 from canvax.pipelines.options import Options
-from canvax.pipelines.prompt_files import image_prompt_argument, image_prompts_of
-from canvax.pipelines.record import metadata
+from canvax.pipelines.prepare import noise_of
 from canvax.pipelines.request import Call, Request, make_request
-from canvax.pipelines.start import noise_of
-from canvax.pipelines.text_to_image import text_to_image, work
 from canvax.samplers import SamplerTable
 from canvax.scale.rows import ARGUMENTS, OPTIONS, Row, digest_of, settings_of
 from canvax.settings import declared

@@ -19,13 +19,12 @@ from jax.sharding import Mesh
 
 from canvax.errors import CanvaxError, CheckpointError, InputError, nearest
 from canvax.families.base import Model
+from canvax.images.infotext import without_networks
 from canvax.models.beside import ADAPTERS, LAYERS, Places, slots
 from canvax.params import Params
-from canvax.pipelines.adapter_shares import per_image, plain_weight, share_rows
-from canvax.pipelines.adapter_weights import Weights
-from canvax.pipelines.beside import COUNT, Bank, Packed, Shares, bucket
-from canvax.pipelines.loaded_adapter import AdapterFiles, several, sha256_of
-from canvax.pipelines.prompt_tags import tags_of, without_networks
+from canvax.pipelines.adapters import AdapterFiles, per_image, plain_weight, several, sha256_of, share_rows
+from canvax.pipelines.texts import tags_of
+from canvax.pipelines.unmerged import COUNT, Bank, Packed, Shares, Weights, bucket
 from canvax.server.jobs import AdapterCard, Rejected, invalid
 from canvax.weights.adapter_names import Module, module_table, split_name
 from canvax.weights.location import Location

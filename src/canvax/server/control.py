@@ -23,7 +23,7 @@ from canvax.models.controlnet_union import TYPES, UnionNet
 from canvax.models.t2i_adapter import T2IAdapter
 from canvax.models.text import IMAGE_PROMPTS, Conditions
 from canvax.pipelines.image_prompts import ImagePrompt
-from canvax.pipelines.ip_adapters import usual_kinds
+from canvax.pipelines.networks import usual_kinds
 from canvax.server.jobs import ControlCard, JobRequest, PromptImage, invalid
 
 

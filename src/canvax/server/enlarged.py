@@ -9,8 +9,7 @@ from typing import Any
 from canvax.families.base import Model
 from canvax.noise import NoiseKind
 from canvax.pipelines.request import Request
-from canvax.pipelines.tiles import STRENGTH, Tiles
-from canvax.pipelines.upscale import tiles_shown
+from canvax.pipelines.upscale import STRENGTH, Tiles, tiles_shown
 from canvax.server.images_in import MOST_PIXELS
 from canvax.server.jobs import JobRequest, Picture, invalid
 from canvax.types import HostArray

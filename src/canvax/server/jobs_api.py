@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute, Route
 
 from canvax.errors import InputError
 from canvax.images.metadata import metadata_in
-from canvax.pipelines.control_images import OPTIONS
+from canvax.pipelines.control import OPTIONS
 from canvax.samplers.specs import SAMPLERS
 from canvax.server.answers import (
     answering,

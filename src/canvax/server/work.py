@@ -18,13 +18,12 @@ from canvax.engine.segments import guided_rows
 from canvax.errors import NO_VALUE, InputError, nearest
 from canvax.families.base import Model
 from canvax.noise import image_seeds, random_seed
-from canvax.pipelines.control_images import OPTIONS as CONTROL_OPTIONS
+from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS
+from canvax.pipelines.generate import metadata, work
 from canvax.pipelines.hints import idle
 from canvax.pipelines.options import Options, check_options
-from canvax.pipelines.record import metadata
 from canvax.pipelines.request import Call, Request, make_request
-from canvax.pipelines.text_to_image import work
-from canvax.pipelines.tiles import Tiles
+from canvax.pipelines.upscale import Tiles
 from canvax.samplers import SamplerOptions, SamplerTable, find
 from canvax.server.adapter_cache import AdapterCache, Wanted
 from canvax.server.control import check_has_networks, examples, prompts_of, publicly, with_networks

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from canvax.errors import NO_VALUE, InputError, check_count, check_utf8
 from canvax.files import check_writable, written
-from canvax.pipelines.open import open_model
+from canvax.pipelines.loaded import open_model
 from canvax.pipelines.options import Options
 from canvax.pipelines.pipeline import StableDiffusion
 from canvax.train.pictures import SUFFIXES, check_apart

@@ -23,7 +23,7 @@ from canvax.models.controlnet import ControlNet
 from canvax.parallel.multihost import is_spread, leads, together
 from canvax.params import Params
 from canvax.pipelines.checks import MAX_SIDE, default_dtype
-from canvax.pipelines.open import open_model
+from canvax.pipelines.loaded import open_model
 from canvax.pipelines.options import Options
 from canvax.pipelines.pipeline import StableDiffusion
 from canvax.pipelines.request import Call, make_request

@@ -23,7 +23,7 @@ from canvax.weights.location import Location, pickle_refused, refuse_pickle
 from canvax.weights.open import open_network
 from canvax.weights.rules import Names
 
-Kind = Literal["controlnet", "adapter"]
+ControlKind = Literal["controlnet", "adapter"]
 
 _DIFFERENCE = "difference"
 _CONTROL_LORA = "lora_controlnet"
@@ -41,7 +41,7 @@ class ControlFiles(NetworkFiles):
             weight of the UNet's; what is in neither is the UNet's.
     """
 
-    kind: Kind = "controlnet"
+    kind: ControlKind = "controlnet"
     difference: bool = False
     pairs: Mapping[str, tuple[Entry, Entry]] = field(default_factory=dict)
 
@@ -52,7 +52,7 @@ class ControlFiles(NetworkFiles):
         return {entry.name: entry.shape for entry in self.arrays} | whole
 
 
-def open_control(location: Location, *, accept: Callable[[Kind, Mapping[str, Any]], object]) -> ControlFiles:
+def open_control(location: Location, *, accept: Callable[[ControlKind, Mapping[str, Any]], object]) -> ControlFiles:
     """Find a ControlNet or a T2I-Adapter, fetching what is not on disk yet; no array is read.
 
     Args:
@@ -81,7 +81,7 @@ def open_control(location: Location, *, accept: Callable[[Kind, Mapping[str, Any
     if path is not None and path.is_file():
         return _of_arrays(name, open_weights(path))
 
-    def kind_of(config: Mapping[str, Any]) -> Kind:
+    def kind_of(config: Mapping[str, Any]) -> ControlKind:
         cls = str(config.get("_class_name"))
         if (kind := CLASSES.get(cls)) not in (CONTROLNET, T2I_ADAPTER):
             raise CheckpointError(

@@ -26,9 +26,9 @@ from canvax.weights.safetensors import open_safetensors
 DEFAULTS = "canvax.json"
 """Optional, beside the index: steps and guidance that suit the model."""
 
-Kind = Literal["diffusers", "transformers"]
+Library = Literal["diffusers", "transformers"]
 
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, Library] = {
     "unet": "diffusers",
     "vae": "diffusers",
     "text_encoder": "transformers",
@@ -36,7 +36,7 @@ KINDS: dict[str, Kind] = {
 }
 """Components whose weights canvax reads, and the library whose file names they use."""
 
-OTHER_KINDS: dict[str, Kind] = {"safety_checker": "transformers"}
+OTHER_KINDS: dict[str, Library] = {"safety_checker": "transformers"}
 """Components that are read if they are asked for."""
 
 PLAIN_FILES: dict[str, tuple[str, ...]] = {
@@ -51,8 +51,8 @@ PLAIN_FILES: dict[str, tuple[str, ...]] = {
 }
 """Components without weights, and the files of theirs that canvax reads."""
 
-STEMS: dict[Kind, str] = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
-FLAX_FILES: dict[Kind, str] = {"diffusers": "diffusion_flax_model.msgpack", "transformers": "flax_model.msgpack"}
+STEMS: dict[Library, str] = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
+FLAX_FILES: dict[Library, str] = {"diffusers": "diffusion_flax_model.msgpack", "transformers": "flax_model.msgpack"}
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")
 _LIBRARIES = {"diffusers", "transformers"}
@@ -192,7 +192,7 @@ def plan_components(
     return plans
 
 
-def plan_weights(names: Collection[str], kind: Kind, variant: str | None, where: str) -> WeightPlan:
+def plan_weights(names: Collection[str], kind: Library, variant: str | None, where: str) -> WeightPlan:
     """Choose one weight file among the ``names`` in a component's folder; ``where`` names the folder in errors.
 
     Without a file of the ``variant``, the plain one is taken: repositories often hold variants of some components only.
@@ -220,7 +220,7 @@ def plan_weights(names: Collection[str], kind: Kind, variant: str | None, where:
     )
 
 
-def find_weights(folder: Path, kind: Kind, variant: str | None = None) -> list[Path]:
+def find_weights(folder: Path, kind: Library, variant: str | None = None) -> list[Path]:
     """The weight files of one component's folder: one file, or all shards.
 
     Raises:
@@ -294,7 +294,7 @@ def why_no_index(names: Collection[str], folder: Path | None = None) -> str:
     return f"has no {INDEX}, so it is not a checkpoint in the diffusers layout.{cure}"
 
 
-def _variants(names: Collection[str], kind: Kind) -> list[str]:
+def _variants(names: Collection[str], kind: Library) -> list[str]:
     """The variants for which safetensors files are there."""
     stem = re.escape(STEMS[kind])
     pattern = re.compile(rf"{stem}\.(?:safetensors\.index\.([\w\-]+)\.json|([\w\-]+)\.safetensors)")

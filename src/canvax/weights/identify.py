@@ -43,7 +43,7 @@ OTHERS = {
 """Pieces of names that only families have which canvax does not run."""
 
 
-class Kind(NamedTuple):
+class FileKind(NamedTuple):
     """A kind of file.
 
     Attributes:
@@ -71,40 +71,42 @@ def _all(*starts: str) -> Callable[[Shapes], bool]:
     return lambda shapes: all(name.startswith(starts) and "motion_modules." not in name for name in shapes)
 
 
-CONTROLNET = Kind(
+CONTROLNET = FileKind(
     "a ControlNet", "pass it to controlnet (--controlnet)", "--controlnet",
     _any("control_model.", "input_hint_block.", "controlnet_cond_embedding.", "controlnet_down_blocks.",
          "lora_controlnet"),
 )  # fmt: skip
-LLLITE = Kind("a ControlLLLite", "canvax does not have this method", "", _any("lllite_"))
-IP_ADAPTER = Kind(
+LLLITE = FileKind("a ControlLLLite", "canvax does not have this method", "", _any("lllite_"))
+IP_ADAPTER = FileKind(
     "an IP-Adapter",
     "pass it to pipe.with_ip_adapter (--ip-adapter)",
     "--ip-adapter",
     _any("ip_adapter.", "image_proj."),
 )
-LORA = Kind("a LoRA", "pass it to pipe.adapters.load (--lora)", "--lora", lambda shapes: any(map(is_adapters, shapes)))
-T2I_ADAPTER = Kind(
+LORA = FileKind(
+    "a LoRA", "pass it to pipe.adapters.load (--lora)", "--lora", lambda shapes: any(map(is_adapters, shapes))
+)
+T2I_ADAPTER = FileKind(
     "a T2I-Adapter",
     "pass it to controlnet (--controlnet)",
     "--controlnet",
     lambda shapes: any(map(_T2I.match, shapes)),
 )
-EMBEDDING = Kind(
+EMBEDDING = FileKind(
     "a textual inversion", "pass it to pipe.adapters.load_embedding (--embedding)", "--embedding",
     # Vectors named by words; names of weights have dots.
     lambda shapes: all("." not in name and len(shape) in (1, 2) for name, shape in shapes.items()),
 )  # fmt: skip
-AUTOENCODER = Kind("an autoencoder", "pass it to vae (--vae)", "--vae", _all(*_OF_A_VAE))
-UNET_ALONE = Kind("a UNet alone", _WHOLE, "", _all(*_OF_A_UNET))
-TEXT_ALONE = Kind("a text encoder alone", _WHOLE, "", _all("text_model."))
-MODEL = Kind("a model", "pass it to canvax.load (--model)", "--model", _any(UNET, *_TEXT))
+AUTOENCODER = FileKind("an autoencoder", "pass it to vae (--vae)", "--vae", _all(*_OF_A_VAE))
+UNET_ALONE = FileKind("a UNet alone", _WHOLE, "", _all(*_OF_A_UNET))
+TEXT_ALONE = FileKind("a text encoder alone", _WHOLE, "", _all("text_model."))
+MODEL = FileKind("a model", "pass it to canvax.load (--model)", "--model", _any(UNET, *_TEXT))
 KINDS = (
     *(CONTROLNET, LLLITE, IP_ADAPTER, LORA, T2I_ADAPTER, EMBEDDING, AUTOENCODER, UNET_ALONE, TEXT_ALONE, MODEL),
 )  # fmt: skip
 """All of them; the first that fits is the kind of a file."""
 
-CLASSES: Mapping[str, Kind] = {
+CLASSES: Mapping[str, FileKind] = {
     **dict.fromkeys(
         ("ControlNetModel", "FlaxControlNetModel", "ControlNetUnionModel", "ControlNetModel_Union"), CONTROLNET
     ),
@@ -112,15 +114,15 @@ CLASSES: Mapping[str, Kind] = {
     **dict.fromkeys(("AutoencoderKL", "FlaxAutoencoderKL", "AutoencoderTiny"), AUTOENCODER),
     "UNet2DConditionModel": UNET_ALONE,
 }
-"""Kind of a folder with one network, by the class that its config names."""
+"""FileKind of a folder with one network, by the class that its config names."""
 
 
-def identify(shapes: Shapes) -> Kind | None:
+def identify(shapes: Shapes) -> FileKind | None:
     """The kind of a file by the names and shapes of its arrays; None if nothing tells."""
     return next((kind for kind in KINDS if kind.is_this(shapes)), None) if shapes else None
 
 
-def expect(name: str | Path, shapes: Shapes, *wanted: Kind) -> None:
+def expect(name: str | Path, shapes: Shapes, *wanted: FileKind) -> None:
     """Refuse a file that is known to be of another kind than the wanted ones, or of a family that canvax does not run.
 
     Raises:
@@ -175,7 +177,7 @@ class Found(NamedTuple):
     path: Path
     what: str
     family: str = ""
-    kind: Kind | None = None
+    kind: FileKind | None = None
 
 
 def inspect(path: Path) -> Found | None:

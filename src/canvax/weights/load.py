@@ -25,7 +25,7 @@ from canvax.quantize import quantize, scale_of
 from canvax.types import Array, DType, HostArray, Params
 from canvax.weights.cast import cast_into
 from canvax.weights.entries import Entry
-from canvax.weights.folder import Kind
+from canvax.weights.folder import Library
 from canvax.weights.formats import accepted_shapes, flax_name, is_leftover, spellings
 
 Place = Callable[[Param, HostArray], Array]
@@ -56,7 +56,7 @@ class Component:
 
     name: str
     spec: Spec
-    kind: Kind
+    kind: Library
 
 
 class Files(Protocol):

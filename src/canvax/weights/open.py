@@ -18,7 +18,7 @@ from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
 from canvax.weights.folder import (
     OTHER_KINDS,
     Accept,
-    Kind,
+    Library,
     WeightPlan,
     components_of,
     find_weights,
@@ -112,7 +112,7 @@ def open_files(
 
 
 def open_network(
-    location: Location, *, accept: Accept | None = None, component: str = "", kind: Kind | None = None
+    location: Location, *, accept: Accept | None = None, component: str = "", kind: Library | None = None
 ) -> NetworkFiles:
     """Find one network: ``config.json`` and weights at the top of a repository or folder, or in ``component``'s folder.
 

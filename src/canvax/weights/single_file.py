@@ -49,8 +49,8 @@ _V_BIAS = 0.09
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
-    """Of a model in one file.
+class Layout:
+    """The layout of a model in one file.
 
     Attributes:
         name: the family.
@@ -67,16 +67,16 @@ class Kind:
     architecture: str = ""
 
 
-SD1 = Kind(BASES[768], "StableDiffusionPipeline", {"text_encoder": _ONE + _HF}, (), "stable-diffusion-v1")
-SD2 = Kind(BASES[1024], "StableDiffusionPipeline", {"text_encoder": _ONE + _OPEN}, ("text_encoder",))
-XL = Kind(
+SD1 = Layout(BASES[768], "StableDiffusionPipeline", {"text_encoder": _ONE + _HF}, (), "stable-diffusion-v1")
+SD2 = Layout(BASES[1024], "StableDiffusionPipeline", {"text_encoder": _ONE + _OPEN}, ("text_encoder",))
+XL = Layout(
     BASES[2048],
     "StableDiffusionXLPipeline",
     {"text_encoder": _XL[0] + _HF, "text_encoder_2": _XL[1] + _OPEN},
     ("text_encoder_2",),
     "stable-diffusion-xl-v1-base",
 )
-REFINER = Kind(
+REFINER = Layout(
     BASES[1280],
     "StableDiffusionXLImg2ImgPipeline",
     {"text_encoder_2": _XL[0] + _OPEN},
@@ -141,7 +141,7 @@ def open_single_file(name: str, path: Path, *, prediction: str | None = None, va
 
 
 def single_files(
-    name: str, path: Path, kind: Kind, arrays: Sequence[Entry], prediction: tuple[str, str], *, zero_snr: bool
+    name: str, path: Path, kind: Layout, arrays: Sequence[Entry], prediction: tuple[str, str], *, zero_snr: bool
 ) -> ModelFiles:
     """The files of a model from the arrays of its file.
 
@@ -200,7 +200,7 @@ def single_files(
 
 
 def single_arrays(
-    kind: Kind, parts: Mapping[str, Sequence[Outgoing]], *, v_prediction: bool, zero_snr: bool
+    kind: Layout, parts: Mapping[str, Sequence[Outgoing]], *, v_prediction: bool, zero_snr: bool
 ) -> list[Outgoing]:
     """All arrays of the file.
 
@@ -225,7 +225,7 @@ def single_arrays(
     return arrays + [Outgoing(name, (0,), none.dtype, lambda: none) for name, there in marks.items() if there]
 
 
-def single_metadata(kind: Kind, *, v_prediction: bool, inpaints: bool) -> dict[str, str]:
+def single_metadata(kind: Layout, *, v_prediction: bool, inpaints: bool) -> dict[str, str]:
     """ModelSpec's header (version 1.0.1): what the file cannot say by its arrays."""
     plain = kind.architecture or ("stable-diffusion-v2-768-v" if v_prediction else "stable-diffusion-v2-512")
     return {
@@ -237,21 +237,21 @@ def single_metadata(kind: Kind, *, v_prediction: bool, inpaints: bool) -> dict[s
     }
 
 
-def as_read(path: Path, kind: Kind, arrays: Sequence[Outgoing], *, v_prediction: bool, zero_snr: bool) -> ModelFiles:
+def as_read(path: Path, kind: Layout, arrays: Sequence[Outgoing], *, v_prediction: bool, zero_snr: bool) -> ModelFiles:
     """What reading the file would find, before it is written."""
     entries = [Entry(one.name, one.shape, one.dtype, path, ((0, one.nbytes),), "torch") for one in arrays]
     prediction = ("v_prediction" if v_prediction else "epsilon"), f"as {_STATED} says"
     return single_files(str(path), path, kind, entries, prediction, zero_snr=zero_snr)
 
 
-def _names(kind: Kind, component: str, names: Collection[str]) -> Names | None:
+def _names(kind: Layout, component: str, names: Collection[str]) -> Names | None:
     """The names of a component; None where they are those of diffusers. ``names`` are its arrays', in either layout."""
     if component in ("unet", "vae"):
         return Names(unet_rules(names) if component == "unet" else vae_rules(names))
     return OPEN_CLIP if component in kind.open_clip else None
 
 
-def _parts(kind: Kind, arrays: Sequence[Entry]) -> dict[str, list[Entry]]:
+def _parts(kind: Layout, arrays: Sequence[Entry]) -> dict[str, list[Entry]]:
     """The arrays of each component under our names."""
     parts = {}
     for component, start in {"unet": UNET, "vae": VAE, **kind.encoders}.items():
@@ -271,7 +271,7 @@ def _layer_of(name: str) -> int:
     return int(match[1]) if match else -1
 
 
-def _unet_config(kind: Kind, shapes: Mapping[str, tuple[int, ...]], prediction: str) -> dict[str, Any]:
+def _unet_config(kind: Layout, shapes: Mapping[str, tuple[int, ...]], prediction: str) -> dict[str, Any]:
     levels = _count(shapes, r"down_blocks\.(\d+)\.")
     widths = [shapes[f"down_blocks.{i}.resnets.0.conv1.weight"][0] for i in range(levels)]
     depths = [_count(shapes, rf"down_blocks\.{i}\.attentions\.0\.transformer_blocks\.(\d+)\.") for i in range(levels)]
@@ -300,13 +300,13 @@ def _unet_config(kind: Kind, shapes: Mapping[str, tuple[int, ...]], prediction: 
     return config
 
 
-def _of_vae(kind: Kind) -> dict[str, Any]:
+def _of_vae(kind: Layout) -> dict[str, Any]:
     """What arrays of an autoencoder do not tell."""
     large = kind in (XL, REFINER)
     return {"scaling_factor": 0.13025 if large else 0.18215, "sample_size": 1024 if large else 512}
 
 
-def _text_config(kind: Kind, shapes: Mapping[str, tuple[int, ...]], name: str, cls: str) -> dict[str, Any]:
+def _text_config(kind: Layout, shapes: Mapping[str, tuple[int, ...]], name: str, cls: str) -> dict[str, Any]:
     shapes = {key.removeprefix("text_model."): shape for key, shape in shapes.items()}
     vocabulary, width = shapes["embeddings.token_embedding.weight"]
     projection = shapes.get("text_projection.weight")
@@ -326,7 +326,7 @@ def _text_config(kind: Kind, shapes: Mapping[str, tuple[int, ...]], name: str, c
     }
 
 
-def _scheduler(kind: Kind, prediction: str, zero_snr: bool) -> dict[str, Any]:
+def _scheduler(kind: Layout, prediction: str, zero_snr: bool) -> dict[str, Any]:
     kinds = {SD1: "PNDMScheduler", SD2: "DDIMScheduler"}
     config = {
         "_class_name": kinds.get(kind, "EulerDiscreteScheduler"),
@@ -359,7 +359,7 @@ def vae_config(shapes: Mapping[str, tuple[int, ...]], rest: Mapping[str, Any]) -
     }
 
 
-def _prediction(arrays: Sequence[Entry], kind: Kind, metadata: Mapping[str, str]) -> tuple[str, str]:
+def _prediction(arrays: Sequence[Entry], kind: Layout, metadata: Mapping[str, str]) -> tuple[str, str]:
     """``epsilon`` or ``v_prediction``, and how that is known."""
     stated = metadata.get(_STATED, "").strip().lower()
     if stated in _PREDICTIONS:

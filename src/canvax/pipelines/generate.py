@@ -1,15 +1,18 @@
-"""Text to image: tokenize, encode, noise and table, denoise, decode."""
+"""Text to image: tokenize, encode, noise and table, denoise, decode; a second pass at a larger size; the metadata."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from PIL import Image
 
+from canvax._version import __version__
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import Counts
 from canvax.compile.programs import Programs
@@ -19,20 +22,20 @@ from canvax.errors import NO_VALUE, Cancelled, CanvaxError, InputError, shown
 from canvax.families.base import Model
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
+from canvax.images.masks import resized
 from canvax.parallel import multihost
 from canvax.parallel.memory import check_least, check_programs
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import map_parts, own_rows, put
 from canvax.params import Params
-from canvax.pipelines.checks import check_latents, is_tiled
-from canvax.pipelines.display import Clock, Display
+from canvax.pipelines.checks import MAX_SIDE, check_latents, check_second, check_steps, is_tiled
 from canvax.pipelines.options import Step
-from canvax.pipelines.prepare import prepare
-from canvax.pipelines.record import metadata
-from canvax.pipelines.request import Request
-from canvax.pipelines.result import Result
-from canvax.pipelines.start import keeps
-from canvax.samplers import SamplerTable, build_table
+from canvax.pipelines.prepare import keeps, prepare
+from canvax.pipelines.request import Given, Request, entry
+from canvax.pipelines.result import Clock, Display, Result
+from canvax.pipelines.texts import read_texts
+from canvax.samplers import SAMPLERS, SamplerSpec, SamplerTable, build_table
+from canvax.samplers.strength import steps_of_strength
 from canvax.types import HostArray
 
 
@@ -215,3 +218,181 @@ def steered(returned: Any, shape: tuple[int, ...], *, spread: bool) -> np.ndarra
         why = "several processes generate together" if spread else "it is neither latents nor None nor a bool"
         raise InputError("callback", NO_VALUE, f"returned {type(returned).__name__}, which cannot be used: {why}")
     return latents
+
+
+STRENGTHS = {"pixel": 0.4, "latent": 0.7}
+"""Of the second pass: latents that are made larger stay blurred below 0.55 or so."""
+
+
+def larger_side(model: Model, side: int, times: float) -> int:
+    """The side, in pixels, that a second pass makes of another one: a size that the model can have."""
+    step = max(8, model.vae.factor)
+    return max(step, round(side * times / step) * step)
+
+
+def two_passes(
+    model: Model, programs: Programs, params: Params, request: Request, cure: Callable[[], str], counts: Counts
+) -> Result:
+    """``text_to_image`` at the size of the request, then again at ``options.hires`` times that."""
+    larger = second_pass(model, request)
+    if multihost.is_spread(programs.mesh):
+        raise InputError(
+            "hires", request.options.hires, "does not go with several processes: no process has all images"
+        )
+    first = text_to_image(model, programs, params, replace(request, on_device=False), cure, counts)
+    assert larger.given is not None
+    if request.options.hires_method == "latent":
+        latents = _latents_resized(first.latents, *larger.shape[1:3])
+        given = replace(larger.given, latents=latents)
+    else:
+        images = [resized(image, larger.height, larger.width) for image in to_pil(first.pixels)]
+        given = replace(larger.given, images=images, whole=(images, []))
+    second = text_to_image(model, programs, params, replace(larger, given=given), cure, counts)
+    both = {name: first.timings[name] + value for name, value in second.timings.items()}
+    records, images = first.metadata, second.images
+    if not request.on_device:
+        images = [GeneratedImage.of(image, own) for image, own in zip(to_pil(second.pixels), records, strict=True)]
+    return replace(
+        second,
+        images=images,
+        metadata=records,
+        timings=both | {name: first.timings[name] for name in ("step", "first_step")},
+    )
+
+
+def second_pass(model: Model, request: Request) -> Request:
+    """The request of the second pass, still without images.
+
+    Raises:
+        InputError: it cannot be run.
+    """
+    options = request.options
+    if request.given is not None:
+        cure = "pipe.upscale(image, prompt) and canvax upscale IMAGE make one larger"
+        raise InputError("hires", options.hires, "cannot be combined with an image", cure)
+    if options.denoising_start or options.denoising_end < 1:
+        raise InputError(
+            "hires", options.hires, "cannot be combined with denoising_start or denoising_end", "leave one out"
+        )
+    height, width = (larger_side(model, side, options.hires) for side in (request.height, request.width))
+    if (height, width) == (request.height, request.width):
+        raise InputError("hires", options.hires, f"leaves {width} x {height} pixels as they are", "1.5 or 2 is usual")
+    if max(height, width) > MAX_SIDE:
+        raise InputError("hires", options.hires, f"makes {width} x {height} pixels, more than {MAX_SIDE}", "use less")
+    most = model.scheduler.schedule.alphas_cumprod.size
+    steps = check_steps(options.hires_steps, None, request.steps, most)
+    strength = STRENGTHS[options.hires_method] if options.hires_strength is None else options.hires_strength
+    whole, skipped = steps_of_strength(strength, steps, "exact", most)
+    # A text that changes on the way has become its last one.
+    texts = replace(request.texts, stages=[replace(request.texts.stages[-1], step=0)])
+    if options.hires_prompt is not None:
+        prompts = check_second("hires_prompt", options.hires_prompt, request.prompts, 1)
+        texts = read_texts(model, (prompts, prompts), (request.negatives, request.negatives_2), options, steps)
+    blank = [Image.new("RGB", (width, height))]
+    larger = replace(
+        request,
+        height=height,
+        width=width,
+        shape=model.networks.latent_shape(len(request.prompts), height, width),
+        steps=steps,
+        sampler=request.sampler if options.hires_sampler is None else options.hires_sampler,
+        latents=None,
+        texts=texts,
+        given=Given(blank, [], strength, {}, (blank, []), [], whole, skipped),
+    )
+    try:
+        sampler_table(model, larger)
+    except InputError as error:  # of lists that are for the steps of the first pass, or of another sampler
+        raise InputError("hires", options.hires, f"has a second pass that cannot be run: {error}") from None
+    return larger
+
+
+def _latents_resized(latents: HostArray, height: int, width: int) -> HostArray:
+    """[n, h, w, C] float32 at another size, bilinear."""
+
+    def one(channel: HostArray) -> HostArray:
+        return np.asarray(Image.fromarray(channel).resize((width, height), Image.Resampling.BILINEAR))
+
+    return np.stack([np.stack([one(image[..., i]) for i in range(image.shape[-1])], axis=-1) for image in latents])
+
+
+def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
+    """For each image everything that generates it again, in plain values."""
+    sampler, label, table_sha256 = request.sampler, "", ""
+    if isinstance(sampler, SamplerTable):
+        sampler, label, table_sha256 = "custom", "custom", sampler.sha256
+    elif isinstance(sampler, SamplerSpec) and sampler not in SAMPLERS:
+        sampler, label = "custom", sampler.label
+    else:
+        sampler, label = model.sampler_names(sampler.name if isinstance(sampler, SamplerSpec) else sampler)
+    shared = {
+        "height": request.height,
+        "width": request.width,
+        "num_inference_steps": request.steps,
+        "guidance_scale": request.guidance,
+        "sampler": sampler,
+        "sampler_label": label,
+        **({"sampler_sha256": table_sha256} if table_sha256 else {}),
+        "model": model.name,
+        "revision": model.revision,
+        "dtype": model.dtype,
+        "noise": "given" if request.latents is not None else request.options.noise,
+        "canvax": __version__,
+    }
+    if request.given and request.given.fingerprints:
+        shared["strength"] = request.given.strength
+        if request.options.denoising_end == 1:
+            shared["steps_run"] = request.given.steps - request.given.skipped
+    if request.control:
+        shared["controlnet"] = [files.name for files in model.controls]
+    if request.image_prompts:
+        shared["ip_adapter"] = [files.name for files in model.ip_adapters]
+    optional = {"variant": model.files.variant, "quantize": model.quantize, **model.overrides}
+    shared |= {name: value for name, value in optional.items() if value is not None}
+    shared |= {name: dict(entries) for name, entries in model.merged.items()}
+    # Where no negative prompt means zeros, None and "" are two images; elsewhere they are one.
+    plain = model.zeros_for_no_negative and not request.zeros
+    negatives = [negative if plain else negative or None for negative in request.negatives]
+    beside = request.beside.records if request.beside else [{}] * len(request.prompts)
+    return [
+        {
+            "prompt": prompt,
+            "negative_prompt": negative,
+            "seed": seed,
+            **shared,
+            **({"adapters": {**shared.get("adapters", {}), **beside[i]}} if beside[i] else {}),
+            **_given(request, i),
+            **_control(model, request, i),
+            **({"image_prompts": request.image_prompts.record(i)} if request.image_prompts else {}),
+            "options": options,
+        }
+        for i, (prompt, negative, seed, options) in enumerate(
+            zip(request.prompts, negatives, request.seeds, _options_of_images(request), strict=True)
+        )
+    ]
+
+
+def _given(request: Request, index: int) -> dict[str, str]:
+    """By which pixels the image and the mask of one image are known again."""
+    found = request.given.fingerprints if request.given else {}
+    return {f"{name}_sha256": entry(values, index) for name, values in found.items()}
+
+
+def _control(model: Model, request: Request, index: int) -> dict[str, list[Any]]:
+    """By which pixels the control images of one image are known again, for each network; None for one without."""
+    if request.control is None:
+        return {}
+    marks = request.control.fingerprints
+    names = [name for name, _ in model.networks.controls]
+    return {"control_sha256": [entry(marks[name], index) if name in marks else None for name in names]}
+
+
+def _options_of_images(request: Request) -> list[dict[str, Any]]:
+    """The options of each image: of a list of prompts, its own."""
+    changed = request.options.changed()
+    second = {"prompt_2": request.prompts_2, "negative_prompt_2": request.negatives_2}
+    second["hires_prompt"] = check_second("hires_prompt", request.options.hires_prompt, request.prompts, 1)
+    return [
+        changed | {name: values[i] for name, values in second.items() if name in changed}
+        for i in range(len(request.prompts))
+    ]

@@ -1,0 +1,418 @@
+"""Control images: read from files, checked, typed for a ControlNet-Union, encoded, and their strength at each step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from canvax.call import CONTROL, OptionRecord
+from canvax.compile.kinds import Ready
+from canvax.compile.programs import Programs
+from canvax.errors import NO_VALUE, InputError, nearest
+from canvax.families.base import Model
+from canvax.images.given import fingerprint, read_images
+from canvax.images.maps import control_map
+from canvax.images.masks import as_floats, resized
+from canvax.models.controlled import Control
+from canvax.models.controlnet_union import TYPES, UnionNet
+from canvax.parallel.mesh import over_batch, padded_batch
+from canvax.parallel.place import put
+from canvax.params import Params
+from canvax.pipelines.options import Options
+from canvax.settings import grouped, is_number
+from canvax.types import HostArray
+
+OPTIONS = tuple(grouped(OptionRecord, CONTROL))
+_SOFT, _SOFT_ADAPTER = 0.825, (0.25, 0.62, 0.825, 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class ControlImages:
+    """The control images of a call.
+
+    Attributes:
+        images: for each network that reads some, by the name of its component: what it is shown for all images of the
+            call, or for each.
+        fingerprints: likewise, of the images as they were given: a text, or of those with types a dict.
+        places: which of the pipeline's networks these are.
+    """
+
+    images: Mapping[str, list[tuple[Shown, ...]]]
+    fingerprints: Mapping[str, list[Any]]
+    places: tuple[int, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Components of the networks."""
+        return tuple(self.images)
+
+    def size(self, asked: tuple[Any, Any], factor: int) -> tuple[Any, Any]:
+        """Height and width that were asked for or, for None, those of the control images.
+
+        Raises:
+            InputError: they have several sizes, or one that cannot be generated.
+        """
+        return size_of(
+            (one.image for images in self.images.values() for shown in images for one in shown), asked, factor
+        )
+
+
+def size_of(images: Iterable[Image.Image], asked: tuple[Any, Any], factor: int) -> tuple[Any, Any]:
+    """As ``ControlImages.size``."""
+    if None not in asked:
+        return asked
+    sizes = {one.size for one in images}
+    if len(sizes) > 1:
+        raise InputError(
+            "control", NO_VALUE, "has images of several sizes", "give {height} and {width}, which they are resized to"
+        )
+    ((width, height),) = sizes
+    for name, side, given in (("height", height, asked[0]), ("width", width, asked[1])):
+        if given is None and side % factor:
+            below = side // factor * factor
+            raise InputError(
+                "control",
+                NO_VALUE,
+                f"has a {name} of {side} pixels, which is not a multiple of {factor}",
+                f"give {{{name}={below or factor}}} or {{{name}={below + factor}}}, which it is resized to",
+            )
+    return asked[0] or height, asked[1] or width
+
+
+def check_control(model: Model, control: Any, count: int, options: Options) -> ControlImages | None:
+    """The control images of a call; None if there are none.
+
+    Args:
+        model: with its networks.
+        control: as in a call.
+        count: images of the call.
+        options: of the call.
+
+    Raises:
+        InputError: naming the argument, its value and the cure.
+    """
+    nets = model.networks.controls
+    if control is None or (isinstance(control, list | tuple) and control and all(one is None for one in control)):
+        for name in sorted(options.changed().keys() & set(OPTIONS)):
+            raise InputError(name, NO_VALUE, "needs a control image", "give {control} as well")
+        return None
+    if not nets:
+        raise InputError(
+            "control",
+            NO_VALUE,
+            f"does not go with {model.name}, which has no ControlNet: canvax.load({model.name!r}, controlnet=...) "
+            "gives it one (docs/controlnet.md)",
+        )
+    if options.reuse > 1:
+        raise InputError("control", NO_VALUE, "cannot be combined with reuse", "leave one out")
+    if options.padding_mask_crop is not None:
+        raise InputError(
+            "control",
+            NO_VALUE,
+            "cannot be combined with padding_mask_crop: the control image is of the whole image",
+            "leave one out",
+        )
+    given: Sequence[Any] = [control] if len(nets) == 1 else control
+    if len(nets) > 1 and (not isinstance(control, list | tuple) or len(control) != len(nets)):
+        told = len(control) if isinstance(control, list | tuple) else "one"
+        raise InputError(
+            "control", NO_VALUE, f"has {told} for {len(nets)} networks", "give a list with an image for each, or None"
+        )
+    for name in OPTIONS:
+        if isinstance(value := getattr(options, name), tuple) and len(value) != len(nets):
+            raise InputError(
+                name, NO_VALUE, f"has {len(value)} entries for {len(nets)} networks", "give one, or one for each"
+            )
+    images = {
+        name: read_typed(net, value, count) if isinstance(net, UnionNet) else read_shown(value, count)
+        for (name, net), value in zip(nets, given, strict=True)
+        if value is not None
+    }
+    marks = {name: [mark_of(shown) for shown in found] for name, found in images.items()}
+    return ControlImages(images, marks, tuple(i for i, (name, _) in enumerate(nets) if name in images))
+
+
+def strengths(model: Model, control: ControlImages, options: Options, rows: int) -> HostArray:
+    """How strong each network's layers are in each row, for the negative prompt and for the others.
+
+    [R, N, 2, L] float32, as ``canvax.engine.batch.Run`` has them. Outside of its window a network is 0. Layers are
+    weighed as the modes say: ``guess`` from 0.1 to 1 (Zhang et al. 2023, section 3.4, and PyTorch diffusers), the
+    others as A1111's extension weighs them.
+    """
+    nets = [net for name, net in model.networks.controls if name in control.names]
+    out = np.zeros((rows, len(nets), 2, max(net.layers for net in nets)), np.float32)
+    for n, (place, net) in enumerate(zip(control.places, nets, strict=True)):
+        scale, start, end, mode = (_of_net(getattr(options, name), place) for name in OPTIONS)
+        inside = np.array([not (i / rows < start or (i + 1) / rows > end) for i in range(rows)])
+        weights = scale * layer_weights(net, mode)
+        out[inside, n, 1, : net.layers] = weights
+        if mode not in ("guess", "control") and not net.pools:
+            out[inside, n, 0, : net.layers] = weights
+    return out
+
+
+def layer_weights(net: Control, mode: str) -> HostArray:
+    """How strong the layers of a network are beside each other [L] float64, from the largest to the middle."""
+    from canvax.models.t2i_adapter import T2IAdapter  # where there are control images alone
+
+    count = net.layers
+    if mode in ("prompt", "control"):
+        if isinstance(net, T2IAdapter):
+            return np.array([*_SOFT_ADAPTER, *[1.0] * count][:count])
+        return np.array([_SOFT ** max(0, 12 - i) for i in range(count)])
+    if mode == "guess" and not net.pools and not isinstance(net, T2IAdapter):
+        return np.logspace(-1, 0, count)
+    return np.ones(count)
+
+
+def _of_net(value: Any, place: int) -> Any:
+    return value[place] if isinstance(value, tuple) else value
+
+
+def encode_controls(
+    programs: Programs,
+    ready: Ready,
+    params: Params,
+    control: ControlImages,
+    size: tuple[int, int],
+    count: int,
+) -> dict[str, tuple[Any, ...]]:
+    """What each network keeps of its image of each image of the call, on the devices; each image is read once."""
+    split, alone = over_batch(programs.mesh), padded_batch(1, programs.mesh)
+    batch = padded_batch(count, programs.mesh)
+    nets = dict(programs.networks.controls)
+    found: dict[str, tuple[Any, ...]] = {}
+    for name, images in control.images.items():
+
+        def read(image: Image.Image, name: str = name) -> tuple[HostArray, ...]:
+            pixels = as_floats(resized(image, *size))
+            # Every device reads the same, so that each of several processes has it.
+            outputs = ready[name](params, put(np.broadcast_to(pixels, (alone, *pixels.shape)), split))
+            return tuple(np.asarray(output.addressable_shards[0].data)[0] for output in outputs)
+
+        kept: list[tuple[HostArray, ...]] = []
+        for shown in images:
+            parts = [read(one.image) for one in shown]
+            net = nets[name]
+            if isinstance(net, UnionNet):
+                kept.append(net.together(parts, [one.slot for one in shown], [one.weight for one in shown]))
+            else:
+                kept.append(parts[0])
+        whole = [np.stack([*parts, *[parts[-1]] * (batch - len(parts))]) for parts in zip(*kept, strict=True)]
+        found[name] = tuple(put(part, split) for part in whole)
+    return found
+
+
+MOST_WEIGHT = 10
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """A control image as a network is shown it.
+
+    Attributes:
+        image: RGB, of whatever size.
+        label: its type as it was named, ``"depth"`` or ``"depth:0.5"``; empty for a network without types.
+        slot: the number of its type.
+        weight: how strong it is beside the others.
+    """
+
+    image: Image.Image
+    label: str = ""
+    slot: int = 0
+    weight: float = 1.0
+
+
+def read_shown(value: Any, count: int) -> list[tuple[Shown, ...]]:
+    """Of a network without types: one image for all of ``count``, or one for each.
+
+    Raises:
+        InputError: naming what is wrong with it.
+    """
+    if isinstance(value, Mapping):
+        raise InputError(
+            "control", value, "names types of images, which a ControlNet-Union alone takes", "give the image itself"
+        )
+    return [(Shown(image),) for image in read_images("control", value, count)]
+
+
+def read_typed(net: UnionNet, value: Any, count: int) -> list[tuple[Shown, ...]]:
+    """Of a ControlNet-Union: for all of ``count`` images, or for each, its control images by type.
+
+    Args:
+        net: the network.
+        value: a dict of a type to an image, or to a list of one for each image of the call; or a list of such dicts. A
+            type is a name or a number, and may have a weight behind it, "depth:0.5".
+        count: images of the call.
+
+    Raises:
+        InputError: a type is unknown or there twice, or an image is none.
+    """
+    if isinstance(value, Mapping):
+        own = {str(key): (_type_of(net, key), read_images("control", one, count)) for key, one in value.items()}
+        if not own:
+            raise InputError("control", value, "names no type of control image", _known(net))
+        _check_once(own)
+        several = max(len(images) for _, images in own.values())
+        return [
+            tuple(Shown(images[i % len(images)], label, *kind) for label, (kind, images) in own.items())
+            for i in range(several)
+        ]
+    if isinstance(value, list | tuple) and value and all(isinstance(one, Mapping) for one in value):
+        if len(value) not in (1, count):
+            raise InputError(
+                "control", NO_VALUE, f"has {len(value)} entries for {count} images", "give one for all, or one for each"
+            )
+        return [shown for one in value for shown in read_typed(net, one, 1)]
+    raise InputError(
+        "control",
+        NO_VALUE,
+        "is not a table, as a ControlNet-Union needs: the type and the image, {'depth': image}",
+        _known(net),
+    )
+
+
+def mark_of(shown: Sequence[Shown]) -> Any:
+    """The SHA-256 of an image, or where there are types a dict of them."""
+    marks = {one.label: fingerprint(one.image) for one in shown}
+    return marks.get("", marks)
+
+
+def _type_of(net: UnionNet, key: Any) -> tuple[int, float]:
+    """The number of a type and its weight."""
+    if is_number(key) and key == int(key):
+        name, weight = str(int(key)), ""
+    else:
+        name, colon, weight = str(key).partition(":")
+        if not isinstance(key, str) or (colon and not weight):
+            raise InputError("control", NO_VALUE, f"has {key!r}, which is no type of control image", _known(net))
+    name = name.strip().lower()
+    slot = TYPES.get(name, int(name) if name.isdecimal() else net.types)
+    if slot >= net.types:
+        close = "" if name.isdecimal() else f"{nearest(name, _names(net))}; "
+        raise InputError("control", NO_VALUE, f"has {key!r}, which is no type of this network", f"{close}{_known(net)}")
+    try:
+        strength = float(weight or 1)
+    except ValueError:
+        strength = 0.0
+    if not 0 < abs(strength) <= MOST_WEIGHT:
+        raise InputError(
+            "control",
+            NO_VALUE,
+            f"has {key!r}, where {weight!r} is no weight",
+            f"write {name}:0.5, or leave the type out",
+        )
+    return slot, strength
+
+
+def _check_once(own: Mapping[str, tuple[Any, ...]]) -> None:
+    first: dict[int, str] = {}
+    for label, ((slot, _), _) in own.items():
+        if slot in first:
+            raise InputError(
+                "control", NO_VALUE, f"has {first[slot]!r} and {label!r}, which are one type of the network", "give one"
+            )
+        first[slot] = label
+
+
+def _names(net: UnionNet) -> list[str]:
+    return [name for name, slot in TYPES.items() if slot < net.types]
+
+
+def _known(net: UnionNet) -> str:
+    """The types of a network, for errors."""
+    own = [" = ".join(name for name, at in TYPES.items() if at == slot) or "-" for slot in range(net.types)]
+    return "its types are " + ", ".join(f"{slot} {names}" for slot, names in enumerate(own))
+
+
+ControlFile = tuple[str, str, str | None]
+"""A type of a ControlNet-Union or "", the file of a control image, and the map to make of it first."""
+
+ControlEntry = tuple[tuple[ControlFile, ...] | None, ...]
+"""For each network its control images, of which there are several by type; None for one that is left out."""
+
+_TYPED = re.compile(r",?([a-z_]+|[0-9]+)(:[+-]?[0-9.]+(?:e[+-]?[0-9]+)?)?=", re.IGNORECASE)
+
+NONE = "none"
+
+
+def control_of(settings: Mapping[str, Any]) -> ControlEntry:
+    """The control images that flags or a line of a prompt file name.
+
+    Raises:
+        InputError: they are named otherwise than by text.
+    """
+    files, kinds = settings.get("control"), settings.get("control_from")
+    if files is None:
+        if kinds is not None:
+            raise InputError("control_from", kinds, "needs a control image", "give {control} as well")
+        return ()
+    files = [files] if isinstance(files, str) else files
+    kinds = kinds.split(",") if isinstance(kinds, str) else [] if kinds is None else kinds
+    if not isinstance(files, list) or not files or not all(isinstance(one, str | None) for one in files):
+        raise InputError("control", files, "is not the name of an image, nor a list of names")
+    if (
+        not isinstance(kinds, list)
+        or not all(isinstance(one, str) for one in kinds)
+        or len(kinds) not in (0, 1, len(files))
+    ):
+        raise InputError("control_from", kinds, f"is not a kind of map, or one for each of {len(files)} control images")
+    found = []
+    for i, file in enumerate(files):
+        kind = kinds[i if len(kinds) > 1 else 0].strip() if kinds else NONE
+        made = None if kind == NONE else kind
+        found.append(None if file in (None, NONE) else tuple((*one, made) for one in _by_type(file)))
+    return tuple(found)
+
+
+def _by_type(text: str) -> list[tuple[str, str]]:
+    """Types and files of "depth=a.png,canny:0.5=b.png"; a text that begins with none is the name of a file."""
+    starts = [match for match in _TYPED.finditer(text) if match[0][0] == "," or match.start() == 0]
+    if not starts or starts[0].start() or text.startswith(","):
+        return [("", text)]
+    ends = [match.start() for match in starts[1:]] + [len(text)]
+    return [(match[0].strip(",="), text[match.end() : end]) for match, end in zip(starts, ends, strict=True)]
+
+
+def read_control(shown: Sequence[ControlFile]) -> Any:
+    """A control image, made of its file where a map was asked for; those of several types are a dict."""
+    images = {label: _read(*one) for label, *one in shown}
+    if len(images) < len(shown):
+        raise InputError("control", NO_VALUE, f"names a type twice: {', '.join((label for label, *_ in shown))}")
+    return images.get("", images)
+
+
+@lru_cache(maxsize=64)
+def _read(file: str, kind: str | None) -> Image.Image:
+    (image,) = read_images("control", file, 1)
+    return image if kind is None else control_map(kind, image)
+
+
+def control_files(control: ControlEntry) -> list[Image.Image]:
+    """All of its images, read."""
+    return [_read(*one) for shown in control if shown for _, *one in shown]
+
+
+def control_marks(control: ControlEntry) -> list[Any]:
+    """As metadata has them: for each network the SHA-256 of its image, or of those with types a dict."""
+    found = []
+    for shown in control:
+        marks = {label: fingerprint(_read(*one)) for label, *one in shown or ()}
+        found.append(marks.get("", marks) or None)
+    return found
+
+
+def control_argument(batch: Sequence[ControlEntry]) -> Any:
+    """``control=`` of a call for images with these control images; one that all share is read once."""
+    nets = []
+    for i in range(len(batch[0])):
+        own = [control[i] for control in batch]
+        images = [None if one is None else read_control(one) for one in own]
+        nets.append(images[0] if len(set(own)) == 1 else images)
+    return nets if len(nets) > 1 else nets[0] if nets else None

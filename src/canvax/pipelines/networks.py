@@ -1,0 +1,344 @@
+"""A pipeline with ControlNets or IP-Adapters: files are checked before weights are fetched, then loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from canvax.compile.kinds import PromptKind
+from canvax.compile.programs import Programs
+from canvax.errors import NO_VALUE, CheckpointError, InputError, nearest
+from canvax.families.base import Model
+from canvax.families.controls import component_name as control_name
+from canvax.families.controls import control_of, read_control
+from canvax.families.ip_adapters import component_name as ip_adapter_name
+from canvax.families.ip_adapters import ip_adapter_of, with_encoder
+from canvax.models.controlled import Control
+from canvax.models.ip_adapter import ImageEncoder
+from canvax.models.networks import Networks
+from canvax.models.text import IMAGE_ENCODER
+from canvax.parallel.memory import check_weights
+from canvax.parallel.rules import abstract_params, device_bytes, place
+from canvax.params import Param, Params, flatten, unflatten
+from canvax.types import Array, HostArray
+from canvax.weights.controlnet import ControlFiles, ControlKind, open_control
+from canvax.weights.ip_adapter import EncoderFiles, check_ip_adapter, find_encoder, open_ip_adapter
+from canvax.weights.load import Component, check_finite, load_components
+from canvax.weights.location import Location
+
+MOST = 8
+"""Networks of one pipeline: a call evaluates each of them in each step."""
+
+_OF_SOURCE = ("token", "cache_dir", "local_files_only", "progress", "variant")
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A network whose files are there and fit the model; no weights are read.
+
+    Attributes:
+        files: where they are.
+        net: what it is.
+    """
+
+    files: ControlFiles
+    net: Control
+
+
+def control_sources(controlnet: Any, **source: Any) -> list[Location]:
+    """What ``controlnet=`` names, a name or a list of them.
+
+    Raises:
+        InputError: it is something else.
+    """
+    names = [controlnet] if isinstance(controlnet, str | os.PathLike) else controlnet
+    if not isinstance(names, Sequence) or not all(isinstance(name, str | os.PathLike) and name != "" for name in names):
+        raise InputError(
+            "controlnet", controlnet, "is not a folder, a Hub id or a safetensors file, nor a list of these"
+        )
+    if len(names) > MOST:
+        raise InputError(
+            "controlnet", NO_VALUE, f"has {len(names)} entries", f"a pipeline takes {MOST}, of which a call uses some"
+        )
+    if unknown := sorted(source.keys() - set(_OF_SOURCE)):
+        raise InputError(unknown[0], NO_VALUE, "is not an argument beside controlnet", nearest(unknown[0], _OF_SOURCE))
+    return [Location(os.fspath(name), argument="controlnet", **source) for name in names]
+
+
+def open_controls(model: Model, sources: Sequence[Location]) -> list[Opened]:
+    """The networks, found and held against the model.
+
+    Raises:
+        CheckpointError: one is missing, damaged, or made for another kind of model.
+        HubError: the Hub cannot be reached, refuses, or does not have it.
+    """
+    found = []
+    for source in sources:
+
+        def accept(kind: ControlKind, config: Mapping[str, Any], name: str = source.text) -> None:
+            control_of(name, kind, config, model)
+
+        files = open_control(source, accept=accept)
+        found.append(Opened(files, read_control(files, model)))
+    return found
+
+
+def with_controls(
+    model: Model,
+    programs: Programs,
+    params: Params,
+    opened: Sequence[Opened],
+    *,
+    weights: bool = True,
+    trained: Callable[[str], Params] | None = None,
+) -> tuple[Model, Programs, Params]:
+    """A model with these networks in place of those that it has; compiled programs and weights are shared.
+
+    ``params`` None is a caller's who keeps them, and who loads no networks so. Without ``weights`` the parameters of
+    the networks are shapes, dtypes and shardings. ``trained`` gives the parameters of a component without adapters,
+    which networks that add to the UNet's weights begin from; by default those of ``params``.
+
+    Raises:
+        CheckpointError: weights cannot be used.
+        OutOfMemoryError: they do not fit into the devices.
+    """
+    if params is None and opened:
+        raise InputError("params", None, "cannot be given a ControlNet", "load the pipeline whole")
+    names = [control_name(i) for i in range(len(opened))]
+    controls = tuple(zip(names, (one.net for one in opened), strict=True))
+    networks = dataclasses.replace(model.networks, controls=controls)
+    model = dataclasses.replace(model, networks=networks, controls=tuple(one.files for one in opened))
+    programs = dataclasses.replace(programs, networks=networks)
+    if params is None:
+        return model, programs, None
+    parts = [part for part in model.components if part.name in names]
+    mesh = programs.mesh
+    if not weights:
+        shapes = {part.name: abstract_params(part.spec, model.dtype, mesh) for part in parts}
+        return model, programs, {**params, **shapes}
+    needed = sum(device_bytes(part.spec, model.dtype, mesh.shape) for part in parts)
+    quantized = model.quantize is not None
+    check_weights(needed, mesh, ", ".join(map(str, model.controls)), model.dtype, quantized=quantized)
+    old = {name for name, _ in model.networks.controls} | {control_name(i) for i in range(MOST)}
+    kept = {name: tree for name, tree in params.items() if name not in old}
+
+    def unet() -> Params:
+        component = model.networks.denoiser.component
+        return trained(component) if trained else kept[component]
+
+    for part, files in zip(parts, model.controls, strict=True):
+
+        def placed(param: Param, array: HostArray, files: ControlFiles = files) -> Array:
+            check_finite(files, array)
+            return place(param, array, mesh)
+
+        if files.pairs:
+            kept[part.name] = control_lora(part, files, unet(), model, placed)
+            continue
+        loaded = load_components(files, [part], dtype=model.dtype, place=placed)[part.name]
+        kept[part.name] = whole_of(loaded, unet(), files, model) if files.difference else loaded
+    return model, programs, kept
+
+
+def whole_of(loaded: Params, unet: Params, files: ControlFiles, model: Model) -> Params:
+    """Weights of a network whose file has a part of them as what is to be added to the UNet's."""
+    if model.quantize is not None:
+        raise InputError(
+            f"{files}: holds differences to the weights of the UNet, which are quantised to {model.quantize}; load the "
+            "model without quantize"
+        )
+    base = dict(flatten(unet))
+
+    def total(name: str, leaf: Array) -> Array:
+        if name not in base:
+            return leaf
+        both = leaf.astype(jnp.float32) + base[name].astype(jnp.float32)
+        return jax.device_put(both.astype(leaf.dtype), leaf.sharding)
+
+    return unflatten({name: total(name, leaf) for name, leaf in flatten(loaded)})
+
+
+EncoderName = str | Path | bool | None
+
+
+def usual_kinds(networks: Networks, *, masked: bool = False) -> tuple[PromptKind, ...]:
+    """What decides the programs of one image prompt for each adapter; none where no images are seen."""
+    if (encoder := networks.image_encoder) is None:
+        return ()
+    reads = {name: (net.reads,) if net.kind == "plain" else (encoder.cfg.tokens, net.reads)
+             for name, net in networks.ip_adapters}  # fmt: skip
+    return tuple(PromptKind(name, 1, masked, shape) for name, shape in reads.items())
+
+
+def ip_adapter_sources(ip_adapter: Any, image_encoder: Any, **source: Any) -> list[Location]:
+    """What ``ip_adapter=`` names, a name or a list of them.
+
+    Raises:
+        InputError: it is something else, or ``image_encoder`` is.
+    """
+    names = [ip_adapter] if isinstance(ip_adapter, str | os.PathLike) else ip_adapter
+    if not isinstance(names, Sequence) or not all(isinstance(name, str | os.PathLike) and name != "" for name in names):
+        raise InputError("ip_adapter", ip_adapter, "is not a safetensors file or a Hub id, nor a list of these")
+    if len(names) > MOST:
+        raise InputError("ip_adapter", NO_VALUE, f"has {len(names)} entries", f"a pipeline takes {MOST}")
+    if image_encoder is True or not isinstance(image_encoder, str | os.PathLike | bool | None):
+        raise InputError(
+            "image_encoder",
+            image_encoder,
+            "is not a folder or a Hub id",
+            "nor None, for the one beside the adapter; nor False, for none",
+        )
+    if not names and (unused := [*map(str, source), *["image_encoder"] * bool(image_encoder)]):
+        raise InputError(unused[0], NO_VALUE, "has no effect without ip_adapter", "give {ip_adapter}, or leave it out")
+    if "subfolder" in source:
+        example = "'owner/name/folder/file.safetensors'"
+        raise InputError("subfolder", source["subfolder"], "is a part of the name here", f"write {example}")
+    return [Location(os.fspath(name), argument="ip_adapter", **source) for name in names]
+
+
+def with_ip_adapters(
+    model: Model,
+    programs: Programs,
+    params: Params | None,
+    sources: Sequence[Location],
+    image_encoder: EncoderName,
+    *,
+    weights: bool = True,
+) -> tuple[Model, Programs, Params]:
+    """A model with these adapters in place of those that it has; compiled programs and weights are shared.
+
+    Without ``weights`` their parameters are shapes, dtypes and shardings.
+
+    Raises:
+        InputError: no image encoder is beside the adapter.
+        CheckpointError: one is missing, damaged, or made for another kind of model.
+        HubError: the Hub cannot be reached, refuses, or does not have it.
+        OutOfMemoryError: they do not fit into the devices.
+    """
+    if params is None:
+        raise InputError("params", None, "cannot be given an IP-Adapter", "load the pipeline whole")
+    for source in sources:
+        check_ip_adapter(source)
+    files = [open_ip_adapter(source) for source in sources]
+    nets = [ip_adapter_of(one, model) for one in files]
+    encoder: EncoderFiles | None = None
+    if files and image_encoder is not False:
+        named = None if image_encoder is None or image_encoder is True else image_encoder
+        encoder = find_encoder(named, nets[0], files[0], sources[0])
+        for net, one, source in zip(nets[1:], files[1:], sources[1:], strict=True):
+            find_encoder(encoder.name, net, one, source)
+    names = [ip_adapter_name(i) for i in range(len(files))]
+    cfg = encoder.cfg if encoder else None
+    networks = dataclasses.replace(
+        model.networks,
+        ip_adapters=tuple(zip(names, (with_encoder(net, cfg) for net in nets), strict=True)),
+        image_encoder=ImageEncoder(cfg) if cfg else None,
+    )
+    old = model.image_encoder
+    model = dataclasses.replace(model, networks=networks, ip_adapters=tuple(files), image_encoder=encoder)
+    same = encoder is not None and old is not None and str(old) == str(encoder)
+    if not weights:
+        new = [part for part in model.components if part.name in (*names, IMAGE_ENCODER)]
+        shapes = {part.name: abstract_params(part.spec, model.dtype, programs.mesh) for part in new}
+        return model, dataclasses.replace(programs, networks=networks), {**params, **shapes}
+    return model, dataclasses.replace(programs, networks=networks), _loaded(model, programs, params, names, same=same)
+
+
+def _loaded(model: Model, programs: Programs, params: Params, names: Sequence[str], *, same: bool) -> Params:
+    """The parameters with those of the adapters; the image encoder stays if it is the ``same``."""
+    mesh = programs.mesh
+    new = [*names, *([IMAGE_ENCODER] if model.image_encoder and not same else [])]
+    parts = [part for part in model.components if part.name in new]
+    needed = sum(device_bytes(part.spec, model.dtype, mesh.shape) for part in parts)
+    told = ", ".join(map(str, (*model.ip_adapters, *([model.image_encoder] if model.image_encoder else []))))
+    check_weights(needed, mesh, told, model.dtype, quantized=model.quantize is not None)
+    old = {ip_adapter_name(i) for i in range(MOST)} | (set() if same else {IMAGE_ENCODER})
+    kept = {name: tree for name, tree in params.items() if name not in old}
+    by_name: dict[str, Any] = dict(zip(names, model.ip_adapters, strict=True)) | {IMAGE_ENCODER: model.image_encoder}
+    for part in parts:
+        loaded = load_components(
+            by_name[part.name],
+            [part],
+            dtype=model.dtype,
+            place=lambda param, array: place(param, array, mesh),
+            finite=(part.name,),
+        )
+        kept[part.name] = loaded[part.name]
+    return kept
+
+
+LISTED = 4
+"""Faults that are spelled out."""
+
+
+def control_lora(
+    part: Component, files: ControlFiles, unet: Params, model: Model, placed: Callable[[Param, HostArray], Array]
+) -> Params:
+    """All parameters of the network.
+
+    Args:
+        part: of the network.
+        files: where its own arrays are.
+        unet: parameters of the UNet, which stay as they are.
+        model: that of the UNet.
+        placed: puts an array of its own on the devices.
+
+    Raises:
+        CheckpointError: an array is missing, strange or of another shape.
+        InputError: the UNet is quantised.
+    """
+    if model.quantize is not None:
+        raise InputError(
+            f"{files}: is a control-LoRA, which adds to the weights of the UNet, which are quantised to "
+            f"{model.quantize}; load the model without quantize"
+        )
+    declared: dict[str, Param] = dict(flatten(part.spec))
+    base: dict[str, Array] = dict(flatten(unet))
+    own = {one.name for one in files.arrays}
+    _check(files, declared, base, own)
+    spec = unflatten({name: param for name, param in declared.items() if name in own})
+    found: dict[str, Array] = {}
+    if own:
+        loaded = load_components(files, [Component(part.name, spec, part.kind)], dtype=model.dtype, place=placed)
+        found = dict(flatten(loaded[part.name]))
+    for name, param in declared.items():
+        if name in found:
+            continue
+        found[name] = base[name]
+        if name in files.pairs:
+            added = placed(param, _delta(name, param, files))
+            both = added.astype(jnp.float32) + base[name].astype(jnp.float32)
+            found[name] = jax.device_put(both.astype(base[name].dtype), base[name].sharding)
+    return unflatten({name: found[name] for name in declared})
+
+
+def _check(files: ControlFiles, declared: Mapping[str, Param], base: Mapping[str, Array], own: set[str]) -> None:
+    """Refuse what does not make a whole network with this UNet."""
+    faults = [f"{name}: nothing has such a weight" for name in files.pairs if name not in declared]
+    for name, param in declared.items():
+        if name in own:
+            faults += [f"{name}: both whole and in factors"] if name in files.pairs else []
+        elif name not in base:
+            faults.append(f"{name}: missing")
+        elif base[name].shape != param.shape:
+            faults.append(f"{name}: {param.shape}, in the UNet {base[name].shape}")
+        elif name in files.pairs and files.shapes[name] not in param.checkpoint_shapes:
+            faults.append(f"{name}: factors of {files.shapes[name]} in place of {param.checkpoint_shapes[0]}")
+    if faults:
+        more = f"; and {len(faults) - LISTED} more" if len(faults) > LISTED else ""
+        raise CheckpointError(f"{files}: is no whole control-LoRA for this model: {'; '.join(faults[:LISTED])}{more}")
+
+
+def _delta(name: str, param: Param, files: ControlFiles) -> HostArray:
+    """up times down as the parameter lies in memory, float32."""
+    up, down = (one.read().astype(np.float32) for one in files.pairs[name])
+    product = up.reshape(up.shape[0], -1) @ down.reshape(down.shape[0], -1)
+    return np.ascontiguousarray(param.from_checkpoint(product.reshape(up.shape[0], *down.shape[1:])))
