@@ -215,7 +215,7 @@ def materialise(param: Param, entry: Entry, dtype: DType, scratch: Scratch) -> H
         CheckpointError: the file has been cut short, or a number is too large for ``dtype``.
     """
     dtype = np.dtype(dtype)
-    turned = entry.order == "torch" and param.layout != "plain"
+    turned = entry.order == "torch" and (param.layout != "plain" or param.pairs > 0)
     out = scratch.empty(entry.shape, dtype) if turned else aligned(np.empty, param.shape, dtype)
     try:
         if entry.number_dtype == dtype:
