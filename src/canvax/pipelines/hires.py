@@ -32,7 +32,7 @@ STRENGTHS = {"pixel": 0.4, "latent": 0.7}
 
 def larger_side(model: Model, side: int, times: float) -> int:
     """The side, in pixels, that a second pass makes of another one: a size that the model can have."""
-    step = max(8, model.vae.factor)
+    step = max(8, model.networks.size_step)
     return max(step, round(side * times / step) * step)
 
 

@@ -145,7 +145,7 @@ def sampler_table(model: Model, request: Request) -> SamplerTable:
         eta=options.eta,
         spacing=options.spacing,
         sigmas=options.sigmas,
-        guidance=options.guidance_steps or request.guidance,
+        guidance=request.scales if options.guidance_steps else request.scales[0],
         rescale=options.guidance_rescale,
         start=options.denoising_start,
         end=options.denoising_end,

@@ -30,6 +30,7 @@ Kind = Literal["diffusers", "transformers"]
 
 KINDS: dict[str, Kind] = {
     "unet": "diffusers",
+    "transformer": "diffusers",
     "vae": "diffusers",
     "text_encoder": "transformers",
     "text_encoder_2": "transformers",
