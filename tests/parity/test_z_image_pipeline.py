@@ -13,13 +13,15 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 
+import PIL.Image  # noqa: E402
 import tokenizers  # noqa: E402
 
 import canvax  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
+from canvax.samplers import build_table  # noqa: E402
 
-from .reference import nchw, psnr, randomise  # noqa: E402
+from .reference import nchw, nhwc, psnr, randomise, relative_error  # noqa: E402
 
 PROMPTS = ["a fox", "a lighthouse on a cliff above the sea, in the evening, painted with oil on canvas"]
 NEGATIVES = ["blurry", ""]
@@ -123,3 +125,113 @@ def test_same_picture(theirs: Any, ours: canvax.StableDiffusion, guidance: float
     got = ours(PROMPTS, latents=start, negative_prompt=negatives, height=height, width=width, options=QUIET, **asked)
     assert psnr(got.pixels, want) > 60
     assert psnr(reference(theirs, PROMPTS[::-1], start, negative_prompt=NEGATIVES[::-1], **asked), want) < 40
+
+
+def picture(height: int = HEIGHT, width: int = WIDTH) -> Any:
+    smooth = np.linspace(0, 255, height * width * 3).reshape(height, width, 3)
+    return PIL.Image.fromarray(smooth.astype(np.uint8))
+
+
+def patched(monkeypatch: pytest.MonkeyPatch, theirs: Any, name: str, start: np.ndarray) -> Any:
+    """Another pipeline of the same parts, which gets our noise and takes the mean of what the VAE encodes."""
+    kind = getattr(diffusers, name)
+    module = __import__(kind.__module__, fromlist=["randn_tensor"])
+    monkeypatch.setattr(module, "randn_tensor", lambda *_, **__: nchw(start))
+    monkeypatch.setattr(module, "retrieve_latents", lambda output, **_: output.latent_dist.mode())
+    pipe = kind(**theirs.components)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def test_image_to_image(theirs: Any, ours: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, image, asked = noise(), picture(), {"strength": 0.5, "num_inference_steps": 6, "guidance_scale": 1.5}
+    pipe = patched(monkeypatch, theirs, "ZImageImg2ImgPipeline", start)
+    with torch.no_grad():
+        want = pipe(list(PROMPTS), image=image, output_type="np", **asked).images
+    got = draw(ours, image=image, height=None, width=None, **asked)
+    assert psnr(got.pixels, want) > 60
+    assert psnr(draw(ours, **asked | {"strength": None}).pixels, want) < 40  # the image matters
+
+
+def test_inpainting(theirs: Any, ours: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, image, mask = noise(), picture(), np.zeros((HEIGHT, WIDTH), np.uint8)
+    mask[:, 40:] = 255
+    asked = {"strength": 0.5, "num_inference_steps": 6, "guidance_scale": 0.0, "image": image}
+    pipe = patched(monkeypatch, theirs, "ZImageInpaintPipeline", start)
+    with torch.no_grad():
+        want = pipe(
+            list(PROMPTS), mask_image=PIL.Image.fromarray(mask), output_type="latent", height=HEIGHT, width=WIDTH,
+            **asked,
+        ).images  # fmt: skip
+    options = canvax.Options(progress=False, mask_blend="renoised")
+    got = draw(ours, mask=mask, options=options, **asked)
+    assert relative_error(got.latents, nhwc(want)) < 1e-3
+
+
+def test_nothing_compiles_twice(ours: canvax.StableDiffusion) -> None:
+    """Whatever a user changes is data, a prompt of another length too, up to 128 tokens."""
+    draw(ours, guidance_scale=2.0)
+    for changes in (
+        {"prompt": [PROMPTS[1], "a hen, " * 8]}, {"seed": 3, "latents": None}, {"num_inference_steps": 5},
+        {"sampler": "DPM++ 2M"}, {"sampler": "euler_a", "sigmas": "karras"}, {"guidance_scale": 1.0},
+        {"sampler_settings": ["shift=6"]}, {"negative_prompt": "blurry"},
+    ):  # fmt: skip
+        settings = {"options": None, "progress": False}
+        got = draw(ours, **{"guidance_scale": 2.0, **settings, **changes})
+        assert got.compilations == 0, changes
+    longer = draw(ours, prompt=[PROMPTS[0], "a hen, " * 30], guidance_scale=2.0)
+    assert longer.compilations > 0
+    assert draw(ours, prompt=[PROMPTS[0], "a dog, " * 20], guidance_scale=2.0).compilations == 0
+    assert psnr(longer.pixels[0], draw(ours, guidance_scale=2.0).pixels[0]) > 60  # whatever stands beside it
+    with pytest.raises(canvax.InputError) as caught:
+        draw(ours, prompt="a hen, " * 90)
+    assert caught.value.argument == "prompt"
+
+
+def test_the_shift_belongs_to_the_model(ours: canvax.StableDiffusion, tmp_path: Path) -> None:
+    """Every sampler and curve has it, and another one is a setting of a call."""
+    scheduler = ours.model.scheduler
+    even = [1000, 900, 750, 500]
+    for sampler in ("euler", "DPM++ 2M", "heun", "unipc", None):
+        table = build_table(scheduler, 4, sampler=sampler)
+        np.testing.assert_allclose(sorted(set(table.timestep), reverse=True), even, atol=1)
+    for curve in ("simple", "karras", "beta"):
+        assert build_table(scheduler, 4, sampler="euler", sigmas=curve).timestep[2] > 600
+    table = build_table(scheduler, 4, sampler="euler", settings={"shift": 6})
+    np.testing.assert_allclose(
+        table.timestep, 6000 * np.array([1, 3 / 4, 2 / 4, 1 / 4]) / (1 + 5 * np.array([1, 0.75, 0.5, 0.25]))
+    )
+
+
+def test_defaults(ours: canvax.StableDiffusion, tmp_path: Path) -> None:
+    """Turbo takes 8 steps without guidance, hence without a second evaluation; the base model is known by its shift."""
+    assert (ours.model.defaults.num_inference_steps, ours.model.defaults.guidance_scale) == (8, 0)
+    base = canvax.load(build(tmp_path / "base", shift=6.0), dtype="float32", mesh=ours.mesh)
+    assert (base.model.defaults.num_inference_steps, base.model.defaults.guidance_scale) == (50, 4)
+
+
+@pytest.mark.parametrize(("argument", "changes"), [
+    ("sampler", {"sampler": "PLMS"}),
+    ("sampler", {"sampler": "TCD"}),
+    ("pag_scale", {"pag_scale": 3.0}),
+    ("prompt_2", {"prompt_2": "a hen"}),
+    ("clip_skip", {"clip_skip": 1}),
+    ("reuse", {"reuse": 2}),
+    ("height", {"height": 40}),
+    ("prompt", {"prompt": "a (red:1.2) fox", "prompt_syntax": "a1111"}),
+])  # fmt: skip
+def test_what_it_does_not_do(ours: canvax.StableDiffusion, argument: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(canvax.InputError) as caught:
+        draw(ours, **{"options": None, "latents": None, **changes})
+    assert caught.value.argument == argument
+
+
+def test_the_networks_are_functions_of_arrays(ours: canvax.StableDiffusion) -> None:
+    conditions = ours.encode(PROMPTS)
+    np.testing.assert_array_equal(conditions["length"], [len(ours.tokenizer.ids(prompt)) for prompt in PROMPTS])
+    want = draw(ours, guidance_scale=2.0, negative_prompt="blurry")
+    negatives = ours.encode(["blurry"] * 2)
+    got = draw(ours, prompt=conditions, negative_prompt=negatives, guidance_scale=2.0)
+    np.testing.assert_allclose(got.pixels, want.pixels, atol=1e-5)
+    latents = noise()
+    assert ours.denoiser(latents, 500.0, conditions).shape == latents.shape
