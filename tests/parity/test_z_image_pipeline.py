@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,17 @@ transformers = pytest.importorskip("transformers")
 
 import PIL.Image  # noqa: E402
 import tokenizers  # noqa: E402
+from serving import until  # noqa: E402
 
 import canvax  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.samplers import build_table  # noqa: E402
+from canvax.server.engine import EngineSettings, ImageEngine  # noqa: E402
+from canvax.server.group import Group  # noqa: E402
+from canvax.server.jobs import JobRequest, State  # noqa: E402
+from canvax.server.metrics import Metrics  # noqa: E402
+from canvax.server.models import Warm  # noqa: E402
 
 from .reference import nchw, nhwc, psnr, randomise, relative_error  # noqa: E402
 
@@ -184,7 +191,7 @@ def test_nothing_compiles_twice(ours: canvax.StableDiffusion) -> None:
     assert draw(ours, prompt=[PROMPTS[0], "a dog, " * 20], guidance_scale=2.0).compilations == 0
     assert psnr(longer.pixels[0], draw(ours, guidance_scale=2.0).pixels[0]) > 60  # whatever stands beside it
     with pytest.raises(canvax.InputError) as caught:
-        draw(ours, prompt="a hen, " * 90)
+        draw(ours, prompt=["a hen, " * 90] * 2)
     assert caught.value.argument == "prompt"
 
 
@@ -235,3 +242,39 @@ def test_the_networks_are_functions_of_arrays(ours: canvax.StableDiffusion) -> N
     np.testing.assert_allclose(got.pixels, want.pixels, atol=1e-5)
     latents = noise()
     assert ours.denoiser(latents, 500.0, conditions).shape == latents.shape
+
+
+def test_requests_share_a_batch_of_a_server(
+    folder: Path, ours: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two images to begin from, with prompts of their own, one guided and one with a mask."""
+
+    def load(name: str, **_: Any) -> Any:
+        return canvax.load(folder, dtype="float32", mesh=ours.mesh, progress=False)
+
+    image, mask = picture(), PIL.Image.fromarray(np.tile(np.uint8([0] * 40 + [255] * 40), (HEIGHT, 1)))
+    asks = [
+        {"prompt": PROMPTS[0], "guidance_scale": 2.0, "negative_prompt": "blurry", "seed": 5, "steps": 60},
+        {"prompt": PROMPTS[1], "guidance_scale": 0.0, "mask": mask, "seed": 6, "steps": 50},
+    ]
+    seated: list[int] = []
+    step = Group.step
+    monkeypatch.setattr(Group, "step", lambda group: seated.append(len(group.seated)) or step(group))
+    monkeypatch.setattr("canvax.server.group.best_batch", lambda row, waiting: 2)
+    settings = EngineSettings(warm=(Warm((WIDTH, HEIGHT), (1, 2)),), compile_on_demand=True)
+    engine = ImageEngine(["z-image"], settings, Metrics(), load)
+    engine.start()
+    try:
+        until(lambda: engine.state is not State.STARTING, 300)
+        assert engine.failure is None
+        together = {"width": WIDTH, "height": HEIGHT, "image": image, "strength": 0.5}
+        jobs = [engine.submit(JobRequest(**ask, **together)) for ask in asks]
+        for ask, job in zip(asks, jobs, strict=True):
+            until(lambda job=job: job.status.over, 300)
+            keywords = {"num_inference_steps": ask["steps"], **{k: v for k, v in ask.items() if k != "steps"}}
+            want = ours(image=image, strength=0.5, options=QUIET, **keywords)
+            got = np.asarray(PIL.Image.open(io.BytesIO(job.pictures[0].data)), np.float32) / 255
+            assert psnr(got, want.pixels[0]) > 45
+        assert max(seated) == 2
+    finally:
+        engine.close()

@@ -165,7 +165,7 @@ def z_image_context(
     batch, rows, _ = text.shape
     if rows % MULTIPLE:
         raise ValueError(f"z_image_context: text of {rows} rows, which is no multiple of {MULTIPLE}")
-    filled = -(-lengths // MULTIPLE) * MULTIPLE
+    filled = -(-jnp.maximum(lengths, 1) // MULTIPLE) * MULTIPLE  # a slot of a batch without an image has no prompt
     index = jnp.arange(rows)
     caption = linear(p["cap_embedder"]["1"], rms_norm(p["cap_embedder"]["0"], text, eps=cfg.norm_eps))
     caption = jnp.where(index[:, None] < lengths[:, None, None], caption, p["cap_pad_token"])
