@@ -19,6 +19,7 @@ from canvax.families.base import (
     parsed,
     read_autoencoder,
 )
+from canvax.models.configs import VaeConfig
 from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.networks import Networks
 from canvax.models.text import FIRST, TextEncoder, TextEncoders
@@ -27,6 +28,9 @@ from canvax.samplers import NoiseSchedule
 from canvax.tokenizers.chat import ChatTokenizer
 from canvax.weights.entries import Entry
 from canvax.weights.files import ModelFiles
+from canvax.weights.formats import Z_IMAGE as Z_IMAGE_NAMES
+from canvax.weights.formats import vae_rules
+from canvax.weights.rules import Names
 
 CLASSES = {
     "transformer": ("ZImageTransformer2DModel",),
@@ -77,7 +81,14 @@ def _own_defaults(networks: Networks, schedule: NoiseSchedule) -> Defaults | Non
 
 
 def _entries(networks: Networks, component: str, entries: Sequence[Entry]) -> Sequence[Entry]:
-    """Of the language model the layers that are read, whether it was saved with its head or without."""
+    """Of the language model the layers that are read, whether it was saved with its head or without.
+
+    Of the other parts all arrays, in the layout of diffusers or in the original one.
+    """
+    if component == "transformer":
+        return Z_IMAGE_NAMES.to_ours(entries)
+    if component == "vae" and isinstance(networks.vae, VaeConfig):
+        return Names(vae_rules([entry.name for entry in entries])).to_ours(entries)
     if component != FIRST:
         return entries
     encoder = networks.text.encoders[0]

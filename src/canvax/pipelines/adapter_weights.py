@@ -15,7 +15,7 @@ MOST = 1000.0
 ODD = 10.0
 """Beyond this a weight is most likely meant in percent."""
 
-_NETWORKS = ("text_encoder", "text_encoder_2", "unet")
+_NETWORKS = ("text_encoder", "text_encoder_2", "unet", "transformer")
 _LONG = {"down": "down_blocks", "mid": "mid_block", "up": "up_blocks"}
 """Parts of a UNet as diffusers calls them in tables of weights."""
 

@@ -18,7 +18,7 @@ from canvax.families.base import Model
 from canvax.models.beside import LAYERS, Places, Slot, length, slots
 from canvax.parallel.mesh import replicated
 from canvax.parallel.place import put
-from canvax.params import Params
+from canvax.params import Params, halves_first
 from canvax.pipelines.adapter_weights import Weights
 from canvax.types import Array, HostArray
 from canvax.weights.load import aligned
@@ -106,6 +106,7 @@ class Bank:
             except NotLowRank as fault:
                 faults.append(f"{component}.{path}: {fault}")
                 continue
+            up = halves_first(up, slot.param.pairs) if slot.param.pairs else up
             most = max(most, len(down))
             if len(down) <= self.places.rank:
                 if component not in packed:

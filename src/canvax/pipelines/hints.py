@@ -122,9 +122,7 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
             yield HintWarning(name, NO_VALUE, "acts on the negative prompt alone, since the prompt is encoded")
     scale, usual = request.guidance, f"{model.defaults.guidance_scale:g} is usual"
     if scale < 0 and not (request.guided or request.embedded or options.guidance_steps):
-        yield HintWarning(
-            "guidance_scale", scale, f"switches guidance off, as {request.no_guidance:g} does", usual
-        )
+        yield HintWarning("guidance_scale", scale, f"switches guidance off, as {request.no_guidance:g} does", usual)
     if scale > BURNT and not options.guidance_steps:
         yield HintWarning("guidance_scale", scale, "burns the image", usual)
     if options.guidance_steps and scale != model.defaults.guidance_scale:
