@@ -63,6 +63,7 @@ class Letters:
     component = "reader"
     tokenizer = "letters"
     tokens = TOKENS
+    whole = False
     width = WIDTH
     pooled_width = 0
     max_skip = 0

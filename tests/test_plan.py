@@ -219,7 +219,7 @@ def test_presets_have_the_published_sizes() -> None:
 def test_job_survives_the_way_to_the_process() -> None:
     for preset in PRESETS.values():
         job = Job(preset, "tpu-v5e:2x2", (4, 1), 4, 64, 64, True, "bfloat16")
-        assert Job.loads(job.dumps()) == replace(job, model=replace(preset, prediction="epsilon"))
+        assert Job.loads(job.dumps()) == job
 
 
 def test_a_program_is_known_by_what_decides_it(tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ class Param:
         layout: checkpoint form. ``linear`` is stored (out, in), ``conv`` (out, in, kh, kw), ``conv1x1`` is a linear map
             that the checkpoint stores as a convolution (out, in, 1, 1), ``plain`` is stored as in memory.
         dtype: name of a fixed dtype; None for the model's dtype.
+        pairs: width of a head whose rotary pairs are neighbours in a checkpoint. In memory the first of each pair come
+            before the second of each, see ``canvax.models.dit.rotate``. 0 for other parameters.
     """
 
     shape: tuple[int, ...]
@@ -60,6 +62,7 @@ class Param:
     init: Init = "fan_in"
     layout: Layout = "plain"
     dtype: str | None = None
+    pairs: int = 0
 
     def __post_init__(self) -> None:
         rank = {"plain": len(self.shape), "linear": 2, "conv1x1": 2, "conv": 4}[self.layout]
@@ -101,7 +104,9 @@ class Param:
         return (self.shape,)
 
     def from_checkpoint(self, array: HostArray) -> HostArray:
-        """Returns a strided view of a checkpoint array in memory layout; it is not contiguous."""
+        """Returns a checkpoint array in memory layout: a strided view that is not contiguous, a copy with ``pairs``."""
+        if self.pairs:
+            array = halves_first(array, self.pairs)
         if self.layout == "conv":
             return array.transpose(2, 3, 1, 0)
         if self.layout in ("linear", "conv1x1"):
@@ -113,10 +118,23 @@ class Param:
         return np.ascontiguousarray(self.turned(array)).reshape(self.checkpoint_shapes[0])
 
     def turned(self, array: HostArray) -> HostArray:
-        """Returns a view of an array in memory layout with its axes in checkpoint order, outputs first."""
+        """Returns an array in memory layout with its axes in checkpoint order, outputs first; a copy with ``pairs``."""
         if self.layout == "conv":
             return array.transpose(3, 2, 0, 1)
-        return array.T if self.layout in ("linear", "conv1x1") else array
+        array = array.T if self.layout in ("linear", "conv1x1") else array
+        return pairs_together(array, self.pairs) if self.pairs else array
+
+
+def halves_first(array: HostArray, head_dim: int) -> HostArray:
+    """Outputs [N * Dh, ...] of a checkpoint, the first of each pair of a head before the second of each."""
+    pairs = array.reshape(-1, head_dim // 2, 2, *array.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(array.shape)
+
+
+def pairs_together(array: HostArray, head_dim: int) -> HostArray:
+    """The inverse of ``halves_first``."""
+    halves = array.reshape(-1, 2, head_dim // 2, *array.shape[1:])
+    return halves.swapaxes(1, 2).reshape(array.shape)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

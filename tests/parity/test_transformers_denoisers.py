@@ -20,10 +20,10 @@ from canvax.models.dit import Rope, pack, rotary_embedding, unpack  # noqa: E402
 from canvax.models.flux2 import Flux2Config, flux2, flux2_context, flux2_spec, reference_ids  # noqa: E402
 from canvax.models.krea2 import Krea2Config, krea2, krea2_context, krea2_spec  # noqa: E402
 from canvax.models.z_image import ZImageConfig, z_image, z_image_context, z_image_spec  # noqa: E402
-from canvax.params import Params  # noqa: E402
+from canvax.params import Params, halves_first, pairs_together  # noqa: E402
 
 from .reference import nchw, nhwc, randomise, relative_error  # noqa: E402
-from .transformers_reference import TOLERANCE, normal, params_of, rotated, stored, to_torch, unfused  # noqa: E402
+from .transformers_reference import TOLERANCE, normal, params_of, stored, to_torch, unfused  # noqa: E402
 
 TIMES = np.array([981.0, 3.25], np.float32)
 LENGTHS = np.array([19, 40], np.int32)
@@ -78,7 +78,7 @@ def load(name: str) -> tuple[Any, Params]:
     cfg = kind.from_dict(dict(theirs.config))
     spec, state = spec_of(cfg), stored(theirs)
     state = unfused(state, spec) if name == "flux2" else state
-    return cfg, params_of(state, spec, rotated(16))
+    return cfg, params_of(state, spec)
 
 
 @partial(jax.jit, static_argnums=5)
@@ -179,7 +179,7 @@ def test_flux2_that_embeds_guidance() -> None:
     )  # fmt: skip
     cfg = Flux2Config.from_dict(dict(theirs.config))
     spec = flux2_spec(cfg)
-    p = params_of(unfused(stored(theirs), spec), spec, rotated(16))
+    p = params_of(unfused(stored(theirs), spec), spec)
     x, text, guidance = normal(2, 15, 16), normal(2, 8, 96), np.array([4.0, 2.5], np.float32)
     want = their_flux2(theirs, x, text, grid(3, 5), to_torch(guidance))
     none = np.zeros((2, 0, 16), np.float32), np.zeros((2, 0, 4), np.int32)
@@ -252,7 +252,7 @@ def test_rotary_embedding() -> None:
     np.testing.assert_allclose(mine.sin[0], sin[:, ::2], atol=1e-4)
     q, k = normal(1, 30, 2, 16), normal(1, 30, 2, 16)
     theirs = [transformer_flux2.apply_rotary_emb(to_torch(x), (cos, sin), sequence_dim=1).numpy() for x in (q, k)]
-    order = dit.halves_first(np.arange(16), 16)
+    order = halves_first(np.arange(16), 16)
     ours = [np.asarray(dit.rotate(jnp.asarray(x[..., order]), mine)) for x in (q, k)]
     for one, other in zip(ours, theirs, strict=True):
         assert relative_error(one, other[..., order]) <= TOLERANCE
@@ -262,9 +262,9 @@ def test_rotary_embedding() -> None:
 
 def test_the_order_of_rotary_pairs_and_back() -> None:
     x = normal(3 * 16, 5)
-    turned = dit.halves_first(x, 16)
+    turned = halves_first(x, 16)
     np.testing.assert_array_equal(turned[16:32].reshape(2, 8, 5), np.stack([x[16:32:2], x[17:32:2]]))
-    np.testing.assert_array_equal(dit.pairs_together(turned, 16), x)
+    np.testing.assert_array_equal(pairs_together(turned, 16), x)
 
 
 IDS = np.stack([np.arange(40), np.arange(40) % 7, np.arange(40) // 7, np.arange(40) % 3], -1)
@@ -282,7 +282,7 @@ def block_params(theirs: Any, spec: dict[str, Any], head_dim: int) -> Params:
     name = kind.get(type(theirs).__name__, "block")
     state = {f"{name}.0.{key}": array for key, array in stored(randomise(theirs)).items()}
     spec = {name: {"0": spec}}
-    return params_of(unfused(state, spec), spec, rotated(head_dim))[name]["0"]
+    return params_of(unfused(state, spec), spec)[name]["0"]
 
 
 def chunks(x: np.ndarray, count: int) -> tuple[Any, ...]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
-from canvax.models.dit import ROTATED, halves_first
 from canvax.models.flux2 import FUSED, FUSED_INPUTS, RENAMED
 from canvax.params import Param, Params, Spec, flatten, unflatten
 
@@ -37,15 +36,12 @@ def stored(module: torch.nn.Module) -> State:
     return {name: array(tensor) for name, tensor in module.state_dict().items()}
 
 
-def params_of(state: State, spec: Spec, change: Callable[[str, np.ndarray], np.ndarray] | None = None) -> Params:
+def params_of(state: State, spec: Spec) -> Params:
     """Arrays in canvax's layout; fails unless names and shapes match the spec exactly."""
     declared = same_names_and_shapes(state, spec)
-
-    def loaded(name: str, param: Param) -> np.ndarray:
-        array = state[name] if change is None else change(name, state[name])
-        return np.ascontiguousarray(param.from_checkpoint(array))
-
-    return unflatten((name, loaded(name, param)) for name, param in declared.items())
+    return unflatten(
+        (name, np.ascontiguousarray(param.from_checkpoint(state[name]))) for name, param in declared.items()
+    )
 
 
 def same_names_and_shapes(state: State, spec: Spec) -> dict[str, Param]:
@@ -54,16 +50,6 @@ def same_names_and_shapes(state: State, spec: Spec) -> dict[str, Param]:
     wrong = {name: state[name].shape for name, p in declared.items() if state[name].shape not in p.checkpoint_shapes}
     assert not wrong, wrong
     return declared
-
-
-def rotated(head_dim: int) -> Callable[[str, np.ndarray], np.ndarray]:
-    """What loading does to queries and keys whose rotary pairs are neighbours; text fusion has no positions."""
-
-    def change(name: str, array: np.ndarray) -> np.ndarray:
-        turns = name.endswith(tuple(f".{layer}.weight" for layer in ROTATED)) and not name.startswith("text_fusion")
-        return halves_first(array, head_dim) if turns else array
-
-    return change
 
 
 def unfused(state: State, spec: Spec) -> State:

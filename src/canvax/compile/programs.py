@@ -149,7 +149,8 @@ class Programs:
             return {"tiled": True} if way == "tiled" else {}
 
         text = replace(networks.text, places=places)
-        inputs: tuple[Any, ...] = dict.fromkeys(text.names, self._batched((batch, text.tokens), jnp.int32)), self._one()
+        tokens = text.tokens * (kinds.chunks if text.whole else 1)
+        inputs: tuple[Any, ...] = dict.fromkeys(text.names, self._batched((batch, tokens), jnp.int32)), self._one()
         if places is not None:
             inputs += (dict.fromkeys(text.names, self._batched((batch, places.count), jnp.float32)),)
         encode, facts = partial(encode_text, cfg=text), {"batch": batch}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,10 +18,11 @@ from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
 from canvax.models.text import FIRST, SECOND, ClipEncoder, TextEncoder, TextEncoders, clip_encoders
 from canvax.params import Params, Spec
-from canvax.samplers import Scheduler, curve_label, find
+from canvax.samplers import NoiseSchedule, Scheduler, curve_label, find
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.tokenizers.concepts import Concepts
 from canvax.types import DType
+from canvax.weights.entries import Entry
 from canvax.weights.files import ModelFiles, NetworkFiles
 from canvax.weights.load import Component
 from canvax.weights.save import save_checkpoint
@@ -62,8 +63,10 @@ class Defaults:
     guidance_scale: float = 7.5
 
 
-LATENT_CONSISTENCY = Defaults(num_inference_steps=4, guidance_scale=8.5)
-"""Of models whose guidance scale is an input (Luo et al. 2023, "Latent Consistency Models")."""
+def latent_consistency(networks: Networks, schedule: NoiseSchedule) -> Defaults | None:
+    """Of models whose guidance scale is an input (Luo et al. 2023, "Latent Consistency Models")."""
+    del schedule
+    return Defaults(num_inference_steps=4, guidance_scale=8.5) if networks.embeds_guidance else None
 
 
 Numbers = Mapping[str, np.ndarray]
@@ -80,6 +83,15 @@ def _nothing(model: Model) -> Mapping[str, str]:
     return {}
 
 
+def _no_defaults(networks: Networks, schedule: NoiseSchedule) -> Defaults | None:
+    del networks, schedule
+
+
+def _as_stored(networks: Networks, component: str, entries: Sequence[Entry]) -> Sequence[Entry]:
+    del networks, component
+    return entries
+
+
 def _no_numbers(model: Model, height: int, width: int, options: Mapping[str, Any]) -> tuple[Numbers, Numbers]:
     del model, height, width, options
     return {}, {}
@@ -93,10 +105,13 @@ class Family:
         name: for people, and to tell families apart.
         pipelines: the classes that ``model_index.json`` names.
         defaults: of models that bring none.
-        embedded_defaults: the same of models whose guidance scale is an input of the denoiser; None for ``defaults``.
+        own_defaults: those of a model that differ from them, as far as its networks and schedule tell.
         read: the networks of a checkpoint; configs are all that it reads. Raises ``CheckpointError``.
         tokenizer: the tokenizer of a text encoder, which ``canvax.prompts.chunks.Tokenizer`` describes.
         scheduler_config: ``scheduler_config.json`` with the values that old files of this family leave out.
+        even_times: for ``NoiseSchedule.even_times``.
+        no_guidance: the guidance scale that is none; others are counted from it.
+        entries: the arrays of a component's files under the names of its spec, without those that are not read.
         unused_options: options that mean nothing to a model, and why.
         numbers: conditions of the prompt and of the negative prompt beside the texts, for an image of a height and a
             width and the options that were given.
@@ -109,8 +124,11 @@ class Family:
     read: Callable[[ModelFiles], Networks]
     tokenizer: Callable[[ModelFiles, TextEncoder], Any]
     defaults: Defaults = Defaults()
-    embedded_defaults: Defaults | None = None
+    own_defaults: Callable[[Networks, NoiseSchedule], Defaults | None] = _no_defaults
     scheduler_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    even_times: bool = False
+    no_guidance: float = 1.0
+    entries: Callable[[Networks, str, Sequence[Entry]], Sequence[Entry]] = _as_stored
     unused_options: Callable[[Model], Mapping[str, str]] = _nothing
     numbers: Callable[[Model, int, int, Mapping[str, Any]], tuple[Numbers, Numbers]] = _no_numbers
     zero_empty_negative: Callable[[ModelFiles], bool] = _no
@@ -178,7 +196,13 @@ class Model:
 
     @property
     def unet(self) -> UNetConfig:
-        """Config of the UNet."""
+        """Config of the UNet.
+
+        Raises:
+            CheckpointError: the model has another denoiser, for which ControlNets and IP-Adapters are not made.
+        """
+        if not isinstance(self.networks.denoiser, UNetDenoiser):
+            raise CheckpointError(f"{self.name}: has no UNet; ControlNets and IP-Adapters are for models that have")
         return self.networks.denoiser.cfg
 
     @property
@@ -210,7 +234,12 @@ class Model:
     def components(self) -> list[Component]:
         """The parts that have weights."""
         return [
-            Component(name, spec, "transformers" if name in self.text.names else "diffusers")
+            Component(
+                name,
+                spec,
+                "transformers" if name in self.text.names else "diffusers",
+                partial(self.family.entries, self.networks, name),
+            )
             for name, spec in self.specs.items()
         ]
 
@@ -272,12 +301,9 @@ def read_clip_unet_vae(
         CheckpointError: a component is missing or its config asks for what is not supported.
     """
     wanted = [*encoders, *(TOKENIZERS[name] for name in encoders), "unet", "vae", "scheduler"]
-    missing = [name for name in wanted if name not in files.components]
-    if missing:
-        raise CheckpointError(f"{files}: {', '.join(missing)} not in its model_index.json; a pipeline needs them")
-    _check_classes(files, wanted)
+    check_components(files, {name: CLASSES.get(name.removesuffix("_2"), ()) for name in wanted})
     unet, vae = read_unet(files), read_autoencoder(files)
-    configs = {name: _parsed(ClipTextConfig, files, name) for name in encoders}
+    configs = {name: parsed(ClipTextConfig, files, name) for name in encoders}
     text = clip_encoders(configs.get(FIRST), configs.get(SECOND))
     networks = Networks(UNetDenoiser(unet), vae, text)
     faults = []
@@ -303,14 +329,19 @@ def read_clip_tokenizer(files: ModelFiles, encoder: TextEncoder) -> ClipTokenize
     return tokenizer
 
 
-def _check_classes(files: ModelFiles, names: Sequence[str]) -> None:
-    """Refuse components of classes that canvax does not compute, whose weights might fit all the same."""
+def check_components(files: ModelFiles, classes: Mapping[str, Sequence[str]]) -> None:
+    """Refuse models without one of these components, or with classes that canvax does not compute.
+
+    Weights of other classes might fit all the same. A component without ``classes`` may be of any.
+    """
+    if missing := [name for name in classes if name not in files.components]:
+        raise CheckpointError(f"{files}: {', '.join(missing)} not in its model_index.json; a pipeline needs them")
     faults = []
-    for name in names:
-        kind, known = files.components[name], CLASSES.get(name.removesuffix("_2"), ())
+    for name, known in classes.items():
+        kind = files.components[name]
         if known and kind not in known:
             faults.append(f"its model_index.json names {kind!r} as {name}, and canvax reads {' or '.join(known)}")
-        elif name in ("unet", "vae"):
+        elif name in ("unet", "transformer", "vae"):
             own = str(files.config(name).get("_class_name", kind)).removeprefix("Flax")
             if own in known and own != kind:
                 faults.append(f"its model_index.json names {kind!r} as {name}, and {name}/config.json {own!r}")
@@ -321,7 +352,7 @@ def _check_classes(files: ModelFiles, names: Sequence[str]) -> None:
 Parsed = TypeVar("Parsed", bound=Config)
 
 
-def _parsed(kind: type[Parsed], files: ModelFiles, name: str) -> Parsed:
+def parsed(kind: type[Parsed], files: ModelFiles, name: str) -> Parsed:
     """The config of a component; its errors name the model and the component."""
     try:
         return kind.from_dict(files.config(name))
@@ -334,13 +365,13 @@ def read_autoencoder(files: ModelFiles) -> AutoencoderConfig:
     """The config of what makes images of latents."""
     config = files.config("vae")
     tiny = config.get("_class_name", files.components["vae"]) == "AutoencoderTiny"
-    return _parsed(TinyConfig if tiny else VaeConfig, files, "vae")
+    return parsed(TinyConfig if tiny else VaeConfig, files, "vae")
 
 
 def read_unet(files: ModelFiles) -> UNetConfig:
     """The config of the UNet. Files from before diffusers 0.9 could say 32, its default then, for 64."""
     config = files.config("unet")
-    unet = _parsed(UNetConfig, files, "unet")
+    unet = parsed(UNetConfig, files, "unet")
     version = re.match(r"0\.(\d+)", str(config.get("_diffusers_version", "")))
     old = version is not None and int(version[1]) < 9
     small = isinstance(unet.sample_size, int) and unet.sample_size < 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from canvax.errors import CheckpointError, HintWarning, InputError, nearest, war
 from canvax.families.base import Family, Model, read_defaults
 from canvax.families.sd import SD
 from canvax.families.sdxl import SDXL
+from canvax.families.z_image import Z_IMAGE
 from canvax.models.networks import Networks
 from canvax.samplers import from_scheduler_config
 from canvax.samplers.config import KNOWN_CLASSES
@@ -18,7 +20,7 @@ from canvax.tokenizers.concepts import Concepts
 from canvax.types import DType
 from canvax.weights.files import ModelFiles
 
-FAMILIES: tuple[Family, ...] = (SD, SDXL)
+FAMILIES: tuple[Family, ...] = (SD, SDXL, Z_IMAGE)
 
 PASSED_OVER = ("safety_checker", "feature_extractor", "image_encoder")
 """Components of a checkpoint that change no image unless they are asked for."""
@@ -37,7 +39,7 @@ def family_of(index: Mapping[str, Any]) -> Family:
     known = [repr(pipeline) for family in FAMILIES for pipeline in family.pipelines]
     raise CheckpointError(
         f"model_index.json names the pipeline {name!r}; supported: {', '.join(known)} (Stable Diffusion 1.x, 2.x and "
-        "XL)"
+        "XL, Z-Image)"
     )
 
 
@@ -76,7 +78,8 @@ def read_model(files: ModelFiles, dtype: DType, quantize: str | None = None) -> 
         scheduler = from_scheduler_config(family.scheduler_config(_scheduler_config(files)))
     except InputError as error:
         raise CheckpointError(f"{files}: {error}") from error
-    usual = family.embedded_defaults if networks.embeds_guidance else None
+    scheduler = replace(scheduler, schedule=replace(scheduler.schedule, even_times=family.even_times))
+    usual = family.own_defaults(networks, scheduler.schedule)
     return Model(
         files=files,
         family=family,

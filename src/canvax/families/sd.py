@@ -7,12 +7,12 @@ from functools import partial
 
 from canvax.families.base import (
     AESTHETICS,
-    LATENT_CONSISTENCY,
     SECOND_PROMPTS,
     SIZES,
     TARGET_SIZES,
     Family,
     Model,
+    latent_consistency,
     read_clip_tokenizer,
     read_clip_unet_vae,
 )
@@ -47,7 +47,7 @@ SD = Family(
     ),
     read=read,
     tokenizer=read_clip_tokenizer,
-    embedded_defaults=LATENT_CONSISTENCY,
+    own_defaults=latent_consistency,
     scheduler_config=partial(stable_diffusion_config, xl=False),
     unused_options=_unused_options,
 )

@@ -11,7 +11,6 @@ import numpy as np
 from canvax.errors import CheckpointError
 from canvax.families.base import (
     AESTHETICS,
-    LATENT_CONSISTENCY,
     SECOND_PROMPTS,
     TARGET_SIZES,
     TOKENIZERS,
@@ -19,6 +18,7 @@ from canvax.families.base import (
     Family,
     Model,
     Numbers,
+    latent_consistency,
     read_clip_tokenizer,
     read_clip_unet_vae,
 )
@@ -114,7 +114,7 @@ SDXL = Family(
     read=read,
     tokenizer=read_clip_tokenizer,
     defaults=Defaults(guidance_scale=5.0),
-    embedded_defaults=LATENT_CONSISTENCY,
+    own_defaults=latent_consistency,
     scheduler_config=partial(stable_diffusion_config, xl=True),
     unused_options=_unused_options,
     numbers=_numbers,

@@ -100,7 +100,7 @@ def _adaptable(spec: Spec, layers: str) -> Iterator[tuple[str, Param]]:
         if name == path or param.layout == "plain":
             continue
         attention = name.endswith(_ATTENTION)
-        transformer = attention or ".attentions." in name or ".mlp." in name
+        transformer = attention or ".attentions." in name or ".mlp." in name or ".feed_forward." in name
         if {"attention": attention, "transformer": transformer, "all": True}[layers]:
             yield name, param
 

@@ -18,6 +18,7 @@ from canvax.kernels.attention import attention
 from canvax.kernels.outline import outlined
 from canvax.models.configs import Config, Count, Epsilon, Ids, Layers, Range
 from canvax.models.dit import Rope, qk_norm_spec, rms_norm, rms_norm_spec, rotary_embedding, rotate, swiglu, swiglu_spec
+from canvax.models.text import FIRST, Conditions
 from canvax.nn import embedding, embedding_spec, linear, linear_spec
 from canvax.params import Axis, Params, Spec
 from canvax.types import Array
@@ -152,3 +153,36 @@ def _layer(p: Params, x: Array, rope: Rope, lengths: Array, *, cfg: DecoderConfi
     h = attention(rotate(q, rope), rotate(k, rope), v, lengths=lengths, causal=True)
     x = x + linear(a["o_proj"], h.reshape(*x.shape[:2], -1))
     return x + swiglu(p["mlp"], rms_norm(p["post_attention_layernorm"], x, eps=eps), PROJECTIONS)
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """The text encoder of a model that reads one layer. Ids below 0 are padding.
+
+    Attributes:
+        cfg: its config.
+        tap: of ``decoder_lm``.
+    """
+
+    cfg: DecoderConfig
+    tap: int
+    component = FIRST
+    tokenizer = "tokenizer"
+    tokens = 128
+    whole = True
+    pooled_width = 0
+    max_skip = 0
+
+    @property
+    def spec(self) -> Spec:
+        return decoder_lm_spec(self.cfg, self.tap)
+
+    @property
+    def width(self) -> int:
+        return self.cfg.hidden_size
+
+    def encode(self, p: Params, ids: Array, skip: Array) -> Conditions:
+        del skip
+        length = (ids >= 0).sum(axis=1, dtype=jnp.int32)
+        text = decoder_lm(p, jnp.maximum(ids, 0), length, self.cfg, taps=(self.tap,))
+        return {"text": text[:, :, 0], "length": length}

@@ -52,6 +52,11 @@ class Denoiser(Protocol):
         return 64, 64
 
     @property
+    def patch(self) -> int:
+        """Sides of a square of latents that is one token: height and width of latents are multiples of it."""
+        return 1
+
+    @property
     def embeds_guidance(self) -> bool:
         """Whether the guidance scale is its input ``guidance``, so that it needs no negative prompt."""
         return False

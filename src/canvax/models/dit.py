@@ -9,6 +9,8 @@ are, not on height and width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -18,8 +20,8 @@ import numpy as np
 from canvax.kernels.attention import attention
 from canvax.kernels.outline import outlined
 from canvax.nn import linear, linear_spec
-from canvax.params import Axis, Param, Params, Spec
-from canvax.types import Array, HostArray
+from canvax.params import Axis, Param, Params, Spec, map_spec
+from canvax.types import Array
 
 
 class Rope(NamedTuple):
@@ -50,8 +52,8 @@ def rotary_embedding(ids: Array, axes: Sequence[int], theta: float) -> Rope:
 def rotate(x: Array, rope: Rope) -> Array:
     """Turn channel i and channel i + Dh / 2 of each head as a pair, [B, T, N, Dh], in float32.
 
-    Checkpoints of diffusion transformers have the two of a pair side by side. ``halves_first`` puts them in this order
-    when they are loaded: neighbours would have to be moved apart in each call, 5 % of a block's time on a TPU.
+    Checkpoints of diffusion transformers have the two of a pair side by side. Loading puts them in this order (see
+    ``rotated``): neighbours would have to be moved apart in each call, 5 % of a block's time on a TPU.
     """
     cos, sin = (part[:, :, None] for part in rope)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -59,20 +61,14 @@ def rotate(x: Array, rope: Rope) -> Array:
 
 
 ROTATED = ("to_q", "to_k", "add_q_proj", "add_k_proj", "norm_q", "norm_k", "norm_added_q", "norm_added_k")
-"""Layers of a diffusion transformer whose outputs ``halves_first`` sorts, queries and keys alike: their products are
-those of before."""
+"""Layers of a diffusion transformer whose outputs are sorted when they are loaded, queries and keys alike: their
+products are those of before."""
 
 
-def halves_first(array: HostArray, head_dim: int) -> HostArray:
-    """Outputs [N * Dh, ...] of a checkpoint, the first of each pair of a head before the second of each."""
-    pairs = array.reshape(-1, head_dim // 2, 2, *array.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(array.shape)
-
-
-def pairs_together(array: HostArray, head_dim: int) -> HostArray:
-    """The inverse of ``halves_first``."""
-    halves = array.reshape(-1, 2, head_dim // 2, *array.shape[1:])
-    return halves.swapaxes(1, 2).reshape(array.shape)
+def rotated(spec: Spec, head_dim: int) -> Spec:
+    """Attention whose queries and keys ``rotate`` turns, from a checkpoint where the two of a pair are neighbours."""
+    sort = partial(replace, pairs=head_dim)
+    return {name: map_spec(sort, part) if name in ROTATED else part for name, part in spec.items()}
 
 
 def grid_ids(tokens: int, width: Array) -> tuple[Array, Array]:
@@ -187,13 +183,14 @@ def double_block_spec(width: int, heads: int, inner: int) -> Spec:
     """A double-stream block without biases."""
     head_dim, split = width // heads, Axis("heads", heads)
     text = {name: linear_spec(width, width, ("embed", split), bias=False) for name in TEXT[:3]}
+    attention = {
+        **self_attention_spec(width, heads, head_dim),
+        **text,
+        "to_add_out": linear_spec(width, width, (split, "embed"), bias=False),
+        **qk_norm_spec(head_dim, ("norm_added_q", "norm_added_k")),
+    }
     return {
-        "attn": {
-            **self_attention_spec(width, heads, head_dim),
-            **text,
-            "to_add_out": linear_spec(width, width, (split, "embed"), bias=False),
-            **qk_norm_spec(head_dim, ("norm_added_q", "norm_added_k")),
-        },
+        "attn": rotated(attention, head_dim),
         "ff": swiglu_spec(width, inner),
         "ff_context": swiglu_spec(width, inner),
     }
@@ -235,7 +232,8 @@ def double_block(
 
 def parallel_block_spec(width: int, heads: int, inner: int) -> Spec:
     """A single-stream block without biases whose attention and feed-forward read the same input."""
-    return {"attn": self_attention_spec(width, heads, width // heads), "ff": swiglu_spec(width, inner)}
+    attention = rotated(self_attention_spec(width, heads, width // heads), width // heads)
+    return {"attn": attention, "ff": swiglu_spec(width, inner)}
 
 
 @outlined
@@ -254,7 +252,7 @@ SANDWICH_NAMES = ("w1", "w3", "w2")
 def sandwich_block_spec(width: int, heads: int, inner: int) -> Spec:
     """A single-stream block with a normalisation before and one behind each of its halves."""
     return {
-        "attention": self_attention_spec(width, heads, width // heads),
+        "attention": rotated(self_attention_spec(width, heads, width // heads), width // heads),
         "feed_forward": swiglu_spec(width, inner, SANDWICH_NAMES),
         **{name: rms_norm_spec(width) for name in ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2")},
     }

@@ -25,6 +25,7 @@ from canvax.models.dit import (
     rms_norm,
     rms_norm_spec,
     rotary_embedding,
+    rotated,
     self_attention,
     self_attention_spec,
     sinusoids,
@@ -100,6 +101,7 @@ def krea2_spec(cfg: Krea2Config) -> Spec:
     heads = cfg.num_attention_heads, cfg.num_key_value_heads
     block = {"scale_shift_table": Param((6, width), (None, None), init="zeros")}
     block |= _block_spec(width, *heads, cfg.intermediate_size)
+    block["attn"] = rotated(block["attn"], cfg.attention_head_dim)
     fusion = _block_spec(text, cfg.text_num_attention_heads, cfg.text_num_key_value_heads, cfg.text_intermediate_size)
     return {
         "img_in": linear_spec(cfg.in_channels, width),

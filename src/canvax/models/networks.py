@@ -110,6 +110,11 @@ class Networks:
         return batch, height // self.vae.factor, width // self.vae.factor, self.vae.latent_channels
 
     @property
+    def size_step(self) -> int:
+        """Pixels by whose multiples height and width go."""
+        return self.vae.factor * self.denoiser.patch
+
+    @property
     def autoencoder(self) -> Autoencoder:
         """What makes latents of images and images of latents."""
         return autoencoder_of(self.vae)

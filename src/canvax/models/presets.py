@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
+from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
-from canvax.models.text import clip_encoders
+from canvax.models.text import TextEncoders, clip_encoders
+from canvax.models.z_image import ZImageConfig, ZImageDenoiser
 
 SD_VAE = VaeConfig(
     down_block_types=("DownEncoderBlock2D",) * 4,
@@ -67,11 +69,24 @@ SDXL_TEXT_2 = ClipTextConfig(
     eos_token_id=2,
 )
 
+FLUX_VAE = dataclasses.replace(
+    SD_VAE,
+    latent_channels=16,
+    scaling_factor=0.3611,
+    shift_factor=0.1159,
+    use_quant_conv=False,
+    use_post_quant_conv=False,
+)
+QWEN3_4B = DecoderConfig(head_dim=128)
+
 PRESETS = {
     "sd14": Networks(UNetDenoiser(SD15_UNET), SD_VAE, clip_encoders(SD15_TEXT)),
     "sd15": Networks(UNetDenoiser(SD15_UNET), SD_VAE, clip_encoders(SD15_TEXT)),
     "sd21": Networks(UNetDenoiser(SD21_UNET), SD_VAE, clip_encoders(SD21_TEXT), "v_prediction"),
     "sdxl": Networks(UNetDenoiser(SDXL_UNET), SDXL_VAE, clip_encoders(SDXL_TEXT, SDXL_TEXT_2)),
+    "z-image": Networks(
+        ZImageDenoiser(ZImageConfig()), FLUX_VAE, TextEncoders((LanguageModel(QWEN3_4B, 35),)), "flow_prediction"
+    ),
     "sdxl-refiner": Networks(UNetDenoiser(SDXL_REFINER_UNET), SDXL_VAE, clip_encoders(None, SDXL_TEXT_2)),
 }
-"""Stable Diffusion 1.4 and 1.5 are one architecture."""
+"""Stable Diffusion 1.4 and 1.5 are one architecture, and so are Z-Image and Z-Image-Turbo."""

@@ -21,7 +21,8 @@ from canvax.types import Array, DType
 
 Conditions = dict[str, Array]
 """What a denoiser reads beside latents and row, by name: ``text`` [B, T, D]; SDXL also ``pooled`` [B, P] and
-``time_ids`` [B, n] float32. What networks have read of images is a tree of arrays."""
+``time_ids`` [B, n] float32; of language models ``length`` [B] int32, how many rows of ``text`` are the prompt. What
+networks have read of images is a tree of arrays."""
 
 FIRST, SECOND = "text_encoder", "text_encoder_2"
 
@@ -52,7 +53,12 @@ class TextEncoder(Protocol):
 
     @property
     def tokens(self) -> int:
-        """T: how many tokens it reads at once."""
+        """T: how many tokens a chunk of a prompt has."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """Whether it reads all chunks of a prompt at once, and gives the ``length`` of the prompt too."""
         ...
 
     @property
@@ -88,6 +94,7 @@ class ClipEncoder:
     component: str
     cfg: ClipTextConfig
     early: bool = False
+    whole = False
 
     @property
     def tokenizer(self) -> str:
@@ -154,6 +161,11 @@ class TextEncoders:
         return min(one.tokens for one in self.encoders)
 
     @property
+    def whole(self) -> bool:
+        """Whether all chunks of a prompt are read at once."""
+        return any(one.whole for one in self.encoders)
+
+    @property
     def width(self) -> int:
         """D: width of the features."""
         return sum(one.width for one in self.encoders)
@@ -178,6 +190,8 @@ class TextEncoders:
         for one, dtype in zip(self.encoders, dtypes, strict=True):
             if one.pooled_width:
                 found["pooled"] = jax.ShapeDtypeStruct((batch, one.pooled_width), dtype)
+        if self.whole:
+            found["length"] = jax.ShapeDtypeStruct((batch,), jnp.int32)
         return found
 
 

@@ -6,7 +6,7 @@ of FLUX.1's autoencoder, its captions the last but one layer of Qwen3-4B (``canv
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,22 +14,28 @@ import jax
 import jax.numpy as jnp
 
 from canvax.errors import CheckpointError
+from canvax.models.beside import ADAPTERS, Places, with_adapters
 from canvax.models.configs import Config, Count, Depth, Epsilon, Factor, Layers
+from canvax.models.denoiser import Denoiser, Row, Shapes
 from canvax.models.dit import (
     Modulation,
     Rope,
     grid_ids,
     layer_norm,
+    pack,
     rms_norm,
     rms_norm_spec,
     rotary_embedding,
     sandwich_block,
     sandwich_block_spec,
     sinusoids,
+    unpack,
 )
+from canvax.models.text import Conditions
 from canvax.nn import linear, linear_spec
 from canvax.params import Param, Params, Spec
-from canvax.types import Array
+from canvax.quantize import compute_dtype
+from canvax.types import Array, DType
 
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 """What the language model reads of a prompt. Its last layer but one is the caption, without the rows of padding."""
@@ -159,7 +165,7 @@ def z_image_context(
     batch, rows, _ = text.shape
     if rows % MULTIPLE:
         raise ValueError(f"z_image_context: text of {rows} rows, which is no multiple of {MULTIPLE}")
-    filled = -(-lengths // MULTIPLE) * MULTIPLE
+    filled = -(-jnp.maximum(lengths, 1) // MULTIPLE) * MULTIPLE  # a slot of a batch without an image has no prompt
     index = jnp.arange(rows)
     caption = linear(p["cap_embedder"]["1"], rms_norm(p["cap_embedder"]["0"], text, eps=cfg.norm_eps))
     caption = jnp.where(index[:, None] < lengths[:, None, None], caption, p["cap_pad_token"])
@@ -221,3 +227,54 @@ def _modulation(p: Params, time: Array) -> Modulation:
     """Scale and gate for the attention, then for the feed-forward, of the time's embedding [B, 256]."""
     scale, gate, ff_scale, ff_gate = jnp.split(linear(p["adaLN_modulation"]["0"], time)[:, None], 4, axis=-1)
     return scale, jnp.tanh(gate), ff_scale, jnp.tanh(ff_gate)
+
+
+@dataclass(frozen=True)
+class ZImageDenoiser(Denoiser):
+    """The transformer inside the loop. It gives the velocity of a flow.
+
+    Attributes:
+        cfg: its config.
+        places: for adapters beside its weights, as in ``canvax.models.denoiser.UNetDenoiser``.
+    """
+
+    cfg: ZImageConfig
+    places: Places | None = None
+
+    @property
+    def component(self) -> str:
+        return "transformer"
+
+    @property
+    def spec(self) -> Spec:
+        return z_image_spec(self.cfg)
+
+    @property
+    def native_size(self) -> tuple[int, int]:
+        return 128, 128
+
+    @property
+    def patch(self) -> int:
+        return 2
+
+    def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Shapes:
+        if self.places is None:
+            return {}
+        return {ADAPTERS: jax.ShapeDtypeStruct((latents[0], self.places.count), jnp.float32)}
+
+    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> tuple[Params, ZImageContext]:
+        if self.places is not None:
+            p = with_adapters(p, conditions[ADAPTERS], self.spec, self.places)
+        batch, height, width, _ = latents
+        text, columns = conditions["text"].astype(compute_dtype(p)), jnp.full(batch, width // 2, jnp.int32)
+        context = z_image_context(p, text, conditions["length"], columns, self.cfg, tokens=height * width // 4)
+        return p if self.places else {}, context
+
+    def apply(
+        self, p: Params, x: Array, row: Row, prepared: tuple[Params, ZImageContext], memory: Any
+    ) -> tuple[Array, Any]:
+        adapted, context = prepared
+        tokens = pack(x.astype(compute_dtype(p)), channels_first=False)
+        flat = tokens.reshape(tokens.shape[0], -1, tokens.shape[-1])
+        velocity = z_image(adapted or p, flat, row["timestep"], context, self.cfg)
+        return unpack(velocity.reshape(tokens.shape), channels_first=False), memory

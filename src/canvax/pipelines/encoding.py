@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,7 +55,10 @@ class Encoding:
 
     def __post_init__(self) -> None:
         self._passes: dict[bytes, Mapping[str, Any]] = {}
-        self._empty = [
+
+    @cached_property
+    def _empty(self) -> list[Chunk]:
+        return [
             chunked(tokenizer, [("", 1.0)], self.model.text.tokens)[0] for tokenizer in self.model.tokenizers.values()
         ]
 
@@ -114,20 +118,27 @@ class Encoding:
         return self._passes[key]
 
 
-def is_plain(wordings: Sequence[Wording], chunks: int) -> bool:
-    """Whether the encoder's output is what the denoiser is given: one chunk each, without weights."""
-    return chunks == 1 and all(
-        len(of_encoder) == 1 and set(of_encoder[0].chunks[0][1]) == {1.0}
-        for wording in wordings
-        for of_encoder in wording
+def is_plain(model: Model, wordings: Sequence[Wording], chunks: int) -> bool:
+    """Whether the encoder's output is what the denoiser is given: one pass for each, without weights."""
+    return model.text.whole or (
+        chunks == 1
+        and all(
+            len(of_encoder) == 1 and set(of_encoder[0].chunks[0][1]) == {1.0}
+            for wording in wordings
+            for of_encoder in wording
+        )
     )
 
 
-def ids_of(model: Model, wordings: Sequence[Wording]) -> Ids:
-    """Ids [B, T] int32 of the first chunks, for each text encoder."""
-    return {
-        name: as_arrays([wording[i][0].chunks[0] for wording in wordings])[0] for i, name in enumerate(model.tokenizers)
-    }
+def ids_of(model: Model, wordings: Sequence[Wording], chunks: int) -> Ids:
+    """Ids [B, T] int32 of a pass, for each text encoder: of the first chunk, or of all ``chunks`` if it reads those."""
+    tokens, found = model.text.tokens * (chunks if model.text.whole else 1), {}
+    for i, (name, tokenizer) in enumerate(model.tokenizers.items()):
+        found[name] = np.full((len(wordings), tokens), tokenizer.pad, np.int32)
+        for row, wording in zip(found[name], wordings, strict=True):
+            ids = [token for chunk, _ in wording[i][0].chunks for token in chunk][:tokens]
+            row[: len(ids)] = ids
+    return found
 
 
 class Encoded(NamedTuple):
@@ -185,15 +196,19 @@ def encode(
 
     def told(wordings: list[Wording], embeds: Embeds | None, *, negative: bool) -> Conditions:
         if embeds is not None:
-            times = request.chunks * model.text.tokens // embeds["text"].shape[1]
-            arrays = embeds | {"text": np.tile(embeds["text"], (1, times, 1))}
+            text, rows_of_all = embeds["text"], request.chunks * model.text.tokens
+            if model.text.whole:
+                text = np.pad(text, ((0, 0), (0, rows_of_all - text.shape[1]), (0, 0)))
+            else:
+                text = np.tile(text, (1, rows_of_all // text.shape[1], 1))
+            arrays = embeds | {"text": text}
             found = {
                 name: put(filled(array.astype(shapes[name].dtype), batch), split) for name, array in arrays.items()
             }
         elif negative and request.zeros:
             found = {name: put(np.zeros(shapes[name].shape, shapes[name].dtype), split) for name in encoded}
-        elif is_plain(wordings, request.chunks):
-            found = on_devices(ids_of(model, wordings))
+        elif is_plain(model, wordings, request.chunks):
+            found = on_devices(ids_of(model, wordings, request.chunks))
         else:
             whole = encoding([*wordings, *[wordings[-1]] * (batch - len(wordings))])
             found = {name: spread(array, shapes[name].dtype) for name, array in whole.items()}

@@ -66,13 +66,13 @@ def encode(
         return _encode_text(weights, dict(ids), jnp.int32(options.clip_skip), cfg=model.text)
 
     wordings = texts.stages[0].parts[0]
-    if is_plain(wordings, texts.chunks):
-        conditions = dict(one_pass(ids_of(model, wordings)))
+    if is_plain(model, wordings, texts.chunks):
+        conditions = dict(one_pass(ids_of(model, wordings, texts.chunks)))
     else:
         encoding = Encoding(model, texts.syntax, texts.chunks, one_pass, range(len(prompts)), jnp)
         conditions = encoding(wordings)
         conditions["text"] = conditions["text"].astype(compute_dtype(weights))
-    (tall, wide), factor = model.native_size, model.vae.factor
+    (tall, wide), factor = model.native_size, model.networks.size_step
     size = check_size("height", height, tall, factor), check_size("width", width, wide, factor)
     numbers, _ = model.numbers(*size, {})
     conditions |= {name: jnp.tile(jnp.asarray(row), (len(prompts), 1)) for name, row in numbers.items()}
@@ -89,7 +89,7 @@ def encode_image(model: Model, params: Params, image: Any, height: int | None, w
         raise InputError("image", [], "holds no image", "give a PIL image, a path, an array or a list of these")
     if image is None:
         raise InputError("image", None, "is no image", "give a PIL image, a path, an array or a list of these")
-    given = check_given(image, None, 1.0, (height, width), count, model.vae.factor, Options())
+    given = check_given(image, None, 1.0, (height, width), count, model.networks.size_step, Options())
     assert given is not None
     pixels = jnp.asarray(np.stack([as_floats(one) for one in given.images]))
     return _encode_images(_weights(model, params, "vae"), pixels, cfg=model.vae)[0]

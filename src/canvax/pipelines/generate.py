@@ -148,7 +148,7 @@ def sampler_table(model: Model, request: Request) -> SamplerTable:
         eta=options.eta,
         spacing=options.spacing,
         sigmas=options.sigmas,
-        guidance=options.guidance_steps or request.guidance,
+        guidance=request.scales if options.guidance_steps else request.scales[0],
         rescale=options.guidance_rescale,
         start=options.denoising_start,
         end=options.denoising_end,
@@ -226,7 +226,7 @@ STRENGTHS = {"pixel": 0.4, "latent": 0.7}
 
 def larger_side(model: Model, side: int, times: float) -> int:
     """The side, in pixels, that a second pass makes of another one: a size that the model can have."""
-    step = max(8, model.vae.factor)
+    step = max(8, model.networks.size_step)
     return max(step, round(side * times / step) * step)
 
 

@@ -59,7 +59,7 @@ def _there(model: Model, request: Request) -> dict[str, tuple[bool, str]]:
         "text": (texts, "a prompt as text"),
         "prompt as text": (request.embeds[0] is None, "a prompt as text"),
         "negative prompt as text": (request.embeds[1] is None, "a negative prompt as text"),
-        "guidance": (request.guided, "a guidance scale above 1"),
+        "guidance": (request.guided, f"a guidance scale above {request.no_guidance:g}"),
         "image": (given is not None, "an image"),
         "encoded image": (given is not None or again, "an image"),
         "strength below 1": (given is None or given.strength < 1, "a strength below 1"),
@@ -120,7 +120,7 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
             yield HintWarning(name, NO_VALUE, "acts on the negative prompt alone, since the prompt is encoded")
     scale, usual = request.guidance, f"{model.defaults.guidance_scale:g} is usual"
     if scale < 0 and not (request.guided or request.embedded or options.guidance_steps):
-        yield HintWarning("guidance_scale", scale, "switches guidance off, as 1 does", usual)
+        yield HintWarning("guidance_scale", scale, f"switches guidance off, as {request.no_guidance:g} does", usual)
     if scale > BURNT and not options.guidance_steps:
         yield HintWarning("guidance_scale", scale, "burns the image", usual)
     if options.guidance_steps and scale != model.defaults.guidance_scale:
@@ -141,13 +141,18 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
         )
     if not request.guided and not request.embedded and any(request.negatives):
         off = "guidance_steps" if options.guidance_steps else f"a guidance scale of {scale:g}"
-        yield HintWarning("negative_prompt", NO_VALUE, f"is not read with {off}", "give more than 1, or leave it out")
+        yield HintWarning(
+            "negative_prompt",
+            NO_VALUE,
+            f"is not read with {off}",
+            f"give more than {request.no_guidance:g}, or leave it out",
+        )
     if request.embedded and any(request.negatives):
         problem = f"is not read by {model.name}, which takes the guidance scale as an input"
         yield HintWarning("negative_prompt", NO_VALUE, problem)
     times, side = options.hires, request.height
     if times > 1 and side * times != (larger := larger_side(model, side, times)):
-        problem = f"makes {larger} of {side} pixels: sizes are multiples of {max(8, model.vae.factor)}"
+        problem = f"makes {larger} of {side} pixels: sizes are multiples of {max(8, model.networks.size_step)}"
         yield HintWarning("hires", times, problem)
     yield from _of_words(list(prompts), list(filter(None, dict.fromkeys(request.negatives))), syntax, added)
 

@@ -294,7 +294,7 @@ class LoadedModel:
         **more: Any,
     ) -> Ready:
         """The programs of a size in pixels and a batch."""
-        (tall, wide), factor = self.model.native_size, self.model.vae.factor
+        (tall, wide), factor = self.model.native_size, self.model.networks.size_step
         height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
         images = padded_batch(check_count("batch", batch, MOST_IMAGES), self.programs.mesh)
         way = "tiled" if is_tiled(height, width) else "whole"

@@ -39,7 +39,7 @@ from canvax.pipelines.checks import (
 )
 from canvax.pipelines.control import ControlImages, check_control
 from canvax.pipelines.options import Options, check_options
-from canvax.pipelines.texts import Embeds, Texts, check_conditions, read_texts
+from canvax.pipelines.texts import Embeds, Texts, check_conditions, chunk_count, read_texts
 from canvax.samplers import SamplerSpec, SamplerTable, Solver, spec_of
 from canvax.samplers.strength import check_strength, steps_of_strength
 from canvax.types import HostArray
@@ -54,7 +54,8 @@ class Request:
     """One call, checked: an entry for each image where lists stand. ``shape`` is that of the latents, [B, h, w, C].
 
     ``zeros``: no negative prompt was given, not even an empty one, and the model wants zeros for that.
-    ``embedded``: the guidance scale is an input of the network. ``on_device``: pixels and latents stay on the devices.
+    ``embedded``: the guidance scale is an input of the network. ``no_guidance``: ``Family.no_guidance``.
+    ``on_device``: pixels and latents stay on the devices.
     """
 
     prompts: list[str]
@@ -72,6 +73,7 @@ class Request:
     negatives_2: list[str]
     zeros: bool
     embedded: bool
+    no_guidance: float
     texts: Texts
     embeds: tuple[Embeds | None, Embeds | None] = (None, None)
     given: Given | None = None
@@ -98,7 +100,12 @@ class Request:
     @property
     def guided(self) -> bool:
         """Whether the negative prompt matters at all: for one prompt at a guidance scale of 1 or less it does not."""
-        return not self.embedded and (self.composed or max(self.options.guidance_steps or (self.guidance,)) > 1)
+        return not self.embedded and (self.composed or max(self.scales) > 1)
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """Guidance scales of the steps, of which 1 is none; one for all steps, or one for each."""
+        return tuple(scale + (1 - self.no_guidance) for scale in self.options.guidance_steps or (self.guidance,))
 
     @property
     def composed(self) -> bool:
@@ -109,7 +116,8 @@ class Request:
     def chunks(self) -> int:
         """Of each prompt, for the denoiser."""
         tokens = [one["text"].shape[1] for one in self.embeds if one is not None]
-        return math.lcm(self.texts.chunks, *(count // self.texts.tokens for count in tokens))
+        counts = [self.texts.chunks, *(count // self.texts.tokens for count in tokens)]
+        return chunk_count(counts, whole=True) if self.texts.whole else math.lcm(*counts)
 
 
 def make_request(model: Model, call: Call) -> Request:
@@ -127,7 +135,7 @@ def make_request(model: Model, call: Call) -> Request:
         raise InputError(
             "prompt", NO_VALUE, f"has conditions of other than {len(prompts)} images", "give an entry for each"
         )
-    (tall, wide), factor = model.native_size, model.vae.factor
+    (tall, wide), factor = model.native_size, model.networks.size_step
     size = (call.height, call.width)
     if options.padding_mask_crop is not None:  # a part of the image, at the size the model was trained for
         size = (size[0] or tall, size[1] or wide)
@@ -173,6 +181,7 @@ def make_request(model: Model, call: Call) -> Request:
         options=options,
         zeros=(negative, options.negative_prompt_2) == (None, None) and model.zeros_for_no_negative,
         embedded=model.networks.embeds_guidance,
+        no_guidance=model.family.no_guidance,
         texts=read_texts(model, (prompts, prompts_2), (negatives, negatives_2), options, run),
         embeds=embeds,
         given=given,

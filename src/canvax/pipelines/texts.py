@@ -26,6 +26,7 @@ from canvax.prompts import (
     check_weight,
     chunked,
     fragments,
+    in_one,
     parts_of,
     schedule_of,
 )
@@ -33,6 +34,9 @@ from canvax.types import HostArray
 
 COUNTS = (1, 2, 4, 6, 8, 12, 24)
 """Chunks that the denoiser is compiled for. A prompt of fewer is repeated, which attention cannot tell from once."""
+
+MOST_TOKENS = 512
+"""Of a prompt that a language model reads."""
 
 MOST_PARTS = 16
 """Prompts that are added up (AND), each of which takes an evaluation of the network."""
@@ -76,12 +80,14 @@ class Texts:
         weights: of the parts of each image [B, K] float32.
         syntax: what the weights of tokens mean.
         tokens: of a chunk.
+        whole: whether all chunks of a prompt are read at once.
     """
 
     stages: list[Stage]
     weights: HostArray
     syntax: PromptSyntax
     tokens: int
+    whole: bool
 
     @property
     def parts(self) -> int:
@@ -93,12 +99,14 @@ class Texts:
         """Chunks that each prompt is repeated or filled up to: one of ``COUNTS`` if that holds them all."""
         counts = {count_of(wording) for stage in self.stages for side in (*stage.parts, stage.negatives)
                   for wording in side}  # fmt: skip
-        return chunk_count(counts)
+        return chunk_count(counts, whole=self.whole)
 
 
-def chunk_count(counts: Iterable[int]) -> int:
-    """How many chunks prompts of so many each are brought to."""
+def chunk_count(counts: Iterable[int], *, whole: bool = False) -> int:
+    """How many chunks prompts of so many each are brought to; those that are read ``whole`` are not repeated."""
     counts = set(counts)
+    if whole:
+        return next(count for count in COUNTS if count >= max(counts))
     together = math.lcm(*counts)
     if together > COUNTS[-1]:
         together = max(counts)
@@ -139,7 +147,7 @@ def read_texts(
     all_sides = [one for sides in (*schedules, against) for side in sides for one in side]
     begins = sorted({begin for schedule in all_sides for begin, _ in schedule})
     stages = [Stage(step, [read.all(sides, step) for sides in schedules], read.all(against, step)) for step in begins]
-    return Texts(stages, weights, syntax, model.text.tokens)
+    return Texts(stages, weights, syntax, model.text.tokens, model.text.whole)
 
 
 def _scheduled(text: str, syntax: PromptSyntax, steps: int) -> list[tuple[int, str]]:
@@ -175,7 +183,12 @@ class _Reader:
         return self._read[name, text]
 
     def _chunked(self, name: str, pieces: Sequence[Fragment]) -> list[Chunk]:
-        return chunked(self._model.tokenizers[name], pieces, self._model.text.tokens)
+        tokenizer, text = self._model.tokenizers[name], self._model.text
+        return (
+            in_one(tokenizer, pieces, text.tokens, MOST_TOKENS)
+            if text.whole
+            else chunked(tokenizer, pieces, text.tokens)
+        )
 
     @cached_property
     def _empty(self) -> list[Chunk]:
@@ -231,6 +244,8 @@ def check_conditions(name: str, value: Mapping[str, Any], model: Model) -> Embed
     shapes: dict[str, tuple[Any, ...]] = {"text": ("n", f"k * {text.tokens}", text.width)}
     if text.pooled_width:
         shapes["pooled"] = ("n", text.pooled_width)
+    if text.whole:
+        shapes["length"] = ("n",)
     found: Embeds = {}
     if isinstance(value.get("prompt"), str):
         raise InputError(
@@ -248,7 +263,7 @@ def check_conditions(name: str, value: Mapping[str, Any], model: Model) -> Embed
         if part not in value:
             raise InputError(name, NO_VALUE, f"has no {part!r}", "give what pipe.encode returns")
         array = np.asarray(value[part])
-        if array.ndim != len(shape) or array.shape[-1] != shape[-1] or not len(array):
+        if array.ndim != len(shape) or array.shape[1:][-1:] != shape[1:][-1:] or not len(array):
             raise InputError(
                 name, NO_VALUE, f"has {part!r} of shape {array.shape}, not {shape}", "give what pipe.encode returns"
             )

@@ -18,7 +18,7 @@ from canvax.families.base import Model
 from canvax.models.beside import LAYERS, Places, Slot, length, slots
 from canvax.parallel.mesh import replicated
 from canvax.parallel.place import put
-from canvax.params import Params
+from canvax.params import Params, halves_first
 from canvax.types import Array, HostArray
 from canvax.weights.load import aligned
 from canvax.weights.lora import Adapter, Key
@@ -105,6 +105,7 @@ class Bank:
             except NotLowRank as fault:
                 faults.append(f"{component}.{path}: {fault}")
                 continue
+            up = halves_first(up, slot.param.pairs) if slot.param.pairs else up
             most = max(most, len(down))
             if len(down) <= self.places.rank:
                 if component not in packed:
@@ -220,7 +221,7 @@ MOST = 1000.0
 ODD = 10.0
 """Beyond this a weight is most likely meant in percent."""
 
-_NETWORKS = ("text_encoder", "text_encoder_2", "unet")
+_NETWORKS = ("text_encoder", "text_encoder_2", "unet", "transformer")
 _LONG = {"down": "down_blocks", "mid": "mid_block", "up": "up_blocks"}
 """Parts of a UNet as diffusers calls them in tables of weights."""
 

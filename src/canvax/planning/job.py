@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import base64
+import pickle
 from dataclasses import dataclass
 from typing import Any, Self
 
-from canvax.models.described import describe, networks_of
 from canvax.models.networks import Networks
 
 PROGRAMS = ("encode", "denoise", "decode")
@@ -43,21 +43,21 @@ class Job:
         same = {"program": program, "target": self.target, "mesh": self.mesh, "batch": self.batch, "dtype": self.dtype}
         if self.quantize and program != "decode":
             same["quantize"] = self.quantize
-        networks, size = describe(self.model), {"height": self.height, "width": self.width}
+        networks, size = self.model, {"height": self.height, "width": self.width}
         if program == "encode":
-            return same | {"text": networks["text"]}
+            return same | {"text": repr(networks.text)}
         if program == "decode":
-            return same | size | {"vae": networks["vae"]}
-        return same | size | networks | {"guided": self.guided}
+            return same | size | {"vae": repr(networks.vae)}
+        denoiser = {"text": repr(networks.text), "denoiser": repr(networks.denoiser)}
+        return same | size | denoiser | {"guided": self.guided}
 
     def dumps(self) -> str:
-        """Serialises the job as JSON."""
-        return json.dumps({**self.describe("denoise"), "program": None})
+        """Serialises the job as a line, for the process that compiles."""
+        return base64.b64encode(pickle.dumps(self)).decode()
 
     @classmethod
     def loads(cls, text: str) -> Self:
         """Inverts ``dumps``."""
-        values = json.loads(text)
-        data, split = values["mesh"]
-        rest = {name: values[name] for name in ("target", "batch", "height", "width", "guided", "dtype")}
-        return cls(model=networks_of(values), mesh=(data, split), **rest, quantize=values.get("quantize"))
+        job = pickle.loads(base64.b64decode(text))
+        assert isinstance(job, cls)
+        return job

@@ -259,7 +259,7 @@ def plan(
     computed = parse_dtype(aim.chip.half if dtype is None else dtype, quantizes=True).name
     check_kind(quantize)
     networks = architecture(model, **source)
-    (tall, wide), factor = networks.native_size, networks.vae.factor
+    (tall, wide), factor = networks.native_size, networks.size_step
     job = Job(
         model=networks,
         target=str(aim),

@@ -80,6 +80,21 @@ def chunked(tokenizer: Tokenizer, fragments: Sequence[Fragment], length: int = C
     return [_framed(tokenizer, chunk, length) for chunk in chunks]
 
 
+def in_one(tokenizer: Tokenizer, fragments: Sequence[Fragment], length: int, most: int) -> list[Chunk]:
+    """Splits the ids of a prompt that a language model reads at once into chunks of ``length``; padding fills the last.
+
+    Raises:
+        InputError: the prompt has weights, or more than ``most`` ids.
+    """
+    words = "".join(text for text, _ in fragments)
+    if any(weight != 1 for _, weight in fragments):
+        raise InputError("prompt", words[:60], "has weights or BREAK, which a language model does not read")
+    if len(ids := tokenizer.ids(words)) > most:
+        raise InputError("prompt", words[:60], f"has {len(ids)} tokens, more than {most}", "shorten it")
+    ids = [*ids, *[tokenizer.pad] * (-len(ids) % length)]
+    return [(tuple(ids[begin : begin + length]), (1.0,) * length) for begin in range(0, len(ids), length)]
+
+
 def _framed(tokenizer: Tokenizer, chunk: Sequence[tuple[int, float]], length: int) -> Chunk:
     filling = length - 2 - len(chunk)
     ids = (tokenizer.bos, *(token for token, _ in chunk), tokenizer.eos, *[tokenizer.pad] * filling)

@@ -196,7 +196,7 @@ def build_table(
     `end`, it is 1 (Kynkaanniemi et al. 2024).
     skip: steps to omit at the beginning, as in image to image; x then starts from `SamplerTable.noised` latents.
     settings: further fields of SamplerOptions, e.g. {"s_churn": 10} or {"timesteps": [999, 500, 250]}; for flow models
-    also `mu`, the shift for the image size, and `shift_terminal`, whatever the sampler.
+    also `shift`, or `mu`, the shift for the image size, and `shift_terminal`, whatever the sampler.
     start, end: the part of the run to do, as fractions of the training timesteps from noise to image. With start > 0, x
     must be the result of the previous part, or `SamplerTable.noised` latents of an image.
     """
@@ -298,7 +298,7 @@ def _check_table(table: Any, steps: int | None = None, skip: int = 0) -> None:
         raise InputError("sampler", NO_VALUE, f"is a table that begins at step {first}, not at {skip}")
 
 
-FLOW_SETTINGS = ("mu", "shift_terminal")
+FLOW_SETTINGS = ("mu", "shift", "shift_terminal")
 """Settings of a flow model's noise schedule, which every sampler accepts."""
 
 
@@ -313,12 +313,14 @@ def _schedule_for(schedule: NoiseSchedule, settings: dict[str, Any]) -> NoiseSch
         raise InputError(
             "mu", taken["mu"], f"does not go with a model whose shift is always {schedule.shift:g}", "leave it out"
         )
-    if "mu" not in taken and schedule.size_shift is not None:
+    if not taken.keys() & {"mu", "shift"} and schedule.size_shift is not None:
         raise InputError(
             "mu", None, "does not say the shift, which follows the size of the image for this model", "give {mu}"
         )
     if "mu" in taken:
         schedule = schedule.with_mu(float(taken["mu"]))
+    if "shift" in taken:
+        schedule = schedule.with_shift(float(taken["shift"]))
     return replace(schedule, shift_terminal=taken.get("shift_terminal", schedule.shift_terminal))
 
 

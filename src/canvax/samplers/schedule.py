@@ -9,7 +9,7 @@ let tests compare with a float64 reference to the last digits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -41,6 +41,8 @@ class NoiseSchedule:
     size_shift: for flow models whose shift depends on the image size: how it follows from mu, "exponential" (e^mu) or
     "linear" (mu). `with_mu` sets mu.
     shift_terminal: for flow models, the time before the last step; the times of a run are stretched to end there.
+    even_times: for flow models, whether the times of a run of n steps are 1, (n - 1) / n, ... 1 / n before the shift,
+    whatever the sampler; else they are as the sampler's class in diffusers places them.
     Source: Ho et al. 2020 (DDPM), eq. 4; Salimans and Ho 2022 (progressive distillation), section 4 for v; Lipman et
     al. 2023 (flow matching); Esser et al. 2024 (Stable Diffusion 3), eq. 23 for the shift.
     """
@@ -52,6 +54,7 @@ class NoiseSchedule:
     shift: float = 1.0
     size_shift: Literal["exponential", "linear"] | None = None
     shift_terminal: float | None = None
+    even_times: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -111,10 +114,12 @@ class NoiseSchedule:
 
     def with_mu(self, mu: float) -> NoiseSchedule:
         """Returns the schedule of a flow model for the image size that `mu` belongs to."""
-        shift = float(np.exp(mu)) if self.size_shift == "exponential" else mu
-        return NoiseSchedule.flow(
-            self.num_train_timesteps, shift, size_shift=self.size_shift, shift_terminal=self.shift_terminal
-        )
+        return self.with_shift(float(np.exp(mu)) if self.size_shift == "exponential" else mu)
+
+    def with_shift(self, shift: float) -> NoiseSchedule:
+        """Returns the schedule of a flow model with another shift."""
+        new = NoiseSchedule.flow(self.num_train_timesteps, shift)
+        return replace(self, alphas_cumprod=new.alphas_cumprod, shift=shift)
 
     @classmethod
     def edm(

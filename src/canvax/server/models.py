@@ -180,7 +180,7 @@ class ServedModel:
             InputError: the model cannot have such a size.
         """
         tall, wide = self.model.native_size
-        factor = self.model.vae.factor
+        factor = self.model.networks.size_step
         for entry in warm:
             width, height = entry.size or (wide, tall)
             check_size("width", width, wide, factor)
@@ -254,7 +254,7 @@ class ServedModel:
             native=(wide, tall),
             sizes=tuple(dict.fromkeys(size for size, _ in self.sizes(warm))),
             any_size=any_size,
-            size_step=model.vae.factor,
+            size_step=model.networks.size_step,
             steps=model.defaults.num_inference_steps,
             guidance_scale=model.defaults.guidance_scale,
             sampler=model.sampler_names(None)[1],

@@ -17,14 +17,15 @@ from typing import NamedTuple
 
 from canvax.errors import slip
 from canvax.params import Param, Spec, flatten
-from canvax.weights.formats import unet_rules
+from canvax.weights.formats import Z_IMAGE, unet_rules
 from canvax.weights.rules import Names
 
 FIRST, SECOND = "text_encoder", "text_encoder_2"
 
-_UNET = (
+_DENOISER = (
     *("lora_unet_", "unet_", "lycoris_", "diffusion_model_", "model_diffusion_model_", ""),
     *("base_model_model_", "base_model_model_unet_", "lycoris_unet_"),
+    *("transformer_", "lora_transformer_", "base_model_model_transformer_"),
 )
 _TEXT = {
     FIRST: ("lora_te1_", "text_encoder_", "te1_", "clip_l_transformer_", "text_encoders_clip_l_transformer_"),
@@ -125,23 +126,24 @@ def flat(name: str) -> str:
     return name.replace(".", "_")
 
 
-def module_table(specs: Mapping[str, Spec]) -> dict[str, Module]:
-    """Flattened names, with all that stands in front of them anywhere, -> the modules of a model.
+def module_table(specs: Mapping[str, Spec]) -> dict[str, tuple[Module, ...]]:
+    """Flattened names, with all that stands in front of them anywhere, -> the modules of a model; several for a stack.
 
     Args:
         specs: of the denoiser and the text encoders, by component.
     """
-    table: dict[str, Module] = {}
+    table: dict[str, tuple[Module, ...]] = {}
     for component, spec in specs.items():
         names = modules(spec)
-        original = Names(unet_rules(names))
+        original = Z_IMAGE if component == "transformer" else Names(unet_rules(names))
         alone = component in _TEXT and not (_TEXT.keys() - {component}) & specs.keys()
-        prefixes = (*_TEXT[component], *(_TEXT_ALONE if alone else ())) if component in _TEXT else _UNET
+        prefixes = (*_TEXT[component], *(_TEXT_ALONE if alone else ())) if component in _TEXT else _DENOISER
         for name in names:
             known = _text_names(name) if component in _TEXT else _unet_names(name, original)
-            for spelled in known:
+            stacks = [] if component in _TEXT else original.stacks(name)
+            for spelled, parts in (*((one, (name,)) for one in known), *stacks):
                 for prefix in prefixes:
-                    table.setdefault(prefix + flat(spelled), Module(component, name))
+                    table.setdefault(prefix + flat(spelled), tuple(Module(component, part) for part in parts))
     return table
 
 
@@ -155,12 +157,12 @@ def parameters(specs: Mapping[str, Spec]) -> dict[tuple[str, str], Param]:
     return {(component, name): param for component, spec in specs.items() for name, param in flatten(spec)}
 
 
-def nearest_module(name: str, table: Mapping[str, Module]) -> str:
+def nearest_module(name: str, table: Mapping[str, tuple[Module, ...]]) -> str:
     """The module whose name is most like one that is not there, as a clause; "" if none is near."""
     wanted = flat(name)
     alike = [known for known in table if known[:9] == wanted[:9]] if len(table) > 2000 else list(table)
     close = slip(wanted, alike)
-    return f" (nearest: {table[close]})" if close else ""
+    return f" (nearest: {table[close][0]})" if close else ""
 
 
 def _unet_names(name: str, original: Names) -> Iterator[str]:

@@ -30,6 +30,7 @@ Library = Literal["diffusers", "transformers"]
 
 KINDS: dict[str, Library] = {
     "unet": "diffusers",
+    "transformer": "diffusers",
     "vae": "diffusers",
     "text_encoder": "transformers",
     "text_encoder_2": "transformers",

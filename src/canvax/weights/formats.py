@@ -6,6 +6,7 @@
     ControlNet        zero_convs.1.0.weight                   controlnet_down_blocks.1.weight
     T2I-Adapter       body.3.block1.weight                    adapter.body.1.resnets.1.block1.weight
     TAESD             decoder.1.weight                        decoder.layers.0.weight
+    Z-Image           layers.0.attention.qkv.weight           layers.0.attention.to_q.weight, to_k, to_v
 
 The first three are those of the original Stable Diffusion code, which single files have. (Rombach et al. 2022,
 "High-Resolution Image Synthesis with Latent Diffusion Models"; Ilharco et al. 2021, "OpenCLIP".) Flax files, old files
@@ -155,6 +156,24 @@ def t2i_adapter_rules(names: Collection[str]) -> list[Rule]:
             rules += [Rule(f"body.{i}.{part}", f"adapter.body.{i // 2}.{part}") for part in ("in_conv", "out_conv")]
     return rules
 
+
+Z_IMAGE = Names(
+    [
+        Rule("x_embedder", "all_x_embedder.2-1"),
+        Rule("final_layer", "all_final_layer.2-1"),
+        *(
+            Rule(f"{blocks}.*.attention.{theirs}", ours)
+            for blocks in ("layers", "noise_refiner", "context_refiner")
+            for theirs, ours in (
+                ("qkv", tuple(f"{blocks}.*.attention.to_{part}" for part in "qkv")),
+                ("out", f"{blocks}.*.attention.to_out.0"),
+                ("q_norm", f"{blocks}.*.attention.norm_q"),
+                ("k_norm", f"{blocks}.*.attention.norm_k"),
+            )
+        ),
+    ]
+)
+"""Z-Image's transformer as its authors and ComfyUI store it, with queries, keys and values as one array."""
 
 TAESD = Names(
     [

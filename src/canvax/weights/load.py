@@ -52,11 +52,13 @@ class Component:
         name: its folder, and its key in the loaded params.
         spec: the parameters it must have.
         kind: the library whose file names it uses, ``diffusers`` or ``transformers``.
+        entries: the arrays of its files under the names of the spec, without those that are not read.
     """
 
     name: str
     spec: Spec
     kind: Library
+    entries: Callable[[Sequence[Entry]], Sequence[Entry]] = list
 
 
 class Files(Protocol):
@@ -215,7 +217,7 @@ def materialise(param: Param, entry: Entry, dtype: DType, scratch: Scratch) -> H
         CheckpointError: the file has been cut short, or a number is too large for ``dtype``.
     """
     dtype = np.dtype(dtype)
-    turned = entry.order == "torch" and param.layout != "plain"
+    turned = entry.order == "torch" and (param.layout != "plain" or param.pairs > 0)
     out = scratch.empty(entry.shape, dtype) if turned else aligned(np.empty, param.shape, dtype)
     try:
         if entry.number_dtype == dtype:
@@ -267,7 +269,7 @@ def _match(files: Files, part: Component, faults: Faults) -> dict[str, tuple[Par
     scales = {scale_of(name) for name, param in declared.items() if _is_quantized(param)}
     wanted = {name: param for name, param in declared.items() if name not in scales}
     try:
-        entries = files.entries(part.name)
+        entries = part.entries(files.entries(part.name))
     except CheckpointError as error:
         faults.unreadable.append(str(error))
         return {}

@@ -58,6 +58,9 @@ TABLE = "text_model.embeddings.token_embedding.weight"
 Key = tuple[str, str]
 """A parameter: its component and its dotted name."""
 
+_OF_STACKS, _SHARED = ("up", "up_bias", "diff", "diff_b"), ("down", "mid", "alpha", "scalar")
+"""Roles of a change of several layers that the file stacks: those that have rows for each, and those that all share."""
+
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
@@ -147,15 +150,19 @@ def _grouped(entries: Sequence[Entry], specs: Mapping[str, Spec], problems: _Fau
         if split is None:
             problems.add("arrays of an unknown kind", f"{entry.name} {entry.shape}")
             continue
-        module = table.get(split.module.replace(".", "_"))
+        modules = table.get(split.module.replace(".", "_"), ())
         if split.unknown:
             problems.add("arrays of algorithms that canvax does not have", f"{entry.name} is of {split.unknown}")
-        elif module is None:
+        elif not modules:
             problems.add("modules that the model does not have", entry.name + nearest_module(split.module, table))
-        elif split.role in (roles := groups.setdefault(module, {})):
-            problems.add("given twice", f"{module}: as {roles[split.role].name} and as {entry.name}")
-        else:
-            roles[split.role] = entry
+        elif len(modules) > 1 and split.role not in (*_OF_STACKS, *_SHARED):
+            problems.add("arrays of algorithms that canvax does not have", f"{entry.name} is for {len(modules)} layers")
+        for i, module in enumerate(modules):
+            if split.role in (roles := groups.setdefault(module, {})):
+                problems.add("given twice", f"{module}: as {roles[split.role].name} and as {entry.name}")
+                continue
+            rows = entry.shape[0] // len(modules) if len(modules) > 1 and split.role in _OF_STACKS else 0
+            roles[split.role] = entry.rows((i * rows, (i + 1) * rows)) if rows else entry
     return groups
 
 
@@ -264,7 +271,7 @@ def _configs(path: Path, metadata: Mapping[str, str], config: Mapping[str, Any] 
     """PEFT's settings of each component, from a file beside this one or from its header."""
     configs: dict[str, dict[str, Any]] = {}
     if config:
-        configs = {name: dict(config) for name in ("unet", "text_encoder", "text_encoder_2")}
+        configs = {name: dict(config) for name in ("unet", "transformer", "text_encoder", "text_encoder_2")}
     elif text := metadata.get("lora_adapter_metadata"):
         try:
             for key, value in json.loads(text).items():

@@ -106,6 +106,12 @@ class Names:
         match = _longest(self._ours, name.split("."))
         return [match.named(rule.theirs) for rule, _ in match.rules if len(rule.parts) == 1] if match else []
 
+    def stacks(self, name: str) -> list[tuple[str, tuple[str, ...]]]:
+        """Their names of stacks whose first part is this module, each with the names of all parts."""
+        match = _longest(self._ours, name.split("."))
+        rules = [rule for rule, part in match.rules if part == 0 and len(rule.parts) > 1] if match else []
+        return [(match.named(rule.theirs), tuple(map(match.named, rule.parts))) for rule in rules] if match else []
+
 
 def _stacked(name: str, change: Change, parts: Sequence[Outgoing]) -> Outgoing:
     first = parts[0]

@@ -1,0 +1,122 @@
+"""Z-Image and Z-Image-Turbo: a language model, a single-stream transformer and a VAE (Tongyi Lab 2025)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from canvax.errors import CheckpointError
+from canvax.families.base import (
+    AESTHETICS,
+    SECOND_PROMPTS,
+    SIZES,
+    TARGET_SIZES,
+    Defaults,
+    Family,
+    Model,
+    check_components,
+    parsed,
+    read_autoencoder,
+)
+from canvax.models.configs import VaeConfig
+from canvax.models.decoder_lm import DecoderConfig, LanguageModel
+from canvax.models.networks import Networks
+from canvax.models.text import FIRST, TextEncoder, TextEncoders
+from canvax.models.z_image import TEMPLATE, ZImageConfig, ZImageDenoiser
+from canvax.samplers import NoiseSchedule
+from canvax.tokenizers.chat import ChatTokenizer
+from canvax.weights.entries import Entry
+from canvax.weights.files import ModelFiles
+from canvax.weights.formats import Z_IMAGE as Z_IMAGE_NAMES
+from canvax.weights.formats import vae_rules
+from canvax.weights.rules import Names
+
+CLASSES = {
+    "transformer": ("ZImageTransformer2DModel",),
+    FIRST: ("Qwen3Model", "Qwen3ForCausalLM"),
+    "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast"),
+    "vae": ("AutoencoderKL", "AutoencoderTiny"),
+    "scheduler": (),
+}
+
+TURBO = Defaults(num_inference_steps=8, guidance_scale=0.0)
+LARGEST_TURBO_SHIFT = 4.0
+"""Turbo is shifted by 3 and the base model by 6; nothing else in their files differs."""
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def read(files: ModelFiles) -> Networks:
+    """The transformer reads the last but one of the states that the language model gives."""
+    check_components(files, CLASSES)
+    transformer, lm = parsed(ZImageConfig, files, "transformer"), parsed(DecoderConfig, files, FIRST)
+    vae = read_autoencoder(files)
+    if faults := [
+        f"{what} {got}, {other} {wanted}"
+        for what, got, other, wanted in (
+            ("the transformer takes latents of", transformer.in_channels, "the VAE has", vae.latent_channels),
+            ("the transformer reads text of width", transformer.cap_feat_dim, "the encoder gives", lm.hidden_size),
+        )
+        if got != wanted
+    ]:
+        raise CheckpointError(f"{files}: its components do not fit together: {'; '.join(faults)}")
+    text = LanguageModel(lm, lm.num_hidden_layers - 1)
+    return Networks(ZImageDenoiser(transformer), vae, TextEncoders((text,)), prediction="flow_prediction")
+
+
+def _tokenizer(files: ModelFiles, encoder: TextEncoder) -> ChatTokenizer:
+    assert isinstance(encoder, LanguageModel)
+    tokenizer, size = ChatTokenizer.from_folder(files.folder(encoder.tokenizer), TEMPLATE), encoder.cfg.vocab_size
+    if tokenizer.largest >= size:
+        raise CheckpointError(
+            f"{files}: its tokenizer has the id {tokenizer.largest}, the encoder embeds 0..{size - 1}"
+        )
+    return tokenizer
+
+
+def _own_defaults(networks: Networks, schedule: NoiseSchedule) -> Defaults | None:
+    del networks
+    return TURBO if schedule.shift <= LARGEST_TURBO_SHIFT else None
+
+
+def _entries(networks: Networks, component: str, entries: Sequence[Entry]) -> Sequence[Entry]:
+    """Of the language model the layers that are read, whether it was saved with its head or without.
+
+    Of the other parts all arrays, in the layout of diffusers or in the original one.
+    """
+    if component == "transformer":
+        return Z_IMAGE_NAMES.to_ours(entries)
+    if component == "vae" and isinstance(networks.vae, VaeConfig):
+        return Names(vae_rules([entry.name for entry in entries])).to_ours(entries)
+    if component != FIRST:
+        return entries
+    encoder = networks.text.encoders[0]
+    assert isinstance(encoder, LanguageModel)
+    found = []
+    for entry in entries:
+        name = entry.name if entry.name.startswith(("model.", "lm_head.")) else f"model.{entry.name}"
+        layer = _LAYER.match(name)
+        if not (name.startswith(("lm_head.", "model.norm.")) or (layer and int(layer[1]) >= encoder.tap)):
+            found.append(replace(entry, name=name))
+    return found
+
+
+def _unused_options(model: Model) -> Mapping[str, str]:
+    del model
+    of_sd = dict.fromkeys((*SECOND_PROMPTS, *SIZES, *TARGET_SIZES, *AESTHETICS), "it is not an SDXL model")
+    return {**of_sd, **dict.fromkeys(("pag_scale", "pag_adaptive_scale"), "its attention cannot be perturbed")}
+
+
+Z_IMAGE = Family(
+    name="z-image",
+    pipelines=("ZImagePipeline", "ZImageImg2ImgPipeline", "ZImageInpaintPipeline"),
+    read=read,
+    tokenizer=_tokenizer,
+    defaults=Defaults(num_inference_steps=50, guidance_scale=4.0),
+    own_defaults=_own_defaults,
+    even_times=True,
+    no_guidance=0.0,
+    entries=_entries,
+    unused_options=_unused_options,
+)

@@ -1,0 +1,66 @@
+"""The byte-level BPE of a language model, read from its ``tokenizer.json``; a prompt stands in a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from canvax.errors import NO_VALUE, CheckpointError, InputError
+from canvax.files import MAX_JSON, read_bytes
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class ChatTokenizer:
+    """Converts prompts to ids.
+
+    Attributes:
+        backend: the BPE, without padding and truncation.
+        template: what the model reads, with {} for the prompt.
+        largest: the largest id.
+        pad: stands behind a prompt; no id of the vocabulary, so that the text may hold any of those.
+        added: words of textual inversions, of which there are none.
+    """
+
+    backend: Tokenizer
+    template: str
+    largest: int
+    pad: int = -1
+    added: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, template: str) -> Self:
+        """Reads a tokenizer.
+
+        Raises:
+            CheckpointError: its file is missing or damaged.
+        """
+        from tokenizers import Tokenizer  # which takes time to import
+
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(f"{path}: the file is missing. Download the checkpoint again.")
+        try:
+            backend = Tokenizer.from_buffer(read_bytes(path, MAX_JSON))
+        except CheckpointError:
+            raise
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise CheckpointError(f"{path}: the tokenizer cannot be read: {error}. Download it again.") from error
+        backend.no_padding()
+        backend.no_truncation()
+        return cls(backend, template, max(backend.get_vocab().values(), default=0))
+
+    def ids(self, text: str) -> list[int]:
+        """Returns the ids of a prompt inside the template.
+
+        Raises:
+            InputError: ``text`` is not valid Unicode.
+        """
+        try:
+            return self.backend.encode(self.template.format(text), add_special_tokens=False).ids
+        except (UnicodeEncodeError, TypeError):
+            raise InputError("prompt", NO_VALUE, f"is not valid Unicode: {text!r}", "pass valid Unicode") from None

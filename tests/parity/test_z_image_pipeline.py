@@ -1,0 +1,280 @@
+"""Z-Image's whole pipeline against diffusers, float32: same random checkpoint, same noise, prompts that matter."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+transformers = pytest.importorskip("transformers")
+
+import PIL.Image  # noqa: E402
+import tokenizers  # noqa: E402
+from serving import until  # noqa: E402
+
+import canvax  # noqa: E402
+from canvax.noise import initial_noise  # noqa: E402
+from canvax.parallel.mesh import make_mesh  # noqa: E402
+from canvax.samplers import build_table  # noqa: E402
+from canvax.server.engine import EngineSettings, ImageEngine  # noqa: E402
+from canvax.server.group import Group  # noqa: E402
+from canvax.server.jobs import JobRequest, State  # noqa: E402
+from canvax.server.metrics import Metrics  # noqa: E402
+from canvax.server.models import Warm  # noqa: E402
+
+from .reference import nchw, nhwc, psnr, randomise, relative_error  # noqa: E402
+
+PROMPTS = ["a fox", "a lighthouse on a cliff above the sea, in the evening, painted with oil on canvas"]
+NEGATIVES = ["blurry", ""]
+SEEDS = [11, 12]
+HEIGHT, WIDTH = 48, 80
+QUIET = canvax.Options(progress=False)
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+)
+"""What Qwen3's does with one message of the user."""
+
+
+def tokenizer() -> Any:
+    """A byte is a token, but for two merges."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate([*letters, "Ġa", "se"])}
+    made = transformers.Qwen2Tokenizer(vocab=vocabulary, merges=[("Ġ", "a"), ("s", "e")])
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    made.chat_template = TEMPLATE
+    return made
+
+
+def build(folder: Path, shift: float = 3.0) -> Path:
+    """A small random checkpoint, written by diffusers itself."""
+    words = tokenizer()
+    transformer = randomise(
+        diffusers.ZImageTransformer2DModel(
+            dim=64, n_layers=2, n_refiner_layers=1, n_heads=4, n_kv_heads=4, cap_feat_dim=32, axes_dims=[8, 4, 4],
+            axes_lens=[1024, 32, 32],
+        )
+    )  # fmt: skip
+    text = randomise(
+        transformers.Qwen3Model(
+            transformers.Qwen3Config(
+                vocab_size=len(words) + 3, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+                num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+            )
+        ),
+        1,
+    )  # fmt: skip
+    vae = randomise(
+        diffusers.AutoencoderKL(
+            block_out_channels=(16, 16, 32, 32), down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=1, norm_num_groups=8, latent_channels=16,
+            scaling_factor=0.3611, shift_factor=0.1159, use_quant_conv=False, use_post_quant_conv=False,
+        ),
+        2,
+    )  # fmt: skip
+    with torch.no_grad():
+        transformer.cap_embedder[1].weight.mul_(5)  # text must matter
+    diffusers.ZImagePipeline(
+        diffusers.FlowMatchEulerDiscreteScheduler(shift=shift), vae, text, words, transformer
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("model") / "z-image")
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> Any:
+    pipe = diffusers.ZImagePipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path) -> canvax.StableDiffusion:
+    return canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
+
+
+def noise(height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
+    return initial_noise(SEEDS, (height // 8, width // 8, 16))
+
+
+def reference(pipe: Any, prompts: list[str], latents: np.ndarray, **keywords: Any) -> np.ndarray:
+    height, width = (8 * side for side in latents.shape[1:3])
+    with torch.no_grad():
+        out = pipe(list(prompts), latents=nchw(latents), height=height, width=width, output_type="np", **keywords)
+    return out.images
+
+
+def draw(pipe: canvax.StableDiffusion, **keywords: Any) -> canvax.Result:
+    usual = {"latents": noise(), "height": HEIGHT, "width": WIDTH, "num_inference_steps": 3, "options": QUIET}
+    return pipe(keywords.pop("prompt", PROMPTS), **usual | keywords)
+
+
+@pytest.mark.parametrize(("height", "width"), [(48, 80), (64, 32)])
+@pytest.mark.parametrize("guidance", [0.0, 0.7, 3.0])
+def test_same_picture(theirs: Any, ours: canvax.StableDiffusion, guidance: float, height: int, width: int) -> None:
+    """Two prompts of different lengths side by side, of an image of 15 tokens and of 8."""
+    start = noise(height, width)
+    asked = {"num_inference_steps": 7, "guidance_scale": guidance}
+    want = reference(theirs, PROMPTS, start, negative_prompt=list(NEGATIVES), **asked)
+    negatives = NEGATIVES if guidance else None
+    got = ours(PROMPTS, latents=start, negative_prompt=negatives, height=height, width=width, options=QUIET, **asked)
+    assert psnr(got.pixels, want) > 60
+    assert psnr(reference(theirs, PROMPTS[::-1], start, negative_prompt=NEGATIVES[::-1], **asked), want) < 40
+
+
+def picture(height: int = HEIGHT, width: int = WIDTH) -> Any:
+    smooth = np.linspace(0, 255, height * width * 3).reshape(height, width, 3)
+    return PIL.Image.fromarray(smooth.astype(np.uint8))
+
+
+def patched(monkeypatch: pytest.MonkeyPatch, theirs: Any, name: str, start: np.ndarray) -> Any:
+    """Another pipeline of the same parts, which gets our noise and takes the mean of what the VAE encodes."""
+    kind = getattr(diffusers, name)
+    module = __import__(kind.__module__, fromlist=["randn_tensor"])
+    monkeypatch.setattr(module, "randn_tensor", lambda *_, **__: nchw(start))
+    monkeypatch.setattr(module, "retrieve_latents", lambda output, **_: output.latent_dist.mode())
+    pipe = kind(**theirs.components)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def test_image_to_image(theirs: Any, ours: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, image, asked = noise(), picture(), {"strength": 0.5, "num_inference_steps": 6, "guidance_scale": 1.5}
+    pipe = patched(monkeypatch, theirs, "ZImageImg2ImgPipeline", start)
+    with torch.no_grad():
+        want = pipe(list(PROMPTS), image=image, output_type="np", **asked).images
+    got = draw(ours, image=image, height=None, width=None, **asked)
+    assert psnr(got.pixels, want) > 60
+    assert psnr(draw(ours, **asked | {"strength": None}).pixels, want) < 40  # the image matters
+
+
+def test_inpainting(theirs: Any, ours: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, image, mask = noise(), picture(), np.zeros((HEIGHT, WIDTH), np.uint8)
+    mask[:, 40:] = 255
+    asked = {"strength": 0.5, "num_inference_steps": 6, "guidance_scale": 0.0, "image": image}
+    pipe = patched(monkeypatch, theirs, "ZImageInpaintPipeline", start)
+    with torch.no_grad():
+        want = pipe(
+            list(PROMPTS), mask_image=PIL.Image.fromarray(mask), output_type="latent", height=HEIGHT, width=WIDTH,
+            **asked,
+        ).images  # fmt: skip
+    options = canvax.Options(progress=False, mask_blend="renoised")
+    got = draw(ours, mask=mask, options=options, **asked)
+    assert relative_error(got.latents, nhwc(want)) < 1e-3
+
+
+def test_nothing_compiles_twice(ours: canvax.StableDiffusion) -> None:
+    """Whatever a user changes is data, a prompt of another length too, up to 128 tokens."""
+    draw(ours, guidance_scale=2.0)
+    for changes in (
+        {"prompt": [PROMPTS[1], "a hen, " * 8]}, {"seed": 3, "latents": None}, {"num_inference_steps": 5},
+        {"sampler": "DPM++ 2M"}, {"sampler": "euler_a", "sigmas": "karras"}, {"guidance_scale": 1.0},
+        {"sampler_settings": ["shift=6"]}, {"negative_prompt": "blurry"},
+    ):  # fmt: skip
+        settings = {"options": None, "progress": False}
+        got = draw(ours, **{"guidance_scale": 2.0, **settings, **changes})
+        assert got.compilations == 0, changes
+    longer = draw(ours, prompt=[PROMPTS[0], "a hen, " * 30], guidance_scale=2.0)
+    assert longer.compilations > 0
+    assert draw(ours, prompt=[PROMPTS[0], "a dog, " * 20], guidance_scale=2.0).compilations == 0
+    assert psnr(longer.pixels[0], draw(ours, guidance_scale=2.0).pixels[0]) > 60  # whatever stands beside it
+    with pytest.raises(canvax.InputError) as caught:
+        draw(ours, prompt=["a hen, " * 90] * 2)
+    assert caught.value.argument == "prompt"
+
+
+def test_the_shift_belongs_to_the_model(ours: canvax.StableDiffusion, tmp_path: Path) -> None:
+    """Every sampler and curve has it, and another one is a setting of a call."""
+    scheduler = ours.model.scheduler
+    even = [1000, 900, 750, 500]
+    for sampler in ("euler", "DPM++ 2M", "heun", "unipc", None):
+        table = build_table(scheduler, 4, sampler=sampler)
+        np.testing.assert_allclose(sorted(set(table.timestep), reverse=True), even, atol=1)
+    for curve in ("simple", "karras", "beta"):
+        assert build_table(scheduler, 4, sampler="euler", sigmas=curve).timestep[2] > 600
+    table = build_table(scheduler, 4, sampler="euler", settings={"shift": 6})
+    np.testing.assert_allclose(
+        table.timestep, 6000 * np.array([1, 3 / 4, 2 / 4, 1 / 4]) / (1 + 5 * np.array([1, 0.75, 0.5, 0.25]))
+    )
+
+
+def test_defaults(ours: canvax.StableDiffusion, tmp_path: Path) -> None:
+    """Turbo takes 8 steps without guidance, hence without a second evaluation; the base model is known by its shift."""
+    assert (ours.model.defaults.num_inference_steps, ours.model.defaults.guidance_scale) == (8, 0)
+    base = canvax.load(build(tmp_path / "base", shift=6.0), dtype="float32", mesh=ours.mesh)
+    assert (base.model.defaults.num_inference_steps, base.model.defaults.guidance_scale) == (50, 4)
+
+
+@pytest.mark.parametrize(("argument", "changes"), [
+    ("sampler", {"sampler": "PLMS"}),
+    ("sampler", {"sampler": "TCD"}),
+    ("pag_scale", {"pag_scale": 3.0}),
+    ("prompt_2", {"prompt_2": "a hen"}),
+    ("clip_skip", {"clip_skip": 1}),
+    ("reuse", {"reuse": 2}),
+    ("height", {"height": 40}),
+    ("prompt", {"prompt": "a (red:1.2) fox", "prompt_syntax": "a1111"}),
+])  # fmt: skip
+def test_what_it_does_not_do(ours: canvax.StableDiffusion, argument: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(canvax.InputError) as caught:
+        draw(ours, **{"options": None, "latents": None, **changes})
+    assert caught.value.argument == argument
+
+
+def test_the_networks_are_functions_of_arrays(ours: canvax.StableDiffusion) -> None:
+    conditions = ours.encode(PROMPTS)
+    np.testing.assert_array_equal(conditions["length"], [len(ours.tokenizer.ids(prompt)) for prompt in PROMPTS])
+    want = draw(ours, guidance_scale=2.0, negative_prompt="blurry")
+    negatives = ours.encode(["blurry"] * 2)
+    got = draw(ours, prompt=conditions, negative_prompt=negatives, guidance_scale=2.0)
+    np.testing.assert_allclose(got.pixels, want.pixels, atol=1e-5)
+    latents = noise()
+    assert ours.denoiser(latents, 500.0, conditions).shape == latents.shape
+
+
+def test_requests_share_a_batch_of_a_server(
+    folder: Path, ours: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two images to begin from, with prompts of their own, one guided and one with a mask."""
+
+    def load(name: str, **_: Any) -> Any:
+        return canvax.load(folder, dtype="float32", mesh=ours.mesh, progress=False)
+
+    image, mask = picture(), PIL.Image.fromarray(np.tile(np.uint8([0] * 40 + [255] * 40), (HEIGHT, 1)))
+    asks = [
+        {"prompt": PROMPTS[0], "guidance_scale": 2.0, "negative_prompt": "blurry", "seed": 5, "steps": 60},
+        {"prompt": PROMPTS[1], "guidance_scale": 0.0, "mask": mask, "seed": 6, "steps": 50},
+    ]
+    seated: list[int] = []
+    step = Group.step
+    monkeypatch.setattr(Group, "step", lambda group: seated.append(len(group.seated)) or step(group))
+    monkeypatch.setattr("canvax.server.group.best_batch", lambda row, waiting: 2)
+    settings = EngineSettings(warm=(Warm((WIDTH, HEIGHT), (1, 2)),), compile_on_demand=True)
+    engine = ImageEngine(["z-image"], settings, Metrics(), load)
+    engine.start()
+    try:
+        until(lambda: engine.state is not State.STARTING, 300)
+        assert engine.failure is None
+        together = {"width": WIDTH, "height": HEIGHT, "image": image, "strength": 0.5}
+        jobs = [engine.submit(JobRequest(**ask, **together)) for ask in asks]
+        for ask, job in zip(asks, jobs, strict=True):
+            until(lambda job=job: job.status.over, 300)
+            keywords = {"num_inference_steps": ask["steps"], **{k: v for k, v in ask.items() if k != "steps"}}
+            want = ours(image=image, strength=0.5, options=QUIET, **keywords)
+            got = np.asarray(PIL.Image.open(io.BytesIO(job.pictures[0].data)), np.float32) / 255
+            assert psnr(got, want.pixels[0]) > 45
+        assert max(seated) == 2
+    finally:
+        engine.close()
