@@ -216,9 +216,9 @@ def test_rules_of_strength() -> None:
     assert steps_of_strength(0.29, 100, "diffusers", 1000) == (100, 72)  # int() of 28.999...
     assert steps_of_strength(1.0, 20, "a1111", 1000) == (20, 0)
     assert steps_of_strength(1.0, 20, "exact", 1000) == (20, 0)
-    with pytest.raises(canvax.InputError, match=r"strength=0.01 of num_inference_steps=20 is less than one step"):
+    with refused("strength"):
         steps_of_strength(0.01, 20, "diffusers", 1000)
-    with pytest.raises(canvax.InputError, match="the last steps of 2000, more than 1000"):
+    with refused("strength"):
         steps_of_strength(0.01, 20, "exact", 1000)
 
 

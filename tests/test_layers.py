@@ -98,17 +98,18 @@ def test_no_circle() -> None:
 
 
 def test_import_is_light() -> None:
-    """Importing, the pipeline included, starts no backend, loads no reference library and is quick."""
+    """Importing, the pipeline included, starts no backend, loads no reference library, and costs less than importing JAX."""
     code = """
 import json, sys, time
+started = time.process_time()
 import jax, numpy
 began = time.process_time()
 import canvax
 canvax.errors.HintWarning  # which a program may silence before it loads anything
 canvax.load
-seconds = time.process_time() - began
+share = (time.process_time() - began) / (began - started)
 from jax._src import xla_bridge
-print(json.dumps({"seconds": seconds, "backends": len(xla_bridge._backends), "modules": list(sys.modules)}))
+print(json.dumps({"share": share, "backends": len(xla_bridge._backends), "modules": list(sys.modules)}))
 """
     runs = [
         json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
@@ -116,4 +117,4 @@ print(json.dumps({"seconds": seconds, "backends": len(xla_bridge._backends), "mo
     ]
     assert all(run["backends"] == 0 for run in runs)
     assert not FOREIGN & {name.split(".")[0] for name in runs[0]["modules"]}
-    assert min(run["seconds"] for run in runs) < 0.3
+    assert min(run["share"] for run in runs) < 0.6
