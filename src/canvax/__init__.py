@@ -95,10 +95,10 @@ def __getattr__(name: str) -> Any:
         from canvax.errors import did_you_mean
         from canvax.familiar import missing_class, no_such_name
 
-        if (told := missing_class(name)) is None:
+        if (message := missing_class(name)) is None:
             near = did_you_mean(name, __all__) or f"it has {', '.join(__all__)}"
-            told = f"module 'canvax' has no attribute {name!r}; {near}"
-        raise no_such_name("canvax", name, told)
+            message = f"module 'canvax' has no attribute {name!r}; {near}"
+        raise no_such_name("canvax", name, message)
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

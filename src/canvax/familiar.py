@@ -200,7 +200,7 @@ _BOTH = "from_pretrained gives two things: pipeline, params = ...from_pretrained
 
 
 class Both(NamedTuple):
-    """What ``from_pretrained`` gives, two things as in diffusers' Flax; who takes them for one is told."""
+    """The two results of ``from_pretrained``, as in diffusers' Flax; using the pair as a pipeline is an error."""
 
     pipeline: Any
     params: Any

@@ -211,10 +211,10 @@ def _on_ray(arguments: argparse.Namespace, plan: Plan, source: Source, most: int
     load = {**{name: getattr(source, name) for name in OF_MODEL}, **given}
     load |= {"scheduler": ZERO_SNR} if source.zero_snr else {}
     load |= {"controlnet": list(source.controlnet)} if source.controlnet else {}
-    told = {"batch_size": arguments.batch_size, "most": most, "quality": arguments.quality}
-    told |= {"model": source.model, "image_format": arguments.format, "load": load}
-    told |= {"ip_adapter": list(source.ip_adapter), "ip_encoder": source.ip_encoder}
-    return on_ray(plan, told, address=arguments.ray, actors=arguments.actors)
+    settings = {"batch_size": arguments.batch_size, "most": most, "quality": arguments.quality}
+    settings |= {"model": source.model, "image_format": arguments.format, "load": load}
+    settings |= {"ip_adapter": list(source.ip_adapter), "ip_encoder": source.ip_encoder}
+    return on_ray(plan, settings, address=arguments.ray, actors=arguments.actors)
 
 
 @contextmanager

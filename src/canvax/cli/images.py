@@ -311,8 +311,8 @@ def _json_line(where: str, line: str) -> dict[str, Any]:
     for name in entry:
         if name != "prompt" and name not in SETTINGS:
             flag = f"it is one for all images: --{name.replace('_', '-')}" if name in _OF_ALL else ""
-            told = flag or nearest(name, ["prompt", *SETTINGS, *ALIASES])
-            raise InputError(f"{where}unknown field {name!r}; {told}")
+            hint = flag or nearest(name, ["prompt", *SETTINGS, *ALIASES])
+            raise InputError(f"{where}unknown field {name!r}; {hint}")
     if "prompt" not in entry:
         raise InputError(where + ("'prompt' is null; write a text" if "prompt" in fields else "has no field 'prompt'"))
     return entry

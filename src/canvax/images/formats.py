@@ -193,8 +193,8 @@ class GeneratedImage(Image.Image):
                 with whole(path) as draft, open(draft, "wb") as file:
                     super().save(file, kind, **keywords | params)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
-            told = f"{name} cannot be written ({error.strerror}); give a name in a folder that is there"
-            raise InputError(told) from None
+            message = f"{name} cannot be written ({error.strerror}); give a name in a folder that is there"
+            raise InputError(message) from None
         except OSError as error:
             raise CanvaxError(f"{name or shown(fp)} cannot be written ({error.strerror or error})") from None
         except (AttributeError, KeyError, RuntimeError, ValueError) as error:  # Pillow's errors about a format

@@ -147,8 +147,8 @@ def _from_array(name: str, array: np.ndarray) -> Image.Image:
             name, NO_VALUE, f"is an array of shape {array.shape}, which is empty", "give an image with pixels"
         )
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)):
-        told = f"{name} is an array of shape {array.shape}; an image is [H, W], [H, W, 3] or [H, W, 4]"
-        raise InputError(f"{told}; of latents pipe.decode makes one")
+        message = f"{name} is an array of shape {array.shape}; an image is [H, W], [H, W, 3] or [H, W, 4]"
+        raise InputError(f"{message}; of latents pipe.decode makes one")
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]
     if array.dtype == np.bool_:

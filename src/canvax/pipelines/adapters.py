@@ -440,8 +440,8 @@ class Adapters(Mapping[str, LoadedAdapter]):
         if others or not isinstance(weights, Mapping):
             pair = (weights, *others) if isinstance(weights, list | tuple) else ()
             such = dict(zip(*pair, strict=False)) if len(pair) == 2 and isinstance(pair[1], list | tuple) else {}
-            told = f"weights={weights!r:.80} is not a table of weights by name"
-            raise InputError(f"{told}; write pipe.adapters.set({such or {'style': 0.8}})")
+            message = f"weights={weights!r:.80} is not a table of weights by name"
+            raise InputError(f"{message}; write pipe.adapters.set({such or {'style': 0.8}})")
         with self._pipe.changing:
             for name in weights:
                 self._check_known(name)

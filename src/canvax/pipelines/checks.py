@@ -23,7 +23,7 @@ LONGEST_PROMPT = 100_000
 """Letters of a prompt, of which at most 8 chunks of 75 tokens are read: splitting more takes long and is in vain."""
 SIZE_STEP = 8
 LARGEST_WHOLE = 1536 * 1536
-"""Pixels up to which images are decoded whole unless told otherwise. Free memory has no say: the same seed gives the
+"""Pixels up to which images are decoded whole by default. Free memory has no say: the same seed gives the
 same image on every machine."""
 
 
@@ -75,7 +75,7 @@ def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str
 
 
 def check_second(name: str, value: Any, otherwise: list[str], per_prompt: int) -> list[str]:
-    """What the second text encoder reads for each image: the same as the first unless told otherwise."""
+    """What the second text encoder reads for each image: by default the same as the first."""
     if value is None:
         return otherwise
     count = len(otherwise) // per_prompt

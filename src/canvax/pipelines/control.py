@@ -120,9 +120,9 @@ def check_control(model: Model, control: Any, count: int, options: Options) -> C
         )
     given: Sequence[Any] = [control] if len(nets) == 1 else control
     if len(nets) > 1 and (not isinstance(control, list | tuple) or len(control) != len(nets)):
-        told = len(control) if isinstance(control, list | tuple) else "one"
+        entries = len(control) if isinstance(control, list | tuple) else "one"
         raise InputError(
-            "control", NO_VALUE, f"has {told} for {len(nets)} networks", "give a list with an image for each, or None"
+            "control", NO_VALUE, f"has {entries} for {len(nets)} networks", "give a list with an image for each, or None"
         )
     for name in OPTIONS:
         if isinstance(value := getattr(options, name), tuple) and len(value) != len(nets):

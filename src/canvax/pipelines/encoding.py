@@ -131,7 +131,7 @@ def ids_of(model: Model, wordings: Sequence[Wording]) -> Ids:
 
 
 class Encoded(NamedTuple):
-    """What the images of a call are told, on the devices.
+    """The conditions of the images of a call, on the devices.
 
     Attributes:
         first: from the beginning.
@@ -183,7 +183,7 @@ def encode(
         whole[rows] = array.astype(dtype)
         return put(whole, split)
 
-    def told(wordings: list[Wording], embeds: Embeds | None, *, negative: bool) -> Conditions:
+    def conditions_for(wordings: list[Wording], embeds: Embeds | None, *, negative: bool) -> Conditions:
         if embeds is not None:
             times = request.chunks * model.text.tokens // embeds["text"].shape[1]
             arrays = embeds | {"text": np.tile(embeds["text"], (1, times, 1))}
@@ -202,9 +202,9 @@ def encode(
         return found | {name: put(np.tile(row, (batch, 1)), split) for name, row in numbers[negative].items()}
 
     def at(stage: Stage) -> Prompts:
-        prompts = [told(part, request.embeds[0], negative=False) for part in stage.parts]
+        prompts = [conditions_for(part, request.embeds[0], negative=False) for part in stage.parts]
         if request.guided:
-            prompts.insert(0, told(stage.negatives, request.embeds[1], negative=True))
+            prompts.insert(0, conditions_for(stage.negatives, request.embeds[1], negative=True))
         return tuple(prompts)
 
     first, *rest = request.texts.stages

@@ -79,7 +79,7 @@ class Checked:
         negative: likewise, or None.
         scales: [n, L] float32.
         masks: grey, of whatever size; empty for none.
-        told: scales as they were given.
+        raw_scales: scales as the caller passed them.
         marks: by which pixels or numbers it is known again.
         mask_marks: likewise its mask.
     """
@@ -90,13 +90,13 @@ class Checked:
     negative: HostArray | None
     scales: HostArray
     masks: list[Image.Image]
-    told: list[Any]
+    raw_scales: list[Any]
     marks: list[str]
     mask_marks: list[str]
 
 
 class Reading(NamedTuple):
-    """What a run is told of its image prompts: for each half of guidance, by component."""
+    """The image prompts of a run: for each half of guidance, by component."""
 
     positive: dict[str, ImageKV]
     negative: dict[str, ImageKV]
@@ -148,7 +148,7 @@ class ImagePrompts:
         names = list(self.adapters)
         found = []
         for one in self.prompts:
-            own = {"adapter": names.index(one.component), "scale": _entry(one.told, index)}
+            own = {"adapter": names.index(one.component), "scale": _entry(one.raw_scales, index)}
             own |= {"sha256": _entry(one.marks, index)}
             found.append(own | ({"mask_sha256": _entry(one.mask_marks, index)} if one.mask_marks else {}))
         return found
@@ -250,17 +250,17 @@ def _checked(model: Model, prompt: ImagePrompt, count: int) -> Checked:
             "give the same",
         )
     masks = [] if prompt.mask is None else read_images("image_prompt's mask", prompt.mask, count, grey=True)
-    told = list(prompt.scale) if isinstance(prompt.scale, list | tuple) else [prompt.scale]
-    if len(told) not in (1, count):
+    raw_scales = list(prompt.scale) if isinstance(prompt.scale, list | tuple) else [prompt.scale]
+    if len(raw_scales) not in (1, count):
         raise InputError(
-            "image_prompt", NO_VALUE, f"has {len(told)} scales for {count} images", "give one, or one for each"
+            "image_prompt", NO_VALUE, f"has {len(raw_scales)} scales for {count} images", "give one, or one for each"
         )
-    scales = np.stack([layer_scales(scale, net) for scale in told])
+    scales = np.stack([layer_scales(scale, net) for scale in raw_scales])
     marks = [fingerprint(image) for image in images]
     if embeds is not None:
         marks = [hashlib.sha256(one.tobytes()).hexdigest() for one in embeds]
     mask_marks = [fingerprint(mask) for mask in masks]
-    return Checked(component, images, embeds, negative, scales, masks, told, marks, mask_marks)
+    return Checked(component, images, embeds, negative, scales, masks, raw_scales, marks, mask_marks)
 
 
 def _embeds(name: str, value: Any, net: IPAdapter, tokens: int | None, count: int) -> HostArray:
@@ -355,20 +355,20 @@ def encode_image_prompts(
     programs: Programs,
     ready: Ready,
     params: Params,
-    told: ImagePrompts,
+    image_prompts: ImagePrompts,
     size: tuple[int, int],
     latents: tuple[int, int, int, int],
     count: int,
     *,
     guided: bool,
 ) -> Reading:
-    """What the denoiser is told of the image prompts of ``count`` images, on the devices; each image is read once."""
+    """The conditions of the image prompts of ``count`` images, on the devices; each image is encoded once."""
     reader = _Reader(programs, ready, params)
     batch = padded_batch(count, programs.mesh)
     halves: tuple[dict[str, ImageKV], dict[str, ImageKV]] = ({}, {})
-    for kind in told.kinds:
-        net = told.adapters[kind.component]
-        own = [prompt for prompt in told.prompts if prompt.component == kind.component]
+    for kind in image_prompts.kinds:
+        net = image_prompts.adapters[kind.component]
+        own = [prompt for prompt in image_prompts.prompts if prompt.component == kind.component]
         shared: dict[str, Any] = {"scale": filled(np.stack([_spread(one.scales, count) for one in own], axis=1), batch)}
         if kind.masked:
             shared["masks"] = tuple(

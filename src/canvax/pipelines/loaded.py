@@ -108,7 +108,7 @@ class LoadedModel:
         Args:
             prompt: one or several.
             prompt_2: what SDXL's second text encoder reads, if not ``prompt``.
-            height: pixels of the images, of which SDXL is told; by default the size the model was trained for.
+            height: pixels of the images, which SDXL reads; by default the size the model was trained for.
             width: likewise.
             clip_skip: layers of the text encoder left out at the end.
             guidance_scale: of a latent consistency model, which takes it as an input; others do not look at it.

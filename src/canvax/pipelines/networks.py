@@ -258,8 +258,8 @@ def _loaded(model: Model, programs: Programs, params: Params, names: Sequence[st
     new = [*names, *([IMAGE_ENCODER] if model.image_encoder and not same else [])]
     parts = [part for part in model.components if part.name in new]
     needed = sum(device_bytes(part.spec, model.dtype, mesh.shape) for part in parts)
-    told = ", ".join(map(str, (*model.ip_adapters, *([model.image_encoder] if model.image_encoder else []))))
-    check_weights(needed, mesh, told, model.dtype, quantized=model.quantize is not None)
+    files = ", ".join(map(str, (*model.ip_adapters, *([model.image_encoder] if model.image_encoder else []))))
+    check_weights(needed, mesh, files, model.dtype, quantized=model.quantize is not None)
     old = {ip_adapter_name(i) for i in range(MOST)} | (set() if same else {IMAGE_ENCODER})
     kept = {name: tree for name, tree in params.items() if name not in old}
     by_name: dict[str, Any] = dict(zip(names, model.ip_adapters, strict=True)) | {IMAGE_ENCODER: model.image_encoder}

@@ -91,8 +91,8 @@ def translate_call(own: dict[str, Any], others: dict[str, Any]) -> dict[str, Any
             if own.get(name) is not None:
                 raise InputError(f"{name} and {negative}prompt_embeds are one argument; give it once")
             if isinstance(text, str):
-                told = f"{negative}prompt_embeds={shown(text)} is text"
-                raise InputError(f"{told}; give {name}, or what pipe.encode returns")
+                message = f"{negative}prompt_embeds={shown(text)} is text"
+                raise InputError(f"{message}; give {name}, or what pipe.encode returns")
             pooled = left.get(f"{negative}pooled_prompt_embeds")
             own[name] = {"text": text} | ({} if pooled is None else {"pooled": pooled})
     if (prompts := image_prompts(left)) is not None:
@@ -199,7 +199,7 @@ def _seeds(generator: Any) -> Any:
     unused = type(generator)(device=generator.device).manual_seed(seed)
     if bytes(unused.get_state().cpu().numpy()) != bytes(generator.get_state().cpu().numpy()):
         raise InputError(
-            f"generator has given numbers since manual_seed({seed}), and what follows cannot be told from its seed; "
+            f"generator has given numbers since manual_seed({seed}), and what follows cannot be derived from its seed; "
             "use a new one, or seed=1"
         )
     return seed

@@ -90,17 +90,17 @@ class Generate:
         rows = [row_of(number, one, named=True) for number, one in enumerate(values, 1)]
         made = {id(one.row): one for _, some in self._worker.run(rows) for one in some}
         images = list(self._files.map(self._told, (made[id(row)] for row in rows)))
-        return _table([{**one, "id": row.id, **told} for one, row, told in zip(values, rows, images, strict=True)])
+        return _table([{**one, "id": row.id, **entry} for one, row, entry in zip(values, rows, images, strict=True)])
 
     def _told(self, made: Made) -> dict[str, Any]:
         known = {name: made.record.get(name) for name in ("seed", "height", "width")}
-        told = {"row": made.digest, **known, "image": None, "error": made.error, "metadata": json.dumps(made.record)}
+        entry = {"row": made.digest, **known, "image": None, "error": made.error, "metadata": json.dumps(made.record)}
         if made.image is not None and not isinstance(made.image, bytes):
             try:
-                return told | {"image": image_file(made.image, *self._file), "error": None}
+                return entry | {"image": image_file(made.image, *self._file), "error": None}
             except InputError as error:
-                return told | {"error": str(error)}
-        return told
+                return entry | {"error": str(error)}
+        return entry
 
 
 class _Settings(Generate):
@@ -120,7 +120,7 @@ class _Settings(Generate):
         rows = [Row(one["id"], json.loads(one["settings"])) for one in _listed(batch)]
         made = [one for _, some in self._worker.run(rows) for one in some]
         images = list(self._files.map(self._told, made))
-        return _table([{"id": one.row.id, **told} for one, told in zip(made, images, strict=True)])
+        return _table([{"id": one.row.id, **entry} for one, entry in zip(made, images, strict=True)])
 
 
 def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = None, actors: int | None = None) -> Any:
@@ -151,8 +151,8 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
                 wrong.append(Made(row, "", error=str(error)))
                 continue
             known[row.id] = row
-            told = {"id": row.id, "settings": json.dumps(settings, default=str)}
-            items.append((_side(settings.get("height")), _side(settings.get("width")), told))
+            entry = {"id": row.id, "settings": json.dumps(settings, default=str)}
+            items.append((_side(settings.get("height")), _side(settings.get("width")), entry))
         if wrong:
             yield len(wrong), wrong
         if not items:
@@ -162,7 +162,7 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
         pool, resources = _resources(ray, actors)
         items.sort(key=lambda item: item[:2])  # one size a block, where that can be
         made = ray.data.from_items(
-            [told for *_, told in items], override_num_blocks=blocks_of(len(items), pool)
+            [entry for *_, entry in items], override_num_blocks=blocks_of(len(items), pool)
         ).map_batches(
             _Settings,
             batch_size=None,
@@ -212,8 +212,8 @@ def _side(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _made(row: Row, told: Mapping[str, Any]) -> Made:
-    return Made(row, told["row"], json.loads(told["metadata"]), told["image"], told["error"] or "")
+def _made(row: Row, entry: Mapping[str, Any]) -> Made:
+    return Made(row, entry["row"], json.loads(entry["metadata"]), entry["image"], entry["error"] or "")
 
 
 def _resources(ray: Any, actors: int | None) -> tuple[int, dict[str, Any]]:

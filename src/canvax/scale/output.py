@@ -148,18 +148,18 @@ class Output:
             InputError: it was begun with something else.
         """
         path = self.folder / RUN
-        told = as_written(run)
+        settings = as_written(run)
         try:
             earlier = self.run or (read_json(path) if self._goes_on and path.exists() else {})
-            for name in told.keys() & earlier.keys():
-                if name not in _FIRST_COUNTS and earlier[name] != told[name]:
+            for name in settings.keys() & earlier.keys():
+                if name not in _FIRST_COUNTS and earlier[name] != settings[name]:
                     raise InputError(
                         "output",
                         self.folder,
-                        f"was begun with {name}={earlier[name]!r}, not {told[name]!r}",
+                        f"was begun with {name}={earlier[name]!r}, not {settings[name]!r}",
                         "go on with that, or choose another folder",
                     )
-            self.run = {**told, **earlier}
+            self.run = {**settings, **earlier}
             if self._process == 0 and self.run != earlier:
                 with written(path) as draft:
                     draft.write_text(json.dumps(self.run, indent=1), encoding="utf-8")
@@ -302,8 +302,8 @@ def _write_tar(path: Path, samples: Sequence[Sample], records: Sequence[Mapping[
     """A shard as webdataset reads it: KEY.png, KEY.txt with the prompt and KEY.json; the same bytes every time."""
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for (key, ending, data), record in zip(samples, records, strict=True):
-            told = json.dumps(record, ensure_ascii=False).encode()
-            for name, content in ((ending, data), (".txt", record["prompt"].encode()), (".json", told)):
+            text = json.dumps(record, ensure_ascii=False).encode()
+            for name, content in ((ending, data), (".txt", record["prompt"].encode()), (".json", text)):
                 info = tarfile.TarInfo(key + name)
                 info.size, info.mode = len(content), 0o644
                 tar.addfile(info, BytesIO(content))
@@ -326,6 +326,6 @@ def _write_parquet(path: Path, samples: Sequence[Sample], records: Sequence[Mapp
         columns[name] = pa.array([record[name] for record in records], pa.type_for_alias(kind))
     columns["metadata"] = pa.array([json.dumps(record, ensure_ascii=False) for record in records], pa.string())
     features = {name: {"dtype": str(column.type), "_type": "Value"} for name, column in columns.items()}
-    told = {"info": {"features": {**features, "image": {"_type": "Image"}}}}
-    table = pa.table(columns).replace_schema_metadata({"huggingface": json.dumps(told)})
+    schema = {"info": {"features": {**features, "image": {"_type": "Image"}}}}
+    table = pa.table(columns).replace_schema_metadata({"huggingface": json.dumps(schema)})
     parquet.write_table(table, path, row_group_size=100)

@@ -3,7 +3,7 @@
     serve run canvax.scale.serve:app model=emoji
 
 The routes are the same and so is their code. A replica is ready when its programs are, hands back its images when it is
-told to stop, and is replaced when its engine is dead. What a replica holds, it holds alone: jobs of ``/api/jobs`` are
+asked to stop, and is replaced when its engine is dead. What a replica holds, it holds alone: jobs of ``/api/jobs`` are
 known to the one that accepted them, so that API and the page are for a single replica (docs/scaling.md).
 """
 
@@ -36,7 +36,7 @@ MODEL_HEADER = "serve_multiplexed_model_id"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What ``serve run`` is told as ``name=value``, and a Serve config as ``args``.
+    """The arguments of ``serve run``, as ``name=value``, and of a Serve config, as ``args``.
 
     Attributes:
         model: a name or a folder, or several with commas between; the first is the default.

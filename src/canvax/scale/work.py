@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from canvax.pipelines.pipeline import StableDiffusion
 
 PIXELS = 512 * 512
-"""Pixels that a device generates at once unless told otherwise: safe for a full-size model on any device."""
+"""Pixels that a device generates at once by default: safe for a full-size model on any device."""
 
 MOST = 64
 """Images likewise."""
@@ -197,7 +197,7 @@ class Worker:
             return [made for item in items for made in self.generate([item])]
 
     def _all(self, items: Sequence[Item], error: str) -> list[Made]:
-        """The same error for each, told by one process."""
+        """The same error for each, reported by one process."""
         return [Made(item.row, item.digest, error=error) for item in items] if self._leads else []
 
     def _at_once(self, items: Sequence[Item]) -> list[Made]:
@@ -218,7 +218,7 @@ class Worker:
             self.compilations += result.compilations
             result = pipe.safety_checker(result) if pipe.safety_checker else result
             seen = zip(result.indices, result.images, result.metadata, strict=True)
-            found = {i: (image, told) for i, image, told in seen if i < len(items)}
+            found = {i: (image, entry) for i, image, entry in seen if i < len(items)}
         except CanvaxError as error:
             failed = error
         if self._spread and multihost.any_of(failed is not None) and failed is None:
@@ -227,9 +227,9 @@ class Worker:
             raise failed
         return [self._made(items[i], *one) for i, one in found.items()]
 
-    def _made(self, item: Item, image: Image, told: Mapping[str, Any]) -> Made:
-        """``told`` is the metadata of the batch, which knows what a safety checker found."""
-        record = {**item.record, **{name: told[name] for name in ("nsfw",) if name in told}}
+    def _made(self, item: Item, image: Image, entry: Mapping[str, Any]) -> Made:
+        """``entry`` is the metadata of the batch, which knows what a safety checker found."""
+        record = {**item.record, **{name: entry[name] for name in ("nsfw",) if name in entry}}
         return Made(item.row, item.digest, record, GeneratedImage.of(image, record))
 
     def _item(self, row: Row, digest: str, settings: Mapping[str, Any]) -> Item:

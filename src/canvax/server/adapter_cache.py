@@ -164,7 +164,7 @@ class AdapterCache:
         )
 
     def cards(self) -> list[AdapterCard]:
-        """What is told of the files."""
+        """The files, as the API describes them."""
         files = self._files
         return [AdapterCard(name, files.aliases[name] or name, path.name) for name, path in files.paths.items()]
 

@@ -191,7 +191,7 @@ def _choices(kind: Any, name: str) -> list[str]:
 
 
 def _value_at(path: str, value: Any) -> str:
-    """A path of msgspec's, in which [...] is any entry of a table, with what stands there if that is to be told."""
+    """A path of msgspec's, in which [...] is any entry of a table, with the value there if it may be shown."""
     try:
         for step in re.findall(r"\.\.\.|[^.\[\]]+", path):
             if step == "...":
@@ -302,7 +302,7 @@ async def settled(request: Request, job: Job, hear: Callable[[Event], None] | No
     Args:
         request: whose body was read.
         job: the job. One with an Idempotency-Key goes on: its client may come back for the answer.
-        hear: told of each event.
+        hear: called with each event.
     """
     # A plain endpoint is not cancelled when its client goes, so that has to be waited for as well.
     async with anyio.create_task_group() as tasks:

@@ -124,7 +124,7 @@ def _zeros(shape: Any) -> np.ndarray:
 
 
 def cards(model: Model) -> tuple[tuple[ControlCard, ...], tuple[str, ...]]:
-    """What is told of a model's networks of control images, and of its IP-Adapters."""
+    """A model's ControlNets and IP-Adapters, as the API describes them."""
     names = public_names([files.name for files in model.controls])
     nets = [net for _, net in model.networks.controls]
     listed = tuple(ControlCard(name, *_kind_of(net)) for name, net in zip(names, nets, strict=True))

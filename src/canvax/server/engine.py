@@ -45,7 +45,7 @@ from canvax.types import HostArray
 log = logging.getLogger("canvax.server")
 
 _TELLING = 50
-"""Times as long as telling everybody's place in the queue takes, nobody is told again."""
+"""After the places in the queue are sent, they are not sent again for so many times as long as sending took."""
 
 INPUT_BYTES = 1 << 30
 """Of the decoded images of jobs that are not over."""
@@ -101,10 +101,10 @@ class ImageEngine:
     Args:
         names: of the models; the first is the default.
         settings: see there.
-        metrics: told of everything.
+        metrics: counts all events.
         load: loads a model by its name (see ``ServedModel``).
         journal: where accepted jobs are kept.
-        say: told what it does, for people.
+        say: prints what the engine does.
 
     Attributes:
         failure: why it could not start, or why it gave up.
@@ -521,7 +521,7 @@ class ImageEngine:
         for (item, latents), image in zip(chosen, pixels, strict=True):
             self._writer.image(served, item, image, latents)
 
-    # Faults, and what everyone is told.
+    # Faults, and the events of all jobs.
 
     def _on_devices(self, group: Group, run: Callable[[], Any]) -> Any:
         """What ``run`` gives; None where the devices failed, and then images begin again, in a smaller batch."""

@@ -73,7 +73,7 @@ class Enlarged:
 
     Args:
         tiles: the image.
-        picture: what is told of it.
+        picture: the image as the API describes it.
         request: that of any tile.
         previews: that are wanted on the way.
 
@@ -91,7 +91,7 @@ class Enlarged:
         self._lock, self._added = threading.Lock(), 0
 
     def count(self) -> None:
-        """Bring up to date what is told."""
+        """Update the description."""
         self.picture.step = sum(part.step for part in self.parts)
 
     def add(self, part: Picture, pixels: HostArray) -> tuple[bool, int | None]:

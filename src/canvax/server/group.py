@@ -156,7 +156,7 @@ class Group:
         self._denoisers = {size: self._denoisers[size] for size in sorted(sizes)}
 
     def _has_room(self, batch: int, lanes: int) -> bool:
-        """Whether so many calls at a time have the memory, as far as that is told."""
+        """Whether there is memory for so many calls at a time, as far as that is known."""
         free = free_bytes(self._programs.mesh)
         needed = max(program_bytes(one.executable) or 0 for one in self._denoisers[batch].values())
         return free is None or lanes * needed <= free

@@ -35,7 +35,7 @@ class JobStore:
     """All jobs that are known.
 
     Args:
-        metrics: told of those that end.
+        metrics: counts the jobs that end.
         journal: where they are written; None for nowhere.
         keep: seconds for which a job can be asked for when it is over.
         ended: called with each job that ends, under the lock.

@@ -338,7 +338,7 @@ class _Mailbox:
 
 @dataclass(frozen=True)
 class ControlCard:
-    """What is told of a network that reads control images.
+    """A network that reads control images, as the API describes it.
 
     Attributes:
         name: its file's or its folder's, without those above it.
@@ -353,7 +353,7 @@ class ControlCard:
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What is told of a model.
+    """A model, as the API describes it.
 
     Attributes:
         id: its name in requests.
@@ -396,7 +396,7 @@ class ModelCard:
 
 @dataclass(frozen=True)
 class AdapterCard:
-    """What is told of an adapter that requests may name.
+    """An adapter that requests may name, as the API describes it.
 
     Attributes:
         name: that of its file.

@@ -395,7 +395,7 @@ def _inspected(data: bytes) -> bytes:
         cure = "; send the bytes of its file as the body, with nothing around them" if inside or not data else ""
         raise Rejected(400, "no_settings", f"{unknown}{cure}") from None
     except (ValueError, RecursionError):
-        raise Rejected(400, "no_settings", "the image: holds settings that cannot be told") from None
+        raise Rejected(400, "no_settings", "the image: holds settings that cannot be read") from None
 
 
 def _fits(field: str, value: Any) -> bool:

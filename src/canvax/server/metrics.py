@@ -113,7 +113,7 @@ class Metrics:
         self._prompt.observe(seconds)
 
     def turned(self, seconds: float) -> None:
-        """The engine chose who is in a batch, moved images there and told everybody."""
+        """The engine chose the images of a batch, moved them there and sent the events."""
         self._between.observe(seconds)
 
     def decoded(self, seconds: float) -> None:

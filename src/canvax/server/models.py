@@ -241,7 +241,7 @@ class ServedModel:
         return Rejected(400, "not_compiled", message, param=param)
 
     def card(self, warm: Sequence[Warm], *, any_size: bool) -> ModelCard:
-        """What is told of it."""
+        """The model, as the API describes it."""
         model, (tall, wide) = self.model, self.model.native_size
         config = json.dumps([model.files.index, model.revision, model.dtype, str(model.networks)], default=str)
         concepts = model.concepts.names
@@ -341,11 +341,11 @@ class ModelSet:
         memory: bytes of weights on each device; None for what is free.
         adapters: that requests may name.
         lanes: as in ``ServedModel``.
-        say: told what is done.
-        announce: told of programs that are compiled.
+        say: prints what is done.
+        announce: called for programs that are compiled.
 
     Attributes:
-        cards: what is told of the models, once they are there.
+        cards: descriptions of the models, once they are loaded.
     """
 
     def __init__(

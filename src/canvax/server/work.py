@@ -238,7 +238,7 @@ class Checked(NamedTuple):
 
     @property
     def rows(self) -> float:
-        """Of its table, where one without guidance counts half, but not in a model that is told its guidance."""
+        """The cost of its table. Without guidance an evaluation counts half, but not with a guidance embedding."""
         if self.request.embedded:
             return float(len(self.table))
         return float(guided_rows(self.table, guided=self.request.guided).mean() + 1) / 2 * len(self.table)

@@ -27,7 +27,7 @@ class Writer:
     """Makes files and tells those who wait for them.
 
     Args:
-        book: told of images that are done, and of those that cannot be.
+        book: records the images that are done and those that failed.
         metrics: likewise.
         output: the folder in which finished images are saved as well; None for none.
     """

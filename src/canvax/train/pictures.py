@@ -315,11 +315,11 @@ def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, colum
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
             columns = ", ".join(str(one) for one in row if one) if isinstance(row, dict) else ""
-            told = f"has no file_name; its columns are {columns:.80}" if columns else "has no file_name"
-            told += "; part columns with commas" if re.search(r"[;|\t]", columns) else ""
+            problem = f"has no file_name; its columns are {columns:.80}" if columns else "has no file_name"
+            problem += "; part columns with commas" if re.search(r"[;|\t]", columns) else ""
             if columns and "file_name" in row:
-                told = f"has the file_name {row['file_name']!r:.80}, which is not text"
-            raise InputError(f"{source}: {table}: row {number} {told}")
+                problem = f"has the file_name {row['file_name']!r:.80}, which is not text"
+            raise InputError(f"{source}: {table}: row {number} {problem}")
         if None in row:  # only in .csv
             raise InputError(
                 f"{source}: {table}: row {number} has more cells than there are columns, from {row[None][0]!r:.80} "

@@ -53,7 +53,7 @@ _DTYPES = {
 def parse_dtype(dtype: DType, argument: str = "dtype", *, quantizes: bool = False) -> DType:
     """A floating point dtype from itself or from any of its usual names.
 
-    ``quantizes``: whether there is an argument ``quantize`` beside it, of which those who ask for 8 bits are told.
+    ``quantizes``: whether there is an argument ``quantize`` beside it, which the error for 8 bits then names.
 
     Raises:
         InputError: not float32, bfloat16 or float16.

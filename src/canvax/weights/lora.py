@@ -369,7 +369,7 @@ def trigger_words(metadata: Mapping[str, str]) -> list[str]:
 def suggested(name: str, metadata: Mapping[str, str]) -> dict[str, Any]:
     """Arguments of a call that an adapter for few steps was made for; none for others.
 
-    LCM (Luo et al. 2023), SDXL-Lightning (Lin et al. 2024), Hyper-SD (Ren et al. 2024), TCD (Zheng et al. 2024), told
+    LCM (Luo et al. 2023), SDXL-Lightning (Lin et al. 2024), Hyper-SD (Ren et al. 2024), TCD (Zheng et al. 2024), known
     by the file's name or its title.
     """
     words = f"{name} {metadata.get('modelspec.title', '')}".lower().replace("_", "-")
