@@ -30,8 +30,8 @@ def check_same(path: Path, metadata: Mapping[str, Any], arguments: argparse.Name
             continue
         if fingerprint(read("ip_image", one.file)) != mark.get("sha256"):
             complain(f"--ip-image {one.file}: is not the one of {path}", label="warning: ")
-        own = one.mask and fingerprint(read("ip_mask", one.mask, grey=True))
-        if own != mark.get("mask_sha256"):
+        mask_mark = one.mask and fingerprint(read("ip_mask", one.mask, grey=True))
+        if mask_mark != mark.get("mask_sha256"):
             complain(f"--ip-mask {one.mask or NONE}: is not the one of {path}", label="warning: ")
         if one.scale != mark.get("scale"):
             complain(f"--ip-image {one.file}: its strength was {mark.get('scale')} in {path}", label="warning: ")

@@ -70,16 +70,16 @@ class Encoding:
                 shares = [wordings[i][0][v].share if v < variants[i] else 0.0 for i in self.rows]
                 whole = whole * self.xp.asarray(shares, self.xp.float32)[:, None, None]
             text = whole if v == 0 else text + whole
-        found = self._pass([[variants[0].chunks[0] for variants in wording] for wording in wordings])
-        return {**{name: array for name, array in found.items() if name != "text"}, "text": text}
+        features = self._pass([[variants[0].chunks[0] for variants in wording] for wording in wordings])
+        return {**{name: array for name, array in features.items() if name != "text"}, "text": text}
 
     def _lengthened(self, chunks: list[Any], counts: Sequence[int], at: int) -> Any:
         """The chunks of one image, repeated, or filled up with empty ones."""
         count = counts[self.rows[at]]
-        own = [chunk[at] for chunk in chunks[:count]]
+        features = [chunk[at] for chunk in chunks[:count]]
         if self.chunks % count == 0:
-            return self.xp.concatenate(own * (self.chunks // count))
-        return self.xp.concatenate([*own, *[self._empty_features(len(counts))[at]] * (self.chunks - count)])
+            return self.xp.concatenate(features * (self.chunks // count))
+        return self.xp.concatenate([*features, *[self._empty_features(len(counts))[at]] * (self.chunks - count)])
 
     def _weighed(self, wordings: Sequence[Wording], variant: int, chunk: int) -> Any:
         """Features of one chunk of one variant of each image, with the weights of its tokens."""
@@ -93,11 +93,11 @@ class Encoding:
             return features
         parts, begin, empty = [], 0, self._empty_features(len(chosen))
         for i, encoder in enumerate(self.model.text.encoders):
-            own = slice(begin, begin + encoder.width)
-            heavy = weighed(features[..., own], weights[:, i].astype(np.float32), empty[..., own],
+            columns = slice(begin, begin + encoder.width)
+            heavy = weighed(features[..., columns], weights[:, i].astype(np.float32), empty[..., columns],
                             self.syntax)  # fmt: skip
             plain = (weights[:, i] == 1).all(axis=1)[:, None, None]  # the very bits where there is no weight
-            parts.append(self.xp.where(plain, features[..., own], heavy))
+            parts.append(self.xp.where(plain, features[..., columns], heavy))
             begin += encoder.width
         return self.xp.concatenate(parts, axis=-1)
 

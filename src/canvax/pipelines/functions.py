@@ -89,9 +89,9 @@ def encode_image(model: Model, params: Params, image: Any, height: int | None, w
         raise InputError("image", [], "holds no image", "give a PIL image, a path, an array or a list of these")
     if image is None:
         raise InputError("image", None, "is no image", "give a PIL image, a path, an array or a list of these")
-    given = check_given(image, None, 1.0, (height, width), count, model.vae.factor, Options())
-    assert given is not None
-    pixels = jnp.asarray(np.stack([as_floats(one) for one in given.images]))
+    source = check_given(image, None, 1.0, (height, width), count, model.vae.factor, Options())
+    assert source is not None
+    pixels = jnp.asarray(np.stack([as_floats(one) for one in source.images]))
     return _encode_images(_weights(model, params, "vae"), pixels, cfg=model.vae)[0]
 
 
@@ -128,9 +128,9 @@ def decode(model: Model, params: Params, latents: Array) -> Array:
 def _weights(model: Model, params: Any, component: str) -> Params:
     """The parameters of a component, traced or not."""
     if not isinstance(params, Mapping) or not isinstance(params.get(component), Mapping):
-        found = sorted(map(str, params)) if isinstance(params, Mapping) else type(params).__name__
+        names = sorted(map(str, params)) if isinstance(params, Mapping) else type(params).__name__
         raise InputError(
-            "params", NO_VALUE, f"has no {component!r} ({found!s:.80})", "pass pipe.params, or a dict like it"
+            "params", NO_VALUE, f"has no {component!r} ({names!s:.80})", "pass pipe.params, or a dict like it"
         )
     check_params(model.specs[component], params[component], component, more=True)
     return params[component]

@@ -130,10 +130,10 @@ def noise_of(request: Request) -> HostArray:
         if options.seed_size is None:
             return whole
         factor = request.height // shape[0]
-        own = initial_noise(
+        noise = initial_noise(
             seeds, (options.seed_size[0] // factor, options.seed_size[1] // factor, shape[2]), options.noise
         )
-        return pasted_in_the_middle(whole, own)
+        return pasted_in_the_middle(whole, noise)
 
     if not options.variation_strength:
         return noise(request.seeds)

@@ -164,8 +164,8 @@ class Tiles:
         self._overlap, self._factor = overlap, model.vae.factor
         # A canvas of whole latents that holds a tile at least; what is added goes in the end.
         sides = ((self.height, tall), (self.width, wide))
-        self._sides = rows, columns = [max(math.ceil(side / self._factor) * self._factor, own) for side, own in sides]
-        down, across = (starts(side, own, overlap, self._factor) for side, own in ((rows, tall), (columns, wide)))
+        self._sides = rows, columns = [max(math.ceil(side / self._factor) * self._factor, tile) for side, tile in sides]
+        down, across = (starts(side, tile, overlap, self._factor) for side, tile in ((rows, tall), (columns, wide)))
         self.places = [(row, column) for row in down for column in across]
         large = resized(source, self.height, self.width)
         self.large = extended(large, (0, 0, columns - self.width, rows - self.height))
