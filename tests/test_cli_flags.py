@@ -20,7 +20,7 @@ class TooLateError(BaseException):
 
 
 WORK = (
-    *("canvax.pipelines.loaded.load_components", "canvax.pipelines.loaded.abstract_params"),
+    "canvax.pipelines.loaded.load_components",
     *("canvax.families.base.Model.save", "canvax.families.convert.write_safetensors"),
     *("canvax.planning.plan.compile_programs", "canvax.compile.programs.Programs.ready"),
     *("canvax.server.engine.ImageEngine.start", "canvax.compile.cache.clear"),

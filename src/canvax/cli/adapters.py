@@ -100,7 +100,7 @@ def info_lines(report: Mapping[str, Any]) -> list[str]:
     """What ``canvax info`` shows of an adapter."""
     parts = [f"{count} of {name}" for name, count in report["parts"].items()]
     ranks = report["ranks"]
-    family = report["family"] or (f"text of width {report['text_width']}" if report["text_width"] else "not told")
+    family = report["family"] or (f"text of width {report['text_width']}" if report["text_width"] else "unknown")
     words = [f"{word} ({count} vector{'s' if count > 1 else ''})" for word, count in report["embeddings"].items()]
     facts = {
         "changes": "; ".join(parts),

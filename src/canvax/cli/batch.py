@@ -207,14 +207,14 @@ def _on_ray(arguments: argparse.Namespace, plan: Plan, source: Source, most: int
         raise InputError(
             "mesh", NO_VALUE, "does not go with --ray: each model has all devices that Ray gives it", "leave it out"
         )
-    given = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
-    load = {**{name: getattr(source, name) for name in OF_MODEL}, **given}
+    access = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
+    load = {**{name: getattr(source, name) for name in OF_MODEL}, **access}
     load |= {"scheduler": ZERO_SNR} if source.zero_snr else {}
     load |= {"controlnet": list(source.controlnet)} if source.controlnet else {}
-    told = {"batch_size": arguments.batch_size, "most": most, "quality": arguments.quality}
-    told |= {"model": source.model, "image_format": arguments.format, "load": load}
-    told |= {"ip_adapter": list(source.ip_adapter), "ip_encoder": source.ip_encoder}
-    return on_ray(plan, told, address=arguments.ray, actors=arguments.actors)
+    settings = {"batch_size": arguments.batch_size, "most": most, "quality": arguments.quality}
+    settings |= {"model": source.model, "image_format": arguments.format, "load": load}
+    settings |= {"ip_adapter": list(source.ip_adapter), "ip_encoder": source.ip_encoder}
+    return on_ray(plan, settings, address=arguments.ray, actors=arguments.actors)
 
 
 @contextmanager

@@ -52,9 +52,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         result = pipe([PROMPT] * batch, **usual, options=canvax.Options(progress=False))
         results.append(result)
         for name, timed in others.items():  # side by side with it in each round
-            given = {"image": result.pixels[0], "mask": _half(result.pixels[0])} | TASKS[name]
-            given = {key: value for key, value in given.items() if value is not None}
-            timed.append(pipe([PROMPT] * batch, **usual, **given, options=canvax.Options(progress=False)))
+            inputs = {"image": result.pixels[0], "mask": _half(result.pixels[0])} | TASKS[name]
+            inputs = {key: value for key, value in inputs.items() if value is not None}
+            timed.append(pipe([PROMPT] * batch, **usual, **inputs, options=canvax.Options(progress=False)))
     report |= _figures(pipe, results, batch) | {"versions": versions()}
     if others:
         report["tasks"] = {name: _beside(results, timed) for name, timed in others.items()}

@@ -227,10 +227,10 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
         arguments.quiet = True
     if not arguments.quiet:
         complain(f"loading {source.model}")
-    more: dict[str, Any] = {"controlnet": list(source.controlnet)} if source.controlnet else {}
+    keywords: dict[str, Any] = {"controlnet": list(source.controlnet)} if source.controlnet else {}
     parts: dict[str, Any] = {"vae": source.vae, "prediction_type": source.prediction_type}
     parts["scheduler"] = ZERO_SNR if source.zero_snr else None
-    more |= {name: value for name, value in parts.items() if value is not None}
+    keywords |= {name: value for name, value in parts.items() if value is not None}
     pipe = canvax.load(
         source.model,
         dtype=source.dtype,
@@ -243,7 +243,7 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
         mesh=mesh,
         safety_checker=arguments.safety_checker or None,
         progress=not arguments.quiet,
-        **more,
+        **keywords,
     )
     if not arguments.quiet:
         for name, reason in pipe.model.reasons.items():

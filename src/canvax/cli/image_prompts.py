@@ -20,18 +20,18 @@ def check_same(path: Path, metadata: Mapping[str, Any], arguments: argparse.Name
     adapters = arguments.ip_adapter or []
     named = image_prompts_of(vars(arguments), len(adapters)) if adapters else ()
     if len(named) != len(wanted):
-        told = metadata.get("ip_adapter")
+        names = metadata.get("ip_adapter")
         raise InputError(
             f"{path}: it was generated with {len(wanted)} image prompts; name each with --ip-image and the adapter "
-            f"with --ip-adapter (they were read by {', '.join(map(str, told)) if isinstance(told, list) else 'one'})"
+            f"with --ip-adapter (they were read by {', '.join(map(str, names)) if isinstance(names, list) else 'one'})"
         )
     for one, mark in zip(named, wanted, strict=True):
         if not isinstance(mark, dict):
             continue
         if fingerprint(read("ip_image", one.file)) != mark.get("sha256"):
             complain(f"--ip-image {one.file}: is not the one of {path}", label="warning: ")
-        own = one.mask and fingerprint(read("ip_mask", one.mask, grey=True))
-        if own != mark.get("mask_sha256"):
+        mask_mark = one.mask and fingerprint(read("ip_mask", one.mask, grey=True))
+        if mask_mark != mark.get("mask_sha256"):
             complain(f"--ip-mask {one.mask or NONE}: is not the one of {path}", label="warning: ")
         if one.scale != mark.get("scale"):
             complain(f"--ip-image {one.file}: its strength was {mark.get('scale')} in {path}", label="warning: ")
@@ -46,8 +46,8 @@ def flags_of(metadata: Mapping[str, Any]) -> dict[str, str]:
     masked = any("mask_sha256" in one for one in prompts)
     for i, one in enumerate(prompts):
         scale = one.get("scale")
-        told = f":{scale:g}" if isinstance(scale, int | float) and scale != 1 else ""
-        flags[f"--ip-image {i}"] = f"PROMPT{i + 1}{told}"
+        suffix = f":{scale:g}" if isinstance(scale, int | float) and scale != 1 else ""
+        flags[f"--ip-image {i}"] = f"PROMPT{i + 1}{suffix}"
         if masked:
             flags[f"--ip-mask {i}"] = f"MASK{i + 1}" if "mask_sha256" in one else NONE
     return flags

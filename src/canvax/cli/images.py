@@ -86,10 +86,10 @@ class ImageRequest:
     @property
     def shared(self) -> tuple[Any, ...]:
         """What images of one call must have in common. SDXL treats no negative prompt unlike an empty one."""
-        size, given = (self.height, self.width), (self.image is None, self.mask is None, self.strength)
-        given = (*given, tuple(one is None for one in self.control), structure(self.image_prompts))
-        more = (self.options, self.negative is None, *given, self.adapters)
-        return *size, self.steps, self.guidance, self.sampler, *more
+        size, inputs = (self.height, self.width), (self.image is None, self.mask is None, self.strength)
+        inputs = (*inputs, tuple(one is None for one in self.control), structure(self.image_prompts))
+        key = (self.options, self.negative is None, *inputs, self.adapters)
+        return *size, self.steps, self.guidance, self.sampler, *key
 
     def checked(self, model: Model) -> Request:
         """The call of a pipeline that generates this image alone."""
@@ -122,8 +122,8 @@ class Source:
 
 def source_of(arguments: argparse.Namespace) -> Source:
     """The model that flags name."""
-    own: dict[str, Any] = {name: getattr(arguments, name) for name in OF_MODEL}
-    return Source(arguments.model or "emoji", **own, **networks_of(arguments), zero_snr=arguments.zero_snr)
+    settings: dict[str, Any] = {name: getattr(arguments, name) for name in OF_MODEL}
+    return Source(arguments.model or "emoji", **settings, **networks_of(arguments), zero_snr=arguments.zero_snr)
 
 
 def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = ()) -> tuple[list[ImageRequest], Source]:
@@ -191,8 +191,8 @@ def _requests(
             read_all(prompted)
             checked = (image, mask, strength, height, width, options, control)
             if checked not in sizes:  # each file is read once
-                given = check_given(image, mask, strength, (height, width), 1, SIZE_STEP, options)
-                sizes[checked] = (height, width) if given is None or given.boxes else given.size
+                source = check_given(image, mask, strength, (height, width), 1, SIZE_STEP, options)
+                sizes[checked] = (height, width) if source is None or source.boxes else source.size
                 if control:  # each is read here, before anything is loaded
                     read = control_files(control)
                     size = size_of(read, (height, width), SIZE_STEP) if read else (height, width)
@@ -311,8 +311,8 @@ def _json_line(where: str, line: str) -> dict[str, Any]:
     for name in entry:
         if name != "prompt" and name not in SETTINGS:
             flag = f"it is one for all images: --{name.replace('_', '-')}" if name in _OF_ALL else ""
-            told = flag or nearest(name, ["prompt", *SETTINGS, *ALIASES])
-            raise InputError(f"{where}unknown field {name!r}; {told}")
+            hint = flag or nearest(name, ["prompt", *SETTINGS, *ALIASES])
+            raise InputError(f"{where}unknown field {name!r}; {hint}")
     if "prompt" not in entry:
         raise InputError(where + ("'prompt' is null; write a text" if "prompt" in fields else "has no field 'prompt'"))
     return entry
@@ -351,9 +351,11 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
         complain(f"{path}: its initial noise was given as an array and is not in the file", label="warning: ")
     elif "noise" in metadata:
         settings["noise"] = metadata["noise"]
-    own = "canvax" in metadata
-    recorded = {"model": recorded_model(metadata)} | {name: metadata.get(name) if own else None for name in OF_MODEL}
-    if not own:
+    by_canvax = "canvax" in metadata
+    recorded = {"model": recorded_model(metadata)} | {
+        name: metadata.get(name) if by_canvax else None for name in OF_MODEL
+    }
+    if not by_canvax:
         _warn_of_losses(path, metadata)
         if not (arguments.model or recorded["model"]):
             model = f"was generated with {metadata['model']!r}" if metadata.get("model") else "does not name its model"
@@ -366,7 +368,7 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
         recorded["revision"] = recorded["variant"] = None
     model = arguments.model or recorded["model"] or "emoji"
     own_parts: dict[str, Any] = {name: getattr(arguments, name) or recorded[name] for name in OF_MODEL}
-    scheduler = metadata.get("scheduler") if own else None
+    scheduler = metadata.get("scheduler") if by_canvax else None
     if scheduler and scheduler != ZERO_SNR:
         complain(f"{path}: its scheduler {scheduler} is for Python: canvax.load(scheduler=...)", label="warning: ")
     return settings, Source(model, **own_parts, zero_snr=scheduler == ZERO_SNR)

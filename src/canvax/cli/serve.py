@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def _check_body(text: str) -> int:
-    """The bytes of ``--max-body``, told of where no request fits into them."""
+    """The bytes of ``--max-body``; an error if no request fits into them."""
     count = byte_count("max_body", text)
     if count < _LEAST_BODY:
         warn(HintWarning("max_body", text, f"is {count} bytes, too few for most requests", "32MB is usual"))

@@ -34,18 +34,18 @@ class Axis:
         Raises:
             InputError: it is not a setting with values.
         """
-        given, equals, values = text.partition("=")
-        name = given.strip().lower().replace("-", "_")
+        label, equals, values = text.partition("=")
+        name = label.strip().lower().replace("-", "_")
         name = ALIASES.get(name, name)
         known = ["prompt", *SETTINGS]
         if name not in known or name == "num_images_per_prompt":
             raise InputError(
-                argument, text, f"begins with {given!r}, which is not a setting", nearest(name, [*known, *ALIASES])
+                argument, text, f"begins with {label!r}, which is not a setting", nearest(name, [*known, *ALIASES])
             )
         cells = [value.strip() for value in values.split(";" if ";" in values else ",")]
         if not equals or not all(cells):
             raise InputError(argument, text, "has no values", "write them behind =, such as steps=10,20,40")
-        return cls(name, given.strip(), [_value(name, cell) for cell in cells])
+        return cls(name, label.strip(), [_value(name, cell) for cell in cells])
 
     def labels(self) -> list[str]:
         """What stands beside each row or above each column."""

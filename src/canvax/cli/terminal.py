@@ -49,7 +49,7 @@ def _print(text: str) -> None:
     flush(f"{text}\n")
 
 
-def flush(more: str = "") -> None:
+def flush(text: str = "") -> None:
     """Write what stdout still holds, and ``more``.
 
     Raises:
@@ -58,7 +58,7 @@ def flush(more: str = "") -> None:
     """
     try:
         if sys.stdout is not None:  # closed by the shell: >&-
-            sys.stdout.write(more)
+            sys.stdout.write(text)
             sys.stdout.flush()
     except BrokenPipeError:
         raise

@@ -105,8 +105,8 @@ class LoadedAdapter:
     def factor(self, key: Key) -> float:
         """How strong it is for one parameter: by the longest name that leads there."""
         path = ".".join(key)
-        found = [name for name in self.weights if not name or path == name or path.startswith(f"{name}.")]
-        return self.weights[max(found, key=len)] if found else 1.0
+        matches = [name for name in self.weights if not name or path == name or path.startswith(f"{name}.")]
+        return self.weights[max(matches, key=len)] if matches else 1.0
 
 
 class AdapterFiles:
@@ -439,9 +439,9 @@ class Adapters(Mapping[str, LoadedAdapter]):
         """
         if others or not isinstance(weights, Mapping):
             pair = (weights, *others) if isinstance(weights, list | tuple) else ()
-            such = dict(zip(*pair, strict=False)) if len(pair) == 2 and isinstance(pair[1], list | tuple) else {}
-            told = f"weights={weights!r:.80} is not a table of weights by name"
-            raise InputError(f"{told}; write pipe.adapters.set({such or {'style': 0.8}})")
+            example = dict(zip(*pair, strict=False)) if len(pair) == 2 and isinstance(pair[1], list | tuple) else {}
+            message = f"weights={weights!r:.80} is not a table of weights by name"
+            raise InputError(f"{message}; write pipe.adapters.set({example or {'style': 0.8}})")
         with self._pipe.changing:
             for name in weights:
                 self._check_known(name)
@@ -557,8 +557,8 @@ class Adapters(Mapping[str, LoadedAdapter]):
             for one in self._loaded.values()
             if one.place is None and any(one.weights.values())
         }
-        found: dict[str, Any] = {"adapters": active} if active else {}
-        return found | (
+        result: dict[str, Any] = {"adapters": active} if active else {}
+        return result | (
             {"embeddings": {name: word.source for name, word in self._words.items()}} if self._words else {}
         )
 
@@ -586,13 +586,13 @@ class Adapters(Mapping[str, LoadedAdapter]):
         Raises:
             InputError: a word is taken, or there are too few rows.
         """
-        found: dict[str, _Word] = {}
+        words: dict[str, _Word] = {}
         for embedding in embeddings:
-            if embedding.name.lower() in {word.lower() for word in (*self._words, *found)}:
+            if embedding.name.lower() in {word.lower() for word in (*self._words, *words)}:
                 raise InputError("token", embedding.name, "is loaded already", "remove it first, or give another token")
             ids = {}
             for part, vectors in embedding.vectors.items():
-                used = {i for word in (*self._words.values(), *found.values()) for i in word.ids.get(part, ())}
+                used = {i for word in (*self._words.values(), *words.values()) for i in word.ids.get(part, ())}
                 free = [i for i in self._model.tokenizers[part].spare if i not in used]
                 if len(free) < len(vectors):
                     raise InputError(
@@ -603,8 +603,8 @@ class Adapters(Mapping[str, LoadedAdapter]):
                     )
                 ids[part] = tuple(free[: len(vectors)])
             self._hint(embedding)
-            found[embedding.name] = _Word(source, token, ids, embedding.vectors, source_keywords)
-        return found
+            words[embedding.name] = _Word(source, token, ids, embedding.vectors, source_keywords)
+        return words
 
     def _hint(self, embedding: Embedding) -> None:
         """Warn of what a word most likely should not be."""
@@ -687,8 +687,8 @@ def shares_of(
     for tag in sorted({tag for one in tags for tag in one}):
         _put_beside(adapters, bank, tag, named)
     images = [
-        image | {tag: per_image(tag, _there(weight, bank), bank.components) for tag, weight in own.items()}
-        for image, own in zip(images, (one for one in tags for _ in range(per_prompt)), strict=True)
+        image | {tag: per_image(tag, _there(weight, bank), bank.components) for tag, weight in by_tag.items()}
+        for image, by_tag in zip(images, (one for one in tags for _ in range(per_prompt)), strict=True)
     ]
     for name in named:
         if adapters[name].place is None:
@@ -716,7 +716,7 @@ def _without_tags(prompt: Any, *, read: bool) -> tuple[Any, list[Tags]]:
     if not isinstance(prompts, list | tuple) or not all(isinstance(one, str) for one in prompts):
         return prompt, [{}]  # which is refused elsewhere
     tags = [tags_of(one) if read else {} for one in prompts]
-    words = [without_networks(one) if own else one for one, own in zip(prompts, tags, strict=True)]
+    words = [without_networks(one) if tag else one for one, tag in zip(prompts, tags, strict=True)]
     return words[0] if isinstance(prompt, str) else words, tags
 
 
@@ -763,8 +763,8 @@ def per_image(name: str, weight: Any, components: Sequence[str]) -> Weights:
     Raises:
         InputError: it is no number and no table of numbers by network.
     """
-    found = parse_weight(weight, None)
-    if deeper := found.keys() - {"", *components}:
+    weights = parse_weight(weight, None)
+    if deeper := weights.keys() - {"", *components}:
         raise InputError(
             "adapters",
             NO_VALUE,
@@ -772,7 +772,7 @@ def per_image(name: str, weight: Any, components: Sequence[str]) -> Weights:
             f"an image's weight is a number or a table by network ({', '.join(components)}); blocks have weights with "
             "pipe.adapters.set",
         )
-    return found
+    return weights
 
 
 def share_rows(images: Sequence[OwnAdapters], places: Mapping[str, int], bank: Bank) -> dict[str, HostArray]:
@@ -863,19 +863,19 @@ class Merging:
             return self._merged(key, base, change) if change.parts or change.rows else self._whole(key, base)
 
         with ThreadPoolExecutor(THREADS, "canvax-merge") as pool:
-            found = dict(zip(changes, pool.map(one, changes), strict=True))
-        for key, arrays in found.items():
+            arrays_by_key = dict(zip(changes, pool.map(one, changes), strict=True))
+        for key, arrays in arrays_by_key.items():
             if changes[key].parts or changes[key].rows:
                 self._kept[key] = kept[key]._replace(ours=arrays[key[1]])
             else:
                 self._kept.pop(key, None)
-        return _replaced(params, found)
+        return _replaced(params, arrays_by_key)
 
     def without(self, params: Params, component: str) -> Params:
         """The parameters of a component as they are without adapters."""
         kept = {key: self._base(params, key) for key in self._kept if key[0] == component}
-        found = {key: self._whole(key, one) for key, one in kept.items() if one is self._kept[key]}
-        return _replaced(params, found)[component]
+        originals = {key: self._whole(key, one) for key, one in kept.items() if one is self._kept[key]}
+        return _replaced(params, originals)[component]
 
     def _base(self, params: Params, key: Key) -> _Kept:
         """A parameter without adapters: what is kept, or what is there now if it is not ours."""
@@ -927,11 +927,11 @@ class Merging:
         return {name: place(self._declared[component, name], array, self._mesh) for name, array in arrays.items()}
 
 
-def _replaced(params: Params, found: Mapping[Key, Mapping[str, Array]]) -> Params:
+def _replaced(params: Params, arrays_by_key: Mapping[Key, Mapping[str, Array]]) -> Params:
     """``params`` with the arrays of ``found``, by component and name."""
-    changed = {component for component, _ in found}
+    changed = {component for component, _ in arrays_by_key}
     new = {name: _copied(tree) if name in changed else tree for name, tree in params.items()}
-    for (component, _), arrays in found.items():
+    for (component, _), arrays in arrays_by_key.items():
         for name, array in arrays.items():
             *parents, last = name.split(".")
             _inner(new[component], parents)[last] = array

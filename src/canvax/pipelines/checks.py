@@ -23,7 +23,7 @@ LONGEST_PROMPT = 100_000
 """Letters of a prompt, of which at most 8 chunks of 75 tokens are read: splitting more takes long and is in vain."""
 SIZE_STEP = 8
 LARGEST_WHOLE = 1536 * 1536
-"""Pixels up to which images are decoded whole unless told otherwise. Free memory has no say: the same seed gives the
+"""Pixels up to which images are decoded whole by default. Free memory has no say: the same seed gives the
 same image on every machine."""
 
 
@@ -75,7 +75,7 @@ def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str
 
 
 def check_second(name: str, value: Any, otherwise: list[str], per_prompt: int) -> list[str]:
-    """What the second text encoder reads for each image: the same as the first unless told otherwise."""
+    """What the second text encoder reads for each image: by default the same as the first."""
     if value is None:
         return otherwise
     count = len(otherwise) // per_prompt
@@ -110,17 +110,17 @@ def check_size(name: str, value: Any, default: int, factor: int = SIZE_STEP) -> 
     return value
 
 
-def check_steps(value: Any, own: int | None, default: int, most: int) -> int:
+def check_steps(value: Any, listed: int | None, default: int, most: int) -> int:
     """Number of steps: as given, as the user's ``own`` levels or timesteps make, or the model's default."""
     if (value := plain(value, "num_inference_steps")) is None:
-        return own or default
+        return listed or default
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= most:
         raise InputError("num_inference_steps", value, f"is not a whole number in 1..{most}", "20 to 50 is usual")
-    if own not in (None, int(value)):
+    if listed not in (None, int(value)):
         raise InputError(
             "num_inference_steps",
             value,
-            f"does not go with {own} levels, timesteps or scales (sigmas, timesteps, guidance_steps)",
+            f"does not go with {listed} levels, timesteps or scales (sigmas, timesteps, guidance_steps)",
             "leave it out",
         )
     return int(value)
@@ -130,10 +130,10 @@ def check_guidance(scale: Any, default: float) -> float:
     """Guidance scale: a number that leaves an image; beyond ``MOST_GUIDANCE`` there is none."""
     several = isinstance(scale, list | tuple) or getattr(scale, "ndim", 0)
     cure = "give one for each step with {guidance_steps}" if several else "7.5 is usual, 1 or less switches it off"
-    found = default if scale is None else check_number("guidance_scale", scale, cure)
-    if abs(found) > MOST_GUIDANCE:
-        raise InputError("guidance_scale", found, f"is beyond {MOST_GUIDANCE}", cure)
-    return found
+    guidance = default if scale is None else check_number("guidance_scale", scale, cure)
+    if abs(guidance) > MOST_GUIDANCE:
+        raise InputError("guidance_scale", guidance, f"is beyond {MOST_GUIDANCE}", cure)
+    return guidance
 
 
 def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -> np.ndarray | None:
@@ -188,7 +188,7 @@ def check_seeds(seed: Any, count: int) -> list[int]:
             raise InputError(
                 "seed", NO_VALUE, f"has {len(seed)} entries for {count} images", "give one, or one for each"
             )
-        return [image_seeds(plain(seed_of_key(own), "seed"), 1)[0] for own in seed]
+        return [image_seeds(plain(seed_of_key(key), "seed"), 1)[0] for key in seed]
     return image_seeds(plain(seed, "seed"), count)
 
 

@@ -73,8 +73,8 @@ def size_of(images: Iterable[Image.Image], asked: tuple[Any, Any], factor: int) 
             "control", NO_VALUE, "has images of several sizes", "give {height} and {width}, which they are resized to"
         )
     ((width, height),) = sizes
-    for name, side, given in (("height", height, asked[0]), ("width", width, asked[1])):
-        if given is None and side % factor:
+    for name, side, side_length in (("height", height, asked[0]), ("width", width, asked[1])):
+        if side_length is None and side % factor:
             below = side // factor * factor
             raise InputError(
                 "control",
@@ -118,11 +118,14 @@ def check_control(model: Model, control: Any, count: int, options: Options) -> C
             "cannot be combined with padding_mask_crop: the control image is of the whole image",
             "leave one out",
         )
-    given: Sequence[Any] = [control] if len(nets) == 1 else control
+    by_network: Sequence[Any] = [control] if len(nets) == 1 else control
     if len(nets) > 1 and (not isinstance(control, list | tuple) or len(control) != len(nets)):
-        told = len(control) if isinstance(control, list | tuple) else "one"
+        entries = len(control) if isinstance(control, list | tuple) else "one"
         raise InputError(
-            "control", NO_VALUE, f"has {told} for {len(nets)} networks", "give a list with an image for each, or None"
+            "control",
+            NO_VALUE,
+            f"has {entries} for {len(nets)} networks",
+            "give a list with an image for each, or None",
         )
     for name in OPTIONS:
         if isinstance(value := getattr(options, name), tuple) and len(value) != len(nets):
@@ -131,7 +134,7 @@ def check_control(model: Model, control: Any, count: int, options: Options) -> C
             )
     images = {
         name: read_typed(net, value, count) if isinstance(net, UnionNet) else read_shown(value, count)
-        for (name, net), value in zip(nets, given, strict=True)
+        for (name, net), value in zip(nets, by_network, strict=True)
         if value is not None
     }
     marks = {name: [mark_of(shown) for shown in found] for name, found in images.items()}
@@ -187,7 +190,7 @@ def encode_controls(
     split, alone = over_batch(programs.mesh), padded_batch(1, programs.mesh)
     batch = padded_batch(count, programs.mesh)
     nets = dict(programs.networks.controls)
-    found: dict[str, tuple[Any, ...]] = {}
+    inputs: dict[str, tuple[Any, ...]] = {}
     for name, images in control.images.items():
 
         def read(image: Image.Image, name: str = name) -> tuple[HostArray, ...]:
@@ -205,8 +208,8 @@ def encode_controls(
             else:
                 kept.append(parts[0])
         whole = [np.stack([*parts, *[parts[-1]] * (batch - len(parts))]) for parts in zip(*kept, strict=True)]
-        found[name] = tuple(put(part, split) for part in whole)
-    return found
+        inputs[name] = tuple(put(part, split) for part in whole)
+    return inputs
 
 
 MOST_WEIGHT = 10
@@ -255,13 +258,13 @@ def read_typed(net: UnionNet, value: Any, count: int) -> list[tuple[Shown, ...]]
         InputError: a type is unknown or there twice, or an image is none.
     """
     if isinstance(value, Mapping):
-        own = {str(key): (_type_of(net, key), read_images("control", one, count)) for key, one in value.items()}
-        if not own:
+        typed = {str(key): (_type_of(net, key), read_images("control", one, count)) for key, one in value.items()}
+        if not typed:
             raise InputError("control", value, "names no type of control image", _known(net))
-        _check_once(own)
-        several = max(len(images) for _, images in own.values())
+        _check_once(typed)
+        several = max(len(images) for _, images in typed.values())
         return [
-            tuple(Shown(images[i % len(images)], label, *kind) for label, (kind, images) in own.items())
+            tuple(Shown(images[i % len(images)], label, *kind) for label, (kind, images) in typed.items())
             for i in range(several)
         ]
     if isinstance(value, list | tuple) and value and all(isinstance(one, Mapping) for one in value):
@@ -311,9 +314,9 @@ def _type_of(net: UnionNet, key: Any) -> tuple[int, float]:
     return slot, strength
 
 
-def _check_once(own: Mapping[str, tuple[Any, ...]]) -> None:
+def _check_once(typed: Mapping[str, tuple[Any, ...]]) -> None:
     first: dict[int, str] = {}
-    for label, ((slot, _), _) in own.items():
+    for label, ((slot, _), _) in typed.items():
         if slot in first:
             raise InputError(
                 "control", NO_VALUE, f"has {first[slot]!r} and {label!r}, which are one type of the network", "give one"
@@ -327,8 +330,8 @@ def _names(net: UnionNet) -> list[str]:
 
 def _known(net: UnionNet) -> str:
     """The types of a network, for errors."""
-    own = [" = ".join(name for name, at in TYPES.items() if at == slot) or "-" for slot in range(net.types)]
-    return "its types are " + ", ".join(f"{slot} {names}" for slot, names in enumerate(own))
+    slots = [" = ".join(name for name, at in TYPES.items() if at == slot) or "-" for slot in range(net.types)]
+    return "its types are " + ", ".join(f"{slot} {names}" for slot, names in enumerate(slots))
 
 
 ControlFile = tuple[str, str, str | None]
@@ -363,12 +366,12 @@ def control_of(settings: Mapping[str, Any]) -> ControlEntry:
         or len(kinds) not in (0, 1, len(files))
     ):
         raise InputError("control_from", kinds, f"is not a kind of map, or one for each of {len(files)} control images")
-    found = []
+    entries = []
     for i, file in enumerate(files):
         kind = kinds[i if len(kinds) > 1 else 0].strip() if kinds else NONE
         made = None if kind == NONE else kind
-        found.append(None if file in (None, NONE) else tuple((*one, made) for one in _by_type(file)))
-    return tuple(found)
+        entries.append(None if file in (None, NONE) else tuple((*one, made) for one in _by_type(file)))
+    return tuple(entries)
 
 
 def _by_type(text: str) -> list[tuple[str, str]]:
@@ -401,18 +404,18 @@ def control_files(control: ControlEntry) -> list[Image.Image]:
 
 def control_marks(control: ControlEntry) -> list[Any]:
     """As metadata has them: for each network the SHA-256 of its image, or of those with types a dict."""
-    found = []
+    entries = []
     for shown in control:
         marks = {label: fingerprint(_read(*one)) for label, *one in shown or ()}
-        found.append(marks.get("", marks) or None)
-    return found
+        entries.append(marks.get("", marks) or None)
+    return entries
 
 
 def control_argument(batch: Sequence[ControlEntry]) -> Any:
     """``control=`` of a call for images with these control images; one that all share is read once."""
     nets = []
     for i in range(len(batch[0])):
-        own = [control[i] for control in batch]
-        images = [None if one is None else read_control(one) for one in own]
-        nets.append(images[0] if len(set(own)) == 1 else images)
+        entries = [control[i] for control in batch]
+        images = [None if one is None else read_control(one) for one in entries]
+        nets.append(images[0] if len(set(entries)) == 1 else images)
     return nets if len(nets) > 1 else nets[0] if nets else None

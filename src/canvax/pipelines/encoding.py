@@ -74,16 +74,16 @@ class Encoding:
                 shares = [wordings[i][0][v].share if v < variants[i] else 0.0 for i in self.rows]
                 whole = whole * self.xp.asarray(shares, self.xp.float32)[:, None, None]
             text = whole if v == 0 else text + whole
-        found = self._pass([[variants[0].chunks[0] for variants in wording] for wording in wordings])
-        return {**{name: array for name, array in found.items() if name != "text"}, "text": text}
+        features = self._pass([[variants[0].chunks[0] for variants in wording] for wording in wordings])
+        return {**{name: array for name, array in features.items() if name != "text"}, "text": text}
 
     def _lengthened(self, chunks: list[Any], counts: Sequence[int], at: int) -> Any:
         """The chunks of one image, repeated, or filled up with empty ones."""
         count = counts[self.rows[at]]
-        own = [chunk[at] for chunk in chunks[:count]]
+        features = [chunk[at] for chunk in chunks[:count]]
         if self.chunks % count == 0:
-            return self.xp.concatenate(own * (self.chunks // count))
-        return self.xp.concatenate([*own, *[self._empty_features(len(counts))[at]] * (self.chunks - count)])
+            return self.xp.concatenate(features * (self.chunks // count))
+        return self.xp.concatenate([*features, *[self._empty_features(len(counts))[at]] * (self.chunks - count)])
 
     def _weighed(self, wordings: Sequence[Wording], variant: int, chunk: int) -> Any:
         """Features of one chunk of one variant of each image, with the weights of its tokens."""
@@ -97,11 +97,11 @@ class Encoding:
             return features
         parts, begin, empty = [], 0, self._empty_features(len(chosen))
         for i, encoder in enumerate(self.model.text.encoders):
-            own = slice(begin, begin + encoder.width)
-            heavy = weighed(features[..., own], weights[:, i].astype(np.float32), empty[..., own],
+            columns = slice(begin, begin + encoder.width)
+            heavy = weighed(features[..., columns], weights[:, i].astype(np.float32), empty[..., columns],
                             self.syntax)  # fmt: skip
             plain = (weights[:, i] == 1).all(axis=1)[:, None, None]  # the very bits where there is no weight
-            parts.append(self.xp.where(plain, features[..., own], heavy))
+            parts.append(self.xp.where(plain, features[..., columns], heavy))
             begin += encoder.width
         return self.xp.concatenate(parts, axis=-1)
 
@@ -142,7 +142,7 @@ def ids_of(model: Model, wordings: Sequence[Wording], chunks: int) -> Ids:
 
 
 class Encoded(NamedTuple):
-    """What the images of a call are told, on the devices.
+    """The conditions of the images of a call, on the devices.
 
     Attributes:
         first: from the beginning.
@@ -194,7 +194,7 @@ def encode(
         whole[rows] = array.astype(dtype)
         return put(whole, split)
 
-    def told(wordings: list[Wording], embeds: Embeds | None, *, negative: bool) -> Conditions:
+    def conditions_for(wordings: list[Wording], embeds: Embeds | None, *, negative: bool) -> Conditions:
         if embeds is not None:
             text, rows_of_all = embeds["text"], request.chunks * model.text.tokens
             if model.text.whole:
@@ -217,9 +217,9 @@ def encode(
         return found | {name: put(np.tile(row, (batch, 1)), split) for name, row in numbers[negative].items()}
 
     def at(stage: Stage) -> Prompts:
-        prompts = [told(part, request.embeds[0], negative=False) for part in stage.parts]
+        prompts = [conditions_for(part, request.embeds[0], negative=False) for part in stage.parts]
         if request.guided:
-            prompts.insert(0, told(stage.negatives, request.embeds[1], negative=True))
+            prompts.insert(0, conditions_for(stage.negatives, request.embeds[1], negative=True))
         return tuple(prompts)
 
     first, *rest = request.texts.stages

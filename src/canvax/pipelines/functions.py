@@ -128,9 +128,9 @@ def decode(model: Model, params: Params, latents: Array) -> Array:
 def _weights(model: Model, params: Any, component: str) -> Params:
     """The parameters of a component, traced or not."""
     if not isinstance(params, Mapping) or not isinstance(params.get(component), Mapping):
-        found = sorted(map(str, params)) if isinstance(params, Mapping) else type(params).__name__
+        names = sorted(map(str, params)) if isinstance(params, Mapping) else type(params).__name__
         raise InputError(
-            "params", NO_VALUE, f"has no {component!r} ({found!s:.80})", "pass pipe.params, or a dict like it"
+            "params", NO_VALUE, f"has no {component!r} ({names!s:.80})", "pass pipe.params, or a dict like it"
         )
     check_params(model.specs[component], params[component], component, more=True)
     return params[component]

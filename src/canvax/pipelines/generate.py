@@ -251,7 +251,9 @@ def two_passes(
     both = {name: first.timings[name] + value for name, value in second.timings.items()}
     records, images = first.metadata, second.images
     if not request.on_device:
-        images = [GeneratedImage.of(image, own) for image, own in zip(to_pil(second.pixels), records, strict=True)]
+        images = [
+            GeneratedImage.of(image, record) for image, record in zip(to_pil(second.pixels), records, strict=True)
+        ]
     return replace(
         second,
         images=images,
@@ -374,8 +376,8 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
 
 def _given(request: Request, index: int) -> dict[str, str]:
     """By which pixels the image and the mask of one image are known again."""
-    found = request.given.fingerprints if request.given else {}
-    return {f"{name}_sha256": entry(values, index) for name, values in found.items()}
+    fingerprints = request.given.fingerprints if request.given else {}
+    return {f"{name}_sha256": entry(values, index) for name, values in fingerprints.items()}
 
 
 def _control(model: Model, request: Request, index: int) -> dict[str, list[Any]]:

@@ -50,11 +50,11 @@ def _there(model: Model, request: Request) -> dict[str, tuple[bool, str]]:
     """Whether the conditions that options need hold, with words for each."""
     options, given, again = request.options, request.given, request.options.hires > 1
     again = again and options.hires_method == "pixel"  # the second pass encodes the first one's image
-    own = options.settings.get("timesteps") is not None or isinstance(options.sigmas, tuple)
+    fixed = options.settings.get("timesteps") is not None or isinstance(options.sigmas, tuple)
     texts = not all(embeds is not None for embeds in request.embeds[: 1 + request.guided])
     anew = given is not None and given.from_noise and options.mask_fill in ("noise", "nothing")
     return {
-        "free spacing": (not own, "steps to place: sigmas or timesteps fix them"),
+        "free spacing": (not fixed, "steps to place: sigmas or timesteps fix them"),
         "seed's noise": (request.latents is None, "a seed's noise, in place of which there are latents"),
         "text": (texts, "a prompt as text"),
         "prompt as text": (request.embeds[0] is None, "a prompt as text"),
@@ -103,8 +103,8 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
     strange = dict.fromkeys(word for text in words for word in model.concepts.unknown(text))
     known = {part for name in added for part in name.lower().split()}
     if unknown := [word for word in strange if word not in known]:
-        more = f" and {len(unknown) - LISTED} more" if len(unknown) > LISTED else ""
-        problem = f"has words that {model.name} has never seen: {', '.join(unknown[:LISTED])}{more}"
+        rest = f" and {len(unknown) - LISTED} more" if len(unknown) > LISTED else ""
+        problem = f"has words that {model.name} has never seen: {', '.join(unknown[:LISTED])}{rest}"
         yield HintWarning("prompt", NO_VALUE, problem, f"canvax info {model.name} --prompts lists what it knows")
     (tall, wide), pixels = model.native_size, request.height * request.width
     if not tall * wide / FAR <= pixels <= tall * wide * FAR:

@@ -79,7 +79,7 @@ class Checked:
         negative: likewise, or None.
         scales: [n, L] float32.
         masks: grey, of whatever size; empty for none.
-        told: scales as they were given.
+        raw_scales: scales as the caller passed them.
         marks: by which pixels or numbers it is known again.
         mask_marks: likewise its mask.
     """
@@ -90,13 +90,13 @@ class Checked:
     negative: HostArray | None
     scales: HostArray
     masks: list[Image.Image]
-    told: list[Any]
+    raw_scales: list[Any]
     marks: list[str]
     mask_marks: list[str]
 
 
 class Reading(NamedTuple):
-    """What a run is told of its image prompts: for each half of guidance, by component."""
+    """The image prompts of a run: for each half of guidance, by component."""
 
     positive: dict[str, ImageKV]
     negative: dict[str, ImageKV]
@@ -119,13 +119,13 @@ class ImagePrompts:
     @cached_property
     def kinds(self) -> tuple[PromptKind, ...]:
         """What decides the programs."""
-        found = []
+        kinds = []
         for name, net in self.adapters.items():
-            own = [prompt for prompt in self.prompts if prompt.component == name]
-            if own:
-                shape = self._shape(net, own[0])
-                found.append(PromptKind(name, len(own), any(one.masks for one in own), shape))
-        return tuple(found)
+            prompts = [prompt for prompt in self.prompts if prompt.component == name]
+            if prompts:
+                shape = self._shape(net, prompts[0])
+                kinds.append(PromptKind(name, len(prompts), any(one.masks for one in prompts), shape))
+        return tuple(kinds)
 
     def _shape(self, net: IPAdapter, prompt: Checked) -> tuple[int, ...]:
         if prompt.embeds is not None:
@@ -146,12 +146,12 @@ class ImagePrompts:
     def record(self, index: int) -> list[dict[str, Any]]:
         """What metadata tells of those of one image."""
         names = list(self.adapters)
-        found = []
+        records = []
         for one in self.prompts:
-            own = {"adapter": names.index(one.component), "scale": _entry(one.told, index)}
-            own |= {"sha256": _entry(one.marks, index)}
-            found.append(own | ({"mask_sha256": _entry(one.mask_marks, index)} if one.mask_marks else {}))
-        return found
+            record = {"adapter": names.index(one.component), "scale": _entry(one.raw_scales, index)}
+            record |= {"sha256": _entry(one.marks, index)}
+            records.append(record | ({"mask_sha256": _entry(one.mask_marks, index)} if one.mask_marks else {}))
+        return records
 
 
 def check_image_prompts(model: Model, value: Any, count: int, options: Options) -> ImagePrompts | None:
@@ -175,24 +175,24 @@ def check_image_prompts(model: Model, value: Any, count: int, options: Options) 
             f"does not go with {model.name}, which has no IP-Adapter",
             "pipe.with_ip_adapter(file) gives it one (docs/ip-adapter.md)",
         )
-    given = list(value) if isinstance(value, list | tuple) else [value]
-    records = [one for one in given if isinstance(one, ImagePrompt)]
-    if any(isinstance(inner, ImagePrompt) for one in given if isinstance(one, list | tuple) for inner in one):
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    records = [one for one in values if isinstance(one, ImagePrompt)]
+    if any(isinstance(inner, ImagePrompt) for one in values if isinstance(one, list | tuple) for inner in one):
         raise InputError(
             "image_prompt",
             NO_VALUE,
             "has lists of ImagePrompts: one is for all images of the call, and "
             "canvax.ImagePrompt([first, second], scale=[0.5, 1]) gives each image its own",
         )
-    if records and len(records) < len(given):
+    if records and len(records) < len(values):
         raise InputError(
             "image_prompt", NO_VALUE, "has images and ImagePrompts", "give canvax.ImagePrompt(image) for each"
         )
-    if not records and isinstance(value, list | tuple) and len(given) not in (1, count):
+    if not records and isinstance(value, list | tuple) and len(values) not in (1, count):
         raise InputError(
             "image_prompt",
             NO_VALUE,
-            f"has {len(given)} images for {count} images of the call: a list of images is one for "
+            f"has {len(values)} images for {count} images of the call: a list of images is one for "
             "each. For several at once give a list of canvax.ImagePrompt(image)",
         )
     records = records or [ImagePrompt(value)]
@@ -214,15 +214,15 @@ def check_image_prompts(model: Model, value: Any, count: int, options: Options) 
             "leave one out",
         )
     encoder = model.networks.image_encoder
-    found = ImagePrompts(prompts, adapters, encoder.cfg.tokens if encoder else None)
-    if encoder is None and found.sees(guided=True):
+    image_prompts = ImagePrompts(prompts, adapters, encoder.cfg.tokens if encoder else None)
+    if encoder is None and image_prompts.sees(guided=True):
         raise InputError(
             "image_prompt",
             NO_VALUE,
             "needs an image encoder, and this pipeline has none (image_encoder=False)",
             "give embeds, and negative_embeds where the adapter is not a plain one",
         )
-    return found
+    return image_prompts
 
 
 def _checked(model: Model, prompt: ImagePrompt, count: int) -> Checked:
@@ -250,17 +250,17 @@ def _checked(model: Model, prompt: ImagePrompt, count: int) -> Checked:
             "give the same",
         )
     masks = [] if prompt.mask is None else read_images("image_prompt's mask", prompt.mask, count, grey=True)
-    told = list(prompt.scale) if isinstance(prompt.scale, list | tuple) else [prompt.scale]
-    if len(told) not in (1, count):
+    raw_scales = list(prompt.scale) if isinstance(prompt.scale, list | tuple) else [prompt.scale]
+    if len(raw_scales) not in (1, count):
         raise InputError(
-            "image_prompt", NO_VALUE, f"has {len(told)} scales for {count} images", "give one, or one for each"
+            "image_prompt", NO_VALUE, f"has {len(raw_scales)} scales for {count} images", "give one, or one for each"
         )
-    scales = np.stack([layer_scales(scale, net) for scale in told])
+    scales = np.stack([layer_scales(scale, net) for scale in raw_scales])
     marks = [fingerprint(image) for image in images]
     if embeds is not None:
         marks = [hashlib.sha256(one.tobytes()).hexdigest() for one in embeds]
     mask_marks = [fingerprint(mask) for mask in masks]
-    return Checked(component, images, embeds, negative, scales, masks, told, marks, mask_marks)
+    return Checked(component, images, embeds, negative, scales, masks, raw_scales, marks, mask_marks)
 
 
 def _embeds(name: str, value: Any, net: IPAdapter, tokens: int | None, count: int) -> HostArray:
@@ -316,25 +316,25 @@ def layer_scales(scale: Any, net: IPAdapter) -> HostArray:
             raise InputError(
                 "image_prompt", NO_VALUE, f"has a scale for {name!r}", "parts of the UNet are down, mid and up"
             )
-        own = {block: count for (part, block), count in depths.items() if part == parts[name]}
-        blocks = value if isinstance(value, Mapping) else {f"block_{block}": value for block in own}
+        counts = {block: count for (part, block), count in depths.items() if part == parts[name]}
+        blocks = value if isinstance(value, Mapping) else {f"block_{block}": value for block in counts}
         if name == "mid":
             out[[layer.path[0] == "mid_block" for layer in layers]] = _number("scale['mid']", value)
             continue
         for key, each in blocks.items():
-            block = next((block for block in own if key == f"block_{block}"), None)
+            block = next((block for block in counts if key == f"block_{block}"), None)
             where = f"scale[{name!r}][{key!r}]"
             if block is None:
-                names = ", ".join(f"block_{one}" for one in own)
+                names = ", ".join(f"block_{one}" for one in counts)
                 raise InputError(
                     "image_prompt", NO_VALUE, f"has {where}, and {name} has attentions in {names or 'no block'}"
                 )
             numbers = list(each) if isinstance(each, list | tuple) else [each]
-            if len(numbers) not in (1, own[block]):
+            if len(numbers) not in (1, counts[block]):
                 raise InputError(
-                    "image_prompt", NO_VALUE, f"has {where} with {len(numbers)} entries for {own[block]} attentions"
+                    "image_prompt", NO_VALUE, f"has {where} with {len(numbers)} entries for {counts[block]} attentions"
                 )
-            numbers = numbers * own[block] if len(numbers) == 1 else numbers
+            numbers = numbers * counts[block] if len(numbers) == 1 else numbers
             for i, layer in enumerate(layers):
                 if layer.path[:2] == (parts[name], str(block)):
                     out[i] = _number(where, numbers[int(layer.path[2])])
@@ -355,27 +355,29 @@ def encode_image_prompts(
     programs: Programs,
     ready: Ready,
     params: Params,
-    told: ImagePrompts,
+    image_prompts: ImagePrompts,
     size: tuple[int, int],
     latents: tuple[int, int, int, int],
     count: int,
     *,
     guided: bool,
 ) -> Reading:
-    """What the denoiser is told of the image prompts of ``count`` images, on the devices; each image is read once."""
+    """The conditions of the image prompts of ``count`` images, on the devices; each image is encoded once."""
     reader = _Reader(programs, ready, params)
     batch = padded_batch(count, programs.mesh)
     halves: tuple[dict[str, ImageKV], dict[str, ImageKV]] = ({}, {})
-    for kind in told.kinds:
-        net = told.adapters[kind.component]
-        own = [prompt for prompt in told.prompts if prompt.component == kind.component]
-        shared: dict[str, Any] = {"scale": filled(np.stack([_spread(one.scales, count) for one in own], axis=1), batch)}
+    for kind in image_prompts.kinds:
+        net = image_prompts.adapters[kind.component]
+        prompts = [prompt for prompt in image_prompts.prompts if prompt.component == kind.component]
+        shared: dict[str, Any] = {
+            "scale": filled(np.stack([_spread(one.scales, count) for one in prompts], axis=1), batch)
+        }
         if kind.masked:
             shared["masks"] = tuple(
-                filled(level, batch) for level in mask_levels([one.masks for one in own], net, size, latents, count)
+                filled(level, batch) for level in mask_levels([one.masks for one in prompts], net, size, latents, count)
             )
         for half, negative in ((0, False), *(((1, True),) if guided else ())):
-            each = [reader.read(net, one, negative=negative) for one in own]
+            each = [reader.read(net, one, negative=negative) for one in prompts]
             kv = []
             for layer in range(len(net.attentions)):
                 pair = (
@@ -455,14 +457,15 @@ def mask_levels(
     height, width = size
     ones = [Image.new("L", (width, height), 255)]
     pixels = [
-        [np.asarray(rounded(resized(mask, height, width)), np.float32) / 255 for mask in (own or ones)] for own in masks
+        [np.asarray(rounded(resized(mask, height, width)), np.float32) / 255 for mask in (group or ones)]
+        for group in masks
     ]
-    found = []
+    levels = []
     for tall, wide in masked_levels(net.unet, latents):
         rows, columns = bicubic(height, tall), bicubic(width, wide)
-        small = [[(rows @ mask @ columns.T).reshape(-1) for mask in own] for own in pixels]
-        found.append(np.stack([np.stack([_entry(own, i) for own in small], -1) for i in range(count)]))
-    return [level.astype(np.float32) for level in found]
+        small = [[(rows @ mask @ columns.T).reshape(-1) for mask in group] for group in pixels]
+        levels.append(np.stack([np.stack([_entry(group, i) for group in small], -1) for i in range(count)]))
+    return [level.astype(np.float32) for level in levels]
 
 
 def bicubic(size: int, wanted: int) -> HostArray:
@@ -533,12 +536,12 @@ def image_prompts_of(settings: Mapping[str, Any], adapters: int) -> tuple[FilePr
             f"has {len(masks)} masks for {len(files)} images",
             "give one for each; none for no mask",
         )
-    found = []
+    prompts = []
     for i, text in enumerate(files):
         file, scale = _with_scale(text)
         mask = masks[i] if masks and masks[i] != NONE else None
-        found.append(FilePrompt(file, scale, mask, i if adapters > 1 else 0))
-    return tuple(found)
+        prompts.append(FilePrompt(file, scale, mask, i if adapters > 1 else 0))
+    return tuple(prompts)
 
 
 def _listed(name: str, value: Any) -> list[str]:
@@ -587,10 +590,10 @@ def image_prompt_argument(batch: Sequence[Sequence[FilePrompt]]) -> Any:
     def shared(values: list[Any]) -> Any:
         return values[0] if all(value is values[0] or value == values[0] for value in values) else values
 
-    found = []
-    for own in zip(*batch, strict=True):
-        images = shared([read("ip_image", prompt.file) for prompt in own])
-        masks = [prompt.mask and read("ip_mask", prompt.mask, grey=True) for prompt in own]
+    prompts = []
+    for entries in zip(*batch, strict=True):
+        images = shared([read("ip_image", prompt.file) for prompt in entries])
+        masks = [prompt.mask and read("ip_mask", prompt.mask, grey=True) for prompt in entries]
         mask = None if masks[0] is None else shared(masks)
-        found.append(ImagePrompt(images, shared([prompt.scale for prompt in own]), mask, own[0].adapter))
-    return found or None
+        prompts.append(ImagePrompt(images, shared([prompt.scale for prompt in entries]), mask, entries[0].adapter))
+    return prompts or None

@@ -108,7 +108,7 @@ class LoadedModel:
         Args:
             prompt: one or several.
             prompt_2: what SDXL's second text encoder reads, if not ``prompt``.
-            height: pixels of the images, of which SDXL is told; by default the size the model was trained for.
+            height: pixels of the images, which SDXL reads; by default the size the model was trained for.
             width: likewise.
             clip_skip: layers of the text encoder left out at the end.
             guidance_scale: of a latent consistency model, which takes it as an input; others do not look at it.
@@ -116,9 +116,9 @@ class LoadedModel:
             params: the parameters, if not those of the pipeline.
         """
         params = self._own(params)
-        more = {"height": height, "width": width, "clip_skip": clip_skip, "guidance_scale": guidance_scale}
-        more["prompt_syntax"] = prompt_syntax
-        return functions.encode(self.model, params, prompt, prompt_2, **more)
+        keywords = {"height": height, "width": width, "clip_skip": clip_skip, "guidance_scale": guidance_scale}
+        keywords["prompt_syntax"] = prompt_syntax
+        return functions.encode(self.model, params, prompt, prompt_2, **keywords)
 
     def encode_image(
         self, image: Any, *, height: int | None = None, width: int | None = None, params: Params | None = None
@@ -323,7 +323,7 @@ class LoadedModel:
 
         ``described``: shapes, dtypes and shardings are enough.
         """
-        own = params is None or params is self.params
+        is_own = params is None or params is self.params
         params = self._own(params)
         if not isinstance(params, Mapping):
             raise InputError("params", params, "is not a dict of arrays", "pass those that from_pretrained returned")
@@ -334,7 +334,7 @@ class LoadedModel:
             if same and not any(leaf.is_deleted() for leaf in leaves):
                 return params
         placed = is_on(params, self.programs.mesh)
-        if not (own and placed):
+        if not (is_own and placed):
             refuse_tracers("params", params)
             if not described and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
                 raise InputError("params", NO_VALUE, "are jax.ShapeDtypeStruct, which hold no numbers", "pass arrays")
@@ -342,7 +342,7 @@ class LoadedModel:
             check_params(part.spec, params.get(part.name, {}), part.name)
         if not placed:
             params = {**params, **self.place(params)}
-            if own:
+            if is_own:
                 vars(self)["params"] = params  # the dict itself is the caller's
         elif all(isinstance(leaf, jax.Array) for leaf in leaves):
             self._fitting[:] = [(structure, [weakref.ref(leaf) for leaf in leaves])]
@@ -378,10 +378,10 @@ def open_model(
 
     origin = Location(model, **source)
     models: list[Model] = []
-    given = overrides or Overrides()
+    replaced = overrides or Overrides()
 
     def look(files: ModelFiles) -> None:
-        opened = read_model(given.apply(files, **source), dtype, quantize)
+        opened = read_model(replaced.apply(files, **source), dtype, quantize)
         if check is not None:
             check(opened)
         check_split(opened.networks.denoiser.spec, mesh.shape, opened.name)
@@ -395,8 +395,8 @@ def open_model(
         if accept is not None:
             accept(index)
 
-    own = {"prediction": given.prediction, "vae": given.vae is None}
-    open_files(origin, accept=accepted, look=look, weights=weights, **own)
+    replaceable = {"prediction": replaced.prediction, "vae": replaced.vae is None}
+    open_files(origin, accept=accepted, look=look, weights=weights, **replaceable)
     (opened,) = models
     if weights:
         params = load_components(
@@ -404,7 +404,7 @@ def open_model(
             opened.components,
             dtype=dtype,
             place=lambda param, array: place(param, array, mesh),
-            finite=() if given.vae is None else ("vae",),
+            finite=() if replaced.vae is None else ("vae",),
         )
     else:
         params = {part.name: abstract_params(part.spec, dtype, mesh) for part in opened.components}

@@ -80,15 +80,15 @@ def open_controls(model: Model, sources: Sequence[Location]) -> list[Opened]:
         CheckpointError: one is missing, damaged, or made for another kind of model.
         HubError: the Hub cannot be reached, refuses, or does not have it.
     """
-    found = []
+    opened = []
     for source in sources:
 
         def accept(kind: ControlKind, config: Mapping[str, Any], name: str = source.text) -> None:
             control_of(name, kind, config, model)
 
         files = open_control(source, accept=accept)
-        found.append(Opened(files, read_control(files, model)))
-    return found
+        opened.append(Opened(files, read_control(files, model)))
+    return opened
 
 
 def with_controls(
@@ -258,8 +258,8 @@ def _loaded(model: Model, programs: Programs, params: Params, names: Sequence[st
     new = [*names, *([IMAGE_ENCODER] if model.image_encoder and not same else [])]
     parts = [part for part in model.components if part.name in new]
     needed = sum(device_bytes(part.spec, model.dtype, mesh.shape) for part in parts)
-    told = ", ".join(map(str, (*model.ip_adapters, *([model.image_encoder] if model.image_encoder else []))))
-    check_weights(needed, mesh, told, model.dtype, quantized=model.quantize is not None)
+    files = ", ".join(map(str, (*model.ip_adapters, *([model.image_encoder] if model.image_encoder else []))))
+    check_weights(needed, mesh, files, model.dtype, quantized=model.quantize is not None)
     old = {ip_adapter_name(i) for i in range(MOST)} | (set() if same else {IMAGE_ENCODER})
     kept = {name: tree for name, tree in params.items() if name not in old}
     by_name: dict[str, Any] = dict(zip(names, model.ip_adapters, strict=True)) | {IMAGE_ENCODER: model.image_encoder}
@@ -302,29 +302,29 @@ def control_lora(
         )
     declared: dict[str, Param] = dict(flatten(part.spec))
     base: dict[str, Array] = dict(flatten(unet))
-    own = {one.name for one in files.arrays}
-    _check(files, declared, base, own)
-    spec = unflatten({name: param for name, param in declared.items() if name in own})
-    found: dict[str, Array] = {}
-    if own:
+    stored = {one.name for one in files.arrays}
+    _check(files, declared, base, stored)
+    spec = unflatten({name: param for name, param in declared.items() if name in stored})
+    weights: dict[str, Array] = {}
+    if stored:
         loaded = load_components(files, [Component(part.name, spec, part.kind)], dtype=model.dtype, place=placed)
-        found = dict(flatten(loaded[part.name]))
+        weights = dict(flatten(loaded[part.name]))
     for name, param in declared.items():
-        if name in found:
+        if name in weights:
             continue
-        found[name] = base[name]
+        weights[name] = base[name]
         if name in files.pairs:
             added = placed(param, _delta(name, param, files))
             both = added.astype(jnp.float32) + base[name].astype(jnp.float32)
-            found[name] = jax.device_put(both.astype(base[name].dtype), base[name].sharding)
-    return unflatten({name: found[name] for name in declared})
+            weights[name] = jax.device_put(both.astype(base[name].dtype), base[name].sharding)
+    return unflatten({name: weights[name] for name in declared})
 
 
-def _check(files: ControlFiles, declared: Mapping[str, Param], base: Mapping[str, Array], own: set[str]) -> None:
+def _check(files: ControlFiles, declared: Mapping[str, Param], base: Mapping[str, Array], stored: set[str]) -> None:
     """Refuse what does not make a whole network with this UNet."""
     faults = [f"{name}: nothing has such a weight" for name in files.pairs if name not in declared]
     for name, param in declared.items():
-        if name in own:
+        if name in stored:
             faults += [f"{name}: both whole and in factors"] if name in files.pairs else []
         elif name not in base:
             faults.append(f"{name}: missing")
@@ -333,8 +333,8 @@ def _check(files: ControlFiles, declared: Mapping[str, Param], base: Mapping[str
         elif name in files.pairs and files.shapes[name] not in param.checkpoint_shapes:
             faults.append(f"{name}: factors of {files.shapes[name]} in place of {param.checkpoint_shapes[0]}")
     if faults:
-        more = f"; and {len(faults) - LISTED} more" if len(faults) > LISTED else ""
-        raise CheckpointError(f"{files}: is no whole control-LoRA for this model: {'; '.join(faults[:LISTED])}{more}")
+        rest = f"; and {len(faults) - LISTED} more" if len(faults) > LISTED else ""
+        raise CheckpointError(f"{files}: is no whole control-LoRA for this model: {'; '.join(faults[:LISTED])}{rest}")
 
 
 def _delta(name: str, param: Param, files: ControlFiles) -> HostArray:

@@ -84,8 +84,8 @@ class StableDiffusion(LoadedModel):
         """Parameters may be replaced; nothing else, since programs and configs belong together."""
         once = ("model", "programs", "safety_checker", "changing", "_fitting", "_made_by")
         if name != "params" and (name not in once or name in vars(self)):
-            said = answer(name, ASSIGNED, (), "an attribute that can be set", takes=place_of(name))
-            raise AttributeError(f"cannot be set: {said}")
+            problem = answer(name, ASSIGNED, (), "an attribute that can be set", takes=place_of(name))
+            raise AttributeError(f"cannot be set: {problem}")
         object.__setattr__(self, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -441,7 +441,7 @@ def load(
         mesh=mesh,
         precision=precision,
         accept=check_has_checker if safety_checker else None,
-        check=lambda found: controls.extend(open_controls(found, sources)),
+        check=lambda files: controls.extend(open_controls(files, sources)),
         revision=revision,
         **hub,
     )

@@ -61,7 +61,7 @@ def prepare(
     split, size, count = over_batch(mesh), (request.height, request.width), len(request.prompts)
     prompts, later = encode(model, ready, params, mesh, request, table)
     jax.block_until_ready(prompts)
-    every = [half for told in (prompts, *later.values()) for half in told]
+    every = [half for conditions in (prompts, *later.values()) for half in conditions]
     images, known, masked = request.given and request.given.latents, None, None
     if "image encoder" in ready and request.given is not None and request.given.latents is None:
         images, known, masked = begin(model, request, partial(encode_images, ready, params, mesh, request))
@@ -80,8 +80,8 @@ def prepare(
         reading = encode_image_prompts(
             programs, ready, params, request.image_prompts, size, latents, count, guided=request.guided
         )
-        for told in (prompts, *later.values()):
-            for i, half in enumerate(told):
+        for conditions in (prompts, *later.values()):
+            for i, half in enumerate(conditions):
                 negative = request.guided and i == 0
                 half[IMAGE_PROMPTS] = reading.negative if negative else reading.positive  # pyright: ignore
     noise = noise_of(request) if request.latents is None else request.latents
@@ -130,10 +130,10 @@ def noise_of(request: Request) -> HostArray:
         if options.seed_size is None:
             return whole
         factor = request.height // shape[0]
-        own = initial_noise(
+        noise = initial_noise(
             seeds, (options.seed_size[0] // factor, options.seed_size[1] // factor, shape[2]), options.noise
         )
-        return pasted_in_the_middle(whole, own)
+        return pasted_in_the_middle(whole, noise)
 
     if not options.variation_strength:
         return noise(request.seeds)

@@ -456,7 +456,7 @@ def check_given(
                 "they must be of the same size",
             )
     fingerprints = {"image": [fingerprint(one) for one in images], "mask": [fingerprint(one) for one in masks]}
-    fingerprints = {name: found for name, found in fingerprints.items() if found}
+    fingerprints = {name: texts for name, texts in fingerprints.items() if texts}
     if options.outpaint:
         sides = cast(Box, options.outpaint)  # as canvax.Options keeps it
         images, masks = _outpainted(images, masks, sides, 1 if any(size) else factor)
@@ -491,8 +491,8 @@ def _sides(images: list[Image.Image], size: tuple[Any, Any], factor: int) -> tup
         raise InputError(
             "image", NO_VALUE, "has images of several sizes", "give {height} and {width}, which they are resized to"
         )
-    own = images[0].height, images[0].width
-    for name, asked, side in zip(("height", "width"), size, own, strict=True):
+    image_size = images[0].height, images[0].width
+    for name, asked, side in zip(("height", "width"), size, image_size, strict=True):
         if asked is None and side % factor:
             below = side // factor * factor
             raise InputError(
@@ -501,7 +501,7 @@ def _sides(images: list[Image.Image], size: tuple[Any, Any], factor: int) -> tup
                 f"has a {name} of {side} pixels, which is not a multiple of {factor}",
                 f"give {f'{{{name}={below}}} or ' if below else ''}{{{name}={below + factor}}}, which it is resized to",
             )
-    height, width = (check_size(*side, factor) for side in zip(("height", "width"), size, own, strict=True))
+    height, width = (check_size(*side, factor) for side in zip(("height", "width"), size, image_size, strict=True))
     return height, width
 
 
@@ -513,12 +513,12 @@ def _outpainted(
         if (image.width + sides[0] + sides[2]) * (image.height + sides[1] + sides[3]) > MOST_PIXELS:
             raise InputError("outpaint", sides, f"makes more than {MOST_PIXELS} pixels", "add fewer")
         added = sides[0] + sides[2], sides[1] + sides[3]
-        for side, length, more in zip(("width", "height"), image.size, added, strict=True):
-            if length % factor == 0 and more % factor:
+        for side, length, pixels in zip(("width", "height"), image.size, added, strict=True):
+            if length % factor == 0 and pixels % factor:
                 raise InputError(
                     "outpaint",
                     sides,
-                    f"makes a {side} of {length + more} pixels",
+                    f"makes a {side} of {length + pixels} pixels",
                     f"add a multiple of {factor} to {length}",
                 )
     given: Sequence[Any] = masks or [None]

@@ -82,8 +82,8 @@ class SafetyChecker:
         if not len(result.pixels):
             return result
         pixels, flags = self.blacken(result.pixels)
-        records = [{**own, "nsfw": flag} for own, flag in zip(result.metadata, flags, strict=True)]
-        images = [GeneratedImage.of(image, own) for image, own in zip(to_pil(pixels), records, strict=True)]
+        records = [{**record, "nsfw": flag} for record, flag in zip(result.metadata, flags, strict=True)]
+        images = [GeneratedImage.of(image, record) for image, record in zip(to_pil(pixels), records, strict=True)]
         # An image that is refused cannot be had from its latents either.
         return replace(result, pixels=pixels, images=images, metadata=records, latents=result.latents * kept(flags))
 
@@ -183,5 +183,5 @@ def vision_config(config: Mapping[str, Any]) -> ClipVisionConfig:
     vision = config.get("vision_config")
     if not isinstance(vision, Mapping):
         raise CheckpointError("the safety checker's config.json has no vision_config; canvax reads those of CLIP")
-    own = {name: value for name, value in vision.items() if value is not None}
-    return ClipVisionConfig.from_dict({**own, "projection_dim": config.get("projection_dim", 512)})
+    fields = {name: value for name, value in vision.items() if value is not None}
+    return ClipVisionConfig.from_dict({**fields, "projection_dim": config.get("projection_dim", 512)})

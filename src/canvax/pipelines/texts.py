@@ -202,14 +202,14 @@ def _at(schedule: list[tuple[int, str]], step: int) -> str:
 
 def _variants(pieces: list[Fragment], syntax: PromptSyntax) -> list[tuple[list[Fragment], float]]:
     """The text, and for Compel the text without each piece of less weight than 1: the less, the larger its share."""
-    found = [(pieces, 1.0)]
+    variants = [(pieces, 1.0)]
     if syntax == "compel":
         for i, (_, weight) in enumerate(pieces):
             if weight < 1:
                 share = math.tan((1 - max(weight, _ALMOST_NOTHING)) * math.pi / 2)
-                found.append(([*pieces[:i], *pieces[i + 1 :]] or [("", 1.0)], share))
-    total = sum(share for _, share in found)
-    return [(some, share / total) for some, share in found]
+                variants.append(([*pieces[:i], *pieces[i + 1 :]] or [("", 1.0)], share))
+    total = sum(share for _, share in variants)
+    return [(some, share / total) for some, share in variants]
 
 
 def _even(wording: Wording, empty: Sequence[Chunk]) -> Wording:
@@ -269,12 +269,12 @@ def check_conditions(name: str, value: Mapping[str, Any], model: Model) -> Embed
             )
         if not np.isfinite(array.astype(np.float32)).all():
             raise InputError(name, NO_VALUE, f"has {part!r} with values that are not finite")
-        found[part] = array
-    if len({len(array) for array in found.values()}) > 1:
+        embeds[part] = array
+    if len({len(array) for array in embeds.values()}) > 1:
         raise InputError(name, NO_VALUE, "has arrays of several lengths", "give an entry of each for each image")
-    if not found["text"].shape[1] or found["text"].shape[1] % text.tokens:
-        raise InputError(name, NO_VALUE, f"has {found['text'].shape[1]} tokens, not a multiple of {text.tokens}")
-    return found
+    if not embeds["text"].shape[1] or embeds["text"].shape[1] % text.tokens:
+        raise InputError(name, NO_VALUE, f"has {embeds['text'].shape[1]} tokens, not a multiple of {text.tokens}")
+    return embeds
 
 
 TAG = re.compile(r"<(?:lora|lyco):([^<>:]{1,200})((?::[^<>:]{0,40}){0,4})>", re.IGNORECASE)
@@ -297,15 +297,15 @@ def take_tags(prompts: Sequence[str]) -> tuple[list[str], Tags]:
     """
     if not prompts:
         raise InputError("prompt", [], "holds no prompt", "give at least one")
-    found = [tags_of(prompt) for prompt in prompts]
-    if any(tags != found[0] for tags in found):
+    tags_by_prompt = [tags_of(prompt) for prompt in prompts]
+    if any(tags != tags_by_prompt[0] for tags in tags_by_prompt):
         raise InputError(
             "prompts",
             NO_VALUE,
             "name different adapters (<lora:...>), and its images share the weights of the model",
             "call once for each",
         )
-    return [without_networks(prompt) for prompt in prompts], found[0]
+    return [without_networks(prompt) for prompt in prompts], tags_by_prompt[0]
 
 
 def tags_of(prompt: str) -> Tags:

@@ -44,7 +44,7 @@ def place_of(name: str) -> str:
     return f"it is an argument of canvax.load: canvax.load(model, {name}=...)" if name in _LOAD else ""
 
 
-def translate_call(own: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     """The keywords of a call, given its ``own`` and ``others``.
 
     Fields of ``canvax.Options`` may be given as arguments of the call.
@@ -52,16 +52,16 @@ def translate_call(own: dict[str, Any], others: dict[str, Any]) -> dict[str, Any
     Raises:
         InputError: an argument is not known, is given twice or means what canvax does not have.
     """
-    if isinstance(curve := others.get("scheduler"), str) and {"sampler", "sampler_name"} & {*own, *others}:
+    if isinstance(curve := others.get("scheduler"), str) and {"sampler", "sampler_name"} & {*arguments, *others}:
         try:
             find(curve)
         except InputError as error:  # which says how a sigma schedule is given
             raise InputError(f"scheduler{str(error).removeprefix('sampler')}") from None
-    left = renamed(own, others, CALL)
-    for name in [name for name in own if name in _OWN]:  # a name for a field of the options
+    left = renamed(arguments, others, CALL)
+    for name in [name for name in arguments if name in _OWN]:  # a name for a field of the options
         if name in left:
             raise InputError(f"{name} is given twice, under two names; give it once")
-        left[name] = own.pop(name)
+        left[name] = arguments.pop(name)
     for name in left:
         if name in _OWN or name in _SPECIAL:
             continue
@@ -71,9 +71,9 @@ def translate_call(own: dict[str, Any], others: dict[str, Any]) -> dict[str, Any
         raise InputError(answer(name, CALL, [*_ARGUMENTS, *_OWN, *_SPECIAL], "an argument of a call", takes=takes))
     changes = {name: value for name, value in left.items() if name in _OWN}
     if (callback := left.get("callback_on_step_end")) is not None:
-        if (changes.get("callback") or check_options(own.get("options")).callback) is not None:
+        if (changes.get("callback") or check_options(arguments.get("options")).callback) is not None:
             raise InputError("callback and callback_on_step_end are one argument; give it once")
-        changes["callback"] = _on_step_end(own["self"], callback)
+        changes["callback"] = _on_step_end(arguments["self"], callback)
     if set(left.get("callback_on_step_end_tensor_inputs") or ()) - {"latents"}:
         raise InputError(f"callback_on_step_end_tensor_inputs: a callback is given 'latents' and nothing else ({PAGE})")
     if (guess := left.get("guess_mode")) is not None:
@@ -81,53 +81,53 @@ def translate_call(own: dict[str, Any], others: dict[str, Any]) -> dict[str, Any
             raise InputError(f"guess_mode={guess!r}: give True or False, and no control_mode beside it")
         changes |= {"control_mode": "guess"} if guess else {}
     if (generator := left.get("generator")) is not None:
-        if own.get("seed") is not None:
+        if arguments.get("seed") is not None:
             raise InputError("generator and seed are one argument; give it once")
-        own["seed"], changes["noise"] = _seeds(generator), "torch"
+        arguments["seed"], changes["noise"] = _seeds(generator), "torch"
     if not left.get("return_dict", True):
         raise InputError("return_dict=False: a call returns a canvax.Result; its images are result.images")
     for name, negative in (("prompt", ""), ("negative_prompt", "negative_")):
         if (text := left.get(f"{negative}prompt_embeds")) is not None:
-            if own.get(name) is not None:
+            if arguments.get(name) is not None:
                 raise InputError(f"{name} and {negative}prompt_embeds are one argument; give it once")
             if isinstance(text, str):
-                told = f"{negative}prompt_embeds={shown(text)} is text"
-                raise InputError(f"{told}; give {name}, or what pipe.encode returns")
+                message = f"{negative}prompt_embeds={shown(text)} is text"
+                raise InputError(f"{message}; give {name}, or what pipe.encode returns")
             pooled = left.get(f"{negative}pooled_prompt_embeds")
-            own[name] = {"text": text} | ({} if pooled is None else {"pooled": pooled})
+            arguments[name] = {"text": text} | ({} if pooled is None else {"pooled": pooled})
     if (prompts := image_prompts(left)) is not None:
-        if own.get("image_prompt") is not None:
+        if arguments.get("image_prompt") is not None:
             raise InputError("image_prompt and ip_adapter_image are one argument; give it once")
-        own["image_prompt"] = prompts
-    options = with_changes(own.get("options"), changes)
+        arguments["image_prompt"] = prompts
+    options = with_changes(arguments.get("options"), changes)
     if (timesteps := left.get("timesteps")) is not None:
         if "timesteps" in options.settings:
             raise InputError("timesteps is given twice, as an argument and in sampler_settings; give it once")
         listed = list(timesteps) if isinstance(timesteps, list | tuple) else np.asarray(timesteps).tolist()
         options = dataclasses.replace(options, sampler_settings={**options.settings, "timesteps": listed})
-    own["options"] = options
-    return own
+    arguments["options"] = options
+    return arguments
 
 
-def image_prompts(given: Mapping[str, Any]) -> list[ImagePrompt] | None:
+def image_prompts(keywords: Mapping[str, Any]) -> list[ImagePrompt] | None:
     """Image prompts as diffusers has them: for each adapter an image or a list of them, or what CLIP makes of them.
 
     Raises:
         InputError: they are something else.
     """
-    if not given.keys() & {"ip_adapter_image", "ip_adapter_image_embeds"}:
+    if not keywords.keys() & {"ip_adapter_image", "ip_adapter_image_embeds"}:
         return None
     from canvax.pipelines.image_prompts import ImagePrompt  # which most calls never need
 
-    images, embeds = given.get("ip_adapter_image"), given.get("ip_adapter_image_embeds")
+    images, embeds = keywords.get("ip_adapter_image"), keywords.get("ip_adapter_image_embeds")
     if embeds is not None and images is not None:
         raise InputError("ip_adapter_image and ip_adapter_image_embeds are one argument; give it once")
-    found = []
+    prompts = []
     if images is not None:
-        for i, own in enumerate(images if isinstance(images, list) else [images]):
-            found += [ImagePrompt(one, adapter=i) for one in (own if isinstance(own, list) else [own])]
-    for i, own in enumerate(() if embeds is None else embeds):
-        array = np.asarray(own)
+        for i, group in enumerate(images if isinstance(images, list) else [images]):
+            prompts += [ImagePrompt(one, adapter=i) for one in (group if isinstance(group, list) else [group])]
+    for i, group in enumerate(() if embeds is None else embeds):
+        array = np.asarray(group)
         if array.ndim not in (3, 4) or len(array) not in (1, 2):
             raise InputError(
                 f"ip_adapter_image_embeds[{i}] has shape {array.shape}; it is [2, n, ...], negative ones first, or "
@@ -135,8 +135,8 @@ def image_prompts(given: Mapping[str, Any]) -> list[ImagePrompt] | None:
             )
         negative = array[0] if len(array) == 2 else [None] * array.shape[1]
         pairs = zip(array[-1], negative, strict=True)
-        found += [ImagePrompt(embeds=one, negative_embeds=other, adapter=i) for one, other in pairs]
-    return found or None
+        prompts += [ImagePrompt(embeds=one, negative_embeds=other, adapter=i) for one, other in pairs]
+    return prompts or None
 
 
 def with_changes(options: Any, changes: Mapping[str, Any]) -> Options:
@@ -199,7 +199,7 @@ def _seeds(generator: Any) -> Any:
     unused = type(generator)(device=generator.device).manual_seed(seed)
     if bytes(unused.get_state().cpu().numpy()) != bytes(generator.get_state().cpu().numpy()):
         raise InputError(
-            f"generator has given numbers since manual_seed({seed}), and what follows cannot be told from its seed; "
+            f"generator has given numbers since manual_seed({seed}), and what follows cannot be derived from its seed; "
             "use a new one, or seed=1"
         )
     return seed

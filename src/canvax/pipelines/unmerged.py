@@ -112,11 +112,11 @@ class Bank:
                     packed[component] = aligned(np.zeros, (self._lengths[component],), self.dtype)
                 _write(packed[component], slot, down, up if factor is None else up * np.float32(factor(key)))
         if faults:
-            more = f" and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
+            rest = f" and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
             raise InputError(
                 "adapter",
                 name,
-                f"cannot be beside the weights: {'; '.join(faults[:_LISTED])}{more}",
+                f"cannot be beside the weights: {'; '.join(faults[:_LISTED])}{rest}",
                 "load it merged, with pipe.adapters.load without beside",
             )
         if most > self.places.rank:
@@ -150,11 +150,11 @@ class Bank:
     def shapes(self) -> Params:
         """Shapes, dtypes and shardings of ``arrays``."""
         names = [str(k) for k in range(self.places.count)]
-        found = {
+        shapes = {
             component: jax.ShapeDtypeStruct((n,), self.dtype, sharding=self._sharding)
             for component, n in self._lengths.items()
         }
-        return {component: dict.fromkeys(names, shape) for component, shape in found.items()}
+        return {component: dict.fromkeys(names, shape) for component, shape in shapes.items()}
 
     def copy(self) -> Bank:
         """The same adapters in the same places; from then on each changes alone."""
@@ -236,15 +236,15 @@ def parse_weight(weight: Any, adapter: Adapter | None) -> Weights:
     """
     if not isinstance(weight, Mapping):
         return {"": _number("weight", weight)}
-    found = dict(_flattened("", weight))
+    weights = dict(_flattened("", weight))
     if adapter is not None:
         paths = [".".join(key) for key in adapter.parts]
         parts = {key[0] for key in adapter.parts}
-        for name in [name for name in found if name in _NETWORKS and name not in parts]:
-            if len(found) > 1:  # many adapters change the UNet alone
+        for name in [name for name in weights if name in _NETWORKS and name not in parts]:
+            if len(weights) > 1:  # many adapters change the UNet alone
                 warn(f"weight of {name!r}: the adapter changes nothing there", HintWarning)
-                del found[name]
-        for name in found:
+                del weights[name]
+        for name in weights:
             if not any(path == name or path.startswith(f"{name}.") for path in paths):
                 blocks = {".".join(path.split(".")[:end]) for path in paths for end in (1, 2, 3)}
                 raise InputError(
@@ -253,7 +253,7 @@ def parse_weight(weight: Any, adapter: Adapter | None) -> Weights:
                     f"has {name!r}, where the adapter changes nothing",
                     nearest(name, sorted(blocks)),
                 )
-    return found
+    return weights
 
 
 def tell_of_odd(name: str, weights: Weights) -> None:

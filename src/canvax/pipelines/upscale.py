@@ -24,7 +24,7 @@ from canvax.pipelines.result import Result
 from canvax.types import HostArray
 
 AT_ONCE = 4
-"""Tiles of one call, unless told otherwise."""
+"""Tiles of one call by default."""
 
 
 def upscaled(
@@ -67,7 +67,7 @@ def upscaled(
         results.append(result)
     pixels, record = tiles.pixels()[None], tiles.recorded(results[0].metadata[0])
     if "nsfw" in record:
-        record["nsfw"] = any(told["nsfw"] for result in results for told in result.metadata)
+        record["nsfw"] = any(entry["nsfw"] for result in results for entry in result.metadata)
     timings = {name: sum(result.timings[name] for result in results) for name in results[0].timings}
     return replace(
         results[0],
@@ -100,7 +100,7 @@ def check_for_upscale(options: Options) -> None:
 
 
 STRENGTH = 0.3
-"""Of the run over a tile, unless told otherwise."""
+"""Strength of the run over a tile by default."""
 
 
 class Tile(NamedTuple):
@@ -164,14 +164,14 @@ class Tiles:
         self._overlap, self._factor = overlap, model.vae.factor
         # A canvas of whole latents that holds a tile at least; what is added goes in the end.
         sides = ((self.height, tall), (self.width, wide))
-        self._sides = rows, columns = [max(math.ceil(side / self._factor) * self._factor, own) for side, own in sides]
-        down, across = (starts(side, own, overlap, self._factor) for side, own in ((rows, tall), (columns, wide)))
+        self._sides = rows, columns = [max(math.ceil(side / self._factor) * self._factor, tile) for side, tile in sides]
+        down, across = (starts(side, tile, overlap, self._factor) for side, tile in ((rows, tall), (columns, wide)))
         self.places = [(row, column) for row in down for column in across]
         large = resized(source, self.height, self.width)
         self.large = extended(large, (0, 0, columns - self.width, rows - self.height))
         (self._noise,) = initial_noise([seed], model.networks.latent_shape(1, rows, columns)[1:], noise)
-        told = {"scale": scale, "overlap": overlap}
-        self._record = {"noise": noise, "image_sha256": fingerprint(source), "upscale": told}
+        settings = {"scale": scale, "overlap": overlap}
+        self._record = {"noise": noise, "image_sha256": fingerprint(source), "upscale": settings}
         self._lock = threading.Lock()
         self._sum: HostArray | None = None
         self._weight: HostArray | None = None
