@@ -364,3 +364,27 @@ def original(folder: Path, into: Path) -> Path:
 def test_original_names(folder: Path, ours: canvax.StableDiffusion, tmp_path: Path) -> None:
     pipe = canvax.load(original(folder, tmp_path / "original"), dtype="float32", mesh=ours.mesh)
     np.testing.assert_array_equal(draw(pipe).pixels, draw(ours).pixels)
+
+
+def test_saving_is_refused(ours: canvax.StableDiffusion, tmp_path: Path) -> None:
+    """The last layer of the language model is not there."""
+    with pytest.raises(canvax.InputError) as caught:
+        ours.save(tmp_path / "saved")
+    assert caught.value.argument == "folder"
+
+
+def test_networks_for_a_unet_are_refused(ours: canvax.StableDiffusion) -> None:
+    with pytest.raises(canvax.CheckpointError):
+        _ = ours.model.unet
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"model": 2}])
+def test_several_devices(folder: Path, ours: canvax.StableDiffusion, axes: dict[str, int]) -> None:
+    mesh = make_mesh(jax.devices()[:2], **axes)
+    pipe = canvax.load(folder, dtype="float32", mesh=mesh)
+    assert psnr(draw(pipe, guidance_scale=2.0).pixels, draw(ours, guidance_scale=2.0).pixels) > 60
+
+
+def test_eight_bits(folder: Path, ours: canvax.StableDiffusion) -> None:
+    pipe = canvax.load(folder, dtype="float32", quantize="int8", mesh=ours.mesh)
+    assert psnr(draw(pipe).pixels, draw(ours).pixels) > 40
