@@ -29,7 +29,10 @@ SCALE = "scale"
 """Key of the scales, in the same layer as ``weight``."""
 
 _WHOLE = frozenset(
-    ("conv_in", "conv_out", "time_embedding", "add_embedding", "time_emb_proj", "text_projection", "embeddings")
+    (
+        *("conv_in", "conv_out", "time_embedding", "add_embedding", "time_emb_proj", "text_projection", "embeddings"),
+        *("t_embedder", "cap_embedder", "all_x_embedder", "all_final_layer", "adaLN_modulation"),
+    )
 )
 
 

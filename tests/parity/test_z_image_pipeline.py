@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 
 import PIL.Image  # noqa: E402
+import safetensors.numpy  # noqa: E402
 import tokenizers  # noqa: E402
 from serving import until  # noqa: E402
 
@@ -278,3 +280,111 @@ def test_requests_share_a_batch_of_a_server(
         assert max(seated) == 2
     finally:
         engine.close()
+
+
+def changes() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Of some layers: the change of the weight, of rank 2."""
+    rng = np.random.default_rng(3)
+    sizes = dict.fromkeys(["attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0"], (64, 64))
+    sizes["feed_forward.w1"] = 170, 64
+    down = rng.standard_normal((2, 64)).astype(np.float32)  # a stack of three has one for all
+    return {
+        f"layers.0.{name}": (0.2 * rng.standard_normal((out, 2)).astype(np.float32), down)
+        for name, (out, _) in sizes.items()
+    }
+
+
+def lora(path: Path, spelling: str) -> Path:
+    """A file as PEFT writes it for diffusers, as kohya's scripts do, or as trainers for ComfyUI do."""
+    arrays, factors = {}, changes()
+    if spelling == "comfy":
+        qkv = [factors.pop(f"layers.0.attention.to_{part}") for part in "qkv"]
+        factors["layers.0.attention.qkv"] = np.concatenate([up for up, _ in qkv]), qkv[0][1]
+        factors["layers.0.attention.out"] = factors.pop("layers.0.attention.to_out.0")
+    for name, (up, down) in factors.items():
+        flat = "lora_unet_" + name.replace(".", "_")
+        names = {
+            "peft": (f"transformer.{name}.lora_A.weight", f"transformer.{name}.lora_B.weight"),
+            "comfy": (f"diffusion_model.{name}.lora_A.weight", f"diffusion_model.{name}.lora_B.weight"),
+            "kohya": (f"{flat}.lora_down.weight", f"{flat}.lora_up.weight"),
+        }[spelling]
+        arrays |= dict(zip(names, (down, up), strict=True))
+    safetensors.numpy.save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def changed(folder: Path, theirs: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The picture with and without the adapter."""
+    pipe = diffusers.ZImagePipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    with torch.no_grad():
+        for name, (up, down) in changes().items():
+            pipe.transformer.get_submodule(name).weight.add_(torch.from_numpy(up @ down))
+    asked = {"num_inference_steps": 3, "guidance_scale": 0.0}
+    return reference(pipe, PROMPTS, noise(), **asked), reference(theirs, PROMPTS, noise(), **asked)
+
+
+@pytest.mark.parametrize("spelling", ["peft", "comfy", "kohya"])
+def test_lora(folder: Path, changed: Any, tmp_path: Path, spelling: str) -> None:
+    want, without = changed
+    assert psnr(want, without) < 40
+    pipe = canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
+    pipe.adapters.load("style", lora(tmp_path / "style.safetensors", spelling))
+    assert psnr(draw(pipe, guidance_scale=0.0).pixels, want) > 60
+
+
+def test_lora_beside_the_weights(folder: Path, changed: Any, tmp_path: Path) -> None:
+    pipe = canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
+    pipe.adapters.beside(rank=4)
+    pipe.adapters.load("style", lora(tmp_path / "style.safetensors", "comfy"), beside=True)
+    assert psnr(draw(pipe, guidance_scale=0.0).pixels, changed[0]) > 60
+
+
+def original(folder: Path, into: Path) -> Path:
+    """The checkpoint with the transformer's names and stacks of the authors, and the language model with its head."""
+    shutil.copytree(folder, into)
+    path = into / "transformer" / "diffusion_pytorch_model.safetensors"
+    arrays = safetensors.numpy.load_file(path)
+    for name in [name for name in arrays if name.endswith("attention.to_q.weight")]:
+        stem = name.removesuffix("to_q.weight")
+        arrays[f"{stem}qkv.weight"] = np.concatenate([arrays.pop(f"{stem}to_{part}.weight") for part in "qkv"])
+    spelled = {"to_out.0": "out", "norm_q": "q_norm", "norm_k": "k_norm", "all_x_embedder.2-1": "x_embedder",
+               "all_final_layer.2-1": "final_layer"}  # fmt: skip
+    for ours, other in spelled.items():
+        arrays = {name.replace(ours, other): array for name, array in arrays.items()}
+    safetensors.numpy.save_file(arrays, path)
+    path = into / "text_encoder" / "model.safetensors"
+    arrays = {f"model.{name}": array for name, array in safetensors.numpy.load_file(path).items()}
+    arrays["lm_head.weight"] = np.zeros((4, 4), np.float32)
+    safetensors.numpy.save_file(arrays, path)
+    return into
+
+
+def test_original_names(folder: Path, ours: canvax.StableDiffusion, tmp_path: Path) -> None:
+    pipe = canvax.load(original(folder, tmp_path / "original"), dtype="float32", mesh=ours.mesh)
+    np.testing.assert_array_equal(draw(pipe).pixels, draw(ours).pixels)
+
+
+def test_saving_is_refused(ours: canvax.StableDiffusion, tmp_path: Path) -> None:
+    """The last layer of the language model is not there."""
+    with pytest.raises(canvax.InputError) as caught:
+        ours.save(tmp_path / "saved")
+    assert caught.value.argument == "folder"
+
+
+def test_networks_for_a_unet_are_refused(ours: canvax.StableDiffusion) -> None:
+    with pytest.raises(canvax.CheckpointError):
+        _ = ours.model.unet
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"model": 2}])
+def test_several_devices(folder: Path, ours: canvax.StableDiffusion, axes: dict[str, int]) -> None:
+    mesh = make_mesh(jax.devices()[:2], **axes)
+    pipe = canvax.load(folder, dtype="float32", mesh=mesh)
+    assert psnr(draw(pipe, guidance_scale=2.0).pixels, draw(ours, guidance_scale=2.0).pixels) > 60
+
+
+def test_eight_bits(folder: Path, ours: canvax.StableDiffusion) -> None:
+    pipe = canvax.load(folder, dtype="float32", quantize="int8", mesh=ours.mesh)
+    assert psnr(draw(pipe).pixels, draw(ours).pixels) > 40

@@ -199,10 +199,10 @@ class Model:
         """Config of the UNet.
 
         Raises:
-            CheckpointError: the model has another denoiser, for which ControlNets and IP-Adapters are not made.
+            CheckpointError: the model has another denoiser.
         """
         if not isinstance(self.networks.denoiser, UNetDenoiser):
-            raise CheckpointError(f"{self.name}: has no UNet; ControlNets and IP-Adapters are for models that have")
+            raise CheckpointError(f"{self.name}: has no UNet, and this is for models that have one")
         return self.networks.denoiser.cfg
 
     @property
@@ -270,8 +270,12 @@ class Model:
         Networks that read control images or image prompts are left out: they are files of their own.
 
         Raises:
-            InputError: its weights are quantised, which that layout cannot say, or the folder is not empty.
+            InputError: its weights are quantised, which that layout cannot say, its text encoder was read in part, or
+                the folder is not empty.
         """
+        if self.text.whole:
+            problem = f"cannot hold {self.name}, of whose text encoder the layers that are read were loaded alone"
+            raise InputError("folder", str(folder), problem, "copy the checkpoint")
         if self.quantize is not None:
             raise InputError(f"weights quantised to {self.quantize} cannot be saved; load the model without quantize")
         names = (*self.text.names, self.networks.denoiser.component, "vae", "scheduler")
