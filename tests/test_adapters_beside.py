@@ -10,16 +10,16 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from adapter_files import Draw, Made, dora, layers, loha, lokr, lora, lora_tucker, write
-from control_files import controlnet
-from refusals import refused
-from small_checkpoint import write_small_checkpoint
-from small_sdxl import build
 
 import canvax
 from canvax.compile.monitor import counting
 from canvax.errors import HintWarning, InputError
 from canvax.models.beside import Places
+from tests.support.adapter_files import Draw, Made, dora, layers, loha, lokr, lora, lora_tucker, write
+from tests.support.control_files import controlnet
+from tests.support.refusals import refused
+from tests.support.small_checkpoint import write_small_checkpoint
+from tests.support.small_sdxl import build
 
 STEPS = {"num_inference_steps": 2, "progress": False}
 RANK = 8

@@ -11,10 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from adapter_files import Draw, write
-from checkpoints import raw_safetensors
-from refusals import refused
-from small_checkpoint import write_small_checkpoint
 
 import canvax
 from canvax.cli import main
@@ -22,6 +18,10 @@ from canvax.errors import CanvaxError, HintWarning, InputError
 from canvax.params import flatten
 from canvax.pipelines.adapter_weights import parse_weight
 from canvax.weights.lora import Adapter
+from tests.support.adapter_files import Draw, write
+from tests.support.checkpoints import raw_safetensors
+from tests.support.refusals import refused
+from tests.support.small_checkpoint import write_small_checkpoint
 
 pytestmark = pytest.mark.bad
 

@@ -12,12 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from checkpoints import raw_safetensors
-from control_files import adapter, controlnet, union
-from ip_adapter_files import encoder, ip_adapter
 from safetensors.numpy import load_file, save_file
-from small_checkpoint import UNET, write_small_checkpoint
-from small_sdxl import build
 from test_bad_adapters import Harm
 
 import canvax
@@ -28,6 +23,11 @@ from canvax.params import flatten, init_params
 from canvax.pipelines.preview import load_preview
 from canvax.weights.load import Component
 from canvax.weights.save import save_component
+from tests.support.checkpoints import raw_safetensors
+from tests.support.control_files import adapter, controlnet, union
+from tests.support.ip_adapter_files import encoder, ip_adapter
+from tests.support.small_checkpoint import UNET, write_small_checkpoint
+from tests.support.small_sdxl import build
 
 pytestmark = pytest.mark.bad
 

@@ -18,7 +18,6 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from small_checkpoint import TEXT, UNET, VAE, write_small_checkpoint
 
 from benchmarks.command import run
 from benchmarks.lab import measure as measuring
@@ -45,6 +44,7 @@ from canvax.planning.flops import count_flops, evaluation_flops
 from canvax.weights.cast import cast_into
 from canvax.weights.location import Location
 from canvax.weights.open import open_files
+from tests.support.small_checkpoint import TEXT, UNET, VAE, write_small_checkpoint
 
 SMALL = Networks(UNetDenoiser(UNET), VAE, clip_encoders(TEXT))
 Bench = Callable[..., dict[str, Any]]

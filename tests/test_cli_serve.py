@@ -17,8 +17,8 @@ from canvax.cli.arguments import parse
 from canvax.cli.serve import byte_count, run
 from canvax.errors import InputError
 from canvax.images.metadata import read_metadata
-from tests.serve_process import serving
-from tests.serving import until
+from tests.support.serve_process import serving
+from tests.support.serving import until
 
 KEY = "a-secret-of-alices"
 

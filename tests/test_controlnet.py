@@ -17,14 +17,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from control_files import adapter, config_of, controlnet, union
-from drawing import draw, far
 from PIL import Image
-from refusals import refused
 from safetensors.numpy import load_file, save_file
 from scipy import ndimage
-from small_checkpoint import UNET, write_small_checkpoint
-from small_sdxl import build
 
 import canvax
 from canvax.cli import BAD_INPUT, main
@@ -41,6 +36,11 @@ from canvax.pipelines.control_images import check_control, layer_weights, streng
 from canvax.scale.rows import Row
 from canvax.scale.work import Worker
 from canvax.weights.location import BUNDLED
+from tests.support.control_files import adapter, config_of, controlnet, union
+from tests.support.drawing import draw, far
+from tests.support.refusals import refused
+from tests.support.small_checkpoint import UNET, write_small_checkpoint
+from tests.support.small_sdxl import build
 
 QUIET = canvax.Options(progress=False)
 LATENTS = (8, 8, 4)

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from refusals import refused
 
 import canvax
 import canvax.train
@@ -24,6 +23,7 @@ from canvax.nn import LOW_RANK
 from canvax.pipelines.translate import place_of, translate_call, translate_load
 from canvax.settings import plain_value
 from canvax.weights.cast import parse_dtype
+from tests.support.refusals import refused
 
 QUICK: dict[str, Any] = {"steps": 2, "seed": 1, "progress": False}
 ADAPTERS = Path(__file__).parent.parent / "recipes" / "adapters" / "files"

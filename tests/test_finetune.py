@@ -14,8 +14,6 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
-from refusals import refused
-from small_checkpoint import write_small_checkpoint
 
 import canvax
 from canvax.cli import main
@@ -27,6 +25,8 @@ from canvax.train.loop import LOG, Plan, read_log
 from canvax.train.pictures import read_pictures
 from canvax.train.task import Training
 from recipes.emoji.__main__ import run as recipe
+from tests.support.refusals import refused
+from tests.support.small_checkpoint import write_small_checkpoint
 
 PLAN = Plan(steps=4, batch=2, chunk=2, warmup=0, final=1.0, average=0.0)
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_checkpoint import SCHEDULER, write_small_checkpoint
 
 import canvax
 from canvax import flax_api
@@ -20,6 +19,7 @@ from canvax.flax_api import FlaxStableDiffusionPipeline, replicate, shard, unrep
 from canvax.flax_api.keys import host_draw
 from canvax.parallel.mesh import make_mesh
 from canvax.types import Params
+from tests.support.small_checkpoint import SCHEDULER, write_small_checkpoint
 
 D, B, STEPS = 2, 2, 4
 LATENTS = (B, 4, 8, 8)

@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small_checkpoint
 from PIL import Image
-from small_checkpoint import write_small_checkpoint
 
 import canvax
 from canvax.compile.monitor import compilations
@@ -26,6 +24,8 @@ from canvax.flax_api import (
 from canvax.flax_api.keys import encoding_noise, host_draw
 from canvax.parallel.mesh import make_mesh
 from canvax.types import Params
+from tests.support import small_checkpoint
+from tests.support.small_checkpoint import write_small_checkpoint
 
 D, B, STEPS, SIZE = 2, 2, 4, 64
 LATENTS = (B, 4, 8, 8)

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_checkpoint import write_small_checkpoint
-from small_sdxl import build
 
 import canvax
 from canvax import flax_api
 from canvax.familiar import FLAX, FLAX_ATTRIBUTES, FLAX_CALL, FLAX_LOAD
 from canvax.flax_api import FlaxStableDiffusionPipeline, FlaxStableDiffusionXLPipeline
 from canvax.types import Params
+from tests.support.small_checkpoint import write_small_checkpoint
+from tests.support.small_sdxl import build
 
 STEPS, LATENTS = 4, (2, 4, 8, 8)
 SCHEDULERS = ["FlaxDDIMScheduler", "FlaxDDPMScheduler", "FlaxPNDMScheduler", "FlaxDPMSolverMultistepScheduler",

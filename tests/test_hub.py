@@ -17,9 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bundled import TEXT_WIDTH
-from checkpoints import INDEX, raw_safetensors, toy_params, write_checkpoint, write_frame, write_json
-from hub_imitation import HubImitation, Repository, folder_files
 from safetensors.numpy import load, save_file
 
 from canvax.errors import CheckpointError, InputError
@@ -31,6 +28,9 @@ from canvax.weights.load import Component
 from canvax.weights.location import BUNDLED, Location, warn_unused_cache
 from canvax.weights.open import open_files
 from canvax.weights.save import save_component
+from tests.support.bundled import TEXT_WIDTH
+from tests.support.checkpoints import INDEX, raw_safetensors, toy_params, write_checkpoint, write_frame, write_json
+from tests.support.hub_imitation import HubImitation, Repository, folder_files
 
 # huggingface_hub reads HF_* when it is imported, so what depends on them runs in a process of its own.
 SCRIPT = """

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
-from refusals import refused
 
 import canvax
 from canvax.cli import BAD_INPUT, main
@@ -28,6 +27,7 @@ from canvax.pipelines.start import encode_images
 from canvax.pipelines.text_to_image import text_to_image
 from canvax.samplers import build_table, from_scheduler_config
 from canvax.samplers.strength import steps_of_strength
+from tests.support.refusals import refused
 
 SIZE = 64
 

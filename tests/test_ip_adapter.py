@@ -22,14 +22,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from control_files import controlnet
-from drawing import draw, far
-from hub_imitation import HubImitation, Repository, folder_files
-from ip_adapter_files import VISION, arrays, encoder, ip_adapter
 from PIL import Image
-from refusals import refused
 from safetensors.numpy import save_file
-from small_checkpoint import UNET, write_small_checkpoint
 
 import canvax
 from canvax import ImagePrompt
@@ -47,6 +41,12 @@ from canvax.pipelines.image_prompts import layer_scales
 from canvax.scale.data import _Settings as cluster_rows
 from canvax.scale.rows import Row
 from canvax.scale.work import Worker
+from tests.support.control_files import controlnet
+from tests.support.drawing import draw, far
+from tests.support.hub_imitation import HubImitation, Repository, folder_files
+from tests.support.ip_adapter_files import VISION, arrays, encoder, ip_adapter
+from tests.support.refusals import refused
+from tests.support.small_checkpoint import UNET, write_small_checkpoint
 
 
 def photo(seed: int, size: tuple[int, int] = (40, 32)) -> Image.Image:

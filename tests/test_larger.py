@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from refusals import refused
 
 import canvax
 from canvax.cli import BAD_INPUT, main
@@ -23,6 +22,7 @@ from canvax.pipelines.request import Call
 from canvax.pipelines.safety import SafetyChecker
 from canvax.pipelines.start import noise_of
 from canvax.pipelines.tiles import Tiles, fade, starts
+from tests.support.refusals import refused
 
 
 def draw(emoji: canvax.StableDiffusion, prompt: Any = "a fox", **changes: Any) -> canvax.Result:

@@ -14,9 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from bundled import LATENTS
 from jax.sharding import Mesh
-from refusals import refused
 
 import canvax
 from canvax.compile.kinds import DENOISERS, Kinds
@@ -26,6 +24,8 @@ from canvax.parallel.mesh import make_mesh
 from canvax.pipelines.checks import default_dtype
 from canvax.samplers import build_table, from_scheduler_config
 from canvax.weights.location import BUNDLED
+from tests.support.bundled import LATENTS
+from tests.support.refusals import refused
 
 QUIET = canvax.Options(progress=False)
 STEPS = 4

@@ -12,9 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from refusals import refused
-from small_checkpoint import TEXT, UNET, VAE, write_small_checkpoint
-from tiny_preset import TINY
 
 import canvax
 from canvax.cli import BAD_INPUT, main
@@ -34,6 +31,9 @@ from canvax.planning.hlo import Module, hbm_bytes
 from canvax.planning.job import PROGRAMS, Job
 from canvax.planning.plan import Plan, architecture, check_axes
 from canvax.planning.targets import CHIPS, GIB, GPUS, parse_target
+from tests.support.refusals import refused
+from tests.support.small_checkpoint import TEXT, UNET, VAE, write_small_checkpoint
+from tests.support.tiny_preset import TINY
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from small_sdxl import build
 
 import canvax
 from canvax.errors import InputError
@@ -21,6 +20,7 @@ from canvax.prompts import BREAK, chunked, fragments, parts_of, schedule_of, wei
 from canvax.prompts.chunks import MOST_CHUNKS
 from canvax.samplers import build_table
 from canvax.samplers.table import DENOISED
+from tests.support.small_sdxl import build
 
 SYNTAXES: Any = ("plain", "a1111", "comfy", "compel")
 STEPS = 6

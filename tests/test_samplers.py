@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import refused
 
 from canvax.errors import InputError
 from canvax.samplers import (
@@ -27,6 +26,7 @@ from canvax.samplers import (
     stable_diffusion_config,
 )
 from canvax.samplers.table import EMPTY
+from tests.support.refusals import refused
 
 SD15 = {
     "_class_name": "PNDMScheduler",

@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import write_json
-from small_sdxl import SCHEDULER, TEXT, UNET, VAE, build, build_refiner
 
 import canvax
 from canvax.compile.kinds import Kinds
@@ -33,6 +31,8 @@ from canvax.models.unet import unet_context, unet_spec
 from canvax.models.vae import vae_decode, vae_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import count, init_params
+from tests.support.checkpoints import write_json
+from tests.support.small_sdxl import SCHEDULER, TEXT, UNET, VAE, build, build_refiner
 
 QUIET = canvax.Options(progress=False)
 

@@ -27,8 +27,8 @@ from canvax.server.guard import own_hosts
 from canvax.server.jobs import Rejected, State
 from canvax.server.keys import Keys
 from canvax.server.rates import Rates
-from tests.server_stub import CARD, StubEngine
-from tests.web_site import APIS, Web, b64, body_of, check_refused, events, heard, picture, request, web
+from tests.support.server_stub import CARD, StubEngine
+from tests.support.web_site import APIS, Web, b64, body_of, check_refused, events, heard, picture, request, web
 
 ALICE, BOB = "alices-long-secret", "bobs-even-longer-secret"
 SHOP = "https://shop.example"

@@ -39,9 +39,9 @@ from canvax.server.guard import LARGEST_QUESTION
 from canvax.server.jobs import JobRequest, Rejected
 from canvax.server.keys import Keys
 from canvax.server.work import check
-from tests.server_stub import StubEngine
-from tests.serving import until
-from tests.web_site import APIS, Web, b64, body_of, check_refused, heard, picture, png, request, status_of, web
+from tests.support.server_stub import StubEngine
+from tests.support.serving import until
+from tests.support.web_site import APIS, Web, b64, body_of, check_refused, heard, picture, png, request, status_of, web
 
 JSON = {"Content-Type": "application/json"}
 SECRET = "alices-long-secret"

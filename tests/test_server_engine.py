@@ -30,7 +30,7 @@ from canvax.server.jobs import Job, JobRequest, Previewed, Rejected, State, Stat
 from canvax.server.metrics import Metrics
 from canvax.server.models import Warm
 from canvax.server.work import Checked, byte_size, check, sample
-from tests.serving import until
+from tests.support.serving import until
 
 ONE = canvax.make_mesh(jax.devices()[:1])
 PIPE = canvax.load("emoji", progress=False, mesh=ONE)

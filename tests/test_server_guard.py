@@ -17,7 +17,7 @@ from canvax.server.guard import Guard
 from canvax.server.jobs import Rejected
 from canvax.server.logs import JsonLines
 from canvax.server.rates import Rates
-from tests.web_site import APIS, Web, body_of, check_refused, events, web
+from tests.support.web_site import APIS, Web, body_of, check_refused, events, web
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from canvax.server.job_store import KEPT_BYTES, JobStore
 from canvax.server.jobs import Changed, Job, JobRequest, Picture, PromptImage, Rejected, Status
 from canvax.server.journal import TIDY, VERSION, Journal
 from canvax.server.metrics import Metrics
-from tests.server_stub import accept
+from tests.support.server_stub import accept
 
 
 def image(mode: str) -> Image.Image:

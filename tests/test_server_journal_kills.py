@@ -28,9 +28,9 @@ from canvax.server.job_store import JobStore
 from canvax.server.jobs import Job, JobRequest, Picture, Rejected, Status
 from canvax.server.journal import APPLICATION, VERSION, Journal
 from canvax.server.metrics import Metrics
-from tests.serve_process import serving
-from tests.server_stub import StubEngine, drawn
-from tests.serving import until
+from tests.support.serve_process import serving
+from tests.support.server_stub import StubEngine, drawn
+from tests.support.serving import until
 
 
 def no_cancel(job: Job) -> None:
@@ -217,7 +217,7 @@ CHILD = """
     from pathlib import Path
     from canvax.server.jobs import JobRequest
     from canvax.server.journal import Journal
-    from tests.server_stub import StubEngine
+    from tests.support.server_stub import StubEngine
     engine = StubEngine(journal=Journal(Path(sys.argv[1])), pace=0.001)
     def submit(first):
         for seed in range(first, first + 100_000):

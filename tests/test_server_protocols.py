@@ -24,8 +24,8 @@ from canvax.images.infotext import to_infotext
 from canvax.images.metadata import save_image
 from canvax.server import a1111, huggingface, openai
 from canvax.server.jobs import Job, JobRequest, Rejected, Status
-from tests.server_stub import StubEngine
-from tests.serving import served, until
+from tests.support.server_stub import StubEngine
+from tests.support.serving import served, until
 
 
 @dataclass
