@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -363,17 +362,6 @@ def test_hub_out_of_reach(hub: HubImitation, client: Client, toy: dict[str, byte
     assert "cannot be reached" in missing["text"]
 
 
-def test_a_hub_that_accepts_and_never_answers(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:
-    hub.repositories["someone/toy"] = Repository()
-    sha = hub.repositories["someone/toy"].commit("main", toy)
-    client({"model": "someone/toy"})
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        (cached,) = client({"model": "someone/toy"}, HF_ENDPOINT=endpoint, HF_HUB_ETAG_TIMEOUT="1")
-    assert cached["sha"] == sha
-    assert "cannot be reached" in cached["warnings"][0]
-
-
 def test_an_answer_that_drips_is_not_waited_for() -> None:
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"0\.1 s"):
@@ -509,9 +497,8 @@ def test_bundled_model_and_local_folders(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "model",
     [
-        *("./nowhere", "/nowhere/at/all", "a/b/c", "emojy", "model.ckpt", "unet/diffusion_pytorch_model.bin"),
-        *("someone/../other", "a" * 5000, "~nobody-of-that-name/x", "a\0b"),
-        *("https://example.com/model.safetensors", "sd15"),
+        *("./nowhere", "a/b/c", "emojy", "someone/../other", "a" * 5000, "~nobody-of-that-name/x", "a\0b"),
+        "https://example.com/model.safetensors",
     ],
     ids=lambda model: model[:20],
 )
@@ -569,25 +556,6 @@ def test_files_instead_of_folders(tmp_path: Path) -> None:
         open_files(Location(tmp_path / "bare"))
     with pytest.raises(CheckpointError, match="does not open pickles"):
         open_files(Location(tmp_path / "bare" / "model.ckpt"))
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"model": ""},
-        {"model": 5},
-        {"model": "emoji", "variant": "../x"},
-        {"model": "emoji", "variant": 16},
-        {"model": "a/b", "revision": "../x"},
-        {"model": "a/b", "revision": 5},
-        {"model": "a/b", "token": 5},
-        {"model": "a/b", "cache_dir": 5},
-    ],
-)
-def test_arguments_that_mean_nothing(arguments: dict[str, Any]) -> None:
-    with pytest.raises(InputError) as caught:
-        Location(**{"name" if key == "model" else key: value for key, value in arguments.items()})
-    assert caught.value.argument == list(arguments)[-1]
 
 
 @pytest.mark.parametrize("what", ["pipe", "device", "folder"])
