@@ -96,20 +96,16 @@ def test_pictures_are_fitted_turned_and_put_on_white(tmp_path: Path) -> None:
     ("spoil", "message"),
     [
         (lambda f: (f / "red.png").unlink(), r"'red.png' is in the table of captions, but the file is not there"),
-        (lambda f: (f / "red.png").write_bytes(b"no"), r"red.png: is not a picture"),
         (lambda f: (f / "metadata.jsonl").write_text("{"), r"metadata.jsonl cannot be read"),
         (lambda f: (f / "metadata.jsonl").write_text('{"file_name": "red.png"}'), r"row 1 has no caption 'text'"),
-        (lambda f: (f / "metadata.jsonl").write_text('{"text": "a"}'), r"row 1 has no file_name"),
         (
             lambda f: (f / "metadata.jsonl").write_text('{"file_name": "red.png", "text": ["a", 3]}'),
             r"its caption 'text' is \['a', 3\], not text",
         ),
-        (lambda f: (f / "metadata.jsonl").write_text('{"file_name": 1}'), r"row 1 has the file_name 1, which is not"),
         (
             lambda f: (f / "metadata.jsonl").rename(f / "metadata.csv").write_text("file_name;text\nred.png;a"),
             r"has no file_name; its columns are file_name;text; part columns with commas",
         ),
-        (lambda f: (f / "metadata.jsonl").unlink(), r"no captioned pictures; .* pictures that end in \.png"),
     ],
 )
 def test_what_cannot_be_read(tmp_path: Path, spoil: Any, message: str) -> None:
