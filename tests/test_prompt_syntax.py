@@ -405,9 +405,7 @@ def test_sdxl_conditions(xl: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize("syntax", ["a1111", "comfy", "compel"])
 @pytest.mark.parametrize(
     ("opening", "middle", "closing"),
-    [("(", "", ""), ("[", "", ""), ("(", "a", ")"), ("[", "a", "]"), ("\\", "", ""), ("", "a", "+"), ("", "a", "-"),
-     ("\\(a", "", ""), ("([", "", ""), ("[a:", "", ""), ("(a:", "", ""), ("[a|", "", ""), ("(a ", "", ")"),
-     ("[a ", "", "]")],
+    [("[", "", ""), ("(", "a", ")"), ("\\", "", ""), ("", "a", "+"), ("([", "", ""), ("[a:", "", ""), ("[a|", "", "")],
 )  # fmt: skip
 def test_no_prompt_is_too_deep_or_takes_long(opening: str, middle: str, closing: str, syntax: Any) -> None:
     """Time grows with the length and not with its square, however fast the machine is."""
