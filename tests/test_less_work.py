@@ -320,7 +320,7 @@ def test_reuse_saves_the_work(emoji: canvax.StableDiffusion) -> None:
     assert seconds[reusing(reuse=8)] < 0.75 * seconds[QUIET]
 
 
-@pytest.mark.parametrize("reuse", [0, -1, 2.5, True, (), (0, 2), "a", "3", None])
+@pytest.mark.parametrize("reuse", [0, 2.5, True, (), (0, 2), "3"])
 def test_reuse_that_makes_no_sense(reuse: Any) -> None:
     with pytest.raises(canvax.InputError, match="reuse="):
         canvax.Options(reuse=reuse)
