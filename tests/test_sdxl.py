@@ -182,10 +182,8 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "percent": ({"denoising_end": 80}, "denoising_end=80"),
     "one number": ({"original_size": 1024}, "original_size=1024"),
     "three numbers": ({"target_size": (1, 2, 3)}, "target_size"),
-    "fraction": ({"target_size": (1.5, 2)}, "target_size"),
     "no size": ({"negative_original_size": (0, 5)}, "negative_original_size"),
     "crop": ({"crops_coords_top_left": (-1, 0)}, r"\(top, left\)"),
-    "score": ({"aesthetic_score": "high"}, "aesthetic_score='high'"),
 }
 
 
