@@ -795,11 +795,6 @@ def test_odd_headers_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]
     assert main(["cache", "--json"]) == 0
 
 
-@pytest.mark.parametrize("arguments", [["--size", "512"], ["--batch", "0"], ["--dtype", "int8"]])
-def test_compile_command_refuses(arguments: list[str]) -> None:
-    assert main(["compile", "emoji", *arguments]) == BAD_INPUT
-
-
 def instant(self: Programs, function: partial[Any], arguments: Any) -> Any:
     """In place of ``Programs._compile``."""
     return jax.jit(lambda *_: jnp.zeros(())).lower(*arguments).compile(), True
