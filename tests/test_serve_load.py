@@ -44,6 +44,8 @@ from canvax.server.metrics import Metrics
 from tests.support.server_stub import StubEngine
 from tests.support.serving import served
 
+pytestmark = pytest.mark.slow
+
 KEYS = [f"client-{i}-has-a-long-key" for i in range(3)]
 
 
