@@ -299,10 +299,10 @@ def test_the_networks_as_functions(emoji: canvax.StableDiffusion) -> None:
     np.testing.assert_allclose(both[0], emoji.denoiser(noise, 500, conditions)[0], atol=1e-4)
 
 
-@pytest.mark.parametrize("weights", ["int8", "embedding", "adapter", "low-rank"])
+@pytest.mark.parametrize("weights", [pytest.param("int8", marks=pytest.mark.slow), "embedding", "adapter", "low-rank"])
 def test_the_networks_as_functions_of_other_weights(emoji: canvax.StableDiffusion, weights: str) -> None:
     """They run with whatever a pipeline can hold, and with the low-rank factors that somebody trains beside them."""
-    pipe = canvax.load("emoji", quantize="int8" if weights == "int8" else None)
+    pipe = canvax.load("emoji", quantize="int8" if weights == "int8" else None, mesh=emoji.mesh)
     if weights == "embedding":
         pipe.adapters.load_embedding(ADAPTERS / "rainbow-flag.safetensors")
     elif weights == "adapter":
