@@ -43,9 +43,8 @@ KERNEL = 4
 
 
 @pytest.fixture(scope="module")
-def sd(tmp_path_factory: pytest.TempPathFactory) -> canvax.StableDiffusion:
-    folder = write_small_checkpoint(tmp_path_factory.mktemp("sd") / "small")
-    return canvax.load(folder, mesh=canvax.make_mesh(jax.devices()[:1]))
+def sd(small: canvax.StableDiffusion) -> canvax.StableDiffusion:
+    return small
 
 
 @pytest.fixture(scope="module")

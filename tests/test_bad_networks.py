@@ -26,7 +26,7 @@ from canvax.weights.save import save_component
 from tests.support.checkpoints import raw_safetensors
 from tests.support.control_files import adapter, controlnet, union
 from tests.support.ip_adapter_files import encoder, ip_adapter
-from tests.support.small_checkpoint import UNET, write_small_checkpoint
+from tests.support.small_checkpoint import UNET
 from tests.support.small_sdxl import build
 
 pytestmark = pytest.mark.bad
@@ -122,7 +122,6 @@ SIZES: dict[str, tuple[str, Any]] = {  # of every network one size that cannot b
     "image encoder": ("hidden_size", 10**12),
 }
 
-SHORT = ("cut arrays", "another shape")
 CASES = [
     *(("controlnet", what, FILES[what]) for what in FILES),
     *(
@@ -140,13 +139,13 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_checkpoint(tmp_path_factory.mktemp("sd") / "small")
+def folder(small_folder: Path) -> Path:
+    return small_folder
 
 
 @pytest.fixture(scope="module")
-def sd(folder: Path) -> canvax.StableDiffusion:
-    return canvax.load(folder, mesh=canvax.make_mesh(jax.devices()[:1]))
+def sd(small: canvax.StableDiffusion) -> canvax.StableDiffusion:
+    return small
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from canvax import flax_api
 from canvax.compile.monitor import compilations
 from canvax.flax_api import FlaxStableDiffusionPipeline, replicate, shard, unreplicate
 from canvax.flax_api.keys import host_draw
-from canvax.parallel.mesh import make_mesh
 from canvax.types import Params
 from tests.support.small_checkpoint import SCHEDULER, write_small_checkpoint
 
@@ -28,8 +27,8 @@ PROMPTS = ["a fox in the snow", "a bridge", "a teapot", "a map"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_checkpoint(tmp_path_factory.mktemp("old") / "model")
+def folder(small_folder: Path) -> Path:
+    return small_folder
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +43,8 @@ def copies(old: tuple[FlaxStableDiffusionPipeline, Params]) -> Params:
 
 
 @pytest.fixture(scope="module")
-def native(folder: Path) -> canvax.StableDiffusion:
-    return canvax.load(folder, mesh=make_mesh(jax.devices()[:1]))
+def native(small: canvax.StableDiffusion) -> canvax.StableDiffusion:
+    return small
 
 
 Old = tuple[FlaxStableDiffusionPipeline, Params]

@@ -62,8 +62,8 @@ MASKS = [disc(i) for i in range(D * B)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_checkpoint(tmp_path_factory.mktemp("old") / "model")
+def folder(small_folder: Path) -> Path:
+    return small_folder
 
 
 @pytest.fixture(scope="module")
