@@ -24,7 +24,7 @@ from canvax.images.metadata import save_image
 from canvax.server import a1111, huggingface, jobs_api, openai
 from canvax.server.app import Settings
 from canvax.server.guard import own_hosts
-from canvax.server.jobs import Rejected, State
+from canvax.server.jobs import Changed, Job, JobRequest, Picture, Rejected, State, Status, Stepped
 from canvax.server.keys import Keys
 from canvax.server.rates import Rates
 from tests.support.server_stub import CARD, StubEngine
@@ -690,6 +690,28 @@ def test_websockets_and_other_scopes_are_not_served() -> None:
 
     asyncio.run(app({"type": "websocket", "path": "/", "headers": []}, receive, send))
     assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_a_slow_watcher_hears_the_last_step_of_each_image() -> None:
+    """A step takes the place of an unread one of the same image, and of no other image."""
+
+    async def heard_late() -> list[tuple[int, int]]:
+        job, seen = (
+            Job(JobRequest("x", n=2), "stub", [Picture(i, i, 64, 64, 4) for i in range(2)], cancel=lambda job: None),
+            [],
+        )
+        watch = job.watch()
+        await anext(watch)
+        for index, step in ((0, 1), (1, 1), (0, 2)):
+            job.tell(Stepped(index, step, 4, None))
+        await asyncio.sleep(0)
+        job.tell(Changed(Status.DONE))
+        async for event in watch:
+            if isinstance(event, Stepped):
+                seen.append((event.index, event.step))
+        return seen
+
+    assert asyncio.run(heard_late()) == [(0, 2), (1, 1)]
 
 
 def test_slow_readers() -> None:

@@ -488,8 +488,10 @@ def test_a1111_png_info(site: Site, tmp_path: Path) -> None:
 def test_hf_image_to_image(site: Site, kind: str) -> None:
     content = b64(picture(kind))
     parameters = {"prompt": "a green apple", "strength": 0.5, "target_size": {"width": 96, "height": 64}}
+    parameters["options"] = {"clip_skip": 1}
     assert site.post("/hf", {"inputs": content, "parameters": parameters}).status_code == 200
     assert site.ask.image
+    assert site.ask.options == {"clip_skip": 1}
     assert (site.ask.prompt, site.ask.strength, site.ask.image.size) == ("a green apple", 0.5, (64, 64))
     assert (site.ask.width, site.ask.height) == (96, 64)
     assert site.post("/hf", {"inputs": content}).status_code == 200
