@@ -90,8 +90,8 @@ def limits(_: argparse.Namespace) -> None:
     from canvax.server.jobs import State
     from canvax.server.journal import Journal
     from canvax.server.metrics import Metrics
-    from tests.server_stub import StubEngine
-    from tests.serving import served
+    from tests.support.server_stub import StubEngine
+    from tests.support.serving import served
 
     with tempfile.TemporaryDirectory() as folder:
         for name, journal in (("HTTP", None), ("HTTP and the journal", Journal(Path(folder) / "journal.db"))):

@@ -78,7 +78,7 @@ def prepare(folder: Path) -> int:
     """A second model and LoRAs in ``folder``; returns bytes of weights that one model fits in, but not two."""
     import canvax
     from canvax.params import flatten
-    from tests.adapter_files import Draw, layers, lora, write
+    from tests.support.adapter_files import Draw, layers, lora, write
 
     pipe = canvax.load("emoji", progress=False)
     assert pipe.params is not None

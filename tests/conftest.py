@@ -39,6 +39,7 @@ if os.environ.get("REFERENCE") == "yes":  # the Makefile has installed all that 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     import canvax
 
@@ -127,6 +128,33 @@ def use_folder(folder: str | None) -> None:
 def emoji(compiling: None) -> canvax.StableDiffusion:
     """The bundled model on one device, shared by the modules whose programs are compiled alike."""
     return _emoji(jax.config.values["jax_disable_most_optimizations"])
+
+
+@pytest.fixture(scope="session")
+def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random checkpoint, which no test changes."""
+    from tests.support.small_checkpoint import write_small_checkpoint
+
+    return write_small_checkpoint(tmp_path_factory.mktemp("shared") / "small")
+
+
+@pytest.fixture(scope="module")
+def small(compiling: None, small_folder: Path) -> canvax.StableDiffusion:
+    """``small_folder`` on one device. Each module has its own adapters and parameters; programs are shared."""
+    import dataclasses
+
+    shared = _small(small_folder, jax.config.values["jax_disable_most_optimizations"])
+    pipe = dataclasses.replace(shared, params=jax.tree.map(lambda leaf: leaf, shared.params))
+    pipe._made_by.update(shared._made_by)
+    return pipe
+
+
+@cache
+def _small(folder: Path, quick: bool) -> canvax.StableDiffusion:
+    import canvax
+    from canvax.parallel.mesh import make_mesh
+
+    return canvax.load(folder, mesh=make_mesh(jax.devices()[:1]), progress=False)
 
 
 @cache

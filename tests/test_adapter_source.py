@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from adapter_files import Draw, layers, lora, write
-from hub_imitation import HubImitation, Repository
-from small_checkpoint import write_small_checkpoint
 
 import canvax
 from canvax.params import flatten
+from tests.support.adapter_files import Draw, layers, lora, write
+from tests.support.hub_imitation import HubImitation, Repository
+from tests.support.small_checkpoint import write_small_checkpoint
 
 # huggingface_hub reads HF_* when it is imported.
 SCRIPT = """

@@ -10,7 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from adapter_files import (
+from safetensors.numpy import load_file
+
+import canvax
+from canvax.params import flatten
+from tests.support.adapter_files import (
     Draw,
     Made,
     dora,
@@ -29,13 +33,9 @@ from adapter_files import (
     without_alpha,
     write,
 )
-from checkpoints import BFLOAT16
-from safetensors.numpy import load_file
-from small_checkpoint import write_small_checkpoint
-from small_sdxl import build
-
-import canvax
-from canvax.params import flatten
+from tests.support.checkpoints import BFLOAT16
+from tests.support.small_checkpoint import write_small_checkpoint
+from tests.support.small_sdxl import build
 
 Make = Callable[[Draw, tuple[int, ...]], Made]
 KERNEL = 4
@@ -43,9 +43,8 @@ KERNEL = 4
 
 
 @pytest.fixture(scope="module")
-def sd(tmp_path_factory: pytest.TempPathFactory) -> canvax.StableDiffusion:
-    folder = write_small_checkpoint(tmp_path_factory.mktemp("sd") / "small")
-    return canvax.load(folder, mesh=canvax.make_mesh(jax.devices()[:1]))
+def sd(small: canvax.StableDiffusion) -> canvax.StableDiffusion:
+    return small
 
 
 @pytest.fixture(scope="module")

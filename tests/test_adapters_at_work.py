@@ -13,31 +13,29 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from adapter_files import Draw, layers, lora, write
-from control_files import controlnet
-from refusals import refused
 from safetensors.numpy import load_file
-from small_checkpoint import write_small_checkpoint
-from small_sdxl import build
 
 import canvax
 from canvax.compile.monitor import counting
 from canvax.errors import HintWarning, InputError
 from canvax.pipelines.adapters import file_of
+from tests.support.adapter_files import Draw, layers, lora, write
+from tests.support.control_files import controlnet
+from tests.support.refusals import refused
+from tests.support.small_sdxl import build
 
 STEPS = {"num_inference_steps": 2, "seed": 1, "progress": False}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_checkpoint(tmp_path_factory.mktemp("sd") / "small")
+def folder(small_folder: Path) -> Path:
+    return small_folder
 
 
 @pytest.fixture(scope="module")
-def sd(folder: Path) -> canvax.StableDiffusion:
-    pipe = canvax.load(folder, mesh=canvax.make_mesh(jax.devices()[:1]))
-    pipe("a cat", **STEPS)
-    return pipe
+def sd(small: canvax.StableDiffusion) -> canvax.StableDiffusion:
+    small("a cat", **STEPS)
+    return small
 
 
 @pytest.fixture(scope="module")

@@ -10,16 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from adapter_files import Draw, Made, dora, layers, loha, lokr, lora, lora_tucker, write
-from control_files import controlnet
-from refusals import refused
-from small_checkpoint import write_small_checkpoint
-from small_sdxl import build
 
 import canvax
 from canvax.compile.monitor import counting
 from canvax.errors import HintWarning, InputError
 from canvax.models.beside import Places
+from tests.support.adapter_files import Draw, Made, dora, layers, loha, lokr, lora, lora_tucker, write
+from tests.support.control_files import controlnet
+from tests.support.refusals import refused
+from tests.support.small_sdxl import build
 
 STEPS = {"num_inference_steps": 2, "progress": False}
 RANK = 8
@@ -27,13 +26,13 @@ Make = Callable[[Draw, tuple[int, ...]], Made]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_checkpoint(tmp_path_factory.mktemp("sd") / "small")
+def folder(small_folder: Path) -> Path:
+    return small_folder
 
 
 @pytest.fixture(scope="module")
-def sd(folder: Path) -> canvax.StableDiffusion:
-    return canvax.load(folder, mesh=canvax.make_mesh(jax.devices()[:1]))
+def sd(small: canvax.StableDiffusion) -> canvax.StableDiffusion:
+    return small
 
 
 def adapter(path: Path, pipe: canvax.StableDiffusion, seed: int, make: Make = lora, only: str = "") -> Path:

@@ -8,13 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from adapter_files import Draw, write
-from checkpoints import raw_safetensors
-from refusals import refused
-from small_checkpoint import write_small_checkpoint
 
 import canvax
 from canvax.cli import main
@@ -22,6 +17,9 @@ from canvax.errors import CanvaxError, HintWarning, InputError
 from canvax.params import flatten
 from canvax.pipelines.unmerged import parse_weight
 from canvax.weights.lora import Adapter
+from tests.support.adapter_files import Draw, write
+from tests.support.checkpoints import raw_safetensors
+from tests.support.refusals import refused
 
 pytestmark = pytest.mark.bad
 
@@ -50,50 +48,27 @@ def peft_header(**settings: Any) -> dict[str, str]:
 
 
 ARRAYS: dict[str, dict[str, Any]] = {
-    "no array": {},
-    "of SDXL by the width of its text": pair(K, 64, 2048),
-    "of SD 1.x by the width of its text": pair(K, 64, 768),
+    "no array": {}, "of SDXL by the width of its text": pair(K, 64, 2048),
     "of FLUX": pair("lora_unet_double_blocks_0_img_attn_qkv"),
-    "of Stable Diffusion 3": pair("transformer.joint_blocks.0.x"),
     "of an IP-Adapter": {"image_proj.x": draw(4), "ip_adapter.x": draw(4, 4)},
-    "of no module": pair("lora_unet_middle_nowhere"),
-    "of a module that is misspelt": pair(Q.replace("to_q", "to_qq")),
     "of the second text encoder": pair(TEXT.replace("lora_te_", "lora_te2_"), 96, 48),
-    "of one good and one unknown module": {**pair(), **pair("lora_unet_x")},
-    "down of another width": pair(into=63),
-    "up of another width": pair(out=65),
+    "of one good and one unknown module": {**pair(), **pair("lora_unet_x")}, "down of another width": pair(into=63),
     "ranks that differ": {**pair(), f"{Q}.lora_up.weight": draw(64, 5)},
-    "a matrix for a convolution": pair(CONV, 32, 4),
-    "NaN": with_nan(pair()),
-    "infinity": {**pair(), f"{Q}.lora_up.weight": np.full((64, 4), np.inf, np.float32)},
+    "a matrix for a convolution": pair(CONV, 32, 4), "NaN": with_nan(pair()),
     "float64 beyond float32": {**pair(), f"{Q}.lora_up.weight": np.full((64, 4), 1e300)},
-    "alpha that is NaN": pair(alpha=np.float32(np.nan).reshape(())),
-    "alpha of several numbers": pair(alpha=draw(3)),
-    "a gigantic rank": pair(r=5000),
-    "a rank of 0": pair(r=0),
+    "alpha that is NaN": pair(alpha=np.float32(np.nan).reshape(())), "a gigantic rank": pair(r=5000),
     "down alone": {f"{Q}.lora_down.weight": draw(4, 64)},
-    "up alone": {f"{Q}.lora_up.weight": draw(64, 4)},
-    "alpha alone": {f"{Q}.alpha": np.float32(1).reshape(())},
     "LoHa without a factor": {f"{Q}.hada_w1_a": draw(64, 4), f"{Q}.hada_w1_b": draw(4, 64)},
     "LoKr that does not divide": {f"{Q}.lokr_w1": draw(5, 4), f"{Q}.lokr_w2": draw(12, 16)},
-    "LoKr of half a product": {f"{Q}.lokr_w1": draw(4, 4), f"{Q}.lokr_w2_a": draw(16, 2)},
     "LoHa and LoRA of one layer": {**pair(), f"{Q}.hada_w1_a": draw(64, 4)},
     "DoRA of another length": pair(dora_scale=draw(63, 1)),
     "a full change of another shape": {f"{Q}.diff": draw(64, 63)},
     "a bias where there is none": {f"{Q}.diff_b": draw(64)},
-    "a bias of another length": {f"{CONV}.diff_b": draw(31)},
-    "LoRA of a normalisation": pair("lora_unet_conv_norm_out", 32, 32),
     "one layer under two names": {**pair(), **pair("lora_unet_middle_block_1_transformer_blocks_0_attn1_to_q")},
-    "OFT": {f"{Q}.oft_R": draw(4, 6)},
-    "IA3": {f"{Q}.ia3_l": draw(4, 6)},
-    "sparse biases": {f"{Q}.bias_values": draw(4)},
-    "an unknown algorithm": {f"{Q}.quantum_a": draw(4), f"{Q}.quantum_b": draw(4)},
+    "OFT": {f"{Q}.oft_R": draw(4, 6)}, "an unknown algorithm": {f"{Q}.quantum_a": draw(4), f"{Q}.quantum_b": draw(4)},
     "whole numbers": {**pair(), f"{Q}.lora_up.weight": np.ones((64, 4), np.int32)},
-    "truth values": {**pair(), f"{Q}.lora_up.weight": np.ones((64, 4), bool)},
-    "a model's weights": {"unet.conv_in.weight": draw(32, 4, 3, 3)},
     "a whole model": {"model.diffusion_model.out.2.weight": draw(4, 32, 3, 3)},
     "a textual inversion": {"emb_params": draw(2, 48)},
-    "a textual inversion of diffusers": {"<toy>": draw(2, 48)},
     "an embedding of another width": {**pair(), "bundle_emb.x.emb_params": draw(2, 768)},
 }  # fmt: skip
 
@@ -101,10 +76,7 @@ HEADERS: dict[str, dict[str, str]] = {
     "no JSON": {"lora_adapter_metadata": "{"},
     "JSON of a list": {"lora_adapter_metadata": "[]"},
     "a rank of text": peft_header(r="four", lora_alpha=1),
-    "a rank of 0": peft_header(r=0, lora_alpha=1),
-    "no alpha": peft_header(r=4),
     "alpha beyond all": peft_header(r=4, lora_alpha=float("inf")),
-    "patterns of a list": peft_header(r=4, lora_alpha=4, alpha_pattern=["x"]),
     "deep JSON": {"lora_adapter_metadata": "[" * 100_000},
 }
 
@@ -120,48 +92,30 @@ def whole(path: Path) -> bytes:
 
 FILES: dict[str, tuple[str, Callable[[Path], bytes]]] = {
     "nothing": ("a.safetensors", lambda path: b""),
-    "a cut header": ("a.safetensors", lambda path: whole(path)[:40]),
     "cut arrays": ("a.safetensors", lambda path: whole(path)[:-100]),
-    "more than its header tells": ("a.safetensors", lambda path: whole(path) + b"xx"),
     "a pickle under another name": ("a.safetensors", lambda path: pickle.dumps(Harm())),
     "a pickle": ("a.pt", lambda path: pickle.dumps(Harm())),
-    "a .bin": ("pytorch_lora_weights.bin", lambda path: b"PK\3\4"),
-    "a page": ("a.safetensors", lambda path: b"<!doctype html><html>" + b" " * 90),
-    "a pointer": ("a.safetensors", lambda path: b"version https://git-lfs.github.com/spec/v1\n" * 3),
-    "a text": ("a.txt", lambda path: b"hello"),
     "a header that lies": (
         "a.safetensors",
         lambda path: raw_safetensors({"x.diff": {"dtype": "F32", "shape": [64], "data_offsets": [0, 8]}}, b"x" * 8),
-    ),
-    "a name with an end of line": (
-        "a.safetensors",
-        lambda path: raw_safetensors({"x\n": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"x" * 4),
     ),
 }
 
 EMBEDDINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "of another width": ({"emb_params": draw(2, 768)}, {}),
-    "of SDXL": ({"clip_l": draw(2, 768), "clip_g": draw(2, 1280)}, {}),
     "of SDXL with a right half": ({"clip_l": draw(2, 48), "clip_g": draw(2, 1280)}, {}),
     "of NaN": ({"emb_params": np.full((1, 48), np.nan, np.float32)}, {}),
     "of too many vectors": ({"emb_params": draw(76, 48)}, {}),
-    "of no vector": ({"emb_params": draw(0, 48)}, {}),
-    "of whole numbers": ({"emb_params": np.ones((1, 48), np.int32)}, {}),
     "of a cube": ({"emb_params": draw(2, 2, 48)}, {}),
-    "of one number": ({"emb_params": np.float32(1).reshape(())}, {}),
     "that is a LoRA": (pair(), {}),
-    "that is empty": ({}, {}),
     "two names for three vectors": ({"emb_params": draw(3, 48)}, {"token": ["a1", "a2"]}),
-    "a name of nothing": ({"emb_params": draw(3, 48)}, {"token": "  "}),
-    "a name of a number": ({"emb_params": draw(3, 48)}, {"token": 5}),
     "a name with an end of line": ({"emb_params": draw(3, 48)}, {"token": "a\nb"}),
 }
 
 
 @pytest.fixture(scope="module")
-def sd(tmp_path_factory: pytest.TempPathFactory) -> canvax.StableDiffusion:
-    folder = write_small_checkpoint(tmp_path_factory.mktemp("sd") / "small")
-    return canvax.load(folder, mesh=canvax.make_mesh(jax.devices()[:1]))
+def sd(small: canvax.StableDiffusion) -> canvax.StableDiffusion:
+    return small
 
 
 @pytest.fixture(scope="module")
@@ -265,15 +219,7 @@ def test_arguments(sd: canvax.StableDiffusion, before: Any, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        ["--lora", "nowhere.safetensors"],
-        ["--lora", "nowhere.safetensors:0.5"],
-        ["--lora", ":0.5"],
-        ["--lora", "x.safetensors:nan"],
-        ["--lora-dir", "nowhere"],
-        ["--embedding", "nowhere.safetensors"],
-        ["--lora-model", "x"],
-    ],
+    [["--lora", "nowhere.safetensors:0.5"], ["--lora", "x.safetensors:nan"], ["--lora-dir", "nowhere"]],
 )
 def test_flags(flags: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["generate", "a cat", *flags, "-o", str(tmp_path / "x.png")]) in (1, 2)

@@ -12,12 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from checkpoints import raw_safetensors
-from control_files import adapter, controlnet, union
-from ip_adapter_files import encoder, ip_adapter
 from safetensors.numpy import load_file, save_file
-from small_checkpoint import UNET, write_small_checkpoint
-from small_sdxl import build
 from test_bad_adapters import Harm
 
 import canvax
@@ -28,6 +23,11 @@ from canvax.params import flatten, init_params
 from canvax.pipelines.result import load_preview
 from canvax.weights.load import Component
 from canvax.weights.save import save_component
+from tests.support.checkpoints import raw_safetensors
+from tests.support.control_files import adapter, controlnet, union
+from tests.support.ip_adapter_files import encoder, ip_adapter
+from tests.support.small_checkpoint import UNET
+from tests.support.small_sdxl import build
 
 pytestmark = pytest.mark.bad
 
@@ -122,7 +122,6 @@ SIZES: dict[str, tuple[str, Any]] = {  # of every network one size that cannot b
     "image encoder": ("hidden_size", 10**12),
 }
 
-SHORT = ("cut arrays", "another shape")
 CASES = [
     *(("controlnet", what, FILES[what]) for what in FILES),
     *(
@@ -140,13 +139,13 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_checkpoint(tmp_path_factory.mktemp("sd") / "small")
+def folder(small_folder: Path) -> Path:
+    return small_folder
 
 
 @pytest.fixture(scope="module")
-def sd(folder: Path) -> canvax.StableDiffusion:
-    return canvax.load(folder, mesh=canvax.make_mesh(jax.devices()[:1]))
+def sd(small: canvax.StableDiffusion) -> canvax.StableDiffusion:
+    return small
 
 
 @pytest.fixture(scope="module")

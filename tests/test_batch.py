@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from bundled import LATENTS
 
 import canvax
 from canvax.compile.kinds import DENOISERS, Compiled, Kinds
@@ -21,6 +20,7 @@ from canvax.errors import InputError
 from canvax.noise import initial_noise, seed_keys
 from canvax.parallel.mesh import make_mesh
 from canvax.samplers import SamplerTable, build_table
+from tests.support.bundled import LATENTS
 
 QUIET = canvax.Options(progress=False)
 

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from refusals import refused
 
 import canvax
 from canvax.cli import main
@@ -34,6 +33,7 @@ from canvax.scale.batch import Plan, run, windows
 from canvax.scale.output import Output, _locked, listed
 from canvax.scale.rows import Row, digest_of, read_rows, seed_of, settings_of
 from canvax.scale.work import Made, Worker, image_file
+from tests.support.refusals import refused
 
 PROMPTS = ("a red apple", "a dog face", "a lemon", "a house", "a clock", "a fire engine")
 SAMPLERS = ("Euler", "DPM++ 2M", "Euler a")

@@ -18,7 +18,6 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from small_checkpoint import TEXT, UNET, VAE, write_small_checkpoint
 
 from benchmarks.command import run
 from benchmarks.lab import measure as measuring
@@ -45,6 +44,9 @@ from canvax.planning.flops import count_flops, evaluation_flops
 from canvax.weights.cast import cast_into
 from canvax.weights.location import Location
 from canvax.weights.open import open_files
+from tests.support.small_checkpoint import TEXT, UNET, VAE, write_small_checkpoint
+
+pytestmark = pytest.mark.slow
 
 SMALL = Networks(UNetDenoiser(UNET), VAE, clip_encoders(TEXT))
 Bench = Callable[..., dict[str, Any]]
@@ -90,7 +92,6 @@ def without_site(folder: Path) -> str:
 # Measuring
 
 
-@pytest.mark.slow
 def test_alone(bench: Bench, small: Path) -> None:
     report = bench("unet", "--model", small, "--size", "64x32")
     one = report["contenders"]["canvax"]
@@ -105,7 +106,6 @@ def test_alone(bench: Bench, small: Path) -> None:
     assert report["versions"].keys() == {"canvax", "jax", "jaxlib", "python"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("part", ["unet", "picture"])
 def test_beside_pytorch(bench: Bench, small: Path, part: str) -> None:
     """The VAE is in the picture."""
@@ -122,7 +122,6 @@ def test_beside_pytorch(bench: Bench, small: Path, part: str) -> None:
     assert theirs["versions"].keys() == {"torch", "diffusers", "transformers"}
 
 
-@pytest.mark.slow
 def test_loading(bench: Bench, small: Path) -> None:
     pytest.importorskip("diffusers")
     report = bench("load", "--model", small, "--against", "torch", "--dtype", "bfloat16", "--cold")
@@ -135,7 +134,6 @@ def test_loading(bench: Bench, small: Path) -> None:
     assert found["torch"]["differs_by"] < 1e-6
 
 
-@pytest.mark.slow
 def test_starting(bench: Bench, small: Path) -> None:
     report = bench("start", "--model", small, "--steps", 2)
     warm, cold = report["contenders"]["canvax"], report["contenders"]["canvax cold"]
@@ -185,7 +183,6 @@ def test_different_work_is_never_timed(tmp_path: Path) -> None:
         compare(right[:, :5])
 
 
-@pytest.mark.slow
 def test_other_weights_are_found_out(small: Path, tmp_path: Path) -> None:
     """PyTorch given another checkpoint than canvax: the same shapes, another seed."""
     pytest.importorskip("diffusers")
@@ -201,7 +198,6 @@ def test_other_weights_are_found_out(small: Path, tmp_path: Path) -> None:
         measure(job, [Contender("torch")], 1, tell=lambda text: None)
 
 
-@pytest.mark.slow
 def test_contenders_that_do_not_fit_together_run_alone(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "available_bytes", lambda: 0)
     said: list[str] = []
@@ -258,7 +254,6 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypa
 # canvax alone
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("guidance", [5.0, 1.0])
 def test_this_machine_alone(tmp_path: Path, small: Path, capsys: pytest.CaptureFixture[str], guidance: float) -> None:
     """Images a second, compiling apart, and FLOPs of an evaluation, of which a model without guidance needs half."""

@@ -27,11 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from control_files import controlnet
-from ip_adapter_files import encoder, ip_adapter
 from jax.experimental import serialize_executable
 from PIL import Image
-from small_checkpoint import TEXT, UNET, VAE, write_small_checkpoint
 
 import canvax
 from canvax.cli import BAD_INPUT, FAILED, main
@@ -54,6 +51,9 @@ from canvax.parallel.rules import abstract_params
 from canvax.params import init_params
 from canvax.pipelines import generate
 from canvax.pipelines.request import Call, make_request
+from tests.support.control_files import controlnet
+from tests.support.ip_adapter_files import encoder, ip_adapter
+from tests.support.small_checkpoint import TEXT, UNET, VAE, write_small_checkpoint
 
 DRAW = """
 import json, sys
@@ -793,11 +793,6 @@ def test_odd_headers_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]
     assert main(["cache"]) == 0
     assert capsys.readouterr().out.count("unreadable") == 2
     assert main(["cache", "--json"]) == 0
-
-
-@pytest.mark.parametrize("arguments", [["--size", "512"], ["--batch", "0"], ["--dtype", "int8"]])
-def test_compile_command_refuses(arguments: list[str]) -> None:
-    assert main(["compile", "emoji", *arguments]) == BAD_INPUT
 
 
 def instant(self: Programs, function: partial[Any], arguments: Any) -> Any:

@@ -17,8 +17,8 @@ from canvax.cli.arguments import parse
 from canvax.cli.serve import byte_count, run
 from canvax.errors import InputError
 from canvax.images.metadata import read_metadata
-from tests.serve_process import serving
-from tests.serving import until
+from tests.support.serve_process import serving
+from tests.support.serving import until
 
 KEY = "a-secret-of-alices"
 
@@ -50,44 +50,24 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 WRONG = [
     ["--host", "0.0.0.0"],
-    ["--host", "::"],
-    ["--host", ""],
     ["--host", "192.0.2.1", "--no-keys"],
     ["--host", "no.such.host.invalid", "--no-keys"],
     ["--port", "65536"],
-    ["--port", "-1"],
-    ["--keys", "none.txt"],
-    ["--keys", "."],
     ["--warm", "512"],
-    ["--warm", "512x"],
     ["--warm", "-64x64"],
-    ["--warm", "64x64:0"],
     ["--warm", "64x64:1,x"],
-    ["--warm", "64x64:"],
-    ["--warm", "0x64"],
     ["--max-body", "large"],
     ["--max-body", "0"],
-    ["--max-body", "0.1"],
-    ["--max-body", "-1MB"],
-    ["--max-body", "1e400"],
     ["--memory", "20XB"],
     ["--queue-seconds", "0"],
-    ["--queue-seconds", "nan"],
     ["--queue-images", "0"],
     ["--keep-seconds", "-5"],
-    ["--drain-seconds", "0"],
-    ["--stall-seconds", "0"],
     ["--rate", "0"],
-    ["--rate", "inf"],
-    ["--chunks", "0"],
     ["--batching", "all"],
     ["--journal", "none/jobs.db"],
-    ["--journal", "."],
     ["--allow-origin", "*"],
     ["--allow-origin", "example.org"],
-    ["--allow-origin", "https://a.example/page"],
     ["--allow-host", "http://a.example"],
-    ["--allow-host", "a.example:80"],
     ["emoji", "emoji"],
     ["--ip-encoder", "clip"],
     ["--nothing"],

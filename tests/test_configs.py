@@ -19,7 +19,7 @@ from canvax.models.vae import vae_decode, vae_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import init_params
 from canvax.samplers.config import faults_of
-from tests.small_checkpoint import write_small_checkpoint
+from tests.support.small_checkpoint import write_small_checkpoint
 
 WRONG: list[Any] = [
     "64", -1, 0, 1.5, float("nan"), float("inf"), True, None, [], [1, 2], [True], {"a": 1}, ["x"],

@@ -17,14 +17,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from control_files import adapter, config_of, controlnet, union
-from drawing import draw, far
 from PIL import Image
-from refusals import refused
 from safetensors.numpy import load_file, save_file
 from scipy import ndimage
-from small_checkpoint import UNET, write_small_checkpoint
-from small_sdxl import build
 
 import canvax
 from canvax.cli import BAD_INPUT, main
@@ -41,6 +36,11 @@ from canvax.pipelines.control import check_control, layer_weights, strengths
 from canvax.scale.rows import Row
 from canvax.scale.work import Worker
 from canvax.weights.location import BUNDLED
+from tests.support.control_files import adapter, config_of, controlnet, union
+from tests.support.drawing import draw, far
+from tests.support.refusals import refused
+from tests.support.small_checkpoint import UNET
+from tests.support.small_sdxl import build
 
 QUIET = canvax.Options(progress=False)
 LATENTS = (8, 8, 4)
@@ -54,10 +54,9 @@ def edges(seed: int, size: tuple[int, int] = (64, 64)) -> Image.Image:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> canvax.StableDiffusion:
+def base(small: canvax.StableDiffusion) -> canvax.StableDiffusion:
     """A small random model of 64 x 64 pixels."""
-    folder = write_small_checkpoint(tmp_path_factory.mktemp("model") / "base")
-    return canvax.load(folder, mesh=make_mesh(jax.devices()[:1]))
+    return small
 
 
 @pytest.fixture(scope="module")
@@ -355,27 +354,19 @@ def test_compiled_ahead(base: canvax.StableDiffusion, folders: list[Path]) -> No
     ("changes", "argument"),
     [
         ({"control": 5}, "control"),
-        ({"control": "nowhere.png"}, "control"),
-        ({"control": [edges(1)] * 2}, "control"),
         ({"control": np.full((64, 64, 3), -0.5)}, "control"),
         ({"control": edges(1, (60, 64)).resize((60, 64))}, "control"),
         ({"control": [edges(1), edges(2, (96, 64))], "prompt": ["a", "b"]}, "control"),
         ({"control": edges(1), "control_scale": float("nan")}, "control_scale"),
-        ({"control": edges(1), "control_scale": 11}, "control_scale"),
         ({"control": edges(1), "control_scale": "much"}, "control_scale"),
-        ({"control": edges(1), "control_scale": ()}, "control_scale"),
         ({"control": edges(1), "control_scale": (1, 0.5)}, "control_scale"),
-        ({"control": edges(1), "control_start": -0.1}, "control_start"),
-        ({"control": edges(1), "control_end": 2}, "control_end"),
         ({"control": edges(1), "control_start": 0.5, "control_end": 0.5}, "control_start"),
         ({"control": edges(1), "control_mode": "loud"}, "control_mode"),
-        ({"control": edges(1), "guess_mode": 3}, "guess_mode"),
         ({"control": edges(1), "guess_mode": True, "control_mode": "prompt"}, "control_mode"),
         ({"control": edges(1), "reuse": 2}, "control"),
         ({"control_scale": 0.5}, "control_scale"),
         ({"control": [None], "control_end": 0.5}, "control_end"),
         ({"control": edges(1), "control_image": edges(1)}, "control_image"),
-        ({"control": edges(1), "control_scale": 1, "controlnet_conditioning_scale": 1}, "control_scale"),
     ],
 )
 def test_bad_calls(changes: dict[str, Any], argument: str, pipe: canvax.StableDiffusion) -> None:
@@ -455,51 +446,31 @@ XL = {"cross_attention_dim": 2048, "block_out_channels": [320, 640, 1280], "atte
       "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816}  # fmt: skip
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]), "is truncated"),
-    "no weights": (lambda f: (f / WEIGHTS).unlink(), "no weights found"),
-    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json"),
     "config of an SDXL net": (configured(**XL), "is a ControlNet for Stable Diffusion XL.*text of width 2048"),
-    "config of an SD 1.x net": (configured(cross_attention_dim=768), "ControlNet for Stable Diffusion 1.x"),
     "other levels": (configured(block_out_channels=[64, 64]), "made for another kind|is a ControlNet for another kind"),
     "another class": (
         configured(_class_name="UNet2DConditionModel"),
         "canvax reads ControlNetModel, ControlNetUnionModel and T2IAdapter",
     ),
-    "no class": (configured(_class_name=None), "canvax reads ControlNetModel"),
     "a union": (configured(_class_name="ControlNetUnionModel"), "does not support no addition_time_embed_dim"),
-    "unknown field": (configured(magic=3), "magic = 3"),
-    "unknown channel order": (configured(controlnet_conditioning_channel_order="grb"), "channel_order 'grb'"),
-    "four channels": (configured(conditioning_channels=4), "conditioning_channels 4"),
     "another factor": (configured(conditioning_embedding_out_channels=[8, 16]), "one feature of 2 x 2 pixels"),
-    "a huge number": (configured(layers_per_block=10**9), "layers_per_block"),
     "a missing array": (rewritten(lambda a: {k: v for k, v in a.items() if k != "controlnet_mid_block.weight"}),
                         "1 missing.*controlnet_mid_block.weight"),
-    "an unused array": (rewritten(lambda a: a | {"extra.weight": ZERO}), "1 unused.*extra.weight"),
     "a wrong shape": (rewritten(lambda a: a | {"conv_in.bias": ZERO}), r"1 misshapen.*conv_in.bias"),
     "whole numbers": (rewritten(lambda a: a | {"conv_in.bias": np.zeros(32, np.int32)}), "1 mistyped"),
-    "all wrong": (rewritten(lambda a: {f"module.{k}": v for k, v in a.items()}), r"missing.*unused"),
-    "not finite": (rewritten(nan), "not finite"),
-    "no config and not whole": (without_config, "it lacks"),
+    "not finite": (rewritten(nan), "not finite"), "no config and not whole": (without_config, "it lacks"),
     "pickles alone": (pickles_alone, r"holds only diffusion_pytorch_model.bin.*convert \S+model.bin"),
-    "a pickle": (named("net.pth", b"PK\x03\x04"), r"does not open pickles.*convert \S*net.pth \S*net.safetensors"),
     "a pickle under another name": (named("net.safetensors", b"PK\x03\x04" * 9), "is a pickle"),
-    "a web page": (named("net.safetensors", b"<!DOCTYPE html><html>"), "is a web page"),
-    "a pointer": (named("net.safetensors", b"version https://git-lfs.github.com/spec/v1\n" * 2), "Git LFS pointer"),
     "empty": (one_file("net.safetensors", {}), "is empty"),
-    "a control-LoRA, cut": (one_file("net.safetensors", {"lora_controlnet": ZERO, "a.up": ZERO}), "no whole control"),
     "a ControlLLLite": (one_file("net.safetensors", {"lllite_unet_a.weight": ZERO}), "is a ControlLLLite"),
-    "a union's file": (one_file("net.safetensors", {"task_embedding.weight": ZERO}), "holds no ControlNet"),
-    "a LoRA": (one_file("net.safetensors", {"a.lora_down.weight": ZERO}), "is a LoRA"),
-    "a whole model": (one_file("net.safetensors", {"model.diffusion_model.a": ZERO}), "is a model, not a ControlNet"),
-    "something else": (one_file("net.safetensors", {"a.weight": ZERO}), "holds no ControlNet"),
     "the original code's, cut": (
         one_file("net.safetensors", {"control_model.input_hint_block.0.weight": ZERO}), "is not a whole network"),
-    "an adapter, cut": (one_file("net.safetensors", {"adapter.body.0.resnets.0.block1.weight": ZERO}), "not a whole"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_files(name: str, pipe: canvax.StableDiffusion, folders: list[Path], tmp_path: Path) -> None:
-    """One clear error, and the pipeline generates as before."""
+    """One clear error each. ``test_bad_networks`` checks that the pipeline stays as it was."""
     folder = tmp_path / "broken"
     shutil.copytree(folders[0], folder)
     change, message = BROKEN[name]
@@ -507,7 +478,6 @@ def test_broken_files(name: str, pipe: canvax.StableDiffusion, folders: list[Pat
     with pytest.raises(canvax.CheckpointError, match=message) as caught:
         pipe.with_controlnet(made if isinstance(made, Path) else folder)
     assert "\n" not in str(caught.value)
-    assert draw(pipe, control=edges(1)).compilations == 0
 
 
 def test_a_folder_that_is_not_there(base: canvax.StableDiffusion, tmp_path: Path) -> None:
@@ -613,9 +583,7 @@ def test_edges_of_a_square() -> None:
     [
         ("depth", {}, "'depth' is not a kind"),
         ("canny", {"radius": 3}, "canny has no 'radius'; it has low, high"),
-        ("canny", {"low": -1}, "low=-1 is not in 0..10000"),
         ("canny", {"low": 300}, "low=300 is above high=200"),
-        ("blur", {"radius": "wide"}, "radius='wide' is not in 0..500"),
     ],
 )
 def test_bad_maps(kind: str, settings: dict[str, Any], message: str) -> None:
@@ -637,7 +605,7 @@ def test_command_line(
     pipe: canvax.StableDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(BUNDLED["emoji"], "base")
+    shutil.copytree(BUNDLED["emoji"], Path(pipe.model.name).name)  # the name that images tell
     asked: list[Any] = []
     monkeypatch.setattr(canvax, "load", lambda *_, **keywords: asked.append(keywords["controlnet"]) or pipe)
     draw(pipe).images[0].save("photo.png")

@@ -13,12 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from control_files import controlnet, union
-from drawing import draw, far
 from PIL import Image
-from refusals import refused
 from safetensors.numpy import load_file, save_file
-from small_sdxl import build
 
 import canvax
 from canvax.cli import BAD_INPUT, main
@@ -26,6 +22,10 @@ from canvax.cli.info import reproduce
 from canvax.parallel.mesh import make_mesh
 from canvax.pipelines.control import control_of
 from canvax.weights.location import BUNDLED
+from tests.support.control_files import controlnet, union
+from tests.support.drawing import draw, far
+from tests.support.refusals import refused
+from tests.support.small_sdxl import build
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

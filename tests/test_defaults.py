@@ -31,7 +31,7 @@ from canvax.server.jobs import JobRequest
 from canvax.server.models import MOST_GROUPS
 from canvax.train.loop import Plan
 from canvax.train.task import Training
-from tests.server_stub import CARD
+from tests.support.server_stub import CARD
 
 FILE = Path(__file__).parent / "golden" / "defaults.json"
 

@@ -13,10 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bundled import LATENTS
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from refusals import refused
-from small_checkpoint import TEXT, VAE, write_small_checkpoint
 
 import canvax
 from canvax.compile.inspect import collectives
@@ -33,6 +30,9 @@ from canvax.parallel.mesh import check_mesh, make_mesh, mesh_of, parse_mesh
 from canvax.parallel.place import map_parts, own_rows
 from canvax.parallel.rules import abstract_params, check_split, device_bytes, place, placement
 from canvax.params import Axis, Param, count, flatten
+from tests.support.bundled import LATENTS
+from tests.support.refusals import refused
+from tests.support.small_checkpoint import TEXT, VAE, write_small_checkpoint
 
 QUIET = canvax.Options(progress=False)
 PROMPTS = ["a cat", "a dog", "a red apple"]

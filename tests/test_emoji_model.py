@@ -34,6 +34,8 @@ from recipes.emoji.quality import check_measure, choose_pairs, draw_and_score, n
 from recipes.emoji.recipe import RECIPES, Run, make_model
 from recipes.emoji.vocabulary import learn_vocabulary, save_vocabulary
 
+pytestmark = pytest.mark.slow
+
 DATA = Path(__file__).parent / "data" / "drawings.zip"
 
 
@@ -198,7 +200,6 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_the_recipe_makes_a_model(smoke: Path) -> None:
     pipe = canvax.load(smoke / "model", mesh=make_mesh(jax.devices()[:1]))
     assert pipe.model.native_size == (32, 32)
@@ -207,7 +208,6 @@ def test_the_recipe_makes_a_model(smoke: Path) -> None:
     assert (smoke / "previews" / "0000008.png").is_file()
 
 
-@pytest.mark.slow
 def test_its_latents_are_uncorrelated(smoke: Path) -> None:
     from canvax.train.encoding import encode_pictures
     from recipes.emoji.autoencoder import VARIANCE
@@ -221,7 +221,6 @@ def test_its_latents_are_uncorrelated(smoke: Path) -> None:
     np.testing.assert_allclose(covariance, np.diag(np.diag(covariance)), atol=0.02 * covariance.max())
 
 
-@pytest.mark.slow
 def test_training_goes_on_from_a_finished_model(smoke: Path, tmp_path: Path) -> None:
     """Its vocabulary and latents stay; of another recipe's model nothing is begun."""
     run = Run(RECIPES["smoke"], DATA, tmp_path / "more", make_mesh(jax.devices()[:1]), start=smoke / "model")
@@ -251,7 +250,6 @@ def test_the_model_fits_into_the_package(name: str) -> None:
     assert 2 * sum(map(count, specs)) < 23_400_000
 
 
-@pytest.mark.slow
 def test_pytorch_diffusers_draws_the_same(smoke: Path) -> None:
     torch = pytest.importorskip("torch")
     diffusers = pytest.importorskip("diffusers")

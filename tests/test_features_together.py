@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from covering import Pair, Row, all_pairs, covering_array, pairs_of, with_rare
-from feature_cases import FACTORS, PLAIN, REFUSED, Studio, reproducible
 
 import canvax
 from canvax.cli.arguments import parse
@@ -21,6 +19,8 @@ from canvax.cli.generate import generate_batch
 from canvax.cli.images import gather
 from canvax.images.convert import to_pil
 from canvax.images.metadata import save_image
+from tests.support.covering import Pair, Row, all_pairs, covering_array, pairs_of, with_rare
+from tests.support.feature_cases import FACTORS, PLAIN, REFUSED, Studio, reproducible
 
 _SHARED = {name: levels for name, levels in FACTORS.items() if name != "devices"}
 ROWS = with_rare(covering_array(_SHARED, REFUSED), "devices", "1", "8")

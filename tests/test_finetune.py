@@ -14,8 +14,6 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
-from refusals import refused
-from small_checkpoint import write_small_checkpoint
 
 import canvax
 from canvax.cli import main
@@ -27,6 +25,8 @@ from canvax.train.loop import LOG, Plan, read_log
 from canvax.train.pictures import read_pictures
 from canvax.train.task import Training
 from recipes.emoji.__main__ import run as recipe
+from tests.support.refusals import refused
+from tests.support.small_checkpoint import write_small_checkpoint
 
 PLAN = Plan(steps=4, batch=2, chunk=2, warmup=0, final=1.0, average=0.0)
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
@@ -96,20 +96,16 @@ def test_pictures_are_fitted_turned_and_put_on_white(tmp_path: Path) -> None:
     ("spoil", "message"),
     [
         (lambda f: (f / "red.png").unlink(), r"'red.png' is in the table of captions, but the file is not there"),
-        (lambda f: (f / "red.png").write_bytes(b"no"), r"red.png: is not a picture"),
         (lambda f: (f / "metadata.jsonl").write_text("{"), r"metadata.jsonl cannot be read"),
         (lambda f: (f / "metadata.jsonl").write_text('{"file_name": "red.png"}'), r"row 1 has no caption 'text'"),
-        (lambda f: (f / "metadata.jsonl").write_text('{"text": "a"}'), r"row 1 has no file_name"),
         (
             lambda f: (f / "metadata.jsonl").write_text('{"file_name": "red.png", "text": ["a", 3]}'),
             r"its caption 'text' is \['a', 3\], not text",
         ),
-        (lambda f: (f / "metadata.jsonl").write_text('{"file_name": 1}'), r"row 1 has the file_name 1, which is not"),
         (
             lambda f: (f / "metadata.jsonl").rename(f / "metadata.csv").write_text("file_name;text\nred.png;a"),
             r"has no file_name; its columns are file_name;text; part columns with commas",
         ),
-        (lambda f: (f / "metadata.jsonl").unlink(), r"no captioned pictures; .* pictures that end in \.png"),
     ],
 )
 def test_what_cannot_be_read(tmp_path: Path, spoil: Any, message: str) -> None:

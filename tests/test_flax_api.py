@@ -11,15 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_checkpoint import SCHEDULER, write_small_checkpoint
 
 import canvax
 from canvax import flax_api
 from canvax.compile.monitor import compilations
 from canvax.flax_api import FlaxStableDiffusionPipeline, replicate, shard, unreplicate
 from canvax.flax_api.keys import host_draw
-from canvax.parallel.mesh import make_mesh
 from canvax.types import Params
+from tests.support.small_checkpoint import SCHEDULER, write_small_checkpoint
 
 D, B, STEPS = 2, 2, 4
 LATENTS = (B, 4, 8, 8)
@@ -28,8 +27,8 @@ PROMPTS = ["a fox in the snow", "a bridge", "a teapot", "a map"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_checkpoint(tmp_path_factory.mktemp("old") / "model")
+def folder(small_folder: Path) -> Path:
+    return small_folder
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +43,8 @@ def copies(old: tuple[FlaxStableDiffusionPipeline, Params]) -> Params:
 
 
 @pytest.fixture(scope="module")
-def native(folder: Path) -> canvax.StableDiffusion:
-    return canvax.load(folder, mesh=make_mesh(jax.devices()[:1]))
+def native(small: canvax.StableDiffusion) -> canvax.StableDiffusion:
+    return small
 
 
 Old = tuple[FlaxStableDiffusionPipeline, Params]
@@ -329,29 +328,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no device axis": ({"prompt_ids": np.ones((2, 77), np.int32)}, "shard"),
     "device axis": ({"jit": False}, "pass jit=True"),
     "floats": ({"prompt_ids": np.ones((D, B, 77))}, "float64"),
-    "tokens": ({"prompt_ids": np.ones((D, B, 76), np.int32)}, "prepare_inputs"),
     "devices": ({"prompt_ids": np.ones((3, B, 77), np.int32), "prng_seed": np.zeros((3, 2), np.uint32)}, "3 devices"),
     "one key": ({"prng_seed": np.zeros(2, np.uint32)}, r"jax.random.split\(prng_seed, 2\)"),
-    "no key": ({"prng_seed": 0}, "jax.random.key"),
     "negatives": ({"neg_prompt_ids": np.ones((D, 1, 77), np.int32)}, "as many"),
     "latents": ({"latents": np.zeros((D, B, 8, 8, 4))}, r"\(2, 2, 4, 8, 8\)"),
     "NaN": ({"latents": np.full((D, *LATENTS), np.nan)}, "finite"),
     "guidance": ({"guidance_scale": [1.0, 2.0, 3.0]}, r"\[2, 2\]"),
-    "infinite guidance": ({"guidance_scale": float("inf")}, "finite"),
     "height": ({"height": 65}, "64 or 72"),
     "steps": ({"num_inference_steps": 0}, "steps=0"),
     "params": ({"params": {"unet": {}}}, "text_encoder, unet, vae"),
     "large ids": ({"prompt_ids": np.full((D, B, 77), 10**6)}, "the id 1000000, and text_encoder knows 0.."),
-    "negative ids": ({"neg_prompt_ids": np.full((D, B, 77), -1)}, "neg_prompt_ids has the id -1"),
-    "no ids": ({"prompt_ids": "a fox"}, "prompt_ids has dtype <U5; token ids are whole numbers"),
     "ragged ids": ({"prompt_ids": [[1], [1, 2]]}, "prompt_ids is not an array"),
-    "complex latents": ({"latents": np.zeros((D, *LATENTS), complex)}, "complex128"),
-    "no latents": ({"latents": "zeros"}, "latents is not an array"),
-    "no guidance": ({"guidance_scale": "high"}, "guidance_scale='high' is not a number"),
-    "large guidance": ({"guidance_scale": 1e39}, "finite"),
-    "half a step": ({"num_inference_steps": 2.5}, "num_inference_steps=2.5"),
-    "many steps": ({"num_inference_steps": 10**4}, r"num_inference_steps=10000 is not a whole number in 1\.\.1000"),
-    "prompt": ({"prompt": "a fox"}, r"prompt: write prompt_ids=pipeline.prepare_inputs\(prompt\) \(docs/migrating"),
     "unknown": ({"prompt_idz": 1}, "did you mean 'prompt_ids'"),
 }
 
@@ -370,11 +357,7 @@ def test_bad_input(name: str, old: Old, copies: Params) -> None:
     [
         ({"prompt_ids": np.full((B, 77), 10**6)}, "the id 1000000"),
         ({"prompt_ids": np.ones((B, 76), np.int32)}, r"prepare_inputs makes \[B, 77\]"),
-        ({"neg_prompt_ids": np.ones((1, 77), np.int32)}, "as many"),
-        ({"guidance_scale": float("nan")}, "finite"),
         ({"latents": np.full(LATENTS, np.inf)}, "finite"),
-        ({"num_inference_steps": 0}, "num_inference_steps=0"),
-        ({"params": {}}, "params has no"),
     ],
 )
 def test_bad_input_while_traced(changes: dict[str, Any], message: str, old: Old) -> None:

@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from control_files import adapter, controlnet
 from PIL import Image
-from small_checkpoint import write_small_checkpoint
 
 import canvax
 from canvax.flax_api import (
@@ -23,6 +21,8 @@ from canvax.flax_api import (
     shard,
 )
 from canvax.parallel.mesh import make_mesh
+from tests.support.control_files import adapter, controlnet
+from tests.support.small_checkpoint import write_small_checkpoint
 
 
 def edges(seed: int, size: tuple[int, int] = (64, 64)) -> Image.Image:

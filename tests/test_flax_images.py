@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small_checkpoint
 from PIL import Image
-from small_checkpoint import write_small_checkpoint
 
 import canvax
 from canvax.compile.monitor import compilations
@@ -26,6 +24,8 @@ from canvax.flax_api import (
 from canvax.flax_api.keys import encoding_noise, host_draw
 from canvax.parallel.mesh import make_mesh
 from canvax.types import Params
+from tests.support import small_checkpoint
+from tests.support.small_checkpoint import write_small_checkpoint
 
 D, B, STEPS, SIZE = 2, 2, 4, 64
 LATENTS = (B, 4, 8, 8)
@@ -62,8 +62,8 @@ MASKS = [disc(i) for i in range(D * B)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_checkpoint(tmp_path_factory.mktemp("old") / "model")
+def folder(small_folder: Path) -> Path:
+    return small_folder
 
 
 @pytest.fixture(scope="module")
@@ -253,29 +253,16 @@ def test_another_size_than_that_of_the_image(old: Old) -> None:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no device axis": ({"image": np.zeros((4, 3, 64, 64))}, r"image has shape \(4, 3, 64, 64\).*shard"),
     "channels last": ({"image": np.zeros((D, B, 64, 64, 3))}, r"takes \[2, 2, 3, H, W\]"),
-    "images": ({"image": np.zeros((D, 3, 3, 64, 64))}, r"image has shape \(2, 3, 3, 64, 64\)"),
-    "no pixels": ({"image": np.zeros((D, B, 3, 0, 64))}, "image has shape"),
     "PIL": ({"image": IMAGES[0]}, r"image has shape \(64, 64, 3\).*prepare_inputs"),
-    "text": ({"image": "a.png"}, "image is not an array of numbers"),
-    "None": ({"image": None}, "image"),
-    "complex": ({"image": np.zeros((D, B, 3, 64, 64), complex)}, "complex128"),
     "NaN": ({"image": np.full((D, B, 3, 64, 64), np.nan)}, r"not in -1\.\.1"),
     "bytes": ({"image": np.full((D, B, 3, 64, 64), 255, np.uint8)}, r"not in -1\.\.1"),
     "odd size": ({"image": np.zeros((D, B, 3, 60, 64))}, "height=60 is not divisible by 8"),
-    "height": ({"height": 65}, "64 or 72"),
     "strength": ({"strength": 1.5}, r"strength=1.5 is not in 0\.\.1"),
-    "no strength": ({"strength": 0}, "strength=0"),
-    "strength of None": ({"strength": None}, "strength=None"),
     "strength of NaN": ({"strength": float("nan")}, "strength=nan"),
-    "strength of many": ({"strength": [0.5, 0.5]}, r"strength=\[0.5, 0.5\]"),
     "no step": ({"strength": 0.1}, "less than one step"),
     "noise": ({"noise": np.zeros((D, B, 8, 8, 4))}, r"noise has shape.*\(2, 2, 4, 8, 8\)"),
-    "noise of NaN": ({"noise": np.full((D, *LATENTS), np.nan)}, "noise has values"),
-    "no noise": ({"noise": "some"}, "noise is not an array"),
-    "latents": ({"latents": np.zeros((D, *LATENTS))}, "'latents' is not an argument of a call"),
     "mask": ({"mask": 1}, "FlaxStableDiffusionInpaintPipeline has it"),
     "one key": ({"prng_seed": np.zeros(2, np.uint32)}, r"jax.random.split\(prng_seed, 2\)"),
-    "steps": ({"num_inference_steps": 0}, "steps=0"),
 }
 
 
@@ -295,9 +282,6 @@ def test_bad_images(old: Old) -> None:
     for image, message in (
         (Image.new("RGB", (31, 64)), "31 x 64; both sides need 32 pixels"),
         ([picture(0), picture(0, (96, 64))], "several sizes, 64 x 64, 96 x 64"),
-        ([picture(0)] * 3, "3 entries for 2 images"),
-        (5, "image=5 is not an image"),
-        ("nowhere.png", "cannot be read"),
     ):
         with pytest.raises(canvax.InputError, match=message):
             pipeline.prepare_inputs(PROMPTS[:2], image)
@@ -408,12 +392,6 @@ def test_bad_inpainting(old_inpaint: OldInpaint, folder: Path, inpainting: Path)
     for cls in (FlaxStableDiffusionPipeline, FlaxStableDiffusionImg2ImgPipeline):
         with pytest.raises(canvax.CheckpointError, match=r"FlaxStableDiffusionInpaintPipeline or canvax\.load"):
             cls.from_pretrained(inpainting)
-
-
-@pytest.mark.parametrize("cls", [FlaxStableDiffusionImg2ImgPipeline, FlaxStableDiffusionInpaintPipeline])
-def test_safety_checker(cls: Any, folder: Path) -> None:
-    with pytest.raises(canvax.InputError, match="leave it out for the checkpoint's own"):
-        cls.from_pretrained(folder, safety_checker=object())
 
 
 @pytest.mark.parametrize("name", ["Img2Img", "Inpaint"])

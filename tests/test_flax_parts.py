@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_checkpoint import write_small_checkpoint
-from small_sdxl import build
 
 import canvax
 from canvax import flax_api
 from canvax.familiar import FLAX, FLAX_ATTRIBUTES, FLAX_CALL, FLAX_LOAD
 from canvax.flax_api import FlaxStableDiffusionPipeline, FlaxStableDiffusionXLPipeline
 from canvax.types import Params
+from tests.support.refusals import refused
+from tests.support.small_sdxl import build
 
 STEPS, LATENTS = 4, (2, 4, 8, 8)
 SCHEDULERS = ["FlaxDDIMScheduler", "FlaxDDPMScheduler", "FlaxPNDMScheduler", "FlaxDPMSolverMultistepScheduler",
@@ -26,8 +26,8 @@ OldXL = tuple[FlaxStableDiffusionXLPipeline, Params]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_checkpoint(tmp_path_factory.mktemp("parts") / "model")
+def folder(small_folder: Path) -> Path:
+    return small_folder
 
 
 @pytest.fixture(scope="module")
@@ -145,21 +145,21 @@ def test_bad_calls_of_parts(old: Old) -> None:
         ddpm.step(ddpm.set_timesteps(ddpm.create_state(), 4, LATENTS), sample, 1, sample)
 
 
-@pytest.mark.parametrize("name", sorted(FLAX))
-def test_every_class_has_an_answer(name: str) -> None:
-    with pytest.raises(ImportError, match=f"^{name}: .*docs/migrating-from-diffusers-flax.md"):
-        exec(f"from canvax.flax_api import {name}")
-    with pytest.raises(AttributeError, match=r"docs/migrating-from-diffusers-flax\.md"):
-        getattr(canvax, name if name.startswith("Flax") else "FlaxDDIMScheduler")
+def test_every_class_has_an_answer() -> None:
+    for name in FLAX:
+        with pytest.raises(ImportError, match=f"^{name}: "):
+            exec(f"from canvax.flax_api import {name}")
+        with pytest.raises(AttributeError):
+            getattr(canvax, name if name.startswith("Flax") else "FlaxDDIMScheduler")
 
 
-@pytest.mark.parametrize("name", sorted(FLAX_ATTRIBUTES))
-def test_every_attribute_has_an_answer(name: str, old: Old) -> None:
+def test_every_attribute_has_an_answer(old: Old) -> None:
     pipeline, _ = old
     holders = (pipeline, pipeline.unet, pipeline.tokenizer, pipeline.scheduler)
-    holder = next(holder for holder in holders if not hasattr(holder, name))
-    with pytest.raises(AttributeError, match=f"^{name}: .*docs/migrating-from-diffusers-flax.md"):
-        getattr(holder, name)
+    for name in FLAX_ATTRIBUTES:
+        holder = next(holder for holder in holders if not hasattr(holder, name))
+        with pytest.raises(AttributeError, match=f"^{name}: "):
+            getattr(holder, name)
 
 
 def test_names_that_nobody_knows(old: Old) -> None:
@@ -170,61 +170,15 @@ def test_names_that_nobody_knows(old: Old) -> None:
         flax_api.shardd  # noqa: B018
 
 
-@pytest.mark.parametrize("name", sorted(name for name, entry in FLAX_CALL.items() if entry.answer))
-def test_every_argument_of_a_call_has_an_answer(name: str, old: Old) -> None:
-    with pytest.raises(canvax.InputError, match=f"^{name}: .*docs/migrating-from-diffusers-flax.md"):
-        old[0](**{name: 7})
-
-
-@pytest.mark.parametrize("name", sorted(FLAX_LOAD))
-def test_every_argument_of_loading_has_an_answer(name: str, folder: Path) -> None:
+def test_every_argument_has_an_answer(old: Old, folder: Path) -> None:
+    for name in (name for name, entry in FLAX_CALL.items() if entry.answer):
+        with refused(name):
+            old[0](**{name: 7})
     arguments: dict[str, Any] = {"pretrained_model_name_or_path": folder, "dtype": "float32", "token": "x"}
-    with pytest.raises(canvax.InputError, match=f"^{name}(=7 and .* both say|: .*migrating|=7: )"):
-        FlaxStableDiffusionPipeline.from_pretrained(**arguments, **{name: 7})
-
-
-def deleted(array: Any) -> Any:
-    array = jnp.asarray(array) + 0
-    array.delete()
-    return array
+    for name in FLAX_LOAD:
+        with pytest.raises(canvax.InputError, match=f"^{name}[:=]"):
+            FlaxStableDiffusionPipeline.from_pretrained(**arguments, **{name: 7})
 
 
 Z = np.zeros(LATENTS, np.float32)
 TIMES, WORDS = Z[:1].astype("datetime64[s]"), np.full(LATENTS, "x", object)
-BAD: dict[str, tuple[Any, str]] = {
-    "ids": (lambda p, w, s, st: p(deleted(p.prepare_inputs("a")), w, jax.random.key(0)), "prompt_ids"),
-    "weights": (lambda p, w, s, st: p.save_pretrained("none", w | {"unet": objects(w["unet"])}), "holds object"),
-    "latents": (lambda p, w, s, st: p(p.prepare_inputs("a"), w, jax.random.key(0), latents=TIMES), "latents has"),
-    "shape": (lambda p, w, s, st: s.set_timesteps(st, 4, 3), "shape="),
-    "output": (lambda p, w, s, st: s.step(s.set_timesteps(st, 4, LATENTS), Z[:, :1], 0, Z), "and model_output"),
-    "no output": (lambda p, w, s, st: s.step(s.set_timesteps(st, 4, LATENTS), None, 0, Z), "model_output is a None"),
-    "too far": (lambda p, w, s, st: again(s, s.set_timesteps(st, 1, LATENTS)), "steps are done"),
-    "times": (lambda p, w, s, st: s.add_noise(st, Z, Z, np.array([5000, 1])), "timesteps=.* 0..999"),
-    "no times": (lambda p, w, s, st: s.add_noise(st, Z, Z, "x"), "timesteps is a str"),
-    "noise": (lambda p, w, s, st: s.add_noise(st, Z, Z[:1, :1], np.array([5, 5])), "original_samples has shape"),
-    "state": (lambda p, w, s, st: s.add_noise(5, Z, Z, np.array([5, 5])), "state is a int"),
-    "no axis": (lambda p, w, s, st: flax_api.unreplicate(np.float32(1)), "unreplicate"),
-    "objects": (lambda p, w, s, st: flax_api.numpy_to_pil(np.full((1, 8, 8, 3), "x", object)), "got object"),
-    "resize": (lambda p, w, s, st: flax_api.make_image_grid(p.numpy_to_pil(np.zeros((8, 8, 3))), 1, 1, 0), "resize=0"),
-    "folder": (lambda p, w, s, st: p.save_pretrained(5, w), "save_directory"),
-    "sample": (lambda p, w, s, st: p.vae.apply({"params": w["vae"]}, WORDS, method=p.vae.decode), "latents is"),
-}  # fmt: skip
-
-
-def objects(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: np.asarray(leaf).astype(object), tree)
-
-
-def again(scheduler: Any, state: Any) -> Any:
-    """One step more than there are."""
-    for _ in range(len(state.timesteps) + 1):
-        _, state = scheduler.step(state, Z, 0, Z).to_tuple()
-    return state
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_bad_arguments_are_named(kind: str, old: Old, folder: Path) -> None:
-    do, words = BAD[kind]
-    scheduler, state = flax_api.FlaxDDIMScheduler.from_pretrained(folder, subfolder="scheduler")
-    with pytest.raises((canvax.InputError, TypeError), match=words):
-        do(*old, scheduler, state)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
-from small_checkpoint import CHECKER, write_small_checker, write_small_checkpoint
 
 import canvax
 from canvax.errors import HintWarning
@@ -22,6 +21,7 @@ from canvax.flax_api import (
     replicate,
 )
 from canvax.pipelines.safety import COMPONENT, SafetyChecker, safety_spec
+from tests.support.small_checkpoint import CHECKER, write_small_checker, write_small_checkpoint
 
 PROMPTS = ["a fox in the snow", "a bridge", "a teapot", "a map"]
 Checked = tuple[FlaxStableDiffusionPipeline, dict[str, Any]]

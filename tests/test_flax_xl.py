@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from small_checkpoint import write_small_checkpoint
-from small_sdxl import build, build_refiner
 
 import canvax
 from canvax.compile.monitor import compilations
 from canvax.flax_api import FlaxDDIMScheduler, FlaxStableDiffusionPipeline, FlaxStableDiffusionXLPipeline, replicate
 from canvax.parallel.mesh import make_mesh
 from canvax.types import Params
+from tests.support.small_checkpoint import write_small_checkpoint
+from tests.support.small_sdxl import build, build_refiner
 
 D, B, STEPS = 2, 2, 4
 LATENTS = (B, 4, 8, 8)

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.lab.fleet import ARRIVALS, Load, Speed, simulate, smallest_fleet
 
+pytestmark = pytest.mark.slow
+
 SPEED = Speed({1: 0.02, 2: 0.03, 4: 0.05}, encode=0.01, decode=0.05, between=0.002)
 
 
@@ -39,7 +41,6 @@ def test_a_machine_that_is_slow_for_a_while() -> None:
     assert outcome.latencies == pytest.approx([own, 2 * own, own])
 
 
-@pytest.mark.slow
 def test_more_of_everything() -> None:
     """Batches help; more replicas help; bursts and days need more than an even load."""
     load = Load(0.8 * SPEED.most(20), steps={20: 1.0})

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small_sdxl
 from PIL import Image
 
 import canvax
@@ -23,6 +22,7 @@ from canvax.images.grid import make_grid
 from canvax.models.unet import unet_context, unet_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import init_params
+from tests.support import small_sdxl
 
 QUIET = canvax.Options(progress=False)
 FOLDER = Path(__file__).parent / "golden"

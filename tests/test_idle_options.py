@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
-from small_sdxl import build
 
 import canvax
 from canvax.pipelines.hints import idle
 from canvax.pipelines.request import Call, make_request
+from tests.support.small_sdxl import build
 
 VALUES: dict[str, Any] = {
     "eta": 0.5, "spacing": "leading", "sigmas": "exponential", "sampler_settings": {"s_noise": 1.5},

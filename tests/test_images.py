@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import pickle
@@ -130,16 +131,7 @@ def test_wrong_shapes_are_refused(images: np.ndarray) -> None:
 
 @pytest.mark.parametrize(
     ("count", "rows", "cols", "size"),
-    [
-        (1, None, None, (1, 1)),
-        (2, None, None, (2, 1)),
-        (4, None, None, (2, 2)),
-        (5, None, None, (3, 2)),
-        (7, None, None, (3, 3)),
-        (6, 1, None, (6, 1)),
-        (6, None, 2, (2, 3)),
-        (3, 2, 2, (2, 2)),
-    ],
+    [(1, None, None, (1, 1)), (5, None, None, (3, 2)), (6, 1, None, (6, 1)), (6, None, 2, (2, 3))],
 )
 def test_grid_shape(count: int, rows: int | None, cols: int | None, size: tuple[int, int]) -> None:
     grid = make_grid([picture(10, 8)] * count, rows, cols)
@@ -152,7 +144,7 @@ def test_grid_goes_row_by_row() -> None:
     assert [grid.getpixel(at) for at in [(0, 0), (2, 0), (0, 2)]] == [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
 
 
-@pytest.mark.parametrize(("rows", "cols"), [(1, 2), (0, None), (None, -1), (True, None)])
+@pytest.mark.parametrize(("rows", "cols"), [(1, 2), (0, None)])
 def test_impossible_grids(rows: Any, cols: Any) -> None:
     with pytest.raises(InputError, match=r"rows|cols"):
         make_grid([picture()] * 3, rows, cols)
@@ -231,9 +223,7 @@ def test_the_folders_above_a_local_model_stay_out(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("ending", ["png", "jpg", "webp"])
-@pytest.mark.parametrize(
-    "path", ["/home/ada/files/ink.safetensors", "~/files/ink.safetensors", "../files/ink.safetensors"]
-)
+@pytest.mark.parametrize("path", ["/home/ada/files/ink.safetensors", "~/files/ink.safetensors"])
 def test_the_folders_above_other_local_files_stay_out(tmp_path: Path, path: str, ending: str) -> None:
     """Also of files that are not there any more; what is on the Hub keeps its name."""
     ink = {"file": path, "weight": 0.5, "sha256": "0" * 64}
@@ -253,11 +243,6 @@ def test_the_folders_above_other_local_files_stay_out(tmp_path: Path, path: str,
     assert read["adapters"]["clay"]["file"] == "ada/clay/a.safetensors"
     assert read["embeddings"] == {"wool": "./ink.safetensors", "<yarn>": "ada/yarn"}
     assert read["controlnet"] == ["./ink.safetensors", "ada/edges"]
-
-
-def test_the_name_of_a_local_model_has_no_folder_in_infotext(tmp_path: Path) -> None:
-    path = save_image(tmp_path / "a.png", picture(), METADATA | {"model": "/home/ada/sd"})
-    assert b"Model: sd," in path.read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "eps"])
@@ -364,26 +349,22 @@ def test_infotext_round_trip() -> None:
     assert find(back["sampler"])[1]["sigmas"] == "karras"
 
 
-@pytest.mark.parametrize("spec", SAMPLERS, ids=lambda spec: spec.name)
-@pytest.mark.parametrize("curve", ["", "_karras"])
-def test_samplers_come_back_from_infotext(spec: Any, curve: str) -> None:
-    if curve and not spec.curves:
-        return
-    label = f"{spec.label} Karras" if curve else spec.label
-    for name in ({"sampler": spec.name + curve}, {"sampler": spec.name + curve, "sampler_label": label}):
-        back = from_infotext(to_infotext(METADATA | name))
-        found, implied = find(back["sampler"])
-        assert found is spec
-        assert implied.get("sigmas", "") == curve.strip("_")
+def test_samplers_come_back_from_infotext() -> None:
+    for spec, curve in itertools.product(SAMPLERS, ("", "_karras")):
+        if curve and not spec.curves:
+            continue
+        label = f"{spec.label} Karras" if curve else spec.label
+        for name in ({"sampler": spec.name + curve}, {"sampler": spec.name + curve, "sampler_label": label}):
+            back = from_infotext(to_infotext(METADATA | name))
+            found, implied = find(back["sampler"])
+            assert found is spec
+            assert implied.get("sigmas", "") == curve.strip("_")
 
 
-@pytest.mark.parametrize(
-    "curve", [curve for curve in CURVES if curve.name != "automatic"], ids=lambda curve: curve.name
-)
-def test_curves_come_back_from_infotext(curve: Any) -> None:
+def test_curves_come_back_from_infotext() -> None:
     """By their name, by A1111's and by every other; as an option and behind a sampler's name."""
-    for spelling in (curve.name, *curve.also):
-        if spelling == "discrete":
+    for curve, spelling in ((each, spelling) for each in CURVES for spelling in (each.name, *each.also)):
+        if curve.name == "automatic" or spelling == "discrete":
             continue  # what other programs call no curve at all
         for metadata in (
             {"sampler": "Heun", "options": {"sigmas": spelling}},
@@ -463,16 +444,12 @@ def test_stable_diffusion_cpp() -> None:
     assert got["negative_prompt"] == ""
 
 
-@pytest.mark.parametrize(
-    "text", ["", "only a prompt", "a: b", "time: 3, place: here", "Steps: twenty", 'Steps: 1, Size: "a', "x\n\n", ":::"]
-)
+@pytest.mark.parametrize("text", ["", "time: 3, place: here", "Steps: twenty", 'Steps: 1, Size: "a', "x\n\n"])
 def test_texts_that_are_no_settings(text: str) -> None:
     assert from_infotext(text)["prompt"] == text.strip()
 
 
-@pytest.mark.parametrize(
-    "part", ["a", "a:", 'a: "', "a, ", "\n", " ", " \n", "a b: c, ", 'a: "b", ', "<lora:", "<lora:x>", " <lora:x> "]
-)
+@pytest.mark.parametrize("part", ["a:", 'a: "', "a, ", " \n", "a b: c, ", "<lora:", " <lora:x> "])
 def test_hostile_infotext_is_quick(part: str) -> None:
     """It takes hundredths of a second; where the time grows as the square of the text it takes tens of seconds."""
     text = f"x{part * (60_000 // len(part))}y"
@@ -512,16 +489,12 @@ def test_packed_text_after_the_pixels(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (b"", "is not a PNG"),
-        (b"GIF89a....", "is not a PNG"),
         (png(), "holds no description"),
-        (png(chunk(b"tEXt", b"Software\0x")), "holds no description"),
         (png(chunk(b"tEXt", b"workflow\0{}")), "settings of ComfyUI"),
-        (png(chunk(b"iTXt", b"invokeai_metadata\0\0\0\0\0{}")), "settings of InvokeAI"),
         (png(chunk(b"tEXt", b"parameters\0a"))[:30], "damaged"),
         (b"\x89PNG\r\n\x1a\n" + b"\xff\xff\xff\xfftEXt", "damaged"),
         (png(chunk(b"zTXt", b"parameters\0\0nonsense")), "damaged"),
         (png(chunk(b"zTXt", b"parameters\0\0" + zlib.compress(bytes(50_000_000)))), "longer than"),
-        (png(chunk(b"tEXt", b"parameters\0" + bytes(5_000_000))), "longer than"),
         (png(*[chunk(b"tEXt", b"")] * 100_001), "parts"),
     ],
 )
@@ -533,16 +506,10 @@ def test_unreadable_pictures(tmp_path: Path, content: bytes, said: str) -> None:
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", '{"a": NaN}', '{"a": 1e999}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["[1]", "{", '{"a": NaN}', "[" * 100_000])
 def test_broken_json_falls_back_to_the_infotext(tmp_path: Path, text: str) -> None:
     path = with_text(tmp_path / "a.png", canvax=text, parameters="a cat")
     assert read_metadata(path)["prompt"] == "a cat"
-
-
-def test_no_such_file_and_folder(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "none.png"):
-        with pytest.raises(InputError, match="cannot be read"):
-            read_metadata(path)
 
 
 def test_an_enormous_picture_costs_nothing(tmp_path: Path) -> None:

@@ -65,9 +65,7 @@ def test_scores_beyond_float16(platform: str, length: int) -> None:
         ("tpu", 4096, 77, jnp.bfloat16, False),
         ("tpu", 256, 256, jnp.bfloat16, False),
         ("tpu", 4096, 4096, jnp.float16, False),
-        ("gpu", 4096, 4096, jnp.bfloat16, False),
         ("TPU v3", 4096, 4096, jnp.bfloat16, False),
-        ("TPU v3", 4096, 4096, jnp.float32, False),
         ("TPU v4", 4096, 4096, jnp.bfloat16, True),
     ],
 )
@@ -79,7 +77,7 @@ def test_which_kernel(platform: str, queries: int, keys: int, dtype: jnp.dtype, 
     assert ("pallas_call" in traced) == flash
 
 
-@pytest.mark.parametrize("width", [40, 64, 80])
+@pytest.mark.parametrize("width", [40, 64])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_attention_head_by_head_rounds_nothing_more(dtype: jnp.dtype, width: int) -> None:
     """Scores of 16-bit queries and keys are those of the plain form, whatever rounding of q * Dh^-0.5 would do."""
@@ -102,11 +100,9 @@ def test_attention_head_by_head_rounds_nothing_more(dtype: jnp.dtype, width: int
     [
         (4096, 40, jnp.bfloat16, "9.0", True),
         (1024, 64, jnp.float16, "12.0", True),
-        (1024, 64, jnp.float16, "8.0", True),
         (77, 64, jnp.bfloat16, "9.0", True),
         (1024, 64, jnp.float16, "7.5", False),
         (1024, 64, jnp.bfloat16, "gfx942", False),
-        (1024, 64, jnp.bfloat16, "", False),
         (4096, 64, jnp.float32, "9.0", False),
         (4096, 512, jnp.bfloat16, "9.0", False),
     ],
@@ -242,7 +238,7 @@ def test_doubling_inside_the_convolution(platform: str) -> None:
     np.testing.assert_allclose(got, want, atol=5e-5)
 
 
-AT_A_TIME = ("all", "an image", "rows of an image", "rows that do not come out even")
+AT_A_TIME = ("all", "an image", "rows that do not come out even")
 """Sums of a convolution by its taps or tiles."""
 
 
@@ -260,7 +256,7 @@ def test_convolution_by_taps(doubled: bool, at_a_time: str, devices: int, monkey
     from canvax.parallel.mesh import make_mesh, over_batch
 
     row = 4 * 5 * 64
-    sums = {"all": 4 * 9 * row, "an image": 9 * row, "rows of an image": 3 * row}.get(at_a_time, 2 * row)
+    sums = {"all": 4 * 9 * row, "an image": 9 * row}.get(at_a_time, 2 * row)
     monkeypatch.setattr(tpu, "ACCUMULATOR_BYTES", sums)
     mesh = make_mesh(jax.devices()[:devices])
     weight = normal(3, 3, 64, 64)
@@ -315,7 +311,7 @@ def test_convolution_of_a_doubled_image_on_a_cpu(
     from canvax.parallel.mesh import make_mesh, over_batch
 
     row = 4 * 5 * 9 * 16
-    sums = {"all": 4 * 9 * row, "an image": 9 * row, "rows of an image": 3 * row}.get(at_a_time, 2 * row)
+    sums = {"all": 4 * 9 * row, "an image": 9 * row}.get(at_a_time, 2 * row)
     monkeypatch.setattr(cpu, "PRODUCT_BYTES", sums)
     mesh = make_mesh(jax.devices()[:devices])
     weight = (normal(3, 3, 24, 16) / 15).astype(dtype)
@@ -335,7 +331,7 @@ def test_convolution_by_tiles_on_a_cpu(
     """Winograd's form: the numbers and gradients of XLA's convolution, also of sizes that are no multiples of 4."""
     from canvax.parallel.mesh import make_mesh, over_batch
 
-    tiles = {"all": 4 * 10, "an image": 10, "rows of an image": 4}.get(at_a_time, 2)
+    tiles = {"all": 4 * 10, "an image": 10}.get(at_a_time, 2)
     for name, value in {"TILES_AT_ONCE": tiles, "MIN_TILES": 1, "TILE_CHANNELS": 32}.items():
         monkeypatch.setattr(cpu, name, value)
     height = 19 if at_a_time == "rows that do not come out even" else 18
@@ -350,12 +346,9 @@ def test_convolution_by_tiles_on_a_cpu(
     [
         (512, 128, 128, False, True),
         (16, 128, 128, False, False),
-        (512, 64, 64, False, False),
         (512, 256, 128, True, True),
         (128, 512, 512, True, True),
-        (64, 320, 320, True, True),
         (64, 320, 4, False, False),
-        (32, 640, 640, True, True),
         (24, 640, 640, True, True),
         (16, 640, 640, False, False),
     ],
@@ -423,7 +416,7 @@ def test_where_a_convolution_on_a_cpu_is_one_matmul(
 
 
 @pytest.mark.parametrize(("stride", "padding"), [(1, (1, 1)), (2, (1, 1)), (2, (0, 1))])
-@pytest.mark.parametrize("size", [(4, 4), (5, 3)])
+@pytest.mark.parametrize("size", [(5, 3)])
 @pytest.mark.parametrize("inputs", [4, 64])
 def test_convolution_as_one_matmul(stride: int, padding: tuple[int, int], size: tuple[int, int], inputs: int) -> None:
     weight, x = normal(3, 3, inputs, 96) / 24, normal(1, *size, inputs)
@@ -436,14 +429,7 @@ def test_convolution_as_one_matmul(stride: int, padding: tuple[int, int], size: 
 
 @pytest.mark.parametrize(
     ("kind", "pictures", "taps"),
-    [
-        ("TPU v2", 2, False),
-        ("TPU v3", 16, False),
-        ("TPU v4", 2, True),
-        ("TPU v5", 16, True),
-        ("TPU v5 lite", 16, True),
-        ("TPU v9", 16, True),
-    ],
+    [("TPU v3", 16, False), ("TPU v4", 2, True), ("TPU v5 lite", 16, True)],
 )
 def test_where_convolutions_are_by_taps(kind: str, pictures: int, taps: bool) -> None:
     weight, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((3, 3, 64, 320), (pictures, 128, 128, 64)))

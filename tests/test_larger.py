@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from refusals import refused
 
 import canvax
 from canvax.cli import BAD_INPUT, main
@@ -23,6 +22,7 @@ from canvax.pipelines.prepare import noise_of
 from canvax.pipelines.request import Call
 from canvax.pipelines.safety import SafetyChecker
 from canvax.pipelines.upscale import Tiles, fade, starts
+from tests.support.refusals import refused
 
 
 def draw(emoji: canvax.StableDiffusion, prompt: Any = "a fox", **changes: Any) -> canvax.Result:
@@ -80,19 +80,14 @@ def test_the_second_pass_is_image_to_image(emoji: canvax.StableDiffusion) -> Non
     ("changes", "argument"),
     [
         ({"hires": 0.5}, "hires"),
-        ({"hires": "2x"}, "hires"),
         ({"hires_strength": 0.5}, "hires_strength"),
         ({"hires": 2, "hires_strength": 0}, "hires_strength"),
-        ({"hires": 2, "hires_steps": 0}, "hires_steps"),
         ({"hires": 2, "hires_method": "magic"}, "hires_method"),
-        ({"hires": 2, "hires_sampler": "nothing"}, "hires_sampler"),
         ({"hires": 2, "denoising_end": 0.5}, "hires"),
         ({"hires": 2, "image": Image.new("RGB", (64, 64))}, "hires"),
         ({"hires": 8, "height": 4096, "width": 64}, "hires"),
         ({"variation_strength": 0.5}, "variation_strength"),
         ({"variation_strength": 2, "variation_seed": 1}, "variation_strength"),
-        ({"variation_seed": -1}, "variation_seed"),
-        ({"seed_size": 5}, "seed_size"),
         ({"seed_size": (64, 64), "latents": np.zeros((1, 8, 8, 32))}, "latents"),
     ],
 )
@@ -256,12 +251,8 @@ def test_a_stopped_run_has_nothing_to_refuse(emoji: canvax.StableDiffusion) -> N
     ("changes", "argument"),
     [
         ({"scale": 0}, "scale"),
-        ({"scale": "much"}, "scale"),
-        ({"scale": 17}, "scale"),
         ({"overlap": 40}, "overlap"),
-        ({"batch": 0}, "batch"),
         ({"strength": 0}, "strength"),
-        ({"image": "nowhere.png"}, "image"),
         ({"image": Image.new("L", (8000, 8000)), "scale": 2}, "scale"),
         ({"options": canvax.Options(hires=2)}, "hires"),
     ],
@@ -319,15 +310,11 @@ def _left(pixels: np.ndarray) -> int:
 @pytest.mark.parametrize(
     "words",
     [
-        ["a"],
         ["a", "--x", "nothing=1"],
         ["a", "--x", "steps"],
-        ["a", "--x", "steps=1,,2"],
-        ["a", "--x", "steps=1", "--y", "num_inference_steps=2"],
         ["a", "--x", "steps=1,x"],
         ["a", "b", "--x", "steps=1"],
         ["a", "--x", "seed=" + ",".join(map(str, range(500)))],
-        ["a", "-n", "2", "--x", "steps=1"],
         ["--x", "steps=1"],
     ],
 )

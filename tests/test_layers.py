@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SRC = Path(__file__).parent.parent / "src" / "canvax"
 
 # Each row may import only rows above it, and its own package.
@@ -71,15 +69,15 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SRC)))
-def test_import_direction(path: Path) -> None:
-    here = home(path.relative_to(SRC).parts)
-    for name in imports(path):
-        assert name.split(".")[0] not in FOREIGN, f"{path} imports {name}"
-        if not name.startswith("canvax.") or here in ("__init__", "__main__"):
-            continue
-        there = home(tuple(name.split(".")[1:]))
-        assert there == here or row_of(there) < row_of(here), f"{here} may not import {there}"
+def test_import_direction() -> None:
+    for path in modules():
+        here = home(path.relative_to(SRC).parts)
+        for name in imports(path):
+            assert name.split(".")[0] not in FOREIGN, f"{path} imports {name}"
+            if not name.startswith("canvax.") or here in ("__init__", "__main__"):
+                continue
+            there = home(tuple(name.split(".")[1:]))
+            assert there == here or row_of(there) < row_of(here), f"{path}: {here} may not import {there}"
 
 
 def test_no_circle() -> None:

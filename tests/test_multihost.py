@@ -13,13 +13,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from multihost_worker import INTERVAL, PROMPTS, WEIGHTED
 from PIL import Image
-from small_checkpoint import write_small_checkpoint
 
 import canvax
 from canvax.images.metadata import read_metadata
 from canvax.parallel import multihost
+from tests.support.multihost_worker import INTERVAL, PROMPTS, WEIGHTED
+from tests.support.small_checkpoint import write_small_checkpoint
 
 HERE = Path(__file__).parent
 
@@ -62,7 +62,7 @@ def run_two(command: list[str], *rest: str) -> list[subprocess.CompletedProcess[
 @pytest.mark.slow
 def test_two_processes(model: int, checkpoint: Path, alone: canvax.Result, tmp_path: Path) -> None:
     """The pictures of one device; 8 splits the weights over both processes, and the first answers for the images."""
-    worker = [sys.executable, str(HERE / "multihost_worker.py"), "PROCESS", "2", "PORT"]
+    worker = [sys.executable, str(HERE / "support" / "multihost_worker.py"), "PROCESS", "2", "PORT"]
     runs = run_two(worker, str(model), str(checkpoint), str(tmp_path))
     assert [run.returncode for run in runs] == [0, 0], runs[0].stderr[-2000:] + runs[1].stderr[-2000:]
     parts = [np.load(tmp_path / f"{process}.npz") for process in range(2)]
@@ -143,10 +143,10 @@ def test_batch(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_training(tmp_path: Path) -> None:
     """One process writes; each sends its own samples; both stop together and continue with the same numbers."""
-    import training_hosts_worker
+    from tests.support import training_hosts_worker
 
     folder = tmp_path / "run"
-    runs = run_two([sys.executable, str(HERE / "training_hosts_worker.py"), "PROCESS", "PORT", str(folder)])
+    runs = run_two([sys.executable, str(HERE / "support" / "training_hosts_worker.py"), "PROCESS", "PORT", str(folder)])
     assert [run.returncode for run in runs] == [0, 0], runs[0].stderr[-2000:] + runs[1].stderr[-2000:]
     assert int(runs[0].stdout.split()[-1]) > 0
     assert runs[1].stdout.split()[-1] == "0"

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_checkpoint import SCHEDULER, TEXT, UNET, write_small_checkpoint
 from test_finetune import write_pictures
 
 from canvax.errors import InputError
@@ -23,6 +22,7 @@ from canvax.samplers.schedule import make_betas
 from canvax.train import diffusion, objectives
 from canvax.train.finetune import finetune
 from canvax.train.task import Training
+from tests.support.small_checkpoint import SCHEDULER, TEXT, UNET, write_small_checkpoint
 
 ALPHAS = np.cumprod(1 - make_betas("scaled_linear", 0.00085, 0.012, 1000))
 KINDS = ("epsilon", "v_prediction", "sample")

@@ -20,7 +20,7 @@ import uvicorn
 from PIL import Image
 
 from canvax.server.jobs import ControlCard, Rejected
-from tests.page_stub import PAGE, PaintedEngine, Stub, encoded
+from tests.support.page_stub import PAGE, PaintedEngine, Stub, encoded
 
 HTML = (PAGE / "index.html").read_text()
 SCRIPTS = {path.name: path.read_text() for path in PAGE.glob("*.js")}

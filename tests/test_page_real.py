@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from canvax.server.engine import ImageEngine
-from tests.serving import generating
+from tests.support.serving import generating
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 SHOTS = os.environ.get("CANVAX_SHOTS")

@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from tiny_preset import TINY
 
 import canvax
 from canvax.cli import BAD_INPUT, main
@@ -22,6 +21,7 @@ from canvax.planning import compiling
 from canvax.planning.job import PROGRAMS, Job
 from canvax.planning.plan import Plan, ProgramPlan
 from canvax.planning.targets import environment
+from tests.support.tiny_preset import TINY
 
 pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed: canvax[tpu]")
 

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, SingleDeviceSharding
-from small_checkpoint import UNET
-from tiny_preset import SHALLOW, TINY
 
 import canvax
 from canvax.cli.plan import lines
@@ -28,6 +26,8 @@ from canvax.parallel.mesh import AXES
 from canvax.parallel.rules import abstract_params
 from canvax.planning.hlo import Module
 from canvax.planning.targets import GPUS, parse_target
+from tests.support.small_checkpoint import UNET
+from tests.support.tiny_preset import SHALLOW, TINY
 
 pytestmark = pytest.mark.skipif(
     not any(find_spec(name) for name in ("jax_cuda13_plugin", "jax_cuda12_plugin")),

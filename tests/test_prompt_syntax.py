@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from small_sdxl import build
 
 import canvax
 from canvax.errors import InputError
@@ -21,6 +20,7 @@ from canvax.prompts import BREAK, chunked, fragments, parts_of, schedule_of, wei
 from canvax.prompts.chunks import MOST_CHUNKS
 from canvax.samplers import build_table
 from canvax.samplers.table import DENOISED
+from tests.support.small_sdxl import build
 
 SYNTAXES: Any = ("plain", "a1111", "comfy", "compel")
 STEPS = 6
@@ -405,9 +405,7 @@ def test_sdxl_conditions(xl: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize("syntax", ["a1111", "comfy", "compel"])
 @pytest.mark.parametrize(
     ("opening", "middle", "closing"),
-    [("(", "", ""), ("[", "", ""), ("(", "a", ")"), ("[", "a", "]"), ("\\", "", ""), ("", "a", "+"), ("", "a", "-"),
-     ("\\(a", "", ""), ("([", "", ""), ("[a:", "", ""), ("(a:", "", ""), ("[a|", "", ""), ("(a ", "", ")"),
-     ("[a ", "", "]")],
+    [("[", "", ""), ("(", "a", ")"), ("\\", "", ""), ("", "a", "+"), ("([", "", ""), ("[a:", "", ""), ("[a|", "", "")],
 )  # fmt: skip
 def test_no_prompt_is_too_deep_or_takes_long(opening: str, middle: str, closing: str, syntax: Any) -> None:
     """Time grows with the length and not with its square, however fast the machine is."""

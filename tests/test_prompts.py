@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from small_sdxl import build
 
 import canvax
 from canvax.parallel.mesh import make_mesh
+from tests.support.small_sdxl import build
 
 SECOND = {"prompt_2": ["c", "d"], "negative_prompt_2": ["u", "v"]}
 

@@ -27,6 +27,11 @@ PROMPTS = ["a red apple", "a cat"]
 QUIET = canvax.Options(progress=False)
 
 
+def one_device() -> Any:
+    """A mesh of one: on all eight, two prompts would be filled up to eight."""
+    return make_mesh(jax.devices()[:1])
+
+
 def draw(pipe: canvax.StableDiffusion) -> np.ndarray:
     return pipe(PROMPTS, seed=[1, 2], num_inference_steps=10, options=QUIET).pixels
 
@@ -37,7 +42,7 @@ def psnr(a: np.ndarray, b: np.ndarray) -> float:
 
 @pytest.fixture(scope="module")
 def whole() -> np.ndarray:
-    return draw(canvax.load("emoji"))
+    return draw(canvax.load("emoji", mesh=one_device()))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,7 +150,7 @@ def test_float16_holds_results_of_large_weights(name: str, platform: str) -> Non
 
 @pytest.mark.parametrize(("kind", "least"), [("int8", 40), pytest.param("float8", 28, marks=pytest.mark.slow)])
 def test_nearly_the_same_picture(kind: str, least: float, whole: np.ndarray) -> None:
-    pipe = canvax.load("emoji", quantize=kind)
+    pipe = canvax.load("emoji", quantize=kind, mesh=one_device())
     assert pipe.params is not None
     unet = dict(flatten(pipe.params["unet"]))
     assert unet["mid_block.resnets.0.conv1.weight"].dtype == jnp.dtype(KINDS[kind])
@@ -168,7 +173,7 @@ def test_halves_of_the_weights_on_two_devices(whole: np.ndarray) -> None:
     block = params["unet"]["mid_block"]["attentions"]["0"]["transformer_blocks"]["0"]
     assert halves(block["attn1"]["to_q"]) == halves(block["ff"]["net"]["0"]["proj"]) == [True, True]
     assert halves(block["attn1"]["to_out"]["0"]) == [True, False]
-    one = draw(canvax.load("emoji", quantize="int8", mesh=make_mesh(jax.devices()[:1])))
+    one = draw(canvax.load("emoji", quantize="int8", mesh=one_device()))
     np.testing.assert_allclose(draw(pipe), one, atol=1e-3)
     assert psnr(one, whole) > 40
 
@@ -176,7 +181,7 @@ def test_halves_of_the_weights_on_two_devices(whole: np.ndarray) -> None:
 @pytest.mark.slow
 def test_half_precision_does_not_overflow(whole: np.ndarray) -> None:
     """Weights of up to 127 are widened by their scales before they are multiplied."""
-    pipe = canvax.load("emoji", dtype="float16", quantize="int8")
+    pipe = canvax.load("emoji", dtype="float16", quantize="int8", mesh=one_device())
     assert psnr(draw(pipe), whole) > 38
 
 

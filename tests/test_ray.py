@@ -66,9 +66,10 @@ def test_batch_job_with_kills() -> None:
 @pytest.mark.slow
 def test_image_prompts_by_row(tmp_path: Path) -> None:
     """The bytes of one plain process."""
-    from ip_adapter_files import encoder, ip_adapter
     from PIL import Image
-    from small_checkpoint import UNET, write_small_checkpoint
+
+    from tests.support.ip_adapter_files import encoder, ip_adapter
+    from tests.support.small_checkpoint import UNET, write_small_checkpoint
 
     write_small_checkpoint(tmp_path / "base")
     encoder(tmp_path / "image_encoder")
@@ -89,7 +90,7 @@ def test_image_prompts_by_row(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_serve() -> None:
     """OpenAI's stream, 1 to 3 to 1 replicas without errors, a replica killed under load: who retries is answered."""
-    report = alone(["tests/ray_serve_process.py"])
+    report = alone(["tests/support/ray_serve_process.py"])
     assert report["ready"] == "ready"
     assert report["imagine"] == ["image/png", True]
     assert report["stream"] == [200, 2, True]
@@ -104,7 +105,7 @@ def test_serve() -> None:
 @pytest.mark.slow
 def test_models_stay_where_they_are_in_memory() -> None:
     """Of two replicas that hold one model each, the same one answers for a model each time."""
-    (first, second, *again) = alone(["tests/ray_serve_process.py", "--models"])["replicas"]
+    (first, second, *again) = alone(["tests/support/ray_serve_process.py", "--models"])["replicas"]
     assert [statuses for statuses, _ in (first, second)] == [[200], [200]]
     assert [len(replicas) for _, replicas in (first, second)] == [1, 1]
     assert first[1] != second[1]
@@ -203,8 +204,8 @@ def test_imagine() -> None:
     from canvax.server.app import Settings, create_app
     from canvax.server.jobs import State
     from canvax.server.metrics import Metrics
-    from tests.server_stub import StubEngine
-    from tests.serving import served
+    from tests.support.server_stub import StubEngine
+    from tests.support.serving import served
 
     app = create_app(StubEngine(), Settings(), state=lambda: State.READY, metrics=Metrics(), more=imagine)
     with served(app, named=False) as base, httpx.Client(base_url=base) as http:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bundled import LATENTS
 
 import canvax
 from canvax.compile.kinds import Kinds
@@ -22,6 +21,7 @@ from canvax.noise import initial_noise, seed_keys
 from canvax.parallel.mesh import make_mesh
 from canvax.pipelines.functions import denoise
 from canvax.samplers import SAMPLERS, Scheduler, build_table, from_scheduler_config, run
+from tests.support.bundled import LATENTS
 
 
 def rows_on_the_host(

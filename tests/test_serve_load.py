@@ -41,8 +41,10 @@ from canvax.server.app import Settings, create_app
 from canvax.server.jobs import Rejected, State
 from canvax.server.keys import Keys
 from canvax.server.metrics import Metrics
-from tests.server_stub import StubEngine
-from tests.serving import served
+from tests.support.server_stub import StubEngine
+from tests.support.serving import served
+
+pytestmark = pytest.mark.slow
 
 KEYS = [f"client-{i}-has-a-long-key" for i in range(3)]
 

@@ -14,7 +14,6 @@ import httpx2 as httpx
 import jax
 import numpy as np
 import pytest
-from adapter_files import Draw, layers, lora, write
 from PIL import Image
 
 import canvax
@@ -25,7 +24,8 @@ from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import JobRequest, Rejected
 from canvax.server.models import Warm
 from canvax.server.work import check, may_begin
-from tests.serving import generating
+from tests.support.adapter_files import Draw, layers, lora, write
+from tests.support.serving import generating
 
 NAMES = ("ink", "clay", "wool")
 BODY = {"prompt": "a red apple", "seed": 3, "steps": 3}

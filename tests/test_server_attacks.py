@@ -39,9 +39,9 @@ from canvax.server.guard import LARGEST_QUESTION
 from canvax.server.jobs import JobRequest, Rejected
 from canvax.server.keys import Keys
 from canvax.server.work import check
-from tests.server_stub import StubEngine
-from tests.serving import until
-from tests.web_site import APIS, Web, b64, body_of, check_refused, heard, picture, png, request, status_of, web
+from tests.support.server_stub import StubEngine
+from tests.support.serving import until
+from tests.support.web_site import APIS, Web, b64, body_of, check_refused, heard, picture, png, request, status_of, web
 
 JSON = {"Content-Type": "application/json"}
 SECRET = "alices-long-secret"
@@ -93,19 +93,12 @@ def nested(depth: int) -> str:
 # Bodies of JSON, sent to each API.
 
 BODIES: dict[str, Callable[[str], bytes]] = {
-    "ten thousand lists": lambda field: f'{{"{field}": {nested(10_000)}}}'.encode(),
     "deep options": lambda field: f'{{"{field}": "x", "options": {{"a": {nested(100_000)}}}, "b": 1}}'.encode(),
     "NaN": lambda field: f'{{"{field}": "x", "seed": NaN, "parameters": {{"seed": NaN}}}}'.encode(),
-    "1e309": lambda field: f'{{"{field}": "x", "strength": 1e309, "options": {{"a": 1e309}}, "b": 1e309}}x'.encode(),
     "a number of a million digits": lambda field: f'{{"{field}": "x", "seed": {"9" * 100_000}}}'.encode() + b"]",
-    "sixty thousand lists": lambda field: f'{{"{field}": "x", "options": {{"a": [{"[]," * 60_000}0]}}}}'.encode(),
-    "a number in place of a text": lambda field: f'{{"{field}": 1e5}}'.encode(),
     "invalid UTF-8": lambda field: f'{{"{field}": "'.encode() + b'\xff\xfe\xc0\xaf"}',
     "half a surrogate pair": lambda field: f'{{"{field}": "\\ud800"}}'.encode(),
-    "a byte order mark": lambda field: b"\xef\xbb\xbf" + json.dumps({field: "x"}).encode(),
     "two bodies": lambda field: json.dumps({field: "x"}).encode() * 2,
-    "a pickle": lambda field: pickle.dumps({field: "x"}),
-    "nothing": lambda field: b"",
     "null": lambda field: b"null",
 }
 
@@ -190,12 +183,6 @@ def test_every_field_with_any_value(kind: type[msgspec.Struct]) -> None:
             assert re.match(rf"{name}(\S*=|: number out of range|\S* is (missing|not known))", why.message), value
 
 
-def test_a_field_twice_is_the_last_one(site: Web) -> None:
-    content = b'{"prompt": "first", "prompt": "second"}'
-    assert site.http.post("/api/jobs", content=content, headers=JSON).status_code == 202
-    assert site.engine.asks[-1].prompt == "second"
-
-
 def test_a_hundred_thousand_fields(site: Web) -> None:
     content = json.dumps({"prompt": "x"} | {f"f{i}": i for i in range(10_000)}).encode()
     began = time.monotonic()
@@ -205,14 +192,9 @@ def test_a_hundred_thousand_fields(site: Web) -> None:
 
 
 CODE_OPTIONS = [
-    {"callback": "print"}, {"callback": None}, {"__class__": "x"}, {"__init__": {}}, {"progress": True}, {"": 1},
-    {"self": 1}, {"hires": 4}, {"tiling": "vae"}, {"sampler_settings": {"__class__": 1}}, {"sampler_settings": [1]},
-    {"timesteps": list(range(10_000))}, {"timesteps": list(range(999, 700, -1))},
-    {"sigmas": "__import__('os')"}, {"sigmas": [float("nan")] * 3},
-    {"reuse": 3}, {"eta": "1; import os"}, {"clip_skip": 10**30}, {"variation_seed": 2**70}, {"noise": "/etc/passwd"},
-    {"variation_strength": float("inf")}, {"seed_size": [10**9, 10**9]}, {"guidance_method": "os.system"},
-    {"prompt_syntax": ["a1111"]}, {"padding_mask_crop": -(10**9)}, {"mask_blur": 1e30},
-    {"original_size": "x" * 10_000}, {"a" * 10_000: 1}, {"callback\0": 1}, {"\ud800": 1}, {"latents": "x.pkl"},
+    {"callback": "print"}, {"__class__": "x"}, {"progress": True}, {"sampler_settings": {"__class__": 1}},
+    {"timesteps": list(range(10_000))}, {"sigmas": "__import__('os')"}, {"noise": "/etc/passwd"},
+    {"variation_strength": float("inf")}, {"seed_size": [10**9, 10**9]}, {"callback\0": 1}, {"\ud800": 1},
 ]  # fmt: skip
 
 
@@ -233,12 +215,9 @@ def test_options_that_name_code_or_make_no_sense(model: Any, options: dict[str, 
 
 
 PROMPTS = {
-    "brackets": "(" * 16_000, "closed brackets": "(" * 7900 + "a" + ")" * 7900, "emoji": "😀" * 16_000,
-    "zero": "a\0b", "zeros": "\0" * 16_000, "a surrogate": "\ud800", "right to left": "\u202e\u2066evil" * 100,
-    "zalgo": "a" + "\u0301" * 15_000, "AND": "a AND " * 2600, "backslashes": "\\" * 16_000, "plus": "a" + "+" * 15_900,
-    "weights": "(a:1e308)", "negative": "(a:-1e308)", "too long": "x" * 16_001, "joined": "👩\u200d👩" * 4000,
-    "format": "{0.__class__} %s %n ${jndi:ldap://x}", "html": "<script>alert(1)</script>", "path": "../../etc/passwd",
-    "schedule": "[a:b:0.5]" * 1700, "turns": "[a|b]" * 3000, "template": "{{7*7}} <% x %> `id`",
+    "brackets": "(" * 16_000, "emoji": "😀" * 16_000, "zero": "a\0b", "a surrogate": "\ud800", "AND": "a AND " * 2600,
+    "plus": "a" + "+" * 15_900, "weights": "(a:1e308)", "too long": "x" * 16_001, "html": "<script>alert(1)</script>",
+    "schedule": "[a:b:0.5]" * 1700,
 }  # fmt: skip
 
 
@@ -339,11 +318,8 @@ def test_compressed_bodies(site: Web) -> None:
 FOREIGN = {
     "another site": {"Origin": "https://evil.example"},
     "a page without a site": {"Origin": "null"},
-    "another scheme": {"Origin": "file://"},
     "a longer name": {"Origin": "http://HOST.evil.example"},
     "a name that is not closed": {"Origin": "http://[::1"},
-    "no scheme": {"Origin": "HOST"},
-    "nothing": {"Origin": ""},
     "a browser that says so": {"Sec-Fetch-Site": "cross-site"},
 }
 
@@ -360,16 +336,6 @@ def test_pages_of_other_sites(site: Web, attack: str) -> None:
     assert site.engine.asks == []
 
 
-def test_a_form_of_a_page_is_no_request(site: Web) -> None:
-    """Browsers send these types across sites without asking first; old ones without an Origin."""
-    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
-        for api, path in APIS.items():
-            content = json.dumps(body_of(api)).encode()
-            check_refused(api, site.http.post(path, content=content, headers={"Content-Type": kind}), 415)
-    check_refused("openai", site.http.post("/v1/images/edits", content=b"image=x", headers={"Content-Type": kind}), 415)
-    assert site.engine.asks == []
-
-
 def test_asking_first_gives_other_sites_nothing(site: Web) -> None:
     for origin in ("https://evil.example", "null", "http://localhost", f"http://{site.host}.evil.example"):
         for method in ("POST", "DELETE", "GET", "PATCH", "*"):
@@ -380,10 +346,10 @@ def test_asking_first_gives_other_sites_nothing(site: Web) -> None:
             assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
-HOSTS = ["evil.example", "evil.example:PORT", "127.0.0.1.evil.example", "localhost.evil.example:PORT", "127.0.0.1@evil",
-         "evil.example#127.0.0.1", "127.0.0.1:PORT:1", "127.1", "2130706433", "0x7f000001", "0.0.0.0:PORT", "[::]:PORT",
-         "[::ffff:127.0.0.1]:PORT", "", " ", "localhost/evil", "localhost\\evil", "127.0.0.1:99999999", "local host",
-         "169.254.169.254", "metadata.google.internal"]  # fmt: skip
+HOSTS = [
+    "evil.example", "127.0.0.1.evil.example", "127.0.0.1@evil", "127.1", "2130706433", "0.0.0.0:PORT",
+    "[::ffff:127.0.0.1]:PORT", "", "169.254.169.254",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -397,13 +363,10 @@ def test_names_of_others(site: Web, host: str) -> None:
 
 
 RAW_HOSTS = {
-    "no host": (b"GET /api/models HTTP/1.1\r\n\r\n", (400,)),
     "no host in an old request": (b"GET /api/models HTTP/1.0\r\n\r\n", (421,)),
     "two hosts": (b"GET /api/models HTTP/1.1\r\nHost: HOST\r\nHost: evil.example\r\n\r\n", (400,)),
     "the whole address": (b"GET http://evil.example/api/models HTTP/1.1\r\nHost: HOST\r\n\r\n", (404, 421)),
     "a right address, another host": (b"GET http://HOST/api/models HTTP/1.1\r\nHost: evil.example\r\n\r\n", (421,)),
-    "a tunnel": (b"CONNECT evil.example:443 HTTP/1.1\r\nHost: HOST\r\n\r\n", (404, 405)),
-    "an echo": (b"TRACE / HTTP/1.1\r\nHost: HOST\r\nCookie: a=b\r\n\r\n", (405,)),
     "two slashes": (b"GET //evil.example/%2f.. HTTP/1.1\r\nHost: HOST\r\n\r\n", (404,)),
 }
 
@@ -432,15 +395,12 @@ def test_names_in_other_headers_change_nothing(site: Web) -> None:
 
 # Ways out of folders and into other people's things.
 
-UP = ["..", "%2e%2e", "%2E%2e", "..%00", "%252e%252e", "..%c0%af", "%c0%ae%c0%ae", "....", "..\\", "%5c..%5c", "..;",
-      "%uff0e"]  # fmt: skip
-TARGETS = ["/static/{up}/app.py", "/static/{up}%2fapp.py", "/static/{up}%5capp.py", "/static//etc/passwd",
-           "/static/%2fetc%2fpasswd", "/static/index.html%00.js", "/static/{up}", "/{up}/{up}/{up}/etc/passwd",
-           "/models/{up}/{up}/etc/passwd", "/v1/models/{up}/{up}/etc/passwd", "/api/jobs/{up}/{up}/etc/passwd",
-           "/api/jobs/{up}", "/api/jobs/{up}/images/0", "/api/jobs/x/images/{up}", "/api/{up}/metrics",
-           "/static/C:%5cwindows%5cwin.ini", "/static/.", "/static/file:%2f%2f%2fetc%2fpasswd", "/.git/config",
-           "/static/__init__.py", "/static/%2e%2e%2fapp.py?x=/static/main.js",
-           "/static/main.js/{up}/{up}/app.py"]  # fmt: skip
+UP = ["..", "%2e%2e", "..%00", "%252e%252e", "%c0%ae%c0%ae", "%5c..%5c"]  # fmt: skip
+TARGETS = [
+    "/static/{up}/app.py", "/static/{up}%2fapp.py", "/static//etc/passwd", "/static/index.html%00.js",
+    "/{up}/{up}/{up}/etc/passwd", "/models/{up}/{up}/etc/passwd", "/api/jobs/{up}/{up}/etc/passwd",
+    "/api/jobs/x/images/{up}", "/api/{up}/metrics", "/static/main.js/{up}/{up}/app.py",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -524,21 +484,14 @@ SMUGGLED += b'{"prompt": "s"}'
 HEAD = b"POST /api/jobs HTTP/1.1\r\nHost: HOST\r\nContent-Type: application/json\r\n"
 SMUGGLING = {
     "a length and chunks": HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
-    "chunks and a length": HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 200\r\n\r\n0\r\n\r\n" + SMUGGLED,
     "two lengths": HEAD + b"Content-Length: 0\r\nContent-Length: 5\r\n\r\n" + SMUGGLED,
-    "a negative length": HEAD + b"Content-Length: -1\r\n\r\n" + SMUGGLED,
     "a length in other digits": HEAD + b"Content-Length: \xb2\r\n\r\n" + SMUGGLED,
     "an unknown coding": HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
     "a space before the colon": HEAD + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
-    "a zero in a value": HEAD + b"X: a\0b\r\n\r\n" + SMUGGLED,
     "a bare return": HEAD + b"X: a\rTransfer-Encoding: chunked\r\n\r\n" + SMUGGLED,
-    "a chunk of too many digits": HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"F" * 30 + b"\r\n" + SMUGGLED,
     "a negative chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n" + SMUGGLED,
-    "a folded header": b"POST /api/jobs HTTP/1.1\r\n Host: HOST\r\n\r\n" + SMUGGLED,
-    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
     "a header of a megabyte": HEAD + b"X: " + b"a" * MEGABYTE + b"\r\n\r\n",
     "a hundred thousand headers": HEAD + b"X: a\r\n" * 100_000 + b"\r\n",
-    "a path of a megabyte": b"GET /" + b"a" * MEGABYTE + b" HTTP/1.1\r\nHost: HOST\r\n\r\n",
 }
 
 
@@ -629,25 +582,14 @@ SVG = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="http://HOST/x.png"/
 FILES: dict[str, Callable[[], bytes]] = {
     "30,000 x 30,000": lambda: png((b"IDAT", zlib.compress(bytes(10 * MEGABYTE))), size=(30_000, 30_000)),
     "no width": lambda: png((b"IDAT", zlib.compress(b"\0")), size=(0, 64)),
-    "one pixel": lambda: saved("PNG", size=(1, 1)),
     "fewer pixels than it says": lambda: png((b"IDAT", zlib.compress(b"\0" * 100)), size=(4000, 4000)),
     "a text that unpacks to more": lambda: png((b"zTXt", b"parameters\0\0" + BOMB), (b"IDAT", b"")),
     "a profile that does": lambda: png((b"iCCP", b"icc\0\0" + BOMB), (b"IDAT", b"")),
-    "a chunk that lies about its length": lambda: picture()[:33] + b"\x7f\xff\xff\xffIDAT" + bytes(100),
-    "a moving PNG": lambda: animated("PNG"),
-    "a moving WebP": lambda: animated("WEBP"),
-    "a moving GIF": lambda: animated("GIF"),
-    "half a PNG": lambda: picture()[:50],
+    "a moving PNG": lambda: animated("PNG"), "half a PNG": lambda: picture()[:50],
     "a large JPEG": lambda: jpeg_of(65_500, 65_500),
-    "a large WebP": lambda: webp_of(16_384, 16_384),
-    "a WebP with a canvas of terabytes": lambda: webp_of(1 << 24, 1 << 24),
-    "a GIF": lambda: saved("GIF"), "a TIFF": lambda: saved("TIFF"), "a BMP": lambda: saved("BMP"),
-    "an icon": lambda: saved("ICO"), "a PDF": lambda: saved("PDF"), "a PPM": lambda: saved("PPM"),
+    "a WebP with a canvas of terabytes": lambda: webp_of(1 << 24, 1 << 24), "a GIF": lambda: saved("GIF"),
     "an EPS": lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(/etc/passwd) (r) file\n",
-    "an SVG": lambda: SVG,
-    "a pickle": lambda: pickle.dumps(Runs()),
-    "a zip": zipped,
-    "nothing": lambda: b"",
+    "an SVG": lambda: SVG, "a pickle": lambda: pickle.dumps(Runs()),
     "EXIF that goes round": lambda: exif_of(b"II*\0\x08\0\0\0\x01\0\x69\x87\4\0\1\0\0\0\x08\0\0\0" + bytes(8))[:300],
     "the colours of a printer": lambda: saved("JPEG", "CMYK"),
 }  # fmt: skip
@@ -724,14 +666,12 @@ def png_with(text: bytes) -> bytes:
 
 
 SETTINGS = {
-    "a list": "[1, 2]", "a number": "7", "a grid of numbers": '{"grid": [1, 2]}', "a grid of lists": '{"grid": [[]]}',
-    "an empty grid": '{"grid": []}', "another that is a list": '{"other": [1, 2], "prompt": "x"}',
-    "another that is a text": '{"other": "abc"}', "a number beyond 64 bits": '{"seed": ' + "9" * 100 + "}",
-    "half a surrogate pair": '{"prompt": "\\ud800", "\\udfff": 1}', "deep lists": '{"prompt": ' + nested(500) + "}",
-    "deeper lists": '{"prompt": ' + nested(950) + "}", "lists without an end": "[" * 100_000,
-    "NaN": '{"seed": NaN, "guidance_scale": Infinity}', "names of methods": '{"__class__": "x", "__proto__": {"a": 1}}',
+    "a list": "[1, 2]", "a grid of lists": '{"grid": [[]]}',
+    "another that is a list": '{"other": [1, 2], "prompt": "x"}',
+    "a number beyond 64 bits": '{"seed": ' + "9" * 100 + "}",
+    "half a surrogate pair": '{"prompt": "\\ud800", "\\udfff": 1}', "deeper lists": '{"prompt": ' + nested(950) + "}",
+    "NaN": '{"seed": NaN, "guidance_scale": Infinity}',
     "another kind of value": '{"prompt": {"a": [1]}, "seed": "x", "options": [1], "width": null}',
-    "a null": "null", "a text": '"x"', "nothing": "",
 }  # fmt: skip
 
 
@@ -761,10 +701,11 @@ def test_settings_in_images(site: Web, attack: str) -> None:
             check_refused("own", answer, 400)
 
 
-INFOTEXTS = ["a: " * 300_000, ", " * 500_000, '"' * 500_000, "x: \"" * 200_000, "\n" * 900_000, "Steps: 1, " * 90_000,
-             "Negative prompt: " * 50_000, "x" * 900_000, "Steps: " + "9" * 500_000, ": , " * 200_000,
-             "Steps: 20, Seed: " + "9" * 5000 + ", CFG scale: 1e999, Size: 99999999999x1", "\\\"" * 400_000,
-             "Steps: 20, Sampler: x, Size: 1x1x1, a: {\"b\": [" + "[" * 5000]  # fmt: skip
+INFOTEXTS = [
+    "a: " * 300_000, '"' * 500_000, "\n" * 900_000, "Steps: " + "9" * 500_000,
+    "Steps: 20, Seed: " + "9" * 5000 + ", CFG scale: 1e999, Size: 99999999999x1",
+    "Steps: 20, Sampler: x, Size: 1x1x1, a: {\"b\": [" + "[" * 5000,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("number", range(len(INFOTEXTS)))
@@ -873,26 +814,17 @@ PROMPT = field("prompt", b"x")
 FORMS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "ten thousand fields": ("boundary=x", lambda: form(*[field(f"f{i}", b"x") for i in range(10_000)])),
     "a large field": ("boundary=x", lambda: form(field("prompt", b"x" * (2 * MEGABYTE)), file())),
-    "no boundary": ("", lambda: form(PROMPT, file())),
-    "another boundary": ("boundary=y", lambda: form(PROMPT, file())),
-    "a boundary of 60,000": ("boundary=" + "x" * 60_000, lambda: form(PROMPT, file(), boundary="x" * 60_000)),
-    "no end": ("boundary=x", lambda: form(PROMPT, file())[:-40]),
+    "no boundary": ("", lambda: form(PROMPT, file())), "no end": ("boundary=x", lambda: form(PROMPT, file())[:-40]),
     "no name": ("boundary=x", lambda: form(("Content-Disposition: form-data", b"x"), PROMPT, file())),
     "a header of 100,000": ("boundary=x", lambda: form(("X: " + "a" * 100_000, b"x"), PROMPT, file())),
     "two images": ("boundary=x", lambda: form(PROMPT, file(), file("image[]"))),
-    "an image as a text": ("boundary=x", lambda: form(PROMPT, field("image", picture()))),
     "no image": ("boundary=x", lambda: form(PROMPT)),
-    "no prompt": ("boundary=x", lambda: form(file())),
-    "JSON": ("boundary=x", lambda: b'{"prompt": "x"}'),
     "options that are no JSON": ("boundary=x", lambda: form(PROMPT, file(), field("options", b"{'a': 1}"))),
     "a number that is none": ("boundary=x", lambda: form(PROMPT, file(), field("guidance_scale", b"nan"))),
-    "a seed of 5,000 digits": ("boundary=x", lambda: form(PROMPT, file(), field("seed", b"9" * 5000))),
     "a coding that makes surrogates": (
         "boundary=x; charset=unicode_escape", lambda: form(field("prompt", b"\\ud800"), file())),
     "a coding that is slow": (
         "boundary=x; charset=punycode", lambda: form(field("prompt", (b"-" + b"zz9a" * 250_000)[:900_000]), file())),
-    "a form in a form": (
-        "boundary=x", lambda: form(("Content-Type: multipart/mixed; boundary=y", form(PROMPT, file(), boundary="y")))),
 }  # fmt: skip
 
 
@@ -966,13 +898,9 @@ KEYLESS = {
     "two slashes": "GET //api/models",
     "back, encoded": "GET /static/%2e%2e/api/models",
     "a name of the page": "GET /static/main.js/../../metrics",
-    "a null": "GET /health%00/../api/models",
     "an address": "GET http://HOST/static/../metrics",
     "another method": "HEAD /metrics",
-    "a probe": "GET /health/../metrics",
-    "a public beginning": "GET /static/..%2f..%2fmetrics",
     "asking first": "OPTIONS /api/models",
-    "a post": "POST /",
     "a post to a probe": "POST /health",
 }
 
@@ -990,11 +918,10 @@ def test_ways_around_keys(closed: Web, attack: str) -> None:
     assert closed.engine.asks == []
 
 
-BAD_KEYS = ["Bearer", "Bearer ", "Basic", "Basic Og==", "Basic " + b64(b":"), "Bearer " + "x" * 60_000,
-            "Bearer \xff\xfe", "Bearer null", "Bearer undefined", "Bearer *", f"Bearer {SECRET}, Bearer {SECRET}",
-            f"Digest {SECRET}",
-            f"Bearer {SECRET}\t x", "Basic " + "A" * 60_000, "Basic " + b64(b"\xff" * 100),
-            f"Bearer\t{SECRET}x"]  # fmt: skip
+BAD_KEYS = [
+    "Bearer", "Basic Og==", "Basic " + b64(b":"), "Bearer " + "x" * 60_000, "Bearer \xff\xfe",
+    f"Bearer {SECRET}, Bearer {SECRET}", "Basic " + "A" * 60_000,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("value", BAD_KEYS, ids=lambda value: value[:20])
@@ -1072,21 +999,6 @@ def test_a_body_that_pauses_for_too_long(site: Web, monkeypatch: pytest.MonkeyPa
         assert site.engine.asks == []
 
 
-def test_readers_that_never_read(site: Web) -> None:
-    site.engine.pace = 0.01
-    with ExitStack() as stack:
-        jobs = []
-        for _ in range(10):
-            job = site.submit(previews=True, steps=30, n=4)
-            connection = stack.enter_context(socket.socket())
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            connection.connect(site.address)
-            connection.sendall(request(site.host, f"GET /api/jobs/{job['id']}/events HTTP/1.1"))
-            jobs.append(job)
-        served_meanwhile(site)
-        assert {site.done(job)["status"] for job in jobs} == {"done"}
-
-
 def test_readers_that_leave(site: Web) -> None:
     site.engine.pace = 0.02
     job = site.submit(steps=20, previews=True)
@@ -1095,27 +1007,6 @@ def test_readers_that_leave(site: Web) -> None:
             connection.sendall(request(site.host, f"GET /api/jobs/{job['id']}/events HTTP/1.1"))
     assert site.done(job)["status"] == "done"
     until(lambda: not site.engine.accepted[-1]._watchers, 5)
-
-
-def test_many_requests_in_one_go(site: Web) -> None:
-    """Pipelined; those behind the first one wait their turn."""
-    one = request(site.host, "GET /health HTTP/1.1")
-    last = request(site.host, "GET /health HTTP/1.1", "Connection: close")
-    answer = site.raw(one * 50 + last)
-    assert answer.count(b"HTTP/1.1 200 OK") == 51
-
-
-def test_websockets(site: Web, closed: Web) -> None:
-    headers = ["Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13",
-               "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "Origin: https://evil.example"]  # fmt: skip
-    for path in ("/", "/ws", "/api/jobs", "/api/jobs/x/events"):
-        for one in (site, closed):
-            answer = one.raw(request(one.host, f"GET {path} HTTP/1.1", *headers), silence=0.1)
-            assert status_of(answer) != 101, path
-            assert b"sec-websocket-accept" not in answer.lower()
-    answer = site.raw(request(site.host, "GET /health HTTP/1.1", "Upgrade: h2c", "Connection: Upgrade, HTTP2-Settings",
-                              "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA"))  # fmt: skip
-    assert status_of(answer) == 200
 
 
 def test_metrics_do_not_grow_with_what_is_asked(site: Web) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving import generating
+from tests.support.serving import generating
 
 pytestmark = pytest.mark.slow
 

@@ -15,12 +15,7 @@ import httpx2 as httpx
 import jax
 import numpy as np
 import pytest
-from adapter_files import Draw, layers, lora, write
-from control_files import adapter, controlnet, union
-from ip_adapter_files import encoder, ip_adapter
 from PIL import Image
-from small_checkpoint import UNET, write_small_checkpoint
-from small_sdxl import build
 
 import canvax
 from canvax.cli.arguments import parse
@@ -37,7 +32,12 @@ from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.models import Warm
 from canvax.server.work import check
-from tests.serving import generating
+from tests.support.adapter_files import Draw, layers, lora, write
+from tests.support.control_files import adapter, controlnet, union
+from tests.support.ip_adapter_files import encoder, ip_adapter
+from tests.support.serving import generating
+from tests.support.small_checkpoint import UNET, write_small_checkpoint
+from tests.support.small_sdxl import build
 
 BODY = {"prompt": "a cat", "seed": 3, "steps": 4, "width": 64, "height": 64}
 QUIET = canvax.Options(progress=False)

@@ -23,8 +23,8 @@ from canvax._version import __version__
 from canvax.server.app import Settings, create_app
 from canvax.server.jobs import JobRequest, State
 from canvax.server.metrics import Metrics
-from tests.server_stub import StubEngine
-from tests.serving import until
+from tests.support.server_stub import StubEngine
+from tests.support.serving import until
 
 FOLDER = Path(__file__).parent / "golden"
 DEFAULTS = {field.name: field.default for field in fields(JobRequest)}

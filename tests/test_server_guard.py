@@ -17,7 +17,7 @@ from canvax.server.guard import Guard
 from canvax.server.jobs import Rejected
 from canvax.server.logs import JsonLines
 from canvax.server.rates import Rates
-from tests.web_site import APIS, Web, body_of, check_refused, events, web
+from tests.support.web_site import APIS, Web, body_of, check_refused, web
 
 
 @pytest.fixture(scope="module")
@@ -78,55 +78,6 @@ def test_settings_of_an_image_are_such_as_a_job_may_have(
     told = site.http.post("/api/inspect", content=described(text)).json()
     assert (told["settings"], sorted(told["missing"])) == (settings, sorted(missing))
     assert told["metadata"]
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        described('{"a":' + "[" * 50_000 + "]" * 50_000 + "}"),
-        described('{"seed":' + "9" * 5000 + "}"),
-        described("[1]"),
-        described("words", "Comment"),
-        b"",
-        b"words",
-    ],
-)
-def test_descriptions_that_cannot_be_told(data: bytes, site: Web) -> None:
-    answer = site.http.post("/api/inspect", content=data)
-    refused = check_refused("own", answer, 400)["error"]
-    assert refused["code"] == "no_settings"
-    assert ("send the bytes of its file as the body" in refused["message"]) == (not data)
-    assert (
-        "send the bytes of its file" in site.http.post("/api/inspect", json={"image": "x"}).json()["error"]["message"]
-    )
-
-
-def test_a_stream_begins_with_how_the_job_is_and_shows_no_step_of_an_image_that_is_done() -> None:
-    with web(pace=0.03) as site:
-        url = f"/api/jobs/{site.submit(n=2, previews=True)['id']}/events"
-        told = events(site.http.get(url).text)
-        names = [name for name, _ in told]
-        assert names[0] == "job"
-        assert names[-2:] == ["image", "done"]
-        over: set[int] = set()
-        for name, value in told:
-            assert value.get("index") not in over, name
-            over |= {value["index"]} if name == "image" else set()
-        assert over == {0, 1}
-        assert names.count("job") <= 2  # queued, running
-        assert [name for name, _ in events(site.http.get(url).text)] == ["job", "image", "image", "done"]
-
-
-@pytest.mark.parametrize("api", ["own", "openai"])
-def test_an_idempotency_key_is_taken_whole_or_not_at_all(api: str) -> None:
-    with web() as site:
-        for once in ("x" * 129, "\u00e9", "a\tb"):
-            headers = {"Idempotency-Key": once.encode("latin-1")}
-            check_refused(api, site.http.post(APIS[api], json=body_of(api), headers=headers), 400)
-        for once in ("x" * 128, ""):
-            headers = {"Idempotency-Key": once}
-            assert site.http.post(APIS[api], json=body_of(api), headers=headers).is_success
-        assert [ask.once for ask in site.engine.asks] == ["x" * 128, None]
 
 
 def test_a_rate_counts_images_that_are_accepted() -> None:

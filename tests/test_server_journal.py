@@ -25,9 +25,9 @@ from PIL import Image, ImageChops
 from canvax.errors import CanvaxError, InputError
 from canvax.server.job_store import KEPT_BYTES, JobStore
 from canvax.server.jobs import Changed, Job, JobRequest, Picture, PromptImage, Rejected, Status
-from canvax.server.journal import TIDY, VERSION, Journal
+from canvax.server.journal import TIDY, Journal
 from canvax.server.metrics import Metrics
-from tests.server_stub import accept
+from tests.support.server_stub import accept
 
 
 def image(mode: str) -> Image.Image:
@@ -247,33 +247,12 @@ def foreign(path: Path, *statements: str) -> None:
         base.commit()
 
 
-def test_files_of_others_are_refused_and_left_alone(path: Path) -> None:
-    path.write_bytes(b"my diary\n" * 1000)
-    with pytest.raises(InputError, match="is not a journal of canvax"):
-        Journal(path)
-    assert path.read_bytes() == b"my diary\n" * 1000
-    path.unlink()
-    foreign(path, "CREATE TABLE bookmarks (url TEXT)")
-    before = path.read_bytes()
-    with pytest.raises(InputError, match="another program; name another file"):
-        Journal(path)
-    assert path.read_bytes() == before
-
-
 def test_a_journal_of_nothing_goes_if_it_was_made_here(path: Path) -> None:
     Journal(path).close()
     assert not path.exists()
     path.touch()
     Journal(path).close()
     assert path.exists()
-
-
-def test_a_newer_journal_is_refused(path: Path) -> None:
-    path.touch()
-    Journal(path).close()
-    foreign(path, f"PRAGMA user_version = {VERSION + 1}")
-    with pytest.raises(InputError, match="another version of canvax; name another file"):
-        Journal(path)
 
 
 def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
@@ -360,14 +339,6 @@ def test_a_book_refuses_what_it_cannot_record(path: Path) -> None:
         assert refused.value.retry_after
         assert list(book.open()) == [first]
     assert [one.id for one in recovered(path)] == [first.id]
-
-
-def test_what_cannot_be_put_into_words_is_refused(path: Path) -> None:
-    with opened(path) as journal:
-        for ask in (JobRequest("\ud800"), JobRequest("a", once="\udfff")):
-            with pytest.raises(CanvaxError, match="cannot be written"):
-                journal.accepted(job(ask))
-        assert list(journal.recover(lambda job: None)) == []
 
 
 def test_after_the_end_nothing_is_written_and_nothing_raised(path: Path) -> None:
@@ -457,7 +428,7 @@ def killed_after(path: Path, count: int) -> list[str]:
         return said + [line.strip() for line in process.stdout]
 
 
-@pytest.mark.parametrize("count", [2, 3, 5, 7])
+@pytest.mark.parametrize("count", [2, 5])
 def test_a_kill_loses_nothing(path: Path, count: int) -> None:
     said = killed_after(path, count)
     assert len(said) >= count
@@ -473,7 +444,7 @@ def test_a_kill_at_any_step_loses_nothing(path: Path) -> None:
         check(killed_after(path, count), recovered(path))
 
 
-@pytest.mark.parametrize("limit", [40_000, 57_000, 80_000])
+@pytest.mark.parametrize("limit", [40_000, 80_000])
 def test_files_that_may_not_grow_are_a_full_disk(path: Path, limit: int) -> None:
     with child(path, limit) as process:
         assert process.stdout is not None

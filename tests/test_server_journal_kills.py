@@ -28,9 +28,9 @@ from canvax.server.job_store import JobStore
 from canvax.server.jobs import Job, JobRequest, Picture, Rejected, Status
 from canvax.server.journal import APPLICATION, VERSION, Journal
 from canvax.server.metrics import Metrics
-from tests.serve_process import serving
-from tests.server_stub import StubEngine, drawn
-from tests.serving import until
+from tests.support.serve_process import serving
+from tests.support.server_stub import StubEngine, drawn
+from tests.support.serving import until
 
 
 def no_cancel(job: Job) -> None:
@@ -51,17 +51,6 @@ def reopened(path: Path) -> list[Job]:
 
 
 # Files that are something else.
-
-
-def test_a_second_server(tmp_path: Path) -> None:
-    path = tmp_path / "jobs.db"
-    first = Journal(path)
-    with pytest.raises(InputError, match="another server has it"):
-        Journal(path)
-    first.accepted(job_of(JobRequest("x")))
-    first.close()
-    assert len(reopened(path)) == 1
-    first.close()  # once more does no harm
 
 
 def empty(path: Path) -> None:
@@ -110,13 +99,6 @@ def test_other_files_are_left_alone(tmp_path: Path, kind: str) -> None:
     assert (path.read_bytes() if path.is_file() else b"") == before
 
 
-def test_folders_that_are_not_there_or_not_ours(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="cannot be opened"):
-        Journal(tmp_path / "none" / "jobs.db")
-    with pytest.raises(InputError, match="cannot be opened"):
-        Journal(Path("/proc/jobs.db"))
-
-
 # A disk that is full.
 
 
@@ -124,23 +106,6 @@ def fill(journal: Journal, pages: int = 0) -> None:
     """No page more than there are now."""
     now = journal._base.execute("PRAGMA page_count").fetchone()[0]
     journal._base.execute(f"PRAGMA max_page_count = {now + pages}")
-
-
-def test_a_full_disk(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "jobs.db")
-    kept = job_of(JobRequest("kept"))
-    journal.accepted(kept)
-    fill(journal)
-    with pytest.raises(CanvaxError, match=r"cannot be written \(database or disk is full\)"):
-        journal.accepted(job_of(JobRequest("x" * 15_000, image=Image.effect_noise((300, 300), 90).convert("RGB"))))
-    assert "disk is full" in str(journal.broken)
-    kept.pictures[0].data = os.urandom(100_000)
-    journal.finished(kept, 0)  # a disk that is full costs the picture after a kill, and nobody's job
-    assert "disk is full" in str(journal.broken)
-    journal._base.execute("PRAGMA max_page_count = 100000")
-    journal.accepted(job_of(JobRequest("later")))
-    journal.close()
-    assert [job.request.prompt for job in reopened(tmp_path / "jobs.db")] == ["kept", "later"]
 
 
 def test_an_engine_with_a_full_disk_refuses_and_goes_on(tmp_path: Path) -> None:
@@ -159,38 +124,6 @@ def test_an_engine_with_a_full_disk_refuses_and_goes_on(tmp_path: Path) -> None:
     assert engine.submit(large).request.once == "k"  # it was not taken for the one that was refused
     until(lambda: not engine.jobs())
     journal.close()
-
-
-def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
-    """As of an operator's ulimit: the write fails, the process lives."""
-    code = """
-        import resource, signal, sys
-        from pathlib import Path
-        from canvax.errors import CanvaxError
-        from canvax.server.jobs import JobRequest, Job, Picture
-        from canvax.server.journal import Journal
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        journal = Journal(Path(sys.argv[1]))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
-        accepted = 0
-        try:
-            for i in range(1000):
-                job = Job(JobRequest("x" * 10_000, seed=i), "stub", [Picture(0, i, 64, 64, 4)], cancel=lambda job: None)
-                journal.accepted(job)
-                accepted += 1
-        except CanvaxError as error:
-            print(accepted, "cannot be written" in str(error))
-    """
-    path = tmp_path / "jobs.db"
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), str(path)], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    count, known = done.stdout.split()
-    assert known == "True"
-    jobs = reopened(path)
-    assert len(jobs) == int(count) > 5
-    assert [job.request.seed for job in jobs] == list(range(len(jobs)))
 
 
 def test_values_that_cannot_be_written_are_refused_not_raised(tmp_path: Path) -> None:
@@ -217,7 +150,7 @@ CHILD = """
     from pathlib import Path
     from canvax.server.jobs import JobRequest
     from canvax.server.journal import Journal
-    from tests.server_stub import StubEngine
+    from tests.support.server_stub import StubEngine
     engine = StubEngine(journal=Journal(Path(sys.argv[1])), pace=0.001)
     def submit(first):
         for seed in range(first, first + 100_000):

@@ -32,10 +32,10 @@ from canvax.server.metrics import Metrics
 from canvax.server.models import ServedModel, model_names
 from canvax.server.rates import Rated, Rates
 from canvax.server.work import check
-from tests import server_stub
-from tests.server_stub import StubEngine, accept
-from tests.serving import until
-from tests.web_site import web
+from tests.support import server_stub
+from tests.support.server_stub import StubEngine, accept
+from tests.support.serving import until
+from tests.support.web_site import web
 
 PIPE = canvax.load("emoji", progress=False)
 MODEL = PIPE.model

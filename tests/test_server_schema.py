@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from canvax.server import a1111, huggingface, jobs_api, openai
 from canvax.server.openapi import description
-from tests.web_site import Web, web
+from tests.support.web_site import Web, web
 
 try:  # not among what the tests install: it brings a pytest plugin, and three dozen packages
     import schemathesis

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.serve_soak import Soak, resident
-from tests.serve_process import serving
+from tests.support.serve_process import serving
 
 SECONDS = float(os.environ.get("CANVAX_SOAK", "30"))
 GROWTH = 1.05

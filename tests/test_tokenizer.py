@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bundled import VOCABULARY
-from small_checkpoint import write_small_checkpoint
 
 import canvax
 from canvax.errors import CheckpointError, InputError
 from canvax.tokenizers.clip import BOS, EOS, ClipTokenizer, TruncationWarning
 from canvax.weights.location import BUNDLED
+from tests.support.bundled import VOCABULARY
+from tests.support.small_checkpoint import write_small_checkpoint
 
 EMOJI = BUNDLED["emoji"] / "tokenizer"
 

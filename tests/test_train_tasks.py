@@ -17,9 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
-from refusals import refused
-from small_checkpoint import write_small_checkpoint
-from small_sdxl import build as build_xl
 from test_finetune import write_pictures
 
 import canvax
@@ -40,6 +37,9 @@ from canvax.train.pictures import read_pictures
 from canvax.train.task import Start, Subject, Training
 from canvax.train.textual_inversion import Inversion, train_inversion
 from canvax.weights.safetensors import open_safetensors, read_metadata
+from tests.support.refusals import refused
+from tests.support.small_checkpoint import write_small_checkpoint
+from tests.support.small_sdxl import build as build_xl
 
 PLAN = Plan(steps=4, batch=2, chunk=2, warmup=0, final=1.0, average=0.0, learning_rate=1e-3)
 QUIET = {"num_inference_steps": 2, "progress": False}

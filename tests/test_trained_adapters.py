@@ -12,6 +12,8 @@ from canvax.train.pictures import Pictures, read_pictures
 from recipes.adapters.sets import SKY, background, night, write_edges, write_night
 from recipes.adapters.sheets import covered
 
+pytestmark = pytest.mark.slow
+
 FILES = Path(__file__).parent.parent / "recipes" / "adapters" / "files"
 
 
@@ -52,7 +54,6 @@ def test_sizes() -> None:
     assert (FILES / "edges" / "diffusion_pytorch_model.safetensors").stat().st_size < 8e6
 
 
-@pytest.mark.slow
 def test_they_do_what_they_were_trained_for(emoji: canvax.StableDiffusion) -> None:
     options = canvax.Options(progress=False)
     plain = emoji("a rocket", seed=3, options=options).pixels
@@ -70,7 +71,6 @@ def test_they_do_what_they_were_trained_for(emoji: canvax.StableDiffusion) -> No
     assert middle.std(axis=(0, 1)).max() > 0.1
 
 
-@pytest.mark.slow
 def test_images_follow_edges(emoji: canvax.StableDiffusion) -> None:
     """Without a prompt, of three shapes: most of each is covered, and more than without the network."""
     shapes = np.stack(

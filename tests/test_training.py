@@ -17,8 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from refusals import refused
-from small_checkpoint import TEXT, UNET, VAE
 
 from canvax.errors import CanvaxError, CheckpointError, InputError
 from canvax.kernels.attention import attention
@@ -50,6 +48,8 @@ from recipes.emoji.autoencoder import (
     train_autoencoder,
     train_decoder,
 )
+from tests.support.refusals import refused
+from tests.support.small_checkpoint import TEXT, UNET, VAE
 
 SMALL_VAE = VaeConfig(
     down_block_types=("DownEncoderBlock2D",) * 2,
@@ -120,7 +120,7 @@ def test_work_after_the_last_state_is_done_again(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     """SIGKILL at random moments until the run is through; losses and state as if nothing had happened."""
-    script = Path(__file__).parent / "training_process.py"
+    script = Path(__file__).parent / "support" / "training_process.py"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     command = [sys.executable, str(script)]
     subprocess.run([*command, str(tmp_path / "whole")], env=environment, check=True, capture_output=True)

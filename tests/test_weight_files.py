@@ -12,15 +12,6 @@ import ml_dtypes
 import msgpack
 import numpy as np
 import pytest
-from checkpoints import (
-    BFLOAT16,
-    file_arrays,
-    flax_bytes,
-    flax_tree,
-    raw_safetensors,
-    toy_components,
-    toy_params,
-)
 from safetensors.numpy import load_file, save_file
 
 from canvax.errors import CheckpointError
@@ -35,6 +26,15 @@ from canvax.weights.location import Location
 from canvax.weights.open import open_files
 from canvax.weights.rules import Names, Rule
 from canvax.weights.safetensors import Outgoing, open_safetensors, write_safetensors
+from tests.support.checkpoints import (
+    BFLOAT16,
+    file_arrays,
+    flax_bytes,
+    flax_tree,
+    raw_safetensors,
+    toy_components,
+    toy_params,
+)
 
 # Sound files ----------------------------------------------------------------------------------------------------------
 

@@ -15,16 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from checkpoints import (
-    BFLOAT16,
-    INDEX,
-    file_arrays,
-    flax_bytes,
-    flax_tree,
-    toy_components,
-    toy_params,
-    write_checkpoint,
-)
 from safetensors.numpy import load_file, save_file
 
 from canvax.errors import CheckpointError, InputError
@@ -36,6 +26,16 @@ from canvax.weights.location import Location
 from canvax.weights.open import open_files
 from canvax.weights.safetensors import open_safetensors, read_metadata
 from canvax.weights.save import save_checkpoint, save_component
+from tests.support.checkpoints import (
+    BFLOAT16,
+    INDEX,
+    file_arrays,
+    flax_bytes,
+    flax_tree,
+    toy_components,
+    toy_params,
+    write_checkpoint,
+)
 
 UNET = Path("unet") / "diffusion_pytorch_model.safetensors"
 

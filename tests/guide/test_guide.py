@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from hub_imitation import HubImitation, Repository, folder_files
-from small_checkpoint import write_small_checker, write_small_checkpoint
-from small_sdxl import build
+
+from tests.support.hub_imitation import HubImitation, Repository, folder_files
+from tests.support.small_checkpoint import write_small_checker, write_small_checkpoint
+from tests.support.small_sdxl import build
 
 HERE = Path(__file__).parent
 MODEL = "CompVis/stable-diffusion-v1-4"

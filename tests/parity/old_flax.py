@@ -75,7 +75,7 @@ def write_sdxl(folder: Path, scheduler: dict) -> None:
     """The old UNet knew no number of groups but 32."""
     import dataclasses
 
-    from small_sdxl import UNET, build
+    from tests.support.small_sdxl import UNET, build
 
     unet = dataclasses.replace(
         UNET, block_out_channels=(32, 64), norm_num_groups=32, transformer_layers_per_block=(1, 2),
@@ -86,7 +86,7 @@ def write_sdxl(folder: Path, scheduler: dict) -> None:
 
 def compare(flax_python: str, steps: int, xl: bool) -> float:
     """The lowest PSNR in dB."""
-    from small_checkpoint import SCHEDULER, write_small_checkpoint
+    from tests.support.small_checkpoint import SCHEDULER, write_small_checkpoint
 
     scheduler = SCHEDULER | {"_class_name": "DDIMScheduler", "clip_sample": False}
     with tempfile.TemporaryDirectory(prefix="canvax-parity-") as scratch:
@@ -121,7 +121,7 @@ def main() -> None:
     if args.theirs:
         theirs(args.theirs, args.steps, args.xl)
         return
-    sys.path.insert(0, str(Path(__file__).parent.parent))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     worst = min(compare(args.flax_python, args.steps, xl) for xl in (False, True))
     if worst < LEAST:
         raise SystemExit(f"below {LEAST} dB")

@@ -15,11 +15,11 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("peft")
 
-from adapter_files import Draw, Made, dora, kohya, kohya_ldm, layers, loha, lora, without_alpha, write  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
-from small_sdxl import build as build_xl  # noqa: E402
 
 import canvax  # noqa: E402
+from tests.support.adapter_files import Draw, Made, dora, kohya, kohya_ldm, layers, loha, lora, without_alpha, write  # noqa: E402
+from tests.support.small_sdxl import build as build_xl  # noqa: E402
 
 from .reference import nchw, psnr, relative_error  # noqa: E402
 from .test_pipeline import build  # noqa: E402

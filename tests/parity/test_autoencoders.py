@@ -16,7 +16,6 @@ import pytest
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
-from ldm_files import ldm_vae, model, write_folder, write_single  # noqa: E402
 from PIL import Image  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
@@ -29,6 +28,7 @@ from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.weights import single_file  # noqa: E402
 from canvax.weights.overrides import vae_of_file  # noqa: E402
+from tests.support.ldm_files import ldm_vae, model, write_folder, write_single  # noqa: E402
 
 from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error  # noqa: E402
 from .test_image_to_image import photo  # noqa: E402

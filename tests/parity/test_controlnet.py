@@ -15,8 +15,6 @@ import pytest
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
-from ldm_files import ldm_unet, write_folder  # noqa: E402
-from ldm_files import model as ldm_model  # noqa: E402
 from PIL import Image  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
@@ -31,6 +29,8 @@ from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.params import flatten  # noqa: E402
 from canvax.weights.controlnet import open_control  # noqa: E402
 from canvax.weights.location import Location  # noqa: E402
+from tests.support.ldm_files import ldm_unet, write_folder  # noqa: E402
+from tests.support.ldm_files import model as ldm_model  # noqa: E402
 
 from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error  # noqa: E402
 from .test_image_to_image import mask, photo  # noqa: E402

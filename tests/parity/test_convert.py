@@ -22,13 +22,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
 import diffusers  # noqa: E402
-from ldm_files import model, write_folder, write_single  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 import canvax  # noqa: E402
 from canvax.cli import main  # noqa: E402
 from canvax.weights.pickled import read_pickled  # noqa: E402
 from canvax.weights.safetensors import read_metadata  # noqa: E402
+from tests.support.ldm_files import model, write_folder, write_single  # noqa: E402
 
 Made = Callable[[str], tuple[Path, Path]]
 LEFT_BY_TRAINING = (

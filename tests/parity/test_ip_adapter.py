@@ -13,7 +13,6 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
 from diffusers.image_processor import IPAdapterMaskProcessor  # noqa: E402
-from ip_adapter_files import VISION, encoder, ip_adapter  # noqa: E402
 from PIL import Image  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import CLIPVisionModelWithProjection  # noqa: E402
@@ -24,6 +23,7 @@ from canvax import ImagePrompt  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.pipelines.image_prompts import bicubic  # noqa: E402
+from tests.support.ip_adapter_files import VISION, encoder, ip_adapter  # noqa: E402
 
 from .reference import nchw, psnr  # noqa: E402
 from .test_image_to_image import photo  # noqa: E402

@@ -13,14 +13,13 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 
-from bundled import LATENTS, VOCABULARY  # noqa: E402
-
 import canvax  # noqa: E402
 from canvax.denoise import step_noise  # noqa: E402
 from canvax.flax_api import FlaxStableDiffusionPipeline  # noqa: E402
 from canvax.noise import initial_noise, seed_keys  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.weights.location import BUNDLED  # noqa: E402
+from tests.support.bundled import LATENTS, VOCABULARY  # noqa: E402
 
 from .reference import nchw, nhwc, psnr, randomise, relative_error  # noqa: E402
 

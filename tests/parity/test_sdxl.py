@@ -14,7 +14,6 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 
-from bundled import VOCABULARY  # noqa: E402
 from PIL import Image  # noqa: E402
 
 import canvax  # noqa: E402
@@ -27,6 +26,7 @@ from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.params import flatten  # noqa: E402
 from canvax.weights.location import BUNDLED  # noqa: E402
+from tests.support.bundled import VOCABULARY  # noqa: E402
 
 from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error  # noqa: E402
 

@@ -22,7 +22,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
 import diffusers  # noqa: E402
-from ldm_files import hf, ldm_unet, ldm_vae, model, open_clip, write_folder, write_single  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection  # noqa: E402
@@ -36,6 +35,7 @@ from canvax.weights.entries import Entry  # noqa: E402
 from canvax.weights.location import Location  # noqa: E402
 from canvax.weights.open import open_files  # noqa: E402
 from canvax.weights.single_file import REFINER, SD1, SD2, UNET, VAE, XL, Layout, single_files  # noqa: E402
+from tests.support.ldm_files import hf, ldm_unet, ldm_vae, model, open_clip, write_folder, write_single  # noqa: E402
 
 QUIET = canvax.Options(progress=False)
 KINDS = ("sd1", "sd2", "xl", "refiner")

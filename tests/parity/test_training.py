@@ -22,7 +22,6 @@ peft = pytest.importorskip("peft")
 
 from PIL import Image  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from small_sdxl import build as build_xl  # noqa: E402
 
 import canvax  # noqa: E402
 from canvax.train import task as tasks  # noqa: E402
@@ -34,6 +33,7 @@ from canvax.train.lora import Lora, train_lora  # noqa: E402
 from canvax.train.pictures import METADATA  # noqa: E402
 from canvax.train.task import Subject, Training  # noqa: E402
 from canvax.train.textual_inversion import Inversion, train_inversion  # noqa: E402
+from tests.support.small_sdxl import build as build_xl  # noqa: E402
 
 from .reference import nchw, psnr  # noqa: E402
 from .test_pipeline import build  # noqa: E402

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx2 as httpx
 
-from tests.serving import until
+from tests.support.serving import until
 
 
 @dataclass

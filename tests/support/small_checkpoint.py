@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bundled import VOCABULARY
-from checkpoints import flax_bytes, flax_tree, write_json
 
 from canvax.models.clip import text_encoder_spec
 from canvax.models.configs import ClipTextConfig, ClipVisionConfig, UNetConfig, VaeConfig
@@ -21,6 +19,8 @@ from canvax.weights.folder import FLAX_FILES
 from canvax.weights.load import Component
 from canvax.weights.location import BUNDLED
 from canvax.weights.save import save_component
+from tests.support.bundled import VOCABULARY
+from tests.support.checkpoints import flax_bytes, flax_tree, write_json
 
 UNET = UNetConfig(
     sample_size=8,

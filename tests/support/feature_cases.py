@@ -11,20 +11,20 @@ from typing import Any
 
 import jax
 import numpy as np
-import small_sdxl
-from adapter_files import Draw, layers, lora, write
-from control_files import adapter, controlnet, union
-from covering import Row
-from ip_adapter_files import encoder, ip_adapter
 from PIL import Image
 from safetensors.numpy import load_file, save_file
-from small_checkpoint import write_small_checker, write_small_checkpoint
 
 import canvax
 from canvax import ImagePrompt
 from canvax.parallel.mesh import make_mesh
 from canvax.pipelines.safety import SafetyChecker, load_safety_checker
 from canvax.weights.location import Location
+from tests.support import small_sdxl
+from tests.support.adapter_files import Draw, layers, lora, write
+from tests.support.control_files import adapter, controlnet, union
+from tests.support.covering import Row
+from tests.support.ip_adapter_files import encoder, ip_adapter
+from tests.support.small_checkpoint import write_small_checker, write_small_checkpoint
 
 HEIGHT, WIDTH = 48, 64  # not square: a transposed size fails
 STEPS = 4

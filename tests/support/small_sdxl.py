@@ -7,9 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from bundled import VOCABULARY
-from checkpoints import flax_bytes, flax_tree, write_json
-
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
 from canvax.models.text import TextEncoders, clip_encoders
 from canvax.models.unet import unet_spec
@@ -19,6 +16,8 @@ from canvax.weights.folder import FLAX_FILES
 from canvax.weights.load import Component
 from canvax.weights.location import BUNDLED
 from canvax.weights.save import save_component
+from tests.support.bundled import VOCABULARY
+from tests.support.checkpoints import flax_bytes, flax_tree, write_json
 
 TEXT = clip_encoders(
     ClipTextConfig(

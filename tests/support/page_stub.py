@@ -36,9 +36,9 @@ from canvax.server.jobs import (
     Status,
     Stepped,
 )
-from tests.server_stub import StubEngine
+from tests.support.server_stub import StubEngine
 
-PAGE = Path(__file__).parents[1] / "src" / "canvax" / "server" / "page"
+PAGE = Path(__file__).parents[2] / "src" / "canvax" / "server" / "page"
 POLICY = (
     "default-src 'self'; img-src 'self' blob: data:; style-src 'self'; script-src 'self'; connect-src 'self'; "
     "object-src 'none'; base-uri 'none'; frame-ancestors 'none'"

@@ -21,8 +21,8 @@ from PIL import Image
 from canvax.server.app import Settings, create_app
 from canvax.server.jobs import State
 from canvax.server.metrics import Metrics
-from tests.server_stub import StubEngine
-from tests.serving import served, until
+from tests.support.server_stub import StubEngine
+from tests.support.serving import served, until
 
 APIS = {
     "own": "/api/jobs",
