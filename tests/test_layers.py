@@ -96,7 +96,7 @@ def test_no_circle() -> None:
 
 
 def test_import_is_light() -> None:
-    """Importing, the pipeline included, starts no backend, loads no reference library, and costs less than importing JAX."""
+    """Importing starts no backend, loads no reference library, and costs less than importing JAX."""
     code = """
 import json, sys, time
 started = time.process_time()
