@@ -19,7 +19,6 @@ transformers = pytest.importorskip("transformers")
 import PIL.Image  # noqa: E402
 import safetensors.numpy  # noqa: E402
 import tokenizers  # noqa: E402
-from serving import until  # noqa: E402
 
 import canvax  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
@@ -30,6 +29,7 @@ from canvax.server.group import Group  # noqa: E402
 from canvax.server.jobs import JobRequest, State  # noqa: E402
 from canvax.server.metrics import Metrics  # noqa: E402
 from canvax.server.models import Warm  # noqa: E402
+from tests.support.serving import until  # noqa: E402
 
 from .reference import nchw, nhwc, psnr, randomise, relative_error  # noqa: E402
 

@@ -246,7 +246,7 @@ def check_conditions(name: str, value: Mapping[str, Any], model: Model) -> Embed
         shapes["pooled"] = ("n", text.pooled_width)
     if text.whole:
         shapes["length"] = ("n",)
-    found: Embeds = {}
+    embeds: Embeds = {}
     if isinstance(value.get("prompt"), str):
         raise InputError(
             name, NO_VALUE, "is a table of settings", "write pipe(**settings), or give the prompt's text alone"
