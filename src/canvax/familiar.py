@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from importlib.util import find_spec
 from inspect import signature
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from canvax.call import Call, OptionRecord
 from canvax.errors import InputError, did_you_mean, shown
@@ -212,26 +212,26 @@ class Both(NamedTuple):
         raise AttributeError(name if name.startswith("_") else f"{name}: {_BOTH}")
 
 
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 Translate = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 """From a function's own keywords and all others to the keywords to call it with."""
 
 
 def accepts(
     translate: Translate, check: Callable[[str, Any], None] | None = None, table: Mapping[str, Familiar] | None = None
-) -> Callable[[Callable[..., R]], Callable[..., R]]:
+) -> Callable[[F], F]:
     """A decorator: a call with keywords that a function does not name goes through ``translate`` first.
 
     ``check`` gets the name and the value of each argument before that. Errors name an argument as the caller did, where
     ``table`` knows it under another name.
     """
 
-    def decorate(function: Callable[..., R]) -> Callable[..., R]:
+    def decorate(function: F) -> F:
         form = signature(function)
         named = [name for name, one in form.parameters.items() if one.kind is not one.VAR_KEYWORD]
 
         @wraps(function)
-        def call(*arguments: Any, **keywords: Any) -> R:
+        def call(*arguments: Any, **keywords: Any) -> Any:
             for name, value in (*zip(named, arguments, strict=False), *keywords.items()) if check else ():
                 check(name, value)  # type: ignore[misc]
             others = {name: value for name, value in keywords.items() if name not in named}
@@ -247,7 +247,7 @@ def accepts(
                     raise
                 raise error.about(aliases[error.argument]) from None
 
-        return call
+        return cast("F", call)  # with the signature of the function, for editors and type checkers
 
     return decorate
 
