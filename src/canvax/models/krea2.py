@@ -99,7 +99,7 @@ def krea2_spec(cfg: Krea2Config) -> Spec:
     """Parameters of the transformer."""
     width, text = cfg.dim, cfg.text_hidden_dim
     heads = cfg.num_attention_heads, cfg.num_key_value_heads
-    block = {"scale_shift_table": Param((6, width), (None, None), init="zeros")}
+    block: Spec = {"scale_shift_table": Param((6, width), (None, None), init="zeros")}
     block |= _block_spec(width, *heads, cfg.intermediate_size)
     block["attn"] = rotated(block["attn"], cfg.attention_head_dim)
     fusion = _block_spec(text, cfg.text_num_attention_heads, cfg.text_num_key_value_heads, cfg.text_intermediate_size)
