@@ -34,7 +34,7 @@ class Program:
         function: with its static keyword arguments.
         components: of the parameters that it reads. One name: its first argument is that component. Several: a dict.
         inputs: shapes, dtypes and shardings of its other arguments.
-        places: for adapters beside the weights; the components that have them get them.
+        places: slots of unmerged adapters, for the components that have such slots.
         facts: what ``canvax cache`` tells of it.
         stored: whether other processes may have it. A function of the user has no name that they know.
     """

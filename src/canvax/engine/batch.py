@@ -39,8 +39,8 @@ class Run:
         guided: [R] bool, rows that need the negative prompt.
         row: that comes next.
         later: other prompts from a row on, each [1, ...] on the host.
-        columns: what the denoiser and its guidance read of the row beside the table, each [R, ...] float32; zeros for
-            what is missing.
+        columns: further numbers of each row that the denoiser and its guidance read, each [R, ...] float32; zeros if
+            left out.
     """
 
     table: SamplerTable
@@ -138,7 +138,7 @@ class Batch:
             deep: which rows compute the deep features; all images have the same table then.
             images: latents [n, h, w, C] float32 of images to begin from, which ``noise`` is added to; else it is all.
             known: what stays of images, [n, ...] each, for denoisers that were made for it.
-            later: other prompts from a row on, likewise; all images have the same table then.
+            later: prompts that replace these from a row on; all images must then have the same table.
             columns: of each image, as in ``Run``.
         """
         guided = len(prompts) > 1

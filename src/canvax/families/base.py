@@ -64,7 +64,7 @@ class Defaults:
 
 
 def latent_consistency(networks: Networks, schedule: NoiseSchedule) -> Defaults | None:
-    """Of models whose guidance scale is an input (Luo et al. 2023, "Latent Consistency Models")."""
+    """Defaults of models whose guidance scale is an input (Luo et al. 2023, "Latent Consistency Models")."""
     del schedule
     return Defaults(num_inference_steps=4, guidance_scale=8.5) if networks.embeds_guidance else None
 

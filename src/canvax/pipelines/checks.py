@@ -110,6 +110,18 @@ def check_size(name: str, value: Any, default: int, factor: int = SIZE_STEP) -> 
     return value
 
 
+def check_side(argument: str, name: str, side: int, factor: int) -> None:
+    """Refuse images, of an ``argument``, whose height or width is no multiple of ``factor`` and was not asked for."""
+    if side % factor:
+        below = side // factor * factor
+        raise InputError(
+            argument,
+            NO_VALUE,
+            f"has a {name} of {side} pixels, which is not a multiple of {factor}",
+            f"give {f'{{{name}={below}}} or ' if below else ''}{{{name}={below + factor}}}, which it is resized to",
+        )
+
+
 def check_steps(value: Any, listed: int | None, default: int, most: int) -> int:
     """Number of steps: as given, as the user's ``own`` levels or timesteps make, or the model's default."""
     if (value := plain(value, "num_inference_steps")) is None:

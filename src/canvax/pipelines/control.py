@@ -24,6 +24,7 @@ from canvax.models.controlnet_union import TYPES, UnionNet
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import put
 from canvax.params import Params
+from canvax.pipelines.checks import check_side
 from canvax.pipelines.options import Options
 from canvax.settings import grouped, is_number
 from canvax.types import HostArray
@@ -74,14 +75,8 @@ def size_of(images: Iterable[Image.Image], asked: tuple[Any, Any], factor: int) 
         )
     ((width, height),) = sizes
     for name, side, side_length in (("height", height, asked[0]), ("width", width, asked[1])):
-        if side_length is None and side % factor:
-            below = side // factor * factor
-            raise InputError(
-                "control",
-                NO_VALUE,
-                f"has a {name} of {side} pixels, which is not a multiple of {factor}",
-                f"give {{{name}={below or factor}}} or {{{name}={below + factor}}}, which it is resized to",
-            )
+        if side_length is None:
+            check_side("control", name, side, factor)
     return asked[0] or height, asked[1] or width
 
 

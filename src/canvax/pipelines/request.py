@@ -34,6 +34,7 @@ from canvax.pipelines.checks import (
     check_prompts,
     check_second,
     check_seeds,
+    check_side,
     check_size,
     check_steps,
 )
@@ -493,14 +494,8 @@ def _sides(images: list[Image.Image], size: tuple[Any, Any], factor: int) -> tup
         )
     image_size = images[0].height, images[0].width
     for name, asked, side in zip(("height", "width"), size, image_size, strict=True):
-        if asked is None and side % factor:
-            below = side // factor * factor
-            raise InputError(
-                "image",
-                NO_VALUE,
-                f"has a {name} of {side} pixels, which is not a multiple of {factor}",
-                f"give {f'{{{name}={below}}} or ' if below else ''}{{{name}={below + factor}}}, which it is resized to",
-            )
+        if asked is None:
+            check_side("image", name, side, factor)
     height, width = (check_size(*side, factor) for side in zip(("height", "width"), size, image_size, strict=True))
     return height, width
 
