@@ -255,6 +255,16 @@ def test_a_running_job_survives_a_reload(site: Site) -> None:
     assert site.page.input_value("#prompt") == "a red apple"
 
 
+# A large image takes the browser a moment to read, and the user may send the form before that.
+SLOW_IMAGES = """() => {
+  const read = window.createImageBitmap;
+  window.createImageBitmap = async (...all) => {
+    await new Promise((go) => setTimeout(go, 500));
+    return read(...all);
+  };
+}"""
+
+
 @browser_only
 def test_mask_and_inpaint(site: Site) -> None:
     site.draw("a red apple")
@@ -268,6 +278,7 @@ def test_mask_and_inpaint(site: Site) -> None:
         if down:
             site.page.mouse.down()
     site.page.mouse.up()
+    site.page.evaluate(SLOW_IMAGES)
     site.page.click("#mask-use")
     site.draw("a pear")
     body = site.stub.bodies[1]

@@ -6,6 +6,8 @@ import { $, el, plural, remember, remembered, setIcon } from "./ui.js";
 let catalogue = { models: [], samplers: [] };
 /** {blob, mask: canvas of the input's size or null} or null. */
 let input = null;
+/** Resolved once the last chosen input image is read. */
+let inputRead = Promise.resolve();
 let lastSeed = null;
 
 export const model = () => catalogue.models.find(({ id }) => id === $("model").value) ?? catalogue.models[0];
@@ -217,7 +219,15 @@ export function snapshot() {
  * Use an image as input, with a mask or without. The size becomes one that is ready. Under a mask all is generated anew
  * at first; without one strength 1 would keep nothing of the image.
  */
-export async function setInput(blob, mask = null) {
+export function setInput(blob, mask = null) {
+  inputRead = replaceInput(blob, mask);
+  return inputRead;
+}
+
+/** A job that is sent at once after an image was chosen must have it. */
+export const whenInputRead = () => inputRead.catch(() => {});
+
+async function replaceInput(blob, mask) {
   if (mask && !input?.mask) $("strength").value = 1;
   if (!mask && Number($("strength").value) === 1) $("strength").value = $("strength").defaultValue;
   if (!blob) {

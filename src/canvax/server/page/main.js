@@ -25,6 +25,7 @@ function showTiles() {
 }
 
 async function draw() {
+  await composer.whenInputRead();
   const job = composer.settings();
   if (!job.prompt) return composer.formError("Write what it should show.", "prompt");
   if (!composer.seedIsNumber()) return composer.formError("A seed is a whole number.", "seed");
