@@ -66,13 +66,13 @@ DECOMPOSED = ("dora_scale", "magnitude")
 
 def change(weight: HostArray, part: Part) -> HostArray:
     """D of a weight [out, in, ...] float32, for an adapter's weight of 1; of the same shape."""
-    found = KINDS[part.kind].change(weight, part).reshape(weight.shape)
+    delta = KINDS[part.kind].change(weight, part).reshape(weight.shape)
     if "scalar" in part.arrays:
-        found = found * part.arrays["scalar"].reshape(())
+        delta = delta * part.arrays["scalar"].reshape(())
     for role in DECOMPOSED:
         if role in part.arrays:
-            return decomposed(weight, found, part.arrays[role], outputs=role == "magnitude")
-    return found
+            return decomposed(weight, delta, part.arrays[role], outputs=role == "magnitude")
+    return delta
 
 
 def decomposed(weight: HostArray, added: HostArray, magnitude: HostArray, *, outputs: bool = False) -> HostArray:
@@ -138,8 +138,8 @@ def _split(arrays: Arrays, name: str, core: str) -> tuple[HostArray, HostArray]:
         return _matrix(arrays[f"{name}_a"]), _matrix(arrays[f"{name}_b"])
     whole = _matrix(_factor(arrays, name, core))
     rows, columns = whole.shape
-    one = np.eye(min(rows, columns), dtype=np.float32)
-    return (one, whole) if rows <= columns else (whole, one)
+    identity = np.eye(min(rows, columns), dtype=np.float32)
+    return (identity, whole) if rows <= columns else (whole, identity)
 
 
 _FACTORS: Mapping[str, Callable[[Part, Shape], tuple[HostArray, HostArray]]] = {
@@ -182,10 +182,10 @@ def rank(kind: str, shapes: Shapes, weight: Shape) -> int:
 def _alike(shape: Shape, wanted: Shape) -> bool:
     """Whether two shapes are the same, but for axes of length 1 at the end, and the kernel's as one axis."""
 
-    def bare(one: Shape) -> Shape:
-        while one and one[-1] == 1:
-            one = one[:-1]
-        return one
+    def bare(shape: Shape) -> Shape:
+        while shape and shape[-1] == 1:
+            shape = shape[:-1]
+        return shape
 
     flat = (wanted[0], math.prod(wanted[1:])) if len(wanted) > 2 else wanted
     return bare(shape) == bare(wanted) or bare(shape) == bare(flat)
@@ -224,14 +224,14 @@ def _lora(weight: HostArray, part: Part) -> HostArray:
 
 def _loha_shapes(s: Shapes, weight: Shape) -> dict[str, Shape]:
     out, into, *kernel = weight
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for i in ("1", "2"):
         r = s[f"hada_w{i}_b"][0]
         if f"hada_t{i}" in s:
-            found |= {f"hada_t{i}": (r, r, *kernel), f"hada_w{i}_a": (r, out), f"hada_w{i}_b": (r, into)}
+            shapes |= {f"hada_t{i}": (r, r, *kernel), f"hada_w{i}_a": (r, out), f"hada_w{i}_b": (r, into)}
         else:
-            found |= {f"hada_w{i}_a": (out, r), f"hada_w{i}_b": (r, into, *kernel)}
-    return found
+            shapes |= {f"hada_w{i}_a": (out, r), f"hada_w{i}_b": (r, into, *kernel)}
+    return shapes
 
 
 def _loha(weight: HostArray, part: Part) -> HostArray:
@@ -249,25 +249,25 @@ def _factor(arrays: Arrays, name: str, core: str) -> HostArray:
 
 def _lokr_shapes(s: Shapes, weight: Shape) -> dict[str, Shape]:
     out, into, *kernel = weight
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     if "w1" in s:
         rows, columns = s["w1"][:2]
-        found["w1"] = (rows, columns)
+        shapes["w1"] = (rows, columns)
     else:
         (rows, r), columns = s["w1_a"][:2], s["w1_b"][1]
-        found |= {"w1_a": (rows, r), "w1_b": (r, columns)}
+        shapes |= {"w1_a": (rows, r), "w1_b": (r, columns)}
     if not rows or not columns or out % rows or into % columns:
-        return found | {next(iter(found)): (out, into)}
+        return shapes | {next(iter(shapes)): (out, into)}
     rows, columns = out // rows, into // columns
     if "w2" in s:
-        found["w2"] = (rows, columns, *kernel)
+        shapes["w2"] = (rows, columns, *kernel)
     elif "t2" in s:
         r = s["w2_b"][0]
-        found |= {"t2": (r, r, *kernel), "w2_a": (r, rows), "w2_b": (r, columns)}
+        shapes |= {"t2": (r, r, *kernel), "w2_a": (r, rows), "w2_b": (r, columns)}
     else:
         r = s["w2_b"][0]
-        found |= {"w2_a": (rows, r), "w2_b": (r, columns, *kernel)}
-    return found
+        shapes |= {"w2_a": (rows, r), "w2_b": (r, columns, *kernel)}
+    return shapes
 
 
 def _lokr(weight: HostArray, part: Part) -> HostArray:

@@ -228,7 +228,7 @@ def _leaves(value: Any) -> list[Any]:
         return jax.tree.leaves(value)
     except ValueError:  # a table in it has names that cannot be sorted: {"depth": ..., 3: ...}
         inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-        return [leaf for one in inside for leaf in _leaves(one)]
+        return [leaf for part in inside for leaf in _leaves(part)]
 
 
 def plain(value: Any, name: str = "a number") -> Any:
@@ -381,7 +381,7 @@ def nearest(name: str, choices: Sequence[str], lists: str = "") -> str:
     """A ``did you mean`` clause for an unknown ``name``, or what there is when nothing is near; ``lists`` lists all."""
     if near := did_you_mean(name, choices):
         return near
-    known, more = [repr(choice) for choice in dict.fromkeys(choices)], lists and f": {lists} lists them"
+    known, where = [repr(choice) for choice in dict.fromkeys(choices)], lists and f": {lists} lists them"
     if len(known) > LISTED:
-        return f"there are {', '.join(known[:LISTED])} and {len(known) - LISTED} more{more}"
-    return f"choose one of {', '.join(known)}{more}"
+        return f"there are {', '.join(known[:LISTED])} and {len(known) - LISTED} more{where}"
+    return f"choose one of {', '.join(known)}{where}"

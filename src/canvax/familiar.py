@@ -192,7 +192,7 @@ def answer(
     """What to say of a ``kind`` that is not there: its answer, or the nearest of ``known``, or what it ``takes``."""
     if entry := table.get(name):
         return f"{name}: {entry.answer or f'write {entry.becomes}'} ({page})"
-    public = [one for one in (*known, *table) if not one.startswith("_")]
+    public = [known_name for known_name in (*known, *table) if not known_name.startswith("_")]
     return f"{name[:80]!r} is not {kind}; {did_you_mean(name, public) or takes or f'see {page}'}"
 
 
@@ -228,7 +228,7 @@ def accepts(
 
     def decorate(function: F) -> F:
         form = signature(function)
-        named = [name for name, one in form.parameters.items() if one.kind is not one.VAR_KEYWORD]
+        named = [name for name, parameter in form.parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
 
         @wraps(function)
         def call(*arguments: Any, **keywords: Any) -> Any:
@@ -239,8 +239,8 @@ def accepts(
                 return function(*arguments, **keywords)
             known = {name: value for name, value in keywords.items() if name in named}
             try:
-                own = translate(dict(form.bind_partial(*arguments, **known).arguments), others)
-                return function(**own)
+                translated = translate(dict(form.bind_partial(*arguments, **known).arguments), others)
+                return function(**translated)
             except InputError as error:
                 aliases = {entry.becomes: name for name, entry in (table or {}).items() if name in others}
                 if error.argument in others or error.argument not in aliases:
@@ -252,22 +252,22 @@ def accepts(
     return decorate
 
 
-def renamed(own: dict[str, Any], others: Mapping[str, Any], table: Mapping[str, Familiar]) -> dict[str, Any]:
+def renamed(arguments: dict[str, Any], others: Mapping[str, Any], table: Mapping[str, Familiar]) -> dict[str, Any]:
     """Put what only has another name here under that name into ``own``; returns what is left of ``others``.
 
     Raises:
         InputError: one thing is given under two names.
     """
-    left, given = {}, {}
+    left, named = {}, {}
     for name, value in others.items():
         target = table[name].becomes if name in table else ""
         if not target:
             left[name] = value
-        elif own.get(target) is not None:
-            first = _with_value(given.get(target, target), own[target])
+        elif arguments.get(target) is not None:
+            first = _with_value(named.get(target, target), arguments[target])
             raise InputError(f"{_with_value(name, value)} and {first} both say {target}; give it once")
         else:
-            own[target], given[target] = value, name
+            arguments[target], named[target] = value, name
     return left
 
 
@@ -300,8 +300,8 @@ def as_markdown(*all_of_them: tuple[str, Mapping[str, Familiar], str]) -> str:
     for title, table, prefix in all_of_them:
         names: dict[str, list[str]] = {}
         for name, entry in table.items():
-            said = entry.answer or f"the same as `{entry.becomes}`"
-            names.setdefault(said, []).append(f"`{prefix}{name}`")
+            answer = entry.answer or f"the same as `{entry.becomes}`"
+            names.setdefault(answer, []).append(f"`{prefix}{name}`")
         rows = [f"| {', '.join(group)} | {said} |" for said, group in names.items()]
         parts.append("\n".join([f"### {title}", "", "| name | canvax |", "|---|---|", *rows]))
     return "\n\n".join(parts) + "\n"

@@ -69,7 +69,7 @@ class _Finder:
     """Finds the modules of ``TRACED`` as all other finders do, and has them remembered."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not any(name == one or name.startswith(f"{one}.") for one in TRACED):
+        if not any(name == traced or name.startswith(f"{traced}.") for traced in TRACED):
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)

@@ -11,11 +11,12 @@ the JSON schema of the server, rows of the docs and hints, so none of them is wr
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
 from itertools import islice
 from numbers import Integral, Real
@@ -75,7 +76,7 @@ class Setting:
     requires: str = ""
     per_image: bool = False
     infotext: str = ""
-    closed: Mapping[Door, str] = field(default_factory=dict)
+    closed: Mapping[Door, str] = dataclasses.field(default_factory=dict)
     read: Callable[[str, Any], Any] | None = None
 
     @property
@@ -102,7 +103,7 @@ def _as_text(end: float) -> str:
 def setting(default: Any = MISSING, help: str = "", **declared: Any) -> Any:
     """A field of a record of settings; ``declared`` are attributes of ``Setting``."""
     metadata = {"setting": Setting(help=help, **declared)}
-    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -133,11 +134,11 @@ class ValueKind:
     def read(cls, annotation: Any) -> ValueKind:
         """The kind of an annotation."""
         members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-        lists = [one for one in members if get_origin(one) in (Sequence, tuple)]
-        tables = [one for one in members if get_origin(one) is Mapping]
-        single = [one for one in members if one not in (*lists, *tables, type(None))]
+        lists = [member for member in members if get_origin(member) in (Sequence, tuple)]
+        tables = [member for member in members if get_origin(member) is Mapping]
+        single = [member for member in members if member not in (*lists, *tables, type(None))]
         entries = _type_of(get_args(lists[0])[0]) if lists else None
-        choices = tuple(word for one in single for word in _choices(one))
+        choices = tuple(word for member in single for word in _choices(member))
         return cls(
             _type_of(single[-1]) if single else entries,
             entries,
@@ -191,22 +192,22 @@ class Declared:
 def declared(record: type) -> dict[str, Declared]:
     """The settings of a record by name."""
     hints = get_type_hints(record)
-    return {one.name: Declared(one, hints[one.name]) for one in fields(record) if "setting" in one.metadata}
+    return {field.name: Declared(field, hints[field.name]) for field in fields(record) if "setting" in field.metadata}
 
 
 def offered(record: type, door: Door) -> dict[str, Declared]:
     """The settings that an entry point takes."""
-    return {name: one for name, one in declared(record).items() if door not in one.setting.closed}
+    return {name: field for name, field in declared(record).items() if door not in field.setting.closed}
 
 
 def grouped(record: type, group: str) -> dict[str, Declared]:
     """The settings of a group."""
-    return {name: one for name, one in declared(record).items() if one.setting.group == group}
+    return {name: field for name, field in declared(record).items() if field.setting.group == group}
 
 
 def aliases(*records: type) -> dict[str, str]:
     """Names in other programs, with the names here."""
-    return {also: name for record in records for name, one in declared(record).items() for also in one.setting.also}
+    return {also: name for record in records for name, field in declared(record).items() for also in field.setting.also}
 
 
 # Values
@@ -218,18 +219,18 @@ def check_all(record: Any) -> None:
     Raises:
         InputError: a value is of another kind, is out of range, or needs another setting.
     """
-    for name, one in declared(type(record)).items():
-        if (value := getattr(record, name)) is not one.default:
-            object.__setattr__(record, name, check(one, value))
-    for name, one in declared(type(record)).items():
-        needed = one.setting.requires.partition("=")[0]
-        if needed and _differs(record, one) and not _differs(record, declared(type(record))[needed]):
+    for name, field in declared(type(record)).items():
+        if (value := getattr(record, name)) is not field.default:
+            object.__setattr__(record, name, check(field, value))
+    for name, field in declared(type(record)).items():
+        needed = field.setting.requires.partition("=")[0]
+        if needed and _differs(record, field) and not _differs(record, declared(type(record))[needed]):
             raise InputError(name, getattr(record, name), f"has no effect without {needed}",
-                             f"add {{{one.setting.requires}}}")  # fmt: skip
+                             f"add {{{field.setting.requires}}}")  # fmt: skip
 
 
-def _differs(record: Any, one: Declared) -> bool:
-    return getattr(record, one.name) != one.default
+def _differs(record: Any, field: Declared) -> bool:
+    return getattr(record, field.name) != field.default
 
 
 def check_setting(record: type, name: str, value: Any) -> Any:
@@ -237,13 +238,13 @@ def check_setting(record: type, name: str, value: Any) -> Any:
     return check(declared(record)[name], value)
 
 
-def check(one: Declared, value: Any) -> Any:
+def check(field: Declared, value: Any) -> Any:
     """A value as a plain one.
 
     Raises:
         InputError: it is of another kind, or out of range.
     """
-    name, kind = one.name, one.kind
+    name, kind = field.name, field.kind
     value = plain(value, name)
     if getattr(value, "ndim", 0) and hasattr(value, "tolist"):
         value = value.tolist()
@@ -251,62 +252,62 @@ def check(one: Declared, value: Any) -> Any:
         refuse_tracers(name, value)
     if value is None and kind.optional:
         return None
-    if one.setting.read:
-        return one.setting.read(name, value)
+    if field.setting.read:
+        return field.setting.read(name, value)
     if kind.of is None:
         return value
     if kind.several:
-        return _several(one, value)
-    return _single(one, value, value)
+        return _several(field, value)
+    return _single(field, value, value)
 
 
-def _single(one: Declared, value: Any, whole: Any) -> Any:
+def _single(field: Declared, value: Any, whole: Any) -> Any:
     """A value, or an entry of the list ``whole``."""
-    setting, kind = one.setting, one.kind
+    setting, kind = field.setting, field.kind
     if kind.choices:
         if not any(value == choice and type(value) is type(choice) for choice in kind.choices):
             words = [choice for choice in kind.choices if isinstance(choice, str)]
             listing = f"choose one of {', '.join(map(repr, kind.choices))}"
             cure = nearest(value, words) if isinstance(value, str) else setting.cure or listing
-            raise InputError(one.name, whole, "is not known", cure)
+            raise InputError(field.name, whole, "is not known", cure)
         return value
     if kind.of is str:
         if not isinstance(value, str):
-            raise InputError(one.name, whole, "is not text", setting.cure)
+            raise InputError(field.name, whole, "is not text", setting.cure)
         return value
     if not (is_whole(value) if kind.of is int else is_number(value)) or not setting.takes(value):
         wanted = "a whole number" if kind.of is int else "a number" if setting.limits else "a finite number"
         joint = " of at least " if setting.high is None else " in "
         limits = joint + setting.limits.removesuffix(" or more") if setting.limits else ""
-        raise InputError(one.name, whole, f"is not {wanted}{limits}", setting.cure)
+        raise InputError(field.name, whole, f"is not {wanted}{limits}", setting.cure)
     return value
 
 
-def _several(one: Declared, value: Any) -> Any:
+def _several(field: Declared, value: Any) -> Any:
     """A list, or a value where that is allowed as well."""
-    setting, kind = one.setting, one.kind
+    setting, kind = field.setting, field.kind
     if kind.of is str and not kind.choices:
         texts = [value] if isinstance(value, str) and kind.alone else value
         if not (isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts)):
-            raise InputError(one.name, value, "is neither text nor a list of texts", setting.cure)
+            raise InputError(field.name, value, "is neither text nor a list of texts", setting.cure)
         return value
     if kind.alone:
         entries = listed(value)
         for entry in entries or ("",):
-            _single(one, entry, value)
+            _single(field, entry, value)
         return entries[0] if len(entries) == 1 else entries
     numbers = numbers_of(value)
     if len(numbers) > MOST_NUMBERS:
-        raise InputError(one.name, NO_VALUE, f"has more than {MOST_NUMBERS} numbers", "give one for each step")
+        raise InputError(field.name, NO_VALUE, f"has more than {MOST_NUMBERS} numbers", "give one for each step")
     whole = kind.of is int
-    fits = len(numbers) == one.length if one.length else bool(numbers)
+    fits = len(numbers) == field.length if field.length else bool(numbers)
     if not fits or not all(setting.takes(number) and (not whole or is_whole(number)) for number in numbers):
         if isinstance(setting.metavar, tuple):
             wanted = f"({', '.join(setting.metavar).lower()}), whole numbers"
         else:
-            wanted = f"{one.length} numbers" if one.length else "a list of numbers"
+            wanted = f"{field.length} numbers" if field.length else "a list of numbers"
         wanted += f" in {setting.limits}" * bool(setting.limits)
-        raise InputError(one.name, value, f"is not {wanted}", setting.cure)
+        raise InputError(field.name, value, f"is not {wanted}", setting.cure)
     return numbers if whole else tuple(map(float, numbers))
 
 
@@ -376,48 +377,50 @@ def check_once(name: str, parts: Iterable[str]) -> None:
 # What follows from a record
 
 
-def described(one: Declared) -> str:
+def described(field: Declared) -> str:
     """The line of --help."""
-    setting = one.setting
-    narrow = setting.high is not None and setting.high <= 10 and one.kind.of is float
-    return (f"{setting.limits}, " if narrow else "") + setting.help + (f" ({one.otherwise})" if one.otherwise else "")
+    setting = field.setting
+    narrow = setting.high is not None and setting.high <= 10 and field.kind.of is float
+    return (
+        (f"{setting.limits}, " if narrow else "") + setting.help + (f" ({field.otherwise})" if field.otherwise else "")
+    )
 
 
 def add_flags(parser: argparse.ArgumentParser | Any, record: type, *, group: str | None = None,
               names: Iterable[str] | None = None) -> None:  # fmt: skip
     """Add the flags of a record's settings: all of them, those of a group, or those of some names."""
-    for name, one in offered(record, "command").items():
-        if group in (None, one.setting.group) and (names is None or name in names):
-            keywords: dict[str, Any] = {"metavar": one.setting.metavar or "X", "help": described(one)}
-            number = one.kind.of if one.kind.of in (int, float) else None
-            if one.setting.repeats:
+    for name, field in offered(record, "command").items():
+        if group in (None, field.setting.group) and (names is None or name in names):
+            keywords: dict[str, Any] = {"metavar": field.setting.metavar or "X", "help": described(field)}
+            number = field.kind.of if field.kind.of in (int, float) else None
+            if field.setting.repeats:
                 keywords["action"] = "append"
-            elif isinstance(one.setting.metavar, tuple):
+            elif isinstance(field.setting.metavar, tuple):
                 keywords |= {"type": number, "nargs": 2}
-            elif number and not one.kind.several:
+            elif number and not field.kind.several:
                 keywords["type"] = number
-            parser.add_argument(*one.flags, dest=name, **keywords)
+            parser.add_argument(*field.flags, dest=name, **keywords)
 
 
-def as_flags(one: Declared, value: Any) -> list[str]:
+def as_flags(field: Declared, value: Any) -> list[str]:
     """The words of a command line that give a setting a value; none for None."""
     if value is None or value in ([], ()):
         return []
     values = list(value) if isinstance(value, list | tuple) else [value]
-    if one.setting.repeats:
-        return [f"{one.flag}={each}" for each in values]
-    words = [str(each) for each in values] if isinstance(one.setting.metavar, tuple) else [",".join(map(str, values))]
-    return [f"{one.flag}={words[0]}"] if words[0].startswith("-") else [one.flag, *words]
+    if field.setting.repeats:
+        return [f"{field.flag}={each}" for each in values]
+    words = [str(each) for each in values] if isinstance(field.setting.metavar, tuple) else [",".join(map(str, values))]
+    return [f"{field.flag}={words[0]}"] if words[0].startswith("-") else [field.flag, *words]
 
 
 def json_schema(record: type, door: Door) -> dict[str, Any]:
     """The JSON schema of the settings that an entry point takes."""
-    properties = {name: _schema_of(one) for name, one in offered(record, door).items()}
+    properties = {name: _schema_of(field) for name, field in offered(record, door).items()}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
-def _schema_of(one: Declared) -> dict[str, Any]:
-    setting, kind = one.setting, one.kind
+def _schema_of(field: Declared) -> dict[str, Any]:
+    setting, kind = field.setting, field.kind
     bounds = {"exclusiveMinimum" if setting.above else "minimum": setting.low, "maximum": setting.high}
     bounds = {name: bound for name, bound in bounds.items() if bound is not None}
 
@@ -427,27 +430,27 @@ def _schema_of(one: Declared) -> dict[str, Any]:
 
     forms = [form(kind.of)] if kind.alone and kind.of else []
     if kind.several and kind.entries:
-        counts = {"minItems": one.length, "maxItems": one.length} if one.length else {}
+        counts = {"minItems": field.length, "maxItems": field.length} if field.length else {}
         forms.append({"type": "array", "items": form(kind.entries), **counts})
     if kind.table:
         forms.append({"type": "object"})
     forms += [{"type": "null"}] if kind.optional else []
-    found = forms[0] if len(forms) == 1 else {"anyOf": forms} if forms else {}
-    default = {} if one.default in (None, MISSING) else {"default": one.default}
-    return {"description": setting.help, **found, **default}
+    schema = forms[0] if len(forms) == 1 else {"anyOf": forms} if forms else {}
+    default = {} if field.default in (None, MISSING) else {"default": field.default}
+    return {"description": setting.help, **schema, **default}
 
 
 def markdown(record: type) -> str:
     """The settings of a record as tables, one for each group; then those that the server does not take."""
     parts = []
-    for group in dict.fromkeys(one.setting.group for one in declared(record).values()):
-        rows = [_row(one) for one in grouped(record, group).values()]
+    for group in dict.fromkeys(field.setting.group for field in declared(record).values()):
+        rows = [_row(field) for field in grouped(record, group).values()]
         title = group.partition(" (")[0]
         parts.append("\n".join([f"**{title[:1].upper()}{title[1:]}**", "", "| option | default | values | meaning |",
                                 "|---|---|---|---|", *rows]))  # fmt: skip
     closed: dict[str, list[str]] = {}
-    for name, one in declared(record).items():
-        if why := one.setting.closed.get("server"):
+    for name, field in declared(record).items():
+        if why := field.setting.closed.get("server"):
             closed.setdefault(why, []).append(f"`{name}`")
     parts.append(
         "\n".join(["The server does not take", "", *(f"- {', '.join(names)}: {why}" for why, names in closed.items())])
@@ -455,14 +458,14 @@ def markdown(record: type) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _row(one: Declared) -> str:
-    words = ", ".join(f"`{choice}`" for choice in one.kind.choices)
-    kind = {int: "whole number", float: "number", str: "text"}.get(one.kind.of or object, "")
-    if one.length or (one.kind.several and not one.kind.alone):
-        kind = f"{one.length or ''} {kind}s".strip()
-    kind = "names with values" if one.kind.table and one.setting.repeats else kind
-    values = words or ", ".join(filter(None, (kind, one.setting.limits)))
-    return f"| `{one.name}` | {one.otherwise} | {values} | {one.setting.help} |"
+def _row(field: Declared) -> str:
+    words = ", ".join(f"`{choice}`" for choice in field.kind.choices)
+    kind = {int: "whole number", float: "number", str: "text"}.get(field.kind.of or object, "")
+    if field.length or (field.kind.several and not field.kind.alone):
+        kind = f"{field.length or ''} {kind}s".strip()
+    kind = "names with values" if field.kind.table and field.setting.repeats else kind
+    values = words or ", ".join(filter(None, (kind, field.setting.limits)))
+    return f"| `{field.name}` | {field.otherwise} | {values} | {field.setting.help} |"
 
 
 def text_of(value: Any) -> str:
@@ -480,8 +483,8 @@ def idle(record: Any, there: Mapping[str, bool]) -> Iterator[tuple[str, str]]:
         there: conditions that are no settings of the record, and whether they hold.
     """
     known = declared(type(record))
-    for name, one in known.items():
-        for needed in one.setting.needs if _differs(record, one) else ():
+    for name, field in known.items():
+        for needed in field.setting.needs if _differs(record, field) else ():
             holds = there[needed] if needed in there else _differs(record, known[needed])
             if not holds:
                 yield name, needed

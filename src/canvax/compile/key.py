@@ -100,8 +100,8 @@ def _files() -> list[Path]:
 
 def _changes() -> list[tuple[str, int, int]]:
     """When each source was last changed, and its size."""
-    found = ((path, path.stat()) for path in _files())
-    return [(str(path), status.st_mtime_ns, status.st_size) for path, status in found]
+    statuses = ((path, path.stat()) for path in _files())
+    return [(str(path), status.st_mtime_ns, status.st_size) for path, status in statuses]
 
 
 _IMPORTED = _changes()

@@ -122,11 +122,11 @@ class Programs:
     ) -> dict[str, Compiled]:
         """``wanted`` programs, those that are missing compiled at the same time."""
         calls = {name: self._call(params, program) for name, program in wanted.items()}
-        found = {name: program for name, call in calls.items() if (program := self._held(call.key))}
-        missing = [name for name in calls if name not in found]
+        programs = {name: program for name, call in calls.items() if (program := self._held(call.key))}
+        missing = [name for name in calls if name not in programs]
         made = at_once([partial(self._made, calls[name], announce) for name in missing])
-        found.update(zip(missing, made, strict=True))
-        return {name: Compiled(call.program, found[name]) for name, call in calls.items()}
+        programs.update(zip(missing, made, strict=True))
+        return {name: Compiled(call.program, programs[name]) for name, call in calls.items()}
 
     def program(
         self,

@@ -143,8 +143,8 @@ class Batch:
         """
         guided = len(prompts) > 1
         runs = [
-            Run(table, guided_rows(table, guided=guided), columns=own)
-            for table, own in zip(tables, columns or [{}] * len(tables), strict=True)
+            Run(table, guided_rows(table, guided=guided), columns=columns_of_image)
+            for table, columns_of_image in zip(tables, columns or [{}] * len(tables), strict=True)
         ]
         state = np.zeros((len(noise), SLOTS, *noise.shape[1:]), np.float32)
         for i, table in enumerate(tables):
@@ -187,13 +187,13 @@ class Batch:
         alone = self.latents[0] == 1  # nothing is cut out of its arrays, and they do not change
         host = self._flight if alone else jax.device_get(self._flight)
         later = jax.device_get(dict(self._later))
-        found = {}
+        taken = {}
         for slot, run in enumerate(self._runs):
             if run is not None:
                 flight = host if alone else _at(host, slot)
-                prompts = {row: _at(one, slot) for row, one in later.items()}
-                found[slot] = Carried(flight, replace(run, later=prompts or run.later))
-        return found
+                prompts = {row: _at(array, slot) for row, array in later.items()}
+                taken[slot] = Carried(flight, replace(run, later=prompts or run.later))
+        return taken
 
     def step(self, rows: int = 1) -> list[int]:
         """Run up to ``rows`` rows of every image that is not finished.
@@ -308,16 +308,16 @@ class Batch:
         for run in active.values():
             if (at := (id(run.table), run.row)) not in windows:
                 windows[at] = run.table.window(run.row, WINDOW)
-        own = [windows[id(run.table), run.row] if (run := active.get(i)) else None for i in range(len(self._runs))]
+        current = [windows[id(run.table), run.row] if (run := active.get(i)) else None for i in range(len(self._runs))]
         noisy = np.any([window["M"][:, :, NOISE].any(axis=1) for window in windows.values()], axis=0)
         waiting = any(run is not None and not run.left for run in self._runs)
         columns: dict[str, HostArray] = {}
         for name, idle in IDLE_ROWS.items():
             if len(windows) == 1 and not waiting:  # slots without an image too: nobody reads what becomes of them
                 (window,) = windows.values()
-                column = np.broadcast_to(window[name], (len(own), *idle.shape))
+                column = np.broadcast_to(window[name], (len(current), *idle.shape))
             else:
-                column = np.stack([idle if window is None else window[name] for window in own])
+                column = np.stack([idle if window is None else window[name] for window in current])
             columns[name] = column
         (inputs,) = denoiser.program.inputs
         for name in inputs.rows.keys() - IDLE_ROWS.keys():

@@ -49,13 +49,13 @@ class Lanes:
     def join(self, images: Mapping[int, Carried]) -> None:
         """As ``Batch.join``."""
         for lane, batch in enumerate(self._batches):
-            if own := {slot % self._each: image for slot, image in images.items() if slot // self._each == lane}:
-                batch.join(own)
+            if joining := {slot % self._each: image for slot, image in images.items() if slot // self._each == lane}:
+                batch.join(joining)
 
     def carried(self) -> dict[int, Carried]:
         """As ``Batch.carried``."""
         held = [batch.carried() for batch in self._batches]
-        return {lane * self._each + slot: image for lane, own in enumerate(held) for slot, image in own.items()}
+        return {lane * self._each + slot: image for lane, in_lane in enumerate(held) for slot, image in in_lane.items()}
 
     def step(self, rows: int = 1) -> list[int]:
         """As ``Batch.step``; where an image finishes no lane goes on, since the others would wait for it."""
@@ -65,24 +65,24 @@ class Lanes:
 
     def denoised(self, slot: int) -> HostArray:
         """D of an image in flight at the last row run [h, w, C] float32."""
-        batch, own = self._at(slot)
+        batch, at = self._at(slot)
         assert batch.denoised is not None
-        return np.asarray(batch.denoised)[own]
+        return np.asarray(batch.denoised)[at]
 
     def take(self, slot: int) -> HostArray:
         """As ``Batch.take``."""
-        batch, own = self._at(slot)
-        return batch.take(own)
+        batch, at = self._at(slot)
+        return batch.take(at)
 
     def drop(self, slot: int) -> None:
         """As ``Batch.drop``."""
-        batch, own = self._at(slot)
-        batch.drop(own)
+        batch, at = self._at(slot)
+        batch.drop(at)
 
     def left(self, slot: int) -> int:
         """As ``Batch.left``."""
-        batch, own = self._at(slot)
-        return batch.left(own)
+        batch, at = self._at(slot)
+        return batch.left(at)
 
     def _at(self, slot: int) -> tuple[Batch, int]:
         return self._batches[slot // self._each], slot % self._each

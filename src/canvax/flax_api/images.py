@@ -136,8 +136,8 @@ class ControlImage:
         except (TypeError, ValueError):
             scales = np.full(1, np.nan)
         if not np.isfinite(scales).all():
-            said = f"controlnet_conditioning_scale={scale!r:.80} is not a number, nor one for each image"
-            raise InputError(f"{said} of {list(lead)}")
+            problem = f"controlnet_conditioning_scale={scale!r:.80} is not a number, nor one for each image"
+            raise InputError(f"{problem} of {list(lead)}")
         return cls(pixels, scales.astype(np.float32))
 
     def read(self, encode: Callable[[np.ndarray], Any], devices: int, count: int) -> tuple[np.ndarray, ...]:

@@ -71,16 +71,16 @@ def check_ids(name: str, ids: Any, text: TextEncoders, jit: bool = False) -> Any
         raise InputError(f"{name} is not an array of whole numbers; pass what prepare_inputs returned") from None
     if not np.issubdtype(array.dtype, np.integer):
         raise InputError(f"{name} has dtype {array.dtype}; token ids are whole numbers, as prepare_inputs makes them")
-    one = ", ".join(map(str, prompt))
+    shape = ", ".join(map(str, prompt))
     if array.ndim != len(prompt) + (2 if jit else 1):
         cure = (
-            f"jit=True takes {name} [D, B, {one}] for D devices: shard(prompt_ids)"
+            f"jit=True takes {name} [D, B, {shape}] for D devices: shard(prompt_ids)"
             if jit
-            else f"jit=False takes {name} [B, {one}] of prepare_inputs; for a device axis pass jit=True"
+            else f"jit=False takes {name} [B, {shape}] of prepare_inputs; for a device axis pass jit=True"
         )
         raise InputError(f"{name} has shape {array.shape}; {cure}")
     if array.shape[-len(prompt) :] != prompt or 0 in array.shape:
-        raise InputError(f"{name} has shape {array.shape}; prepare_inputs makes [B, {one}]")
+        raise InputError(f"{name} has shape {array.shape}; prepare_inputs makes [B, {shape}]")
     if not isinstance(array, Tracer):
         for i, (encoder, cfg) in enumerate(text.parts.items()):
             encoder_ids = array[..., i, :] if len(text.parts) > 1 else array

@@ -163,8 +163,8 @@ def _split(line: str) -> Iterator[tuple[str, str]]:
 def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
     metadata: dict[str, Any] = {}
     options: dict[str, Any] = {}
-    for name, one in declared(Call).items():
-        _take(settings, one.setting.infotext, one.kind.of, metadata, name)
+    for name, field in declared(Call).items():
+        _take(settings, field.setting.infotext, field.kind.of, metadata, name)
     _take(settings, "Model", str, metadata, "model")
     if size := re.fullmatch(_SIZE, settings.get("Size", "")):
         metadata["width"], metadata["height"] = int(size[1]), int(size[2])
@@ -177,9 +177,9 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
         options["sigmas"] = curve
     if curve is not None or schedule in _PLAIN_SCHEDULES:
         settings.pop("Schedule type", None)
-    for name, one in declared(OptionRecord).items():
-        if _is_complete(one, settings, options):
-            _take(settings, one.setting.infotext, _READ.get(name, one.kind.of), options, name)
+    for name, field in declared(OptionRecord).items():
+        if _is_complete(field, settings, options):
+            _take(settings, field.setting.infotext, _READ.get(name, field.kind.of), options, name)
     if "noise" in options:
         metadata["noise"] = options["noise"]
     if options.get("hires", 0) > 1:
@@ -192,13 +192,13 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
     return metadata | {"options": options, "other": settings}
 
 
-def _is_complete(one: Declared, settings: Mapping[str, str], options: Mapping[str, Any]) -> bool:
+def _is_complete(field: Declared, settings: Mapping[str, str], options: Mapping[str, Any]) -> bool:
     """Whether the settings that an option goes with are there as well."""
     known = declared(OptionRecord)
-    required = one.setting.requires.partition("=")[0]
+    required = field.setting.requires.partition("=")[0]
     if required and options.get(required, known[required].default) == known[required].default:
         return False
-    return all(known[name].setting.infotext in settings for name in one.setting.needs if name in known)
+    return all(known[name].setting.infotext in settings for name in field.setting.needs if name in known)
 
 
 def _from_clip_skip(text: str) -> int:

@@ -80,13 +80,13 @@ class Slot(NamedTuple):
 
 def slots(spec: Spec, places: Places) -> dict[str, Slot]:
     """The layers of a network that have places, by their dotted names, in the order in which they lie there."""
-    found: dict[str, Slot] = {}
+    layers: dict[str, Slot] = {}
     begin = 0
     for name, param in _adaptable(spec, places.layers):
         *kernel, inputs, outputs = param.shape
-        found[name] = slot = Slot(param, begin, (places.rank, inputs, *kernel), (outputs, places.rank))
+        layers[name] = slot = Slot(param, begin, (places.rank, inputs, *kernel), (outputs, places.rank))
         begin = slot.end
-    return found
+    return layers
 
 
 def length(spec: Spec, places: Places) -> int:
@@ -121,8 +121,8 @@ def with_adapters(p: Params, shares: Array, spec: Spec, places: Places) -> Param
         layer = tree
         for step in name.split("."):
             layer = layer[step]
-        down = [one[slot.begin : slot.middle].reshape(slot.down) for one in flat]
-        up = [one[slot.middle : slot.end].reshape(slot.up) for one in flat]
+        down = [row[slot.begin : slot.middle].reshape(slot.down) for row in flat]
+        up = [row[slot.middle : slot.end].reshape(slot.up) for row in flat]
         # [K r, in, kh, kw] and [out, K r], turned to [kh, kw, in, K r] and [K r, out]
         inner, outer = jnp.concatenate(down, 0), jnp.concatenate(up, 1)
         inner = jnp.moveaxis(inner, (0, 1), (-1, -2))

@@ -173,8 +173,8 @@ def _transformer_block(
 
     def each_row(p: Params, rows: Any, k: Array, v: Array, images: Any, shares: Any) -> Array:
         p, (x, masks) = with_shares(p, shares), rows
-        beside = [(*kv, mask) for kv, mask in zip(images, masks, strict=True)]
-        x = x + attend_kv(p["attn2"], layer_norm(p["norm2"], x), k, v, beside, upcast=upcast)
+        prompts = [(*kv, mask) for kv, mask in zip(images, masks, strict=True)]
+        x = x + attend_kv(p["attn2"], layer_norm(p["norm2"], x), k, v, prompts, upcast=upcast)
         h, gate = gated_linear(p["ff"]["net"]["0"]["proj"], layer_norm(p["norm3"], x))
         return x + linear(p["ff"]["net"]["2"], h * gelu(gate))  # GEGLU: Shazeer 2020, table 1
 
@@ -225,8 +225,8 @@ def prompted(q: Array, k: Array, v: Array, mask: Array | None, *, upcast: bool) 
     if mask is None:
         return attention(q, k, v, upcast=upcast)
     mask = mask.astype(v.dtype)[..., None, None]
-    found = [mask[:, :, i] * attention(q, k[:, i], v[:, i], upcast=upcast) for i in range(k.shape[1])]
-    return sum(found[1:], found[0])
+    outputs = [mask[:, :, i] * attention(q, k[:, i], v[:, i], upcast=upcast) for i in range(k.shape[1])]
+    return sum(outputs[1:], outputs[0])
 
 
 def downsample_spec(channels: int) -> Spec:

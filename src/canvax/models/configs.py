@@ -50,7 +50,7 @@ def fault_of(value: Any, hint: Any) -> str:
         size = len(value) if isinstance(value, tuple) else value
         return "" if limits.least <= size <= limits.most else f"not {limits}" + " entries" * isinstance(value, tuple)
     if get_origin(hint) in (Union, UnionType):
-        faults = [fault_of(value, one) for one in get_args(hint)]
+        faults = [fault_of(value, choice) for choice in get_args(hint)]
         return "" if "" in faults else next((f for f in faults if not f.startswith("not a")), " or ".join(faults))
     if get_origin(hint) is tuple:
         each = get_args(hint)

@@ -110,19 +110,21 @@ class Controlled(Around):
         """As ``Denoiser.apply``, each network as strong as its row says."""
         half = prepared["prompts"][:, None, None, None]
         scales = jnp.take_along_axis(row["control"], half, axis=2)[:, :, 0]
-        found = []
+        residuals_of_each = []
         for i, (name, net) in enumerate(self.nets):
-            own, features = prepared[name]
+            condition, features = prepared[name]
 
-            def read(i: int = i, net: Control = net, name: str = name, own: Any = own, features: Any = features) -> Any:
-                return net.residuals(p[name], x, row["timestep"], own, features, scales[:, i])
+            def read(
+                i: int = i, net: Control = net, name: str = name, condition: Any = condition, features: Any = features
+            ) -> Any:
+                return net.residuals(p[name], x, row["timestep"], condition, features, scales[:, i])
 
             def nothing(net: Control = net, features: Any = features) -> Any:
                 return net.nothing(x.shape, features[0].dtype)
 
-            found.append(jax.lax.cond(row["needed"][i], read, nothing))
+            residuals_of_each.append(jax.lax.cond(row["needed"][i], read, nothing))
         dtype = compute_dtype(p[self.component])
-        residuals = jax.tree.map(lambda one: one.astype(dtype), summed(found))
+        residuals = jax.tree.map(lambda array: array.astype(dtype), summed(residuals_of_each))
         return self.base.apply(p[self.component], x, row, {**prepared[self.component], "residuals": residuals}, memory)
 
 
@@ -131,17 +133,17 @@ def encode_control(p: Params, images: Array, *, net: Control) -> tuple[Array, ..
     return net.encode(p, images)
 
 
-def summed(found: Sequence[Residuals]) -> Residuals:
+def summed(residuals: Sequence[Residuals]) -> Residuals:
     """Of several networks."""
 
     def total(parts: list[Any]) -> Any:
-        given = [part for part in parts if part is not None]
-        return sum(given[1:], given[0]) if given else None
+        present = [part for part in parts if part is not None]
+        return sum(present[1:], present[0]) if present else None
 
-    skips = [one.skips for one in found if one.skips]
-    within = [one.within or {} for one in found]
+    skips = [residual.skips for residual in residuals if residual.skips]
+    within = [residual.within or {} for residual in residuals]
     return Residuals(
         tuple(total(list(parts)) for parts in zip(*skips, strict=True)),
-        total([one.middle for one in found]),
+        total([residual.middle for residual in residuals]),
         {at: total([one.get(at) for one in within]) for at in sorted({at for one in within for at in one})},
     )

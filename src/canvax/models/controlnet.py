@@ -73,14 +73,14 @@ class ControlNet:
         Raises:
             CheckpointError: naming every field whose value is not supported.
         """
-        own = {name: config[name] for name in HintConfig.__dataclass_fields__ if config.get(name) is not None}
+        hint = {name: config[name] for name in HintConfig.__dataclass_fields__ if config.get(name) is not None}
         others = (*HintConfig.__dataclass_fields__, "_class_name")  # of a network, which is no UNet
         rest = {name: value for name, value in config.items() if name not in others}
         blocks = rest.get("down_block_types")
         rest["up_block_types"] = ["UpBlock2D"] * (len(blocks) if isinstance(blocks, list | tuple) else 4)
         parts: list[Any] = []
         faults = []
-        for kind, values in ((UNetConfig, rest), (HintConfig, own)):
+        for kind, values in ((UNetConfig, rest), (HintConfig, hint)):
             try:
                 parts.append(kind.from_dict(values))
             except CheckpointError as error:
@@ -151,7 +151,7 @@ class ControlNet:
             shapes.append((batch, height, width, level.channels))
         if self.pools:
             shapes = [(batch, 1, 1, channels) for *_, channels in shapes]
-        return Residuals(tuple(jnp.zeros(one, dtype) for one in shapes), jnp.zeros(shapes[-1], dtype))
+        return Residuals(tuple(jnp.zeros(shape, dtype) for shape in shapes), jnp.zeros(shapes[-1], dtype))
 
 
 _OF_UNET = ("conv_in", "time_embedding", "add_embedding", "down_blocks", "mid_block")
@@ -235,7 +235,7 @@ def outputs_of(p: Params, first: Array, context: Context, net: ControlNet) -> li
 def scaled_outputs(outputs: list[Array], scales: Array, net: ControlNet) -> Residuals:
     """The outputs of ``outputs_of``, each times its scale of [B, L]."""
     if net.pools:
-        outputs = [one.mean((1, 2), keepdims=True, dtype=jnp.float32).astype(one.dtype) for one in outputs]
+        outputs = [output.mean((1, 2), keepdims=True, dtype=jnp.float32).astype(output.dtype) for output in outputs]
     *skips, middle = (scaled(output, scales[:, i]) for i, output in enumerate(outputs))
     return Residuals(tuple(skips), middle)
 

@@ -130,7 +130,9 @@ class UnionNet:
             weights: how strong it is beside the others.
         """
         hints, means = zip(*read, strict=True)
-        hint = sum(np.float32(w) * np.asarray(one, np.float32) for w, one in zip(weights, hints, strict=True))
+        hint = sum(
+            np.float32(w) * np.asarray(hint_of_type, np.float32) for w, hint_of_type in zip(weights, hints, strict=True)
+        )
         tokens = np.zeros((self.types, *means[0].shape), means[0].dtype)
         strong = np.zeros(self.types, means[0].dtype)
         for slot, weight, mean in zip(slots, weights, means, strict=True):
@@ -199,8 +201,10 @@ def type_embedding(p: Params, weights: Array, net: UnionNet) -> Array:
     cfg = net.unet
     present = (weights != 0).astype(jnp.float32).reshape(-1)
     width = cfg.addition_time_embed_dim or 0
-    found = timestep_embedding(present, width, flip_sin_to_cos=cfg.flip_sin_to_cos, freq_shift=cfg.freq_shift)
-    inner = linear(p["control_add_embedding"]["linear_1"], found.reshape(weights.shape[0], -1).astype(weights.dtype))
+    embedding = timestep_embedding(present, width, flip_sin_to_cos=cfg.flip_sin_to_cos, freq_shift=cfg.freq_shift)
+    inner = linear(
+        p["control_add_embedding"]["linear_1"], embedding.reshape(weights.shape[0], -1).astype(weights.dtype)
+    )
     return linear(p["control_add_embedding"]["linear_2"], jax.nn.silu(inner))
 
 

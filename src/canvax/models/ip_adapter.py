@@ -57,20 +57,20 @@ class Attention(NamedTuple):
 def attentions_to_text(cfg: UNetConfig) -> list[Attention]:
     """All attentions to the text, on the way down, on the way up, in the middle, as adapters number them."""
     last = len(cfg.block_out_channels) - 1
-    found = [
+    attentions = [
         Attention(("down_blocks", str(i), str(j), str(b)), i, level.channels, level.heads)
         for i, level, j in down_layers(cfg)
         for b in range(level.depth)
         if level.attends and j is not None
     ]
-    found += [
+    attentions += [
         Attention(("up_blocks", str(i), str(j), str(b)), last - i, level.channels, level.heads)
         for i, level, j in up_layers(cfg)
         for b in range(level.depth)
         if level.attends
     ]
     middle = [("mid_block", "0", str(b)) for b in range(cfg.depths[-1])]
-    return found + [Attention(path, last, cfg.block_out_channels[-1], cfg.heads[-1]) for path in middle]
+    return attentions + [Attention(path, last, cfg.block_out_channels[-1], cfg.heads[-1]) for path in middle]
 
 
 @dataclass(frozen=True)
@@ -155,15 +155,18 @@ class IPAdapter:
 
     def keys_and_values(self, p: Params, embeds: Array) -> tuple[tuple[Array, Array], ...]:
         """For each attention keys and values [B, T, N, Dh] of images, of what it reads of them."""
-        found = []
+        pairs = []
         with jax.named_scope("image_prompt"):
             tokens = self.image_tokens(p, embeds.astype(compute_dtype(p)))
             for i, layer in enumerate(self.attentions):
-                own = p["ip_adapter"][str(2 * i + 1)]
+                projections = p["ip_adapter"][str(2 * i + 1)]
                 shape = (*tokens.shape[:2], layer.heads, -1)
-                k, v = linear(own["to_k_ip"], tokens).reshape(shape), linear(own["to_v_ip"], tokens).reshape(shape)
-                found.append((k, v))
-        return tuple(found)
+                k, v = (
+                    linear(projections["to_k_ip"], tokens).reshape(shape),
+                    linear(projections["to_v_ip"], tokens).reshape(shape),
+                )
+                pairs.append((k, v))
+        return tuple(pairs)
 
 
 def encode_image_prompt(p: Params, images: Array, *, net: ImageEncoder) -> tuple[Array, Array]:
@@ -184,7 +187,7 @@ def with_image_prompts(kv: CrossAttentionKV, prompts: Mapping[str, ImageKV], cfg
     may as well be that of the values. Image prompts of one adapter share a softmax, unless they have masks.
     """
     layers = attentions_to_text(cfg)
-    beside: dict[tuple[str, ...], list[tuple[Array, Array, Array | None]]] = {layer.path: [] for layer in layers}
+    added: dict[tuple[str, ...], list[tuple[Array, Array, Array | None]]] = {layer.path: [] for layer in layers}
     for prompt in prompts.values():
         for i, layer in enumerate(layers):
             k, v = prompt["kv"][i]
@@ -192,12 +195,12 @@ def with_image_prompts(kv: CrossAttentionKV, prompts: Mapping[str, ImageKV], cfg
             v = jnp.where(scale == 0, 0, v.astype(jnp.float32) * scale).astype(v.dtype)
             mask = prompt["masks"][layer.level] if "masks" in prompt else None
             if mask is None:
-                k, v = (one.reshape(one.shape[0], -1, *one.shape[3:]) for one in (k, v))
-            beside[layer.path].append((k, v, mask))
+                k, v = (array.reshape(array.shape[0], -1, *array.shape[3:]) for array in (k, v))
+            added[layer.path].append((k, v, mask))
 
     def joined(tree: Any, path: tuple[str, ...]) -> Any:
-        if path in beside:
-            return (*tree, tuple(beside[path]))
+        if path in added:
+            return (*tree, tuple(added[path]))
         return {key: joined(branch, (*path, key)) for key, branch in tree.items()}
 
     return joined(kv, ())
@@ -231,14 +234,14 @@ def _resampler_layer_spec(width: int, inner: int) -> Spec:
 
 def _resampler_layer(p: Params, x: Array, latents: Array, heads: int) -> Array:
     """Latents [B, T, D] that look at features [B, P, D] and at themselves (Alayrac et al. 2022, section 3.1.1)."""
-    own, feed = p["0"], p["1"]
-    asking = layer_norm(own["norm2"], latents)
-    seen = jnp.concatenate([layer_norm(own["norm1"], x), asking], axis=1)
+    attend, feed = p["0"], p["1"]
+    asking = layer_norm(attend["norm2"], latents)
+    seen = jnp.concatenate([layer_norm(attend["norm1"], x), asking], axis=1)
 
     def split(y: Array) -> Array:
         return y.reshape(*y.shape[:2], heads, -1)
 
-    k, v = jnp.split(linear(own["to_kv"], seen), 2, axis=-1)
-    found = attention(split(linear(own["to_q"], asking)), split(k), split(v))
-    latents = latents + linear(own["to_out"], found.reshape(*found.shape[:2], -1))
+    k, v = jnp.split(linear(attend["to_kv"], seen), 2, axis=-1)
+    attended = attention(split(linear(attend["to_q"], asking)), split(k), split(v))
+    latents = latents + linear(attend["to_out"], attended.reshape(*attended.shape[:2], -1))
     return latents + linear(feed["3"], gelu(linear(feed["1"], layer_norm(feed["0"], latents))))

@@ -116,13 +116,13 @@ class T2IAdapter:
     def places(self) -> list[int | None]:
         """After which layer of the way down each feature is added; None for the middle."""
         layers = down_layers(self.unet)
-        found: list[int | None] = []
+        places: list[int | None] = []
         for i, kind in enumerate(self.unet.down_block_types):
-            own = [at for at, (block, _, _) in enumerate(layers) if block == i]
+            of_level = [at for at, (block, _, _) in enumerate(layers) if block == i]
             # With attention before the level is left, without it after that: SDXL's first level has none.
-            resizes = layers[own[-1]][2] is None and kind == "CrossAttnDownBlock2D"
-            found.append(own[-2] if resizes else own[-1])
-        return [*found, None][: self.layers]
+            resizes = layers[of_level[-1]][2] is None and kind == "CrossAttnDownBlock2D"
+            places.append(of_level[-2] if resizes else of_level[-1])
+        return [*places, None][: self.layers]
 
     def prepare(self, p: Params, conditions: Conditions) -> None:
         """Nothing: it does not know the text."""
@@ -136,7 +136,7 @@ class T2IAdapter:
 
     def nothing(self, shape: Sequence[int], dtype: DType) -> Residuals:
         """Of the same shapes as ``residuals`` for latents [B, h, w, C], and zero."""
-        return self._placed([jnp.zeros(one, dtype) for one in self.features(shape)])
+        return self._placed([jnp.zeros(feature_shape, dtype) for feature_shape in self.features(shape)])
 
     def _placed(self, features: Sequence[Array]) -> Residuals:
         placed = dict(zip(self.places(), features, strict=True))
@@ -146,13 +146,13 @@ class T2IAdapter:
 
 def fault_for(cfg: AdapterConfig, unet: UNetConfig) -> str | None:
     """Why the features of an adapter cannot be added to those of a UNet; None if they can."""
-    own = T2IAdapter(cfg, unet)
+    adapter = T2IAdapter(cfg, unet)
     side, sizes = 64, []
     for _, level, j in down_layers(unet):
         side = -(-side // 2) if j is None else side
         sizes.append((side, level.channels))
-    wanted = [sizes[-1 if at is None else at] for at in own.places()]
-    got = [(shape[1], shape[3]) for shape in own.features((1, 64, 64, 4))]
+    wanted = [sizes[-1 if at is None else at] for at in adapter.places()]
+    got = [(shape[1], shape[3]) for shape in adapter.features((1, 64, 64, 4))]
     if len(unet.block_out_channels) <= len(got) == len(wanted) and got == wanted:
         return None
 
@@ -226,7 +226,7 @@ def averaged(h: Array) -> Array:
     """Mean of each 2 x 2 pixels; at an odd edge of those that are there."""
     ones = jnp.ones((1, *h.shape[1:3], 1), jnp.float32)
     total, count = (
-        jax.lax.reduce_window(one, 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
-        for one in (h.astype(jnp.float32), ones)
+        jax.lax.reduce_window(operand, 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
+        for operand in (h.astype(jnp.float32), ones)
     )
     return (total / count).astype(h.dtype)

@@ -143,42 +143,42 @@ class TextEncoders:
     @property
     def parts(self) -> dict[str, Any]:
         """Their configs, by the names of their components; for those that have one."""
-        return {one.component: one.cfg for one in self.encoders if isinstance(one, ClipEncoder)}
+        return {encoder.component: encoder.cfg for encoder in self.encoders if isinstance(encoder, ClipEncoder)}
 
     @property
     def names(self) -> tuple[str, ...]:
         """Their components."""
-        return tuple(one.component for one in self.encoders)
+        return tuple(encoder.component for encoder in self.encoders)
 
     @property
     def specs(self) -> dict[str, Spec]:
         """Parameters of each encoder."""
-        return {one.component: one.spec for one in self.encoders}
+        return {encoder.component: encoder.spec for encoder in self.encoders}
 
     @property
     def tokens(self) -> int:
         """T: tokens of a prompt, 77 for CLIP."""
-        return min(one.tokens for one in self.encoders)
+        return min(encoder.tokens for encoder in self.encoders)
 
     @property
     def whole(self) -> bool:
         """Whether all chunks of a prompt are read at once."""
-        return any(one.whole for one in self.encoders)
+        return any(encoder.whole for encoder in self.encoders)
 
     @property
     def width(self) -> int:
         """D: width of the features."""
-        return sum(one.width for one in self.encoders)
+        return sum(encoder.width for encoder in self.encoders)
 
     @property
     def pooled_width(self) -> int:
         """P: width of the pooled output, 0 where there is none."""
-        return max(one.pooled_width for one in self.encoders)
+        return max(encoder.pooled_width for encoder in self.encoders)
 
     @property
     def max_skip(self) -> int:
         """The largest ``clip_skip``."""
-        return min(one.max_skip for one in self.encoders)
+        return min(encoder.max_skip for encoder in self.encoders)
 
     def conditions(self, batch: int, dtypes: Sequence[DType], chunks: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of what ``encode_text`` returns, for parameters of each encoder in ``dtypes``,
@@ -186,13 +186,13 @@ class TextEncoders:
 
         Said here and not asked of ``jax.eval_shape``: a process whose programs come from the cache traces nothing.
         """
-        found = {"text": jax.ShapeDtypeStruct((batch, chunks * self.tokens, self.width), jnp.result_type(*dtypes))}
-        for one, dtype in zip(self.encoders, dtypes, strict=True):
-            if one.pooled_width:
-                found["pooled"] = jax.ShapeDtypeStruct((batch, one.pooled_width), dtype)
+        shapes = {"text": jax.ShapeDtypeStruct((batch, chunks * self.tokens, self.width), jnp.result_type(*dtypes))}
+        for encoder, dtype in zip(self.encoders, dtypes, strict=True):
+            if encoder.pooled_width:
+                shapes["pooled"] = jax.ShapeDtypeStruct((batch, encoder.pooled_width), dtype)
         if self.whole:
-            found["length"] = jax.ShapeDtypeStruct((batch,), jnp.int32)
-        return found
+            shapes["length"] = jax.ShapeDtypeStruct((batch,), jnp.int32)
+        return shapes
 
 
 def clip_encoders(first: ClipTextConfig | None, second: ClipTextConfig | None = None) -> TextEncoders:
@@ -219,6 +219,6 @@ def encode_text(
     """
     if cfg.places is not None and shares is not None:
         p = {name: with_adapters(p[name], shares[name], spec, cfg.places) for name, spec in cfg.specs.items()}
-    found = [one.encode(p[one.component], ids[one.component], skip) for one in cfg.encoders]
-    joined = {name: value for one in found for name, value in one.items()}
-    return {**joined, "text": jnp.concatenate([one["text"] for one in found], axis=-1)}
+    outputs = [encoder.encode(p[encoder.component], ids[encoder.component], skip) for encoder in cfg.encoders]
+    joined = {name: value for output in outputs for name, value in output.items()}
+    return {**joined, "text": jnp.concatenate([output["text"] for output in outputs], axis=-1)}

@@ -327,8 +327,8 @@ def unet_mid(p: Params, h: Array, context: Context, cfg: UNetConfig) -> Array:
         h = resnet_block(block["resnets"]["0"], h, context.time, groups=groups, eps=eps)
         if kv is None:  # of small ControlNets
             return h
-        more = {"upcast": cfg.upcast_attention, "perturbed": context.special.perturbed}
-        h = transformer(block["attentions"]["0"], h, kv, heads=cfg.heads[-1], groups=groups, **more)
+        options = {"upcast": cfg.upcast_attention, "perturbed": context.special.perturbed}
+        h = transformer(block["attentions"]["0"], h, kv, heads=cfg.heads[-1], groups=groups, **options)
         return resnet_block(block["resnets"]["1"], h, context.time, groups=groups, eps=eps)
 
 

@@ -139,7 +139,7 @@ def _covered(size: int, factor: int, starts: list[int], ramp: np.ndarray) -> np.
 
 def divisor(number: int, most: int) -> int:
     """The largest divisor of ``number`` that is at most ``most``, or 1."""
-    return next(one for one in range(max(1, min(number, most)), 0, -1) if number % one == 0)
+    return next(size for size in range(max(1, min(number, most)), 0, -1) if number % size == 0)
 
 
 def _unscaled(latents: Array, cfg: VaeConfig) -> Array:

@@ -245,7 +245,7 @@ def plan(
         CheckpointError, HubError: the model cannot be read.
         CanvaxError: the compiler is missing, or it failed.
     """
-    for name in source.keys() - set(known := [one.name for one in dataclasses.fields(Location)][1:-2]):
+    for name in source.keys() - set(known := [entry.name for entry in dataclasses.fields(Location)][1:-2]):
         raise InputError(f"plan has no argument {name!r:.80}; {nearest(name, [*signature(plan).parameters, *known])}")
     aim = parse_target(target)
     if not isinstance(mesh, Mapping | None):

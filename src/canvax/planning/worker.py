@@ -77,10 +77,10 @@ def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
     programs, specs = Programs(model, mesh), model.specs(job.quantize)
     params = {name: abstract_params(spec, job.dtype, mesh) for name, spec in specs.items()}
     latents = model.latent_shape(job.batch, job.height, job.width)
-    own = {"encode": "text encoder", "denoise": DENOISERS[job.guided], "decode": "decoder"}[name]
+    kind = {"encode": "text encoder", "denoise": DENOISERS[job.guided], "decode": "decoder"}[name]
     began = time.perf_counter()
     try:
-        compiled: Any = programs.program(own, params, latents, Kinds(guided=(job.guided,))).executable
+        compiled: Any = programs.program(kind, params, latents, Kinds(guided=(job.guided,))).executable
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -387,15 +387,15 @@ def _guided(
 
 def _steps(steps: int | None, options: SamplerOptions, train: int) -> int:
     """Checks and returns the number of steps; a list of levels or timesteps determines it."""
-    own = None
+    listed = None
     if options.timesteps is not None:
-        own = len(options.timesteps)
+        listed = len(options.timesteps)
     elif not isinstance(options.sigmas, str):
-        own = len(options.sigmas) - (options.sigmas[-1] == 0)
-    if own is not None and steps not in (None, own):
+        listed = len(options.sigmas) - (options.sigmas[-1] == 0)
+    if listed is not None and steps not in (None, listed):
         name = "levels (sigmas)" if options.timesteps is None else "timesteps"
-        raise InputError("steps", steps, f"does not go with {own} {name} of your own", "give as many steps, or none")
-    steps = own if own is not None else steps
+        raise InputError("steps", steps, f"does not go with {listed} {name} of your own", "give as many steps, or none")
+    steps = listed if listed is not None else steps
     if isinstance(steps, bool) or not isinstance(steps, Integral) or not 1 <= steps <= train:
         raise InputError("steps", steps, f"is not a whole number in 1..{train}", "20 to 50 is usual")
     return int(steps)

@@ -233,7 +233,7 @@ class AdapterCache:
         if len(weights) > self.bank.places.count:
             count = self.bank.places.count
             raise invalid("adapters", f"adapters: {len(weights)} are more than an image can have here, {count}")
-        wanted = {self.read(name): one for name, one in weights.items()}
+        wanted = {self.read(name): weight for name, weight in weights.items()}
         return without_networks(prompt) if tags else prompt, wanted
 
     # What follows is the engine's.

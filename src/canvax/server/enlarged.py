@@ -62,7 +62,7 @@ def tile_request(request: Request, tiles: Tiles, index: int) -> Request:
     given = replace(request.given, images=[tile.image], whole=([tile.image], []))
     control = request.control
     if control is not None:
-        shown = {name: [tuple(replace(one, image=tile.image) for one in images[0])]
+        shown = {name: [tuple(replace(hint, image=tile.image) for hint in images[0])]
                  for name, images in control.images.items()}  # fmt: skip
         control = replace(control, images=shown)
     return replace(request, given=given, control=control, latents=tile.noise[None])

@@ -158,7 +158,7 @@ class Group:
     def _has_room(self, batch: int, lanes: int) -> bool:
         """Whether so many calls at a time fit into memory, as far as the device reports it."""
         free = free_bytes(self._programs.mesh)
-        needed = max(program_bytes(one.executable) or 0 for one in self._denoisers[batch].values())
+        needed = max(program_bytes(compiled.executable) or 0 for compiled in self._denoisers[batch].values())
         return free is None or lanes * needed <= free
 
     def _measured(self, images: int, lanes: int, carry: Carried) -> float:
@@ -194,8 +194,8 @@ class Group:
             if item.shelf is not None:
                 item.request = replace(item.request, beside=item.shelf.shares(item.adapters))
             prepared = prepare(self._model, self._programs, self._params(), item.request, self._ready, item.table)
-            own = item.request.control.names if item.request.control else ()
-            carried = self._idle.beside(prepared.batch.carried()[0], own)
+            names = item.request.control.names if item.request.control else ()
+            carried = self._idle.beside(prepared.batch.carried()[0], names)
             item.carried = carried._replace(flight=_with_known(carried.flight, self.key.kinds))
         return item.carried
 

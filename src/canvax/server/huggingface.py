@@ -120,31 +120,31 @@ def _accepted(accept: str) -> str:
 def _ask(body: Body | bytes, name: str | None, kind: Format, client: str) -> JobRequest:
     if isinstance(body, bytes):
         return JobRequest("", model=name or None, image=_image(body), format=kind, client=client)
-    given = body.parameters or Parameters()
+    parameters = body.parameters or Parameters()
     image, prompt = None, body.inputs
-    if given.prompt is not None or body.inputs.startswith(_BEGINNINGS):
-        image, prompt = _image(body.inputs), given.prompt or ""
+    if parameters.prompt is not None or body.inputs.startswith(_BEGINNINGS):
+        image, prompt = _image(body.inputs), parameters.prompt or ""
     if len(prompt) > 32_000:
         raise Rejected(422, "invalid_value", "inputs: more than 32000 characters; shorten it", param="inputs")
     for side in ("width", "height"):
-        mine, its = getattr(given, side), getattr(given.target_size, side, None)
+        mine, its = getattr(parameters, side), getattr(parameters.target_size, side, None)
         if None not in (mine, its) and mine != its:
-            said = f"parameters.{side}={mine} beside target_size.{side}={its}; send one of them"
-            raise Rejected(422, "invalid_value", said, param=f"parameters.{side}")
-    size = given.target_size
+            problem = f"parameters.{side}={mine} beside target_size.{side}={its}; send one of them"
+            raise Rejected(422, "invalid_value", problem, param=f"parameters.{side}")
+    size = parameters.target_size
     return JobRequest(
         prompt,
-        negative_prompt=given.negative_prompt,
+        negative_prompt=parameters.negative_prompt,
         model=name or None,
-        width=given.width or (size and size.width),
-        height=given.height or (size and size.height),
-        steps=given.num_inference_steps,
-        guidance_scale=given.guidance_scale,
-        sampler=given.scheduler,
-        seed=None if given.seed == -1 else given.seed,
+        width=parameters.width or (size and size.width),
+        height=parameters.height or (size and size.height),
+        steps=parameters.num_inference_steps,
+        guidance_scale=parameters.guidance_scale,
+        sampler=parameters.scheduler,
+        seed=None if parameters.seed == -1 else parameters.seed,
         image=image,
-        strength=given.strength,
-        options=given.options or {},
+        strength=parameters.strength,
+        options=parameters.options or {},
         format=kind,
         client=client,
     )

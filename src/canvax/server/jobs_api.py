@@ -224,7 +224,7 @@ def _card(card: ModelCard, *, default: bool) -> dict[str, Any]:
     names = ("native", "sizes", "any_size", "size_step", "steps", "guidance_scale", "sampler", "max_images",
              "max_steps", "tasks", "examples", "family")  # fmt: skip
     fields = {name: getattr(card, name) for name in names}
-    controls = [{"name": one.name, "kind": one.kind, "types": one.types} for one in card.controls]
+    controls = [{"name": network.name, "kind": network.kind, "types": network.types} for network in card.controls]
     fields |= {"controls": controls, "ip_adapters": card.ip_adapters}
     return {"id": card.id, "name": card.id, "default": default, **fields}
 
@@ -233,12 +233,14 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequ
     """What a body asks for. Decodes its images, so it is called off the event loop."""
     card = model_named(engine, body.model)
     if body.quality is not None and body.format == "png":
-        said = f"quality={body.quality}: PNG loses nothing; leave it out, or ask for format='webp'"
-        raise Rejected(400, "invalid_value", said, param="quality")
+        problem = f"quality={body.quality}: PNG loses nothing; leave it out, or ask for format='webp'"
+        raise Rejected(400, "invalid_value", problem, param="quality")
     steady = "guidance_steps" not in (body.options or {})
     if body.negative_prompt and steady and body.guidance_scale is not None and body.guidance_scale <= 1:
-        said = f"negative_prompt: guidance_scale={body.guidance_scale:g} reads none; leave it out, or send more than 1"
-        raise Rejected(400, "invalid_value", said, param="negative_prompt")
+        problem = (
+            f"negative_prompt: guidance_scale={body.guidance_scale:g} reads none; leave it out, or send more than 1"
+        )
+        raise Rejected(400, "invalid_value", problem, param="negative_prompt")
     if twice := [name for name in OPTIONS if getattr(body, name) is not None and name in (body.options or {})]:
         raise Rejected(400, "invalid_value", f"{twice[0]} is in options as well; send it once", param=twice[0])
     image = mask = None

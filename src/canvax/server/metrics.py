@@ -29,8 +29,12 @@ class Metrics:
     """The metrics of one server, in a registry of their own."""
 
     def __init__(self) -> None:
-        own = self.registry = CollectorRegistry()
-        count, gauge, time = _made(Counter, own), _made(Gauge, own), _made(Histogram, own, buckets=_SECONDS)
+        registry = self.registry = CollectorRegistry()
+        count, gauge, time = (
+            _made(Counter, registry),
+            _made(Gauge, registry),
+            _made(Histogram, registry, buckets=_SECONDS),
+        )
         self._build = gauge("canvax_build_info", "The version that runs.", ["version"])
         self._build.labels(__version__).set(1)
         self._requests = count("canvax_requests_total", "HTTP requests.", ["route", "status"])
@@ -138,11 +142,11 @@ class Metrics:
         self._models.set(count)
 
 
-def _made(kind: Any, registry: CollectorRegistry, **more: Any) -> Callable[..., Any]:
+def _made(kind: Any, registry: CollectorRegistry, **options: Any) -> Callable[..., Any]:
     """A constructor with the registry filled in."""
 
     def make(name: str, text: str, labels: Sequence[str] = ()) -> Any:
-        return kind(name, text, labels, registry=registry, **more)
+        return kind(name, text, labels, registry=registry, **options)
 
     return make
 

@@ -49,7 +49,9 @@ MOST_NOISE = 1000
 LONGEST_PROMPT = 16_000
 """Characters: a prompt is read word by word, in the time of everyone."""
 
-NOT_OFFERED = {name: why for name, one in declared(Options).items() if (why := one.setting.closed.get("server"))}
+NOT_OFFERED = {
+    name: why for name, declaration in declared(Options).items() if (why := declaration.setting.closed.get("server"))
+}
 """Options of a call that a server has no place for, and why."""
 
 _lock = threading.Lock()  # tokenizers are not made for several threads
@@ -139,7 +141,7 @@ class Item:
         if control is not None:
             control = replace(control, images={})
         if prompts is not None:
-            prompts = replace(prompts, prompts=[replace(one, images=[], masks=[]) for one in prompts.prompts])
+            prompts = replace(prompts, prompts=[replace(prompt, images=[], masks=[]) for prompt in prompts.prompts])
         self.request = replace(self.request, given=given, control=control, image_prompts=prompts)
 
     def inputs(self) -> Iterator[Image.Image]:
@@ -191,9 +193,9 @@ def inputs_of(request: Request) -> Iterator[Image.Image]:
     if (given := request.given) is not None:
         yield from (*given.images, *given.masks, *given.whole[0], *given.whole[1])
     if request.control is not None:
-        yield from (one.image for images in request.control.images.values() for shown in images for one in shown)
+        yield from (hint.image for images in request.control.images.values() for shown in images for hint in shown)
     if request.image_prompts is not None:
-        yield from (image for one in request.image_prompts.prompts for image in (*one.images, *one.masks))
+        yield from (image for prompt in request.image_prompts.prompts for image in (*prompt.images, *prompt.masks))
 
 
 def byte_size(images: Iterable[Image.Image]) -> int:

@@ -291,11 +291,11 @@ def _abstract(data: Any, *shape: int) -> Any:
 def _check_loss(loss: Loss, params: Params, data: Any, shared: Any, plan: Plan) -> None:
     """Refuses a loss that does not return ``(number, values to log)``; exceptions of the loss pass through."""
     check_function("loss", loss, 4, "(params, samples, shared, key)")
-    found = jax.eval_shape(loss, params, _abstract(data, plan.batch), shared, jax.random.key(0))
-    pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
-    if not pair or getattr(found[0], "shape", None) != () or not jnp.issubdtype(found[0].dtype, jnp.floating):
+    result = jax.eval_shape(loss, params, _abstract(data, plan.batch), shared, jax.random.key(0))
+    pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
+    if not pair or getattr(result[0], "shape", None) != () or not jnp.issubdtype(result[0].dtype, jnp.floating):
         raise InputError(
-            "loss", NO_VALUE, f"returned {shown(found)}", "return (a number, {}), the second what else to log, by name"
+            "loss", NO_VALUE, f"returned {shown(result)}", "return (a number, {}), the second what else to log, by name"
         )
 
 

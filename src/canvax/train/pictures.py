@@ -296,8 +296,8 @@ def _of_json(number: int, line: str) -> Any:
     try:
         return json.loads(line)
     except ValueError as error:
-        said = str(error).partition(": line ")[0]
-        raise ValueError(f"line {number}, {line.strip()[:60]!r}, is not JSON ({said}); mend it") from None
+        problem = str(error).partition(": line ")[0]
+        raise ValueError(f"line {number}, {line.strip()[:60]!r}, is not JSON ({problem}); mend it") from None
 
 
 def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, column: str | None) -> list[dict[str, Any]]:
@@ -314,7 +314,7 @@ def _table(files: _Files, source: Path, table: str, folder: PurePosixPath, colum
         raise InputError(f"{source}: {table} cannot be read: {error}") from error
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
-            columns = ", ".join(str(one) for one in row if one) if isinstance(row, dict) else ""
+            columns = ", ".join(str(entry) for entry in row if entry) if isinstance(row, dict) else ""
             problem = f"has no file_name; its columns are {columns:.80}" if columns else "has no file_name"
             problem += "; part columns with commas" if re.search(r"[;|\t]", columns) else ""
             if columns and "file_name" in row:
@@ -369,8 +369,8 @@ def _with_text_files(files: _Files, source: Path, column: str) -> list[dict[str,
         )
     without = [name for name in pictures if PurePosixPath(name).with_suffix("") not in texts]
     if texts and without:
-        more = f" and {len(without) - 1} more" if len(without) > 1 else ""
-        raise InputError(f"{source}: {without[0]}{more} has no caption; write one into a .txt file of the same name")
+        others = f" and {len(without) - 1} more" if len(without) > 1 else ""
+        raise InputError(f"{source}: {without[0]}{others} has no caption; write one into a .txt file of the same name")
     rows = []
     for name in pictures if texts else ():
         text_file = texts[PurePosixPath(name).with_suffix("")]
