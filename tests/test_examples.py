@@ -1,0 +1,92 @@
+"""Examples and notebooks run as they stand, in an empty folder, with files where they ask for some."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+import canvax
+from tests.support import control_files
+from tests.support.adapter_files import Draw, layers, lora, write
+from tests.support.serving import generating
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run(here: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a script and returns the images that it left."""
+
+    def script(name: str, *arguments: object) -> list[Path]:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return sorted(here.rglob("*.png"))
+
+    return script
+
+
+def test_no_example_is_forgotten() -> None:
+    names = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
+    tested = Path(__file__).read_text("utf-8")
+    assert names == {name for name in names if f'"{name}"' in tested}
+    listed = (EXAMPLES / "README.md").read_text("utf-8")
+    assert names == {name for name in names if f"({name})" in listed}
+
+
+@pytest.mark.parametrize(
+    ("name", "images"), [("text_to_image.py", 1), ("edit_image.py", 5), ("several_devices.py", 1), ("your_loop.py", 3)]
+)
+def test_scripts(run: Any, name: str, images: int) -> None:
+    assert len(run(name)) == images
+
+
+def test_many_prompts(run: Any, here: Path) -> None:
+    (here / "prompts.txt").write_text("".join(f"a cat with {i} eyes\n" for i in range(10)), "utf-8")
+    assert len(run("many_prompts.py", "prompts.txt")) == 10
+
+
+def test_server_client(run: Any) -> None:
+    with generating() as (url, _):
+        (image,) = run("server_client.py", url)
+    with Image.open(image) as saved:
+        assert saved.info["parameters"]
+
+
+def test_lora(run: Any, here: Path) -> None:
+    draw, specs = Draw(1), canvax.load("emoji", progress=False).model.specs
+    arrays = {}
+    for (component, module), shape in layers({"unet": specs["unet"]}).items():
+        arrays |= {f"{component}.{module}{end}": array for end, array in lora(draw, shape).arrays.items()}
+    first, *others = run("lora.py", write(here / "ink.safetensors", arrays))
+    assert len(others) == 3
+    assert first.read_bytes() != others[0].read_bytes()
+
+
+def test_control_image(run: Any, here: Path, small_folder: Path) -> None:
+    net = control_files.controlnet(here / "canny", canvax.load(small_folder, progress=False))
+    photo = Image.linear_gradient("L").resize((64, 64))
+    photo.save(here / "photo.jpg")
+    assert len(run("control_image.py", small_folder, net, "photo.jpg", "a stone house")) == 3
+
+
+@pytest.mark.parametrize("name", ["tpu.ipynb", "guidance.ipynb"])
+def test_notebooks(here: Path, name: str) -> None:
+    names: dict[str, Any] = {}
+    for cell in json.loads((EXAMPLES / name).read_text("utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "code" and not source.startswith("%"):
+            exec(compile(source, name, "exec"), names)
