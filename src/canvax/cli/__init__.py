@@ -17,6 +17,7 @@ from typing import Any
 from canvax.cli.arguments import COMMANDS, parse
 from canvax.cli.terminal import complain, emit_json, flush, hush_stdout, tolerant_streams
 from canvax.errors import CanvaxError, HintWarning, InputError
+from canvax.weights.data_folder import using
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit codes; 0 is success."""
@@ -85,7 +86,8 @@ def _dispatch(arguments: list[str], report: dict[str, Any]) -> None:
 
         warnings.showwarning = in_flags
     try:
-        import_module(f"canvax.cli.{COMMANDS[chosen.command]}").run(chosen, report)
+        with using(getattr(chosen, "data_dir", None)):
+            import_module(f"canvax.cli.{COMMANDS[chosen.command]}").run(chosen, report)
     except InputError as error:
         error.args = (" ".join(error.format(chosen.write).split()),)
         raise

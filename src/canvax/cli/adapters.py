@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from canvax.cli.terminal import byte_size, complain
 from canvax.errors import InputError
 from canvax.files import named_path
+from canvax.weights.data_folder import lora_folder
 
 if TYPE_CHECKING:
     from canvax.pipelines.pipeline import StableDiffusion
@@ -81,8 +82,8 @@ def load_adapters(pipe: StableDiffusion, arguments: argparse.Namespace) -> None:
         words = pipe.adapters.load_embedding(source, hub_token=arguments.token, **hub)
         if not arguments.quiet:
             complain(f"{Path(source).name}: write {' or '.join(words)} in a prompt")
-    if arguments.lora_dir is not None:
-        pipe.adapters.folder = arguments.lora_dir
+    if (folder := arguments.lora_dir or lora_folder()) is not None:
+        pipe.adapters.folder = folder
 
 
 def flags_of(metadata: Mapping[str, Any]) -> list[str]:

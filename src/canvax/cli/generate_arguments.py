@@ -277,6 +277,11 @@ def add_source(group: Any, *, variant: bool = True) -> None:
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub id")
     if variant:
         group.add_argument("--variant", metavar="NAME", help="variant of the weights, such as fp16")
+    group.add_argument(
+        "--data-dir",
+        metavar="FOLDER",
+        help="folder of models as A1111 or ComfyUI have it, whose files are called by name (or CANVAX_DATA_DIR)",
+    )
     group.add_argument("--cache-dir", metavar="FOLDER", help="folder of the files from the Hub")
     group.add_argument("--local-files-only", action="store_true", help="never ask the Hub")
     group.add_argument(

@@ -35,6 +35,7 @@ from canvax.pipelines.texts import TAG
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 from canvax.scale.rows import check_prompt_line
 from canvax.settings import aliases, check_setting, declared, offered
+from canvax.weights.data_folder import find_named
 from canvax.weights.location import BUNDLED
 
 if TYPE_CHECKING:
@@ -401,9 +402,11 @@ def _check_control(path: Path, metadata: Mapping[str, Any], arguments: argparse.
 
 
 def recorded_model(metadata: Mapping[str, Any]) -> Any:
-    """The model of an image as ``--model`` takes it, or None: other programs name a file without its folder."""
+    """The model of an image as ``--model`` takes it, or None: other programs name a file without its folder, which is
+    found in the folder of models alone."""
     model = metadata.get("model")
-    return model or None if "canvax" in metadata or model in list(BUNDLED) else None
+    known = "canvax" in metadata or model in list(BUNDLED) or (isinstance(model, str) and find_named(model, "model"))
+    return model or None if known else None
 
 
 def _warn_of_losses(path: Path, metadata: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from canvax.images.metadata import read_metadata
 from canvax.pipelines.options import Options
 from canvax.settings import as_flags, offered
 from canvax.tokenizers.concepts import Concepts
+from canvax.weights.data_folder import find_named
 from canvax.weights.entries import PICKLES, Entry
 from canvax.weights.identify import EMBEDDING, INDEX, LORA, MODEL, Found, inspect, listing
 from canvax.weights.location import BUNDLED, Location, warn_unused_cache
@@ -50,6 +51,8 @@ _SETTINGS = {one.flag: one for one in (*_ARGUMENTS.values(), *_OPTIONS.values())
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Describe a model or an image."""
     path = named_path("what", arguments.what)
+    if not path.exists() and (named := find_named(arguments.what, "what")):
+        path, arguments.what = named, str(named)
     suffix = path.suffix.lower()
     is_image = suffix in FORMATS
     if path.is_dir() and arguments.what not in BUNDLED and not (path / INDEX).is_file():

@@ -22,6 +22,7 @@ from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, check_
 from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file
 from canvax.images.metadata import unique_path
+from canvax.weights.data_folder import lora_folder
 
 if TYPE_CHECKING:
     from canvax.server.adapter_cache import AdapterSettings
@@ -228,7 +229,8 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
     Raises:
         InputError: a folder or file is not there, or a number cannot be used.
     """
-    if not (arguments.lora_dir or arguments.lora):
+    folder = named_path("lora_dir", arguments.lora_dir) if arguments.lora_dir else lora_folder()
+    if not (folder or arguments.lora):
         for name in ("lora_rank", "lora_places", "lora_layers"):
             if getattr(arguments, name) is not None:
                 raise InputError(name, NO_VALUE, "needs adapters", "give {lora_dir} or {lora}")
@@ -237,7 +239,6 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
     from canvax.server.adapter_cache import AdapterSettings
     from canvax.weights.safetensors import open_safetensors
 
-    folder = named_path("lora_dir", arguments.lora_dir) if arguments.lora_dir else None
     if folder is not None and not folder.is_dir():
         raise InputError("lora_dir", arguments.lora_dir, "is not a folder")
     files = tuple(named_path("lora", file) for file in arguments.lora)

@@ -11,6 +11,7 @@ from typing import Any
 
 from canvax.errors import NO_VALUE, CheckpointError, InputError, check_flag, nearest, warn
 from canvax.files import first_there, named_path
+from canvax.weights.data_folder import find_named
 from canvax.weights.entries import PICKLES
 
 BUNDLED = {"emoji": Path(__file__).parent.parent / "assets" / "emoji"}
@@ -40,8 +41,9 @@ class Location:
     """Where a model or a network is, and how to get it.
 
     Attributes:
-        name: a safetensors file, a folder, a Hub id ``owner/name``, perhaps with a folder or file in it behind, or a
-            bundled model's name (``emoji``). A folder of that name is reached as ``./emoji``.
+        name: a safetensors file, a folder, the name of either in the folder of models (``CANVAX_DATA_DIR``), a Hub id
+            ``owner/name``, perhaps with a folder or file in it behind, or a bundled model's name (``emoji``). A folder
+            of that name is reached as ``./emoji``.
         revision: branch, tag or commit of a Hub id; ``main`` if not given.
         variant: which of several sets of weights, for example ``fp16``.
         token: Hub token; by default HF_TOKEN or the stored login.
@@ -131,6 +133,8 @@ class Location:
             raise InputError(self.argument, text, f"cannot be a file's or folder's name ({reason})") from None
         if there:
             return path
+        if (named := find_named(text, self.argument)) is not None:
+            return named
         place = self.repository
         if path.exists():
             raise InputError(self.argument, text, "is not a regular file")

@@ -1,0 +1,108 @@
+"""A folder of models, as A1111 and ComfyUI lay it out: files are called by their names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from canvax.cli import main
+from canvax.errors import InputError
+from canvax.weights.data_folder import VARIABLE, find_named, lora_folder
+from canvax.weights.location import Location
+from tests.support.adapter_files import write
+
+LORA = {"lora_unet_mid_block.lora_down.weight": np.zeros((1, 4), np.float32)}
+VAE = {"encoder.conv_in.weight": np.zeros(1, np.float32), "decoder.conv_in.weight": np.zeros(1, np.float32)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, small_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two layouts in one: A1111's names and ComfyUI's, beside programs that are not searched."""
+    files = {
+        "models/Stable-diffusion/sd15/deliberate_v2.safetensors": {"model.diffusion_model.x": np.zeros(1, np.float32)},
+        "models/VAE/ink.safetensors": VAE,
+        "models/Lora/style/ink.safetensors": LORA,
+        "models/Lora/twice.safetensors": LORA,
+        "models/Lora/style/twice.safetensors": LORA,
+        "venv/lib/deliberate_v2.safetensors": LORA,
+        "embeddings/wool.safetensors": {"wool": np.zeros((1, 4), np.float32)},
+    }
+    for name, arrays in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write(tmp_path / name, arrays)
+    (tmp_path / "models/checkpoints").mkdir()
+    (tmp_path / "models/checkpoints/tiny").symlink_to(small_folder)
+    (tmp_path / "models/checkpoints/old.ckpt").write_bytes(b"")
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "path"),
+    [
+        ("deliberate_v2", "model", "models/Stable-diffusion/sd15/deliberate_v2.safetensors"),
+        ("deliberate_v2.safetensors", "model", "models/Stable-diffusion/sd15/deliberate_v2.safetensors"),
+        ("tiny", "model", "models/checkpoints/tiny"),
+        ("old", "model", "models/checkpoints/old.ckpt"),
+        ("ink", "vae", "models/VAE/ink.safetensors"),
+        ("ink", "lora", "models/Lora/style/ink.safetensors"),
+        ("ink", "source", "models/Lora/style/ink.safetensors"),
+        ("wool", "embedding", "embeddings/wool.safetensors"),
+        ("unet", "model", None),  # a part of a model in the diffusers layout
+        ("style/ink", "lora", None),  # which may be a Hub id
+        ("Lora", "lora", None),
+    ],
+)
+def test_names(folder: Path, name: str, argument: str, path: str | None) -> None:
+    assert find_named(name, argument) == (None if path is None else folder / path)
+
+
+def test_a_name_of_two_files_is_refused(folder: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        Location("twice", argument="lora").local()
+    assert (caught.value.argument, caught.value.value) == ("lora", "twice")
+
+
+def test_what_is_here_comes_first(folder: Path) -> None:
+    Path("tiny").mkdir()
+    assert Location("tiny").local() == Path("tiny")
+    assert Location("emoji").local() != folder
+
+
+def test_without_models_folder_all_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "ink.safetensors", LORA)
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    assert find_named("ink", "lora") == tmp_path / "ink.safetensors"
+    assert lora_folder() is None
+
+
+def test_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert find_named("ink", "lora") is None
+    assert main(["generate", "a cat", "--data-dir", str(tmp_path / "gone")]) == 2
+    assert "--data-dir" in capsys.readouterr().err
+
+
+def test_the_command_finds_them(
+    folder: Path, small_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(VARIABLE)
+    command = ["generate", "a cat", "--steps", "2", "--seed", "1", "--quiet", "--data-dir", str(folder)]
+    assert main([*command, "--model", "tiny", "--output", "named.png"]) == 0
+    assert main([*command, "--model", str(small_folder), "--output", "path.png"]) == 0
+    assert main(["info", "tiny", "--data-dir", str(folder)]) == 0
+    assert "StableDiffusion" in capsys.readouterr().out
+    named, path = (Image.open(file).tobytes() for file in ("named.png", "path.png"))
+    assert named == path
+
+
+def test_prompts_find_loras(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert lora_folder() == folder / "models/Lora"
+    command = ["generate", "a cat <lora:gone:1>", "--model", "tiny", "--steps", "1", "--output", "x.png"]
+    assert main(command) == 2
+    assert "gone" in capsys.readouterr().err
