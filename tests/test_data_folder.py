@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+import canvax
 from canvax.cli import main
+from canvax.cli.arguments import parse
+from canvax.cli.serve import _load
 from canvax.errors import InputError
-from canvax.weights.data_folder import VARIABLE, find_named, lora_folder
-from canvax.weights.location import Location
+from canvax.server.engine import EngineSettings, ImageEngine
+from canvax.server.jobs import JobRequest, Rejected, State, Status
+from canvax.server.metrics import Metrics
+from canvax.weights.data_folder import VARIABLE, find_named, lora_folder, models
+from canvax.weights.location import BUNDLED, Location
 from tests.support.adapter_files import write
+from tests.support.serving import until
 
 LORA = {"lora_unet_mid_block.lora_down.weight": np.zeros((1, 4), np.float32)}
 VAE = {"encoder.conv_in.weight": np.zeros(1, np.float32), "decoder.conv_in.weight": np.zeros(1, np.float32)}
@@ -106,3 +114,38 @@ def test_prompts_find_loras(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     command = ["generate", "a cat <lora:gone:1>", "--model", "tiny", "--steps", "1", "--output", "x.png"]
     assert main(command) == 2
     assert "gone" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_server_loads_the_others_when_asked(folder: Path, small_folder: Path) -> None:
+    (folder / "models/Stable-diffusion/sd15/deliberate_v2.safetensors").unlink()
+    (folder / "models/checkpoints/broken").mkdir()
+    (folder / "models/checkpoints/broken/model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    (folder / "models/checkpoints/emoji-copy").symlink_to(BUNDLED["emoji"])
+    assert set(models()) == {"tiny", "broken", "emoji-copy"}
+    arguments = parse(["serve"])
+
+    def load(name: str, **keywords: object) -> object:
+        return _load(name, arguments, **keywords)
+
+    spoken: list[str] = []
+    settings = EngineSettings(on_request=("broken", "tiny"), memory=1 << 30)
+    engine = ImageEngine(["emoji"], settings, Metrics(), load, say=spoken.append)
+    engine.start()
+    try:
+        until(lambda: engine.state is not State.STARTING, 300)
+        assert [card.id for card in engine.models()] == ["emoji", "tiny"]
+        assert any(text.startswith("broken is left out") for text in spoken)
+        assert "reading tiny" not in spoken
+        with pytest.raises(Rejected) as refused:
+            engine.submit(JobRequest("a cat", model="tiny", width=128, height=64))
+        assert refused.value.code == "size_not_ready"
+        job = engine.submit(JobRequest("a cat", model="tiny", seed=1, steps=2))
+        until(lambda: job.status.over, 300)
+        assert job.status is Status.DONE
+        assert "reading tiny" in spoken
+        alone = canvax.load(small_folder, progress=False)("a cat", seed=1, num_inference_steps=2)
+        with Image.open(io.BytesIO(job.pictures[0].data or b"")) as image:
+            np.testing.assert_allclose(np.asarray(image, np.int16), np.asarray(alone[0], np.int16), atol=1)
+    finally:
+        engine.close()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from canvax.cli.generate_arguments import check_ip_adapters, source_keywords
 from canvax.cli.plan import parse_size
 from canvax.cli.terminal import byte_size, complain, say, seconds, table
 from canvax.errors import CanvaxError, check_count
+
+if TYPE_CHECKING:
+    from canvax.pipelines.pipeline import StableDiffusion
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -21,20 +24,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     check_ip_adapters(arguments)
     if arguments.reuse_layers:
         check_count("reuse_layers", arguments.reuse_layers, 1000)
-    from canvax.pipelines.loaded import open_model
-    from canvax.pipelines.pipeline import StableDiffusion
-
     if not arguments.quiet:
         complain(f"reading {arguments.model}")
-    opened = open_model(
-        arguments.model,
-        dtype=arguments.dtype,
-        quantize=arguments.quantize,
-        progress=not arguments.quiet,
-        weights=False,
-        **source_keywords(arguments),
-    )
-    pipe = StableDiffusion(*_with_networks(opened, arguments))
+    pipe = open_pipeline(arguments.model, arguments)
     model = pipe.model
     report["programs"] = built = []
     for width, height in sizes or [model.native_size[::-1]]:
@@ -59,6 +51,24 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         _print(built)
     if not all(program["cached"] or program["bytes"] for program in built):
         raise CanvaxError("programs were compiled and not kept; canvax cache path prints the folder for them")
+
+
+def open_pipeline(name: str, arguments: argparse.Namespace) -> StableDiffusion:
+    """The pipeline of a model without weights, whose parameters are shapes, dtypes and shardings."""
+    from canvax.parallel.mesh import mesh_of
+    from canvax.pipelines.loaded import open_model
+    from canvax.pipelines.pipeline import StableDiffusion
+
+    opened = open_model(
+        name,
+        dtype=arguments.dtype,
+        quantize=arguments.quantize,
+        mesh=mesh_of(getattr(arguments, "mesh", None)),
+        progress=not arguments.quiet,
+        weights=False,
+        **source_keywords(arguments),
+    )
+    return StableDiffusion(*_with_networks(opened, arguments))
 
 
 def _with_networks(opened: Any, arguments: argparse.Namespace) -> Any:

@@ -13,16 +13,18 @@ import time
 import webbrowser
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from canvax.cli.compile import open_pipeline
 from canvax.cli.generate_arguments import OUTPUT, check_ip_adapters, source_keywords, with_networks
 from canvax.cli.terminal import complain
 from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, check_count, warn
 from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file
 from canvax.images.metadata import unique_path
-from canvax.weights.data_folder import lora_folder
+from canvax.weights.data_folder import lora_folder, models
 
 if TYPE_CHECKING:
     from canvax.server.adapter_cache import AdapterSettings
@@ -71,14 +73,16 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
             "can be reached by others, who could use this machine",
             "give {keys=FILE}, or {no_keys} if that is meant",
         )
-    names = _names(arguments.models or ["emoji"], source_keywords(arguments))
+    offered = list(models())
+    names = _names(arguments.models or offered[:1] or ["emoji"], source_keywords(arguments))
+    on_request = tuple(name for name in offered if name not in (*names, *names.values()))
     if arguments.dtype:
         parse_dtype(arguments.dtype, quantizes=True)
     check_kind(arguments.quantize)
     mesh_of(arguments.mesh)
     check_ip_adapters(arguments)
     output = _output(arguments)
-    settings = _engine_settings(arguments, output)
+    settings = replace(_engine_settings(arguments, output), on_request=on_request)
     web = Settings(
         keys=keys,
         host=arguments.host,
@@ -96,7 +100,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         metrics = Metrics()
 
         def load(name: str, **pinned: Any) -> Any:
-            return _load(names[name], arguments, **pinned)
+            return _load(names.get(name, name), arguments, **pinned)
 
         engine = ImageEngine(list(names), settings, metrics, load, journal=journal, say=say)
         app = create_app(engine, web, state=engine.readiness, metrics=metrics)
@@ -300,10 +304,12 @@ def _log_to_stderr(*, quiet: bool) -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what matters of it is logged by its id
 
 
-def _load(model: str, arguments: argparse.Namespace, **pinned: Any) -> Any:
+def _load(model: str, arguments: argparse.Namespace, *, weights: bool = True, **pinned: Any) -> Any:
     import canvax
     from canvax.parallel.mesh import mesh_of
 
+    if not weights:
+        return open_pipeline(model, arguments)
     controls = {"controlnet": arguments.controlnet} if arguments.controlnet else {}
     pipe = canvax.load(
         model,

@@ -19,7 +19,12 @@ examples:
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
     """Flags of both commands."""
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="emoji (the default), folders, Hub ids owner/name")
+    parser.add_argument(
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help="emoji (the default, or the first of --data-dir), folders, Hub ids owner/name",
+    )
     parser.add_argument(
         "--warm", nargs="+", metavar="WxH:B,B",
         help="sizes to make ready, and images at once: 512x512:1,4 (the model's own size, 1 and 4)",

@@ -67,6 +67,7 @@ class EngineSettings:
     Attributes:
         warm: sizes and batches whose programs are made before the first request.
         chunks: of prompts, likewise: 2 is for those of 76 to 150 tokens.
+        on_request: models beside the others that are loaded when somebody asks for them.
         compile_on_demand: whether a request may wait for a compiler.
         queue_seconds: work that may wait; more is refused.
         queue_images: likewise.
@@ -83,6 +84,7 @@ class EngineSettings:
 
     warm: tuple[Warm, ...] = (Warm(),)
     chunks: tuple[int, ...] = (1,)
+    on_request: tuple[str, ...] = ()
     compile_on_demand: bool = False
     queue_seconds: float = 600.0
     queue_images: int = 1000
@@ -130,6 +132,7 @@ class ImageEngine:
             load,
             warm=[warm._replace(batches=(1,)) for warm in settings.warm] if alone else settings.warm,
             chunks=settings.chunks,
+            on_request=settings.on_request,
             on_demand=settings.compile_on_demand,
             memory=settings.memory,
             adapters=settings.adapters,

@@ -18,7 +18,7 @@ from canvax.compile.aot import Build, BuildCallback
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
 from canvax.engine.lanes import most_lanes
-from canvax.errors import InputError
+from canvax.errors import CanvaxError, InputError
 from canvax.families.base import Model
 from canvax.models.beside import ADAPTERS
 from canvax.parallel.memory import free_bytes
@@ -48,6 +48,9 @@ _MOST_ROWS = 16
 """Of an image that is generated for its timings alone."""
 
 _EXAMPLES = 12
+
+_READ_SPEED = 1e9
+"""Bytes a second that weights are read with, where nothing was measured yet."""
 
 
 class Warm(NamedTuple):
@@ -96,6 +99,7 @@ class ServedModel:
         load: loads it by its name; if its weights are loaded again, with ``revision=`` the commit that they are of.
         adapters: that requests may name; None for none.
         lanes: batches that are run at the same time, at most; None for as many as may be of use.
+        weights: without, it is opened now and loaded when it is first asked for.
 
     Attributes:
         shelf: the adapters.
@@ -103,6 +107,7 @@ class ServedModel:
         groups: by key, those whose programs are ready. Another dict after each change: any thread may read it.
         colours: for previews.
         safety_checker: looks at finished images, which have no previews then.
+        on_request: whether it was opened without weights, and has no programs before somebody asks for it.
         used: when it was last run, on the engine's clock.
         load_seconds: what loading it took the last time.
         failed: times in a row that it could not be loaded again.
@@ -115,15 +120,16 @@ class ServedModel:
         load: Callable[..., Loaded],
         adapters: AdapterSettings | None = None,
         lanes: int | None = None,
+        *,
+        weights: bool = True,
     ) -> None:
-        self.name = name
+        self.name, self.on_request = name, not weights
         self.groups: Mapping[GroupKey, Group] = {}
         self.used, self.failed, self.retry = 0.0, 0, 0.0
         self._load = load
         began = time.perf_counter()
-        loaded = load(name)
-        self.load_seconds = time.perf_counter() - began
-        self.model, self.programs, self.params = loaded.model, loaded.programs, loaded.params
+        loaded = load(name) if weights else load(name, weights=False)
+        self.model, self.programs, self.params = loaded.model, loaded.programs, loaded.params if weights else None
         self.safety_checker = loaded.safety_checker
         self.created = int(time.time())
         self.colours = Colours(self.model.vae.latent_channels)
@@ -131,6 +137,9 @@ class ServedModel:
             raise InputError("a server runs on the devices of one process; give it a mesh of jax.local_devices()")
         self._lanes = lanes or most_lanes(self.programs.mesh)
         self.shelf = AdapterCache(self.model, self.programs.mesh, adapters) if adapters else None
+        if self.shelf and not weights:
+            self.shelf.take_off()
+        self.load_seconds = time.perf_counter() - began if weights else self.bytes / _READ_SPEED
 
     @property
     def loaded(self) -> bool:
@@ -156,7 +165,8 @@ class ServedModel:
         """Load its weights: those of the commit that ``model`` was read from, wherever its branch is now."""
         if self.params is None:
             pinned = {"revision": self.model.revision} if self.model.revision else {}
-            self.params = self._load(self.name, **pinned).params
+            loaded = self._load(self.name, **pinned)
+            self.params, self.safety_checker = loaded.params, loaded.safety_checker
             if self.shelf:
                 self.shelf.put_on()
 
@@ -216,10 +226,10 @@ class ServedModel:
         if finished:
             self.colours.learn(latents, pixels[0])
 
-    def refusal(self, wanted: GroupKey) -> Rejected:
+    def refusal(self, wanted: GroupKey, warm: Sequence[Warm]) -> Rejected:
         """Why there are no programs for a key, and what to ask for in its place."""
         keys = list(self.groups)
-        sizes = sorted({key.size for key in keys})
+        sizes = sorted({key.size for key in keys} | {f"{width}x{height}" for (width, height), _ in self.sizes(warm)})
         if wanted.size not in sizes:
             message = f"{wanted.size} is not ready on this server; ask for {' or '.join(sizes)}"
             return Rejected(400, "size_not_ready", message, param="width")
@@ -337,6 +347,8 @@ class ModelSet:
         load: loads one (see ``ServedModel``).
         warm: sizes and batches that are made ready by ``begin``.
         chunks: of prompts, likewise.
+        on_request: models that are opened and not loaded; the first request for a size in ``warm`` waits for weights
+            and programs.
         on_demand: whether what is not ready is compiled when somebody asks for it.
         memory: bytes of weights on each device; None for what is free.
         adapters: that requests may name.
@@ -357,6 +369,7 @@ class ModelSet:
         chunks: Sequence[int],
         on_demand: bool,
         memory: int | None,
+        on_request: Sequence[str] = (),
         adapters: AdapterSettings | None = None,
         lanes: int | None = None,
         say: Callable[[str], None],
@@ -364,7 +377,7 @@ class ModelSet:
     ) -> None:
         self.cards: list[ModelCard] = []
         self._names, self._load, self._warm, self._chunks = names, load, warm, chunks
-        self._adapters, self._lanes = adapters, lanes
+        self._adapters, self._lanes, self._on_request = adapters, lanes, on_request
         self._on_demand, self._memory, self._say, self._announce = on_demand, memory, say, announce
         self._served: dict[str, ServedModel] = {}
         self._settled = 0.0
@@ -392,6 +405,11 @@ class ModelSet:
                     served.time(checked, group)
                     self.add(group)
                     self._say(group.summary())
+        for name in self._on_request:
+            try:
+                self._served[name] = ServedModel(name, self._load, self._adapters, self._lanes, weights=False)
+            except CanvaxError as error:
+                self._say(f"{name} is left out: {error}")
         self.cards = [served.card(self._warm, any_size=self._on_demand) for served in self._served.values()]
 
     def named(self, name: str | None) -> ServedModel:
@@ -430,8 +448,9 @@ class ModelSet:
         load = 0.0 if served.loaded else served.load_seconds
         if group := served.groups.get(key):
             return load + group.timings.image(checked.rows)
-        if not self._on_demand:
-            raise served.refusal(key)
+        warm = {size for size, _ in served.sizes(self._warm)}
+        if not self._on_demand and not (served.on_request and (key.width, key.height) in warm):
+            raise served.refusal(key, self._warm)
         most = LARGEST * max(width * height for (width, height), _ in served.sizes(self._warm))
         if key.width * key.height > most:
             message = (
@@ -494,6 +513,8 @@ class ModelSet:
         group = served.build(key, (1,), self._announce)
         if usual:
             group.assume(usual)
+        else:
+            group.timings.row = {group.alone: UNKNOWN_SECONDS / served.model.defaults.num_inference_steps}
         return group
 
     def add(self, group: Group) -> None:

@@ -7,6 +7,7 @@ Every place where a model, an adapter or a network is named takes such a name: `
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,6 +90,18 @@ def find_named(name: str, argument: str) -> Path | None:
         files = " and ".join(str(path.relative_to(folder)) for path in paths[:3])
         raise InputError(argument, name, f"is the name of {files} in {folder}", "write the path of one")
     return paths[0] if paths else None
+
+
+def models() -> dict[str, Path]:
+    """The models of the folder by their names; of several of one name none, since the name means neither."""
+    folder = data_folder()
+    if folder is None:
+        return {}
+    from canvax.weights.identify import MODEL, listing
+
+    paths = [found.path for root in _roots(folder) for found in listing(root) if found.kind is MODEL]
+    counts = Counter(map(_stem, paths))
+    return {_stem(path): path for path in paths if counts[_stem(path)] == 1}
 
 
 def _roots(folder: Path) -> list[Path]:
