@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,7 +126,7 @@ def test_a_server_loads_the_others_when_asked(folder: Path, small_folder: Path) 
     assert set(models()) == {"tiny", "broken", "emoji-copy"}
     arguments = parse(["serve"])
 
-    def load(name: str, **keywords: object) -> object:
+    def load(name: str, **keywords: Any) -> Any:
         return _load(name, arguments, **keywords)
 
     spoken: list[str] = []
