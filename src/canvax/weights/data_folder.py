@@ -58,10 +58,10 @@ def using(folder: str | None) -> Iterator[None]:
 
 
 def lora_folder() -> Path | None:
-    """The folder of LoRAs in the folder of models; None without either."""
+    """The folder of LoRAs in the folder of models; None without any."""
     folder = data_folder()
     parts = [path for root in _roots(folder) for path in sorted(root.iterdir())] if folder else []
-    return next((path for path in parts if path.name.lower() in _LORAS and path.is_dir()), None)
+    return next((path for path in parts if path.name.lower() in _LORAS and any(path.rglob("*.safetensors"))), None)
 
 
 def find_named(name: str, argument: str) -> Path | None:
