@@ -430,7 +430,7 @@ def test_images_that_have_not_begun_wait(site: Site) -> None:
     site.stub.engine.turn.acquire()
     try:
         site.draw("a red apple", wait=False)
-        site.page.wait_for_selector(".tile.busy >> text=Queued")
+        site.page.wait_for_selector(".tile.busy >> text=Waiting")
     finally:
         site.stub.engine.turn.release()
     site.idle()
@@ -497,7 +497,7 @@ def test_a_dropped_image_brings_its_settings(site: Site) -> None:
     data = site.stub.engine.accepted[0].pictures[0].data
     site.page.fill("#prompt", "")
     site.page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
-    site.page.wait_for_selector("text=Its settings stand in the form")
+    site.page.wait_for_selector("text=Settings restored")
     assert site.page.input_value("#prompt") == "a red apple"
     assert site.page.get_attribute("#seed-lock", "aria-pressed") == "true"
     data = encoded(Image.new("RGB", (64, 64)), "png", {"prompt": "a fox", "options": {"clip_skip": 1}})
@@ -548,7 +548,7 @@ def test_adapters_and_images_beside_the_prompt(site: Site) -> None:
     site.open()  # what is kept with an image outlives the page
     page.locator(".tile .open").nth(1).click()
     assert {"ink 0.6", "canny 0.5", "plus-face 0.5"} <= set(page.locator("#viewer-settings dd").all_inner_texts())
-    page.click("#viewer-actions >> text=Take settings")
+    page.click("#viewer-actions >> text=Restore settings")
     page.wait_for_selector("#image-prompt-remove", state="visible")
     site.draw("a plum")
     again = site.stub.bodies[2]

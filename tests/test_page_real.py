@@ -95,7 +95,7 @@ def test_draw_watch_inpaint_and_drop(page: Any, server: tuple[str, ImageEngine],
     page.fill("#prompt", "")
     page.click("#input-remove")
     page.set_input_files("#file", tmp_path / "image.png")
-    page.wait_for_selector("text=Its settings stand in the form")
+    page.wait_for_selector("text=Settings restored")
     assert page.input_value("#prompt") == "a red apple"
     page.locator(".tile .open").first.focus()
     page.keyboard.press("Enter")

@@ -43,7 +43,7 @@ function showModel() {
   $("count").max = card.max_images;
   for (const id of ["steps", "steps-number"]) $(id).max = card.max_steps;
   $("steps").max = Math.min(card.max_steps, 100);
-  const first = el("option", { value: "", textContent: card.sampler ? `The model's: ${samplerLabel(card.sampler)}` : "The model's own" });
+  const first = el("option", { value: "", textContent: card.sampler ? `Default: ${samplerLabel(card.sampler)}` : "Default" });
   $("sampler").replaceChildren(first, ...catalogue.samplers.map(({ name, label: text }) => el("option", { value: name, textContent: text })));
   ownSettings();
   return showBeside(card);
@@ -185,7 +185,7 @@ export function usedSeed(seed) {
   if (locked()) return;
   lastSeed = seed;
   $("seed").value = "";
-  $("seed").placeholder = `A new one each time, last ${seed}`;
+  $("seed").placeholder = `Random, last ${seed}`;
 }
 
 /** What stands in the folded part, in a line. */

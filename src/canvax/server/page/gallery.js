@@ -27,7 +27,7 @@ export async function loadImages() {
   try {
     records = (await kept.all()).sort((a, b) => b.created - a.created);
   } catch {
-    toast("This browser keeps no images: save what you like.");
+    toast("This browser keeps no images. Save those that you like.");
   }
   render();
 }
@@ -89,7 +89,7 @@ export async function toggleFavourite(id) {
   await kept.put(record).catch(() => {}); // it shows once it is kept
   const node = $("tiles").querySelector(`[data-id="${id}"] .favourite`);
   if (node) node.ariaPressed = String(record.favourite);
-  announce(record.favourite ? "A favourite now" : "No favourite any more");
+  announce(record.favourite ? "Added to favourites" : "Removed from favourites");
 }
 
 /** Show all tiles anew: after a search, a reload, more of them. */
@@ -192,16 +192,16 @@ export function showBusy(tile, preview = null) {
 }
 
 function textOf(task, image) {
-  if (task.status === "failed") return task.message || "It failed.";
+  if (task.status === "failed") return task.message || "Failed.";
   if (task.status === "waiting") {
     if (task.why === "full") return `The queue is full. Next try in ${duration(Math.max(1, (task.retryAt - Date.now()) / 1000))}.`;
-    return task.why === "key" ? "Waits for an API key." : "Waits for the server.";
+    return task.why === "key" ? "Waiting for an API key." : "Waiting for the server.";
   }
   if (task.status === "running") {
     const left = task.secondsLeft === null ? "" : `${duration(task.secondsLeft)} left`;
     return image.step ? [`${image.step} / ${image.steps}`, left].filter(Boolean).join(" · ") : "Waiting";
   }
-  return task.status === "queued" && task.ahead ? `Queued, ${task.ahead} before it` : task.status === "queued" ? "Queued" : "Sending";
+  return task.status === "queued" && task.ahead ? `Waiting, ${task.ahead} ahead` : task.status === "queued" ? "Waiting" : "Sending";
 }
 
 /** The line above the tiles, and the title of the window. */

@@ -27,7 +27,7 @@ function showTiles() {
 async function draw() {
   await composer.whenInputRead();
   const job = composer.settings();
-  if (!job.prompt) return composer.formError("Write what it should show.", "prompt");
+  if (!job.prompt) return composer.formError("Write a prompt.", "prompt");
   if (!composer.seedIsNumber()) return composer.formError("A seed is a whole number.", "seed");
   composer.formError("");
   if (narrow.matches) showTiles();
@@ -86,14 +86,14 @@ function over(task, tiles) {
 }
 
 function tellChange(task) {
-  if (task.status === "queued" && task.ahead) announce(`Queued, ${plural(task.ahead, "image")} before it`);
+  if (task.status === "queued" && task.ahead) announce(`Waiting, ${plural(task.ahead, "image")} ahead`);
   if (task.status === "running") announce("Generating");
   if (task.status === "done") announce(`${plural(task.images.length, "image")} done`);
   if (task.status === "cancelled") announce("Cancelled");
   if (task.status === "failed") announce(`Failed: ${task.message}`);
   if (task.status !== "waiting") return;
   if (task.why === "key") askKey(task.message);
-  else announce(task.why === "full" ? "The queue is full. It is tried again." : "The server does not answer. It is tried again.");
+  else announce(task.why === "full" ? "The queue is full. Trying again." : "The server does not answer. Trying again.");
 }
 
 async function beginSheet(sheet) {
@@ -149,7 +149,7 @@ Object.assign(viewer.viewerActions, {
     start(anew(record), record.inputs);
   },
   varyLittle(record) {
-    if (!canDo("image-to-image")) return toast("This model does not begin from images.");
+    if (!canDo("image-to-image")) return toast("This model cannot start from images.");
     closeDialogs();
     const changed = { ...anew(record), strength: 0.4 };
     if (changed.upscale) changed.upscale = 1;  // it is as large as it should be
@@ -157,7 +157,7 @@ Object.assign(viewer.viewerActions, {
     start(changed, { ...inputs, image: record.blob });
   },
   upscale(record) {
-    if (!canUpscale()) return toast("The size of this model's tiles is not ready on this server.");
+    if (!canUpscale()) return toast("This server has no programs for the size of this model's tiles.");
     closeDialogs();
     start(anew({ settings: { ...record.settings, upscale: 2, strength: 0.3 } }), { image: record.blob });
   },
@@ -166,7 +166,7 @@ Object.assign(viewer.viewerActions, {
     await composer.setInput(record.blob);
     composer.apply({ prompt: record.settings.prompt, negative_prompt: record.settings.negative_prompt });
     $("prompt").focus();
-    announce("It is the input image now");
+    announce("Added as input image");
   },
   async mask(record) {
     const back = composer.snapshot();
@@ -191,7 +191,7 @@ Object.assign(viewer.viewerActions, {
     await restoreBeside(beside, record.settings);
     composer.keepDraft();
     $("prompt").focus();
-    announce("Its settings stand in the form");
+    announce("Settings restored");
   },
 });
 
@@ -212,7 +212,7 @@ function openMask(back) {
 }
 
 const act = (name) => (id) => viewer.viewerActions[name](gallery.byId(id));
-const unlessSheet = (action) => (id) => (gallery.byId(id).kind === "sheet" ? toast("A sheet has no such action.") : action(id));
+const unlessSheet = (action) => (id) => (gallery.byId(id).kind === "sheet" ? toast("A sheet does not have this action.") : action(id));
 
 function remove(id) {
   if (viewer.viewed()) viewer.remove();
@@ -241,12 +241,12 @@ async function openImage(file) {
     composer.keepDraft();
     $("prompt").focus();
     const lost = [...Object.keys(options), ...missing].slice(0, 8).join(", ");
-    toast(`Its settings stand in the form${lost && `, without ${lost}`}.`, [["Use it as input too", asInput]]);
+    toast(`Settings restored${lost && `, without ${lost}`}.`, [["Add as input too", asInput]]);
   } catch (error) {
     if (error instanceof Refused && error.status === 401) return askKey(error.message);
     if (!canDo("image-to-image")) return toast(error.message);
     await asInput();
-    toast(error instanceof Refused ? "It holds no settings: it is the input image now." : "It is the input image now.");
+    toast(error instanceof Refused ? "Added as input image. It holds no settings." : "Added as input image.");
   }
 }
 
@@ -318,7 +318,7 @@ async function startingSoon({ message, retryAfter }) {
 function askKey(text = "") {
   $("key-error").textContent = key.get() ? text : "";
   if ($("key").open) return;
-  $("key-text").textContent = text && !key.get() ? "This server wants a key. It is kept in this browser." : "Kept in this browser, sent to this server alone.";
+  $("key-text").textContent = text && !key.get() ? "This server needs a key. It is stored in this browser." : "Stored in this browser and sent only to this server.";
   $("key-value").value = key.get();
   openDialog($("key"));
   $("key-value").focus();
@@ -348,7 +348,7 @@ function prepareConnection() {
   let before = false;
   connection.addEventListener("change", () => {
     show();
-    if (connection.gone && !before) announce("The server does not answer. Your text is kept; it is tried again.");
+    if (connection.gone && !before) announce("The server does not answer. Your text is kept. Trying again.");
     if (!connection.gone && before) {
       announce("The server is back");
       if (!composer.hasModels()) loadModels();

@@ -35,7 +35,7 @@ function samplerOf(text) {
 function valuesOf(axis, id) {
   if (axis === "none") return [{ text: "", value: null }];
   const texts = $(id).value.split(",").map((text) => text.trim()).filter(Boolean);
-  if (!texts.length) throw new Error(`Say which values of ${AXES[axis].label.toLowerCase()}, with commas between.`);
+  if (!texts.length) throw new Error(`Write values of ${AXES[axis].label.toLowerCase()}, separated by commas.`);
   return texts.map((text) => ({ text, value: AXES[axis].read(text) }));
 }
 
@@ -193,7 +193,7 @@ function chooseAxis(id) {
   const axis = $(id).value;
   $(`${id}-values`).value = AXES[axis].propose().join(", ");
   $(`${id}-values`).hidden = axis === "none";
-  $(`${id}-hint`).textContent = axis === "words" ? "The first is sought in the prompt; the others take its place." : "";
+  $(`${id}-hint`).textContent = axis === "words" ? "The first value must occur in the prompt. The others replace it." : "";
   describe();
 }
 

@@ -51,9 +51,9 @@ function showActions() {
     return node;
   };
   const picture = [
-    one("vary", "New seed", act("vary"), "v"), one("dice", "Small change", act("varyLittle"), "Shift+V"),
-    one("input", "Use as input", act("use"), "u"), one("brush", "Paint a mask", act("mask"), "p"),
-    one("compare", "Compare", act("compare"), "c"), one("copy", "Take settings", act("restore"), "r"),
+    one("vary", "New seed", act("vary"), "v"), one("dice", "Variation", act("varyLittle"), "Shift+V"),
+    one("input", "Add as input", act("use"), "u"), one("brush", "Paint a mask", act("mask"), "p"),
+    one("compare", "Compare", act("compare"), "c"), one("copy", "Restore settings", act("restore"), "r"),
   ];
   if (viewerActions.canUpscale()) picture.splice(2, 0, one("larger", "Upscale 2 ×", act("upscale"), "e"));
   const favourite = one("heart", "Favourite", async () => {
