@@ -1,4 +1,4 @@
-"""Z-Image in the files that ComfyUI has, and saved again, beside the folder that diffusers wrote of the same weights."""
+"""Z-Image in the files that ComfyUI has, and saved again, beside the folder that diffusers wrote with these weights."""
 
 from __future__ import annotations
 

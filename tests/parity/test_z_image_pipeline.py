@@ -21,6 +21,7 @@ import safetensors.numpy  # noqa: E402
 import tokenizers  # noqa: E402
 
 import canvax  # noqa: E402
+from canvax.compile.programs import load_or_compile  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.samplers import build_table  # noqa: E402
@@ -199,6 +200,22 @@ def test_nothing_compiles_twice(ours: canvax.StableDiffusion) -> None:
     with pytest.raises(canvax.InputError) as caught:
         draw(ours, prompt=["a hen, " * 90] * 2)
     assert caught.value.argument == "prompt"
+
+
+def test_sizes_of_as_many_tokens_share_the_denoiser(
+    theirs: Any, ours: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 48 x 80, 80 x 48 and 16 x 240 pixels the denoiser is one program; each size has a decoder of its own."""
+    pipe = canvax.load(ours.model.files.path, dtype="float32", mesh=ours.mesh)
+    sizes, made = [(48, 80), (80, 48), (16, 240)], []
+    monkeypatch.setattr("canvax.compile.programs.load_or_compile", lambda name, *rest: (
+        made.append(name) or load_or_compile(name, *rest)))  # fmt: skip
+    for height, width in sizes:
+        start, asked = noise(height, width), {"num_inference_steps": 3, "guidance_scale": 0.7}
+        got = draw(pipe, latents=start, height=height, width=width, negative_prompt=NEGATIVES, **asked)
+        want = reference(theirs, PROMPTS, start, negative_prompt=list(NEGATIVES), **asked)
+        assert psnr(got.pixels, want) > 60
+    assert sorted(made) == ["decoder"] * 3 + ["denoiser", "text encoder"]
 
 
 def test_the_shift_belongs_to_the_model(ours: canvax.StableDiffusion, tmp_path: Path) -> None:
