@@ -20,10 +20,13 @@ import safetensors.numpy  # noqa: E402
 import canvax  # noqa: E402
 from canvax.cli import main  # noqa: E402
 from canvax.families.convert import convert  # noqa: E402
+from canvax.models.configs import ClipTextConfig  # noqa: E402
 from canvax.models.decoder_lm import DecoderConfig, decoder_lm_spec  # noqa: E402
+from canvax.models.text import clip_encoders  # noqa: E402
 from canvax.models.z_image import ZImageConfig, z_image_spec  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.params import flatten  # noqa: E402
+from canvax.pipelines.texts import prompt_tokens  # noqa: E402
 from canvax.weights.language_model import language_model_config  # noqa: E402
 from canvax.weights.rules import Names  # noqa: E402
 from canvax.weights.safetensors import Outgoing  # noqa: E402
@@ -160,6 +163,37 @@ def test_info(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> Non
         report = json.loads(capsys.readouterr().out)
         assert report["flag"] == flag
         assert name != "model" or report["family"] == "Z-Image"
+
+
+def test_info_of_a_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A language model reads a prompt at once, and has no layers to leave out; memory is that of each part."""
+    assert main(["info", str(folder), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["text"]["tokens"], report["text"]["layers"]) == (512, None)
+    words = [
+        "info",
+        str(folder),
+        "--memory",
+        "--json",
+        "-W",
+        "32",
+        "-H",
+        "32",
+        "--dtype",
+        "float32",
+        "--mesh",
+        "data=1",
+    ]
+    assert main(words) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert memory["components"].keys() == {"transformer", "text_encoder", "vae"}
+    assert sum(memory["components"].values()) == memory["weights"]
+
+
+def test_room_for_a_prompt(folder: Path) -> None:
+    """Chunks are 128 tokens here, and 75 of CLIP's 77."""
+    assert prompt_tokens(load(folder).model.text, 2) == 256
+    assert prompt_tokens(clip_encoders(ClipTextConfig()), 2) == 150
 
 
 def test_command_line(
