@@ -248,8 +248,10 @@ def test_converted(files: dict[str, Path], folder: Path, tmp_path: Path) -> None
 
 def shapes_of(spec: Any, names: Names | None = None) -> dict[str, tuple[int, ...]]:
     """Shapes of a file as PyTorch has it."""
-    none = np.dtype(np.float32)
-    found = [Outgoing(name, param.checkpoint_shapes[0], none, lambda: None) for name, param in flatten(spec)]
+    nothing = np.zeros(0, np.float32)
+    found = [
+        Outgoing(name, param.checkpoint_shapes[0], nothing.dtype, lambda: nothing) for name, param in flatten(spec)
+    ]
     return {one.name: one.shape for one in (names.to_theirs(found) if names else found)}
 
 

@@ -226,12 +226,12 @@ def find_tokenizer(location: Location) -> Path:
     location, inside = location.on_hub()
     folders = [f"{inside}/"] if inside else ["tokenizer/", ""]
     commit = _commit_with(location, [folder + _TOKENIZER for folder in folders])
-    if commit.names is not None:
-        folder = next((one for one in folders if one + _TOKENIZER in commit.names), None)
+    if (names := commit.names) is not None:
+        folder = next((one for one in folders if one + _TOKENIZER in names), None)
         if folder is None:
             raise CheckpointError(f"{location.argument}={location.text!r}: has no {_TOKENIZER} at commit {commit.sha}")
         commit = replace(commit, root=folder + _TOKENIZER)
-        commit.fetch([folder + name for name in PLAIN_FILES["tokenizer"] if folder + name in commit.names])
+        commit.fetch([folder + name for name in PLAIN_FILES["tokenizer"] if folder + name in names])
         commit.remember()
     return (commit.folder / commit.root).parent
 

@@ -64,12 +64,13 @@ class Overrides:
         Raises:
             InputError, CheckpointError: naming the argument.
         """
-        parts = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
-        for name, part in parts.items():
+        given = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
+        parts: dict[str, Any] = {}
+        for name, part in given.items():
             if part is not None:
                 parts[name] = os.fspath(part) if isinstance(part, os.PathLike) else part
-                Location(part, argument=name)
-                refuse_pickle(part)
+                Location(parts[name], argument=name)
+                refuse_pickle(parts[name])
         if prediction_type is not None and str(prediction_type) not in PREDICTION_TYPES:
             cure = nearest(str(prediction_type), list(PREDICTION_TYPES))
             raise InputError("prediction_type", prediction_type, "is not known", cure)
