@@ -144,10 +144,12 @@ def test_wrong_parts(files: dict[str, Path], tmp_path: Path) -> None:
     for changes in ({"text_encoder": files["vae"]}, {"vae": files["text_encoder"]}, {"text_encoder": files["model"]}):
         with pytest.raises(canvax.CheckpointError):
             load(files["model"], **parts(files, **changes))
-    named = safetensors.numpy.load_file(files["model"])
-    for name in ("stray", "layers.0"):
-        changed = {**named, "stray.weight": np.ones(2, np.float32)} if name == "stray" else {
-            key: array for key, array in named.items() if not key.startswith("layers.0.attention.qkv")}  # fmt: skip
+    named, qkv = safetensors.numpy.load_file(files["model"]), "layers.0.attention.qkv.weight"
+    for name, changed in {
+        "stray": {**named, "stray.weight": np.ones(2, np.float32)},
+        "missing": {key: array for key, array in named.items() if key != qkv},
+        "ragged": {**named, qkv: np.concatenate([named[qkv], named[qkv][:1]])},
+    }.items():
         with pytest.raises(canvax.CheckpointError):
             load(write(tmp_path / f"{name}.safetensors", changed), **parts(files))
     with pytest.raises(canvax.InputError) as caught:

@@ -197,12 +197,12 @@ class Programs:
         denoiser = networks.denoiser_of(
             kinds.controls, kinds.places, perturbs=kinds.perturbs, reuse_layers=kinds.deep_layers
         )
-        sized = denoiser.size_inputs(height, width)
-        latents = (batch, *(shape := (*denoiser.loop_size(height, width), channels)))
+        shape = *denoiser.loop_size(height, width), channels
+        latents = batch, *shape
         guidance = Guidance(kinds.method if guided else "cfg", kinds.perturbs, guided and kinds.parts > 0)
         text = networks.text.conditions(batch, tuple(dtypes[name] for name in networks.text.names), kinds.chunks)
         conditions = {**text, **denoiser.inputs(latents, text, dtypes.__getitem__)}
-        conditions |= dict.fromkeys(sized, jax.ShapeDtypeStruct((batch,), jnp.int32))
+        conditions |= dict.fromkeys(denoiser.size_inputs(height, width), jax.ShapeDtypeStruct((batch,), jnp.int32))
         if kinds.image_prompts:
             conditions[IMAGE_PROMPTS] = networks.image_prompts(kinds.image_prompts, latents, dtypes.__getitem__)
         prompts = (conditions,) * (1 + max(1, kinds.parts) if guided else 1)
