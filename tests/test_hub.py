@@ -35,7 +35,7 @@ from tests.support.hub_imitation import HubImitation, Repository, folder_files
 SCRIPT = """
 import json, sys, warnings
 from canvax.errors import CanvaxError
-from canvax.weights.open import open_files, open_network, read_config
+from canvax.weights.open import find_tokenizer, open_files, open_network, read_config
 from canvax.weights.location import Location
 def refuse(index):
     raise CanvaxError("not wanted: " + index["_class_name"])
@@ -59,6 +59,9 @@ for call in json.load(sys.stdin):
                 answers.append({"blocks": load_preview(**call).cfg.num_decoder_blocks})
                 continue
             source = Location(call.pop("model"), **call)
+            if source.argument == "tokenizer":
+                answers.append(sorted(path.name for path in find_tokenizer(source).iterdir()))
+                continue
             if config:
                 answers.append(read_config(source, config))
                 continue
@@ -242,6 +245,22 @@ def test_one_config(hub: HubImitation, client: Client, toy: dict[str, bytes]) ->
     assert hub.fetched() == [name]
     (absent,) = client({"model": "someone/toy", "config": "scheduler_config.json"})
     assert "has no file scheduler_config.json" in absent["text"]
+
+
+def test_a_tokenizer_of_a_model(hub: HubImitation, client: Client) -> None:
+    """Of a repository its files alone are fetched, from ``tokenizer``, the top or a folder; later without the Hub."""
+    words = {"tokenizer.json": b"{}", "tokenizer_config.json": b"{}", "chat_template.jinja": b""}
+    for name, folder in (("o/model", "tokenizer/"), ("o/words", ""), ("o/deep", "a/b/")):
+        files = {folder + file: data for file, data in words.items()}
+        hub.repositories[name] = Repository()
+        hub.repositories[name].commit("main", {"model.safetensors": b"?", **files})
+    calls = [{"model": name, "argument": "tokenizer"} for name in ("o/model", "o/words", "o/deep/a/b")]
+    assert client(*calls) == [sorted(words)] * 3
+    assert not any(name.endswith(".safetensors") for name in hub.fetched())
+    hub.requests.clear()
+    assert client(*calls, HF_HUB_OFFLINE="1") == [sorted(words)] * 3
+    assert hub.requests == []
+    assert client({"model": "o/deep", "argument": "tokenizer"})[0]["error"] == "CheckpointError"
 
 
 def test_every_argument_of_a_preview_reaches_the_hub(hub: HubImitation, client: Client, tmp_path: Path) -> None:

@@ -197,13 +197,15 @@ def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageR
         raise InputError(
             "control", NO_VALUE, "needs a ControlNet", "name the network that reads the image with {controlnet}"
         )
-    overrides = Overrides.of(source.vae, source.prediction_type, ZERO_SNR if source.zero_snr else None)
+    fields = ZERO_SNR if source.zero_snr else None
+    overrides = Overrides.of(source.vae, source.prediction_type, fields, source.text_encoder, source.tokenizer)
     try:
         origin = ModelLocation(
             source.model, source.revision, source.variant, cache_dir=arguments.cache_dir, local_files_only=True
         )
-        files = open_files(origin, accept=family_of, prediction=overrides.prediction, vae=overrides.vae is None)
-        files = dataclasses.replace(overrides, vae=None).apply(files)
+        files = open_files(origin, accept=family_of, prediction=overrides.prediction, given=overrides.parts)
+        hub = {"cache_dir": arguments.cache_dir, "local_files_only": True}
+        files = dataclasses.replace(overrides, vae=None).apply(files, **hub)
     except (CheckpointError, HubError):
         return  # not on disk yet, or no such model: loading reports it
     model = read_model(files, "float32")
@@ -228,7 +230,8 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
     if not arguments.quiet:
         complain(f"loading {source.model}")
     keywords: dict[str, Any] = {"controlnet": list(source.controlnet)} if source.controlnet else {}
-    parts: dict[str, Any] = {"vae": source.vae, "prediction_type": source.prediction_type}
+    names = ("vae", "prediction_type", "text_encoder", "tokenizer")
+    parts: dict[str, Any] = {name: getattr(source, name) for name in names}
     parts["scheduler"] = ZERO_SNR if source.zero_snr else None
     keywords |= {name: value for name, value in parts.items() if value is not None}
     pipe = canvax.load(

@@ -253,10 +253,7 @@ def add_dtype(group: Any) -> None:
 
 def add_parts(group: Any) -> None:
     """Flags that say in which parts a model is not as its files say."""
-    group.add_argument(
-        "--vae", metavar="VAE",
-        help="another autoencoder: a folder, a Hub id or a safetensors file; madebyollin/taesd is a small one",
-    )  # fmt: skip
+    add_part_files(group)
     group.add_argument(
         "--prediction-type", metavar="TYPE", help="epsilon or v_prediction, where the model does not say or is wrong"
     )
@@ -264,6 +261,20 @@ def add_parts(group: Any) -> None:
         "--zero-snr",
         action="store_true",
         help="its schedule ends in noise alone, which it does not say",
+    )
+
+
+def add_part_files(group: Any) -> None:
+    """Flags that name parts which a model lacks, or others than its own."""
+    group.add_argument(
+        "--vae", metavar="VAE",
+        help="another autoencoder: a folder, a Hub id or a safetensors file; madebyollin/taesd is a small one",
+    )  # fmt: skip
+    group.add_argument(
+        "--text-encoder", metavar="FILE", help="the language model for a transformer in one file; likewise"
+    )
+    group.add_argument(
+        "--tokenizer", metavar="FOLDER", help="its tokenizer: a folder or a Hub id (the one beside the text encoder)"
     )
 
 

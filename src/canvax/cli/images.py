@@ -51,7 +51,7 @@ ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 
 _MAX_PROMPT_FILE = 64 << 20
 
-OF_MODEL = ("revision", "variant", "dtype", "quantize", "vae", "prediction_type")
+OF_MODEL = ("revision", "variant", "dtype", "quantize", "vae", "prediction_type", "text_encoder", "tokenizer")
 """What the metadata of an image holds about its model besides the name: fields of ``Source``."""
 _OF_ALL = {"model", "mesh", "batch_size", "output", "lora", "embedding", "controlnet", "ip_adapter", *OF_MODEL}
 """What flags say of a whole command, and a line of a prompt file cannot."""
@@ -115,6 +115,8 @@ class Source:
     quantize: str | None
     vae: str | None = None
     prediction_type: str | None = None
+    text_encoder: str | None = None
+    tokenizer: str | None = None
     zero_snr: bool = False
     controlnet: tuple[str, ...] = ()
     ip_adapter: tuple[str, ...] = ()

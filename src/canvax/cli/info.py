@@ -268,6 +268,7 @@ def _files(arguments: argparse.Namespace) -> ModelFiles:
 def model_info(files: ModelFiles) -> dict[str, Any]:
     """Components, parameters, memory and settings of a model. Reads no weights and starts no JAX backend."""
     from canvax.families.read import read_model
+    from canvax.pipelines.texts import prompt_tokens
     from canvax.weights.folder import KINDS
 
     model = read_model(files, "float32")
@@ -298,8 +299,8 @@ def model_info(files: ModelFiles) -> dict[str, Any]:
         },
         "text": {
             "width": model.text.width,
-            "layers": model.text.max_skip + 1,
-            "tokens": model.text.tokens,
+            "layers": None if model.text.whole else model.text.max_skip + 1,
+            "tokens": prompt_tokens(model.text) if model.text.whole else model.text.tokens,
         },
         "latents": {"channels": model.vae.latent_channels, "factor": model.vae.factor},
         "defaults": {
@@ -312,9 +313,11 @@ def model_info(files: ModelFiles) -> dict[str, Any]:
 def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
     """The memory that each device of this machine needs, from the compiled programs. Reads no weights."""
     from canvax.parallel.mesh import mesh_of
+    from canvax.parallel.rules import device_bytes
     from canvax.pipelines.checks import MOST_IMAGES, check_size
     from canvax.pipelines.loaded import open_model
     from canvax.pipelines.pipeline import StableDiffusion
+    from canvax.weights.cast import parse_dtype
 
     for name in ("width", "height"):
         check_size(name, getattr(arguments, name), 0)
@@ -347,6 +350,9 @@ def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
         "width": width,
         "batch": batch,
         "weights": memory.weights,
+        "components": {
+            part.name: device_bytes(part.spec, parse_dtype(model.dtype), mesh.shape) for part in model.components
+        },
         "programs": dict(memory.programs),
         "total": memory.total,
         "free": memory.limit,
@@ -356,6 +362,7 @@ def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
 def _memory_lines(memory: Mapping[str, Any]) -> list[str]:
     mesh = ", ".join(f"{name}={size}" for name, size in memory["mesh"].items())
     rows = [("on each device", ""), ("weights", byte_size(memory["weights"]))]
+    rows += [(f"  {name}", byte_size(size)) for name, size in memory["components"].items()]
     rows += [(f"{name}, while running", byte_size(size)) for name, size in memory["programs"].items()]
     rows.append(("largest total", byte_size(memory["total"])))
     if memory["free"] is not None:
@@ -403,7 +410,8 @@ def _model_lines(report: Mapping[str, Any]) -> list[str]:
         "memory": f"{memory} (weights only)",
         "size": f"{report['width']} x {report['height']} pixels",
         "latents": f"{latents['channels']} channels, {latents['factor']} pixels each way",
-        "text": f"{text['tokens']} tokens of width {text['width']}, {text['layers']} layers",
+        "text": f"{text['tokens']} tokens of width {text['width']}"
+        + (f", {text['layers']} layers" if text["layers"] else ", read at once"),
         "prediction": f"{report['prediction_type']}, {report['train_timesteps']} training timesteps",
         **{f"read as: {name.replace('_', ' ')}": reason for name, reason in report["read_as"].items()},
         "sampler": f"{sampler['label']} ({sampler['name']}), spacing {sampler['spacing']}, sigmas {sampler['sigmas']}, "

@@ -80,9 +80,12 @@ def lines(plan: Plan) -> list[str]:
     rows = [("program", "runs", "TFLOP", "GB moved", "temporary GiB", "bound ms", last, "collectives", "compiled in")]
     rows += [_row(plan, program) for program in plan.programs]
     text = [*head, *table(rows, right=range(1, 7)), ""]
+    weights = ", ".join(f"{name} {size / GIB:.2f}" for name, size in plan.weights.items())
+    eight = "" if plan.quantize or plan.fits else f"; with --quantize int8 {plan.in_8_bits / GIB:.2f} in all"
+    weights = f"weights on each {device}, which stay there: {weights} GiB{eight}"
     unpriced = sorted({name for program in plan.programs for name in program.unpriced})
     if any(program.refused for program in plan.programs):
-        return [*text, f"does not fit: {plan.why_not}"]
+        return [*text, weights, f"does not fit: {plan.why_not}"]
     memory = (
         f"{plan.peak_bytes / GIB:.2f} of {chip.usable / GIB:.2f} GiB on each {device}: weights, inputs and programs "
         f"{plan.resident_bytes / GIB:.2f}, temporaries and results {plan.working_bytes / GIB:.2f}"
@@ -94,7 +97,7 @@ def lines(plan: Plan) -> list[str]:
     else:
         estimate = f"{_seconds(plan.seconds)} for the batch by the compiler's estimate"
         times = f"{estimate}, {least}; {plan.batch / plan.seconds:.3g} images a second"
-    text += [f"{verdict}: {memory}" if plan.fits else f"{verdict}: {plan.why_not}; {memory}", f"time: {times}"]
+    text += [f"{verdict}: {memory}" if plan.fits else f"{verdict}: {plan.why_not}; {memory}", weights, f"time: {times}"]
     if unpriced:
         text.append(f"the estimate leaves these out: {', '.join(unpriced)}")
     page = f"docs/{plan.target.platform}.md"

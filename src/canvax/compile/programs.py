@@ -193,13 +193,16 @@ class Programs:
     def _denoiser(
         self, dtypes: Mapping[str, DType], latents: LatentShape, kinds: Kinds, *, guided: bool, size: Mapping[str, int]
     ) -> Program:
-        networks, (batch, *shape) = self.networks, latents
+        networks, (batch, height, width, channels) = self.networks, latents
         denoiser = networks.denoiser_of(
             kinds.controls, kinds.places, perturbs=kinds.perturbs, reuse_layers=kinds.deep_layers
         )
+        shape = *denoiser.loop_size(height, width), channels
+        latents = batch, *shape
         guidance = Guidance(kinds.method if guided else "cfg", kinds.perturbs, guided and kinds.parts > 0)
         text = networks.text.conditions(batch, tuple(dtypes[name] for name in networks.text.names), kinds.chunks)
         conditions = {**text, **denoiser.inputs(latents, text, dtypes.__getitem__)}
+        conditions |= dict.fromkeys(denoiser.size_inputs(height, width), jax.ShapeDtypeStruct((batch,), jnp.int32))
         if kinds.image_prompts:
             conditions[IMAGE_PROMPTS] = networks.image_prompts(kinds.image_prompts, latents, dtypes.__getitem__)
         prompts = (conditions,) * (1 + max(1, kinds.parts) if guided else 1)

@@ -21,7 +21,7 @@ from canvax.engine.segments import DeepPlan, guided_rows
 from canvax.errors import InputError
 from canvax.models.text import Conditions
 from canvax.parallel.mesh import over_batch
-from canvax.parallel.place import own_rows, put, put_all
+from canvax.parallel.place import map_parts, own_rows, put, put_all
 from canvax.params import Params
 from canvax.samplers.table import NOISE, SLOTS, SamplerTable
 from canvax.types import Array, HostArray
@@ -100,15 +100,17 @@ class Batch:
         mesh: the devices.
         latents: [B, h, w, C]; B is a multiple of the ``data`` axis of the mesh.
 
-    Attributes:
-        denoised: D of every slot at the last row run [B, h, w, C] float32, on the devices; None before.
+    In the loop latents may have another height and width (``canvax.models.denoiser.Denoiser.loop_size``). Arrays that
+    come in or go out have their own.
     """
 
     def __init__(self, programs: Ready, params: Params, mesh: Mesh, latents: LatentShape) -> None:
         self.latents = latents
-        self.denoised: Array | None = None
+        self._denoised: Array | None = None
         self._denoisers = {guided: programs[name] for guided, name in DENOISERS.items() if name in programs}
         self._params, self._split = params, over_batch(mesh)
+        first = next(iter(self._denoisers.values()))
+        self._size: tuple[int, ...] = first.program.inputs[0].flight.state.shape[2:4]
         self._runs: list[Run | None] = [None] * latents[0]
         self._flight: InFlight | None = None
         self._deep: DeepPlan | None = None
@@ -150,6 +152,7 @@ class Batch:
         for i, table in enumerate(tables):
             scaled = np.float32(table.init_scale)
             state[i, 0] = noise[i] * scaled if images is None else table.noised(images[i], noise[i])
+        state, known = self._inside(state), known and Known(*map(self._inside, known))
         self._runs = [*runs, *[None] * (self.latents[0] - len(runs))]
         self._flight = InFlight(self._put(state), prompts, self._put(keys), known and Known(*map(self._put, known)))
         self._deep, self._memory, self._later = deep, None, later or {}
@@ -169,7 +172,10 @@ class Batch:
         if self._deep is not None:
             raise InputError("this batch reuses deep features, for which all its images stand at one row; fill it")
         flights = {
-            slot: image.flight._replace(prompts=self._suited(image.flight.prompts)) for slot, image in images.items()
+            slot: image.flight._replace(
+                prompts=self._suited(image.flight.prompts), state=self._inside(image.flight.state)
+            )
+            for slot, image in images.items()
         }
         if self.latents[0] == 1:
             (host,) = flights.values()  # as it is: it may be on the devices already
@@ -219,7 +225,7 @@ class Batch:
         prompts = flight.prompts if guided else _unguided(flight.prompts)
         memory = self._memory_at(first.row, denoiser)
         inputs = StepInputs(flight._replace(prompts=prompts), columns, shared, np.int32(count), memory)
-        state, self.denoised, self._memory = denoiser(self._params, inputs)
+        state, self._denoised, self._memory = denoiser(self._params, inputs)
         self._flight = flight._replace(state=jax.block_until_ready(state))
         for run in active.values():
             run.row += count
@@ -230,14 +236,19 @@ class Batch:
         assert self._flight is not None
         indices, rows = own_rows(self._flight.state)
         self._runs[slot] = None
-        return rows[indices.index(slot), 0]
+        return rows[indices.index(slot), 0].reshape(self.latents[1:])
 
     def replace(self, latents: HostArray) -> None:
         """Go on from other latents [n, h, w, C] float32 in the first slots; needs all devices in this process."""
         assert self._flight is not None
         state = np.array(jax.device_get(self._flight.state))
-        state[: len(latents), 0] = latents
+        state[: len(latents), 0] = self._inside(latents)
         self._flight = self._flight._replace(state=self._put(state))
+
+    @property
+    def denoised(self) -> Array | None:
+        """D of every slot at the last row run [B, h, w, C] float32, on the devices; None before."""
+        return None if self._denoised is None else self._outside(self._denoised)
 
     def drop(self, slot: int) -> None:
         """Free a slot, whatever is in it."""
@@ -267,7 +278,18 @@ class Batch:
     def state(self) -> Array:
         """The state of all slots [B, K, h, w, C] float32 on the devices; slot 0 of K is x."""
         assert self._flight is not None
-        return self._flight.state
+        return self._outside(self._flight.state)
+
+    def _inside(self, array: Any) -> Any:
+        """An array [..., h, w, C] with the height and width of the loop; others, of fewer axes, as they are."""
+        return array.reshape(*array.shape[:-3], *self._size, array.shape[-1]) if array.ndim > 3 else array
+
+    def _outside(self, array: Array) -> Array:
+        """An array [..., h, w, C] from the loop with its own height and width."""
+        height, width = self.latents[1:3]
+        if (height, width) == self._size:
+            return array
+        return map_parts(lambda part: part.reshape(*part.shape[:-3], height, width, part.shape[-1]), array)
 
     def _on_host(self, like: InFlight) -> InFlight:
         """What is in flight, to write to; where nothing is, zeros for images such as ``like``."""

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import jax
 import numpy as np
 
 from canvax.errors import CheckpointError, InputError, check_count, check_number, nearest
@@ -21,11 +22,13 @@ from canvax.params import Params, Spec
 from canvax.samplers import NoiseSchedule, Scheduler, curve_label, find
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.tokenizers.concepts import Concepts
-from canvax.types import DType
+from canvax.types import DType, HostArray
 from canvax.weights.entries import Entry
 from canvax.weights.files import ModelFiles, NetworkFiles
+from canvax.weights.formats import whole_name
 from canvax.weights.load import Component
-from canvax.weights.save import save_checkpoint
+from canvax.weights.safetensors import Outgoing
+from canvax.weights.save import narrowed, save_checkpoint
 
 if TYPE_CHECKING:
     from canvax.weights.controlnet import ControlFiles
@@ -270,12 +273,9 @@ class Model:
         Networks that read control images or image prompts are left out: they are files of their own.
 
         Raises:
-            InputError: its weights are quantised, which that layout cannot say, its text encoder was read in part, or
-                the folder is not empty.
+            InputError: its weights are quantised, which that layout cannot say, or the folder is not empty.
+            CheckpointError: the files it was loaded from, of which layers that are not read are copied, are gone.
         """
-        if self.text.whole:
-            problem = f"cannot hold {self.name}, of whose text encoder the layers that are read were loaded alone"
-            raise InputError("folder", str(folder), problem, "copy the checkpoint")
         if self.quantize is not None:
             raise InputError(f"weights quantised to {self.quantize} cannot be saved; load the model without quantize")
         names = (*self.text.names, self.networks.denoiser.component, "vae", "scheduler")
@@ -288,7 +288,25 @@ class Model:
             copy_from=self.files.folder,
             dtype=dtype,
             overwrite=overwrite,
+            rest={part.name: self._unread(part, params, dtype) for part in self.components if part.name in names},
         )
+
+    def _unread(self, part: Component, params: Params, dtype: DType | None) -> list[Outgoing]:
+        """The layers of a language model behind the last one that is read, from its files."""
+        if not any(one.whole for one in self.text.encoders if one.component == part.name):
+            return []
+        entries = self.files.entries(part.name)
+        read = {(entry.path, entry.segments) for entry in part.entries(entries)}
+        dtype = np.dtype(jax.tree.leaves(params[part.name])[0].dtype if dtype is None else dtype)
+        return [
+            Outgoing(whole_name(entry.name), entry.shape, dtype, partial(_as_dtype, entry, dtype))
+            for entry in entries
+            if (entry.path, entry.segments) not in read
+        ]
+
+
+def _as_dtype(entry: Entry, dtype: DType) -> HostArray:
+    return narrowed(entry.read(), dtype)
 
 
 def read_clip_unet_vae(

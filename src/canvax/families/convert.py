@@ -17,6 +17,7 @@ from canvax.errors import CheckpointError, InputError, check_flag, warn
 from canvax.families.base import Model
 from canvax.families.read import family_of, read_model
 from canvax.files import check_writable, named_path
+from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
 from canvax.params import flatten
 from canvax.tokenizers.clip import ClipTokenizer
@@ -27,6 +28,7 @@ from canvax.weights.files import ModelFiles
 from canvax.weights.load import stored_components
 from canvax.weights.location import Location, warn_unused_cache
 from canvax.weights.open import open_files
+from canvax.weights.overrides import Overrides
 from canvax.weights.pickled import Pickled, read_pickled
 from canvax.weights.safetensors import Outgoing, write_safetensors
 from canvax.weights.save import narrowed, outgoing_of, writing
@@ -40,7 +42,15 @@ _ALIKE = {
 
 
 def convert(
-    model: str | Path, output: str | Path, *, dtype: DType | None = None, overwrite: bool = False, **source: Any
+    model: str | Path,
+    output: str | Path,
+    *,
+    dtype: DType | None = None,
+    overwrite: bool = False,
+    vae: str | Path | None = None,
+    text_encoder: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    **source: Any,
 ) -> Path:
     """Write a model in another form; what is not cast is the same bits.
 
@@ -50,6 +60,9 @@ def convert(
             only .safetensors, with the names that the pickle has.
         dtype: of the written arrays; their own by default.
         overwrite: write into a folder that is not empty, or over a file.
+        vae: another autoencoder than the model's own, or the one that a file lacks, as in ``canvax.load``.
+        text_encoder: likewise.
+        tokenizer: likewise.
         source: see ``canvax.weights.location.Location``.
 
     Returns:
@@ -81,7 +94,8 @@ def convert(
                 "name one ending in .safetensors",
             )
         return _from_pickle(path, output, dtype)
-    files = open_files(origin, accept=_of_a_family)
+    overrides = Overrides.of(vae, text_encoder=text_encoder, tokenizer=tokenizer)
+    files = overrides.apply(open_files(origin, accept=_of_a_family, given=overrides.parts), **source)
     opened = read_model(files, np.float32)
     params = stored_components(files, opened.components)
     if not single:
@@ -136,6 +150,9 @@ def _cast(one: Outgoing, dtype: DType | None) -> Outgoing:
 
 def _single(model: Model, params: Params, output: Path, dtype: DType | None) -> tuple[list[Outgoing], dict[str, str]]:
     """All arrays of one file that is read as this very model."""
+    if not isinstance(model.networks.denoiser, UNetDenoiser):
+        problem = f"is one file, which cannot hold {model.name}, a model of several files"
+        raise InputError("output", output, problem, "write a folder (a name without .safetensors)")
     config = model.files.config("scheduler")
     says = {
         "v_prediction": config.get("prediction_type") == "v_prediction",

@@ -29,7 +29,7 @@ from canvax.tokenizers.chat import ChatTokenizer
 from canvax.weights.entries import Entry
 from canvax.weights.files import ModelFiles
 from canvax.weights.formats import Z_IMAGE as Z_IMAGE_NAMES
-from canvax.weights.formats import vae_rules
+from canvax.weights.formats import vae_rules, whole_name
 from canvax.weights.rules import Names
 
 CLASSES = {
@@ -95,7 +95,7 @@ def _entries(networks: Networks, component: str, entries: Sequence[Entry]) -> Se
     assert isinstance(encoder, LanguageModel)
     found = []
     for entry in entries:
-        name = entry.name if entry.name.startswith(("model.", "lm_head.")) else f"model.{entry.name}"
+        name = whole_name(entry.name)
         layer = _LAYER.match(name)
         if not (name.startswith(("lm_head.", "model.norm.")) or (layer and int(layer[1]) >= encoder.tap)):
             found.append(replace(entry, name=name))

@@ -81,7 +81,8 @@ def written(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _without_folders(value) if name in _LOCAL else value for name, value in metadata.items()}
 
 
-_LOCAL = ("model", "vae", "scheduler", "controlnet", "ip_adapter", "adapters", "embeddings")
+_LOCAL = ("model", "vae", "text_encoder", "tokenizer", "scheduler", "controlnet", "ip_adapter")
+_LOCAL += ("adapters", "embeddings")
 """Entries of metadata that can hold paths."""
 
 

@@ -56,6 +56,18 @@ class Denoiser(Protocol):
         """Sides of a square of latents that is one token: height and width of latents are multiples of it."""
         return 1
 
+    def loop_size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width that latents of this size have in the loop, as the same numbers in the same order.
+
+        Sizes with the same one share programs; ``size_inputs`` tells the network of the difference.
+        """
+        return height, width
+
+    def size_inputs(self, height: int, width: int) -> dict[str, int]:
+        """Those of ``inputs`` that say which size of latents is meant, int32 each."""
+        del height, width
+        return {}
+
     @property
     def embeds_guidance(self) -> bool:
         """Whether the guidance scale is its input ``guidance``, so that it needs no negative prompt."""
@@ -212,6 +224,12 @@ class Around(Denoiser):
     @property
     def spec(self) -> Spec:
         return self.base.spec
+
+    def loop_size(self, height: int, width: int) -> tuple[int, int]:
+        return self.base.loop_size(height, width)
+
+    def size_inputs(self, height: int, width: int) -> dict[str, int]:
+        return self.base.size_inputs(height, width)
 
     def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Shapes:
         return self.base.inputs(latents, text, dtype)

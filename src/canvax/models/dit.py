@@ -77,6 +77,28 @@ def grid_ids(tokens: int, width: Array) -> tuple[Array, Array]:
     return index // width[:, None], index % width[:, None]
 
 
+class Squares(NamedTuple):
+    """How squares of 2 x 2 latents lie in images whose latents are in one row [B, h w, C]; int32 [B, h w] each.
+
+    Attributes:
+        latents: of each quarter of each token, row by row: which latent it is.
+        quarters: of each latent: which quarter it is, counted through all tokens.
+    """
+
+    latents: Array
+    quarters: Array
+
+
+def squares(tokens: int, width: Array) -> Squares:
+    """Those of images of so many ``tokens``, ``width`` [B] tokens wide: width is data."""
+    row, column = (ids[..., None] for ids in grid_ids(tokens, width))
+    quarter, across = jnp.arange(4), 2 * width[:, None, None]
+    latents = (2 * row + quarter // 2) * across + 2 * column + quarter % 2
+    row, column = grid_ids(4 * tokens, 2 * width)
+    quarters = 4 * (row // 2 * width[:, None] + column // 2) + 2 * (row % 2) + column % 2
+    return Squares(latents.reshape(len(width), -1), quarters)
+
+
 def rms_norm_spec(channels: int, dtype: str | None = None) -> Spec:
     """The scale of a root-mean-square normalisation."""
     return {"weight": Param((channels,), (None,), init="ones", dtype=dtype)}

@@ -20,16 +20,16 @@ from canvax.models.denoiser import Denoiser, Row, Shapes
 from canvax.models.dit import (
     Modulation,
     Rope,
+    Squares,
     grid_ids,
     layer_norm,
-    pack,
     rms_norm,
     rms_norm_spec,
     rotary_embedding,
     sandwich_block,
     sandwich_block_spec,
     sinusoids,
-    unpack,
+    squares,
 )
 from canvax.models.text import Conditions
 from canvax.nn import linear, linear_spec
@@ -257,24 +257,34 @@ class ZImageDenoiser(Denoiser):
     def patch(self) -> int:
         return 2
 
+    def loop_size(self, height: int, width: int) -> tuple[int, int]:
+        return 1, height * width
+
+    def size_inputs(self, height: int, width: int) -> dict[str, int]:
+        return {"columns": width // 2}
+
     def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Shapes:
         if self.places is None:
             return {}
         return {ADAPTERS: jax.ShapeDtypeStruct((latents[0], self.places.count), jnp.float32)}
 
-    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> tuple[Params, ZImageContext]:
+    def prepare(
+        self, p: Params, conditions: Conditions, latents: Sequence[int]
+    ) -> tuple[Params, ZImageContext, Squares]:
         if self.places is not None:
             p = with_adapters(p, conditions[ADAPTERS], self.spec, self.places)
         batch, height, width, _ = latents
-        text, columns = conditions["text"].astype(compute_dtype(p)), jnp.full(batch, width // 2, jnp.int32)
-        context = z_image_context(p, text, conditions["length"], columns, self.cfg, tokens=height * width // 4)
-        return p if self.places else {}, context
+        tokens, text = height * width // 4, conditions["text"].astype(compute_dtype(p))
+        columns = conditions.get("columns", jnp.full(batch, width // 2, jnp.int32))
+        context = z_image_context(p, text, conditions["length"], columns, self.cfg, tokens=tokens)
+        return p if self.places else {}, context, squares(tokens, columns)
 
     def apply(
-        self, p: Params, x: Array, row: Row, prepared: tuple[Params, ZImageContext], memory: Any
+        self, p: Params, x: Array, row: Row, prepared: tuple[Params, ZImageContext, Squares], memory: Any
     ) -> tuple[Array, Any]:
-        adapted, context = prepared
-        tokens = pack(x.astype(compute_dtype(p)), channels_first=False)
-        flat = tokens.reshape(tokens.shape[0], -1, tokens.shape[-1])
-        velocity = z_image(adapted or p, flat, row["timestep"], context, self.cfg)
-        return unpack(velocity.reshape(tokens.shape), channels_first=False), memory
+        adapted, context, places = prepared
+        flat = x.astype(compute_dtype(p)).reshape(x.shape[0], -1, x.shape[-1])
+        tokens = jnp.take_along_axis(flat, places.latents[..., None], axis=1)
+        tokens = tokens.reshape(x.shape[0], -1, 4 * x.shape[-1])
+        velocity = z_image(adapted or p, tokens, row["timestep"], context, self.cfg).reshape(flat.shape)
+        return jnp.take_along_axis(velocity, places.quarters[..., None], axis=1).reshape(x.shape), memory

@@ -395,8 +395,9 @@ def open_model(
         if accept is not None:
             accept(index)
 
-    replaceable = {"prediction": replaced.prediction, "vae": replaced.vae is None}
-    open_files(origin, accept=accepted, look=look, weights=weights, **replaceable)
+    open_files(
+        origin, accept=accepted, look=look, weights=weights, prediction=replaced.prediction, given=replaced.parts
+    )
     (opened,) = models
     if weights:
         params = load_components(
@@ -404,7 +405,7 @@ def open_model(
             opened.components,
             dtype=dtype,
             place=lambda param, array: place(param, array, mesh),
-            finite=() if replaced.vae is None else ("vae",),
+            finite=replaced.parts,
         )
     else:
         params = {part.name: abstract_params(part.spec, dtype, mesh) for part in opened.components}

@@ -390,6 +390,8 @@ def load(
     vae: str | Path | None = None,
     prediction_type: str | None = None,
     scheduler: Mapping[str, Any] | str | Path | None = None,
+    text_encoder: str | Path | None = None,
+    tokenizer: str | Path | None = None,
 ) -> StableDiffusion:
     """Load a model, ready to draw.
 
@@ -417,6 +419,10 @@ def load(
         prediction_type: what the UNet predicts, "epsilon" or "v_prediction", where the model does not say or is wrong.
         scheduler: fields of its ``scheduler_config.json`` in place of its own, such as
             ``{"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}``; or such a file.
+        text_encoder: another language model than the model's own, or that of a transformer in one file: a folder of
+            transformers, a Hub id, or a safetensors file (docs/single-files.md).
+        tokenizer: its tokenizer: a folder with ``tokenizer.json``, or a Hub id; by default the model's own, or the
+            one that lies beside ``text_encoder``.
 
     Raises:
         InputError: an argument cannot be used.
@@ -435,7 +441,7 @@ def load(
     controls: list[Opened] = []
     opened = open_model(
         model,
-        overrides=Overrides.of(vae, prediction_type, scheduler),
+        overrides=(overrides := Overrides.of(vae, prediction_type, scheduler, text_encoder, tokenizer)),
         dtype=dtype,
         quantize=quantize,
         mesh=mesh,
@@ -445,7 +451,7 @@ def load(
         revision=revision,
         **hub,
     )
-    warn_unused_cache(cache_dir, model, *(one.name for one in sources), *([] if vae is None else [vae]))
+    warn_unused_cache(cache_dir, model, *(one.name for one in sources), *overrides.parts.values())
     checker = load_safety_checker(Location(model, revision, **hub)) if safety_checker else None
     pipe = StableDiffusion(*(with_controls(*opened, controls) if controls else opened), checker)
     keywords = {"dtype": pipe.model.dtype, "quantize": quantize, "revision": pipe.model.revision, "variant": variant}

@@ -72,6 +72,8 @@ def prepare(
         beside |= encode_controls(programs, ready, params, request.control, size, count)
     if request.beside is not None:
         beside[ADAPTERS] = put(filled(request.beside.weights[model.networks.denoiser.component], latents[0]), split)
+    for name, number in model.networks.denoiser.size_inputs(*latents[1:3]).items():
+        beside[name] = put(np.full(latents[0], number, np.int32), split)
     for half in every:
         half.update(beside)
     if request.image_prompts is not None:

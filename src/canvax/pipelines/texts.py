@@ -17,7 +17,7 @@ import numpy as np
 from canvax.errors import NO_VALUE, InputError
 from canvax.families.base import Model
 from canvax.images.infotext import without_networks
-from canvax.models.text import SECOND
+from canvax.models.text import SECOND, TextEncoders
 from canvax.pipelines.options import Options
 from canvax.prompts import (
     Chunk,
@@ -100,6 +100,11 @@ class Texts:
         counts = {count_of(wording) for stage in self.stages for side in (*stage.parts, stage.negatives)
                   for wording in side}  # fmt: skip
         return chunk_count(counts, whole=self.whole)
+
+
+def prompt_tokens(text: TextEncoders, chunks: int = MOST_TOKENS) -> int:
+    """How many tokens of a prompt fit into so many chunks, with the template of a language model."""
+    return min(chunks * text.tokens, MOST_TOKENS) if text.whole else chunks * (text.tokens - 2)
 
 
 def chunk_count(counts: Iterable[int], *, whole: bool = False) -> int:

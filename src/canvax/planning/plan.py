@@ -23,6 +23,7 @@ from canvax.files import named_path
 from canvax.models.networks import Networks
 from canvax.models.presets import PRESETS
 from canvax.parallel.mesh import AXES
+from canvax.parallel.rules import device_bytes
 from canvax.pipelines.checks import check_size
 from canvax.planning.compiling import compile_programs
 from canvax.planning.job import PROGRAMS, Job
@@ -105,6 +106,8 @@ class Plan:
         guided: whether guidance doubles the denoiser's batch.
         dtype: dtype of weights and activations.
         quantize: quantisation of large weights, or None.
+        weights: bytes of each component's weights on each device.
+        in_8_bits: bytes of all weights on each device if the large ones had 8 bits.
         programs: the three programs.
         versions: versions of canvax, jax and the compiler.
     """
@@ -119,6 +122,8 @@ class Plan:
     guided: bool
     dtype: str
     quantize: str | None
+    weights: Mapping[str, int]
+    in_8_bits: int
     programs: tuple[ProgramPlan, ...]
     versions: Mapping[str, str]
 
@@ -187,6 +192,7 @@ class Plan:
             },
             **same,
             "why_not": self.why_not,
+            "weights": dict(self.weights),
             "memory": {
                 "resident_bytes": self.resident_bytes,
                 "working_bytes": self.working_bytes,
@@ -275,8 +281,12 @@ def plan(
     results = compile_programs(job, versions, reuse=reuse, announce=announce)
     evaluations = {"encode": 2 if guided else 1, "denoise": steps, "decode": 1}
     programs = tuple(_program(name, evaluations[name], results[name]) for name in PROGRAMS)
+    weights, small = (
+        {name: device_bytes(spec, parse_dtype(computed), axes) for name, spec in networks.specs(kind).items()}
+        for kind in (quantize, quantize or "int8")
+    )
     settings = (str(model), aim, axes, batch, job.height, job.width, steps, guided, computed, quantize)
-    return Plan(*settings, programs=programs, versions=versions)
+    return Plan(*settings, weights, sum(small.values()), programs=programs, versions=versions)
 
 
 def _program(name: str, evaluations: int, result: Mapping[str, Any]) -> ProgramPlan:

@@ -27,6 +27,7 @@ from canvax.parallel.rules import abstract_params
 from canvax.params import Params
 from canvax.pipelines.checks import check_size
 from canvax.pipelines.safety import SafetyChecker
+from canvax.pipelines.texts import prompt_tokens
 from canvax.server.adapter_cache import AdapterCache, AdapterSettings
 from canvax.server.control import cards
 from canvax.server.files import Colours
@@ -237,7 +238,8 @@ class ServedModel:
         differs = [name for name in Kinds._fields if getattr(wanted.kinds, name) != getattr(usual, name)]
         if differs == ["chunks"]:
             most = max(key.kinds.chunks for key in keys)
-            message = f"prompt: it is longer than the {75 * most} tokens that this server has programs for; shorten it"
+            room = prompt_tokens(self.model.text, most)
+            message = f"prompt: it is longer than the {room} tokens that this server has programs for; shorten it"
             return Rejected(400, "prompt_too_long", message, param="prompt")
         if "parts" in differs:
             why, cure = "the number behind its colon weighs it", "end it with a word, or set guidance_scale"

@@ -159,7 +159,8 @@ class Entry:
 def with_scales(entries: Sequence[Entry]) -> list[Entry]:
     """Entries in which scaled 8-bit weights have their scales as companions: ``NAME.weight`` times ``scale_weight``.
 
-    Scales are one number or one for each row; those of activations and the marker ``scaled_fp8`` are dropped.
+    Scales are one number or one for each row; those of activations and the markers ``scaled_fp8`` and ``comfy_quant``
+    are dropped.
     """
     named = {entry.name: entry for entry in entries}
     used: set[str] = set()
@@ -171,7 +172,7 @@ def with_scales(entries: Sequence[Entry]) -> list[Entry]:
         scale = named.get(f"{module}scale_weight") or named.get(f"{module}weight_scale")
         if scale is not None and scale.is_float and math.prod(scale.shape) in (1, *entry.shape[:1]):
             scaled[name] = replace(entry, decode=SCALED, companions={"scale": scale})
-            used |= {scale.name, f"{module}scale_input", f"{module}input_scale"}
+            used |= {scale.name, *(f"{module}{mark}" for mark in ("scale_input", "input_scale", "comfy_quant"))}
     if scaled:
         used |= {name for name in named if name.rpartition(".")[2] == "scaled_fp8"}
     return [scaled.get(name, entry) for name, entry in named.items() if name not in used] if scaled else list(entries)

@@ -46,7 +46,7 @@ PLAIN_FILES: dict[str, tuple[str, ...]] = {
         ("tokenizer", "tokenizer_2"),
         (
             *("tokenizer.json", "vocab.json", "merges.txt"),
-            *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+            *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
         ),
     ),
 }

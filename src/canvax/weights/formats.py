@@ -175,6 +175,12 @@ Z_IMAGE = Names(
 )
 """Z-Image's transformer as its authors and ComfyUI store it, with queries, keys and values as one array."""
 
+
+def whole_name(name: str) -> str:
+    """The name that an array of a language model has in files of the model with its head."""
+    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+
+
 TAESD = Names(
     [
         Rule("encoder.*", "encoder.layers.*"),

@@ -24,6 +24,10 @@ UNET, VAE = "model.diffusion_model.", "first_stage_model."
 _TEXT = ("cond_stage_model.", "conditioner.")
 _OF_A_UNET = ("down_blocks.", "mid_block.", "up_blocks.", "time_embedding.", "add_embedding.", "conv_")
 _OF_A_VAE = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", VAE)
+_OF_TRANSFORMERS = {"Z-Image": ("cap_pad_token", "noise_refiner.")}
+"""Beginnings of names that only the transformer of a family has."""
+
+_LANGUAGE_MODEL = re.compile(r"(model\.)?layers\.0\.self_attn\.q_proj\.weight")
 _T2I = re.compile(r"adapter\.body\.0\.|body\.\d+\.(body\.\d+\.)?block1\.")
 _UNFINISHED = (".crdownload", ".part", ".partial", ".download", ".aria2", ".incomplete", ".opdownload")
 """Endings that browsers and downloaders give to files on their way."""
@@ -100,9 +104,18 @@ EMBEDDING = FileKind(
 AUTOENCODER = FileKind("an autoencoder", "pass it to vae (--vae)", "--vae", _all(*_OF_A_VAE))
 UNET_ALONE = FileKind("a UNet alone", _WHOLE, "", _all(*_OF_A_UNET))
 TEXT_ALONE = FileKind("a text encoder alone", _WHOLE, "", _all("text_model."))
+LANGUAGE_MODEL = FileKind(
+    "a language model", "pass it to text_encoder (--text-encoder)", "--text-encoder",
+    lambda shapes: any(map(_LANGUAGE_MODEL.fullmatch, shapes)),
+)  # fmt: skip
+TRANSFORMER = FileKind(
+    "a transformer alone", "pass it to canvax.load (--model) with its other parts", "--model",
+    lambda shapes: bool(transformer_family(shapes)),
+)  # fmt: skip
 MODEL = FileKind("a model", "pass it to canvax.load (--model)", "--model", _any(UNET, *_TEXT))
 KINDS = (
-    *(CONTROLNET, LLLITE, IP_ADAPTER, LORA, T2I_ADAPTER, EMBEDDING, AUTOENCODER, UNET_ALONE, TEXT_ALONE, MODEL),
+    *(CONTROLNET, LLLITE, IP_ADAPTER, LORA, T2I_ADAPTER, EMBEDDING, AUTOENCODER, UNET_ALONE, TEXT_ALONE),
+    *(LANGUAGE_MODEL, TRANSFORMER, MODEL),
 )  # fmt: skip
 """All of them; the first that fits is the kind of a file."""
 
@@ -115,6 +128,17 @@ CLASSES: Mapping[str, FileKind] = {
     "UNet2DConditionModel": UNET_ALONE,
 }
 """FileKind of a folder with one network, by the class that its config names."""
+
+
+def transformer_family(names: Collection[str]) -> str:
+    """The family of the transformer that a file holds; "" for other files."""
+    plain = [name.removeprefix(UNET) for name in names]
+    marks = _OF_TRANSFORMERS.items()
+    return next((family for family, starts in marks if all(_begins(plain, start) for start in starts)), "")
+
+
+def _begins(names: Collection[str], start: str) -> bool:
+    return any(name.startswith(start) for name in names)
 
 
 def identify(shapes: Shapes) -> FileKind | None:
@@ -134,11 +158,13 @@ def expect(name: str | Path, shapes: Shapes, *wanted: FileKind) -> None:
     if kind is not None and kind not in wanted:
         raise CheckpointError(f"{name}: is {kind.name}, not {wanted[0].name}; {kind.cure}")
     if (other := family_of(shapes)[0]) in OTHERS.values():
-        raise CheckpointError(f"{name}: is for {other}; canvax runs Stable Diffusion 1.x, 2.x and XL")
+        raise CheckpointError(f"{name}: is for {other}; canvax runs Stable Diffusion 1.x, 2.x and XL, and Z-Image")
 
 
 def family_of(shapes: Shapes, metadata: Mapping[str, str] | None = None) -> tuple[str, int]:
     """The family of models that a file is or is for, "" if nothing tells; and the width of the text it reads, or 0."""
+    if family := transformer_family(shapes):
+        return family, 0
     for piece, family in OTHERS.items():
         if any(piece in name for name in shapes):
             return family, 0

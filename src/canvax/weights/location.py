@@ -28,7 +28,11 @@ EXAMPLES = {
 
 _ADDRESS = re.compile(r"https?://(www\.)?(huggingface\.co|hf\.co)/")
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*)(?:/(.+))?", re.ASCII)
-_INSIDE = {"model": "", "controlnet": "", **dict.fromkeys(("vae", "image_encoder"), r"[\w.\-/]+")}
+_INSIDE = {
+    "model": "",
+    "controlnet": "",
+    **dict.fromkeys(("vae", "image_encoder", "text_encoder", "tokenizer"), r"[\w.\-/]+"),
+}
 """What may stand behind a Hub id, by argument; for others the name of a file."""
 
 _REVISION = re.compile(r"\w[\w.\-+/]*", re.ASCII)

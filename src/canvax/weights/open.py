@@ -17,6 +17,7 @@ from canvax.weights.entries import PICKLES
 from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
 from canvax.weights.folder import (
     OTHER_KINDS,
+    PLAIN_FILES,
     Accept,
     Library,
     WeightPlan,
@@ -36,12 +37,14 @@ from canvax.weights.identify import INDEX, unreadable
 from canvax.weights.location import Location, pickle_refused, refuse_pickle
 from canvax.weights.safetensors import open_safetensors
 from canvax.weights.single_file import open_single_file
+from canvax.weights.transformer_file import open_transformer_file
 
 LORA_FILES = (("pytorch_lora_weights.safetensors",), ("adapter_model.safetensors",))
 EMBEDDING_FILES = (("learned_embeds.safetensors", "learned_embeds_2.safetensors"),)
 """Names of adapters in folders and repositories; those of a row belong together, and the later ones may lack."""
 
 _CONFIG = "config.json"
+_TOKENIZER = "tokenizer.json"
 _PEFT = "adapter_config.json"
 """PEFT's, beside ``adapter_model.safetensors``."""
 
@@ -53,7 +56,7 @@ def open_files(
     look: Callable[[ModelFiles], object] | None = None,
     weights: bool = True,
     prediction: str | None = None,
-    vae: bool = True,
+    given: Collection[str] = (),
 ) -> ModelFiles:
     """Find a model, fetching what is not on disk yet.
 
@@ -63,7 +66,7 @@ def open_files(
         look: called once with the files before weights are fetched, when all else is there.
         weights: without, they are neither fetched nor looked for.
         prediction: of a model in one file, if the caller knows it.
-        vae: whether a model in one file has to hold an autoencoder.
+        given: parts that the caller gives, which a model in one file need not hold.
 
     Raises:
         InputError: nothing is there.
@@ -81,7 +84,8 @@ def open_files(
                 f"diffusers layout ({INDEX}, unet/, vae/, ...)."
             )
         location.warn_unused("revision", "variant")
-        files = open_single_file(name, path, prediction=prediction, vae=vae)
+        files = open_transformer_file(name, path, given)
+        files = files or open_single_file(name, path, prediction=prediction, vae="vae" not in given)
         if accept is not None:
             accept(files.index)
     elif path is not None:
@@ -199,6 +203,37 @@ def check_adapter(location: Location, usual: Sequence[Sequence[str]]) -> None:
     """Raise what ``find_adapter`` and reading would, as far as that can be known without the Hub."""
     for path in (_local_adapter(location, usual) or ([], None))[0]:
         open_safetensors(path, plain_names=False)
+
+
+def find_tokenizer(location: Location) -> Path:
+    """The folder of a language model's ``tokenizer.json``, fetched if need be.
+
+    Args:
+        location: that folder or a file in it, a folder of a model that has it in ``tokenizer``, or a Hub id, with
+            perhaps a folder behind it.
+
+    Raises:
+        InputError, CheckpointError, HubError: it is not there.
+    """
+    path = location.local()
+    if path is not None:
+        folder = path.parent if path.is_file() else path
+        for one in (folder, folder / "tokenizer"):
+            if (one / _TOKENIZER).is_file():
+                return one
+        cure = "name the folder of the tokenizer, or a Hub id"
+        raise InputError(location.argument, location.text, f"has no {_TOKENIZER}", cure)
+    location, inside = location.on_hub()
+    folders = [f"{inside}/"] if inside else ["tokenizer/", ""]
+    commit = _commit_with(location, [folder + _TOKENIZER for folder in folders])
+    if (names := commit.names) is not None:
+        folder = next((one for one in folders if one + _TOKENIZER in names), None)
+        if folder is None:
+            raise CheckpointError(f"{location.argument}={location.text!r}: has no {_TOKENIZER} at commit {commit.sha}")
+        commit = replace(commit, root=folder + _TOKENIZER)
+        commit.fetch([folder + name for name in PLAIN_FILES["tokenizer"] if folder + name in names])
+        commit.remember()
+    return (commit.folder / commit.root).parent
 
 
 def _open_folder(

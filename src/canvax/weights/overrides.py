@@ -1,4 +1,4 @@
-"""Parts that stand in for a model's: another autoencoder, other fields of its schedule.
+"""Parts that stand in for a model's or that it lacks: autoencoder, text encoder, tokenizer, fields of its schedule.
 
 AutoencoderKL     diffusers: encoder.down_blocks.0. ...; the original code: [first_stage_model.]encoder.down.0. ...
 AutoencoderTiny   diffusers: decoder.layers.0.weight; TAESD itself: decoder.1.weight, which counts its clamp as 0
@@ -19,8 +19,10 @@ from canvax.samplers.schedule import PREDICTION_TYPES
 from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
 from canvax.weights.formats import TAESD, vae_rules
 from canvax.weights.identify import AUTOENCODER, CLASSES, MODEL, VAE, expect
+from canvax.weights.language_model import CLASSES as LANGUAGE_MODELS
+from canvax.weights.language_model import open_language_model
 from canvax.weights.location import Location, refuse_pickle
-from canvax.weights.open import open_network
+from canvax.weights.open import find_tokenizer, open_network
 from canvax.weights.rules import Names
 from canvax.weights.single_file import vae_config
 
@@ -36,25 +38,39 @@ class Overrides:
 
     Attributes:
         vae: where another autoencoder is; None for the model's.
+        text_encoder: where another language model is, likewise.
+        tokenizer: where its tokenizer is; None for the model's, or for the one beside ``text_encoder``.
         prediction: what the UNet predicts; None for what the model says.
         scheduler: fields of ``scheduler_config.json`` in place of the model's.
     """
 
     vae: str | None = None
+    text_encoder: str | None = None
+    tokenizer: str | None = None
     prediction: str | None = None
     scheduler: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, vae: Any = None, prediction_type: Any = None, scheduler: Any = None) -> Overrides:
+    def of(
+        cls,
+        vae: Any = None,
+        prediction_type: Any = None,
+        scheduler: Any = None,
+        text_encoder: Any = None,
+        tokenizer: Any = None,
+    ) -> Overrides:
         """Of the arguments of ``canvax.load``, checked as far as they can be without the model.
 
         Raises:
             InputError, CheckpointError: naming the argument.
         """
-        if vae is not None:
-            vae = os.fspath(vae) if isinstance(vae, os.PathLike) else vae
-            Location(vae, argument="vae")
-            refuse_pickle(vae)
+        given = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
+        parts: dict[str, Any] = {}
+        for name, part in given.items():
+            if part is not None:
+                parts[name] = os.fspath(part) if isinstance(part, os.PathLike) else part
+                Location(parts[name], argument=name)
+                refuse_pickle(parts[name])
         if prediction_type is not None and str(prediction_type) not in PREDICTION_TYPES:
             cure = nearest(str(prediction_type), list(PREDICTION_TYPES))
             raise InputError("prediction_type", prediction_type, "is not known", cure)
@@ -63,13 +79,19 @@ class Overrides:
         if prediction_type is not None and other != prediction_type:
             problem = f"is not that of scheduler, {other!r:.80}"
             raise InputError("prediction_type", prediction_type, problem, "give one of them")
-        return cls(vae, prediction_type, fields)
+        return cls(**parts, prediction=prediction_type, scheduler=fields)
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """Where the parts that were given are, by argument."""
+        parts = {"vae": self.vae, "text_encoder": self.text_encoder, "tokenizer": self.tokenizer}
+        return {name: part for name, part in parts.items() if part is not None}
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Those that were given, as arguments of ``canvax.load``."""
-        values = {"vae": self.vae, "prediction_type": self.prediction, "scheduler": dict(self.scheduler) or None}
-        return {name: value for name, value in values.items() if value is not None}
+        values = {"prediction_type": self.prediction, "scheduler": dict(self.scheduler) or None}
+        return self.parts | {name: value for name, value in values.items() if value is not None}
 
     def apply(self, files: ModelFiles, **location: Any) -> ModelFiles:
         """The files of a model with these parts in place of its own.
@@ -80,12 +102,25 @@ class Overrides:
         arguments = self.arguments
         if not arguments:
             return files
-        configs, components, arrays = dict(files.configs), dict(files.components), files.arrays
-        if self.vae is not None:
-            hub = {name: value for name, value in location.items() if name in _OF_LOCATION}
-            vae = open_vae(Location(self.vae, argument="vae", **hub), configs.get("vae", {}))
-            configs["vae"], components["vae"] = vae.config, str(vae.config["_class_name"]).removeprefix("Flax")
-            arrays = lambda part: vae.arrays if part == "vae" else files.arrays(part)  # noqa: E731
+        configs, components = dict(files.configs), dict(files.components)
+        hub = {name: value for name, value in location.items() if name in _OF_LOCATION}
+        where = {name: Location(part, argument=name, **hub) for name, part in self.parts.items()}
+        opened: dict[str, NetworkFiles] = {}
+        if "vae" in where:
+            opened["vae"] = vae = open_vae(where["vae"], configs.get("vae", {}))
+            components["vae"] = str(vae.config["_class_name"]).removeprefix("Flax")
+        for name in where.keys() - {"vae"}:
+            if components.get("text_encoder") not in LANGUAGE_MODELS:
+                problem = f"does not go with {files.name}, whose text encoder is no language model"
+                raise InputError(name, self.parts[name], problem, "leave it out")
+        if "text_encoder" in where:
+            opened["text_encoder"] = open_language_model(where["text_encoder"], configs["text_encoder"])
+        configs |= {name: one.config for name, one in opened.items()}
+        folders = files.folders
+        if (tokenizer := self._tokenizer(where, files)) is not None:
+            folder = find_tokenizer(tokenizer)
+            components.setdefault("tokenizer", "Qwen2Tokenizer")
+            folders = lambda part: folder if part == "tokenizer" else files.folders(part)  # noqa: E731
         configs["scheduler"] = {**configs.get("scheduler", {}), **self.scheduler}
         if self.prediction is not None:
             configs["scheduler"]["prediction_type"] = self.prediction
@@ -95,7 +130,23 @@ class Overrides:
             **files.index,
             **{part: ["diffusers", components[part]] for part in ("vae", "scheduler") if part in components},
         }
-        return replace(files, index=index, components=components, configs=configs, arrays=arrays, overrides=arguments)
+        return replace(
+            files,
+            index=index,
+            components=components,
+            configs=configs,
+            arrays=lambda part: opened[part].arrays if part in opened else files.arrays(part),
+            folders=folders,
+            reasons={name: reason for name, reason in files.reasons.items() if name not in self.scheduler},
+            overrides=arguments,
+        )
+
+    def _tokenizer(self, where: Mapping[str, Location], files: ModelFiles) -> Location | None:
+        """Where the tokenizer is; of a model that has none, beside its text encoder. None for the model's."""
+        if "tokenizer" in where or "text_encoder" not in where or "tokenizer" in files.components:
+            return where.get("tokenizer")
+        encoder = where["text_encoder"]
+        return replace(encoder if encoder.local() else encoder.on_hub()[0], argument="tokenizer")
 
 
 def open_vae(location: Location, original: Mapping[str, Any]) -> NetworkFiles:
@@ -171,7 +222,11 @@ def vae_of_file(name: str, path: Path, original: Mapping[str, Any]) -> NetworkFi
         raise CheckpointError(f"vae={name!r}: holds no autoencoder: no name of its arrays begins with decoder.")
     arrays = Names(vae_rules([one.name for one in arrays])).to_ours(arrays)
     shapes = {one.name: one.shape for one in arrays}
-    rest = {key: original[key] for key in ("scaling_factor", "sample_size", "force_upcast") if key in original}
+    rest = {
+        key: original[key]
+        for key in ("scaling_factor", "shift_factor", "sample_size", "force_upcast")
+        if key in original
+    }
     try:
         config = vae_config(shapes, rest)
     except (KeyError, IndexError, ValueError) as error:

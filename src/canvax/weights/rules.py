@@ -85,6 +85,9 @@ class Names:
             yield replace(entry, name=match.named(rule.parts[0]))
             return
         sizes = rule.rows or (1,) * len(rule.parts)
+        if entry.shape[0] % sum(sizes):
+            yield entry  # no such stack, which is reported as unused
+            return
         unit = entry.shape[0] // sum(sizes)
         for name, span in zip(rule.parts, pairwise(accumulate(sizes, initial=0)), strict=True):
             yield replace(entry.rows((unit * span[0], unit * span[1])), name=match.named(name))

@@ -46,6 +46,7 @@ def save_component(
     variant: str | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD,
+    rest: Sequence[Outgoing] = (),
 ) -> list[Path]:
     """Write one component's weights and ``config.json`` into ``folder``.
 
@@ -58,6 +59,7 @@ def save_component(
         variant: put into the file names, for example ``fp16``.
         overwrite: replace files that are there already.
         max_shard_bytes: split into shards above this size.
+        rest: arrays of the component that canvax does not read.
 
     Returns:
         The written files.
@@ -67,7 +69,7 @@ def save_component(
     """
     check_variant(variant)
     folder = Path(folder)
-    outgoing = outgoing_of(component, params, dtype)
+    outgoing = [*outgoing_of(component, params, dtype), *rest]
     shards = _shards(outgoing, max_shard_bytes)
     infix = f".{variant}" if variant else ""
     stem = f"{STEMS[component.kind]}{infix}"
@@ -103,6 +105,7 @@ def save_checkpoint(
     dtype: DType | None = None,
     variant: str | None = None,
     overwrite: bool = False,
+    rest: Mapping[str, Sequence[Outgoing]] | None = None,
 ) -> Path:
     """Write a whole checkpoint: weights, configs, tokenizers and ``model_index.json``.
 
@@ -121,6 +124,7 @@ def save_checkpoint(
         dtype: dtype of the written arrays; each array's own if not given.
         variant: put into the weight file names.
         overwrite: write into a folder that is not empty, replacing files of the same names.
+        rest: arrays of each component that canvax does not read.
 
     Returns:
         The folder.
@@ -140,7 +144,8 @@ def save_checkpoint(
         names = [part.name for part in components]
         for part in components:
             config = _with_dtype(_without_flax(configs[part.name]), params[part.name], dtype)
-            save_component(build / part.name, part, params[part.name], config, dtype=dtype, variant=variant)
+            other = (rest or {}).get(part.name, ())
+            save_component(build / part.name, part, params[part.name], config, dtype=dtype, variant=variant, rest=other)
         if "scheduler" in configs:
             (build / "scheduler").mkdir()
             write_json(build / "scheduler" / config_file("scheduler"), _without_flax(configs["scheduler"]))

@@ -1,0 +1,77 @@
+"""A language model as the text encoder of a model whose files do not hold one.
+
+ComfyUI, transformers    model.layers.0.self_attn.q_proj.weight, with lm_head.weight or without
+Qwen3Model               layers.0.self_attn.q_proj.weight
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from canvax.errors import CheckpointError
+from canvax.weights.files import NetworkFiles, open_weights
+from canvax.weights.identify import LANGUAGE_MODEL, Shapes, expect
+from canvax.weights.location import Location, refuse_pickle
+from canvax.weights.open import open_network
+
+CLASSES = ("Qwen3Model", "Qwen3ForCausalLM")
+"""Of text encoders that can be given apart from a model."""
+
+_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
+
+
+def open_language_model(location: Location, usual: Mapping[str, Any]) -> NetworkFiles:
+    """Find a language model, fetching what is not on disk yet; no array is read.
+
+    Args:
+        location: a folder of transformers, one with such a folder ``text_encoder`` in it, a Hub id with perhaps a
+            folder behind it, or a safetensors file.
+        usual: the config of the kind of model that it is for, of which a file takes what shapes do not tell.
+
+    Raises:
+        InputError, CheckpointError, HubError: it is missing, damaged or something else.
+    """
+    name = location.text
+    refuse_pickle(name)
+    path = location.local()
+    if path is not None and path.is_file():
+        arrays = open_weights(path)
+        shapes = {one.name: one.shape for one in arrays}
+        expect(f"text_encoder={name!r}", shapes, LANGUAGE_MODEL)
+        try:
+            return NetworkFiles(name, arrays, {**usual, **language_model_config(shapes)}, path)
+        except (KeyError, IndexError) as error:
+            raise CheckpointError(f"text_encoder={name!r}: is not a whole language model, it lacks {error}") from None
+
+    def accept(config: Mapping[str, Any]) -> None:
+        if (kind := config.get("model_type")) != usual["model_type"]:
+            wanted = usual["model_type"]
+            raise CheckpointError(f"text_encoder={name!r}: its model_type is {str(kind)[:80]!r}, not {wanted!r}")
+
+    inside = ""
+    if path is None:
+        location, inside = location.on_hub()
+    elif not (path / "config.json").is_file() and (path / "text_encoder").is_dir():
+        inside = "text_encoder"
+    return replace(open_network(location, accept=accept, component=inside, kind="transformers"), name=name)
+
+
+def language_model_config(shapes: Shapes) -> dict[str, Any]:
+    """What shapes tell of a language model, as a config of transformers."""
+    stem = "model." if "model.embed_tokens.weight" in shapes else ""
+    vocabulary, width = shapes[f"{stem}embed_tokens.weight"]
+    layer = f"{stem}layers.0"
+    head = shapes[f"{layer}.self_attn.q_norm.weight"][0]
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": shapes[f"{layer}.mlp.gate_proj.weight"][0],
+        "num_hidden_layers": 1 + max(int(match[1]) for match in map(_LAYER.match, shapes) if match),
+        "num_attention_heads": shapes[f"{layer}.self_attn.q_proj.weight"][0] // head,
+        "num_key_value_heads": shapes[f"{layer}.self_attn.k_proj.weight"][0] // head,
+        "head_dim": head,
+        "tie_word_embeddings": "lm_head.weight" not in shapes,
+    }

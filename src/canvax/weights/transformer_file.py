@@ -1,0 +1,181 @@
+"""A transformer alone in one safetensors file, as ComfyUI has it; text encoder, tokenizer and autoencoder are given.
+
+    Z-Image    [model.diffusion_model.]layers.0.attention.qkv.weight
+
+Sizes are read off shapes. What neither these nor the other parts tell is a fact of the family, in its ``Layout``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from canvax.errors import CheckpointError, InputError
+from canvax.weights.entries import Entry, with_scales
+from canvax.weights.files import ModelFiles
+from canvax.weights.formats import Z_IMAGE as Z_IMAGE_NAMES
+from canvax.weights.identify import UNET, Shapes, transformer_family
+from canvax.weights.rules import Names
+from canvax.weights.safetensors import open_safetensors
+
+PARTS = {"text_encoder": "FILE", "vae": "FILE", "tokenizer": "FOLDER"}
+"""Arguments of ``canvax.load`` that give what such a file does not hold, and what each names."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The transformer of a family in a file of its own.
+
+    Attributes:
+        pipeline: class of diffusers.
+        classes: of the components, in ``model_index.json``.
+        names: of its arrays.
+        unused: the arrays that it does not read.
+        config: of the transformer, from its arrays under our names.
+        configs: what the files of the other parts do not tell.
+        reasons: for ``ModelFiles.reasons``.
+    """
+
+    pipeline: str
+    classes: Mapping[str, tuple[str, str]]
+    names: Names
+    unused: re.Pattern[str]
+    config: Callable[[Shapes], dict[str, Any]]
+    configs: Mapping[str, Mapping[str, Any]]
+    reasons: Mapping[str, str]
+
+
+def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) -> ModelFiles | None:
+    """The files of a model whose transformer is in a file of its own; None for other files. No array is read.
+
+    Args:
+        name: as it was asked for.
+        path: the file.
+        given: parts that the caller gives.
+
+    Raises:
+        InputError: parts are neither in the file nor given.
+        CheckpointError: the transformer is not whole.
+    """
+    entries = with_scales(open_safetensors(path, plain_names=False))
+    family = transformer_family({entry.name for entry in entries})
+    if family not in LAYOUTS:
+        return None
+    layout = LAYOUTS[family]
+    # A tokenizer may lie beside the text encoder.
+    missing = [part for part in PARTS if part not in given and not (part == "tokenizer" and "text_encoder" in given)]
+    if missing:
+        flags = [f"{{{part}={PARTS[part]}}}" for part in missing]
+        cure = f"add {' and '.join(filter(None, (', '.join(flags[:-1]), flags[-1])))}"
+        raise InputError("model", name, f"is the transformer of {family} alone", cure)
+    entries = [replace(entry, name=entry.name.removeprefix(UNET)) for entry in entries]
+    arrays = layout.names.to_ours(entry for entry in entries if not layout.unused.fullmatch(entry.name))
+    try:
+        config = layout.config({entry.name: entry.shape for entry in arrays})
+    except (KeyError, IndexError) as error:
+        raise CheckpointError(f"{name}: is not a whole transformer of {family}, it lacks {error}") from None
+
+    def read(component: str) -> list[Entry]:
+        return arrays if component == "transformer" else []
+
+    marks = f"{family}: it has cap_pad_token"
+    return ModelFiles(
+        name,
+        path,
+        {"_class_name": layout.pipeline, **{part: list(kind) for part, kind in layout.classes.items()}},
+        {part: kind for part, (_, kind) in layout.classes.items() if part != "tokenizer"},
+        {"transformer": config, **layout.configs},
+        read,
+        path.joinpath,
+        reasons={"kind": marks, **layout.reasons},
+    )
+
+
+def _count(shapes: Shapes, pattern: str) -> int:
+    """How many of a numbered list there are."""
+    return 1 + max((int(match[1]) for match in map(re.compile(pattern).match, shapes) if match), default=-1)
+
+
+def _z_image_config(shapes: Shapes) -> dict[str, Any]:
+    width, features = shapes["all_x_embedder.2-1.weight"]
+    head = shapes["layers.0.attention.norm_q.weight"][0]
+    axes = [head // 4, head // 8 * 3, head // 8 * 3]  # 32, 48 and 48 of the 128 channels of the released models
+    return {
+        "_class_name": "ZImageTransformer2DModel",
+        "in_channels": features // 4,
+        "dim": width,
+        "n_layers": _count(shapes, r"layers\.(\d+)\."),
+        "n_refiner_layers": _count(shapes, r"noise_refiner\.(\d+)\."),
+        "n_heads": width // head,
+        "n_kv_heads": width // head,
+        "cap_feat_dim": shapes["cap_embedder.0.weight"][0],
+        "axes_dims": axes,
+        "axes_lens": [1536, 512, 512],
+        "norm_eps": 1e-5,
+        "qk_norm": True,
+        "rope_theta": 256.0,
+        "t_scale": 1000.0,
+        "all_patch_size": [2],
+        "all_f_patch_size": [1],
+    }
+
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 40960,
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+"""What the arrays of a Qwen3 do not tell."""
+
+FLUX_VAE = {
+    "_class_name": "AutoencoderKL",
+    "latent_channels": 16,
+    "block_out_channels": [128, 256, 512, 512],
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "layers_per_block": 2,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+    "scaling_factor": 0.3611,
+    "shift_factor": 0.1159,
+    "force_upcast": True,
+    "sample_size": 1024,
+}
+"""The autoencoder of FLUX.1, which Z-Image has too."""
+
+LAYOUTS: Mapping[str, Layout] = {
+    "Z-Image": Layout(
+        "ZImagePipeline",
+        {
+            "transformer": ("diffusers", "ZImageTransformer2DModel"),
+            "text_encoder": ("transformers", "Qwen3Model"),
+            "tokenizer": ("transformers", "Qwen2Tokenizer"),
+            "vae": ("diffusers", "AutoencoderKL"),
+            "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+        },
+        Z_IMAGE_NAMES,
+        re.compile(r"norm_final\.weight"),
+        _z_image_config,
+        {
+            "text_encoder": QWEN3,
+            "vae": FLUX_VAE,
+            "scheduler": {
+                "_class_name": "FlowMatchEulerDiscreteScheduler",
+                "num_train_timesteps": 1000,
+                "use_dynamic_shifting": False,
+                "shift": 3.0,
+            },
+        },
+        {"shift": "3, that of Turbo, a guess: no array tells it from the base model, which has 6"},
+    )
+}
+"""By the families of ``canvax.weights.identify.transformer_family``."""
