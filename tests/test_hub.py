@@ -506,8 +506,8 @@ def test_bundled_model_and_local_folders(tmp_path: Path, monkeypatch: pytest.Mon
         open_files(Location("./emoji", revision="bf16"))
     with pytest.warns(UserWarning, match="cache_dir=.* is ignored"):
         warn_unused_cache(tmp_path, "./emoji")
-    for idle in ((None, "emoji"), (tmp_path, "emoji", "someone/toy")):
-        warn_unused_cache(*idle)
+    warn_unused_cache(None, "emoji")
+    warn_unused_cache(tmp_path, "emoji", "someone/toy")
     with pytest.raises(InputError) as caught:
         Location(cache_dir=tmp_path / "emoji" / "model_index.json" / "cache")
     assert caught.value.argument == "cache_dir"
