@@ -1,4 +1,4 @@
-"""Many prompts through ``canvax generate``, ``sheet`` and ``batch``: names, order and exact bytes of what they write."""
+"""Many prompts through ``canvax generate``, ``sheet`` and ``batch``: names, order and exact bytes of their files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from canvax.images.formats import GeneratedImage
 from canvax.images.grid import make_grid, make_sheet
 from canvax.images.metadata import read_metadata, save_image
 from canvax.scale.output import Output
-from canvax.scale.work import Worker
+from canvax.scale.rows import Row
+from canvax.scale.work import Worker, image_file
 
 Run = Callable[..., tuple[int, str, str]]
 FAST = ("--steps", "2", "--quiet")
@@ -103,10 +104,13 @@ def test_lines_know_the_names_of_other_programs(run: Run) -> None:
     assert report["metadata"][0]["options"] == {"variation_seed": 3, "variation_strength": 0.5}
 
 
-@pytest.mark.parametrize(
-    "line", [{"prompt": "a", "batch_size": 2}, {"prompt": "a", "model": "emoji"}, {"prompt": "a", "id": "x"}, {"seed": 1},
-             {"prompt": "a", "cfg": 1, "guidance": 2}, {"prompt": None}, {"prompt": "a", "steps": "4"}, "--steps 4", '["a"]'],
-)  # fmt: skip
+REFUSED = (
+    *({"prompt": "a", "batch_size": 2}, {"prompt": "a", "model": "emoji"}, {"prompt": "a", "id": "x"}, {"seed": 1}),
+    *({"prompt": "a", "cfg": 1, "guidance": 2}, {"prompt": None}, {"prompt": "a", "steps": "4"}, "--steps 4", '["a"]'),
+)
+
+
+@pytest.mark.parametrize("line", REFUSED)
 def test_lines_that_are_refused(line: Any, run: Run) -> None:
     code, out, err = run("generate", "--prompt-file", rows_file(["a cat", line]), *FAST)
     assert (code, out, os.listdir()) == (BAD_INPUT, "", ["rows.jsonl"])
@@ -181,14 +185,11 @@ def test_files_of_a_batch_are_exact(run: Run, emoji: canvax.StableDiffusion) -> 
     """The command writes what a worker makes of the rows: each in its list, and a run again does nothing."""
     code, out, err = run("batch", rows_file(ROWS), "-o", "all", "-g", 3, "-s", 9, *BATCH)
     assert (code, out, err) == (0, "all\n", "")
-    from canvax.scale.rows import Row
-    from canvax.scale.work import image_file
-
-    made = [
-        one for _, some in Worker(emoji, batch=2, seed=9).run([Row(row["id"], row) for row in ROWS]) for one in some
-    ]
-    images = {one.row.id: one.image for one in made if isinstance(one.image, GeneratedImage)}
-    assert image_bytes("all") == {name: image_file(image, "png") for name, image in images.items()}
+    batches = Worker(emoji, batch=2, seed=9).run([Row(row["id"], row) for row in ROWS])
+    images = [(made.row.id, made.image) for _, batch in batches for made in batch]
+    assert image_bytes("all") == {
+        name: image_file(image, "png") for name, image in images if isinstance(image, GeneratedImage)
+    }
     report = json.loads(run("batch", "rows.jsonl", "-o", "all", "-g", 3, "-s", 9, *BATCH, "--json")[1])
     assert (report["rows"], report["skipped"], report["errors"]) == (6, 6, 0)
 

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.cli.arguments import versions
 from canvax.cli.generate import check_against_model, description, join_others, load_model
-from canvax.cli.images import OF_MODEL, ZERO_SNR, ImageRequest, Source, check_table, source_of
+from canvax.cli.images import OF_MODEL, ZERO_SNR, Source, check_table, source_of
 from canvax.cli.terminal import complain, say, seconds
 from canvax.errors import NO_VALUE, InputError, check_count, nearest
 from canvax.files import named_path
 from canvax.images.maps import SETTINGS as MAPS
 from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_size
 from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS
-from canvax.pipelines.options import Options
 
 if TYPE_CHECKING:
     from canvax.scale.batch import Generate, Plan
@@ -110,20 +109,18 @@ def _share(text: str | None) -> tuple[int, int]:
 
 def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], source: Source) -> None:
     """Refuse settings that no row could be generated with, before any weights are read."""
-    from canvax.scale.rows import OPTIONS
+    from canvax.scale.work import call_of
 
-    options = Options(**{name: defaults[name] for name in OPTIONS if name in defaults})
+    files = ("control", "control_from", "ip_image", "ip_mask")  # to which rows may add theirs
+    call = call_of({"prompt": ""} | {name: defaults[name] for name in defaults if name not in files}, 0)
     if "ip_mask" in defaults and "ip_image" not in defaults and not source.ip_adapter:
         raise InputError(
             "ip_mask", NO_VALUE, "needs an IP-Adapter", "name the network that reads the image with {ip_adapter}"
         )
-    for name in ("height", "width"):
-        check_size(name, defaults.get(name), SIZE_STEP)
-    height, width, steps = (defaults.get(name) for name in ("height", "width", "num_inference_steps"))
-    guidance, sampler = defaults.get("guidance_scale"), defaults.get("sampler")
-    check_guidance(guidance, 1.0)
-    request = ImageRequest("", None, 0, height, width, steps, guidance, sampler, options)
-    check_table(request, None)
+    check_size("height", call.height, SIZE_STEP)
+    check_size("width", call.width, SIZE_STEP)
+    check_guidance(call.guidance_scale, 1.0)
+    check_table(call, None)
     for kind in defaults.get("control_from", "none").split(","):
         if (kind := kind.strip()) not in (*MAPS, "none"):
             raise InputError("control_from", kind, "is not made here", nearest(kind, list(MAPS)))
@@ -136,7 +133,7 @@ def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], sou
                 f"has no effect without {networks}",
                 f"name the network that reads the image with {{{networks}}}",
             )
-    check_against_model(arguments, [request], source)
+    check_against_model(arguments, [call], source)
 
 
 def _output(arguments: argparse.Namespace, plan: Plan, source: Source, *, spread: bool) -> Output:

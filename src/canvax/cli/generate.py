@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from canvax.call import Call
 from canvax.cli.adapters import check_adapters, load_adapters
 from canvax.cli.arguments import versions
-from canvax.cli.batching import batch_size, batches
 from canvax.cli.generate_arguments import OUTPUT
-from canvax.cli.images import ZERO_SNR, ImageRequest, Source, check_table, gather, without_prompts
+from canvax.cli.images import ZERO_SNR, Source, check_table, gather, shared
 from canvax.cli.preview import previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
 from canvax.errors import NO_VALUE, CanvaxError, CheckpointError, HintWarning, HubError, InputError, warn
@@ -23,8 +24,7 @@ from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file, new_image
 from canvax.images.grid import make_grid
 from canvax.images.metadata import save_image, save_numbered, unique_path
-from canvax.pipelines.control import control_argument
-from canvax.pipelines.image_prompts import image_prompt_argument
+from canvax.scale.work import grouped, joined, most_at_once
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -44,10 +44,10 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     timings = dict.fromkeys(STAGES, 0.0)
     report |= {"files": [], "grid": None, "seeds": [], "metadata": [], "timings": timings, "compilations": 0}
     spread = join_others(arguments)
-    requests, source = gather(arguments)
+    calls, source = gather(arguments)
     if spread:
-        requests = _with_common_seeds(requests)
-    where = Destination.checked(arguments, requests)
+        calls = _with_common_seeds(calls)
+    where = Destination.checked(arguments, calls)
     _check_batch_size(arguments.batch_size)
     preview = None if arguments.preview is None else new_image("preview", arguments.preview)
     if spread and preview is not None:
@@ -55,13 +55,13 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
             "preview", NO_VALUE, "does not go with --distributed, where no process has all images", "leave it out"
         )
     _hint_at_quotes(arguments)
-    check_against_model(arguments, requests, source)
+    check_against_model(arguments, calls, source)
     pipe = load_model(arguments, source)
     timings["load"] = time.perf_counter() - began
     report |= description(pipe)
     try:
         with previews(pipe, preview) as callback:
-            images = _generate_all(pipe, requests, arguments, where, report, callback)
+            images = _save_all(generate_all(pipe, calls, arguments, callback), arguments, where, report)
     finally:
         timings["total"] = process_age()
     if arguments.grid:
@@ -106,13 +106,13 @@ def join_others(arguments: argparse.Namespace) -> bool:
     return True
 
 
-def _with_common_seeds(requests: Sequence[ImageRequest]) -> list[ImageRequest]:
-    """The requests with the seeds of process 0, so that randomly chosen seeds are the same in all processes."""
+def _with_common_seeds(calls: Sequence[Call]) -> list[Call]:
+    """The calls with the seeds of process 0, so that randomly chosen seeds are the same in all processes."""
     from canvax.parallel import multihost
 
-    must_match = [dataclasses.replace(request, seed=0) for request in requests]
-    seeds = multihost.agree([request.seed for request in requests], must_match)
-    return [dataclasses.replace(request, seed=seed) for request, seed in zip(requests, seeds, strict=True)]
+    must_match = [dataclasses.replace(call, seed=0) for call in calls]
+    seeds = multihost.agree([call.seed for call in calls], must_match)
+    return [dataclasses.replace(call, seed=seed) for call, seed in zip(calls, seeds, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Destination:
     grid: bool = False
 
     @classmethod
-    def checked(cls, arguments: argparse.Namespace, requests: Sequence[ImageRequest]) -> Destination:
+    def checked(cls, arguments: argparse.Namespace, calls: Sequence[Call]) -> Destination:
         """The destination that ``--output`` names. Creates nothing.
 
         Raises:
@@ -134,8 +134,8 @@ class Destination:
         is_file = names_file(path)
         if str(path) == "-":
             raise InputError("output", "-", "is stdout, to which images are not written", "name a folder or a file")
-        if is_file and len(requests) > 1 and not arguments.grid:
-            raise InputError("output", path, f"is one file for {len(requests)} images", "name a folder")
+        if is_file and len(calls) > 1 and not arguments.grid:
+            raise InputError("output", path, f"is one file for {len(calls)} images", "name a folder")
         if is_file and os.path.lexists(path):
             raise InputError("output", path, "exists and is not replaced", "choose another name")
         check_writable("output", path.parent if is_file else path)
@@ -144,7 +144,7 @@ class Destination:
         preview = named_path("preview", arguments.preview) if getattr(arguments, "preview", None) else None
         if is_file and preview is not None and preview.absolute() == path.absolute():
             raise InputError("preview", preview, "is the file of --output, which it would be in the way of")
-        sizes = {(request.height, request.width) for request in requests}
+        sizes = {(call.height, call.width) for call in calls}
         if arguments.grid and len(sizes) > 1:
             raise InputError(
                 "grid",
@@ -180,7 +180,7 @@ def _check_batch_size(size: int | None) -> None:
         raise InputError("batch_size", size, "is not a whole number in 1..1000000")
 
 
-def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageRequest], source: Source) -> None:
+def check_against_model(arguments: argparse.Namespace, calls: Sequence[Call], source: Source) -> None:
     """Checks that depend on the model, if its files are on disk. Reads no weights."""
     from canvax.families.read import family_of, read_model
     from canvax.pipelines.request import check_for_model, check_start
@@ -193,7 +193,7 @@ def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageR
     if source.dtype is not None:
         parse_dtype(source.dtype, quantizes=True)
     check_kind(source.quantize)
-    if any(request.control for request in requests) and not source.controlnet:
+    if any(call.control for call in calls) and not source.controlnet:
         raise InputError(
             "control", NO_VALUE, "needs a ControlNet", "name the network that reads the image with {controlnet}"
         )
@@ -207,12 +207,12 @@ def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageR
     except (CheckpointError, HubError):
         return  # not on disk yet, or no such model: loading reports it
     model = read_model(files, "float32")
-    for request in without_prompts(requests):
-        default = request.options.own_steps or model.defaults.num_inference_steps
-        steps = default if request.steps is None else request.steps
-        check_table(dataclasses.replace(request, steps=steps), model.scheduler)
-        check_for_model(request.options, model)
-        check_start(request.options, request.sampler, None, model, image=request.image is not None)
+    for call, *_ in grouped(calls, shared):
+        default = call.options.own_steps or model.defaults.num_inference_steps
+        steps = default if call.num_inference_steps is None else call.num_inference_steps
+        check_table(dataclasses.replace(call, num_inference_steps=steps), model.scheduler)
+        check_for_model(call.options, model)
+        check_start(call.options, call.sampler, None, model, image=call.image is not None)
 
 
 def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion:
@@ -274,29 +274,49 @@ def description(pipe: StableDiffusion) -> dict[str, Any]:
     }
 
 
-def _generate_all(
-    pipe: StableDiffusion,
-    requests: Sequence[ImageRequest],
+def generate_all(
+    pipe: StableDiffusion, calls: Sequence[Call], arguments: argparse.Namespace, callback: Callback | None = None
+) -> Iterator[tuple[Sequence[Call], Result]]:
+    """Generate the images batch by batch; each batch has the same settings.
+
+    Several batches are all of one size, so that one program is compiled: the rest of the last batch are copies of its
+    last image. Without ``--batch-size`` they are as large as any device can hold, and of one size as far as possible.
+    """
+    from canvax.pipelines.result import progress_bar
+
+    groups = grouped(calls, shared)
+    size = arguments.batch_size or _batch_size(pipe, groups)
+    several = len(calls) > size
+    progress: bool | str = not arguments.quiet and ("programs" if several else True)
+    bar = progress_bar(len(calls), description="generating", unit="image", shown=several and bool(progress))
+    for batch in (group[start : start + size] for group in groups for start in range(0, len(group), size)):
+        full = [*batch, *[batch[-1]] * (size - len(batch))] if several else batch
+        yield batch, pipe(**vars(joined(full, progress=progress, callback=callback)))
+        bar.update(len(batch))
+    bar.close()
+
+
+def _batch_size(pipe: StableDiffusion, groups: Sequence[Sequence[Call]]) -> int:
+    (height, width), largest = pipe.model.native_size, max(map(len, groups))
+    sizes = {(call.height or height, call.width or width) for group in groups for call in group}
+    most = min(most_at_once(pipe.programs.mesh, *size) for size in sizes)
+    return math.ceil(largest / math.ceil(largest / most))
+
+
+def _save_all(
+    batches: Iterator[tuple[Sequence[Call], Result]],
     arguments: argparse.Namespace,
     where: Destination,
     report: dict[str, Any],
-    callback: Callback | None = None,
 ) -> list[Image]:
-    """Generate and save batch by batch; returns the images if a grid was asked for, else an empty list."""
-    size = arguments.batch_size or batch_size(pipe, requests)
+    """Save the images of each batch; returns all of them if a grid was asked for, else an empty list."""
     from canvax.compile.monitor import process_age
-    from canvax.pipelines.result import progress_bar
 
     evaluations, images = 0.0, []
     timings = report["timings"]
-    several = len(requests) > size
-    fits = not several and arguments.batch_size is not None
-    progress: bool | str = not arguments.quiet and ("programs" if several else True)
-    bar = progress_bar(len(requests), description="generating", unit="image", shown=several and bool(progress))
-    for batch in batches(requests, size):
-        age = process_age()
-        result = generate_batch(pipe, batch, len(batch) if fits else size, progress, callback)
-        timings["first_step"] = timings["first_step"] or age + result.timings["first_step"]
+    for batch, result in batches:
+        first_step = process_age() - result.timings["total"] + result.timings["first_step"]
+        timings["first_step"] = timings["first_step"] or first_step
         for stage in ("compile", "encode", "denoise", "decode"):
             timings[stage] += result.timings[stage]
         evaluations += result.timings["denoise"] / max(result.timings["step"], 1e-9)
@@ -311,45 +331,9 @@ def _generate_all(
                 report["files"].append(str(path))
                 if not arguments.json:
                     say(str(path))
-        bar.update(len(batch))
         if arguments.grid:
             images += result.images[: len(batch)]
-    bar.close()
     return images
-
-
-def generate_batch(
-    pipe: StableDiffusion,
-    batch: Sequence[ImageRequest],
-    size: int,
-    progress: bool | str,
-    callback: Callback | None = None,
-) -> Result:
-    """One call, filled up to ``size`` with copies of the last image, so that nothing compiles for a smaller one."""
-    full = [*batch, *[batch[-1]] * (size - len(batch))]
-    first = full[0]
-    return pipe(
-        [request.prompt for request in full],
-        None if first.negative is None else [request.negative or "" for request in full],
-        height=first.height,
-        width=first.width,
-        num_inference_steps=first.steps,
-        guidance_scale=first.guidance,
-        seed=[request.seed for request in full],
-        sampler=first.sampler,
-        options=dataclasses.replace(first.options, progress=progress, callback=callback),
-        **_given(full),
-        control=control_argument([request.control for request in full]),
-        image_prompt=image_prompt_argument([request.image_prompts for request in full]),
-    )
-
-
-def _given(batch: Sequence[ImageRequest]) -> dict[str, Any]:
-    """The images and masks of a batch; one that all share is encoded once."""
-    first = batch[0]
-    files = {name: [getattr(request, name) for request in batch] for name in ("image", "mask")}
-    shared = {name: paths[0] if len(set(paths)) == 1 else paths for name, paths in files.items()}
-    return {**shared, "strength": first.strength} if first.image is not None else {}
 
 
 def _summarise(report: Mapping[str, Any]) -> None:

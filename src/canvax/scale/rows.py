@@ -161,19 +161,28 @@ def _text_rows(path: Path, kind: str) -> Iterator[tuple[int, Mapping[str, Any] |
             finally:
                 csv.field_size_limit(before)
             return
-        number = 0
-        while line := file.readline(_LONGEST):
-            number += 1
-            if len(line) == _LONGEST:
-                raise InputError(f"{path}: line {number} is longer than {_LONGEST} characters; is it such a file?")
-            if "\0" in line:  # UTF-16 without a mark at its beginning, or no text at all
-                raise InputError(
-                    f"{path}: line {number} has bytes of 0, so that it is not UTF-8 text; save it as UTF-8"
-                )
-            if number == 1 and kind != ".txt" and line.lstrip().startswith("["):
+        for number, line in text_lines(file, path):
+            if number == 1 and kind != ".txt" and line.startswith("["):
                 raise InputError(f"{path}: is a list; write an object a line, without [ and ] around them")
-            if (line := line.strip()) and not (kind == ".txt" and line.startswith("#")):
-                yield number, _prompt(line) if kind == ".txt" else _object(line)
+            if not (kind == ".txt" and line.startswith("#")):
+                yield number, _prompt(line) if kind == ".txt" else json_object(line)
+
+
+def text_lines(file: TextIOWrapper, name: str | Path) -> Iterator[tuple[int, str]]:
+    """The lines of a text file with their numbers, without white space around them; empty lines are left out.
+
+    Raises:
+        InputError: a line is too long, or has bytes of 0.
+    """
+    number = 0
+    while line := file.readline(_LONGEST):
+        number += 1
+        if len(line) == _LONGEST:
+            raise InputError(f"{name}: line {number} is longer than {_LONGEST} characters; is it such a file?")
+        if "\0" in line:  # UTF-16 without a mark at its beginning, or no text at all
+            raise InputError(f"{name}: line {number} has bytes of 0, so that it is not UTF-8 text; save it as UTF-8")
+        if line := line.strip():
+            yield number, line
 
 
 def _prompt(line: str) -> Mapping[str, Any] | InputError:
@@ -181,7 +190,7 @@ def _prompt(line: str) -> Mapping[str, Any] | InputError:
         check_prompt_line("", line)
     except InputError as error:
         return error
-    if line.startswith("{") and isinstance(_object(line), dict):
+    if line.startswith("{") and isinstance(json_object(line), dict):
         return InputError(f"{line:.40} is a JSON object, not a prompt; name the file with the ending .jsonl")
     return {"prompt": line}
 
@@ -205,7 +214,8 @@ def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number")
 
 
-def _object(line: str) -> Mapping[str, Any] | InputError:
+def json_object(line: str) -> Mapping[str, Any] | InputError:
+    """The JSON object that a line holds, or the error that says why the line holds none."""
     try:
         value = json.loads(line, object_pairs_hook=once, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
