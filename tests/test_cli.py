@@ -668,7 +668,7 @@ def test_an_empty_negative_prompt_of_others_is_none(generate: Run) -> None:
     info.add_text("parameters", "a cat\nNegative prompt:\nSteps: 2, Sampler: Euler, CFG scale: 2, Seed: 1, Size: 64x64")
     Image.new("RGB", (64, 64)).save("a.png", pnginfo=info)
     (image,), _ = gather(parse(["generate", "--from-image", "a.png", "-m", "emoji"]))
-    assert image.negative is None
+    assert image.negative_prompt is None
 
 
 ODD_METADATA: dict[str, tuple[dict[str, Any], str]] = {

@@ -35,7 +35,8 @@ def run(
 
     def call(*arguments: object) -> tuple[int, str, str]:
         code = main([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
+        out, err = capsys.readouterr()
+        return code, out, err
 
     return call
 

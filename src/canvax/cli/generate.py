@@ -24,6 +24,7 @@ from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file, new_image
 from canvax.images.grid import make_grid
 from canvax.images.metadata import save_image, save_numbered, unique_path
+from canvax.pipelines.texts import TAG
 from canvax.scale.work import grouped, joined, most_at_once
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _with_common_seeds(calls: Sequence[Call]) -> list[Call]:
     from canvax.parallel import multihost
 
     must_match = [dataclasses.replace(call, seed=0) for call in calls]
-    seeds = multihost.agree([call.seed for call in calls], must_match)
+    seeds = multihost.agree([int(call.seed or 0) for call in calls], must_match)
     return [dataclasses.replace(call, seed=seed) for call, seed in zip(calls, seeds, strict=True)]
 
 
@@ -284,7 +285,8 @@ def generate_all(
     """
     from canvax.pipelines.result import progress_bar
 
-    groups = grouped(calls, shared)
+    tags = TAG.findall if arguments.lora_dir else lambda prompt: ()  # adapters that prompts name are those of a batch
+    groups = grouped(calls, lambda call: (shared(call), *tags(call.prompt)))
     size = arguments.batch_size or _batch_size(pipe, groups)
     several = len(calls) > size
     progress: bool | str = not arguments.quiet and ("programs" if several else True)

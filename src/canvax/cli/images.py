@@ -25,7 +25,6 @@ from canvax.pipelines.control import control_files, control_marks, control_of, s
 from canvax.pipelines.image_prompts import read_all, structure
 from canvax.pipelines.options import Options
 from canvax.pipelines.request import check_given
-from canvax.pipelines.texts import TAG
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 from canvax.scale.rows import check_prompt_line, json_object, text_lines
 from canvax.scale.work import call_of, grouped
@@ -58,7 +57,7 @@ def shared(call: Call) -> tuple[Any, ...]:
     settings = (call.height, call.width, call.num_inference_steps, call.guidance_scale, call.sampler, call.options)
     absent = (call.negative_prompt is None, call.image is None, call.mask is None)
     images = (call.strength, tuple(files is None for files in call.control), structure(call.image_prompt))
-    return *settings, *absent, *images, tuple(TAG.findall(call.prompt))
+    return *settings, *absent, *images
 
 
 @dataclass(frozen=True)
