@@ -98,7 +98,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _share(text: str | None) -> tuple[int, int]:
-    """``--share K/N`` as numbers."""
+    """Read ``--share K/N`` as two numbers."""
     if text is None:
         return 0, 1
     number, _, count = text.partition("/")
@@ -144,7 +144,7 @@ def _output(arguments: argparse.Namespace, plan: Plan, source: Source, *, spread
     number, shares = _share(arguments.share)
     index, processes = (jax.process_index(), jax.process_count()) if spread else (0, 1)
     decisive = {name: getattr(arguments, name) for name in ("format", "quality", "batch_size", "seed")}
-    decisive |= {name: found for name in ("lora", "embedding") if (found := getattr(arguments, name))}
+    decisive |= {name: files for name in ("lora", "embedding") if (files := getattr(arguments, name))}
     return Output(
         arguments.output,
         {
@@ -162,7 +162,7 @@ def _output(arguments: argparse.Namespace, plan: Plan, source: Source, *, spread
 
 
 def _agreed(plan: Plan, todo: set[str], *, spread: bool) -> set[str]:
-    """What is still to do, of all processes together: each knows what it has done itself."""
+    """Return the rows that no process has done; each process knows only the rows that it did itself."""
     if not spread:
         return todo
     import numpy as np
@@ -176,7 +176,7 @@ def _agreed(plan: Plan, todo: set[str], *, spread: bool) -> set[str]:
 
 def _generate(arguments: argparse.Namespace, plan: Plan, source: Source, output: Output, report: dict[str, Any], *,
               spread: bool) -> Generate:  # fmt: skip
-    """What generates the rows: a model here, or those of a cluster."""
+    """Return the function that generates the rows: with a model here, or with those of a cluster."""
     from canvax.scale.batch import windows
     from canvax.scale.rows import Row
     from canvax.scale.work import Made, Worker
@@ -192,7 +192,7 @@ def _generate(arguments: argparse.Namespace, plan: Plan, source: Source, output:
         progress=not arguments.quiet,
     )  # fmt: skip
     usual = worker.check(Row("", {"prompt": ""}))
-    if isinstance(usual, Made):  # no row without settings of its own could be generated
+    if isinstance(usual, Made):  # no row that only has a prompt could be generated
         raise InputError(usual.error)
     return windows(worker.run)
 

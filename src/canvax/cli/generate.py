@@ -90,7 +90,7 @@ def _hint_at_quotes(arguments: argparse.Namespace) -> None:
 
 
 def join_others(arguments: argparse.Namespace) -> bool:
-    """Whether other processes take part. They are joined here, before anything else uses JAX."""
+    """Return whether other processes take part. They are joined here, before anything else uses JAX."""
     from canvax.parallel import multihost
 
     cluster = (arguments.coordinator, arguments.num_processes, arguments.process_id)
@@ -108,7 +108,7 @@ def join_others(arguments: argparse.Namespace) -> bool:
 
 
 def _with_common_seeds(calls: Sequence[Call]) -> list[Call]:
-    """The calls with the seeds of process 0, so that randomly chosen seeds are the same in all processes."""
+    """Return the calls with the seeds of process 0, so that all processes have the same randomly chosen seeds."""
     from canvax.parallel import multihost
 
     must_match = [dataclasses.replace(call, seed=0) for call in calls]
@@ -118,7 +118,7 @@ def _with_common_seeds(calls: Sequence[Call]) -> list[Call]:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where images are written: a folder, or one file."""
+    """The folder or file to which images are written."""
 
     path: Path
     is_file: bool
@@ -126,7 +126,7 @@ class Destination:
 
     @classmethod
     def checked(cls, arguments: argparse.Namespace, calls: Sequence[Call]) -> Destination:
-        """The destination that ``--output`` names. Creates nothing.
+        """Return the destination that ``--output`` names. Nothing is created yet.
 
         Raises:
             InputError: the images cannot be written there.
@@ -156,7 +156,7 @@ class Destination:
         return cls(path, is_file, grid=arguments.grid)
 
     def save(self, image: Image, metadata: Mapping[str, Any]) -> Path | None:
-        """Write an image, unless only the grid is asked for; the folder is made now, if need be."""
+        """Write an image, unless only the grid is asked for. A missing folder is created now."""
         if self.is_file and self.grid:
             return None
         folder = self.path.parent if self.is_file else self.path
@@ -169,7 +169,7 @@ class Destination:
         return save_numbered(self.path, image, metadata, metadata["seed"])
 
     def save_grid(self, images: Sequence[Image], metadata: Sequence[Mapping[str, Any]]) -> Path:
-        """Write all images in one."""
+        """Write all images as one grid."""
         grid = {"grid": list(metadata)}
         if self.is_file:
             return save_image(self.path, make_grid(images), grid)
@@ -182,7 +182,7 @@ def _check_batch_size(size: int | None) -> None:
 
 
 def check_against_model(arguments: argparse.Namespace, calls: Sequence[Call], source: Source) -> None:
-    """Checks that depend on the model, if its files are on disk. Reads no weights."""
+    """Check what depends on the model, if its files are on disk. No weights are read."""
     from canvax.families.read import family_of, read_model
     from canvax.pipelines.request import check_for_model, check_start
     from canvax.quantize import check_kind
@@ -206,7 +206,7 @@ def check_against_model(arguments: argparse.Namespace, calls: Sequence[Call], so
         files = open_files(origin, accept=family_of, prediction=overrides.prediction, vae=overrides.vae is None)
         files = dataclasses.replace(overrides, vae=None).apply(files)
     except (CheckpointError, HubError):
-        return  # not on disk yet, or no such model: loading reports it
+        return  # the model is not on disk, or there is none: loading reports it
     model = read_model(files, "float32")
     for call, *_ in grouped(calls, shared):
         default = call.options.own_steps or model.defaults.num_inference_steps
@@ -217,7 +217,7 @@ def check_against_model(arguments: argparse.Namespace, calls: Sequence[Call], so
 
 
 def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion:
-    """The model that the flags ask for, on their devices."""
+    """Load the model that the flags ask for onto their devices."""
     import canvax
     from canvax.parallel import multihost
     from canvax.parallel.mesh import mesh_of
@@ -257,7 +257,7 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
 
 
 def description(pipe: StableDiffusion) -> dict[str, Any]:
-    """The model and the machine, for the report."""
+    """Describe the model and the machine for the report."""
     devices = pipe.programs.mesh.devices
     first = devices.flat[0]
     return {

@@ -1,4 +1,4 @@
-"""The call for each image that a command line asks for, checked before any model is opened."""
+"""This module makes a checked call of each image that a command line asks for, before any model is opened."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ SETTINGS = (*(name for name in offered(Call, "command") if name != "prompt"), *d
 """What flags, prompt files and PNG metadata may set for an image besides its prompt."""
 
 ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
-"""What ``--zero-snr`` says of a model's schedule."""
+"""The changes of a model's schedule that ``--zero-snr`` stands for."""
 
 _MAX_PROMPT_FILE = 64 << 20
 
 OF_MODEL = ("revision", "variant", "dtype", "quantize", "vae", "prediction_type")
-"""What the metadata of an image holds about its model besides the name: fields of ``Source``."""
+"""The fields of ``Source`` that the metadata of an image holds besides the model's name."""
 _OF_ALL = {"model", "mesh", "batch_size", "output", "lora", "embedding", "controlnet", "ip_adapter", *OF_MODEL}
-"""What flags say of a whole command, and a line of a prompt file cannot."""
+"""Flags that hold for a whole command, so that a line of a prompt file cannot set them."""
 ALIASES = {also: name for also, name in aliases(Call, FromFiles, Options).items() if also not in _OF_ALL}
 
 _RECORDED = {"prompt", "model", "scheduler", "canvax", "sampler_label", "noise", "steps_run", "other", "nsfw"}
@@ -53,7 +53,7 @@ _RECORDED |= {"image_prompts", "options", "upscale", "id", *OF_MODEL, *SETTINGS}
 
 
 def shared(call: Call) -> tuple[Any, ...]:
-    """What images of one batch have in common. SDXL treats no negative prompt unlike an empty one."""
+    """Return what images of one batch have in common. SDXL treats no negative prompt unlike an empty one."""
     settings = (call.height, call.width, call.num_inference_steps, call.guidance_scale, call.sampler, call.options)
     absent = (call.negative_prompt is None, call.image is None, call.mask is None)
     images = (call.strength, tuple(files is None for files in call.control), structure(call.image_prompt))
@@ -62,7 +62,7 @@ def shared(call: Call) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Source:
-    """Which model to load."""
+    """The model to load, with its parts."""
 
     model: str
     revision: str | None
@@ -78,17 +78,17 @@ class Source:
 
 
 def source_of(arguments: argparse.Namespace) -> Source:
-    """The model that flags name."""
+    """Return the model that flags name."""
     settings: dict[str, Any] = {name: getattr(arguments, name) for name in OF_MODEL}
     return Source(arguments.model or "emoji", **settings, **networks_of(arguments), zero_snr=arguments.zero_snr)
 
 
 def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = ()) -> tuple[list[Call], Source]:
-    """The images and the model that the command line asks for.
+    """Return a call for each image, and the model, that the command line asks for.
 
     Settings come from ``--from-image``; flags override them, and a line of the prompt file overrides the flags.
-    Image i uses seed + i, unless its line has a seed of its own. With ``cells`` there is an image for each, with the
-    settings of the cell above all others.
+    Image i uses seed + i, unless its line has a seed. With ``cells`` there is an image for each cell, whose settings
+    override all others.
 
     Raises:
         InputError: a setting is wrong, or there is no prompt.
@@ -183,7 +183,7 @@ def check_table(call: Call, scheduler: Scheduler | None) -> None:
 
 
 def read_prompt_file(name: str) -> list[tuple[str, dict[str, Any]]]:
-    """The settings of each line of a prompt file, each with its place in the file for error messages.
+    """Return the settings of each line of a prompt file, with the place of the line for error messages.
 
     Raises:
         InputError: the file cannot be read, or a line is malformed.
@@ -211,7 +211,7 @@ def read_prompt_file(name: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _entry(where: str, line: str) -> dict[str, Any]:
-    """The settings of a line of JSON, by canvax's names."""
+    """Return the settings of a line of JSON, by canvax's names."""
     if isinstance(fields := json_object(line), InputError):
         raise InputError(f"{where}{fields}; put text before {{ if it is a prompt")
     names = [ALIASES.get(name, name) for name, value in fields.items() if value is not None]
@@ -226,7 +226,7 @@ def _entry(where: str, line: str) -> dict[str, Any]:
 
 
 def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
-    """The settings in the metadata of an image, and its model unless flags name another."""
+    """Return the settings in the metadata of an image, and its model unless flags name another."""
     path = Path(arguments.from_image)
     metadata = read_metadata(path)
     check_kinds(path, metadata)
@@ -274,25 +274,25 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
     if arguments.model and arguments.model != recorded["model"]:
         recorded["revision"] = recorded["variant"] = None
     model = arguments.model or recorded["model"] or "emoji"
-    own_parts: dict[str, Any] = {name: getattr(arguments, name) or recorded[name] for name in OF_MODEL}
+    parts: dict[str, Any] = {name: getattr(arguments, name) or recorded[name] for name in OF_MODEL}
     scheduler = metadata.get("scheduler") if by_canvax else None
     if scheduler and scheduler != ZERO_SNR:
         complain(f"{path}: its scheduler {scheduler} is for Python: canvax.load(scheduler=...)", label="warning: ")
-    return settings, Source(model, **own_parts, zero_snr=scheduler == ZERO_SNR)
+    return settings, Source(model, **parts, zero_snr=scheduler == ZERO_SNR)
 
 
-def _check_same(path: Path, metadata: Mapping[str, Any], name: str, given: str | None) -> None:
-    """Ask for the image that another began from, and say so if it is not that one."""
+def _check_same(path: Path, metadata: Mapping[str, Any], name: str, file: str | None) -> None:
+    """Require the source image or mask of an earlier image, and warn if another file is named."""
     if (wanted := metadata.get(f"{name}_sha256")) is None:
         return
-    if given is None:
+    if file is None:
         raise InputError(f"{path}: it began from {'an image' if name == 'image' else 'a mask'}; name it with --{name}")
-    if fingerprint(read_images(name, given, 1, grey=name == "mask")[0]) != wanted:
-        complain(f"--{name} {given}: is not the one that {path} began from", label="warning: ")
+    if fingerprint(read_images(name, file, 1, grey=name == "mask")[0]) != wanted:
+        complain(f"--{name} {file}: is not the one that {path} began from", label="warning: ")
 
 
 def _check_control(path: Path, metadata: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """Ask for the control images of another image and their networks, and say so if they are others."""
+    """Require the control images and networks of an earlier image, and warn if others are named."""
     if not isinstance(wanted := metadata.get("control_sha256"), list):
         return
     named = control_of(vars(arguments))
@@ -302,13 +302,13 @@ def _check_control(path: Path, metadata: Mapping[str, Any], arguments: argparse.
             f"{path}: it was generated with control images; name each with --control and its network with --controlnet "
             f"(they were {', '.join(map(str, nets)) if isinstance(nets, list) else 'not named'})"
         )
-    for one, given, mark in zip(named, control_marks(named), wanted, strict=True):
-        if given != mark:
-            complain(f"--control {one and one[0][1]}: is not the one of {path}", label="warning: ")
+    for files, mark, recorded in zip(named, control_marks(named), wanted, strict=True):
+        if mark != recorded:
+            complain(f"--control {files and files[0][1]}: is not the one of {path}", label="warning: ")
 
 
 def recorded_model(metadata: Mapping[str, Any]) -> Any:
-    """The model of an image as ``--model`` takes it, or None: other programs name a file without its folder."""
+    """Return the model of an image as ``--model`` takes it, or None: other programs name a file without its folder."""
     model = metadata.get("model")
     return model or None if "canvax" in metadata or model in list(BUNDLED) else None
 

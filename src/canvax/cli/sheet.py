@@ -15,12 +15,12 @@ from canvax.noise import check_seed
 from canvax.settings import plain_value
 
 MOST = 400
-"""Images of a sheet."""
+"""The largest number of images on a sheet."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A setting and the values it takes along one side of the sheet."""
+    """A setting and its values along one side of the sheet."""
 
     name: str
     label: str
@@ -28,10 +28,10 @@ class Axis:
 
     @classmethod
     def of(cls, argument: str, text: str) -> Self:
-        """Read ``steps=10,20``; with a semicolon in it, values are between semicolons.
+        """Read ``steps=10,20``; a text with a semicolon has its values between semicolons.
 
         Raises:
-            InputError: it is not a setting with values.
+            InputError: the text is not a setting with values.
         """
         label, equals, values = text.partition("=")
         name = label.strip().lower().replace("-", "_")
@@ -47,7 +47,7 @@ class Axis:
         return cls(name, label.strip(), [_value(name, cell) for cell in cells])
 
     def labels(self) -> list[str]:
-        """What stands beside each row or above each column."""
+        """Return the label of each row or column."""
         return [str(value) if self.name in ("prompt", "sampler") else f"{self.label} {value}" for value in self.values]
 
 
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def _value(name: str, text: str) -> Any:
-    """A number where it is one; a prompt stays text."""
+    """Return a number where the text is a number; prompts and samplers stay text."""
     if name in ("prompt", "negative_prompt", "sampler"):
         return text
     value = plain_value(text)

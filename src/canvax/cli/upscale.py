@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def _check(arguments: argparse.Namespace, call: Call) -> None:
-    """Refuse what no model could do, before one is read."""
+    """Refuse what no model can do, before a model is read."""
     if arguments.grid:
         raise InputError("grid", NO_VALUE, "does not go with one image", "leave it out")
     (image,) = read_images("file", arguments.file, 1)

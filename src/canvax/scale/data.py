@@ -87,8 +87,8 @@ class Generate:
     def __call__(self, batch: Any) -> Any:
         """The rows with their images, a pyarrow table in the order of ``batch``."""
         values = _listed(batch)
-        rows = [row_of(number, one, named=True) for number, one in enumerate(values, 1)]
-        made = {id(one.row): one for _, some in self._worker.run(rows) for one in some}
+        rows = [row_of(number, value, named=True) for number, value in enumerate(values, 1)]
+        made = {id(result.row): result for _, results in self._worker.run(rows) for result in results}
         images = list(self._files.map(self._columns, (made[id(row)] for row in rows)))
         joined = zip(values, rows, images, strict=True)
         return _table([{**value, "id": row.id, **columns} for value, row, columns in joined])
@@ -118,10 +118,10 @@ class _Settings(Generate):
         super().__init__(**arguments)
 
     def __call__(self, batch: Any) -> Any:
-        rows = [Row(one["id"], json.loads(one["settings"])) for one in _listed(batch)]
-        made = [one for _, some in self._worker.run(rows) for one in some]
+        rows = [Row(row["id"], json.loads(row["settings"])) for row in _listed(batch)]
+        made = [result for _, results in self._worker.run(rows) for result in results]
         images = list(self._files.map(self._columns, made))
-        return _table([{"id": one.row.id, **columns} for one, columns in zip(made, images, strict=True)])
+        return _table([{"id": result.row.id, **columns} for result, columns in zip(made, images, strict=True)])
 
 
 def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = None, actors: int | None = None) -> Any:
@@ -175,8 +175,8 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
         with redirect_stdout(sys.stderr):
             try:
                 for table in made.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1):
-                    some = [_made(known[one["id"]], one) for one in table.to_pylist()]
-                    yield len(some), some
+                    results = [_made(known[row["id"]], row) for row in table.to_pylist()]
+                    yield len(results), results
             except ray.exceptions.RayError as error:
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 why = next((line for line in reversed(lines) if "Error: " in line), lines[-1])

@@ -90,8 +90,8 @@ class Output:
         if into != "files":
             (self.folder / WAITING).mkdir(exist_ok=True)
             remove_leftovers(self.folder / WAITING)
-            own = _lines(self.folder, name)
-            self._waiting = {line["id"]: line for line in own if line == self.known[line["id"]] and _waits(line)}
+            lines = _lines(self.folder, name)
+            self._waiting = {line["id"]: line for line in lines if line == self.known[line["id"]] and _waits(line)}
             self._pack(self._shard_size)
 
     def add(self, line: Mapping[str, Any], data: bytes | None = None, kind: str = "png") -> None:
@@ -203,7 +203,7 @@ class Output:
             packed = [
                 {**line, "file": path.name, "key": f"{name}{i:04d}{self._suffix}"} for i, line in enumerate(lines)
             ]
-            named = [(line["key"], Path(one["file"]).suffix, data) for line, (one, data) in
+            named = [(line["key"], Path(waiting["file"]).suffix, data) for line, (waiting, data) in
                      zip(packed, samples, strict=True)]  # fmt: skip
             with written(path) as draft:
                 write(draft, named, records)

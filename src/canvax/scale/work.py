@@ -47,12 +47,12 @@ MOST = 64
 T = TypeVar("T")
 _TEXTS = ("prompt", "negative_prompt", "image", "mask", "sampler", "prompt_2", "negative_prompt_2")
 _NAMED = frozenset(ARGUMENTS) & Call.__dataclass_fields__.keys()
-_BY_IMAGE = {name: one.default for name, one in declared(Options).items() if one.setting.per_image}
+_BY_IMAGE = {name: option.default for name, option in declared(Options).items() if option.setting.per_image}
 """Options that may differ within a batch: they are in the table, in the noise or in the prompts."""
 
 
 def call_of(settings: Mapping[str, Any], adapters: int, **options: Any) -> Call:
-    """The call for one image with these settings; the images that it begins from are still names of files.
+    """Return the call for one image with these settings; the images that it begins from are still names of files.
 
     Args:
         settings: by canvax's names.
@@ -74,7 +74,7 @@ def call_of(settings: Mapping[str, Any], adapters: int, **options: Any) -> Call:
 
 
 def joined(calls: Sequence[Call], **options: Any) -> Call:
-    """One call for the images of several calls of ``call_of``, with the images that their files hold.
+    """Return one call for the images of several calls of ``call_of``, with the images that their files hold.
 
     Prompts, seeds and images may differ. All else is that of the first call, with changed ``options``.
     """
@@ -99,7 +99,7 @@ def joined(calls: Sequence[Call], **options: Any) -> Call:
 
 
 def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
-    """The items with equal keys together, in their order."""
+    """Return the items with equal keys together, in their order."""
     groups: dict[Hashable, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -107,7 +107,7 @@ def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
 
 
 def most_at_once(mesh: Mesh, height: int, width: int) -> int:
-    """Images of a size in pixels that any devices can generate at once."""
+    """Return how many images of a size in pixels any devices can generate at once."""
     return min(max(1, PIXELS // (height * width)), MOST) * mesh.shape["data"]
 
 
@@ -155,7 +155,7 @@ class Item:
 
 
 class Made(NamedTuple):
-    """What became of a row: an image, or its file; or an error."""
+    """The result of a row: an image, or the bytes of its file; or an error."""
 
     row: Row
     digest: str
@@ -170,8 +170,8 @@ class Worker:
     Args:
         pipe: the model, with its weights.
         batch: images at once on the whole mesh; None for what any device can hold.
-        most: rows that there are: a batch has no more slots than that.
-        defaults: settings of rows that do not say otherwise, by canvax's own names.
+        most: the number of rows: a batch has no more slots than that.
+        defaults: settings that a row may override, by canvax's names.
         carried: names in rows that are not settings.
         seed: for seeds of rows without one, see ``rows.settings_of``.
         progress: whether to show what is compiled.
@@ -201,7 +201,7 @@ class Worker:
         self._too_large: set[Key] = set()
 
     def check(self, row: Row) -> Item | Made:
-        """The row, checked without running anything; an error if it cannot be generated."""
+        """Check a row without running anything; returns an error if it cannot be generated."""
         digest = ""
         try:
             settings = settings_of(row, self._defaults, self._carried, self._seed)
@@ -211,13 +211,13 @@ class Worker:
             return Made(row, digest, error=str(error) or type(error).__name__)
 
     def run(self, rows: Iterable[Row]) -> Iterator[tuple[int, list[Made]]]:
-        """All rows, a batch at a time; first those that cannot be generated.
+        """Generate all rows, a batch at a time; rows that cannot be generated come first.
 
         Yields:
-            How many rows more are done, and what became of them: of several processes, each tells of its own images.
+            The number of rows in the batch, and their results; each of several processes yields the images it has.
         """
         checked = [self.check(row) for row in rows]
-        if wrong := [one for one in checked if isinstance(one, Made)]:
+        if wrong := [made for made in checked if isinstance(made, Made)]:
             yield len(wrong), wrong if self._leads else []
         for items in grouped((item for item in checked if isinstance(item, Item)), lambda item: item.key):
             items.sort(key=lambda item: len(item.table))  # a batch takes as long as its longest image
@@ -226,14 +226,14 @@ class Worker:
                 yield len(items[start : start + size]), self.generate(items[start : start + size])
 
     def size(self, height: int, width: int) -> int:
-        """Slots of every batch of a size in pixels."""
+        """Return the slots of every batch of a size in pixels."""
         usual = min(most_at_once(self._pipe.mesh, height, width), self._most)
         return padded_batch(self._batch or usual, self._pipe.mesh)
 
     def generate(self, items: Sequence[Item]) -> list[Made]:
-        """Images of a batch; where several processes generate together, those of this one.
+        """Generate a batch; where several processes generate together, each returns the images of its devices.
 
-        Where a batch fails, each of its images is generated by itself, so that only the guilty ones are missing.
+        If a batch fails, each image is generated separately, so that only those that cause the error are missing.
         """
         if items[0].key in self._too_large:
             return self._all(items, "is too large for this machine's memory; see the first such row")
@@ -250,11 +250,11 @@ class Worker:
             return [made for item in items for made in self.generate([item])]
 
     def _all(self, items: Sequence[Item], error: str) -> list[Made]:
-        """Returns the same error for each; one process reports it."""
+        """Return the same error for each item; one process reports it."""
         return [Made(item.row, item.digest, error=error) for item in items] if self._leads else []
 
     def _at_once(self, items: Sequence[Item]) -> list[Made]:
-        """A batch, filled up with copies of its last image, so that nothing compiles for a smaller one."""
+        """Generate a batch, filled up with copies of its last image, so that nothing compiles for a smaller batch."""
         pipe, params, key = self._pipe, self._pipe.params, items[0].key
         assert params is not None
         size = self.size(key.height, key.width)
@@ -281,7 +281,7 @@ class Worker:
         return [self._made(items[i], *result) for i, result in finished.items()]
 
     def _made(self, item: Item, image: Image, metadata: Mapping[str, Any]) -> Made:
-        """``metadata`` is that of the batch, which has the result of a safety checker."""
+        """Return the result of an item; ``metadata``, of the batch, has the answer of a safety checker."""
         record = {**item.record, **{name: metadata[name] for name in ("nsfw",) if name in metadata}}
         return Made(item.row, item.digest, record, GeneratedImage.of(image, record))
 
@@ -307,22 +307,22 @@ class Worker:
         return Item(row, digest, call, key, table, noise, record)
 
     def _work(self, request: Request) -> Any:
-        """``work``, remembered: rows of a file have few settings, and a table takes as long as all other checks."""
-        own = (request.height, request.width, request.steps, request.guidance, request.sampler, request.options,
+        """Return ``work`` of a request, cached: few settings differ, and a table takes as long as all other checks."""
+        key = (request.height, request.width, request.steps, request.guidance, request.sampler, request.options,
                request.chunks, request.texts.parts, request.composed, request.guided,
                request.control and request.control.names,
                request.image_prompts and request.image_prompts.kinds)  # fmt: skip
-        if request.given is not None or own not in self._worked:
+        if request.given is not None or key not in self._worked:
             if len(self._worked) > 1000:
                 self._worked.clear()
             worked = work(self._pipe.model, request)
             if request.given is not None:
                 return worked
-            self._worked[own] = worked
-        return self._worked[own]
+            self._worked[key] = worked
+        return self._worked[key]
 
     def _request(self, items: Sequence[Item]) -> Request:
-        """One call for a batch; what may differ within it is in lists, in tables and in the noise."""
+        """Return the request of a batch; what differs between images is in lists, in tables and in the noise."""
         model, key = self._pipe.model, items[0].key
         call = joined([item.call for item in items], progress=self._progress)
         if key.kinds.controls and call.image is None:  # control images may differ in size
@@ -338,7 +338,7 @@ class Worker:
 
 
 def image_file(image: Image, kind: str, quality: int | None = None) -> bytes:
-    """The file of an image, with its metadata; ``kind`` is png, webp or jpg.
+    """Return the file of an image, with its metadata; ``kind`` is png, webp or jpg.
 
     Raises:
         InputError: a JPEG cannot hold its metadata.
