@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from canvax.call import Call
 from canvax.cli.adapters import check_adapters, load_adapters
 from canvax.cli.arguments import versions
-from canvax.cli.generate_arguments import OUTPUT
+from canvax.cli.generate_arguments import OUTPUT, with_networks
 from canvax.cli.images import ZERO_SNR, Source, check_table, gather, shared
 from canvax.cli.preview import previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
@@ -249,9 +249,7 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
     if not arguments.quiet:
         for name, reason in pipe.model.reasons.items():
             complain(f"{name.replace('_', ' ')}: {reason}", label="")
-    if source.ip_adapter:
-        hub = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
-        pipe = pipe.with_ip_adapter(source.ip_adapter, source.ip_encoder, progress=not arguments.quiet, **hub)
+    pipe = with_networks(pipe, arguments)
     load_adapters(pipe, arguments)
     return pipe
 

@@ -212,7 +212,7 @@ def add_ip_adapter(group: Any) -> None:
 
 def with_networks(pipe: Any, arguments: Any) -> Any:
     """Return a pipeline with the IP-Adapters of the flags; ``canvax.load`` takes the ControlNets."""
-    if not arguments.ip_adapter:
+    if not getattr(arguments, "ip_adapter", None):  # not every command has the flag
         return pipe
     hub = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
     return pipe.with_ip_adapter(arguments.ip_adapter, arguments.ip_encoder, progress=not arguments.quiet, **hub)
