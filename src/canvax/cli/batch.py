@@ -1,4 +1,4 @@
-"""``canvax batch``: generates the images of a file of prompts, and goes on where it was stopped."""
+"""``canvax batch``: generates the images of a file of prompts, and resumes where it was stopped."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _share(text: str | None) -> tuple[int, int]:
 
 
 def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], source: Source) -> None:
-    """Refuse settings that no row could be generated with, before any weights are read."""
+    """Refuse settings with which no row can be generated, before any weights are read."""
     from canvax.scale.work import call_of
 
     files = ("control", "control_from", "ip_image", "ip_mask")  # to which rows may add theirs
@@ -216,7 +216,7 @@ def _on_ray(arguments: argparse.Namespace, plan: Plan, source: Source, most: int
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """SIGTERM, by which clusters end a process, stops the job as Ctrl-C does."""
+    """Let SIGTERM, with which clusters end a process, stop the job as Ctrl-C does."""
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt

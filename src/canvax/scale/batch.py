@@ -1,4 +1,4 @@
-"""A batch job: a file of prompts to a folder of images, which can be stopped and gone on with at any time."""
+"""A batch job makes a folder of images from a file of prompts. It can be stopped and resumed at any time."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Plan:
         seed: int = 0,
         share: tuple[int, int] = (0, 1),
     ) -> Plan:
-        """Read the file once. Of ``share`` (k, n), every nth row from number k on is to be done; ``total`` is of all.
+        """Read the file once. With ``share`` (k, n) the plan has every nth row from number k on; ``total`` counts all.
 
         Raises:
             InputError: it cannot be read, has no rows, or none with what is carried, unknown columns, or an id twice.

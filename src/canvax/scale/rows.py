@@ -1,4 +1,4 @@
-"""Files of prompts, row by row: JSON lines, CSV, Parquet, or one prompt a line."""
+"""This module reads files of prompts, row by row: JSON lines, CSV, Parquet, or one prompt a line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TEXTS |= {
 KINDS = (".txt", ".jsonl", ".ndjson", ".csv", ".parquet")
 _NO_PROMPT = re.compile(r'--[a-z]|\[\s*(?:[{"]|$)|Negative prompt:|Steps: \d+, ')
 _LONGEST = 1 << 24
-"""Characters of a line or of a cell."""
+"""The most characters of a line or of a cell."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def read_rows(path: str | Path) -> Iterator[Row]:
 
 
 def check_names(names: Collection[str], carried: Sequence[str] = (), defaults: Collection[str] = ()) -> None:
-    """Refuse names that mean nothing here.
+    """Refuse names that are no settings.
 
     Args:
         names: of the columns of a file, or of the fields of a row.

@@ -1,7 +1,7 @@
-"""Rows to images: checked one by one, then generated in full batches of what can share a program.
+"""A worker checks rows one by one, then generates them in full batches of images that can share a program.
 
-Each image has its own table in the batch, so rows that differ in steps, sampler or guidance scale share it. All batches
-of a size have as many slots, whatever is in them: an image is the same bits in any company and at any place.
+Each image has a table in the batch, so rows that differ in steps, sampler or guidance scale share a batch. All batches
+of a size have the same number of slots, so an image has the same bits whatever else is in its batch.
 """
 
 from __future__ import annotations
