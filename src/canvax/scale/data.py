@@ -187,7 +187,7 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
 
 
 def connected(address: str | None) -> Any:
-    """Return the module ``ray``, connected to the cluster at ``address``: "auto" for this machine's, "local" for a new one.
+    """Return ``ray``, connected to the cluster at ``address``: "auto" for this machine's, "local" for a new one.
 
     Raises:
         InputError: Ray is not installed, or there is no such cluster.

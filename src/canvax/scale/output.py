@@ -1,7 +1,8 @@
 """The folder of a batch job holds its images, as files or in shards, and a list of its rows, ``manifest.jsonl``.
 
 A file is written under another name and renamed; after that a line is appended to the list. A killed process leaves at
-most a file without its line, which is written again, and the beginning of a line, which is removed. Images of shards wait as files until a shard is full.
+most a file without its line, which is written again, and the beginning of a line, which is removed.
+Images of shards wait as files until a shard is full.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ class Output:
                 del self._waiting[line["id"]]
 
     def _next_shard(self) -> int:
-        """Return the number after the last shard of this process in the list: a shard that is not listed is made again."""
+        """Return the number after the last shard of this process in the list; an unlisted shard is made again."""
         names = {line["file"].partition(".")[0].partition("-") for line in self.known.values() if "key" in line}
         return max((int(number) for number, *rest in names if "".join(rest) == self._suffix), default=-1) + 1
 
@@ -298,7 +299,7 @@ Sample = tuple[str, str, bytes]
 
 
 def _write_tar(path: Path, samples: Sequence[Sample], records: Sequence[Mapping[str, Any]]) -> None:
-    """Write a shard as webdataset reads it: KEY.png, KEY.txt with the prompt and KEY.json; the same bytes every time."""
+    """Write a shard as webdataset reads it: KEY.png, KEY.txt with the prompt, KEY.json; always the same bytes."""
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for (key, ending, data), record in zip(samples, records, strict=True):
             metadata = json.dumps(record, ensure_ascii=False).encode()
