@@ -73,7 +73,7 @@ def test_a_batch_is_filled_up_and_files_are_exact(run: Run, emoji: canvax.Stable
     results = [emoji(words, num_inference_steps=2, seed=seeds, progress=False) for words, seeds in batches]
     assert_files(names, results)
     images = [image for result in results for image in result.images][:6]
-    metadata = [one for result in results for one in result.metadata][:6]
+    metadata = [record for result in results for record in result.metadata][:6]
     assert Path("out/grid-00000-5.png").read_bytes() == as_saved(make_grid(images), {"grid": metadata})
 
 
@@ -100,7 +100,7 @@ def test_lines_know_the_names_of_other_programs(run: Run) -> None:
             "subseed": 3, "subseed_strength": 0.5, "seed": 8, "n": 2}  # fmt: skip
     report = json.loads(run("generate", "--prompt-file", rows_file([line]), "--json", *FAST)[1])
     names = ("prompt", "negative_prompt", "num_inference_steps", "guidance_scale", "sampler", "height", "seed")
-    seen = [tuple(one[name] for name in names) for one in report["metadata"]]
+    seen = [tuple(record[name] for name in names) for record in report["metadata"]]
     assert seen == [("a cat", "red", 3, 2.0, "euler", 72, seed) for seed in (8, 9)]
     assert report["metadata"][0]["options"] == {"variation_seed": 3, "variation_strength": 0.5}
 
