@@ -15,10 +15,10 @@ import pytest
 
 import canvax
 from canvax.cli.arguments import parse
-from canvax.cli.generate import generate_batch
 from canvax.cli.images import gather
 from canvax.images.convert import to_pil
 from canvax.images.metadata import save_image
+from canvax.scale.work import joined
 from tests.support.covering import Pair, Row, all_pairs, covering_array, pairs_of, with_rare
 from tests.support.feature_cases import FACTORS, PLAIN, REFUSED, Studio, reproducible
 
@@ -100,12 +100,12 @@ def from_metadata(studio: Studio, pipe: Any, row: Row, result: canvax.Result, fo
     metadata = result.metadata[1]
     save_image(folder / "it.png", to_pil(result.pixels[1:])[0], metadata)
     words = ["generate", "--from-image", str(folder / "it.png"), *studio.flags(row, 0)]
-    requests, source = gather(parse(words))
+    (call,), source = gather(parse(words))
     assert source.controlnet == tuple(map(str, metadata.get("controlnet", ())))
     if row["adapters"] == "beside":  # for which the command line has no flag
         pipe.adapters.set({name: entry["weight"] for name, entry in metadata["adapters"].items()})
     try:
-        return generate_batch(pipe, requests, 2, False)
+        return pipe(**vars(joined([call, call], progress=False)))
     finally:
         if row["adapters"] == "beside":
             pipe.adapters.set({"clay": 0.0, "wool": 0.0})

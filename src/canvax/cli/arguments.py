@@ -289,7 +289,7 @@ def _derived(commands: Any, plain: Any) -> None:
 
 def _compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="emoji, a folder, or a Hub id owner/name")
-    parser.add_argument("--size", nargs="+", metavar="WxH", help="pixels, such as 1024x768 (the model's own)")
+    parser.add_argument("--size", nargs="+", metavar="WxH", help="pixels, such as 1024x768 (the model's default)")
     parser.add_argument("-b", "--batch", nargs="+", type=int, default=[1], metavar="N", help="images at once (1)")
     parser.add_argument("--no-guidance", action="store_true", help="for guidance scales of 1 or less")
     parser.add_argument(
@@ -344,8 +344,8 @@ def _samplers(commands: Any) -> None:
 def _memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
     group.add_argument("--memory", action="store_true", help="compile, and report the memory that each device needs")
-    group.add_argument("-W", "--width", type=int, metavar="PIXELS", help="width of the images (the model's own)")
-    group.add_argument("-H", "--height", type=int, metavar="PIXELS", help="height of the images (the model's own)")
+    group.add_argument("-W", "--width", type=int, metavar="PIXELS", help="width of the images (the model's default)")
+    group.add_argument("-H", "--height", type=int, metavar="PIXELS", help="height of the images (the model's default)")
     group.add_argument(
         "-b", "--batch-size", type=int, metavar="N", help="images at once (one for each device of the data axis)"
     )
@@ -365,7 +365,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--mesh", metavar="AXES", help="devices along each axis: data=4 (all on data)")
     parser.add_argument("-b", "--batch", type=int, metavar="N", help="images at once on all chips (one on each)")
-    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels, divisible by 8 (the model's own)")
+    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels, divisible by 8 (the model's default)")
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="UNet evaluations (50)")
     parser.add_argument("--no-guidance", action="store_true", help="plan for a guidance scale of 1: half the work")
     parser.add_argument("--dtype", metavar="DTYPE", help="dtype of weights and activations (bfloat16)")
@@ -378,9 +378,9 @@ def _plan(parser: argparse.ArgumentParser) -> None:
 
 def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="emoji", metavar="MODEL", help="emoji, a folder, or a Hub id")
-    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels (the model's own)")
+    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels (the model's default)")
     parser.add_argument("-b", "--batch", type=int, default=1, metavar="N", help="images at once (1)")
-    parser.add_argument("--steps", type=int, metavar="N", help="sampler steps (the model's own)")
+    parser.add_argument("--steps", type=int, metavar="N", help="sampler steps (the model's default)")
     parser.add_argument("--tasks", action="store_true", help="also image to image and inpainting, as ratios")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="number of timed runs (3)")
     parser.add_argument("--mesh", metavar="AXES", help="data=4,model=2 (data over all devices)")

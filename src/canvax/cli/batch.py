@@ -1,4 +1,4 @@
-"""``canvax batch``: generates the images of a file of prompts, and goes on where it was stopped."""
+"""``canvax batch``: generates the images of a file of prompts, and resumes where it was stopped."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.cli.arguments import versions
 from canvax.cli.generate import check_against_model, description, join_others, load_model
-from canvax.cli.images import OF_MODEL, ZERO_SNR, ImageRequest, Source, check_table, source_of
+from canvax.cli.images import OF_MODEL, ZERO_SNR, Source, check_table, source_of
 from canvax.cli.terminal import complain, say, seconds
 from canvax.errors import NO_VALUE, InputError, check_count, nearest
 from canvax.files import named_path
 from canvax.images.maps import SETTINGS as MAPS
 from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_size
 from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS
-from canvax.pipelines.options import Options
 
 if TYPE_CHECKING:
     from canvax.scale.batch import Generate, Plan
@@ -99,7 +98,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _share(text: str | None) -> tuple[int, int]:
-    """``--share K/N`` as numbers."""
+    """Read ``--share K/N`` as two numbers."""
     if text is None:
         return 0, 1
     number, _, count = text.partition("/")
@@ -109,21 +108,19 @@ def _share(text: str | None) -> tuple[int, int]:
 
 
 def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], source: Source) -> None:
-    """Refuse settings that no row could be generated with, before any weights are read."""
-    from canvax.scale.rows import OPTIONS
+    """Refuse settings with which no row can be generated, before any weights are read."""
+    from canvax.scale.work import call_of
 
-    options = Options(**{name: defaults[name] for name in OPTIONS if name in defaults})
+    files = ("control", "control_from", "ip_image", "ip_mask")  # to which rows may add theirs
+    call = call_of({"prompt": ""} | {name: defaults[name] for name in defaults if name not in files}, 0)
     if "ip_mask" in defaults and "ip_image" not in defaults and not source.ip_adapter:
         raise InputError(
             "ip_mask", NO_VALUE, "needs an IP-Adapter", "name the network that reads the image with {ip_adapter}"
         )
-    for name in ("height", "width"):
-        check_size(name, defaults.get(name), SIZE_STEP)
-    height, width, steps = (defaults.get(name) for name in ("height", "width", "num_inference_steps"))
-    guidance, sampler = defaults.get("guidance_scale"), defaults.get("sampler")
-    check_guidance(guidance, 1.0)
-    request = ImageRequest("", None, 0, height, width, steps, guidance, sampler, options)
-    check_table(request, None)
+    check_size("height", call.height, SIZE_STEP)
+    check_size("width", call.width, SIZE_STEP)
+    check_guidance(call.guidance_scale, 1.0)
+    check_table(call, None)
     for kind in defaults.get("control_from", "none").split(","):
         if (kind := kind.strip()) not in (*MAPS, "none"):
             raise InputError("control_from", kind, "is not made here", nearest(kind, list(MAPS)))
@@ -136,7 +133,7 @@ def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], sou
                 f"has no effect without {networks}",
                 f"name the network that reads the image with {{{networks}}}",
             )
-    check_against_model(arguments, [request], source)
+    check_against_model(arguments, [call], source)
 
 
 def _output(arguments: argparse.Namespace, plan: Plan, source: Source, *, spread: bool) -> Output:
@@ -147,7 +144,7 @@ def _output(arguments: argparse.Namespace, plan: Plan, source: Source, *, spread
     number, shares = _share(arguments.share)
     index, processes = (jax.process_index(), jax.process_count()) if spread else (0, 1)
     decisive = {name: getattr(arguments, name) for name in ("format", "quality", "batch_size", "seed")}
-    decisive |= {name: found for name in ("lora", "embedding") if (found := getattr(arguments, name))}
+    decisive |= {name: files for name in ("lora", "embedding") if (files := getattr(arguments, name))}
     return Output(
         arguments.output,
         {
@@ -165,7 +162,7 @@ def _output(arguments: argparse.Namespace, plan: Plan, source: Source, *, spread
 
 
 def _agreed(plan: Plan, todo: set[str], *, spread: bool) -> set[str]:
-    """What is still to do, of all processes together: each knows what it has done itself."""
+    """Return the rows that no process has done; each process knows only the rows that it did itself."""
     if not spread:
         return todo
     import numpy as np
@@ -179,7 +176,7 @@ def _agreed(plan: Plan, todo: set[str], *, spread: bool) -> set[str]:
 
 def _generate(arguments: argparse.Namespace, plan: Plan, source: Source, output: Output, report: dict[str, Any], *,
               spread: bool) -> Generate:  # fmt: skip
-    """What generates the rows: a model here, or those of a cluster."""
+    """Return the function that generates the rows: with a model here, or with those of a cluster."""
     from canvax.scale.batch import windows
     from canvax.scale.rows import Row
     from canvax.scale.work import Made, Worker
@@ -195,7 +192,7 @@ def _generate(arguments: argparse.Namespace, plan: Plan, source: Source, output:
         progress=not arguments.quiet,
     )  # fmt: skip
     usual = worker.check(Row("", {"prompt": ""}))
-    if isinstance(usual, Made):  # no row without settings of its own could be generated
+    if isinstance(usual, Made):  # no row that only has a prompt could be generated
         raise InputError(usual.error)
     return windows(worker.run)
 
@@ -219,7 +216,7 @@ def _on_ray(arguments: argparse.Namespace, plan: Plan, source: Source, most: int
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """SIGTERM, by which clusters end a process, stops the job as Ctrl-C does."""
+    """Let SIGTERM, with which clusters end a process, stop the job as Ctrl-C does."""
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from canvax.call import Call
 from canvax.cli.adapters import check_adapters, load_adapters
 from canvax.cli.arguments import versions
-from canvax.cli.batching import batch_size, batches
-from canvax.cli.generate_arguments import OUTPUT
-from canvax.cli.images import ZERO_SNR, ImageRequest, Source, check_table, gather, without_prompts
+from canvax.cli.generate_arguments import OUTPUT, with_networks
+from canvax.cli.images import ZERO_SNR, Source, check_table, gather, shared
 from canvax.cli.preview import previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
 from canvax.errors import NO_VALUE, CanvaxError, CheckpointError, HintWarning, HubError, InputError, warn
@@ -23,8 +24,8 @@ from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file, new_image
 from canvax.images.grid import make_grid
 from canvax.images.metadata import save_image, save_numbered, unique_path
-from canvax.pipelines.control import control_argument
-from canvax.pipelines.image_prompts import image_prompt_argument
+from canvax.pipelines.texts import TAG
+from canvax.scale.work import grouped, joined, most_at_once
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -44,10 +45,10 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     timings = dict.fromkeys(STAGES, 0.0)
     report |= {"files": [], "grid": None, "seeds": [], "metadata": [], "timings": timings, "compilations": 0}
     spread = join_others(arguments)
-    requests, source = gather(arguments)
+    calls, source = gather(arguments)
     if spread:
-        requests = _with_common_seeds(requests)
-    where = Destination.checked(arguments, requests)
+        calls = _with_common_seeds(calls)
+    where = Destination.checked(arguments, calls)
     _check_batch_size(arguments.batch_size)
     preview = None if arguments.preview is None else new_image("preview", arguments.preview)
     if spread and preview is not None:
@@ -55,13 +56,13 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
             "preview", NO_VALUE, "does not go with --distributed, where no process has all images", "leave it out"
         )
     _hint_at_quotes(arguments)
-    check_against_model(arguments, requests, source)
+    check_against_model(arguments, calls, source)
     pipe = load_model(arguments, source)
     timings["load"] = time.perf_counter() - began
     report |= description(pipe)
     try:
         with previews(pipe, preview) as callback:
-            images = _generate_all(pipe, requests, arguments, where, report, callback)
+            images = _save_all(generate_all(pipe, calls, arguments, callback), arguments, where, report)
     finally:
         timings["total"] = process_age()
     if arguments.grid:
@@ -89,7 +90,7 @@ def _hint_at_quotes(arguments: argparse.Namespace) -> None:
 
 
 def join_others(arguments: argparse.Namespace) -> bool:
-    """Whether other processes take part. They are joined here, before anything else uses JAX."""
+    """Return whether other processes take part. They are joined here, before anything else uses JAX."""
     from canvax.parallel import multihost
 
     cluster = (arguments.coordinator, arguments.num_processes, arguments.process_id)
@@ -106,26 +107,26 @@ def join_others(arguments: argparse.Namespace) -> bool:
     return True
 
 
-def _with_common_seeds(requests: Sequence[ImageRequest]) -> list[ImageRequest]:
-    """The requests with the seeds of process 0, so that randomly chosen seeds are the same in all processes."""
+def _with_common_seeds(calls: Sequence[Call]) -> list[Call]:
+    """Return the calls with the seeds of process 0, so that all processes have the same randomly chosen seeds."""
     from canvax.parallel import multihost
 
-    must_match = [dataclasses.replace(request, seed=0) for request in requests]
-    seeds = multihost.agree([request.seed for request in requests], must_match)
-    return [dataclasses.replace(request, seed=seed) for request, seed in zip(requests, seeds, strict=True)]
+    must_match = [dataclasses.replace(call, seed=0) for call in calls]
+    seeds = multihost.agree([int(call.seed or 0) for call in calls], must_match)
+    return [dataclasses.replace(call, seed=seed) for call, seed in zip(calls, seeds, strict=True)]
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where images are written: a folder, or one file."""
+    """The folder or file to which images are written."""
 
     path: Path
     is_file: bool
     grid: bool = False
 
     @classmethod
-    def checked(cls, arguments: argparse.Namespace, requests: Sequence[ImageRequest]) -> Destination:
-        """The destination that ``--output`` names. Creates nothing.
+    def checked(cls, arguments: argparse.Namespace, calls: Sequence[Call]) -> Destination:
+        """Return the destination that ``--output`` names. Nothing is created yet.
 
         Raises:
             InputError: the images cannot be written there.
@@ -134,8 +135,8 @@ class Destination:
         is_file = names_file(path)
         if str(path) == "-":
             raise InputError("output", "-", "is stdout, to which images are not written", "name a folder or a file")
-        if is_file and len(requests) > 1 and not arguments.grid:
-            raise InputError("output", path, f"is one file for {len(requests)} images", "name a folder")
+        if is_file and len(calls) > 1 and not arguments.grid:
+            raise InputError("output", path, f"is one file for {len(calls)} images", "name a folder")
         if is_file and os.path.lexists(path):
             raise InputError("output", path, "exists and is not replaced", "choose another name")
         check_writable("output", path.parent if is_file else path)
@@ -144,7 +145,7 @@ class Destination:
         preview = named_path("preview", arguments.preview) if getattr(arguments, "preview", None) else None
         if is_file and preview is not None and preview.absolute() == path.absolute():
             raise InputError("preview", preview, "is the file of --output, which it would be in the way of")
-        sizes = {(request.height, request.width) for request in requests}
+        sizes = {(call.height, call.width) for call in calls}
         if arguments.grid and len(sizes) > 1:
             raise InputError(
                 "grid",
@@ -155,7 +156,7 @@ class Destination:
         return cls(path, is_file, grid=arguments.grid)
 
     def save(self, image: Image, metadata: Mapping[str, Any]) -> Path | None:
-        """Write an image, unless only the grid is asked for; the folder is made now, if need be."""
+        """Write an image, unless only the grid is asked for. A missing folder is created now."""
         if self.is_file and self.grid:
             return None
         folder = self.path.parent if self.is_file else self.path
@@ -168,7 +169,7 @@ class Destination:
         return save_numbered(self.path, image, metadata, metadata["seed"])
 
     def save_grid(self, images: Sequence[Image], metadata: Sequence[Mapping[str, Any]]) -> Path:
-        """Write all images in one."""
+        """Write all images as one grid."""
         grid = {"grid": list(metadata)}
         if self.is_file:
             return save_image(self.path, make_grid(images), grid)
@@ -180,8 +181,8 @@ def _check_batch_size(size: int | None) -> None:
         raise InputError("batch_size", size, "is not a whole number in 1..1000000")
 
 
-def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageRequest], source: Source) -> None:
-    """Checks that depend on the model, if its files are on disk. Reads no weights."""
+def check_against_model(arguments: argparse.Namespace, calls: Sequence[Call], source: Source) -> None:
+    """Check what depends on the model, if its files are on disk. No weights are read."""
     from canvax.families.read import family_of, read_model
     from canvax.pipelines.request import check_for_model, check_start
     from canvax.quantize import check_kind
@@ -193,7 +194,7 @@ def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageR
     if source.dtype is not None:
         parse_dtype(source.dtype, quantizes=True)
     check_kind(source.quantize)
-    if any(request.control for request in requests) and not source.controlnet:
+    if any(call.control for call in calls) and not source.controlnet:
         raise InputError(
             "control", NO_VALUE, "needs a ControlNet", "name the network that reads the image with {controlnet}"
         )
@@ -207,18 +208,18 @@ def check_against_model(arguments: argparse.Namespace, requests: Sequence[ImageR
         hub = {"cache_dir": arguments.cache_dir, "local_files_only": True}
         files = dataclasses.replace(overrides, vae=None).apply(files, **hub)
     except (CheckpointError, HubError):
-        return  # not on disk yet, or no such model: loading reports it
+        return  # the model is not on disk, or there is none: loading reports it
     model = read_model(files, "float32")
-    for request in without_prompts(requests):
-        default = request.options.own_steps or model.defaults.num_inference_steps
-        steps = default if request.steps is None else request.steps
-        check_table(dataclasses.replace(request, steps=steps), model.scheduler)
-        check_for_model(request.options, model)
-        check_start(request.options, request.sampler, None, model, image=request.image is not None)
+    for call, *_ in grouped(calls, shared):
+        default = call.options.own_steps or model.defaults.num_inference_steps
+        steps = default if call.num_inference_steps is None else call.num_inference_steps
+        check_table(dataclasses.replace(call, num_inference_steps=steps), model.scheduler)
+        check_for_model(call.options, model)
+        check_start(call.options, call.sampler, None, model, image=call.image is not None)
 
 
 def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion:
-    """The model that the flags ask for, on their devices."""
+    """Load the model that the flags ask for onto their devices."""
     import canvax
     from canvax.parallel import multihost
     from canvax.parallel.mesh import mesh_of
@@ -251,15 +252,13 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
     if not arguments.quiet:
         for name, reason in pipe.model.reasons.items():
             complain(f"{name.replace('_', ' ')}: {reason}", label="")
-    if source.ip_adapter:
-        hub = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
-        pipe = pipe.with_ip_adapter(source.ip_adapter, source.ip_encoder, progress=not arguments.quiet, **hub)
+    pipe = with_networks(pipe, arguments)
     load_adapters(pipe, arguments)
     return pipe
 
 
 def description(pipe: StableDiffusion) -> dict[str, Any]:
-    """The model and the machine, for the report."""
+    """Describe the model and the machine for the report."""
     devices = pipe.programs.mesh.devices
     first = devices.flat[0]
     return {
@@ -277,29 +276,50 @@ def description(pipe: StableDiffusion) -> dict[str, Any]:
     }
 
 
-def _generate_all(
-    pipe: StableDiffusion,
-    requests: Sequence[ImageRequest],
+def generate_all(
+    pipe: StableDiffusion, calls: Sequence[Call], arguments: argparse.Namespace, callback: Callback | None = None
+) -> Iterator[tuple[Sequence[Call], Result]]:
+    """Generate the images batch by batch; each batch has the same settings.
+
+    Several batches are all of one size, so that one program is compiled: the rest of the last batch are copies of its
+    last image. Without ``--batch-size`` they are as large as any device can hold, and of one size as far as possible.
+    """
+    from canvax.pipelines.result import progress_bar
+
+    tags = TAG.findall if arguments.lora_dir else lambda prompt: ()  # adapters that prompts name are those of a batch
+    groups = grouped(calls, lambda call: (shared(call), *tags(call.prompt)))
+    size = arguments.batch_size or _batch_size(pipe, groups)
+    several = len(calls) > size
+    progress: bool | str = not arguments.quiet and ("programs" if several else True)
+    bar = progress_bar(len(calls), description="generating", unit="image", shown=several and bool(progress))
+    for batch in (group[start : start + size] for group in groups for start in range(0, len(group), size)):
+        full = [*batch, *[batch[-1]] * (size - len(batch))] if several else batch
+        yield batch, pipe(**vars(joined(full, progress=progress, callback=callback)))
+        bar.update(len(batch))
+    bar.close()
+
+
+def _batch_size(pipe: StableDiffusion, groups: Sequence[Sequence[Call]]) -> int:
+    (height, width), largest = pipe.model.native_size, max(map(len, groups))
+    sizes = {(call.height or height, call.width or width) for group in groups for call in group}
+    most = min(most_at_once(pipe.programs.mesh, *size) for size in sizes)
+    return math.ceil(largest / math.ceil(largest / most))
+
+
+def _save_all(
+    batches: Iterator[tuple[Sequence[Call], Result]],
     arguments: argparse.Namespace,
     where: Destination,
     report: dict[str, Any],
-    callback: Callback | None = None,
 ) -> list[Image]:
-    """Generate and save batch by batch; returns the images if a grid was asked for, else an empty list."""
-    size = arguments.batch_size or batch_size(pipe, requests)
+    """Save the images of each batch; returns all of them if a grid was asked for, else an empty list."""
     from canvax.compile.monitor import process_age
-    from canvax.pipelines.result import progress_bar
 
     evaluations, images = 0.0, []
     timings = report["timings"]
-    several = len(requests) > size
-    fits = not several and arguments.batch_size is not None
-    progress: bool | str = not arguments.quiet and ("programs" if several else True)
-    bar = progress_bar(len(requests), description="generating", unit="image", shown=several and bool(progress))
-    for batch in batches(requests, size):
-        age = process_age()
-        result = generate_batch(pipe, batch, len(batch) if fits else size, progress, callback)
-        timings["first_step"] = timings["first_step"] or age + result.timings["first_step"]
+    for batch, result in batches:
+        first_step = process_age() - result.timings["total"] + result.timings["first_step"]
+        timings["first_step"] = timings["first_step"] or first_step
         for stage in ("compile", "encode", "denoise", "decode"):
             timings[stage] += result.timings[stage]
         evaluations += result.timings["denoise"] / max(result.timings["step"], 1e-9)
@@ -314,45 +334,9 @@ def _generate_all(
                 report["files"].append(str(path))
                 if not arguments.json:
                     say(str(path))
-        bar.update(len(batch))
         if arguments.grid:
             images += result.images[: len(batch)]
-    bar.close()
     return images
-
-
-def generate_batch(
-    pipe: StableDiffusion,
-    batch: Sequence[ImageRequest],
-    size: int,
-    progress: bool | str,
-    callback: Callback | None = None,
-) -> Result:
-    """One call, filled up to ``size`` with copies of the last image, so that nothing compiles for a smaller one."""
-    full = [*batch, *[batch[-1]] * (size - len(batch))]
-    first = full[0]
-    return pipe(
-        [request.prompt for request in full],
-        None if first.negative is None else [request.negative or "" for request in full],
-        height=first.height,
-        width=first.width,
-        num_inference_steps=first.steps,
-        guidance_scale=first.guidance,
-        seed=[request.seed for request in full],
-        sampler=first.sampler,
-        options=dataclasses.replace(first.options, progress=progress, callback=callback),
-        **_given(full),
-        control=control_argument([request.control for request in full]),
-        image_prompt=image_prompt_argument([request.image_prompts for request in full]),
-    )
-
-
-def _given(batch: Sequence[ImageRequest]) -> dict[str, Any]:
-    """The images and masks of a batch; one that all share is encoded once."""
-    first = batch[0]
-    files = {name: [getattr(request, name) for request in batch] for name in ("image", "mask")}
-    shared = {name: paths[0] if len(set(paths)) == 1 else paths for name, paths in files.items()}
-    return {**shared, "strength": first.strength} if first.image is not None else {}
 
 
 def _summarise(report: Mapping[str, Any]) -> None:

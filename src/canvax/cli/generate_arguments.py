@@ -1,4 +1,4 @@
-"""The flags of ``canvax generate``, and those of models that other commands have too."""
+"""This module declares the flags of ``canvax generate``, and those of models that other commands share."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from canvax.call import CONTROL, HIRES, IMAGE, PROMPTS, SAMPLING, SDXL, SUBJECT, Call, FromFiles, OptionRecord
 from canvax.cli.adapters import add_adapters
-from canvax.errors import InputError
+from canvax.errors import NO_VALUE, InputError
 from canvax.settings import add_flags
 
 OUTPUT = "out"
 
 
 class Once(argparse.Action):
-    """A flag that a second one would replace without a word, where people mean both."""
+    """A flag that is refused the second time, because people who repeat it mean both values."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         if getattr(namespace, self.dest) is not None:
@@ -24,7 +24,7 @@ class Once(argparse.Action):
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
-    """All flags of ``canvax generate``."""
+    """Add all flags of ``canvax generate``."""
     for add in (
         *(_subject, _images, _control, _image_prompts, _settings, _hires, _sdxl, _model),
         *(add_adapters, _devices, _where_to),
@@ -33,7 +33,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def add_upscale(parser: argparse.ArgumentParser) -> None:
-    """All flags of ``canvax upscale``."""
+    """Add all flags of ``canvax upscale``."""
     parser.add_argument("file", metavar="IMAGE", help="a PNG, JPEG or WebP of any size")
     parser.add_argument("--scale", type=float, metavar="X", help="how many times larger, 1 to 16 (2)")
     parser.add_argument("--strength", type=float, metavar="X", help="0..1, how much the model may change (0.3)")
@@ -51,7 +51,7 @@ def add_upscale(parser: argparse.ArgumentParser) -> None:
 
 
 def add_batch(parser: argparse.ArgumentParser) -> None:
-    """All flags of ``canvax batch``."""
+    """Add all flags of ``canvax batch``."""
     parser.add_argument("file", metavar="FILE", help="rows: .jsonl, .csv, .parquet, or .txt with a prompt a line")
     group = parser.add_argument_group("settings of rows that do not say otherwise")
     add_flags(group, Call, names=("negative_prompt", "height", "width"))
@@ -102,7 +102,7 @@ def _subject(parser: argparse.ArgumentParser) -> None:
 
 
 def _group(parser: argparse.ArgumentParser, name: str, *first: Callable[[Any], None]) -> None:
-    """A group of settings with all their flags, after those that ``first`` adds."""
+    """Add a group of settings with all their flags, after those that ``first`` adds."""
     group = parser.add_argument_group(name)
     for add in first:
         add(group)
@@ -123,7 +123,7 @@ def _image_prompts(parser: argparse.ArgumentParser) -> None:
 
 
 def add_control(parser: argparse.ArgumentParser) -> None:
-    """All flags of ``canvax control``."""
+    """Add all flags of ``canvax control``."""
     parser.add_argument("kind", metavar="KIND", help="canny, invert, threshold or blur")
     parser.add_argument("file", metavar="IMAGE", help="a PNG, JPEG or WebP")
     parser.add_argument("output", metavar="OUTPUT", help="the file to write: .png, .jpg or .webp")
@@ -152,7 +152,9 @@ def _model(parser: argparse.ArgumentParser) -> None:
         "-m", "--model", metavar="MODEL", help="emoji (the default), a folder, a safetensors file, or a Hub id"
     )
     group.add_argument(
-        "--safety-checker", action="store_true", help="the model's own: images that it refuses become black"
+        "--safety-checker",
+        action="store_true",
+        help="check images with the model's safety checker, which makes those black that it refuses",
     )
     add_dtype(group)
     add_parts(group)
@@ -192,7 +194,7 @@ def _where_to(parser: argparse.ArgumentParser) -> None:
 
 
 def add_controlnet(group: Any) -> None:
-    """The flag that names networks of control images."""
+    """Add the flag that names networks of control images."""
     group.add_argument(
         "--controlnet", "--control-net", action="append", metavar="NET",
         help="a ControlNet or T2I-Adapter: a folder, a Hub id or a safetensors file",
@@ -200,7 +202,7 @@ def add_controlnet(group: Any) -> None:
 
 
 def add_ip_adapter(group: Any) -> None:
-    """Flags that name IP-Adapters and what they see with."""
+    """Add the flags that name IP-Adapters and their image encoder."""
     group.add_argument(
         "--ip-adapter", action="append", metavar="FILE",
         help="an IP-Adapter, which reads image prompts: a safetensors file, here or OWNER/NAME/FILE on the Hub",
@@ -209,15 +211,15 @@ def add_ip_adapter(group: Any) -> None:
 
 
 def with_networks(pipe: Any, arguments: Any) -> Any:
-    """A pipeline with the IP-Adapters of the flags; ``canvax.load`` is given the ControlNets."""
-    if not arguments.ip_adapter:
+    """Return a pipeline with the IP-Adapters of the flags; ``canvax.load`` takes the ControlNets."""
+    if not getattr(arguments, "ip_adapter", None):  # not every command has the flag
         return pipe
     hub = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
     return pipe.with_ip_adapter(arguments.ip_adapter, arguments.ip_encoder, progress=not arguments.quiet, **hub)
 
 
 def networks_of(arguments: Any) -> dict[str, Any]:
-    """The networks that flags name, as fields of ``Source``; of a command that has these flags, or some of them.
+    """Return the networks that flags name, as fields of ``Source``; a command may have only some of these flags.
 
     Raises:
         InputError, CheckpointError: as ``check_ip_adapters``.
@@ -229,13 +231,16 @@ def networks_of(arguments: Any) -> dict[str, Any]:
 
 
 def check_ip_adapters(arguments: Any) -> None:
-    """Refuse an encoder that nothing sees with, and adapters that are none, before a model is fetched.
+    """Refuse an encoder without an adapter, and files that hold no adapter, before a model is downloaded.
 
     Raises:
-        InputError, CheckpointError: so.
+        InputError: no adapter is named, or it cannot be read.
+        CheckpointError: a file holds no adapter.
     """
     if arguments.ip_encoder is not None and not arguments.ip_adapter:
-        raise InputError("--ip-encoder without --ip-adapter: name the adapter that it is for")
+        raise InputError(
+            "ip_encoder", NO_VALUE, "needs an adapter", "name the adapter that it is for with {ip_adapter}"
+        )
     for name in arguments.ip_adapter or ():
         from canvax.weights.ip_adapter import check_ip_adapter
         from canvax.weights.location import Location
@@ -244,7 +249,7 @@ def check_ip_adapters(arguments: Any) -> None:
 
 
 def add_dtype(group: Any) -> None:
-    """Flags that say in which numbers a model computes."""
+    """Add the flags that choose the number formats of a model."""
     group.add_argument(
         "--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU, float16 before Ampere)"
     )
@@ -252,7 +257,7 @@ def add_dtype(group: Any) -> None:
 
 
 def add_parts(group: Any) -> None:
-    """Flags that say in which parts a model is not as its files say."""
+    """Add the flags that replace a part of a model, or correct what its files say."""
     add_part_files(group)
     group.add_argument(
         "--prediction-type", metavar="TYPE", help="epsilon or v_prediction, where the model does not say or is wrong"
@@ -260,12 +265,12 @@ def add_parts(group: Any) -> None:
     group.add_argument(
         "--zero-snr",
         action="store_true",
-        help="its schedule ends in noise alone, which it does not say",
+        help="the model was trained with zero terminal SNR, and its files do not say so",
     )
 
 
 def add_part_files(group: Any) -> None:
-    """Flags that name parts which a model lacks, or others than its own."""
+    """Add the flags of parts that a model lacks, or that replace its parts."""
     group.add_argument(
         "--vae", metavar="VAE",
         help="another autoencoder: a folder, a Hub id or a safetensors file; madebyollin/taesd is a small one",
@@ -279,12 +284,12 @@ def add_part_files(group: Any) -> None:
 
 
 def add_quantize(group: Any) -> None:
-    """The flag that keeps large weights in 8 bits."""
+    """Add the flag that keeps large weights in 8 bits."""
     group.add_argument("--quantize", metavar="KIND", help="int8 or float8: large weights in 8 bits, to save memory")
 
 
 def add_source(group: Any, *, variant: bool = True) -> None:
-    """Flags that say where a model comes from."""
+    """Add the flags that say where a model comes from."""
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub id")
     if variant:
         group.add_argument("--variant", metavar="NAME", help="variant of the weights, such as fp16")
@@ -303,6 +308,6 @@ def add_source(group: Any, *, variant: bool = True) -> None:
 
 
 def source_keywords(arguments: Any) -> dict[str, Any]:
-    """What the flags of ``add_source`` say, as keywords of ``canvax.load``; without ``variant`` where it is no flag."""
+    """Return the flags of ``add_source`` as keywords of ``canvax.load``; ``variant`` only where it is a flag."""
     names = ("revision", "variant", "token", "cache_dir", "local_files_only")
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}

@@ -27,7 +27,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--warm", nargs="+", metavar="WxH:B,B",
-        help="sizes to make ready, and images at once: 512x512:1,4 (the model's own size, 1 and 4)",
+        help="sizes to make ready, and images at once: 512x512:1,4 (the model's default size, 1 and 4)",
     )  # fmt: skip
     parser.add_argument(
         "--chunks", nargs="+", type=int, default=[1], metavar="N",

@@ -6,8 +6,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any, Self
 
-from canvax.cli.batching import batch_size, batches
-from canvax.cli.generate import Destination, check_against_model, description, generate_batch, load_model
+from canvax.cli.generate import Destination, check_against_model, description, generate_all, load_model
 from canvax.cli.images import ALIASES, SETTINGS, gather
 from canvax.cli.terminal import complain, say, seconds
 from canvax.errors import NO_VALUE, InputError, nearest
@@ -16,12 +15,12 @@ from canvax.noise import check_seed
 from canvax.settings import plain_value
 
 MOST = 400
-"""Images of a sheet."""
+"""The largest number of images on a sheet."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A setting and the values it takes along one side of the sheet."""
+    """A setting and its values along one side of the sheet."""
 
     name: str
     label: str
@@ -29,10 +28,10 @@ class Axis:
 
     @classmethod
     def of(cls, argument: str, text: str) -> Self:
-        """Read ``steps=10,20``; with a semicolon in it, values are between semicolons.
+        """Read ``steps=10,20``; a text with a semicolon has its values between semicolons.
 
         Raises:
-            InputError: it is not a setting with values.
+            InputError: the text is not a setting with values.
         """
         label, equals, values = text.partition("=")
         name = label.strip().lower().replace("-", "_")
@@ -48,7 +47,7 @@ class Axis:
         return cls(name, label.strip(), [_value(name, cell) for cell in cells])
 
     def labels(self) -> list[str]:
-        """What stands beside each row or above each column."""
+        """Return the label of each row or column."""
         return [str(value) if self.name in ("prompt", "sampler") else f"{self.label} {value}" for value in self.values]
 
 
@@ -74,19 +73,17 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     if "prompt" in cells[0] and not arguments.prompts + arguments.prompt:
         arguments.prompts = [cells[0]["prompt"]]
     seed = check_seed(arguments.seed)
-    requests, source = gather(arguments, [{"seed": seed} | cell for cell in cells])
-    where = Destination.checked(arguments, requests[:1])
-    check_against_model(arguments, requests, source)
+    calls, source = gather(arguments, [{"seed": seed} | cell for cell in cells])
+    where = Destination.checked(arguments, calls[:1])
+    check_against_model(arguments, calls, source)
     pipe = load_model(arguments, source)
     report |= description(pipe) | {"files": [], "compilations": 0, "metadata": []}
-    size, total, made = arguments.batch_size or batch_size(pipe, requests), 0.0, {}
-    for batch in batches(requests, size):
-        result = generate_batch(pipe, batch, min(size, len(requests)), "programs" if not arguments.quiet else False)
+    total, made = 0.0, {}
+    for batch, result in generate_all(pipe, calls, arguments):
         report["compilations"] += result.compilations
         total += result.timings["total"]
-        for request, image, metadata in zip(batch, result.images, result.metadata, strict=False):
-            made[id(request)] = image, metadata
-    ordered = [made[id(request)] for request in requests]
+        made |= zip(map(id, batch), zip(result.images, result.metadata, strict=True), strict=False)
+    ordered = [made[id(call)] for call in calls]
     report["metadata"] = [metadata for _, metadata in ordered]
     sheet = make_sheet([image for image, _ in ordered], across.labels(), down.labels() if down else [])
     path = where.save(sheet, {"grid": report["metadata"], "seed": seed})
@@ -94,11 +91,11 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     if not arguments.json:
         say(str(path))
     if not arguments.quiet:
-        complain(f"{len(requests)} images in {seconds(total)}; {report['compilations']} programs compiled")
+        complain(f"{len(calls)} images in {seconds(total)}; {report['compilations']} programs compiled")
 
 
 def _value(name: str, text: str) -> Any:
-    """A number where it is one; a prompt stays text."""
+    """Return a number where the text is a number; prompts and samplers stay text."""
     if name in ("prompt", "negative_prompt", "sampler"):
         return text
     value = plain_value(text)

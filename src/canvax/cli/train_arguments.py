@@ -73,7 +73,7 @@ def _dreambooth(tasks: Any) -> None:
         tasks,
         "dreambooth",
         "teach a model one thing, from a few images of it",
-        "Train on a few images of one thing, with a rare word for it and, beside them, the model's own images of its "
+        "Train on a few images of one thing, with a rare word for it, and on images that the model generates of its "
         "class. Trains the whole UNet, or with --lora a LoRA.",
         "images of the thing; captions are not read",
     )
@@ -179,7 +179,11 @@ def _plan(parser: argparse.ArgumentParser, *, steps: str, rate: str) -> None:
 def _images(parser: argparse.ArgumentParser, *, empty: str, captioned: bool = True, preview: bool = True) -> None:
     """What is seen of the images."""
     parser.add_argument(
-        "--size", "--resolution", type=int, metavar="PIXELS", help="side of the square images (the model's own)"
+        "--size",
+        "--resolution",
+        type=int,
+        metavar="PIXELS",
+        help="side of the square images (what the model was trained with)",
     )
     if captioned:
         parser.add_argument("--caption-column", default="text", metavar="NAME", help="column of the captions (text)")

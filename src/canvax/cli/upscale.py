@@ -5,46 +5,47 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from canvax.call import Call
 from canvax.cli.generate import Destination, check_against_model, description, load_model
-from canvax.cli.images import OPTIONS, ImageRequest, check_table, source_of
+from canvax.cli.images import OPTIONS, check_table, source_of
 from canvax.cli.terminal import complain, say, seconds
 from canvax.errors import NO_VALUE, InputError, check_count
 from canvax.images.given import read_images
 from canvax.noise import check_seed
 from canvax.pipelines.checks import MAX_SIDE, MOST_IMAGES, check_guidance
 from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS
-from canvax.pipelines.options import Options
 from canvax.pipelines.upscale import STRENGTH, check_for_upscale, check_scale
 from canvax.samplers.strength import check_strength, steps_of_strength
+from canvax.scale.work import call_of
 
 MOST_STEPS = 100_000
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Make the image larger; ``report`` is updated on the way."""
-    settings = {name: value for name in OPTIONS if (value := getattr(arguments, name, None)) is not None}
-    options = Options(**settings, progress=not arguments.quiet)
-    if not arguments.controlnet and (given := sorted({*CONTROL_OPTIONS} & {*settings})):
+    names = ("num_inference_steps", "guidance_scale", "sampler", *OPTIONS)
+    settings = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+    call = call_of({**settings, "prompt": arguments.prompt or ""}, 0, progress=not arguments.quiet)
+    if not arguments.controlnet and (of_control := sorted({*CONTROL_OPTIONS} & {*settings})):
         raise InputError(
-            given[0], NO_VALUE, "needs a ControlNet", "name the network that reads the tiles with {controlnet}"
+            of_control[0], NO_VALUE, "needs a ControlNet", "name the network that reads the tiles with {controlnet}"
         )
-    request = _request(arguments, options)
-    _check(arguments, request)
-    where = Destination.checked(arguments, [request])
+    _check(arguments, call)
+    where = Destination.checked(arguments, [call])
     source = source_of(arguments)
-    check_against_model(arguments, [request], source)
+    check_against_model(arguments, [call], source)
     pipe = load_model(arguments, source)
     report |= description(pipe)
-    given = {name: getattr(arguments, name) for name in ("scale", "strength", "overlap", "batch_size", "seed")}
-    named = {"batch" if name == "batch_size" else name: value for name, value in given.items() if value is not None}
+    named = {name: getattr(arguments, name) for name in ("scale", "strength", "overlap", "batch_size", "seed")}
+    named = {"batch" if name == "batch_size" else name: value for name, value in named.items() if value is not None}
     result = pipe.upscale(
         arguments.file,
-        arguments.prompt or "",
+        call.prompt,
         arguments.negative_prompt,
-        num_inference_steps=arguments.num_inference_steps,
-        guidance_scale=arguments.guidance_scale,
-        sampler=arguments.sampler,
-        options=options,
+        num_inference_steps=call.num_inference_steps,
+        guidance_scale=call.guidance_scale,
+        sampler=call.sampler,
+        options=call.options,
         control=bool(source.controlnet),
         **named,
     )
@@ -58,10 +59,12 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         complain(f"{image.width} x {image.height} pixels in {seconds(result.timings['total'])}")
 
 
-def _check(arguments: argparse.Namespace, request: ImageRequest) -> None:
-    """Refuse what no model could do, before one is read."""
+def _check(arguments: argparse.Namespace, call: Call) -> None:
+    """Refuse what no model can do, before a model is read."""
+    if arguments.grid:
+        raise InputError("grid", NO_VALUE, "does not go with one image", "leave it out")
     (image,) = read_images("file", arguments.file, 1)
-    check_for_upscale(request.options)
+    check_for_upscale(call.options)
     if arguments.scale is not None:
         check_scale(arguments.scale, image)
     if arguments.strength is not None:
@@ -71,7 +74,7 @@ def _check(arguments: argparse.Namespace, request: ImageRequest) -> None:
             check_count(name, value, most)
     if arguments.num_inference_steps is not None:
         strength = STRENGTH if arguments.strength is None else arguments.strength
-        steps_of_strength(strength, arguments.num_inference_steps, request.options.strength_rule, MOST_STEPS)
+        steps_of_strength(strength, arguments.num_inference_steps, call.options.strength_rule, MOST_STEPS)
     if arguments.guidance_scale is not None:
         check_guidance(arguments.guidance_scale, 0)
     if arguments.seed is not None:
@@ -79,12 +82,4 @@ def _check(arguments: argparse.Namespace, request: ImageRequest) -> None:
     for name in ("preview", "distributed", "coordinator", "num_processes", "process_id"):
         if (value := getattr(arguments, name)) is not None and value is not False:  # 0 is a value
             raise InputError(name, NO_VALUE, "does not go with tiles", "leave it out")
-    check_table(request, None)
-
-
-def _request(arguments: argparse.Namespace, options: Options) -> ImageRequest:
-    """What the destination is checked for: one image."""
-    if arguments.grid:
-        raise InputError("grid", NO_VALUE, "does not go with one image", "leave it out")
-    steps, sampler = arguments.num_inference_steps, arguments.sampler
-    return ImageRequest(arguments.prompt or "", None, 0, None, None, steps, arguments.guidance_scale, sampler, options)
+    check_table(call, None)

@@ -1,4 +1,4 @@
-"""A batch job: a file of prompts to a folder of images, which can be stopped and gone on with at any time."""
+"""A batch job makes a folder of images from a file of prompts. It can be stopped and resumed at any time."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from canvax.scale.rows import Row, check_names, digest_of, read_rows, settings_o
 from canvax.scale.work import Made, image_file
 
 WINDOW = 4096
-"""Rows that are looked at together, so that those of a size come into one batch."""
+"""The number of rows that are read together, so that rows of a size come into one batch."""
 
 _WRITERS = 2
 _MOST_WAITING = 256
-"""Images that wait to be written: if a disk is slow, generating waits for it."""
+"""The number of images that may wait to be written: if a disk is slow, generating waits for it."""
 
 Made_ = tuple[int, list[Made]]
 Generate = Callable[[Iterator[Row], int], Iterable[Made_]]
-"""Rows, and how many there are, to what becomes of them: see ``Worker.run``."""
+"""A function from rows, and their number, to their results: see ``Worker.run``."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a file asks for.
+    """The rows that a file asks for.
 
     Attributes:
         path: the file.
@@ -59,7 +59,7 @@ class Plan:
         seed: int = 0,
         share: tuple[int, int] = (0, 1),
     ) -> Plan:
-        """Read the file once. Of ``share`` (k, n), every nth row from number k on is to be done; ``total`` is of all.
+        """Read the file once. With ``share`` (k, n) the plan has every nth row from number k on; ``total`` counts all.
 
         Raises:
             InputError: it cannot be read, has no rows, or none with what is carried, unknown columns, or an id twice.
@@ -80,13 +80,13 @@ class Plan:
             raise InputError(f"{path}: holds no rows")
         if absent:
             raise InputError("carry", " ".join(sorted(absent)), f"is in no row of {path}", "leave it out")
-        own = dict(list(digests.items())[share[0] :: share[1]])
-        return cls(Path(path), defaults, carried, seed, len(digests), own)
+        shared = dict(list(digests.items())[share[0] :: share[1]])
+        return cls(Path(path), defaults, carried, seed, len(digests), shared)
 
     def left(
         self, known: Mapping[str, Mapping[str, Any]], *, retry: bool = False, begun: Mapping[str, Any] | None = None
     ) -> set[str]:
-        """Ids of the rows that are still to be done; ``retry`` those that failed as well.
+        """Return the ids of the rows that are still to be done; with ``retry`` also of those that failed.
 
         ``begun`` are the defaults that the job was begun with, if they are known.
 
@@ -107,12 +107,12 @@ class Plan:
         return todo
 
     def rows(self, todo: set[str]) -> Iterator[Row]:
-        """The rows that are to be done, in the order of the file."""
+        """Return the rows that are to be done, in the order of the file."""
         return (row for row in read_rows(self.path) if row.id in todo)
 
 
 def _changed(now: Mapping[str, Any], begun: Mapping[str, Any]) -> str:
-    """Of two sets of defaults, each that differs: ", steps=4 and not 8"."""
+    """Describe each default that differs from the earlier run: ", steps=4 and not 8"."""
     now = as_written(now)
     names = [name for name in {**begun, **now} if begun.get(name) != now.get(name)]
     return "".join(f", {name}={begun.get(name)!r} and not {now.get(name)!r}" for name in names)
@@ -120,7 +120,7 @@ def _changed(now: Mapping[str, Any], begun: Mapping[str, Any]) -> str:
 
 @dataclass
 class Tally:
-    """What a run has done so far.
+    """The counts of a run so far.
 
     Attributes:
         rows: of the file.
@@ -151,7 +151,7 @@ def run(
     quality: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Iterator[Tally]:
-    """Do the rows ``todo`` of a plan; a tally after each batch. Whoever stops in the middle can go on later.
+    """Generate the rows ``todo`` of a plan, with a tally after each batch. A run that was stopped can be resumed.
 
     Args:
         plan: the rows.
@@ -190,12 +190,12 @@ def run(
     finally:
         pool.shutdown(wait=True)  # what is generated is kept
         shown.close()
-    for one in waiting:
-        one.result()
+    for future in waiting:
+        future.result()
 
 
 def windows(run_rows: Callable[[Iterable[Row]], Iterator[Made_]], size: int = WINDOW) -> Generate:
-    """Generates rows a window at a time, so that a file of any length needs little memory."""
+    """Return a function that generates rows a window at a time, so that long files need little memory."""
 
     def generate(rows: Iterator[Row], _: int) -> Iterator[Made_]:
         while window := list(islice(rows, size)):
@@ -205,7 +205,7 @@ def windows(run_rows: Callable[[Iterable[Row]], Iterator[Made_]], size: int = WI
 
 
 def _line(made: Made, carried: Sequence[str], kind: str, quality: int | None) -> tuple[dict[str, Any], bytes | None]:
-    """What the list says of a row, and the file of its image."""
+    """Return the line of a row in the manifest, and the file of its image."""
     line: dict[str, Any] = {"id": made.row.id, "row": made.digest}
     line |= {name: made.row.values[name] for name in carried if name in made.row.values}
     if made.image is not None:
@@ -218,24 +218,24 @@ def _line(made: Made, carried: Sequence[str], kind: str, quality: int | None) ->
 
 
 class Shown:
-    """Progress: a bar on a terminal, a line now and then elsewhere."""
+    """Shows progress: a bar on a terminal, a line now and then elsewhere."""
 
     def __init__(self, total: int, say: Callable[[str], None] | None) -> None:
         terminal = say is not None and sys.stderr is not None and sys.stderr.isatty()
         self._bar = progress_bar(total, description="generating", unit="image", shown=terminal)
         self._say = None if terminal else say
-        self._done, self._total, self._told = 0, total, time.perf_counter()
+        self._done, self._total, self._last = 0, total, time.perf_counter()
 
     def __call__(self, count: int, tally: Tally) -> None:
-        """``count`` rows more are done."""
+        """Show that ``count`` further rows are done."""
         self._done += count
         self._bar.update(count)
-        if self._say and (now := time.perf_counter()) - self._told >= SELDOM:
-            self._told = now
+        if self._say and (now := time.perf_counter()) - self._last >= SELDOM:
+            self._last = now
             left = (self._total - self._done) * tally.seconds / max(self._done, 1)
             self._say(f"{self._done} of {self._total} rows, {tally.images_per_second:.3g} images a second, "
                       f"{tally.errors} errors, {left / 60:.0f} minutes left")  # fmt: skip
 
     def close(self) -> None:
-        """Take the bar off."""
+        """Remove the bar."""
         self._bar.close()

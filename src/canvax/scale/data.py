@@ -26,7 +26,7 @@ from canvax.scale.rows import Row, pyarrow, row_of, settings_of
 from canvax.scale.work import MOST, Made, Worker, image_file
 
 PER_BLOCK = 64
-"""Most rows of a block: what is lost with a machine, and what an actor does at a time. Seconds to a minute of work."""
+"""The most rows of a block, which an actor does at a time and which is lost with a machine: up to a minute of work."""
 
 
 class Generate:
@@ -85,10 +85,10 @@ class Generate:
         self._files = ThreadPoolExecutor(2, "canvax files")
 
     def __call__(self, batch: Any) -> Any:
-        """The rows with their images, a pyarrow table in the order of ``batch``."""
+        """Return the rows with their images, a pyarrow table in the order of ``batch``."""
         values = _listed(batch)
-        rows = [row_of(number, one, named=True) for number, one in enumerate(values, 1)]
-        made = {id(one.row): one for _, some in self._worker.run(rows) for one in some}
+        rows = [row_of(number, value, named=True) for number, value in enumerate(values, 1)]
+        made = {id(result.row): result for _, results in self._worker.run(rows) for result in results}
         images = list(self._files.map(self._columns, (made[id(row)] for row in rows)))
         joined = zip(values, rows, images, strict=True)
         return _table([{**value, "id": row.id, **columns} for value, row, columns in joined])
@@ -105,7 +105,7 @@ class Generate:
 
 
 class _Settings(Generate):
-    """The same of rows that a driver has understood already: a column of ids, and one of JSON.
+    """Generates the images of rows whose settings the driver has read: a column of ids, and a column of JSON.
 
     Args:
         folder: where the driver runs: names of files are looked for from there, where a machine has it.
@@ -118,10 +118,10 @@ class _Settings(Generate):
         super().__init__(**arguments)
 
     def __call__(self, batch: Any) -> Any:
-        rows = [Row(one["id"], json.loads(one["settings"])) for one in _listed(batch)]
-        made = [one for _, some in self._worker.run(rows) for one in some]
+        rows = [Row(row["id"], json.loads(row["settings"])) for row in _listed(batch)]
+        made = [result for _, results in self._worker.run(rows) for result in results]
         images = list(self._files.map(self._columns, made))
-        return _table([{"id": one.row.id, **columns} for one, columns in zip(made, images, strict=True)])
+        return _table([{"id": result.row.id, **columns} for result, columns in zip(made, images, strict=True)])
 
 
 def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = None, actors: int | None = None) -> Any:
@@ -175,8 +175,8 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
         with redirect_stdout(sys.stderr):
             try:
                 for table in made.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1):
-                    some = [_made(known[one["id"]], one) for one in table.to_pylist()]
-                    yield len(some), some
+                    results = [_made(known[row["id"]], row) for row in table.to_pylist()]
+                    yield len(results), results
             except ray.exceptions.RayError as error:
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 why = next((line for line in reversed(lines) if "Error: " in line), lines[-1])
@@ -187,7 +187,7 @@ def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = No
 
 
 def connected(address: str | None) -> Any:
-    """The module ``ray``, connected to the cluster at ``address``: "auto" for this machine's, "local" for a new one.
+    """Return ``ray``, connected to the cluster at ``address``: "auto" for this machine's, "local" for a new one.
 
     Raises:
         InputError: Ray is not installed, or there is no such cluster.
@@ -205,7 +205,7 @@ def connected(address: str | None) -> Any:
 
 
 def blocks_of(rows: int, actors: int) -> int:
-    """How many blocks rows are split into, so that every actor gets some: Ray would make one block of a small file."""
+    """Return the number of blocks, so that every actor gets some: Ray would make one block of a small file."""
     return max(-(-rows // PER_BLOCK), min(rows, actors))
 
 
@@ -218,7 +218,7 @@ def _made(row: Row, columns: Mapping[str, Any]) -> Made:
 
 
 def _resources(ray: Any, actors: int | None) -> tuple[int, dict[str, Any]]:
-    """How many actors there are, and what each holds: a GPU, the chips of a machine, or nothing.
+    """Return the number of actors, and what each holds: a GPU, the chips of a machine, or nothing.
 
     No processors: reading tasks want whole ones, and a pool that holds the last of them waits for itself for ever.
     """
@@ -243,7 +243,7 @@ def ray_module() -> Any:
 
 
 def _listed(batch: Any) -> list[dict[str, Any]]:
-    """A batch of Ray Data, in any of its forms, as a list of rows."""
+    """Return a batch of Ray Data, in any of its forms, as a list of rows."""
     if hasattr(batch, "to_pylist"):
         return batch.to_pylist()
     if hasattr(batch, "to_dict"):
@@ -254,7 +254,7 @@ def _listed(batch: Any) -> list[dict[str, Any]]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """A table whose columns have the same types whatever is in them: blocks without errors must fit to those with."""
+    """Return a table whose columns have fixed types: blocks with errors and blocks without errors must fit together."""
     pa = pyarrow("Ray Data")
     kinds = {"image": pa.binary(), "error": pa.string(), "metadata": pa.string(), "row": pa.string(), "id": pa.string()}
     kinds |= {"seed": pa.uint64(), "height": pa.int32(), "width": pa.int32()}

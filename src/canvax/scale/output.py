@@ -1,8 +1,8 @@
-"""Where a batch job's images go: files, or shards of many, and the list of what was made.
+"""The folder of a batch job holds its images, as files or in shards, and a list of its rows, ``manifest.jsonl``.
 
-Nothing is ever half there: a file is written under another name and renamed, and after that a line is appended to the
-list, ``manifest.jsonl``. What a killed process leaves is at most a file without its line, which is written again, and
-the beginning of a line, which is taken off. Images of shards wait as files until a shard is full.
+A file is written under another name and renamed; after that a line is appended to the list. A killed process leaves at
+most a file without its line, which is written again, and the beginning of a line, which is removed.
+Images of shards wait as files until a shard is full.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Into = Literal["files", "tar", "parquet"]
 RUN, WAITING = "batch.json", "waiting"
 _LISTS = "manifest*.jsonl"
 _FIRST_COUNTS = ("most", "canvax", "defaults")
-"""What may change while a job goes on: its batches stay those that it was begun with. Of defaults each row that they
-change is refused by itself."""
+"""Entries of ``run`` that may change when a job is resumed: its batches stay as they were begun. Rows that other
+defaults change are refused separately."""
 _LONGEST_LINE = 1 << 20
 _NAME = re.compile(r"[\w-][\w.-]{0,119}", re.ASCII)
 
@@ -90,15 +90,15 @@ class Output:
         if into != "files":
             (self.folder / WAITING).mkdir(exist_ok=True)
             remove_leftovers(self.folder / WAITING)
-            own = _lines(self.folder, name)
-            self._waiting = {line["id"]: line for line in own if line == self.known[line["id"]] and _waits(line)}
+            lines = _lines(self.folder, name)
+            self._waiting = {line["id"]: line for line in lines if line == self.known[line["id"]] and _waits(line)}
             self._pack(self._shard_size)
 
     def add(self, line: Mapping[str, Any], data: bytes | None = None, kind: str = "png") -> None:
-        """What became of a row: ``line`` has its ``id``, its ``status`` and more; ``data`` is its image's file.
+        """Add the result of a row: ``line`` has its ``id`` and ``status``; ``data`` is the file of its image.
 
         Raises:
-            CanvaxError: it cannot be written.
+            CanvaxError: the folder cannot be written to.
         """
         line = dict(line)
         try:
@@ -118,14 +118,14 @@ class Output:
             raise CanvaxError(f"--output {self.folder}: cannot be written ({error.strerror or error})") from error
 
     def gone(self) -> int:
-        """How many rows are done whose images are not in the folder; of one process that writes files."""
+        """Return how many rows are done whose images are not in the folder; 0 for shards and for several processes."""
         if self.into != "files" or self._processes > 1:
             return 0
         there = set(os.listdir(self.folder))
         return sum(line.get("status") == "done" and line.get("file") not in there for line in self.known.values())
 
     def close(self, *, done: bool) -> None:
-        """Let others write here; if all rows are ``done``, the last images go into a shard."""
+        """Let other processes write here; if all rows are ``done``, the last images go into a shard."""
         if done and self._waiting:
             self._pack(1)
         if done and self.into != "files":
@@ -142,10 +142,10 @@ class Output:
                     self.folder.rmdir()
 
     def agree(self, run: Mapping[str, Any]) -> None:
-        """See to it that the job is one with ``run``: what is not known of it yet is kept from now on.
+        """Check that the job was begun with the entries of ``run``, and keep those that are new.
 
         Raises:
-            InputError: it was begun with something else.
+            InputError: the job was begun with another value.
         """
         path = self.folder / RUN
         run_settings = as_written(run)
@@ -171,7 +171,7 @@ class Output:
             raise InputError("output", self.folder, f"cannot be written to ({error.strerror or error})") from None
 
     def _begin(self) -> bool:
-        """Make the folder, or see that it is one of a batch job; whether it was made."""
+        """Make the folder, or check that it is that of a batch job; returns whether it was made."""
         try:
             made = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,7 @@ class Output:
         self.known.update({line["id"]: dict(line) for line in lines})
 
     def _pack(self, least: int) -> None:
-        """Make shards of what waits, as long as at least ``least`` images do."""
+        """Make shards of the waiting images, as long as at least ``least`` images wait."""
         while len(self._waiting) >= least and self._waiting:
             lines = [*self._waiting.values()][: self._shard_size]
             name = f"{self._shard:05d}"
@@ -203,7 +203,7 @@ class Output:
             packed = [
                 {**line, "file": path.name, "key": f"{name}{i:04d}{self._suffix}"} for i, line in enumerate(lines)
             ]
-            named = [(line["key"], Path(one["file"]).suffix, data) for line, (one, data) in
+            named = [(line["key"], Path(waiting["file"]).suffix, data) for line, (waiting, data) in
                      zip(packed, samples, strict=True)]  # fmt: skip
             with written(path) as draft:
                 write(draft, named, records)
@@ -214,12 +214,12 @@ class Output:
                 del self._waiting[line["id"]]
 
     def _next_shard(self) -> int:
-        """The first number after this process's shards in the list: a shard that is not listed is made again."""
+        """Return the number after the last shard of this process in the list; an unlisted shard is made again."""
         names = {line["file"].partition(".")[0].partition("-") for line in self.known.values() if "key" in line}
         return max((int(number) for number, *rest in names if "".join(rest) == self._suffix), default=-1) + 1
 
     def _finish_others(self) -> None:
-        """Pack what waits for shards of processes that an earlier run had and this one has not."""
+        """Pack the waiting images of processes that only an earlier run had."""
         for path in self.folder.glob("manifest-*.jsonl"):
             number = path.stem.partition("-")[2]
             if number.isdecimal() and int(number) >= self._processes:
@@ -229,17 +229,17 @@ class Output:
 
 
 def as_written(run: Mapping[str, Any]) -> dict[str, Any]:
-    """What can be read again of ``run`` once it is written down as JSON."""
+    """Return ``run`` as it is read again from JSON."""
     return json.loads(json.dumps(dict(run), default=str))
 
 
 def listed(folder: str | Path) -> dict[str, dict[str, Any]]:
-    """The last line of the list of each row of a job's folder, by id; of all processes that write there."""
+    """Return the last line of each row in the lists of all processes that write to a folder, by id."""
     return {line["id"]: line for line in _lines(named_path("output", folder), _LISTS)}
 
 
 def _lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Also those that later ones replace; not those that a kill cut off."""
+    """Yield all lines of the lists, also those that later lines replace, but not lines that a kill cut off."""
     for path in sorted(folder.glob(name)):
         if not path.is_file():
             raise InputError(
@@ -260,7 +260,7 @@ def _lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def file_name(name: str) -> str:
-    """An id as the name of a file: itself where every file system takes that, else a hash of it."""
+    """Return the file name of an id: the id itself if every file system takes it, else a hash of it."""
     return name if _NAME.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
@@ -269,7 +269,7 @@ def _waits(line: Mapping[str, Any]) -> bool:
 
 
 def _locked(path: Path) -> Any:
-    """A list opened to append to, by this process alone; the beginning of a line that a kill left is taken off."""
+    """Open a list to append to, for this process alone; the beginning of a line that a kill left is removed."""
     try:
         file = open(path, "ab+", buffering=0)  # noqa: SIM115
     except OSError as error:
@@ -295,11 +295,11 @@ def _locked(path: Path) -> Any:
 
 
 Sample = tuple[str, str, bytes]
-"""Key, ending with its point, and file of an image."""
+"""The key, the ending with its point, and the file of an image."""
 
 
 def _write_tar(path: Path, samples: Sequence[Sample], records: Sequence[Mapping[str, Any]]) -> None:
-    """A shard as webdataset reads it: KEY.png, KEY.txt with the prompt and KEY.json; the same bytes every time."""
+    """Write a shard as webdataset reads it: KEY.png, KEY.txt with the prompt, KEY.json; always the same bytes."""
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for (key, ending, data), record in zip(samples, records, strict=True):
             metadata = json.dumps(record, ensure_ascii=False).encode()
@@ -317,7 +317,7 @@ _COLUMNS = {
 
 
 def _write_parquet(path: Path, samples: Sequence[Sample], records: Sequence[Mapping[str, Any]]) -> None:
-    """A shard with a column ``image`` of bytes and path, which Hugging Face's datasets take for images."""
+    """Write a shard with a column ``image`` of bytes and path, which Hugging Face's datasets take for images."""
     pa, parquet = pyarrow("--into parquet"), pyarrow("--into parquet", "parquet")
     image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     columns = {"id": pa.array([record["id"] for record in records], pa.string())}

@@ -1,4 +1,4 @@
-"""Files of prompts, row by row: JSON lines, CSV, Parquet, or one prompt a line."""
+"""This module reads files of prompts, row by row: JSON lines, CSV, Parquet, or one prompt a line."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ from canvax.settings import check_once, declared, offered, plain_value
 OPTIONS = tuple(offered(Options, "file"))
 ARGUMENTS = (*offered(Call, "file"), *declared(FromFiles))
 NAMES = (*ARGUMENTS, *OPTIONS)
-"""What a row may say besides its ``id``; names of other programs, such as ``steps``, are understood as well."""
+"""The settings of a row besides its ``id``; names of other programs, such as ``steps``, are understood as well."""
 
 _TEXTS = {"id"}
-_TEXTS |= {name for record in (Call, FromFiles, Options) for name, one in declared(record).items() if one.is_text}
+_TEXTS |= {
+    name for record in (Call, FromFiles, Options) for name, setting in declared(record).items() if setting.is_text
+}
 KINDS = (".txt", ".jsonl", ".ndjson", ".csv", ".parquet")
 _NO_PROMPT = re.compile(r'--[a-z]|\[\s*(?:[{"]|$)|Negative prompt:|Steps: \d+, ')
 _LONGEST = 1 << 24
-"""Characters of a line or of a cell."""
+"""The most characters of a line or of a cell."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One image that is asked for.
+    """An image that a file asks for.
 
     Attributes:
-        id: its name; no other row of the file has it.
-        values: what is said of it, as it was read.
-        fault: why it cannot be read; None if it can.
+        id: the name of the row, unique in the file.
+        values: the fields of the row, as they were read.
+        fault: why the row cannot be read; None if it can.
     """
 
     id: str
@@ -49,7 +51,7 @@ class Row:
 
 
 def read_rows(path: str | Path) -> Iterator[Row]:
-    """The rows of a file, in order. A row without an id is named by the number of its line or row, from 1.
+    """Yield the rows of a file, in order. A row without an id is named by the number of its line or row, from 1.
 
     Lines of text that start with # are passed over.
 
@@ -77,7 +79,7 @@ def read_rows(path: str | Path) -> Iterator[Row]:
 
 
 def check_names(names: Collection[str], carried: Sequence[str] = (), defaults: Collection[str] = ()) -> None:
-    """Refuse names that mean nothing here.
+    """Refuse names that are no settings.
 
     Args:
         names: of the columns of a file, or of the fields of a row.
@@ -97,14 +99,14 @@ def check_names(names: Collection[str], carried: Sequence[str] = (), defaults: C
         if name == "options":
             raise InputError('options: write its fields beside the prompt, {"prompt": "a cat", "clip_skip": 1}')
         if "prompt" not in {*names, *defaults} and not did_you_mean(name, [*NAMES, *CALL]):
-            strange = " or ".join(repr(one[:40]) for one in names if one not in known and one not in CALL)
+            strange = " or ".join(repr(column[:40]) for column in names if column not in known | CALL.keys())
             raise InputError(f"there is no prompt: its column is called 'prompt'; is it in {strange or repr(name)}?")
-        said = answer(name, CALL, ["id", *NAMES], "a column that means anything here")
-        raise InputError(f"{said}; leave it out, or --carry it into the list of what was made")
+        problem = answer(name, CALL, ["id", *NAMES], "a column that means anything here")
+        raise InputError(f"{problem}; leave it out, or --carry it into the list of what was made")
 
 
 def settings_of(row: Row, defaults: Mapping[str, Any], carried: Sequence[str] = (), seed: int = 0) -> dict[str, Any]:
-    """What a row asks for, by canvax's own names: its own values before ``defaults``, and a seed of its id.
+    """Return the settings of a row by canvax's names: its values, then ``defaults``, and a seed.
 
     A row without a seed has one that follows from ``seed`` and the row's id alone, so that no two rows share theirs and
     the same row has the same image in every run.
@@ -117,38 +119,38 @@ def settings_of(row: Row, defaults: Mapping[str, Any], carried: Sequence[str] = 
     values = {name: value for name, value in row.values.items() if name != "id" and name not in carried}
     values = {name: cleaned for name, value in values.items() if (cleaned := _clean(name, value)) is not None}
     check_names(values, defaults=defaults)
-    own = {name: value for name, value in values.items() if name in NAMES}
-    renamed(own, {name: value for name, value in values.items() if name not in NAMES}, CALL)
-    settings = {**defaults, **own}
+    known = {name: value for name, value in values.items() if name in NAMES}
+    renamed(known, {name: value for name, value in values.items() if name not in NAMES}, CALL)
+    settings = {**defaults, **known}
     if settings.get("seed") in (None, -1):
         settings["seed"] = seed_of(row.id, seed)
     return settings
 
 
 def seed_of(name: str, seed: int = 0) -> int:
-    """The seed [48 bits] of a row without one, by its id: all programs that read JSON can hold it."""
+    """Return the seed [48 bits] of a row that names none, by its id: all programs that read JSON can hold it."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode("utf-8", "backslashreplace")).digest()[:6], "big")
 
 
 def digest_of(settings: Mapping[str, Any]) -> str:
-    """By which the settings of a row are known again: 16 hexadecimal digits."""
+    """Return 16 hexadecimal digits that identify the settings of a row."""
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def row_of(number: int, values: Mapping[str, Any] | InputError, *, named: bool = False) -> Row:
-    """What was read as a row; its ``number`` names it, unless it must be ``named`` by itself."""
+    """Return the values that were read as a row; ``number`` is its id, unless the row must be ``named``."""
     if isinstance(values, InputError):
         return Row(f"{number:06d}", {}, str(values))
-    own = f"{number:06d}"
+    numbered = f"{number:06d}"
     try:
         name = _clean("id", values.get("id"))
     except InputError as error:
-        return Row(own, values, str(error))
+        return Row(numbered, values, str(error))
     if name is None:
-        return Row(own, values, "there is no id; give each row its own, in a column 'id'" if named else None)
+        return Row(numbered, values, "there is no id; give each row its own, in a column 'id'" if named else None)
     if isinstance(name, bool) or not isinstance(name, str | int) or name == "":
-        return Row(own, values, f"id={name!r:.80} is neither text nor a whole number")
+        return Row(numbered, values, f"id={name!r:.80} is neither text nor a whole number")
     return Row(str(name), values)
 
 
@@ -161,19 +163,28 @@ def _text_rows(path: Path, kind: str) -> Iterator[tuple[int, Mapping[str, Any] |
             finally:
                 csv.field_size_limit(before)
             return
-        number = 0
-        while line := file.readline(_LONGEST):
-            number += 1
-            if len(line) == _LONGEST:
-                raise InputError(f"{path}: line {number} is longer than {_LONGEST} characters; is it such a file?")
-            if "\0" in line:  # UTF-16 without a mark at its beginning, or no text at all
-                raise InputError(
-                    f"{path}: line {number} has bytes of 0, so that it is not UTF-8 text; save it as UTF-8"
-                )
-            if number == 1 and kind != ".txt" and line.lstrip().startswith("["):
+        for number, line in text_lines(file, path):
+            if number == 1 and kind != ".txt" and line.startswith("["):
                 raise InputError(f"{path}: is a list; write an object a line, without [ and ] around them")
-            if (line := line.strip()) and not (kind == ".txt" and line.startswith("#")):
-                yield number, _prompt(line) if kind == ".txt" else _object(line)
+            if not (kind == ".txt" and line.startswith("#")):
+                yield number, _prompt(line) if kind == ".txt" else json_object(line)
+
+
+def text_lines(file: TextIOWrapper, name: str | Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a text file with their numbers, without white space around them; empty lines are left out.
+
+    Raises:
+        InputError: a line is too long, or has bytes of 0.
+    """
+    number = 0
+    while line := file.readline(_LONGEST):
+        number += 1
+        if len(line) == _LONGEST:
+            raise InputError(f"{name}: line {number} is longer than {_LONGEST} characters; is it such a file?")
+        if "\0" in line:  # UTF-16 without a mark at its beginning, or no text at all
+            raise InputError(f"{name}: line {number} has bytes of 0, so that it is not UTF-8 text; save it as UTF-8")
+        if line := line.strip():
+            yield number, line
 
 
 def _prompt(line: str) -> Mapping[str, Any] | InputError:
@@ -181,16 +192,16 @@ def _prompt(line: str) -> Mapping[str, Any] | InputError:
         check_prompt_line("", line)
     except InputError as error:
         return error
-    if line.startswith("{") and isinstance(_object(line), dict):
+    if line.startswith("{") and isinstance(json_object(line), dict):
         return InputError(f"{line:.40} is a JSON object, not a prompt; name the file with the ending .jsonl")
     return {"prompt": line}
 
 
 def check_prompt_line(where: str, line: str) -> None:
-    """Refuse what is settings in other programs' files and would be a prompt here: flags, A1111's, a list of JSON.
+    """Refuse lines that are settings in files of other programs, which would be a prompt here.
 
     Raises:
-        InputError: so; it begins with ``where``.
+        InputError: the line holds flags, settings of A1111, a list of JSON or a web page; it begins with ``where``.
     """
     if line[:5].lower() in ("<!doc", "<html"):
         raise InputError(
@@ -205,7 +216,8 @@ def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number")
 
 
-def _object(line: str) -> Mapping[str, Any] | InputError:
+def json_object(line: str) -> Mapping[str, Any] | InputError:
+    """Return the JSON object that a line holds, or the error that says why the line holds none."""
     try:
         value = json.loads(line, object_pairs_hook=once, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
@@ -254,10 +266,10 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 
 def pyarrow(what: str, module: str = "") -> Any:
-    """pyarrow or one of its modules.
+    """Import pyarrow or a module of it.
 
     Raises:
-        InputError: it is not installed; ``what`` needs it.
+        InputError: pyarrow is not installed; ``what`` needs it.
     """
     from importlib import import_module
 
@@ -268,7 +280,7 @@ def pyarrow(what: str, module: str = "") -> Any:
 
 
 def _clean(name: str, value: Any) -> Any:
-    """A plain Python value; None where a table has nothing.
+    """Return a plain Python value; None where a table has nothing.
 
     Tables hold whole numbers of columns with gaps as floats, and gaps as NaN.
     """

@@ -1,22 +1,22 @@
-"""Rows to images: checked one by one, then generated in full batches of what can share a program.
+"""A worker checks rows one by one, then generates them in full batches of images that can share a program.
 
-Each image has its own table in the batch, so rows that differ in steps, sampler or guidance scale share it. All batches
-of a size have as many slots, whatever is in them: an image is the same bits in any company and at any place.
+Each image has a table in the batch, so rows that differ in steps, sampler or guidance scale share a batch. All batches
+of a size have the same number of slots, so an image has the same bits whatever else is in its batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import counting
-from canvax.errors import NO_VALUE, CanvaxError, InputError, OutOfMemoryError
+from canvax.errors import NO_VALUE, CanvaxError, InputError, OutOfMemoryError, check_utf8
 from canvax.images.formats import GeneratedImage, quality_keywords
 from canvax.parallel import multihost
 from canvax.parallel.memory import cures, explained
@@ -33,6 +33,7 @@ from canvax.settings import declared
 from canvax.types import HostArray
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
     from PIL.Image import Image
 
     from canvax.pipelines.pipeline import StableDiffusion
@@ -41,12 +42,73 @@ PIXELS = 512 * 512
 """Pixels that a device generates at once by default: safe for a full-size model on any device."""
 
 MOST = 64
-"""Images likewise."""
+"""Images that a device generates at once by default."""
 
+T = TypeVar("T")
+_TEXTS = ("prompt", "negative_prompt", "image", "mask", "sampler", "prompt_2", "negative_prompt_2")
 _NAMED = frozenset(ARGUMENTS) & Call.__dataclass_fields__.keys()
-_SECOND = ("prompt_2", "negative_prompt_2")
-_BY_IMAGE = {name: one.default for name, one in declared(Options).items() if one.setting.per_image}
+_BY_IMAGE = {name: option.default for name, option in declared(Options).items() if option.setting.per_image}
 """Options that may differ within a batch: they are in the table, in the noise or in the prompts."""
+
+
+def call_of(settings: Mapping[str, Any], adapters: int, **options: Any) -> Call:
+    """Return the call for one image with these settings; the images that it begins from are still names of files.
+
+    Args:
+        settings: by canvax's names.
+        adapters: IP-Adapters of the model.
+        options: further options of the call.
+
+    Raises:
+        InputError: there is no prompt, or a value is of another type than its setting.
+    """
+    if settings.get("prompt") is None:
+        raise InputError("prompt", NO_VALUE, "is missing", "give the row one, in a field or column of that name")
+    for name in _TEXTS:
+        if not isinstance(value := settings.get(name), str | None):
+            raise InputError(name, value, "is not text")
+        check_utf8(name, value or "")
+    named = {name: settings[name] for name in _NAMED if name in settings}
+    named |= {"control": control_of(settings), "image_prompt": image_prompts_of(settings, adapters)}
+    return Call(**named, options=Options(**{name: settings[name] for name in OPTIONS if name in settings}, **options))
+
+
+def joined(calls: Sequence[Call], **options: Any) -> Call:
+    """Return one call for the images of several calls of ``call_of``, with the images that their files hold.
+
+    Prompts, seeds and images may differ. All else is that of the first call, with changed ``options``.
+    """
+    first = calls[0]
+    for name in ("prompt", "negative_prompt"):
+        seconds = [getattr(call.options, f"{name}_2") for call in calls]
+        if len(set(seconds)) > 1:
+            usual = [getattr(call, name) or "" for call in calls]
+            options[f"{name}_2"] = [usual[i] if second is None else second for i, second in enumerate(seconds)]
+    negatives = [call.negative_prompt for call in calls]
+    files = {name: [getattr(call, name) for call in calls] for name in ("image", "mask")}
+    return replace(
+        first,
+        prompt=[call.prompt for call in calls],
+        negative_prompt=None if negatives.count(None) == len(negatives) else [text or "" for text in negatives],
+        seed=[call.seed for call in calls],
+        options=replace(first.options, **options) if options else first.options,
+        **{name: paths[0] if len(set(paths)) == 1 else paths for name, paths in files.items()},  # encoded once
+        control=control_argument([call.control for call in calls]),
+        image_prompt=image_prompt_argument([call.image_prompt for call in calls]),
+    )
+
+
+def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
+    """Return the items with equal keys together, in their order."""
+    groups: dict[Hashable, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return [*groups.values()]
+
+
+def most_at_once(mesh: Mesh, height: int, width: int) -> int:
+    """Return how many images of a size in pixels any devices can generate at once."""
+    return min(max(1, PIXELS // (height * width)), MOST) * mesh.shape["data"]
 
 
 class Key(NamedTuple):
@@ -76,28 +138,24 @@ class Item:
     Attributes:
         row: where it came from.
         digest: of its settings.
-        settings: by canvax's own names.
-        options: of its call.
+        call: for this image alone; images are names of files.
         key: what it can be batched with.
         table: of its sampler.
-        seconds: its second prompts, where it has them.
         noise: [1, h, w, C], where it is not that of its seed alone; else None.
         record: what generates it again.
     """
 
     row: Row
     digest: str
-    settings: Mapping[str, Any]
-    options: Options
+    call: Call
     key: Key
     table: SamplerTable
-    seconds: tuple[str, str]
     noise: HostArray | None
     record: Mapping[str, Any]
 
 
 class Made(NamedTuple):
-    """What became of a row: an image, or its file; or an error."""
+    """The result of a row: an image, or the bytes of its file; or an error."""
 
     row: Row
     digest: str
@@ -112,8 +170,8 @@ class Worker:
     Args:
         pipe: the model, with its weights.
         batch: images at once on the whole mesh; None for what any device can hold.
-        most: rows that there are: a batch has no more slots than that.
-        defaults: settings of rows that do not say otherwise, by canvax's own names.
+        most: the number of rows: a batch has no more slots than that.
+        defaults: settings that a row may override, by canvax's names.
         carried: names in rows that are not settings.
         seed: for seeds of rows without one, see ``rows.settings_of``.
         progress: whether to show what is compiled.
@@ -143,44 +201,39 @@ class Worker:
         self._too_large: set[Key] = set()
 
     def check(self, row: Row) -> Item | Made:
-        """The row, checked without running anything; an error if it cannot be generated."""
+        """Check a row without running anything; returns an error if it cannot be generated."""
         digest = ""
         try:
             settings = settings_of(row, self._defaults, self._carried, self._seed)
             digest = digest_of(settings)
-            return self._item(row, digest, settings)
+            return self._item(row, digest, call_of(settings, len(self._pipe.model.ip_adapters), progress=False))
         except (CanvaxError, TypeError, ValueError, OverflowError) as error:  # of values of unforeseen types
             return Made(row, digest, error=str(error) or type(error).__name__)
 
     def run(self, rows: Iterable[Row]) -> Iterator[tuple[int, list[Made]]]:
-        """All rows, a batch at a time; first those that cannot be generated.
+        """Generate all rows, a batch at a time; rows that cannot be generated come first.
 
         Yields:
-            How many rows more are done, and what became of them: of several processes, each tells of its own images.
+            The number of rows in the batch, and their results; each of several processes yields the images it has.
         """
         checked = [self.check(row) for row in rows]
-        if wrong := [one for one in checked if isinstance(one, Made)]:
+        if wrong := [made for made in checked if isinstance(made, Made)]:
             yield len(wrong), wrong if self._leads else []
-        groups: dict[Key, list[Item]] = {}
-        for item in checked:
-            if isinstance(item, Item):
-                groups.setdefault(item.key, []).append(item)
-        for key, items in groups.items():
+        for items in grouped((item for item in checked if isinstance(item, Item)), lambda item: item.key):
             items.sort(key=lambda item: len(item.table))  # a batch takes as long as its longest image
-            size = self.size(key.height, key.width)
+            size = self.size(items[0].key.height, items[0].key.width)
             for start in range(0, len(items), size):
                 yield len(items[start : start + size]), self.generate(items[start : start + size])
 
     def size(self, height: int, width: int) -> int:
-        """Slots of every batch of a size in pixels."""
-        data = self._pipe.mesh.shape["data"]
-        usual = min(max(1, PIXELS // (height * width)), MOST) * data
-        return padded_batch(self._batch or min(usual, self._most), self._pipe.mesh)
+        """Return the slots of every batch of a size in pixels."""
+        usual = min(most_at_once(self._pipe.mesh, height, width), self._most)
+        return padded_batch(self._batch or usual, self._pipe.mesh)
 
     def generate(self, items: Sequence[Item]) -> list[Made]:
-        """Images of a batch; where several processes generate together, those of this one.
+        """Generate a batch; where several processes generate together, each returns the images of its devices.
 
-        Where a batch fails, each of its images is generated by itself, so that only the guilty ones are missing.
+        If a batch fails, each image is generated separately, so that only those that cause the error are missing.
         """
         if items[0].key in self._too_large:
             return self._all(items, "is too large for this machine's memory; see the first such row")
@@ -197,11 +250,11 @@ class Worker:
             return [made for item in items for made in self.generate([item])]
 
     def _all(self, items: Sequence[Item], error: str) -> list[Made]:
-        """Returns the same error for each; one process reports it."""
+        """Return the same error for each item; one process reports it."""
         return [Made(item.row, item.digest, error=error) for item in items] if self._leads else []
 
     def _at_once(self, items: Sequence[Item]) -> list[Made]:
-        """A batch, filled up with copies of its last image, so that nothing compiles for a smaller one."""
+        """Generate a batch, filled up with copies of its last image, so that nothing compiles for a smaller batch."""
         pipe, params, key = self._pipe, self._pipe.params, items[0].key
         assert params is not None
         size = self.size(key.height, key.width)
@@ -228,13 +281,12 @@ class Worker:
         return [self._made(items[i], *result) for i, result in finished.items()]
 
     def _made(self, item: Item, image: Image, metadata: Mapping[str, Any]) -> Made:
-        """``metadata`` is that of the batch, which has the result of a safety checker."""
+        """Return the result of an item; ``metadata``, of the batch, has the answer of a safety checker."""
         record = {**item.record, **{name: metadata[name] for name in ("nsfw",) if name in metadata}}
         return Made(item.row, item.digest, record, GeneratedImage.of(image, record))
 
-    def _item(self, row: Row, digest: str, settings: Mapping[str, Any]) -> Item:
-        request = self._request_of(settings)
-        options = request.options
+    def _item(self, row: Row, digest: str, call: Call) -> Item:
+        request, options = make_request(self._pipe.model, joined([call])), call.options
         table, deep, kinds = self._work(request)
         noise = noise_of(request) if options.variation_strength or options.seed_size else None
         if options.hires > 1:
@@ -247,81 +299,46 @@ class Worker:
                  options.hires > 1, request.given is not None)  # fmt: skip
         shared, common = replace(options, **_BY_IMAGE), ()
         if any(alike):
-            given = [settings.get(name) for name in ("height", "width", "strength")] if request.given else []
+            size = [call.height, call.width, call.strength] if request.given else []
             shared = replace(options, prompt_2=None, negative_prompt_2=None)
-            common = (request.steps, request.guidance, request.sampler, "mask" in settings, *given)
+            common = (request.steps, request.guidance, request.sampler, call.mask is None, *size)
         key = Key(request.height, request.width, kinds, (request.guided, request.zeros), shared, common)
         record = {**metadata(self._pipe.model, request)[0], "id": row.id}
-        seconds = (request.prompts_2[0], request.negatives_2[0])
-        return Item(row, digest, settings, options, key, table, seconds, noise, record)
+        return Item(row, digest, call, key, table, noise, record)
 
     def _work(self, request: Request) -> Any:
-        """``work``, remembered: rows of a file have few settings, and a table takes as long as all other checks."""
-        own = (request.height, request.width, request.steps, request.guidance, request.sampler, request.options,
+        """Return ``work`` of a request, cached: few settings differ, and a table takes as long as all other checks."""
+        key = (request.height, request.width, request.steps, request.guidance, request.sampler, request.options,
                request.chunks, request.texts.parts, request.composed, request.guided,
                request.control and request.control.names,
                request.image_prompts and request.image_prompts.kinds)  # fmt: skip
-        if request.given is not None or own not in self._worked:
+        if request.given is not None or key not in self._worked:
             if len(self._worked) > 1000:
                 self._worked.clear()
             worked = work(self._pipe.model, request)
             if request.given is not None:
                 return worked
-            self._worked[own] = worked
-        return self._worked[own]
-
-    def _request_of(self, settings: Mapping[str, Any]) -> Request:
-        """A checked call for one image."""
-        given = {name: settings.get(name) for name in ARGUMENTS}
-        if given["prompt"] is None:
-            raise InputError("prompt", NO_VALUE, "is missing", "give the row one, in a field or column of that name")
-        options = Options(**{name: settings[name] for name in OPTIONS if name in settings}, progress=False)
-        for name in ("prompt", "negative_prompt", "image", "mask"):
-            if not isinstance(given[name], str | None):
-                raise InputError(name, given[name], "is not text")
-        return self._make(given, options, **self._shown([given]))
+            self._worked[key] = worked
+        return self._worked[key]
 
     def _request(self, items: Sequence[Item]) -> Request:
-        """One call for a batch; what may differ within it is in lists, in tables and in the noise."""
-        first = items[0]
-        options = replace(first.options, **dict.fromkeys(_SECOND), progress=self._progress)
-        for i, name in enumerate(_SECOND):
-            if any(name in item.settings for item in items):
-                options = replace(options, **{name: [item.seconds[i] for item in items]})
-        negatives = None if first.key.flags[1] else [item.settings.get("negative_prompt") or "" for item in items]
-        lists: dict[str, Any] = {name: [item.settings[name] for item in items] for name in ("prompt", "seed")}
-        for name in ("image", "mask"):
-            paths = [item.settings.get(name) for item in items]
-            lists[name] = paths[0] if len(set(paths)) == 1 else paths
-        settings = dict(first.settings)
-        if first.key.kinds.controls and "image" not in settings:  # whose own sizes may differ
-            settings |= {"height": first.key.height, "width": first.key.width}
-        shown = self._shown([item.settings for item in items])
-        request = self._make(settings, options, **lists, negative_prompt=negatives, **shown)
+        """Return the request of a batch; what differs between images is in lists, in tables and in the noise."""
+        model, key = self._pipe.model, items[0].key
+        call = joined([item.call for item in items], progress=self._progress)
+        if key.kinds.controls and call.image is None:  # control images may differ in size
+            call = replace(call, height=key.height, width=key.width)
+        request = make_request(model, call)
         if all(item.noise is None for item in items):
             return request
-        plain = replace(options, **{name: _BY_IMAGE[name] for name in ("variation_strength", "seed_size")})
+        plain = replace(request.options, **{name: _BY_IMAGE[name] for name in ("variation_strength", "seed_size")})
         request = replace(request, options=plain)
-        noises = [noise_of(replace(request, seeds=[item.settings["seed"]])) if item.noise is None else item.noise
+        noises = [noise_of(replace(request, seeds=[item.call.seed])) if item.noise is None else item.noise
                   for item in items]  # fmt: skip
         return replace(request, latents=np.concatenate(noises))
 
-    def _shown(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Control images and image prompts that rows name, as arguments of a call."""
-        adapters = len(self._pipe.model.ip_adapters)
-        control = control_argument([control_of(row) for row in rows])
-        return {
-            "control": control,
-            "image_prompt": image_prompt_argument([image_prompts_of(row, adapters) for row in rows]),
-        }
-
-    def _make(self, settings: Mapping[str, Any], options: Options, **more: Any) -> Request:
-        named = {name: settings[name] for name in _NAMED if name in settings}
-        return make_request(self._pipe.model, Call(**{**named, **more}, options=options))
-
 
 def image_file(image: Image, kind: str, quality: int | None = None) -> bytes:
-    """The file of an image, with its metadata; ``kind`` is png, webp or jpg.
+    """Return the file of an image, with its metadata; ``kind`` is png, webp or jpg.
 
     Raises:
         InputError: a JPEG cannot hold its metadata.
