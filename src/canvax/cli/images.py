@@ -241,6 +241,9 @@ def check_table(request: ImageRequest, scheduler: Scheduler | None) -> None:
         InputError: naming the setting.
     """
     options, sampler, known = request.options, request.sampler, scheduler is not None
+    settings = options.settings if sampler is not None or known else None
+    if scheduler is not None and scheduler.schedule.size_shift:
+        settings = {"mu": 1.0, **options.settings}  # whatever the size of the image
     if scheduler is None:
         scheduler = from_scheduler_config({"_class_name": "EulerAncestralDiscreteScheduler"})
     build_table(
@@ -253,7 +256,7 @@ def check_table(request: ImageRequest, scheduler: Scheduler | None) -> None:
         guidance=options.guidance_steps or 1.0,
         rescale=options.guidance_rescale,
         guidance_interval=options.guidance_interval,
-        settings=options.settings if sampler is not None or known else None,
+        settings=settings,
     )
 
 

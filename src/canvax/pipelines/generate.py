@@ -141,6 +141,9 @@ def sampler_table(model: Model, request: Request) -> SamplerTable:
     """The table of a request, the same for all its images."""
     options, given = request.options, request.given
     steps, skip = (given.steps, given.skipped) if given else (request.steps, 0)
+    settings, mu = options.settings, model.family.mu
+    if mu is not None and model.scheduler.schedule.size_shift and not isinstance(request.sampler, SamplerTable):
+        settings = {"mu": mu(model.networks.tokens([(request.height, request.width)]), steps), **settings}
     return build_table(
         model.scheduler,
         steps,
@@ -154,7 +157,7 @@ def sampler_table(model: Model, request: Request) -> SamplerTable:
         end=options.denoising_end,
         skip=skip,
         guidance_interval=options.guidance_interval,
-        settings=options.settings,
+        settings=settings,
     )
 
 

@@ -55,7 +55,7 @@ class Request:
     """One call, checked: an entry for each image where lists stand. ``shape`` is that of the latents, [B, h, w, C].
 
     ``zeros``: no negative prompt was given, not even an empty one, and the model wants zeros for that.
-    ``embedded``: the guidance scale is an input of the network. ``no_guidance``: ``Family.no_guidance``.
+    ``embedded``: no negative prompt is read at any guidance scale. ``no_guidance``: ``Family.no_guidance``.
     ``on_device``: pixels and latents stay on the devices.
     """
 
@@ -181,7 +181,7 @@ def make_request(model: Model, call: Call) -> Request:
         negatives_2=negatives_2,
         options=options,
         zeros=(negative, options.negative_prompt_2) == (None, None) and model.zeros_for_no_negative,
-        embedded=model.networks.embeds_guidance,
+        embedded=model.networks.unguided,
         no_guidance=model.family.no_guidance,
         texts=read_texts(model, (prompts, prompts_2), (negatives, negatives_2), options, run),
         embeds=embeds,
@@ -249,11 +249,11 @@ def check_for_model(options: Options, model: Model) -> None:
     for name in sorted(options.changed().keys() & unused.keys()):
         raise InputError(name, NO_VALUE, f"is not supported by {model.name}: {unused[name]}", "leave it out")
     for name in ("guidance_steps", "guidance_interval", "guidance_rescale"):
-        if model.networks.embeds_guidance and name in options.changed():
+        if model.networks.unguided and name in options.changed():
             raise InputError(
                 name,
                 NO_VALUE,
-                f"is not supported by {model.name}, which takes one guidance scale, as an input",
+                f"is not supported by {model.name}, which is not guided by a negative prompt",
                 "leave it out",
             )
     check_clip_skip(options.clip_skip, model)
