@@ -51,7 +51,7 @@ def read(files: ModelFiles) -> Networks:
         if got != wanted
     ]:
         raise CheckpointError(f"{files}: its components do not fit together: {'; '.join(faults)}")
-    denoiser = Flux2Denoiser(transformer, distilled=bool(files.index.get("is_distilled")))
+    denoiser = Flux2Denoiser(transformer, is_distilled=bool(files.index.get("is_distilled")))
     return Networks(denoiser, vae, TextEncoders((text,)), prediction="flow_prediction")
 
 

@@ -157,7 +157,7 @@ def _layer(p: Params, x: Array, rope: Rope, lengths: Array, *, cfg: DecoderConfi
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """The text encoder of a model that reads some layers, side by side. An id below 0 is padding with the token ``~id``.
+    """The text encoder of a model that reads some layers, side by side. Ids below 0 are padding, of the token ``~id``.
 
     Attributes:
         cfg: its config.

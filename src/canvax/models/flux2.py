@@ -262,13 +262,13 @@ class Flux2Denoiser(Denoiser):
         cfg: its config.
         places: for adapters beside its weights, as in ``canvax.models.denoiser.UNetDenoiser``.
         references: how many tokens of reference images it reads, padding included.
-        distilled: its steps need no guidance.
+        is_distilled: as ``distilled``.
     """
 
     cfg: Flux2Config
     places: Places | None = None
     references: int = 0
-    distilled: bool = False
+    is_distilled: bool = False
 
     @property
     def component(self) -> str:
@@ -277,6 +277,10 @@ class Flux2Denoiser(Denoiser):
     @property
     def spec(self) -> Spec:
         return flux2_spec(self.cfg)
+
+    @property
+    def distilled(self) -> bool:
+        return self.is_distilled
 
     @property
     def edits(self) -> bool:

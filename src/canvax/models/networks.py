@@ -21,6 +21,9 @@ from canvax.types import DType
 if TYPE_CHECKING:
     from canvax.models.ip_adapter import ImageEncoder, IPAdapter
 
+ROOM = 1024
+"""By whose multiples a denoiser has room for tokens of reference images: a square of 512 pixels."""
+
 
 @dataclass(frozen=True)
 class Networks:
@@ -141,6 +144,10 @@ class Networks:
     def tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
         """Tokens of images of so many pixels high and wide."""
         return sum((height // self.size_step) * (width // self.size_step) for height, width in sizes)
+
+    def room(self, sizes: Sequence[tuple[int, int]]) -> int:
+        """Tokens of reference images of these sizes and their padding, so that others need no other program."""
+        return -(-self.tokens(sizes) // ROOM) * ROOM
 
     @property
     def inpaints(self) -> bool:

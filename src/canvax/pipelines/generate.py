@@ -133,6 +133,7 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
         image_prompts=request.image_prompts.kinds if request.image_prompts else (),
         sees=request.image_prompts is not None and request.image_prompts.sees(guided=request.guided),
         places=request.beside.places if request.beside else None,
+        references=request.references.sizes if request.references else (),
     )
     return table, deep, kinds
 
@@ -348,6 +349,8 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
         shared["strength"] = request.given.strength
         if request.options.denoising_end == 1:
             shared["steps_run"] = request.given.steps - request.given.skipped
+    if request.references and request.references.fingerprints:
+        shared["references_sha256"] = request.references.fingerprints
     if request.control:
         shared["controlnet"] = [files.name for files in model.controls]
     if request.image_prompts:

@@ -40,6 +40,7 @@ from canvax.pipelines.checks import (
 )
 from canvax.pipelines.control import ControlImages, check_control
 from canvax.pipelines.options import Options, check_options
+from canvax.pipelines.references import References, check_references
 from canvax.pipelines.texts import Embeds, Texts, check_conditions, chunk_count, read_texts
 from canvax.samplers import SamplerSpec, SamplerTable, Solver, spec_of
 from canvax.samplers.strength import check_strength, steps_of_strength
@@ -81,11 +82,13 @@ class Request:
     control: ControlImages | None = None
     image_prompts: ImagePrompts | None = None
     beside: Shares | None = None
+    references: References | None = None
     on_device: bool = False
 
     def fingerprint(self) -> list[Any]:
         """Everything but the seeds that must be the same in processes that generate together, by its ``repr``."""
         apart = ("seeds", "options", "latents", "given", "texts", "embeds", "control", "image_prompts", "beside")
+        apart += ("references",)
         decided = {name: value for name, value in vars(self).items() if name not in apart}
         if isinstance(self.sampler, SamplerTable):
             decided["sampler"] = self.sampler.sha256
@@ -96,6 +99,7 @@ class Request:
         image = [image, self.control and dict(self.control.fingerprints)]
         image += [self.image_prompts and self.image_prompts.fingerprint()]
         image += [self.beside and (self.beside.places, self.beside.records)]
+        image += [self.references and (self.references.sizes, self.references.fingerprints)]
         return [decided, given, image, self.options.changed(), self.options.callback is not None]
 
     @property
@@ -143,7 +147,13 @@ def make_request(model: Model, call: Call) -> Request:
     controls = check_control(model, call.control, len(prompts), options)
     if controls is not None and call.image is None:
         size = controls.size(size, factor)
-    given = check_given(call.image, call.mask, call.strength, size, len(prompts), factor, options)
+    references = _references(model, call, options)
+    if references is not None:
+        size = (size[0] or references.sizes[0][0], size[1] or references.sizes[0][1])
+    image = call.image if references is None else None
+    given = check_given(image, call.mask, call.strength, size, len(prompts), factor, options)
+    if given is not None and given.masks and model.networks.denoiser.edits:
+        references = References([given.images])
     if given is None:
         height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
         given = all_anew(height, width) if model.networks.inpaints else None
@@ -188,6 +198,7 @@ def make_request(model: Model, call: Call) -> Request:
         given=given,
         control=controls,
         image_prompts=_image_prompts(model, call.image_prompt, len(prompts), options),
+        references=references,
     )
     _check_together(request, model)
     check_start(options, sampler, request.latents, model, image=given is not None)
@@ -225,6 +236,14 @@ def _image_prompts(model: Model, value: Any, count: int, options: Options) -> Im
     from canvax.pipelines.image_prompts import check_image_prompts  # which most calls never need
 
     return check_image_prompts(model, value, count, options)
+
+
+def _references(model: Model, call: Call, options: Options) -> References | None:
+    """The image of a call as reference images, for a model that edits, unless it is what the run begins from."""
+    begins = call.strength is not None or call.mask is not None or any(value for _, value in _given_options(options))
+    if call.image is None or begins or not model.networks.denoiser.edits:
+        return None
+    return check_references(call.image, model.networks.size_step)
 
 
 def taken_apart(prompt: Any, negative: Any, model: Model) -> tuple[Any, Any, tuple[Embeds | None, Embeds | None]]:

@@ -192,15 +192,10 @@ def flux2_rules(width: int = 1, inner: int = 3) -> list[Rule]:
     for name in ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation"):
         rules.append(Rule(f"{name}.lin", f"{name}.linear"))
     streams = {
-        "img": ("ff", ("to_q", "to_k", "to_v"), "to_out.0", ("norm_q", "norm_k")),
-        "txt": (
-            "ff_context",
-            ("add_q_proj", "add_k_proj", "add_v_proj"),
-            "to_add_out",
-            ("norm_added_q", "norm_added_k"),
-        ),
+        "img": ("ff", ("to_q", "to_k", "to_v"), "to_out.0", "norm"),
+        "txt": ("ff_context", ("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out", "norm_added"),
     }
-    for stream, (mlp, projections, out, norms) in streams.items():
+    for stream, (mlp, projections, out, norm) in streams.items():
         gate_up, theirs = (f"{double}.{mlp}.gate", f"{double}.{mlp}.up"), f"double_blocks.*.{stream}"
         rules += [
             Rule(f"{double}.{mlp}.linear_out", f"{double}.{mlp}.down"),
@@ -210,8 +205,8 @@ def flux2_rules(width: int = 1, inner: int = 3) -> list[Rule]:
             Rule(f"{theirs}_attn.qkv", tuple(f"{double}.attn.{name}" for name in projections)),
             Rule(f"{theirs}_attn.proj", f"{double}.attn.{out}"),
         ]
-        for part, norm in zip(("query", "key"), norms, strict=True):
-            rules.append(Rule(f"{theirs}_attn.norm.{part}_norm.scale", f"{double}.attn.{norm}.weight"))
+        for part in ("query", "key"):
+            rules.append(Rule(f"{theirs}_attn.norm.{part}_norm.scale", f"{double}.attn.{norm}_{part[0]}.weight"))
     parts = [f"{single}.{name}" for name in ("attn.to_q", "attn.to_k", "attn.to_v", "ff.gate", "ff.up")]
     outputs, ends = (f"{single}.attn.to_out.0", f"{single}.ff.down"), (width, inner)
     for first, last in ((f"{single}.attn.to_qkv_mlp_proj", f"{single}.attn.to_out"),
