@@ -27,14 +27,16 @@ def batch_size(pipe: StableDiffusion, requests: Sequence[ImageRequest]) -> int:
     return math.ceil(largest / math.ceil(largest / most))
 
 
-def batches(requests: Sequence[ImageRequest], size: int) -> Iterator[list[ImageRequest]]:
-    """Cut the request into batches of at most ``size`` images that share their settings.
+def batches(requests: Sequence[ImageRequest], size: int, *, edits: bool = False) -> Iterator[list[ImageRequest]]:
+    """Cut the request into batches of at most ``size`` images that share their settings and, where the model ``edits``,
+    the image that it reads.
 
     Images keep their order, except that images with the same settings come together.
     """
     groups: dict[tuple[Any, ...], list[ImageRequest]] = {}
     for request in requests:
-        groups.setdefault(request.shared, []).append(request)
+        read = request.image if edits and request.strength is None and request.mask is None else None
+        groups.setdefault((*request.shared, read), []).append(request)
     for group in groups.values():
         for start in range(0, len(group), size):
             yield group[start : start + size]

@@ -293,7 +293,7 @@ def _generate_all(
     fits = not several and arguments.batch_size is not None
     progress: bool | str = not arguments.quiet and ("programs" if several else True)
     bar = progress_bar(len(requests), description="generating", unit="image", shown=several and bool(progress))
-    for batch in batches(requests, size):
+    for batch in batches(requests, size, edits=pipe.model.networks.denoiser.edits):
         age = process_age()
         result = generate_batch(pipe, batch, len(batch) if fits else size, progress, callback)
         timings["first_step"] = timings["first_step"] or age + result.timings["first_step"]

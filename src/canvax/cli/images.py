@@ -58,6 +58,7 @@ ALIASES = {also: name for also, name in aliases(Call, FromFiles, Options).items(
 
 _RECORDED = {"prompt", "model", "scheduler", "canvax", "sampler_label", "noise", "steps_run", "other", "nsfw"}
 _RECORDED |= {"controlnet", "ip_adapter", "adapters", "embeddings", "image_sha256", "mask_sha256", "control_sha256"}
+_RECORDED |= {"references_sha256"}
 _RECORDED |= {"image_prompts", "options", "upscale", "id", *OF_MODEL, *SETTINGS}
 """All that metadata of canvax holds about an image."""
 

@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     pipe = load_model(arguments, source)
     report |= description(pipe) | {"files": [], "compilations": 0, "metadata": []}
     size, total, made = arguments.batch_size or batch_size(pipe, requests), 0.0, {}
-    for batch in batches(requests, size):
+    for batch in batches(requests, size, edits=pipe.model.networks.denoiser.edits):
         result = generate_batch(pipe, batch, min(size, len(requests)), "programs" if not arguments.quiet else False)
         report["compilations"] += result.compilations
         total += result.timings["total"]

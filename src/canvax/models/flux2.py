@@ -57,31 +57,6 @@ def taps(layers: int) -> tuple[int, int, int]:
     return step, 2 * step, 3 * step
 
 
-DOUBLE, SINGLE = "transformer_blocks.*", "single_transformer_blocks.*"
-
-FUSED: Mapping[str, tuple[str, ...]] = {
-    f"{DOUBLE}.ff.linear_in": (f"{DOUBLE}.ff.gate", f"{DOUBLE}.ff.up"),
-    f"{DOUBLE}.ff_context.linear_in": (f"{DOUBLE}.ff_context.gate", f"{DOUBLE}.ff_context.up"),
-    f"{SINGLE}.attn.to_qkv_mlp_proj": (
-        *(f"{SINGLE}.attn.{name}" for name in ("to_q", "to_k", "to_v")),
-        *(f"{SINGLE}.ff.{name}" for name in ("gate", "up")),
-    ),
-}
-"""Layers that checkpoints store as one matrix, their outputs one behind the other, and their names here. Devices split
-each by itself."""
-
-FUSED_INPUTS: Mapping[str, tuple[str, ...]] = {
-    f"{SINGLE}.attn.to_out": (f"{SINGLE}.attn.to_out.0", f"{SINGLE}.ff.down")
-}
-"""As ``FUSED``, by their inputs; their results are summed."""
-
-RENAMED: Mapping[str, str] = {
-    f"{DOUBLE}.ff.linear_out": f"{DOUBLE}.ff.down",
-    f"{DOUBLE}.ff_context.linear_out": f"{DOUBLE}.ff_context.down",
-}
-"""Layers that have another name in checkpoints."""
-
-
 @dataclass(frozen=True)
 class Flux2Config(Config):
     """``Flux2Transformer2DModel``: names and defaults are those of the diffusers config."""
@@ -120,7 +95,8 @@ class Flux2Config(Config):
 
 
 def flux2_spec(cfg: Flux2Config) -> Spec:
-    """Parameters of the transformer, none of which is a bias; see ``FUSED`` for those that checkpoints store as one."""
+    """Parameters of the transformer, none of which is a bias. Checkpoints store some layers as one, which devices split
+    each by itself: see ``canvax.weights.formats.flux2_rules``."""
     width, inner = cfg.dim, int(cfg.dim * cfg.mlp_ratio)
 
     def matrix(inputs: int, outputs: int) -> Spec:

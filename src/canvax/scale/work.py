@@ -250,6 +250,7 @@ class Worker:
             given = [settings.get(name) for name in ("height", "width", "strength")] if request.given else []
             shared = replace(options, prompt_2=None, negative_prompt_2=None)
             common = (request.steps, request.guidance, request.sampler, "mask" in settings, *given)
+        common += tuple(request.references.fingerprints) if request.references else ()  # all images of a call read them
         key = Key(request.height, request.width, kinds, (request.guided, request.zeros), shared, common)
         record = {**metadata(self._pipe.model, request)[0], "id": row.id}
         seconds = (request.prompts_2[0], request.negatives_2[0])
@@ -261,11 +262,12 @@ class Worker:
                request.chunks, request.texts.parts, request.composed, request.guided,
                request.control and request.control.names,
                request.image_prompts and request.image_prompts.kinds)  # fmt: skip
-        if request.given is not None or own not in self._worked:
+        from_images = request.given is not None or request.references is not None
+        if from_images or own not in self._worked:
             if len(self._worked) > 1000:
                 self._worked.clear()
             worked = work(self._pipe.model, request)
-            if request.given is not None:
+            if from_images:
                 return worked
             self._worked[own] = worked
         return self._worked[own]

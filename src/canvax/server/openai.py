@@ -187,6 +187,8 @@ def _ask(
 ) -> JobRequest:
     card = model_named(engine, body.model or request.path_params.get("deployment"))
     _check_together(body)
+    if len(images) > 1 and ("editing" not in card.tasks or mask is not None or body.strength is not None):
+        raise _wrong_number(len(images), int(mask is not None))
     image = images[0] if images else None
     width, height = _size(body, card, image)
     kind: Format = body.output_format or "png"
@@ -270,9 +272,7 @@ def _edit(
     if "image" in fields or "image[]" in fields or "mask" in fields:
         raise Rejected(400, "invalid_image", "image and mask are to be sent as files of the form", param="image")
     if not 1 <= len(images) <= MOST or len(masks) > 1:
-        given = f"{len(images)} images and {len(masks)} masks"
-        message = f"{given}; send one image, for models that edit up to {MOST}, and at most one mask"
-        raise Rejected(400, "invalid_image", message, param="image")
+        raise _wrong_number(len(images), len(masks))
     pixels = Pixels()
     decoded = [pixels.decode("image", data) for data in images]
     image, shown = decoded[0], [colours("image", one) for one in decoded]
@@ -283,6 +283,11 @@ def _edit(
         sizes = f"{mask.width} x {mask.height} pixels, image {image.width} x {image.height}"
         raise Rejected(400, "invalid_image", f"mask has {sizes}; make them of one size", param="mask")
     return body, shown, transparent_mask("mask", mask)
+
+
+def _wrong_number(images: int, masks: int) -> Rejected:
+    message = f"{images} images and {masks} masks; send one image, and at most one mask"
+    return Rejected(400, "invalid_image", message, param="image")
 
 
 async def _answer(request: Request, job: Job, body: Generation, kind: str) -> Response:

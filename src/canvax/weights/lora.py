@@ -123,9 +123,10 @@ def read_adapter(path: Path, specs: Mapping[str, Spec], config: Mapping[str, Any
     """
     entries, metadata = open_safetensors(path, plain_names=False), read_metadata(path)
     shapes = {entry.name: entry.shape for entry in entries}
-    if identify(shapes) in (LORA, None):
+    has_unet = "unet" in specs
+    if has_unet and identify(shapes) in (LORA, None):
         _check_base(path, shapes, specs, metadata)
-    expect(path, shapes, LORA)
+    expect(path, shapes, LORA, for_unet=has_unet)
     problems = _Faults()
     groups = _grouped(entries, specs, problems)
     declared, configs = parameters(specs), _configs(path, metadata, config)
