@@ -96,10 +96,12 @@ class Stack(NamedTuple):
     Attributes:
         modules: in the order of their parts.
         axis: 0 where their outputs are stacked, 1 for their inputs.
+        swapped: the halves of its outputs are in the other order.
     """
 
     modules: tuple[Module, ...] = ()
     axis: int = 0
+    swapped: bool = False
 
 
 class Split(NamedTuple):
@@ -151,10 +153,11 @@ def module_table(specs: Mapping[str, Spec]) -> dict[str, Stack]:
         alone = component in _TEXT and not (_TEXT.keys() - {component}) & specs.keys()
         prefixes = (*_TEXT[component], *(_TEXT_ALONE if alone else ())) if component in _TEXT else _DENOISER
         for name in names:
-            known = _text_names(name) if component in _TEXT else _unet_names(name, original)
-            stacks = [] if component in _TEXT else original.stacks(name)
-            for spelled, parts, axis in (*((one, (name,), 0) for one in known), *stacks):
-                stack = Stack(tuple(Module(component, part) for part in parts), axis)
+            known = _text_names(name) if component in _TEXT else _denoiser_names(name)
+            others = [] if component in _TEXT else original.theirs(name)
+            for spelled, parts, rule in (*((one, (name,), None) for one in known), *others):
+                swapped = rule is not None and rule.change == "swapped halves"
+                stack = Stack(tuple(Module(component, part) for part in parts), rule.axis if rule else 0, swapped)
                 for prefix in prefixes:
                     table.setdefault(prefix + flat(spelled), stack)
     return table
@@ -178,9 +181,8 @@ def nearest_module(name: str, table: Mapping[str, Stack]) -> str:
     return f" (nearest: {table[close].modules[0]})" if close else ""
 
 
-def _unet_names(name: str, original: Names) -> Iterator[str]:
+def _denoiser_names(name: str) -> Iterator[str]:
     yield name
-    yield from original.theirs(name)
     if name.endswith((".to_q", ".to_k", ".to_v", ".to_out.0")):
         attention, _, step = name.removesuffix(".0").rpartition(".")
         yield f"{attention}.processor.{step}"

@@ -155,13 +155,13 @@ def _grouped(entries: Sequence[Entry], specs: Mapping[str, Spec], problems: _Fau
         if split is None:
             problems.add("arrays of an unknown kind", f"{entry.name} {entry.shape}")
             continue
-        modules, axis = table.get(split.module.replace(".", "_"), Stack())
+        modules, axis, swapped = table.get(split.module.replace(".", "_"), Stack())
         if split.unknown:
             problems.add("arrays of algorithms that canvax does not have", f"{entry.name} is of {split.unknown}")
         elif not modules:
             problems.add("modules that the model does not have", entry.name + nearest_module(split.module, table))
-        elif len(modules) > 1 and split.role not in (*_OF_STACKS[axis], *_SHARED):
-            problems.add("arrays of algorithms that canvax does not have", f"{entry.name} is for {len(modules)} layers")
+        elif (len(modules) > 1 or swapped) and split.role not in (*_OF_STACKS[axis], *_SHARED):
+            problems.add("arrays of algorithms that canvax does not have", f"{entry.name} is for a layer that differs")
         sizes = [declared[one.component, f"{one.name}.weight"].checkpoint_shapes[0][axis] for one in modules]
         # One of another size stays whole, and has a wrong shape then.
         stacked = len(modules) > 1 and split.role in _OF_STACKS[axis] and entry.shape[axis : axis + 1] == (sum(sizes),)
@@ -171,6 +171,8 @@ def _grouped(entries: Sequence[Entry], specs: Mapping[str, Spec], problems: _Fau
                 problems.add("given twice", f"{module}: as {roles[split.role].name} and as {entry.name}")
                 continue
             roles[split.role] = entry
+            if swapped and split.role in _OF_STACKS[0] and entry.shape:
+                roles[split.role] = entry.rows((entry.shape[0] // 2, entry.shape[0]), (0, entry.shape[0] // 2))
             if stacked:
                 roles[split.role] = entry.columns(begin, end) if axis else entry.rows((begin, end))
     return groups

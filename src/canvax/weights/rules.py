@@ -106,18 +106,11 @@ class Names:
             rules[name] = rule
         return [_stacked(name, rules[name], [parts[i] for i in sorted(parts)]) for name, parts in stacks.items()]
 
-    def theirs(self, name: str) -> list[str]:
-        """Their names of a module that is no part of a stack; the first is the one that files should have."""
+    def theirs(self, name: str) -> list[tuple[str, tuple[str, ...], Rule]]:
+        """Their names of a module, or of stacks whose first part it is, each with the names of all parts and its rule."""
         match = _longest(self._ours, name.split("."))
-        return [match.named(rule.theirs) for rule, _ in match.rules if len(rule.parts) == 1] if match else []
-
-    def stacks(self, name: str) -> list[tuple[str, tuple[str, ...], Literal[0, 1]]]:
-        """Their names of stacks whose first part is this module, each with the names of all parts and the axis."""
-        match = _longest(self._ours, name.split("."))
-        rules = [rule for rule, part in match.rules if part == 0 and len(rule.parts) > 1] if match else []
-        if match is None:
-            return []
-        return [(match.named(rule.theirs), tuple(map(match.named, rule.parts)), rule.axis) for rule in rules]
+        rules = [rule for rule, part in match.rules if part == 0] if match else []
+        return [(match.named(rule.theirs), tuple(map(match.named, rule.parts)), rule) for rule in rules] if match else []
 
 
 def _stacked(name: str, rule: Rule | None, parts: Sequence[Outgoing]) -> Outgoing:
