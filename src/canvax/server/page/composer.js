@@ -48,6 +48,7 @@ function showModel() {
   const first = el("option", { value: "", textContent: card.sampler ? `The model's: ${samplerLabel(card.sampler)}` : "The model's own" });
   $("sampler").replaceChildren(first, ...catalogue.samplers.map(({ name, label: text }) => el("option", { value: name, textContent: text })));
   ownSettings();
+  showStrength();
   return showBeside(card);
 }
 
