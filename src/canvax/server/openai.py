@@ -204,7 +204,7 @@ def _ask(
         sampler=body.sampler,
         seed=None if body.seed == -1 else body.seed,
         image=image,
-        references=images[1:],
+        references=tuple(images[1:]),
         mask=mask,
         strength=body.strength,
         options=body.options or {},
