@@ -110,7 +110,9 @@ class Names:
         """Their names of a module, or of stacks whose first part it is, each with the names of all parts and its rule."""
         match = _longest(self._ours, name.split("."))
         rules = [rule for rule, part in match.rules if part == 0] if match else []
-        return [(match.named(rule.theirs), tuple(map(match.named, rule.parts)), rule) for rule in rules] if match else []
+        return (
+            [(match.named(rule.theirs), tuple(map(match.named, rule.parts)), rule) for rule in rules] if match else []
+        )
 
 
 def _stacked(name: str, rule: Rule | None, parts: Sequence[Outgoing]) -> Outgoing:
