@@ -11,6 +11,7 @@ import logging
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,22 +107,42 @@ def test_every_field_reaches_the_engine(site: Web) -> None:
         "adapters": {"ink": 0.5, "clay": {"unet": 1.0}}, "control": {"depth": b64(picture())},
         "control_scale": [0.5], "control_start": 0.1, "control_end": 0.9, "control_mode": "guess",
         "image_prompt": {"image": b64(picture()), "scale": 0.5, "mask": b64(picture(colour="white")), "adapter": 1},
+        "references": [b64(picture(colour="blue"))],
     }  # fmt: skip
     assert set(body) == set(jobs_api.NewJob.__struct_fields__)
     site.submit(**body)
     ask = site.engine.asks[-1]
     control = {name: body[name] for name in ("control_scale", "control_start", "control_end", "control_mode")}
-    for name in set(body) - {"image", "mask", "previews", "options", "control", "image_prompt", *control}:
+    for name in set(body) - {"image", "references", "mask", "previews", "options", "control", "image_prompt", *control}:
         assert getattr(ask, name) == body[name], name
     assert ask.options == {"clip_skip": 1, **control}
     assert ask.control["depth"].size == (64, 64)
     (prompt,) = ask.image_prompt or ()
     assert prompt.mask is not None
     assert (prompt.image.size, prompt.scale, prompt.mask.mode, prompt.adapter) == ((64, 64), 0.5, "L", 1)
+    assert [one.getpixel((0, 0)) for one in ask.references] == [(0, 0, 255)]
     assert ask.image is not None
     assert ask.mask is not None
     assert (ask.image.mode, ask.image.size, ask.mask.mode, ask.mask.size) == ("RGB", (64, 64), "L", (64, 64))
     assert (ask.previews, ask.client, ask.once) == (jobs_api.PREVIEWS, "", None)
+
+
+def test_images_for_a_model_that_edits(site: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    """References in place of what a run begins from, unless a strength is sent."""
+    card, url = replace(CARD, tasks=(*CARD.tasks, "editing")), "/v1/images/edits"
+    monkeypatch.setattr(site.engine, "models", lambda: [card])
+    out = io.BytesIO()
+    picture().save(out, "PNG")
+    two = [("image[]", (f"{i}.png", out.getvalue(), "image/png")) for i in range(2)]
+    assert site.http.post(url, files=two, data={"prompt": "x"}).status_code == 200
+    ask = site.engine.asks[-1]
+    assert (ask.image is not None, len(ask.references), ask.strength) == (True, 1, None)
+    assert site.http.post(url, files=two, data={"prompt": "x", "strength": "0.5"}).status_code == 400
+    assert site.http.post(url, files=two * 6, data={"prompt": "x"}).status_code == 400
+    for sent, meant in ((None, None), (1, None), (0.5, 0.5)):
+        body = {"init_images": [b64(picture())], **({} if sent is None else {"denoising_strength": sent})}
+        assert site.http.post("/sdapi/v1/img2img", json=body).status_code == 200
+        assert site.engine.asks[-1].strength == meant
 
 
 @pytest.mark.parametrize("api", ["own", "a1111", "openai"])

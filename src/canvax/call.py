@@ -169,8 +169,9 @@ class Call:
     latents: Any = setting(None, "initial noise", group=PYTHON, closed={"command": _IN_PYTHON, "file": _IN_PYTHON})
     options: Any = setting(None, "options", group=PYTHON, closed={"command": _IN_PYTHON, "file": _IN_PYTHON})
     image: Any = setting(
-        None, "begin from this PNG, JPEG or WebP; its size is generated unless -W and -H say otherwise", group=IMAGE,
-        metavar="FILE", flags=("--image", "--init-image", "--init-img"), also=("init_image", "input_image", "images"),
+        None, "begin from this PNG, JPEG or WebP; a model that edits reads it if there is no --strength or --mask; its "
+        "size is generated unless -W and -H say otherwise", group=IMAGE, metavar="FILE",
+        flags=("--image", "--init-image", "--init-img"), also=("init_image", "input_image", "images"),
     )  # fmt: skip
     mask: Any = setting(
         None, "white is generated, black stays as it is; of the image's size", group=IMAGE, metavar="FILE",

@@ -32,8 +32,12 @@ _WHOLE = frozenset(
     (
         *("conv_in", "conv_out", "time_embedding", "add_embedding", "time_emb_proj", "text_projection", "embeddings"),
         *("t_embedder", "cap_embedder", "all_x_embedder", "all_final_layer", "adaLN_modulation"),
+        *("time_guidance_embed", "x_embedder", "context_embedder", "norm_out"),
+        *("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation"),
     )
 )
+_LAST = "proj_out"
+"""The last layer of a network; inside of blocks others have this name."""
 
 
 def scale_of(weight: str) -> str:
@@ -75,7 +79,7 @@ def quantized_spec(spec: Spec, kind: str) -> Spec:
             inner[SCALE] = Param(weight.shape[-1:], weight.axes[-1:], init="ones", dtype="float32")
         return inner
 
-    return quantized("", spec)
+    return {name: value if name == _LAST else quantized(name, value) for name, value in spec.items()}
 
 
 def quantize(weight: HostArray, dtype: Any) -> tuple[HostArray, HostArray]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-
 import numpy as np
 import torch
 
-from canvax.models.flux2 import FUSED, FUSED_INPUTS, RENAMED
 from canvax.params import Param, Params, Spec, flatten, unflatten
+from canvax.weights.formats import flux2_rules
+from canvax.weights.rules import Names, _longest
 
 TOLERANCE = 1e-4
 """Largest difference over the largest value of the reference."""
@@ -55,20 +53,15 @@ def same_names_and_shapes(state: State, spec: Spec) -> dict[str, Param]:
 def unfused(state: State, spec: Spec) -> State:
     """FLUX.2's checkpoint with each layer in an array of its own."""
     declared: dict[str, Param] = dict(flatten(spec))
-    tables: list[tuple[Mapping[str, tuple[str, ...]], int]] = [
-        (FUSED, 0), (FUSED_INPUTS, 1), ({theirs: (ours,) for theirs, ours in RENAMED.items()}, 0)
-    ]  # fmt: skip
-    rules = [(theirs, ours, axis) for table, axis in tables for theirs, ours in table.items()]
-    result: State = {}
+    names, result = Names(flux2_rules()), State()
     for name, array in state.items():
-        [number] = re.findall(r"(?<=blocks\.)\d+", name) or [""]
-        pattern = re.sub(r"(?<=blocks\.)\d+", "*", name).removesuffix(".weight")
-        parts, axis = next(((ours, axis) for theirs, ours, axis in rules if theirs == pattern), ((), 0))
-        if not parts:
+        match = _longest(names._theirs, name.split("."))
+        if match is None:
             result[name] = array
             continue
-        keys = [f"{part.replace('*', number)}.weight" for part in parts]
-        ends = np.cumsum([declared[key].checkpoint_shapes[0][axis] for key in keys])
-        assert ends[-1] == array.shape[axis], name
-        result |= dict(zip(keys, np.split(array, ends[:-1], axis), strict=True))
+        rule, _ = match.rules[0]
+        keys = list(map(match.named, rule.parts))
+        ends = np.cumsum([declared[key].checkpoint_shapes[0][rule.axis] for key in keys])
+        assert ends[-1] == array.shape[rule.axis], name
+        result |= zip(keys, np.split(array, ends[:-1], rule.axis), strict=True)
     return result

@@ -286,8 +286,8 @@ def generate_all(
     """
     from canvax.pipelines.result import progress_bar
 
-    tags = TAG.findall if arguments.lora_dir else lambda prompt: ()  # adapters that prompts name are those of a batch
-    groups = grouped(calls, lambda call: (shared(call), *tags(call.prompt)))
+    tags = TAG.findall if pipe.adapters.folder else lambda prompt: ()  # adapters that prompts name are those of a batch
+    groups = grouped(calls, lambda call: (shared(call), _reference(pipe, call), *tags(call.prompt)))
     size = arguments.batch_size or _batch_size(pipe, groups)
     several = len(calls) > size
     progress: bool | str = not arguments.quiet and ("programs" if several else True)
@@ -297,6 +297,12 @@ def generate_all(
         yield batch, pipe(**vars(joined(full, progress=progress, callback=callback)))
         bar.update(len(batch))
     bar.close()
+
+
+def _reference(pipe: StableDiffusion, call: Call) -> Any:
+    """Return the image that a model made for editing reads, which is one of a whole batch; None for other calls."""
+    edits = pipe.model.networks.denoiser.edits and call.strength is None and call.mask is None
+    return call.image if edits else None
 
 
 def _batch_size(pipe: StableDiffusion, groups: Sequence[Sequence[Call]]) -> int:

@@ -49,6 +49,7 @@ ALIASES = {also: name for also, name in aliases(Call, FromFiles, Options).items(
 
 _RECORDED = {"prompt", "model", "scheduler", "canvax", "sampler_label", "noise", "steps_run", "other", "nsfw"}
 _RECORDED |= {"controlnet", "ip_adapter", "adapters", "embeddings", "image_sha256", "mask_sha256", "control_sha256"}
+_RECORDED |= {"references_sha256"}
 _RECORDED |= {"image_prompts", "options", "upscale", "id", *OF_MODEL, *SETTINGS}
 """All that metadata of canvax holds about an image."""
 
@@ -169,6 +170,9 @@ def check_table(call: Call, scheduler: Scheduler | None) -> None:
         InputError: naming the setting.
     """
     options, sampler, known = call.options, call.sampler, scheduler is not None
+    settings = options.settings if sampler is not None or known else None
+    if scheduler is not None and scheduler.schedule.size_shift:
+        settings = {"mu": 1.0, **options.settings}  # whatever the size of the image
     if scheduler is None:
         scheduler = from_scheduler_config({"_class_name": "EulerAncestralDiscreteScheduler"})
     build_table(
@@ -181,7 +185,7 @@ def check_table(call: Call, scheduler: Scheduler | None) -> None:
         guidance=options.guidance_steps or 1.0,
         rescale=options.guidance_rescale,
         guidance_interval=options.guidance_interval,
-        settings=options.settings if sampler is not None or known else None,
+        settings=settings,
     )
 
 

@@ -21,6 +21,12 @@ PROGRAMS = ("text encoder", "image encoder", "control encoder", "image prompt en
 DENOISERS = {True: "guided denoiser", False: "denoiser"}
 """Names of the denoisers of a run among its programs, with guidance and without."""
 
+
+def reference_encoder(size: tuple[int, int]) -> str:
+    """The name, among the programs of a run, of what encodes a reference image of a height and width."""
+    return f"image encoder {size[1]}x{size[0]}"
+
+
 LatentShape = tuple[int, int, int, int]
 """[B, h, w, C]"""
 
@@ -117,6 +123,7 @@ class Kinds(NamedTuple):
         image_prompts: for each adapter that reads image prompts.
         sees: CLIP's image encoder is needed for them.
         places: for adapters beside the weights; None for weights alone.
+        references: height and width in pixels of reference images.
     """
 
     guided: tuple[bool, ...] = (True,)
@@ -132,3 +139,4 @@ class Kinds(NamedTuple):
     image_prompts: tuple[PromptKind, ...] = ()
     sees: bool = False
     places: Places | None = None
+    references: tuple[tuple[int, int], ...] = ()

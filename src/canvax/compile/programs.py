@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from canvax.compile.abstract import abstract_of, on_each_device
 from canvax.compile.aot import Build, BuildCallback, CacheEntry, find_entry, load_or_compile
 from canvax.compile.at_once import at_once
-from canvax.compile.kinds import DENOISERS, Compiled, Kinds, LatentShape, Program, Ready
+from canvax.compile.kinds import DENOISERS, Compiled, Kinds, LatentShape, Program, Ready, reference_encoder
 from canvax.denoise import IDLE_ROWS, WINDOW, InFlight, Known, StepInputs, denoise
 from canvax.guidance import Guidance
 from canvax.kernels.target import compile_or_fall_back
@@ -85,7 +85,8 @@ class Programs:
         text encoder            ({component: ids [B, T] int32}, skip int32) -> text and pooled text; with places also
                                 how much of each every image has, {component: [B, K] float32}
         decoder                 latents [B, h, w, C] float32 -> images [B, H, W, 3] float32 in 0..1
-        image encoder           images [1, H, W, 3] float32 in 0..1 -> mean, deviation
+        image encoder           images [1, H, W, 3] float32 in 0..1 -> mean, deviation; for each size of a reference
+                                image, too
         denoiser                ``StepInputs``, as ``canvax.denoise``
         guided denoiser         the same with the negative prompt
         the component of a network that reads control images or image prompts: what it keeps of an image
@@ -163,6 +164,12 @@ class Programs:
         if kinds.image_encoder:
             read = partial(encode_images, cfg=networks.vae, **tiled(kinds.image_encoder))
             programs["image encoder"] = Program("image encoder", read, "vae", image, facts=facts)
+        for height, width in kinds.references:
+            pixels = (self._batched((alone, height, width, 3), jnp.float32),)
+            facts = {"batch": alone, "height": height, "width": width}
+            read = partial(encode_images, cfg=networks.vae)
+            name = reference_encoder((height, width))
+            programs[name] = Program("image encoder", read, "vae", pixels, facts=facts)
         for guided in kinds.guided:
             programs[DENOISERS[guided]] = self._denoiser(dtypes, latents, kinds, guided=guided, size=size)
         for name, net in networks.controls:
@@ -195,7 +202,11 @@ class Programs:
     ) -> Program:
         networks, (batch, height, width, channels) = self.networks, latents
         denoiser = networks.denoiser_of(
-            kinds.controls, kinds.places, perturbs=kinds.perturbs, reuse_layers=kinds.deep_layers
+            kinds.controls,
+            kinds.places,
+            perturbs=kinds.perturbs,
+            reuse_layers=kinds.deep_layers,
+            references=networks.room(kinds.references),
         )
         shape = *denoiser.loop_size(height, width), channels
         latents = batch, *shape

@@ -113,6 +113,7 @@ class Family:
         tokenizer: the tokenizer of a text encoder, which ``canvax.prompts.chunks.Tokenizer`` describes.
         scheduler_config: ``scheduler_config.json`` with the values that old files of this family leave out.
         even_times: for ``NoiseSchedule.even_times``.
+        mu: the shift of the schedule, if that follows the size of the image, of the tokens of an image and the steps.
         no_guidance: the guidance scale that is none; others are counted from it.
         entries: the arrays of a component's files under the names of its spec, without those that are not read.
         unused_options: options that mean nothing to a model, and why.
@@ -130,6 +131,7 @@ class Family:
     own_defaults: Callable[[Networks, NoiseSchedule], Defaults | None] = _no_defaults
     scheduler_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     even_times: bool = False
+    mu: Callable[[int, int], float] | None = None
     no_guidance: float = 1.0
     entries: Callable[[Networks, str, Sequence[Entry]], Sequence[Entry]] = _as_stored
     unused_options: Callable[[Model], Mapping[str, str]] = _nothing

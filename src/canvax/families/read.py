@@ -10,6 +10,7 @@ import numpy as np
 
 from canvax.errors import CheckpointError, HintWarning, InputError, nearest, warn
 from canvax.families.base import Family, Model, read_defaults
+from canvax.families.flux2 import FLUX2
 from canvax.families.sd import SD
 from canvax.families.sdxl import SDXL
 from canvax.families.z_image import Z_IMAGE
@@ -20,7 +21,7 @@ from canvax.tokenizers.concepts import Concepts
 from canvax.types import DType
 from canvax.weights.files import ModelFiles
 
-FAMILIES: tuple[Family, ...] = (SD, SDXL, Z_IMAGE)
+FAMILIES: tuple[Family, ...] = (SD, SDXL, Z_IMAGE, FLUX2)
 
 PASSED_OVER = ("safety_checker", "feature_extractor", "image_encoder")
 """Components of a checkpoint that change no image unless they are asked for."""
@@ -39,7 +40,7 @@ def family_of(index: Mapping[str, Any]) -> Family:
     known = [repr(pipeline) for family in FAMILIES for pipeline in family.pipelines]
     raise CheckpointError(
         f"model_index.json names the pipeline {name!r}; supported: {', '.join(known)} (Stable Diffusion 1.x, 2.x and "
-        "XL, Z-Image)"
+        "XL, Z-Image, FLUX.2 klein)"
     )
 
 

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from canvax.errors import CheckpointError
-from canvax.families.base import (
-    AESTHETICS,
-    SECOND_PROMPTS,
-    SIZES,
-    TARGET_SIZES,
-    Defaults,
-    Family,
-    Model,
-    check_components,
-    parsed,
-    read_autoencoder,
-)
+from canvax.families.base import Defaults, Family, check_components, parsed, read_autoencoder
+from canvax.families.language import language_model_entries, read_chat_tokenizer, unused_options
 from canvax.models.configs import VaeConfig
 from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.networks import Networks
@@ -29,7 +17,7 @@ from canvax.tokenizers.chat import ChatTokenizer
 from canvax.weights.entries import Entry
 from canvax.weights.files import ModelFiles
 from canvax.weights.formats import Z_IMAGE as Z_IMAGE_NAMES
-from canvax.weights.formats import vae_rules, whole_name
+from canvax.weights.formats import vae_rules
 from canvax.weights.rules import Names
 
 CLASSES = {
@@ -43,8 +31,6 @@ CLASSES = {
 TURBO = Defaults(num_inference_steps=8, guidance_scale=0.0)
 LARGEST_TURBO_SHIFT = 4.0
 """Turbo is shifted by 3 and the base model by 6; nothing else in their files differs."""
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def read(files: ModelFiles) -> Networks:
@@ -66,13 +52,7 @@ def read(files: ModelFiles) -> Networks:
 
 
 def _tokenizer(files: ModelFiles, encoder: TextEncoder) -> ChatTokenizer:
-    assert isinstance(encoder, LanguageModel)
-    tokenizer, size = ChatTokenizer.from_folder(files.folder(encoder.tokenizer), TEMPLATE), encoder.cfg.vocab_size
-    if tokenizer.largest >= size:
-        raise CheckpointError(
-            f"{files}: its tokenizer has the id {tokenizer.largest}, the encoder embeds 0..{size - 1}"
-        )
-    return tokenizer
+    return read_chat_tokenizer(files, encoder, TEMPLATE)
 
 
 def _own_defaults(networks: Networks, schedule: NoiseSchedule) -> Defaults | None:
@@ -91,21 +71,7 @@ def _entries(networks: Networks, component: str, entries: Sequence[Entry]) -> Se
         return Names(vae_rules([entry.name for entry in entries])).to_ours(entries)
     if component != FIRST:
         return entries
-    encoder = networks.text.encoders[0]
-    assert isinstance(encoder, LanguageModel)
-    found = []
-    for entry in entries:
-        name = whole_name(entry.name)
-        layer = _LAYER.match(name)
-        if not (name.startswith(("lm_head.", "model.norm.")) or (layer and int(layer[1]) >= encoder.tap)):
-            found.append(replace(entry, name=name))
-    return found
-
-
-def _unused_options(model: Model) -> Mapping[str, str]:
-    del model
-    of_sd = dict.fromkeys((*SECOND_PROMPTS, *SIZES, *TARGET_SIZES, *AESTHETICS), "it is not an SDXL model")
-    return {**of_sd, **dict.fromkeys(("pag_scale", "pag_adaptive_scale"), "its attention cannot be perturbed")}
+    return language_model_entries(networks.text.encoders[0], entries)
 
 
 Z_IMAGE = Family(
@@ -118,5 +84,5 @@ Z_IMAGE = Family(
     even_times=True,
     no_guidance=0.0,
     entries=_entries,
-    unused_options=_unused_options,
+    unused_options=unused_options,
 )

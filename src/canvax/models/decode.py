@@ -83,22 +83,23 @@ class KL(_Configured):
         return vae_spec(self.cfg)
 
     def decode(self, p: Params, latents: Array, *, tiled: bool = False) -> Array:
-        p, dtype = self._widened(p)
+        p, dtype = widened(p, upcast=self.cfg.force_upcast)
         images = (vae_decode_tiled if tiled else vae_decode)(p, latents.astype(dtype), self.cfg)
         return images.astype(jnp.float32) / 2 + 0.5
 
     def encode(self, p: Params, images: Array, *, tiled: bool = False) -> tuple[Array, Array]:
-        p, dtype = self._widened(p)
+        p, dtype = widened(p, upcast=self.cfg.force_upcast)
         moments = (vae_encode_tiled if tiled else vae_encode)(p, (2 * images - 1).astype(dtype), self.cfg)
         mean, logvar = (part.astype(jnp.float32) for part in moments)
         return (mean - self.cfg.shift) / self.cfg.scale, jnp.exp(logvar / 2) / self.cfg.scale
 
-    def _widened(self, p: Params) -> tuple[Params, DType]:
-        """The parameters in the dtype that is computed in."""
-        dtype = compute_dtype(p)
-        if dtype == jnp.float16 and self.cfg.force_upcast:
-            return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), p), jnp.dtype(jnp.float32)
-        return p, dtype
+
+def widened(p: Params, *, upcast: bool) -> tuple[Params, DType]:
+    """The parameters in the dtype that is computed in: with ``upcast`` in float32 where they are float16."""
+    dtype = compute_dtype(p)
+    if dtype == jnp.float16 and upcast:
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), p), jnp.dtype(jnp.float32)
+    return p, dtype
 
 
 @dataclass(frozen=True)

@@ -157,18 +157,21 @@ def _layer(p: Params, x: Array, rope: Rope, lengths: Array, *, cfg: DecoderConfi
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """The text encoder of a model that reads one layer. Ids below 0 are padding.
+    """The text encoder of a model that reads some layers, side by side. Ids below 0 are padding, of the token ``~id``.
 
     Attributes:
         cfg: its config.
-        tap: of ``decoder_lm``.
+        tap: the last layer that is read, of ``decoder_lm``.
+        earlier: those before it.
+        tokens: of ``canvax.models.text.TextEncoder``.
     """
 
     cfg: DecoderConfig
     tap: int
+    earlier: tuple[int, ...] = ()
+    tokens: int = 128
     component = FIRST
     tokenizer = "tokenizer"
-    tokens = 128
     whole = True
     pooled_width = 0
     max_skip = 0
@@ -179,10 +182,10 @@ class LanguageModel:
 
     @property
     def width(self) -> int:
-        return self.cfg.hidden_size
+        return (len(self.earlier) + 1) * self.cfg.hidden_size
 
     def encode(self, p: Params, ids: Array, skip: Array) -> Conditions:
         del skip
         length = (ids >= 0).sum(axis=1, dtype=jnp.int32)
-        text = decoder_lm(p, jnp.maximum(ids, 0), length, self.cfg, taps=(self.tap,))
-        return {"text": text[:, :, 0], "length": length}
+        text = decoder_lm(p, jnp.where(ids < 0, ~ids, ids), length, self.cfg, taps=(*self.earlier, self.tap))
+        return {"text": text.reshape(*ids.shape, self.width), "length": length}

@@ -26,6 +26,9 @@ from canvax.types import Array, DType, HostArray
 NEGATIVE, PROMPT, PERTURBED = range(3)
 """Roles of the samples of an image, which a denoiser reads as the condition ``role`` [B] int32."""
 
+REFERENCES = "references"
+"""Among the conditions: reference images, of a shape that is the denoiser's business."""
+
 Shapes = dict[str, Any]
 """Trees of ``jax.ShapeDtypeStruct`` by name."""
 
@@ -77,6 +80,21 @@ class Denoiser(Protocol):
     def inpaints(self) -> bool:
         """Whether it reads a mask and the masked image beside the latents, as its input ``masked``."""
         return False
+
+    @property
+    def distilled(self) -> bool:
+        """Whether it was trained to need no guidance, so that a guidance scale means nothing."""
+        return False
+
+    @property
+    def edits(self) -> bool:
+        """Whether it reads reference images, as its input ``references``, if its field of that name is not 0."""
+        return False
+
+    def read_references(self, latents: Sequence[HostArray]) -> dict[str, HostArray]:
+        """That input for latents [B, h, w, C] of each reference image."""
+        del latents
+        return {}
 
     @property
     def most_layers(self) -> int:

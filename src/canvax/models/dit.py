@@ -224,7 +224,15 @@ Modulation = tuple[Array, ...]
 
 @outlined
 def double_block(
-    p: Params, image: Array, text: Array, for_image: Modulation, for_text: Modulation, rope: Rope, *, eps: float
+    p: Params,
+    image: Array,
+    text: Array,
+    for_image: Modulation,
+    for_text: Modulation,
+    rope: Rope,
+    lengths: Array | None = None,
+    *,
+    eps: float,
 ) -> tuple[Array, Array]:
     """Double-stream block (Esser et al. 2024, figure 2b): each stream has its weights, and they attend together.
 
@@ -235,6 +243,7 @@ def double_block(
         for_image: six chunks of modulation.
         for_text: six chunks of modulation.
         rope: positions of text, then image.
+        lengths: how many tokens of text and image are attended to [B]; None for all.
         eps: of all normalisations.
 
     Returns:
@@ -244,7 +253,7 @@ def double_block(
         in_text = queries_keys_values(p["attn"], modulated(layer_norm(text, eps=eps), *for_text[:2]), TEXT, eps=eps)
         in_image = queries_keys_values(p["attn"], modulated(layer_norm(image, eps=eps), *for_image[:2]), eps=eps)
         q, k, v = (jnp.concatenate(both, axis=1) for both in zip(in_text, in_image, strict=True))
-        y = attend(q, k, v, rope)
+        y = attend(q, k, v, rope, lengths)
         image = image + for_image[2] * linear(p["attn"]["to_out"]["0"], y[:, text.shape[1] :])
         text = text + for_text[2] * linear(p["attn"]["to_add_out"], y[:, : text.shape[1]])
         image = image + for_image[5] * swiglu(p["ff"], modulated(layer_norm(image, eps=eps), *for_image[3:5]))
@@ -259,12 +268,14 @@ def parallel_block_spec(width: int, heads: int, inner: int) -> Spec:
 
 
 @outlined
-def parallel_block(p: Params, x: Array, modulation: Modulation, rope: Rope, *, eps: float) -> Array:
+def parallel_block(
+    p: Params, x: Array, modulation: Modulation, rope: Rope, lengths: Array | None = None, *, eps: float
+) -> Array:
     """Attention and feed-forward side by side (Dehghani et al. 2023, eq. 1), with shift, scale and gate."""
     with jax.named_scope("parallel_block"):
         shift, scale, gate = modulation
         h = modulated(layer_norm(x, eps=eps), shift, scale)
-        return x + gate * (self_attention(p["attn"], h, rope, None, eps=eps) + swiglu(p["ff"], h))
+        return x + gate * (self_attention(p["attn"], h, rope, lengths, eps=eps) + swiglu(p["ff"], h))
 
 
 SANDWICH_NAMES = ("w1", "w3", "w2")

@@ -7,7 +7,7 @@ of klein is layers 9, 18 and 27 of Qwen3 side by side, all 512 rows of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from canvax.errors import CheckpointError
+from canvax.models.beside import ADAPTERS, Places, with_adapters
 from canvax.models.configs import Config, Count, Depth, Epsilon, Factor
+from canvax.models.denoiser import REFERENCES, Denoiser, Row, Shapes
 from canvax.models.dit import (
     Modulation,
     Rope,
@@ -30,42 +32,29 @@ from canvax.models.dit import (
     rotary_embedding,
     sinusoids,
 )
+from canvax.models.text import Conditions
 from canvax.nn import linear, linear_spec
 from canvax.params import Params, Spec
-from canvax.types import Array, HostArray
+from canvax.quantize import compute_dtype
+from canvax.types import Array, DType, HostArray
 
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 """What klein's language model reads of a prompt, filled up to ``ROWS`` tokens."""
 
-ROWS, TAPS = 512, (9, 18, 27)
-"""Tokens of a text, padding included, and the layers that are put side by side."""
+ROWS = 512
+"""Tokens of a text, padding included."""
 
 REFERENCE_STEP = 10
 """References lie at times 10, 20, 30, ..., the image at 0."""
 
-DOUBLE, SINGLE = "transformer_blocks.*", "single_transformer_blocks.*"
+TAP = 9
+"""Every how many layers the language model is read, three times."""
 
-FUSED: Mapping[str, tuple[str, ...]] = {
-    f"{DOUBLE}.ff.linear_in": (f"{DOUBLE}.ff.gate", f"{DOUBLE}.ff.up"),
-    f"{DOUBLE}.ff_context.linear_in": (f"{DOUBLE}.ff_context.gate", f"{DOUBLE}.ff_context.up"),
-    f"{SINGLE}.attn.to_qkv_mlp_proj": (
-        *(f"{SINGLE}.attn.{name}" for name in ("to_q", "to_k", "to_v")),
-        *(f"{SINGLE}.ff.{name}" for name in ("gate", "up")),
-    ),
-}
-"""Layers that checkpoints store as one matrix, their outputs one behind the other, and their names here. Devices split
-each by itself."""
 
-FUSED_INPUTS: Mapping[str, tuple[str, ...]] = {
-    f"{SINGLE}.attn.to_out": (f"{SINGLE}.attn.to_out.0", f"{SINGLE}.ff.down")
-}
-"""As ``FUSED``, by their inputs; their results are summed."""
-
-RENAMED: Mapping[str, str] = {
-    f"{DOUBLE}.ff.linear_out": f"{DOUBLE}.ff.down",
-    f"{DOUBLE}.ff_context.linear_out": f"{DOUBLE}.ff_context.down",
-}
-"""Layers that have another name in checkpoints."""
+def taps(layers: int) -> tuple[int, int, int]:
+    """The layers that are put side by side, of a language model of so many; a quarter apart in one of fewer than 28."""
+    step = TAP if layers > 3 * TAP else layers // 4
+    return step, 2 * step, 3 * step
 
 
 @dataclass(frozen=True)
@@ -75,6 +64,7 @@ class Flux2Config(Config):
     CLASS: ClassVar[str] = "Flux2Transformer2DModel"
 
     in_channels: Count = 128
+    out_channels: Count | None = None
     num_layers: Depth = 8
     num_single_layers: Depth = 48
     attention_head_dim: Count = 128
@@ -87,9 +77,11 @@ class Flux2Config(Config):
     eps: Epsilon = 1e-6
     guidance_embeds: bool = True
 
-    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"patch_size": (1,), "out_channels": (None, 128)}
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"patch_size": (1,)}
 
     def __post_init__(self) -> None:
+        if self.out_channels not in (None, self.in_channels):
+            raise CheckpointError(f"Flux2Config does not support out_channels {self.out_channels}")
         axes = self.axes_dims_rope
         if len(axes) != 4 or any(axis % 2 for axis in axes) or sum(axes) != self.attention_head_dim:
             raise CheckpointError(
@@ -103,7 +95,8 @@ class Flux2Config(Config):
 
 
 def flux2_spec(cfg: Flux2Config) -> Spec:
-    """Parameters of the transformer, none of which is a bias; see ``FUSED`` for those that checkpoints store as one."""
+    """Parameters of the transformer, none of which is a bias. Checkpoints store some layers as one, which devices split
+    each by itself: see ``canvax.weights.formats.flux2_rules``."""
     width, inner = cfg.dim, int(cfg.dim * cfg.mlp_ratio)
 
     def matrix(inputs: int, outputs: int) -> Spec:
@@ -133,11 +126,13 @@ class Flux2Context(NamedTuple):
         text: embedded text [B, S, D].
         references: embedded reference images [B, R, D]; R may be 0.
         rope: positions of text, image and references.
+        lengths: how many tokens of text, image and references are attended to [B]; None for all.
     """
 
     text: Array
     references: Array
     rope: Rope
+    lengths: Array | None = None
 
 
 def reference_ids(sizes: Sequence[tuple[int, int]]) -> HostArray:
@@ -150,7 +145,15 @@ def reference_ids(sizes: Sequence[tuple[int, int]]) -> HostArray:
 
 
 def flux2_context(
-    p: Params, text: Array, width: Array, references: Array, ids: Array, cfg: Flux2Config, *, tokens: int
+    p: Params,
+    text: Array,
+    width: Array,
+    references: Array,
+    ids: Array,
+    cfg: Flux2Config,
+    *,
+    tokens: int,
+    count: Array | None = None,
 ) -> Flux2Context:
     """Embed text and references and place all tokens, once before the loop.
 
@@ -162,6 +165,7 @@ def flux2_context(
         ids: their positions, of ``reference_ids``, int32 [B, R, 4].
         cfg: the config.
         tokens: how many tokens an image has, L.
+        count: how many of the tokens of references are not padding [B]; None for all.
     """
     batch, rows, _ = text.shape
     row, column = grid_ids(tokens, width)
@@ -173,6 +177,7 @@ def flux2_context(
         linear(p["context_embedder"], text),
         linear(p["x_embedder"], references.astype(text.dtype)),
         rotary_embedding(all_ids, cfg.axes_dims_rope, cfg.rope_theta),
+        None if count is None else rows + tokens + count,
     )
 
 
@@ -204,10 +209,12 @@ def flux2(
     image, text = jnp.concatenate([linear(p["x_embedder"], x), context.references], axis=1), context.text
     for i in range(cfg.num_layers):
         block = p["transformer_blocks"][str(i)]
-        image, text = double_block(block, image, text, for_image, for_text, context.rope, eps=cfg.eps)
+        streams = image, text, for_image, for_text
+        image, text = double_block(block, *streams, context.rope, context.lengths, eps=cfg.eps)
     h = jnp.concatenate([text, image], axis=1)
     for i in range(cfg.num_single_layers):
-        h = parallel_block(p["single_transformer_blocks"][str(i)], h, for_both, context.rope, eps=cfg.eps)
+        block = p["single_transformer_blocks"][str(i)]
+        h = parallel_block(block, h, for_both, context.rope, context.lengths, eps=cfg.eps)
     scale, shift = _chunks(p["norm_out"], time, 2)  # in the other order than everywhere else
     return linear(p["proj_out"], modulated(layer_norm(h[:, rows : rows + tokens], eps=cfg.eps), shift, scale))
 
@@ -221,3 +228,79 @@ def _embedded(p: Params, t: Array, x: Array) -> Array:
 def _chunks(p: Params, time: Array, count: int) -> Modulation:
     """``count`` vectors [B, 1, D] of a modulation."""
     return tuple(jnp.split(linear(p["linear"], time), count, axis=-1))
+
+
+@dataclass(frozen=True)
+class Flux2Denoiser(Denoiser):
+    """The transformer inside the loop. It gives the velocity of a flow.
+
+    Attributes:
+        cfg: its config.
+        places: for adapters beside its weights, as in ``canvax.models.denoiser.UNetDenoiser``.
+        references: how many tokens of reference images it reads, padding included.
+        is_distilled: as ``distilled``.
+    """
+
+    cfg: Flux2Config
+    places: Places | None = None
+    references: int = 0
+    is_distilled: bool = False
+
+    @property
+    def component(self) -> str:
+        return "transformer"
+
+    @property
+    def spec(self) -> Spec:
+        return flux2_spec(self.cfg)
+
+    @property
+    def distilled(self) -> bool:
+        return self.is_distilled
+
+    @property
+    def edits(self) -> bool:
+        return True
+
+    def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Shapes:
+        batch, _, _, channels = latents
+        shapes: Shapes = {}
+        if self.places is not None:
+            shapes[ADAPTERS] = jax.ShapeDtypeStruct((batch, self.places.count), jnp.float32)
+        if self.references:
+            shapes[REFERENCES] = {
+                "tokens": jax.ShapeDtypeStruct((batch, self.references, channels), jnp.float32),
+                "ids": jax.ShapeDtypeStruct((batch, self.references, 4), jnp.int32),
+                "count": jax.ShapeDtypeStruct((batch,), jnp.int32),
+            }
+        return shapes
+
+    def read_references(self, latents: Sequence[HostArray]) -> dict[str, HostArray]:
+        ids = reference_ids([one.shape[1:3] for one in latents])
+        tokens = np.concatenate([one.reshape(len(one), -1, one.shape[-1]) for one in latents], axis=1)
+        count, padding = len(ids), ((0, 0), (0, self.references - len(ids)), (0, 0))
+        return {
+            "tokens": np.pad(tokens, padding),
+            "ids": np.repeat(np.pad(ids[None], padding), len(tokens), axis=0),
+            "count": np.full(len(tokens), count, np.int32),
+        }
+
+    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> tuple[Params, Flux2Context]:
+        if self.places is not None:
+            p = with_adapters(p, conditions[ADAPTERS], self.spec, self.places)
+        batch, height, width, channels = latents
+        text, columns = conditions["text"].astype(compute_dtype(p)), jnp.full(batch, width, jnp.int32)
+        if self.references:
+            given: Any = conditions[REFERENCES]
+            tokens, ids, count = given["tokens"], given["ids"], given["count"]
+        else:
+            tokens, ids, count = jnp.zeros((batch, 0, channels)), jnp.zeros((batch, 0, 4), jnp.int32), None
+        context = flux2_context(p, text, columns, tokens, ids, self.cfg, tokens=height * width, count=count)
+        return p if self.places else {}, context
+
+    def apply(
+        self, p: Params, x: Array, row: Row, prepared: tuple[Params, Flux2Context], memory: Any
+    ) -> tuple[Array, Any]:
+        adapted, context = prepared
+        tokens = x.astype(compute_dtype(p)).reshape(x.shape[0], -1, x.shape[-1])
+        return flux2(adapted or p, tokens, row["timestep"], context, self.cfg).reshape(x.shape), memory

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from canvax.models.configs import Config, Count, Epsilon, Layers, Levels, Names, VaeConfig
+from canvax.models.decode import Autoencoder, widened
 from canvax.models.dit import pack, unpack
 from canvax.models.vae import vae_decode, vae_decode_tiled, vae_encode, vae_encode_tiled, vae_spec
 from canvax.params import Param, Params, Spec
@@ -97,3 +98,31 @@ def _statistics(p: Params, cfg: Flux2VaeConfig) -> tuple[Array, Array]:
     """Mean and standard deviation of the latents, each [128] float32."""
     mean, variance = (p["bn"][name].astype(jnp.float32) for name in ("running_mean", "running_var"))
     return mean, jax.lax.sqrt(variance + cfg.batch_norm_eps)
+
+
+@dataclass(frozen=True)
+class Flux2Autoencoder(Autoencoder):
+    """The autoencoder, whose latents are tokens."""
+
+    cfg: Flux2VaeConfig
+
+    @property
+    def spec(self) -> Spec:
+        return flux2_vae_spec(self.cfg)
+
+    @property
+    def factor(self) -> int:
+        return self.cfg.factor
+
+    @property
+    def latent_channels(self) -> int:
+        return self.cfg.channels
+
+    def decode(self, p: Params, latents: Array, *, tiled: bool = False) -> Array:
+        p, dtype = widened(p, upcast=self.cfg.force_upcast)
+        return flux2_vae_decode(p, latents.astype(dtype), self.cfg, tiled=tiled).astype(jnp.float32) / 2 + 0.5
+
+    def encode(self, p: Params, images: Array, *, tiled: bool = False) -> tuple[Array, Array]:
+        p, dtype = widened(p, upcast=self.cfg.force_upcast)
+        mean, logvar = flux2_vae_encode(p, (2 * images - 1).astype(dtype), self.cfg, tiled=tiled)
+        return mean, jnp.exp(logvar / 2)

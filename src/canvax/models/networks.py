@@ -21,6 +21,9 @@ from canvax.types import DType
 if TYPE_CHECKING:
     from canvax.models.ip_adapter import ImageEncoder, IPAdapter
 
+ROOM = 1024
+"""By whose multiples a denoiser has room for tokens of reference images: a square of 512 pixels."""
+
 
 @dataclass(frozen=True)
 class Networks:
@@ -59,6 +62,7 @@ class Networks:
         *,
         perturbs: bool = False,
         reuse_layers: int = 0,
+        references: int = 0,
     ) -> Denoiser:
         """The denoiser of a call.
 
@@ -67,8 +71,10 @@ class Networks:
             places: for adapters beside its weights.
             perturbs: for perturbed-attention guidance.
             reuse_layers: ``layers`` of ``canvax.models.denoiser.Reusing``; 0 without.
+            references: tokens of reference images; 0 without.
         """
         denoiser: Denoiser = replace(self.denoiser, places=places) if places else self.denoiser
+        denoiser = replace(denoiser, references=references) if references else denoiser  # pyright: ignore
         denoiser = Perturbed(denoiser) if perturbs else denoiser
         denoiser = Reusing(denoiser, self.denoiser.cfg, reuse_layers) if reuse_layers else denoiser
         nets = tuple((name, net) for name, net in self.controls if name in controls)
@@ -129,6 +135,19 @@ class Networks:
     def embeds_guidance(self) -> bool:
         """Whether the guidance scale is an input of the denoiser, which needs no negative prompt then."""
         return self.denoiser.embeds_guidance
+
+    @property
+    def unguided(self) -> bool:
+        """Whether no negative prompt is read at any guidance scale."""
+        return self.denoiser.embeds_guidance or self.denoiser.distilled
+
+    def tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
+        """Tokens of images of so many pixels high and wide."""
+        return sum((height // self.size_step) * (width // self.size_step) for height, width in sizes)
+
+    def room(self, sizes: Sequence[tuple[int, int]]) -> int:
+        """Tokens of reference images of these sizes and their padding, so that others need no other program."""
+        return -(-self.tokens(sizes) // ROOM) * ROOM
 
     @property
     def inpaints(self) -> bool:

@@ -7,6 +7,8 @@ import dataclasses
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
 from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.denoiser import UNetDenoiser
+from canvax.models.flux2 import ROWS, Flux2Config, Flux2Denoiser, taps
+from canvax.models.flux2_vae import Flux2Autoencoder, Flux2VaeConfig
 from canvax.models.networks import Networks
 from canvax.models.text import TextEncoders, clip_encoders
 from canvax.models.z_image import ZImageConfig, ZImageDenoiser
@@ -78,6 +80,10 @@ FLUX_VAE = dataclasses.replace(
     use_post_quant_conv=False,
 )
 QWEN3_4B = DecoderConfig(head_dim=128)
+*_EARLIER, _TAP = taps(QWEN3_4B.num_hidden_layers)
+FLUX2_KLEIN_4B = Flux2Config(
+    num_layers=5, num_single_layers=20, num_attention_heads=24, joint_attention_dim=7680, guidance_embeds=False
+)
 
 PRESETS = {
     "sd14": Networks(UNetDenoiser(SD15_UNET), SD_VAE, clip_encoders(SD15_TEXT)),
@@ -86,6 +92,12 @@ PRESETS = {
     "sdxl": Networks(UNetDenoiser(SDXL_UNET), SDXL_VAE, clip_encoders(SDXL_TEXT, SDXL_TEXT_2)),
     "z-image": Networks(
         ZImageDenoiser(ZImageConfig()), FLUX_VAE, TextEncoders((LanguageModel(QWEN3_4B, 35),)), "flow_prediction"
+    ),
+    "flux2-klein-4b": Networks(
+        Flux2Denoiser(FLUX2_KLEIN_4B, is_distilled=True),
+        Flux2Autoencoder(Flux2VaeConfig()),
+        TextEncoders((LanguageModel(QWEN3_4B, _TAP, tuple(_EARLIER), ROWS),)),
+        "flow_prediction",
     ),
     "sdxl-refiner": Networks(UNetDenoiser(SDXL_REFINER_UNET), SDXL_VAE, clip_encoders(None, SDXL_TEXT_2)),
 }

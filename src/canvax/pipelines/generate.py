@@ -133,6 +133,7 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
         image_prompts=request.image_prompts.kinds if request.image_prompts else (),
         sees=request.image_prompts is not None and request.image_prompts.sees(guided=request.guided),
         places=request.beside.places if request.beside else None,
+        references=request.references.sizes if request.references else (),
     )
     return table, deep, kinds
 
@@ -141,6 +142,9 @@ def sampler_table(model: Model, request: Request) -> SamplerTable:
     """The table of a request, the same for all its images."""
     options, given = request.options, request.given
     steps, skip = (given.steps, given.skipped) if given else (request.steps, 0)
+    settings, mu = options.settings, model.family.mu
+    if mu is not None and model.scheduler.schedule.size_shift and not isinstance(request.sampler, SamplerTable):
+        settings = {"mu": mu(model.networks.tokens([(request.height, request.width)]), steps), **settings}
     return build_table(
         model.scheduler,
         steps,
@@ -154,7 +158,7 @@ def sampler_table(model: Model, request: Request) -> SamplerTable:
         end=options.denoising_end,
         skip=skip,
         guidance_interval=options.guidance_interval,
-        settings=options.settings,
+        settings=settings,
     )
 
 
@@ -345,6 +349,8 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
         shared["strength"] = request.given.strength
         if request.options.denoising_end == 1:
             shared["steps_run"] = request.given.steps - request.given.skipped
+    if request.references and request.references.fingerprints:
+        shared["references_sha256"] = request.references.fingerprints
     if request.control:
         shared["controlnet"] = [files.name for files in model.controls]
     if request.image_prompts:

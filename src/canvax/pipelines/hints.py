@@ -123,6 +123,8 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
         yield HintWarning("guidance_scale", scale, f"switches guidance off, as {request.no_guidance:g} does", usual)
     if scale > BURNT and not options.guidance_steps:
         yield HintWarning("guidance_scale", scale, "burns the image", usual)
+    if model.networks.denoiser.distilled and scale > request.no_guidance:
+        yield HintWarning("guidance_scale", scale, f"has no effect: {model.name} is distilled and needs no guidance")
     if options.guidance_steps and scale != model.defaults.guidance_scale:
         yield HintWarning("guidance_scale", scale, "has no effect: guidance_steps replace it")
     if _forgets(request.given):
@@ -148,7 +150,7 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
             f"give more than {request.no_guidance:g}, or leave it out",
         )
     if request.embedded and any(request.negatives):
-        problem = f"is not read by {model.name}, which takes the guidance scale as an input"
+        problem = f"is not read by {model.name}, which is not guided by one"
         yield HintWarning("negative_prompt", NO_VALUE, problem)
     times, side = options.hires, request.height
     if times > 1 and side * times != (larger := larger_side(model, side, times)):

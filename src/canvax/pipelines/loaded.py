@@ -298,7 +298,7 @@ class LoadedModel:
         height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
         images = padded_batch(check_count("batch", batch, MOST_IMAGES), self.programs.mesh)
         way = "tiled" if is_tiled(height, width) else "whole"
-        guides = (guided and not self.model.networks.embeds_guidance,)
+        guides = (guided and not self.model.networks.unguided,)
         return self.programs.ready(
             params,
             self.model.networks.latent_shape(images, height, width),

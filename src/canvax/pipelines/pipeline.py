@@ -218,7 +218,8 @@ class StableDiffusion(LoadedModel):
             params: the parameters, if the pipeline does not hold them; if they are not on its
                 devices, ``place`` puts them there, for this call alone.
             image: what to begin from: a PIL image, a path, an array [H, W, 3] (uint8, or floats in 0..1), or a list of
-                one for each image. Its size is what is generated unless height and width say otherwise.
+                one for each image. Its size is what is generated unless height and width say otherwise. A model that
+                edits reads it, or the images of a list, unless there is a strength or a mask (docs/flux2.md).
             mask: with an image: white is generated, black stays as it is; likewise.
             strength: with an image: how much of the run is done, 0..1; by default 0.8, with a mask 1.
             control: what a ControlNet or T2I-Adapter reads, such as edges: one for all images, or a list of one for

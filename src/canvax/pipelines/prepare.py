@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.compile.kinds import Ready
+from canvax.compile.kinds import Compiled, Ready, reference_encoder
 from canvax.compile.programs import Programs
 from canvax.denoise import Known
 from canvax.engine.batch import Batch, filled
@@ -18,6 +18,7 @@ from canvax.engine.segments import DeepPlan
 from canvax.families.base import Model
 from canvax.images.masks import as_floats
 from canvax.models.beside import ADAPTERS
+from canvax.models.denoiser import REFERENCES
 from canvax.models.text import IMAGE_PROMPTS
 from canvax.noise import initial_noise, pasted_in_the_middle, seed_keys, slerp
 from canvax.parallel.mesh import over_batch, padded_batch
@@ -25,6 +26,7 @@ from canvax.parallel.place import put
 from canvax.params import Params
 from canvax.pipelines.control import encode_controls, strengths
 from canvax.pipelines.encoding import encode
+from canvax.pipelines.references import References
 from canvax.pipelines.request import Request
 from canvax.samplers import SamplerTable
 from canvax.types import HostArray
@@ -74,6 +76,8 @@ def prepare(
         beside[ADAPTERS] = put(filled(request.beside.weights[model.networks.denoiser.component], latents[0]), split)
     for name, number in model.networks.denoiser.size_inputs(*latents[1:3]).items():
         beside[name] = put(np.full(latents[0], number, np.int32), split)
+    if request.references is not None:
+        beside[REFERENCES] = encode_references(model, ready, params, mesh, request.references, latents[0])
     for half in every:
         half.update(beside)
     if request.image_prompts is not None:
@@ -182,17 +186,38 @@ def start(request: Request, images: HostArray, noise: HostArray, factor: int) ->
 
 def encode_images(ready: Ready, params: Params, mesh: Mesh, request: Request, images: list[HostArray]) -> HostArray:
     """Latents of the image of each image of the call [n, h, w, C] float32, on the host; each image is encoded once."""
-    shape, split = (padded_batch(1, mesh), request.height, request.width, 3), over_batch(mesh)
-    moments = []
-    for image in images:
-        # Every device encodes the same, so that each of several processes has it.
-        outputs = ready["image encoder"](params, put(np.broadcast_to(image, shape), split))
-        moments.append([np.asarray(output.addressable_shards[0].data)[0] for output in outputs])
-    means, deviations = (np.stack(parts) for parts in zip(*moments, strict=True))
+    means, deviations = _moments(ready["image encoder"], params, mesh, images)
     if request.options.image_encoding == "sample":
         seeds = [(seed + _ENCODING_SEED) % 2**64 for seed in request.seeds]
         means = means + deviations * initial_noise(seeds, request.shape[1:], request.options.noise)
     return np.broadcast_to(means, request.shape).astype(np.float32)
+
+
+def encode_references(
+    model: Model, ready: Ready, params: Params, mesh: Mesh, references: References, batch: int
+) -> dict[str, Any]:
+    """The denoiser's input for reference images, for each image of a batch."""
+    latents = []
+    for images, size in zip(references.images, references.sizes, strict=True):
+        pixels = [as_floats(image) for image in images]
+        latents.append(_moments(ready[reference_encoder(size)], params, mesh, pixels)[0])
+    count = max(map(len, latents))
+    latents = [np.broadcast_to(one, (count, *one.shape[1:])) for one in latents]
+    denoiser = model.networks.denoiser_of(references=model.networks.room(references.sizes))
+    read = denoiser.read_references(latents)
+    return {name: put(filled(array, batch), over_batch(mesh)) for name, array in read.items()}
+
+
+def _moments(encoder: Compiled, params: Params, mesh: Mesh, images: Sequence[HostArray]) -> tuple[HostArray, HostArray]:
+    """Mean and deviation of the latents of images of one size, each [n, h, w, C]."""
+    shape, split = (padded_batch(1, mesh), *images[0].shape), over_batch(mesh)
+    moments = []
+    for image in images:
+        # Every device encodes the same, so that each of several processes has it.
+        outputs = encoder(params, put(np.broadcast_to(image, shape), split))
+        moments.append([np.asarray(output.addressable_shards[0].data)[0] for output in outputs])
+    means, deviations = (np.stack(parts) for parts in zip(*moments, strict=True))
+    return means, deviations
 
 
 _ENCODING_SEED = 0x9E3779B97F4A7C15

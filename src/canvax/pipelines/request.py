@@ -40,6 +40,7 @@ from canvax.pipelines.checks import (
 )
 from canvax.pipelines.control import ControlImages, check_control
 from canvax.pipelines.options import Options, check_options
+from canvax.pipelines.references import References, check_references
 from canvax.pipelines.texts import Embeds, Texts, check_conditions, chunk_count, read_texts
 from canvax.samplers import SamplerSpec, SamplerTable, Solver, spec_of
 from canvax.samplers.strength import check_strength, steps_of_strength
@@ -55,7 +56,7 @@ class Request:
     """One call, checked: an entry for each image where lists stand. ``shape`` is that of the latents, [B, h, w, C].
 
     ``zeros``: no negative prompt was given, not even an empty one, and the model wants zeros for that.
-    ``embedded``: the guidance scale is an input of the network. ``no_guidance``: ``Family.no_guidance``.
+    ``embedded``: no negative prompt is read at any guidance scale. ``no_guidance``: ``Family.no_guidance``.
     ``on_device``: pixels and latents stay on the devices.
     """
 
@@ -81,11 +82,13 @@ class Request:
     control: ControlImages | None = None
     image_prompts: ImagePrompts | None = None
     beside: Shares | None = None
+    references: References | None = None
     on_device: bool = False
 
     def fingerprint(self) -> list[Any]:
         """Everything but the seeds that must be the same in processes that generate together, by its ``repr``."""
         apart = ("seeds", "options", "latents", "given", "texts", "embeds", "control", "image_prompts", "beside")
+        apart += ("references",)
         decided = {name: value for name, value in vars(self).items() if name not in apart}
         if isinstance(self.sampler, SamplerTable):
             decided["sampler"] = self.sampler.sha256
@@ -96,6 +99,7 @@ class Request:
         image = [image, self.control and dict(self.control.fingerprints)]
         image += [self.image_prompts and self.image_prompts.fingerprint()]
         image += [self.beside and (self.beside.places, self.beside.records)]
+        image += [self.references and (self.references.sizes, self.references.fingerprints)]
         return [decided, given, image, self.options.changed(), self.options.callback is not None]
 
     @property
@@ -143,7 +147,13 @@ def make_request(model: Model, call: Call) -> Request:
     controls = check_control(model, call.control, len(prompts), options)
     if controls is not None and call.image is None:
         size = controls.size(size, factor)
-    given = check_given(call.image, call.mask, call.strength, size, len(prompts), factor, options)
+    references = _references(model, call, options)
+    if references is not None:
+        size = (size[0] or references.sizes[0][0], size[1] or references.sizes[0][1])
+    image = call.image if references is None else None
+    given = check_given(image, call.mask, call.strength, size, len(prompts), factor, options)
+    if given is not None and given.masks and model.networks.denoiser.edits:
+        references = References([given.images])
     if given is None:
         height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
         given = all_anew(height, width) if model.networks.inpaints else None
@@ -181,13 +191,14 @@ def make_request(model: Model, call: Call) -> Request:
         negatives_2=negatives_2,
         options=options,
         zeros=(negative, options.negative_prompt_2) == (None, None) and model.zeros_for_no_negative,
-        embedded=model.networks.embeds_guidance,
+        embedded=model.networks.unguided,
         no_guidance=model.family.no_guidance,
         texts=read_texts(model, (prompts, prompts_2), (negatives, negatives_2), options, run),
         embeds=embeds,
         given=given,
         control=controls,
         image_prompts=_image_prompts(model, call.image_prompt, len(prompts), options),
+        references=references,
     )
     _check_together(request, model)
     check_start(options, sampler, request.latents, model, image=given is not None)
@@ -227,6 +238,14 @@ def _image_prompts(model: Model, value: Any, count: int, options: Options) -> Im
     return check_image_prompts(model, value, count, options)
 
 
+def _references(model: Model, call: Call, options: Options) -> References | None:
+    """The image of a call as reference images, for a model that edits, unless it is what the run begins from."""
+    begins = call.strength is not None or call.mask is not None or any(value for _, value in _given_options(options))
+    if call.image is None or begins or not model.networks.denoiser.edits:
+        return None
+    return check_references(call.image, model.networks.size_step)
+
+
 def taken_apart(prompt: Any, negative: Any, model: Model) -> tuple[Any, Any, tuple[Embeds | None, Embeds | None]]:
     """Prompts, and in place of those that were given as conditions empty ones and the conditions."""
     found: list[Embeds | None] = [None, None]
@@ -249,11 +268,11 @@ def check_for_model(options: Options, model: Model) -> None:
     for name in sorted(options.changed().keys() & unused.keys()):
         raise InputError(name, NO_VALUE, f"is not supported by {model.name}: {unused[name]}", "leave it out")
     for name in ("guidance_steps", "guidance_interval", "guidance_rescale"):
-        if model.networks.embeds_guidance and name in options.changed():
+        if model.networks.unguided and name in options.changed():
             raise InputError(
                 name,
                 NO_VALUE,
-                f"is not supported by {model.name}, which takes one guidance scale, as an input",
+                f"is not supported by {model.name}, which is not guided by a negative prompt",
                 "leave it out",
             )
     check_clip_skip(options.clip_skip, model)

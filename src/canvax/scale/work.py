@@ -302,6 +302,7 @@ class Worker:
             size = [call.height, call.width, call.strength] if request.given else []
             shared = replace(options, prompt_2=None, negative_prompt_2=None)
             common = (request.steps, request.guidance, request.sampler, call.mask is None, *size)
+        common += tuple(request.references.fingerprints) if request.references else ()  # all images of a call read them
         key = Key(request.height, request.width, kinds, (request.guided, request.zeros), shared, common)
         record = {**metadata(self._pipe.model, request)[0], "id": row.id}
         return Item(row, digest, call, key, table, noise, record)
@@ -312,11 +313,12 @@ class Worker:
                request.chunks, request.texts.parts, request.composed, request.guided,
                request.control and request.control.names,
                request.image_prompts and request.image_prompts.kinds)  # fmt: skip
-        if request.given is not None or key not in self._worked:
+        from_images = request.given is not None or request.references is not None
+        if from_images or key not in self._worked:
             if len(self._worked) > 1000:
                 self._worked.clear()
             worked = work(self._pipe.model, request)
-            if request.given is not None:
+            if from_images:
                 return worked
             self._worked[key] = worked
         return self._worked[key]

@@ -469,7 +469,9 @@ def request_of(body: TextToImage, card: ModelCard, client: str) -> JobRequest:
         image, mask = _source_images(body)
         # There, 0 runs the last step all the same; the smallest strength does so here.
         strength = 0.75 if body.denoising_strength is None else max(body.denoising_strength, 0.001)
-        options |= {"strength_rule": "a1111"} | (_mask_options(body) if mask else {})
+        if "editing" in card.tasks and mask is None and body.denoising_strength in (None, 1):
+            strength = None  # of 1 nothing of the image would be left
+        options |= ({"strength_rule": "a1111"} if strength else {}) | (_mask_options(body) if mask else {})
     images = (body.batch_size or 1) * (body.n_iter or 1)
     if images > MOST_IMAGES and body.n_iter:
         product = f"{body.batch_size or 1} times n_iter={body.n_iter} are {images} images, more than {MOST_IMAGES}"

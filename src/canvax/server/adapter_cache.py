@@ -278,9 +278,9 @@ def _looked_at(model: Model, files: Iterable[Path]) -> tuple[set[int], str]:
             continue  # which is said when somebody names it
         for entry in entries:
             split = split_name(entry.name)
-            modules = table.get(split.module.replace(".", "_")) if split else None
-            if split is not None and modules:
-                changed.update(modules)
+            stack = table.get(split.module.replace(".", "_")) if split else None
+            if split is not None and stack:
+                changed.update(stack.modules)
                 ranks |= {entry.shape[0]} if split.role == "down" and entry.shape else set()
     for layers in LAYERS:  # the fewest first
         there = {(part, name) for part, spec in specs.items() for name in slots(spec, Places(1, 1, layers))}

@@ -33,9 +33,13 @@ class Pixels:
         Raises:
             Rejected: see ``image_of_text``; or there are too many pixels, before they are decoded.
         """
-        image = image_of_bytes(name, bytes_of_text(name, text), self._left)
+        return _read(name, self.decode(name, bytes_of_text(name, text)), grey=grey)
+
+    def decode(self, name: str, data: bytes) -> Image.Image:
+        """The image of a file, with its transparency; likewise."""
+        image = image_of_bytes(name, data, self._left)
         self._left -= image.width * image.height
-        return _read(name, image, grey=grey)
+        return image
 
 
 def image_of_bytes(name: str, data: bytes, most: int = MOST_PIXELS) -> Image.Image:

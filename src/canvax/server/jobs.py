@@ -81,7 +81,9 @@ class JobRequest:
         guidance_scale: 1 or less switches guidance off.
         sampler: any name that ``canvax samplers`` knows.
         seed: None chooses one.
-        image: what to begin from, decoded and checked for its size in pixels.
+        image: what to begin from, decoded and checked for its size in pixels. Without a mask and a strength a model
+            that edits reads it as a reference image.
+        references: further reference images.
         mask: white is generated anew.
         strength: 0..1, how much of the run is done.
         upscale: how many times larger than the image, which is gone over tile by tile then; None for another task.
@@ -112,6 +114,7 @@ class JobRequest:
     sampler: str | None = None
     seed: int | None = None
     image: Image.Image | None = None
+    references: Sequence[Image.Image] = ()
     mask: Image.Image | None = None
     strength: float | None = None
     upscale: float | None = None
@@ -144,7 +147,7 @@ def without_pixels(job_request: JobRequest) -> JobRequest:
             return {name: marked(entry) for name, entry in value.items()}
         return [marked(entry) for entry in value] if isinstance(value, list | tuple) else value
 
-    names = ("image", "mask", "control", "image_prompt")
+    names = ("image", "mask", "control", "image_prompt", "references")
     return replace(job_request, **{name: marked(getattr(job_request, name)) for name in names})
 
 
@@ -367,7 +370,7 @@ class ModelCard:
         sampler: by default.
         max_images: of one job.
         max_steps: likewise.
-        tasks: "text-to-image", "image-to-image", "inpainting", "upscaling".
+        tasks: "text-to-image", "image-to-image", "inpainting", "upscaling", "editing".
         examples: prompts that it is good at.
         created: unix seconds.
         sha256: of its configs, weights' names and sizes; what AUTOMATIC1111 calls the hash.

@@ -19,6 +19,7 @@ from starlette.routing import BaseRoute, Route
 from canvax.errors import InputError
 from canvax.images.metadata import metadata_in
 from canvax.pipelines.control import OPTIONS
+from canvax.pipelines.references import MOST
 from canvax.samplers.specs import SAMPLERS
 from canvax.server.answers import (
     answering,
@@ -95,6 +96,7 @@ class NewJob(Struct, forbid_unknown_fields=True):
     sampler: Annotated[str, Meta(max_length=100)] | None = None
     seed: Seed | None = None
     image: str | None = None
+    references: Annotated[list[str], Meta(max_length=MOST - 1)] = []
     mask: str | None = None
     strength: Fraction | None = None
     upscale: Annotated[float, Meta(ge=1, le=16)] | None = None
@@ -271,6 +273,7 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequ
         sampler=body.sampler,
         seed=None if body.seed == -1 else body.seed,
         image=image,
+        references=tuple(pixels.read("references", one) for one in body.references),
         mask=mask,
         strength=body.strength,
         upscale=body.upscale,
@@ -386,6 +389,7 @@ def _inspected(data: bytes) -> bytes:
         missing += [f"options.{name}" for name in left_out]
         missing += [name for name in ("image", "mask", "control") if f"{name}_sha256" in recorded]
         missing += ["image_prompt"] if "image_prompts" in recorded else []
+        missing += ["image"] if "references_sha256" in recorded else []
         if recorded.get("noise") == "given":
             missing.append("latents")
         other = recorded.get("other")

@@ -196,7 +196,8 @@ class Journal:
     def _job(self, row: Sequence[Any], cancel: Callable[[Job], None]) -> Job:
         _, name, created, model, status, job_request, pictures, image, mask, code, message = row
         values = msgspec.json.decode(job_request)
-        values |= {name: _decoded(values.get(name)) for name in ("control", "image_prompt")}
+        values |= {name: _decoded(values.get(name)) for name in ("control", "image_prompt", "references")}
+        values["references"] = tuple(values["references"] or ())
         if values["image_prompt"] is not None:
             values["image_prompt"] = [PromptImage(**picture) for picture in values["image_prompt"]]
         if unknown := values.keys() - {field.name for field in fields(JobRequest)}:

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -42,6 +43,7 @@ _KINDS = {
     "method": "options.guidance_method",
     "perturbs": "options.pag_scale",
     "image_prompts": "several images in image_prompt for one adapter",
+    "references": "several reference images",
 }
 """What people call what decides programs."""
 
@@ -249,7 +251,7 @@ class ServedModel:
             return Rejected(400, "not_compiled", message, param="prompt")
         named = " and ".join(_KINDS.get(name, name) for name in differs)
         message = f"{named}: this server has no programs for that; leave it out"
-        param = "image_prompt" if differs == ["image_prompts"] else "options"
+        param = {"image_prompts": "image_prompt", "references": "image"}.get(differs[0], "options")
         return Rejected(400, "not_compiled", message, param=param)
 
     def card(self, warm: Sequence[Warm], *, any_size: bool) -> ModelCard:
@@ -272,7 +274,7 @@ class ServedModel:
             sampler=model.sampler_names(None)[1],
             max_images=MOST_IMAGES,
             max_steps=MOST_STEPS,
-            tasks=tasks[1:] if model.is_refiner else tasks,
+            tasks=(*tasks[model.is_refiner :], *(["editing"] if model.networks.denoiser.edits else [])),
             examples=tuple(examples) or ("a red apple on a wooden table", "a lighthouse at sunset, oil painting"),
             created=self.created,
             sha256=hashlib.sha256(config.encode()).hexdigest(),
@@ -398,8 +400,9 @@ class ModelSet:
             if served.shelf:
                 self._say(served.shelf.summary())
             for size, batches in served.sizes(self._warm):
-                for chunks in self._chunks:
-                    options: dict[str, Any] = {"chunks": chunks, "shelf": served.shelf}
+                edits = (False, True)[: 1 + served.model.networks.denoiser.edits]
+                for chunks, edit in product(self._chunks, edits):
+                    options: dict[str, Any] = {"chunks": chunks, "shelf": served.shelf, "edits": edit}
                     checked = sample(name, served.model, *size, **options)
                     group = served.build(checked.group, batches, self._announce)
                     if served.model.networks.controls or served.model.networks.ip_adapters:

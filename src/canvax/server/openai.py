@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from canvax.pipelines.references import MOST
 from canvax.server.answers import (
     EventStream,
     answering,
@@ -44,7 +45,7 @@ from canvax.server.answers import (
     wrong_field,
 )
 from canvax.server.fields import Fraction, Scale, Seed, Side, Steps
-from canvax.server.images_in import colours, image_of_bytes, transparent_mask
+from canvax.server.images_in import Pixels, colours, image_of_bytes, transparent_mask
 from canvax.server.jobs import (
     MEDIA_TYPES,
     Engine,
@@ -125,8 +126,8 @@ def routes(engine: Engine) -> list[BaseRoute]:
     def edited(
         request: Request, fields: Mapping[str, str], files: Sequence[tuple[str, bytes]]
     ) -> tuple[Job, Generation]:
-        body, image, mask = _edit(fields, files)
-        return engine.submit(_ask(request, engine, body, image, mask)), body
+        body, images, mask = _edit(fields, files)
+        return engine.submit(_ask(request, engine, body, images, mask)), body
 
     async def vary(_: Request) -> Response:
         raise Rejected(404, "not_found", "variations are not offered; send the image to /v1/images/edits with a prompt")
@@ -181,11 +182,14 @@ def _ask(
     request: Request,
     engine: Engine,
     body: Generation,
-    image: Image.Image | None = None,
+    images: Sequence[Image.Image] = (),
     mask: Image.Image | None = None,
 ) -> JobRequest:
     card = model_named(engine, body.model or request.path_params.get("deployment"))
     _check_together(body)
+    if len(images) > 1 and ("editing" not in card.tasks or mask is not None or body.strength is not None):
+        raise _wrong_number(len(images), int(mask is not None))
+    image = images[0] if images else None
     width, height = _size(body, card, image)
     kind: Format = body.output_format or "png"
     return JobRequest(
@@ -200,6 +204,7 @@ def _ask(
         sampler=body.sampler,
         seed=None if body.seed == -1 else body.seed,
         image=image,
+        references=tuple(images[1:]),
         mask=mask,
         strength=body.strength,
         options=body.options or {},
@@ -246,7 +251,7 @@ def _size(body: Generation, card: ModelCard, image: Image.Image | None) -> tuple
 
 def _edit(
     fields: Mapping[str, str], files: Sequence[tuple[str, bytes]]
-) -> tuple[Generation, Image.Image, Image.Image | None]:
+) -> tuple[Generation, list[Image.Image], Image.Image | None]:
     """The parts of a form; files are decoded here, so this is done off the event loop."""
     values: dict[str, Any] = dict(fields)
     for name in {"options", "adapters"} & values.keys():
@@ -266,19 +271,23 @@ def _edit(
     masks = [data for name, data in files if name == "mask"]
     if "image" in fields or "image[]" in fields or "mask" in fields:
         raise Rejected(400, "invalid_image", "image and mask are to be sent as files of the form", param="image")
-    if len(images) != 1 or len(masks) > 1:
-        raise Rejected(
-            400, "invalid_image", f"{len(images)} images and {len(masks)} masks; send one image, and at most one mask",
-            param="image",
-        )  # fmt: skip
-    image = image_of_bytes("image", images[0])
+    if not 1 <= len(images) <= MOST or len(masks) > 1:
+        raise _wrong_number(len(images), len(masks))
+    pixels = Pixels()
+    decoded = [pixels.decode("image", data) for data in images]
+    image, shown = decoded[0], [colours("image", one) for one in decoded]
     if not masks:
-        return body, colours("image", image), None
+        return body, shown, None
     mask = image_of_bytes("mask", masks[0])
     if mask.size != image.size:
         sizes = f"{mask.width} x {mask.height} pixels, image {image.width} x {image.height}"
         raise Rejected(400, "invalid_image", f"mask has {sizes}; make them of one size", param="mask")
-    return body, colours("image", image), transparent_mask("mask", mask)
+    return body, shown, transparent_mask("mask", mask)
+
+
+def _wrong_number(images: int, masks: int) -> Rejected:
+    message = f"{images} images and {masks} masks; send one image, and at most one mask"
+    return Rejected(400, "invalid_image", message, param="image")
 
 
 async def _answer(request: Request, job: Job, body: Generation, kind: str) -> Response:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 from canvax.compile.kinds import Kinds
 from canvax.engine.batch import Carried
@@ -22,6 +22,7 @@ from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS
 from canvax.pipelines.generate import metadata, work
 from canvax.pipelines.hints import idle
 from canvax.pipelines.options import Options, check_options
+from canvax.pipelines.references import check_references
 from canvax.pipelines.request import Call, Request, make_request
 from canvax.pipelines.upscale import Tiles
 from canvax.samplers import SamplerOptions, SamplerTable, find
@@ -136,13 +137,16 @@ class Item:
     def encoded(self) -> None:
         """Its images have been read: those that its end does not need are let go."""
         given, control, prompts = self.request.given, self.request.control, self.request.image_prompts
+        references = self.request.references
         if given is not None:
             given = replace(given, images=[], whole=given.whole if given.masks else ([], []))
         if control is not None:
             control = replace(control, images={})
         if prompts is not None:
             prompts = replace(prompts, prompts=[replace(prompt, images=[], masks=[]) for prompt in prompts.prompts])
-        self.request = replace(self.request, given=given, control=control, image_prompts=prompts)
+        if references is not None:
+            references = replace(references, images=[])
+        self.request = replace(self.request, given=given, control=control, image_prompts=prompts, references=references)
 
     def inputs(self) -> Iterator[Image.Image]:
         """The decoded images that it holds."""
@@ -192,6 +196,8 @@ def inputs_of(request: Request) -> Iterator[Image.Image]:
     """The decoded images of a request."""
     if (given := request.given) is not None:
         yield from (*given.images, *given.masks, *given.whole[0], *given.whole[1])
+    if request.references is not None:
+        yield from (image for images in request.references.images for image in images)
     if request.control is not None:
         yield from (hint.image for images in request.control.images.values() for shown in images for hint in shown)
     if request.image_prompts is not None:
@@ -363,8 +369,10 @@ def sample(
     steps: int = 12,
     shelf: AdapterCache | None = None,
     shown: bool = False,
+    edits: bool = False,
 ) -> Checked:
-    """What most people ask for at a size, with a prompt of so many chunks; ``shown``: an image for every network."""
+    """What most people ask for at a size, with a prompt of so many chunks; ``shown``: an image for every network;
+    ``edits``: a reference image."""
     concepts = model.concepts.names
     prompt = concepts[0] if concepts else "a photograph of a red apple on a table"
     options = {}
@@ -372,6 +380,7 @@ def sample(
         prompt, options = "apple " * (model.text.tokens * (chunks - 1) + 1), {"prompt_syntax": "a1111"}
     steps = min(steps, model.scheduler.schedule.alphas_cumprod.size)
     images = examples(model, width, height) if shown else {}
+    images |= {"image": Image.new("RGB", (width, height))} if edits else {}
     job_request = JobRequest(prompt, width=width, height=height, steps=steps, seed=0, options=options, **images)
     return check(job_request, name, model, shelf)
 
@@ -387,23 +396,40 @@ def _options(job_request: JobRequest) -> Options:
 
 
 def _request(job_request: JobRequest, model: Model, seed: int) -> Request:
+    image, (width, height) = _references(job_request, model)
     call = Call(
         job_request.prompt,
         job_request.negative_prompt,
-        job_request.height,
-        job_request.width,
+        height,
+        width,
         job_request.steps,
         job_request.guidance_scale,
         seed=seed,
         sampler=job_request.sampler,
         options=_options(job_request),
-        image=job_request.image,
+        image=image,
         mask=job_request.mask,
         strength=job_request.strength,
         control=job_request.control,
         image_prompt=prompts_of(job_request),
     )
     return make_request(model, call)
+
+
+def _references(job_request: JobRequest, model: Model) -> tuple[Any, tuple[int | None, int | None]]:
+    """The image of a call, and its width and height: of a call that edits references, which are cut to one size, so
+    that every size has one set of programs for each number of them."""
+    image, size = job_request.image, (job_request.width, job_request.height)
+    begins = job_request.mask is not None or job_request.strength is not None
+    if image is None or begins or not model.networks.denoiser.edits:
+        if job_request.references:
+            why = "are beside an image, without a mask and a strength, for a model that edits"
+            raise InputError("references", NO_VALUE, why, "leave them out")
+        return image, size
+    images = [image, *job_request.references]
+    height, width = check_references(images, model.networks.size_step).sizes[0]
+    size = size[0] or width, size[1] or height
+    return [one if one.size == size else ImageOps.fit(one, size, Image.Resampling.LANCZOS) for one in images], size
 
 
 def _refusal(error: InputError) -> Rejected:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from canvax.errors import slip
 from canvax.params import Param, Spec, flatten
-from canvax.weights.formats import Z_IMAGE, unet_rules
+from canvax.weights.formats import TRANSFORMERS, unet_rules
 from canvax.weights.rules import Names
 
 FIRST, SECOND = "text_encoder", "text_encoder_2"
@@ -90,6 +90,20 @@ class Module(NamedTuple):
         return f"{self.component}.{self.name}"
 
 
+class Stack(NamedTuple):
+    """The modules that one module of a file stands for: one, or several whose arrays it stacks.
+
+    Attributes:
+        modules: in the order of their parts.
+        axis: 0 where their outputs are stacked, 1 for their inputs.
+        swapped: the halves of its outputs are in the other order.
+    """
+
+    modules: tuple[Module, ...] = ()
+    axis: int = 0
+    swapped: bool = False
+
+
 class Split(NamedTuple):
     """An array's name taken apart.
 
@@ -126,24 +140,26 @@ def flat(name: str) -> str:
     return name.replace(".", "_")
 
 
-def module_table(specs: Mapping[str, Spec]) -> dict[str, tuple[Module, ...]]:
-    """Flattened names, with all that stands in front of them anywhere, -> the modules of a model; several for a stack.
+def module_table(specs: Mapping[str, Spec]) -> dict[str, Stack]:
+    """Flattened names, with all that stands in front of them anywhere, -> the modules of a model.
 
     Args:
         specs: of the denoiser and the text encoders, by component.
     """
-    table: dict[str, tuple[Module, ...]] = {}
+    table: dict[str, Stack] = {}
     for component, spec in specs.items():
         names = modules(spec)
-        original = Z_IMAGE if component == "transformer" else Names(unet_rules(names))
+        original = TRANSFORMERS if component == "transformer" else Names(unet_rules(names))
         alone = component in _TEXT and not (_TEXT.keys() - {component}) & specs.keys()
         prefixes = (*_TEXT[component], *(_TEXT_ALONE if alone else ())) if component in _TEXT else _DENOISER
         for name in names:
-            known = _text_names(name) if component in _TEXT else _unet_names(name, original)
-            stacks = [] if component in _TEXT else original.stacks(name)
-            for spelled, parts in (*((one, (name,)) for one in known), *stacks):
+            known = _text_names(name) if component in _TEXT else _denoiser_names(name)
+            others = [] if component in _TEXT else original.theirs(name)
+            for spelled, parts, rule in (*((one, (name,), None) for one in known), *others):
+                swapped = rule is not None and rule.change == "swapped halves"
+                stack = Stack(tuple(Module(component, part) for part in parts), rule.axis if rule else 0, swapped)
                 for prefix in prefixes:
-                    table.setdefault(prefix + flat(spelled), tuple(Module(component, part) for part in parts))
+                    table.setdefault(prefix + flat(spelled), stack)
     return table
 
 
@@ -157,17 +173,16 @@ def parameters(specs: Mapping[str, Spec]) -> dict[tuple[str, str], Param]:
     return {(component, name): param for component, spec in specs.items() for name, param in flatten(spec)}
 
 
-def nearest_module(name: str, table: Mapping[str, tuple[Module, ...]]) -> str:
+def nearest_module(name: str, table: Mapping[str, Stack]) -> str:
     """The module whose name is most like one that is not there, as a clause; "" if none is near."""
     wanted = flat(name)
     alike = [known for known in table if known[:9] == wanted[:9]] if len(table) > 2000 else list(table)
     close = slip(wanted, alike)
-    return f" (nearest: {table[close][0]})" if close else ""
+    return f" (nearest: {table[close].modules[0]})" if close else ""
 
 
-def _unet_names(name: str, original: Names) -> Iterator[str]:
+def _denoiser_names(name: str) -> Iterator[str]:
     yield name
-    yield from original.theirs(name)
     if name.endswith((".to_q", ".to_k", ".to_v", ".to_out.0")):
         attention, _, step = name.removesuffix(".0").rpartition(".")
         yield f"{attention}.processor.{step}"

@@ -95,6 +95,13 @@ class Entry:
         shape = (sum(end - begin for begin, end in ranges), *self.shape[1:])
         return replace(self, shape=shape, segments=tuple(segments), companions=companions)
 
+    def columns(self, begin: int, end: int) -> Entry:
+        """A range of the last axis of a matrix, as an entry; nothing is read."""
+        rows, count = self.shape
+        size = self.dtype.itemsize
+        pieces = (self._pieces(size * (row * count + begin), size * (row * count + end)) for row in range(rows))
+        return replace(self, shape=(rows, end - begin), segments=tuple(one for row in pieces for one in row))
+
     def read(self) -> HostArray:
         """The whole array, in fresh memory."""
         out = np.empty(self.shape, self.number_dtype)

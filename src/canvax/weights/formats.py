@@ -7,6 +7,7 @@
     T2I-Adapter       body.3.block1.weight                    adapter.body.1.resnets.1.block1.weight
     TAESD             decoder.1.weight                        decoder.layers.0.weight
     Z-Image           layers.0.attention.qkv.weight           layers.0.attention.to_q.weight, to_k, to_v
+    FLUX.2            single_blocks.0.linear1.weight          single_transformer_blocks.0.attn.to_q.weight, to_k, ...
 
 The first three are those of the original Stable Diffusion code, which single files have. (Rombach et al. 2022,
 "High-Resolution Image Synthesis with Latent Diffusion Models"; Ilharco et al. 2021, "OpenCLIP".) Flax files, old files
@@ -157,22 +158,21 @@ def t2i_adapter_rules(names: Collection[str]) -> list[Rule]:
     return rules
 
 
-Z_IMAGE = Names(
-    [
-        Rule("x_embedder", "all_x_embedder.2-1"),
-        Rule("final_layer", "all_final_layer.2-1"),
-        *(
-            Rule(f"{blocks}.*.attention.{theirs}", ours)
-            for blocks in ("layers", "noise_refiner", "context_refiner")
-            for theirs, ours in (
-                ("qkv", tuple(f"{blocks}.*.attention.to_{part}" for part in "qkv")),
-                ("out", f"{blocks}.*.attention.to_out.0"),
-                ("q_norm", f"{blocks}.*.attention.norm_q"),
-                ("k_norm", f"{blocks}.*.attention.norm_k"),
-            )
-        ),
-    ]
+_Z_IMAGE = (
+    Rule("x_embedder", "all_x_embedder.2-1"),
+    Rule("final_layer", "all_final_layer.2-1"),
+    *(
+        Rule(f"{blocks}.*.attention.{theirs}", ours)
+        for blocks in ("layers", "noise_refiner", "context_refiner")
+        for theirs, ours in (
+            ("qkv", tuple(f"{blocks}.*.attention.to_{part}" for part in "qkv")),
+            ("out", f"{blocks}.*.attention.to_out.0"),
+            ("q_norm", f"{blocks}.*.attention.norm_q"),
+            ("k_norm", f"{blocks}.*.attention.norm_k"),
+        )
+    ),
 )
+Z_IMAGE = Names(_Z_IMAGE)
 """Z-Image's transformer as its authors and ComfyUI store it, with queries, keys and values as one array."""
 
 
@@ -180,6 +180,53 @@ def whole_name(name: str) -> str:
     """The name that an array of a language model has in files of the model with its head."""
     return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
+
+def flux2_rules(width: int = 1, inner: int = 3) -> list[Rule]:
+    """Those of FLUX.2's transformer, as diffusers and as its authors and ComfyUI store it; the layers of a parallel
+    block are one array in both. ``width`` is that of a token, ``inner`` that of a feed-forward, or their relation."""
+    double, single = "transformer_blocks.*", "single_transformer_blocks.*"
+    rules = [
+        Rule("img_in", "x_embedder"),
+        Rule("txt_in", "context_embedder"),
+        Rule("final_layer.linear", "proj_out"),
+        Rule("final_layer.adaLN_modulation.1", "norm_out.linear", "swapped halves"),
+    ]
+    for kind, ours in (("time_in", "timestep_embedder"), ("guidance_in", "guidance_embedder")):
+        for i, layer in enumerate(("in_layer", "out_layer"), 1):
+            rules.append(Rule(f"{kind}.{layer}", f"time_guidance_embed.{ours}.linear_{i}"))
+    for name in ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation"):
+        rules.append(Rule(f"{name}.lin", f"{name}.linear"))
+    streams = {
+        "img": ("ff", ("to_q", "to_k", "to_v"), "to_out.0", "norm"),
+        "txt": ("ff_context", ("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out", "norm_added"),
+    }
+    for stream, (mlp, projections, out, norm) in streams.items():
+        gate_up, theirs = (f"{double}.{mlp}.gate", f"{double}.{mlp}.up"), f"double_blocks.*.{stream}"
+        rules += [
+            Rule(f"{double}.{mlp}.linear_out", f"{double}.{mlp}.down"),
+            Rule(f"{theirs}_mlp.2", f"{double}.{mlp}.down"),
+            Rule(f"{double}.{mlp}.linear_in", gate_up),
+            Rule(f"{theirs}_mlp.0", gate_up),
+            Rule(f"{theirs}_attn.qkv", tuple(f"{double}.attn.{name}" for name in projections)),
+            Rule(f"{theirs}_attn.proj", f"{double}.attn.{out}"),
+        ]
+        for part in ("query", "key"):
+            rules.append(Rule(f"{theirs}_attn.norm.{part}_norm.scale", f"{double}.attn.{norm}_{part[0]}.weight"))
+    parts = [f"{single}.{name}" for name in ("attn.to_q", "attn.to_k", "attn.to_v", "ff.gate", "ff.up")]
+    outputs, ends = (f"{single}.attn.to_out.0", f"{single}.ff.down"), (width, inner)
+    for first, last in ((f"{single}.attn.to_qkv_mlp_proj", f"{single}.attn.to_out"),
+                        ("single_blocks.*.linear1", "single_blocks.*.linear2")):  # fmt: skip
+        rules += [
+            Rule(first, tuple(parts), rows=(width, width, width, inner, inner)),
+            Rule(last, outputs, rows=ends, axis=1),
+        ]
+    for part in ("query", "key"):
+        rules.append(Rule(f"single_blocks.*.norm.{part}_norm.scale", f"{single}.attn.norm_{part[0]}.weight"))
+    return rules
+
+
+TRANSFORMERS = Names([*_Z_IMAGE, *flux2_rules()])
+"""The names that layers of transformers have elsewhere, to be asked by ours."""
 
 TAESD = Names(
     [

@@ -44,7 +44,7 @@ OTHERS = {
     "double_blocks": "FLUX", "single_transformer_blocks": "FLUX", "joint_blocks": "Stable Diffusion 3",
     "add_q_proj": "Stable Diffusion 3", "lora_prior": "Stable Cascade", "lora_transformer_": "a transformer",
 }  # fmt: skip
-"""Pieces of names that only families have which canvax does not run."""
+"""Pieces of names that only families without a UNet have."""
 
 
 class FileKind(NamedTuple):
@@ -146,8 +146,8 @@ def identify(shapes: Shapes) -> FileKind | None:
     return next((kind for kind in KINDS if kind.is_this(shapes)), None) if shapes else None
 
 
-def expect(name: str | Path, shapes: Shapes, *wanted: FileKind) -> None:
-    """Refuse a file that is known to be of another kind than the wanted ones, or of a family that canvax does not run.
+def expect(name: str | Path, shapes: Shapes, *wanted: FileKind, for_unet: bool = True) -> None:
+    """Refuse a file that is known to be of another kind than the wanted ones, or not for a UNet where it has to be.
 
     Raises:
         CheckpointError: naming the arguments that take it.
@@ -157,8 +157,10 @@ def expect(name: str | Path, shapes: Shapes, *wanted: FileKind) -> None:
     kind = identify(shapes)
     if kind is not None and kind not in wanted:
         raise CheckpointError(f"{name}: is {kind.name}, not {wanted[0].name}; {kind.cure}")
-    if (other := family_of(shapes)[0]) in OTHERS.values():
-        raise CheckpointError(f"{name}: is for {other}; canvax runs Stable Diffusion 1.x, 2.x and XL, and Z-Image")
+    if for_unet and (other := family_of(shapes)[0]) in OTHERS.values():
+        raise CheckpointError(
+            f"{name}: is for {other}; canvax runs Stable Diffusion 1.x, 2.x and XL, Z-Image and FLUX.2 klein"
+        )
 
 
 def family_of(shapes: Shapes, metadata: Mapping[str, str] | None = None) -> tuple[str, int]:

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from canvax.adapters import KINDS, Part, faults, kind_of, rank
 from canvax.errors import CheckpointError
 from canvax.params import Param, Spec
 from canvax.types import HostArray
-from canvax.weights.adapter_names import Module, module_table, nearest_module, parameters, split_name
+from canvax.weights.adapter_names import Module, Stack, module_table, nearest_module, parameters, split_name
 from canvax.weights.embeddings import BUNDLED, Embedding, bundled_embeddings
 from canvax.weights.entries import Entry
 from canvax.weights.identify import BASES, EMBEDDING, LORA, OTHERS, Shapes, expect, family_of, identify
@@ -58,8 +59,11 @@ TABLE = "text_model.embeddings.token_embedding.weight"
 Key = tuple[str, str]
 """A parameter: its component and its dotted name."""
 
-_OF_STACKS, _SHARED = ("up", "up_bias", "diff", "diff_b"), ("down", "mid", "alpha", "scalar")
-"""Roles of a change of several layers that the file stacks: those that have rows for each, and those that all share."""
+_OF_STACKS = (("up", "up_bias", "diff", "diff_b"), ("down", "diff"))
+"""Roles of a change of several layers that have a part for each: where outputs are stacked rows, where inputs are
+columns."""
+_SHARED = ("up", "down", "mid", "alpha", "scalar")
+"""Roles of such a change that all layers share otherwise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,9 +123,10 @@ def read_adapter(path: Path, specs: Mapping[str, Spec], config: Mapping[str, Any
     """
     entries, metadata = open_safetensors(path, plain_names=False), read_metadata(path)
     shapes = {entry.name: entry.shape for entry in entries}
-    if identify(shapes) in (LORA, None):
+    has_unet = "unet" in specs
+    if has_unet and identify(shapes) in (LORA, None):
         _check_base(path, shapes, specs, metadata)
-    expect(path, shapes, LORA)
+    expect(path, shapes, LORA, for_unet=has_unet)
     problems = _Faults()
     groups = _grouped(entries, specs, problems)
     declared, configs = parameters(specs), _configs(path, metadata, config)
@@ -141,7 +146,7 @@ def token_widths(specs: Mapping[str, Spec]) -> dict[str, int]:
 
 def _grouped(entries: Sequence[Entry], specs: Mapping[str, Spec], problems: _Faults) -> dict[Module, dict[str, Entry]]:
     """The arrays of each module by their roles."""
-    table = module_table(specs)
+    table, declared = module_table(specs), parameters(specs)
     groups: dict[Module, dict[str, Entry]] = {}
     for entry in entries:
         if entry.name.startswith(BUNDLED):
@@ -150,19 +155,26 @@ def _grouped(entries: Sequence[Entry], specs: Mapping[str, Spec], problems: _Fau
         if split is None:
             problems.add("arrays of an unknown kind", f"{entry.name} {entry.shape}")
             continue
-        modules = table.get(split.module.replace(".", "_"), ())
+        modules, axis, swapped = table.get(split.module.replace(".", "_"), Stack())
         if split.unknown:
             problems.add("arrays of algorithms that canvax does not have", f"{entry.name} is of {split.unknown}")
         elif not modules:
             problems.add("modules that the model does not have", entry.name + nearest_module(split.module, table))
-        elif len(modules) > 1 and split.role not in (*_OF_STACKS, *_SHARED):
-            problems.add("arrays of algorithms that canvax does not have", f"{entry.name} is for {len(modules)} layers")
-        for i, module in enumerate(modules):
+        elif (len(modules) > 1 or swapped) and split.role not in (*_OF_STACKS[axis], *_SHARED):
+            problems.add("arrays of algorithms that canvax does not have", f"{entry.name} is for a layer that differs")
+        sizes = [declared[one.component, f"{one.name}.weight"].checkpoint_shapes[0][axis] for one in modules]
+        # One of another size stays whole, and has a wrong shape then.
+        stacked = len(modules) > 1 and split.role in _OF_STACKS[axis] and entry.shape[axis : axis + 1] == (sum(sizes),)
+        stacked = stacked and (axis == 0 or len(entry.shape) == 2)
+        for module, begin, end in zip(modules, accumulate([0, *sizes]), accumulate(sizes), strict=False):
             if split.role in (roles := groups.setdefault(module, {})):
                 problems.add("given twice", f"{module}: as {roles[split.role].name} and as {entry.name}")
                 continue
-            rows = entry.shape[0] // len(modules) if len(modules) > 1 and split.role in _OF_STACKS else 0
-            roles[split.role] = entry.rows((i * rows, (i + 1) * rows)) if rows else entry
+            roles[split.role] = entry
+            if swapped and split.role in _OF_STACKS[0] and entry.shape:
+                roles[split.role] = entry.rows((entry.shape[0] // 2, entry.shape[0]), (0, entry.shape[0] // 2))
+            if stacked:
+                roles[split.role] = entry.columns(begin, end) if axis else entry.rows((begin, end))
     return groups
 
 

@@ -29,12 +29,15 @@ class Rule:
         ours: as ``theirs``, or the names of the parts that their array stacks along its first axis.
         change: how their array differs: its two axes, its halves along the first axis, or two further axes of size 1.
         rows: relative sizes of the parts; equal by default.
+        axis: along which they are stacked, the first; 1 for matrices whose inputs are stacked, and whose products are
+            summed.
     """
 
     theirs: str
     ours: str | tuple[str, ...]
     change: Change = ""
     rows: tuple[int, ...] = ()
+    axis: Literal[0, 1] = 0
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -81,51 +84,51 @@ class Names:
         if rule.change == "swapped halves" and entry.shape:
             half = entry.shape[0] // 2
             entry = entry.rows((half, 2 * half), (0, half))
-        if len(rule.parts) == 1 or not entry.shape:
+        if len(rule.parts) == 1 or not entry.shape or (rule.axis and len(entry.shape) != 2):
             yield replace(entry, name=match.named(rule.parts[0]))
             return
         sizes = rule.rows or (1,) * len(rule.parts)
-        if entry.shape[0] % sum(sizes):
+        if entry.shape[rule.axis] % sum(sizes):
             yield entry  # no such stack, which is reported as unused
             return
-        unit = entry.shape[0] // sum(sizes)
+        unit = entry.shape[rule.axis] // sum(sizes)
         for name, span in zip(rule.parts, pairwise(accumulate(sizes, initial=0)), strict=True):
-            yield replace(entry.rows((unit * span[0], unit * span[1])), name=match.named(name))
+            begin, end = unit * span[0], unit * span[1]
+            part = entry.columns(begin, end) if rule.axis else entry.rows((begin, end))
+            yield replace(part, name=match.named(name))
 
     def to_theirs(self, arrays: Sequence[Outgoing]) -> list[Outgoing]:
         """Arrays under their names, parts stacked; names without a rule stay."""
         stacks: dict[str, dict[int, Outgoing]] = {}
-        changes: dict[str, Change] = {}
+        rules: dict[str, Rule | None] = {}
         for array in arrays:
             match = _longest(self._ours, array.name.split("."))
             rule, part = match.rules[0] if match else (None, 0)
             name = match.named(rule.theirs) if match and rule else array.name
             stacks.setdefault(name, {})[part] = array
-            changes[name] = rule.change if rule else ""
-        return [_stacked(name, changes[name], [parts[i] for i in sorted(parts)]) for name, parts in stacks.items()]
+            rules[name] = rule
+        return [_stacked(name, rules[name], [parts[i] for i in sorted(parts)]) for name, parts in stacks.items()]
 
-    def theirs(self, name: str) -> list[str]:
-        """Their names of a module that is no part of a stack; the first is the one that files should have."""
+    def theirs(self, name: str) -> list[tuple[str, tuple[str, ...], Rule]]:
+        """Their names of a module, or of stacks that begin with it, each with the names of all parts and its rule."""
         match = _longest(self._ours, name.split("."))
-        return [match.named(rule.theirs) for rule, _ in match.rules if len(rule.parts) == 1] if match else []
-
-    def stacks(self, name: str) -> list[tuple[str, tuple[str, ...]]]:
-        """Their names of stacks whose first part is this module, each with the names of all parts."""
-        match = _longest(self._ours, name.split("."))
-        rules = [rule for rule, part in match.rules if part == 0 and len(rule.parts) > 1] if match else []
-        return [(match.named(rule.theirs), tuple(map(match.named, rule.parts))) for rule in rules] if match else []
+        rules = [rule for rule, part in match.rules if part == 0] if match else []
+        return (
+            [(match.named(rule.theirs), tuple(map(match.named, rule.parts)), rule) for rule in rules] if match else []
+        )
 
 
-def _stacked(name: str, change: Change, parts: Sequence[Outgoing]) -> Outgoing:
-    first = parts[0]
-    shape = (sum(part.shape[0] for part in parts), *first.shape[1:]) if len(parts) > 1 else first.shape
+def _stacked(name: str, rule: Rule | None, parts: Sequence[Outgoing]) -> Outgoing:
+    first, change, axis = parts[0], rule.change if rule else "", rule.axis if rule else 0
+    total = sum(part.shape[axis] for part in parts) if first.shape else 0
+    shape = (*first.shape[:axis], total, *first.shape[axis + 1 :]) if len(parts) > 1 else first.shape
     if change == "transposed":
         shape = shape[::-1]
     if change == "1x1 convolution" and len(shape) == 2:
         shape = (*shape, 1, 1)
 
     def get() -> HostArray:
-        array = np.concatenate([part.get() for part in parts]) if len(parts) > 1 else first.get()
+        array = np.concatenate([part.get() for part in parts], axis) if len(parts) > 1 else first.get()
         if change == "transposed":
             return np.ascontiguousarray(array.T)
         if change == "swapped halves":

@@ -15,6 +15,8 @@ export const samplers = () => catalogue.samplers;
 export const samplerLabel = (name) => catalogue.samplers.find((one) => one.name === name)?.label ?? name;
 export const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
 export const currentInput = () => input;
+/** Whether the model reads the input image and begins from noise. */
+const editing = () => Boolean(model()?.tasks.includes("editing") && !input?.mask);
 export const knows = (id) => catalogue.models.some((one) => one.id === id);
 export const hasModels = () => catalogue.models.length > 0;
 
@@ -46,6 +48,7 @@ function showModel() {
   const first = el("option", { value: "", textContent: card.sampler ? `Default: ${samplerLabel(card.sampler)}` : "Default" });
   $("sampler").replaceChildren(first, ...catalogue.samplers.map(({ name, label: text }) => el("option", { value: name, textContent: text })));
   ownSettings();
+  showStrength();
   return showBeside(card);
 }
 
@@ -140,7 +143,7 @@ export function settings() {
   if (catalogue.models.length > 1) result.model = card.id;
   if ($("sampler").value) result.sampler = $("sampler").value;
   if (locked() && $("seed").value) result.seed = Number.parseInt($("seed").value, 10);
-  if (input) result.strength = Number.parseFloat($("strength").value);
+  if (input && !editing()) result.strength = Number.parseFloat($("strength").value);
   return Object.assign(result, besideSettings());
 }
 
@@ -168,6 +171,7 @@ export function apply(given) {
 }
 
 function showStrength() {
+  $("strength-field").hidden = editing();
   $("strength-out").textContent = Number.parseFloat($("strength").value).toFixed(2);
   paintRange($("strength"));
 }

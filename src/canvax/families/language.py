@@ -1,0 +1,48 @@
+"""What families whose text encoder is a language model share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from canvax.errors import CheckpointError
+from canvax.families.base import AESTHETICS, SECOND_PROMPTS, SIZES, TARGET_SIZES, Model
+from canvax.models.decoder_lm import LanguageModel
+from canvax.models.text import TextEncoder
+from canvax.tokenizers.chat import ChatTokenizer
+from canvax.weights.entries import Entry
+from canvax.weights.files import ModelFiles
+from canvax.weights.formats import whole_name
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def read_chat_tokenizer(files: ModelFiles, encoder: TextEncoder, template: str) -> ChatTokenizer:
+    """The tokenizer of a language model, every id of which has an embedding there."""
+    assert isinstance(encoder, LanguageModel)
+    tokenizer, size = ChatTokenizer.from_folder(files.folder(encoder.tokenizer), template), encoder.cfg.vocab_size
+    if tokenizer.largest >= size:
+        raise CheckpointError(
+            f"{files}: its tokenizer has the id {tokenizer.largest}, the encoder embeds 0..{size - 1}"
+        )
+    return tokenizer
+
+
+def language_model_entries(encoder: TextEncoder, entries: Sequence[Entry]) -> list[Entry]:
+    """The layers of a language model that are read, whether it was saved with its head or without."""
+    assert isinstance(encoder, LanguageModel)
+    found = []
+    for entry in entries:
+        name = whole_name(entry.name)
+        layer = _LAYER.match(name)
+        if not (name.startswith(("lm_head.", "model.norm.")) or (layer and int(layer[1]) >= encoder.tap)):
+            found.append(replace(entry, name=name))
+    return found
+
+
+def unused_options(model: Model) -> Mapping[str, str]:
+    """Options of SDXL and of UNets."""
+    del model
+    of_sd = dict.fromkeys((*SECOND_PROMPTS, *SIZES, *TARGET_SIZES, *AESTHETICS), "it is not an SDXL model")
+    return {**of_sd, **dict.fromkeys(("pag_scale", "pag_adaptive_scale"), "its attention cannot be perturbed")}
