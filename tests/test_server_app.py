@@ -131,9 +131,7 @@ def test_images_for_a_model_that_edits(site: Web, monkeypatch: pytest.MonkeyPatc
     """References in place of what a run begins from, unless a strength is sent."""
     card, url = replace(CARD, tasks=(*CARD.tasks, "editing")), "/v1/images/edits"
     monkeypatch.setattr(site.engine, "models", lambda: [card])
-    out = io.BytesIO()
-    picture().save(out, "PNG")
-    two = [("image[]", (f"{i}.png", out.getvalue(), "image/png")) for i in range(2)]
+    two = [("image[]", (f"{i}.png", picture(), "image/png")) for i in range(2)]
     assert site.http.post(url, files=two, data={"prompt": "x"}).status_code == 200
     ask = site.engine.asks[-1]
     assert (ask.image is not None, len(ask.references), ask.strength) == (True, 1, None)
