@@ -22,6 +22,7 @@ import safetensors.numpy  # noqa: E402
 
 import canvax  # noqa: E402
 from canvax.call import Call  # noqa: E402
+from canvax.compile.programs import load_or_compile  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.pipelines.request import make_request  # noqa: E402
@@ -282,6 +283,19 @@ def test_nothing_compiles_twice(base: Model) -> None:
     with pytest.raises(canvax.InputError) as caught:
         draw(prompt=["a hen, " * 120] * 2)
     assert caught.value.argument == "prompt"
+
+
+def test_sizes_of_as_many_tokens_share_the_denoiser(base: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 48 x 80, 80 x 48 and 16 x 240 pixels the denoiser is one program; each size has a decoder of its own."""
+    pipe = canvax.load(base.folder, dtype="float32", mesh=base.ours.mesh)
+    made: list[str] = []
+    monkeypatch.setattr("canvax.compile.programs.load_or_compile", lambda name, *rest: (
+        made.append(name) or load_or_compile(name, *rest)))  # fmt: skip
+    for height, width in ((48, 80), (80, 48), (16, 240)):
+        start, asked = base.noise(height, width), {"num_inference_steps": 2, "guidance_scale": 2.0}
+        got = pipe(PROMPTS, latents=start, height=height, width=width, options=QUIET, **asked)
+        assert psnr(got.pixels, base.reference(PROMPTS, start, **asked)) > 60
+    assert sorted(made) == ["decoder"] * 3 + ["denoiser", "text encoder"]
 
 
 @pytest.mark.parametrize(("argument", "changes"), [

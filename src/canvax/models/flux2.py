@@ -262,6 +262,12 @@ class Flux2Denoiser(Denoiser):
     def edits(self) -> bool:
         return True
 
+    def loop_size(self, height: int, width: int) -> tuple[int, int]:
+        return 1, height * width
+
+    def size_inputs(self, height: int, width: int) -> dict[str, int]:
+        return {"columns": width}
+
     def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Shapes:
         batch, _, _, channels = latents
         shapes: Shapes = {}
@@ -276,8 +282,8 @@ class Flux2Denoiser(Denoiser):
         return shapes
 
     def read_references(self, latents: Sequence[HostArray]) -> dict[str, HostArray]:
-        ids = reference_ids([one.shape[1:3] for one in latents])
-        tokens = np.concatenate([one.reshape(len(one), -1, one.shape[-1]) for one in latents], axis=1)
+        ids = reference_ids([image.shape[1:3] for image in latents])
+        tokens = np.concatenate([image.reshape(len(image), -1, image.shape[-1]) for image in latents], axis=1)
         count, padding = len(ids), ((0, 0), (0, self.references - len(ids)), (0, 0))
         return {
             "tokens": np.pad(tokens, padding),
@@ -289,10 +295,11 @@ class Flux2Denoiser(Denoiser):
         if self.places is not None:
             p = with_adapters(p, conditions[ADAPTERS], self.spec, self.places)
         batch, height, width, channels = latents
-        text, columns = conditions["text"].astype(compute_dtype(p)), jnp.full(batch, width, jnp.int32)
+        text = conditions["text"].astype(compute_dtype(p))
+        columns = conditions.get("columns", jnp.full(batch, width, jnp.int32))
         if self.references:
-            given: Any = conditions[REFERENCES]
-            tokens, ids, count = given["tokens"], given["ids"], given["count"]
+            references: Any = conditions[REFERENCES]
+            tokens, ids, count = references["tokens"], references["ids"], references["count"]
         else:
             tokens, ids, count = jnp.zeros((batch, 0, channels)), jnp.zeros((batch, 0, 4), jnp.int32), None
         context = flux2_context(p, text, columns, tokens, ids, self.cfg, tokens=height * width, count=count)
