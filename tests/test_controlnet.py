@@ -25,7 +25,7 @@ import canvax
 from canvax.cli import BAD_INPUT, main
 from canvax.cli.info import reproduce
 from canvax.compile.kinds import Kinds
-from canvax.engine.batch import Batch, Carried
+from canvax.engine.batch import Batch, ParkedImage
 from canvax.images.maps import canny, control_map
 from canvax.models.controlnet import ControlNet, scaled
 from canvax.models.t2i_adapter import AdapterConfig, T2IAdapter
@@ -198,7 +198,7 @@ def test_company_changes_nothing(pipe: canvax.StableDiffusion) -> None:
     ready = pipe.programs.ready(pipe.params, latents, Kinds(controls=names))
     batch = Batch(ready, pipe.params, pipe.programs.mesh, latents)
 
-    def carried(seed: int, steps: int, **options: Any) -> Carried:
+    def carried(seed: int, steps: int, **options: Any) -> ParkedImage:
         from canvax.samplers import build_table
 
         table = build_table(pipe.model.scheduler, steps, sampler="euler_a", guidance=4.0)
@@ -211,7 +211,7 @@ def test_company_changes_nothing(pipe: canvax.StableDiffusion) -> None:
         )
         noise, key = initial_noise([seed], LATENTS)[0], seed_keys([seed])[0]
         column = strengths(pipe.model, control, chosen, len(table))
-        return Carried.begin(noise, prompts, key, table, columns={"control": column})
+        return ParkedImage.begin(noise, prompts, key, table, columns={"control": column})
 
     batch.join({0: carried(1, 6, control_end=0.5)})
     batch.step(2)

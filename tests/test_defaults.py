@@ -79,7 +79,7 @@ def of_a1111() -> dict[str, Any]:
 def of_hires(model: Any, method: Any) -> float:
     given = second_pass(
         model, make_request(model, Call("x", options=canvax.Options(hires=2, hires_method=method)))
-    ).given
+    ).init_images
     assert given is not None
     return given.strength
 

@@ -28,7 +28,7 @@ from canvax.models.text import clip_encoders
 from canvax.models.unet import least_bytes, unet_spec
 from canvax.parallel import memory
 from canvax.parallel.mesh import check_mesh, make_mesh, mesh_of, parse_mesh
-from canvax.parallel.place import map_parts, own_rows
+from canvax.parallel.place import local_rows, map_parts
 from canvax.parallel.rules import abstract_params, check_split, device_bytes, place, placement
 from canvax.params import Axis, Param, count, flatten
 from tests.support.bundled import LATENTS
@@ -279,7 +279,7 @@ def test_mesh() -> None:
 def test_rows_of_a_batch() -> None:
     mesh = make_mesh(data=4, model=2)
     array = jax.device_put(np.arange(16.0).reshape(8, 2), NamedSharding(mesh, PartitionSpec("data")))
-    indices, rows = own_rows(array, 7)
+    indices, rows = local_rows(array, 7)
     assert indices == list(range(7))
     np.testing.assert_array_equal(rows, np.arange(14.0).reshape(7, 2))
     doubled = map_parts(lambda part: 2 * part[:, :1], array)

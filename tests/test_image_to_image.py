@@ -18,7 +18,7 @@ import canvax
 from canvax.cli import BAD_INPUT, main
 from canvax.compile.monitor import counting
 from canvax.denoise import Known, _keep
-from canvax.images.given import fingerprint, read_images
+from canvax.images.inputs import fingerprint, read_images
 from canvax.images.masks import around, box_of, extended, painted_over
 from canvax.noise import initial_noise
 from canvax.parallel.mesh import make_mesh

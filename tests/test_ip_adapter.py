@@ -29,7 +29,7 @@ import canvax
 from canvax import ImagePrompt
 from canvax.cli import BAD_INPUT, main
 from canvax.compile.monitor import counting
-from canvax.images.given import clip_square
+from canvax.images.inputs import clip_square
 from canvax.kernels import outline
 from canvax.kernels.target import compiling_for
 from canvax.models.blocks import _transformer_block, attention_spec, transformer_spec

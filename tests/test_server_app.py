@@ -24,7 +24,7 @@ from canvax.errors import InputError
 from canvax.images.metadata import save_image
 from canvax.server import a1111, huggingface, jobs_api, openai
 from canvax.server.app import Settings
-from canvax.server.guard import own_hosts
+from canvax.server.guard import allowed_hosts
 from canvax.server.jobs import Changed, Job, JobRequest, Picture, Rejected, State, Status, Stepped
 from canvax.server.keys import Keys
 from canvax.server.rates import Rates
@@ -557,9 +557,9 @@ def test_pages_of_other_sites_may_ask_where_they_are_named(guarded: Web) -> None
 
 
 def test_hosts(site: Web) -> None:
-    assert own_hosts("127.0.0.1", ()) == ("localhost", "127.0.0.1", "[::1]")
-    assert own_hosts("::1", ("Draw.example",)) == ("localhost", "127.0.0.1", "[::1]", "draw.example")
-    assert own_hosts("0.0.0.0", ("*",))[-1] == "*"
+    assert allowed_hosts("127.0.0.1", ()) == ("localhost", "127.0.0.1", "[::1]")
+    assert allowed_hosts("::1", ("Draw.example",)) == ("localhost", "127.0.0.1", "[::1]", "draw.example")
+    assert allowed_hosts("0.0.0.0", ("*",))[-1] == "*"
     for name in ("localhost", "LOCALHOST:80", "127.0.0.1:1", "[::1]:7860", "localhost."):
         assert site.http.get("/health", headers={"Host": name}).status_code == 200, name
     with web(Settings(more_hosts=("*",))) as anything:

@@ -242,7 +242,7 @@ class StubChecked:
         return [Picture(i, i, SIZES[0], self.group.height, self.rows) for i in range(self.images)]
 
     def items(self, job: Job, picture: Picture) -> list[Item]:
-        request: Any = SimpleNamespace(guided=True, embedded=False, given=None)
+        request: Any = SimpleNamespace(guided=True, embedded=False, init_images=None)
         table: Any = range(self.rows)
         previews = tuple(range(1, min(job.request.previews, self.rows - 1) + 1))
         shelf: Any = self._shelf

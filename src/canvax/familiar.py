@@ -23,25 +23,25 @@ FLAX_PAGE = "docs/migrating-from-diffusers-flax.md"
 NO_WATERMARK = "canvax adds no invisible watermark; docs/loading.md#watermarks says why"
 
 
-class Familiar(NamedTuple):
+class ForeignName(NamedTuple):
     """What happens to a name: it means ``becomes``, or its user gets ``answer``."""
 
     answer: str = ""
     becomes: str = ""
 
 
-def same(names: str, answer: str) -> dict[str, Familiar]:
+def same(names: str, answer: str) -> dict[str, ForeignName]:
     """One answer for several names, parted by spaces."""
-    return {name: Familiar(answer) for name in names.split()}
+    return {name: ForeignName(answer) for name in names.split()}
 
 
-def renamed_to(names: str, becomes: str) -> dict[str, Familiar]:
+def renamed_to(names: str, becomes: str) -> dict[str, ForeignName]:
     """Another name for several, parted by spaces."""
-    return {name: Familiar(becomes=becomes) for name in names.split()}
+    return {name: ForeignName(becomes=becomes) for name in names.split()}
 
 
-CALL: dict[str, Familiar] = {
-    **{name: Familiar(becomes=becomes) for name, becomes in aliases(Call, OptionRecord).items()},
+CALL: dict[str, ForeignName] = {
+    **{name: ForeignName(becomes=becomes) for name, becomes in aliases(Call, OptionRecord).items()},
     **same("timestep_spacing", "write spacing='trailing', or 'leading' or 'linspace'"),
     **same("use_karras_sigmas", "write sigmas='karras', or sampler='DPM++ 2M Karras'"),
     **same("cross_attention_kwargs lora loras lora_scale",
@@ -58,7 +58,7 @@ CALL: dict[str, Familiar] = {
 }  # fmt: skip
 """Arguments of a call. The fields of ``canvax.Options`` are arguments as well."""
 
-LOAD: dict[str, Familiar] = {
+LOAD: dict[str, ForeignName] = {
     **renamed_to("torch_dtype", "dtype"),
     **renamed_to("use_auth_token", "token"),
     **renamed_to("pretrained_model_name_or_path model_id", "model"),
@@ -86,7 +86,7 @@ HARMLESS: dict[str, tuple[object, ...]] = {
 }
 """Arguments of ``canvax.load`` that ask for what canvax does anyway, and with which values."""
 
-ATTRIBUTES: dict[str, Familiar] = {
+ATTRIBUTES: dict[str, ForeignName] = {
     **same("to cuda half", "weights are placed and cast while loading: drop this line, or write dtype= and mesh= in "
             "canvax.load"),
     **same("enable_attention_slicing enable_xformers_memory_efficient_attention enable_vae_slicing",
@@ -117,14 +117,14 @@ ATTRIBUTES: dict[str, Familiar] = {
 }  # fmt: skip
 """Attributes and methods of a pipeline."""
 
-ASSIGNED: dict[str, Familiar] = {
+ASSIGNED: dict[str, ForeignName] = {
     **ATTRIBUTES,
     **same("safety_checker", "canvax.load(model, safety_checker=True) decides; the default is none"),
     **same("_interrupt", "return False from the callback, which stops the run"),
 }
 """Attributes that other programs assign to a pipeline."""
 
-FLAX_CALL: dict[str, Familiar] = {
+FLAX_CALL: dict[str, ForeignName] = {
     **same("prompt", "write prompt_ids=pipeline.prepare_inputs(prompt)"),
     **same("negative_prompt", "write neg_prompt_ids=pipeline.prepare_inputs(negative_prompt)"),
     **same("seed generator", "write prng_seed=jax.random.key(0); with jit=True jax.random.split of it, one for each "
@@ -136,7 +136,7 @@ FLAX_CALL: dict[str, Familiar] = {
 }  # fmt: skip
 """Arguments of a call of a pipeline of :mod:`canvax.flax_api`."""
 
-FLAX_LOAD: dict[str, Familiar] = {
+FLAX_LOAD: dict[str, ForeignName] = {
     **{name: entry for name, entry in LOAD.items() if not entry.becomes and name != "from_pt"},
     **same("device device_map", "params wait in host memory: replicate(params, devices), or jax.device_put"),
     **same("controlnet", "FlaxStableDiffusionControlNetPipeline takes it, and canvax.load(model, controlnet=...)"),
@@ -147,7 +147,7 @@ FLAX_LOAD: dict[str, Familiar] = {
 }  # fmt: skip
 """Arguments of ``from_pretrained`` of a pipeline of :mod:`canvax.flax_api`."""
 
-FLAX_ATTRIBUTES: dict[str, Familiar] = {
+FLAX_ATTRIBUTES: dict[str, ForeignName] = {
     **same("to", "params go to the devices, not the pipeline: params = replicate(params)"),
     **same("init_weights", "weights come from from_pretrained; docs/training.md is about training"),
     **same("get_timestep_start", "pass strength= to a call of FlaxStableDiffusionImg2ImgPipeline"),
@@ -156,7 +156,7 @@ FLAX_ATTRIBUTES: dict[str, Familiar] = {
 
 _PARAMS = "FlaxStableDiffusionPipeline.from_pretrained returns pipeline.{0} and params['{0}']"
 
-FLAX: dict[str, Familiar] = {
+FLAX: dict[str, ForeignName] = {
     **same("FlaxUNet2DConditionModel", _PARAMS.format("unet")),
     **same("FlaxAutoencoderKL", _PARAMS.format("vae")),
     **same("FlaxCLIPTextModel FlaxCLIPTextModelWithProjection", _PARAMS.format("text_encoder")),
@@ -187,7 +187,7 @@ def no_such_name(module: str, name: str, message: str) -> Exception:
 
 
 def answer(
-    name: str, table: Mapping[str, Familiar], known: Iterable[str], kind: str, page: str = PAGE, takes: str = ""
+    name: str, table: Mapping[str, ForeignName], known: Iterable[str], kind: str, page: str = PAGE, takes: str = ""
 ) -> str:
     """What to say of a ``kind`` that is not there: its answer, or the nearest of ``known``, or what it ``takes``."""
     if entry := table.get(name):
@@ -218,7 +218,9 @@ Translate = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 
 
 def accepts(
-    translate: Translate, check: Callable[[str, Any], None] | None = None, table: Mapping[str, Familiar] | None = None
+    translate: Translate,
+    check: Callable[[str, Any], None] | None = None,
+    table: Mapping[str, ForeignName] | None = None,
 ) -> Callable[[F], F]:
     """A decorator: a call with keywords that a function does not name goes through ``translate`` first.
 
@@ -252,7 +254,7 @@ def accepts(
     return decorate
 
 
-def renamed(arguments: dict[str, Any], others: Mapping[str, Any], table: Mapping[str, Familiar]) -> dict[str, Any]:
+def renamed(arguments: dict[str, Any], others: Mapping[str, Any], table: Mapping[str, ForeignName]) -> dict[str, Any]:
     """Put what only has another name here under that name into ``own``; returns what is left of ``others``.
 
     Raises:
@@ -294,7 +296,7 @@ def flax_tables() -> str:
     )
 
 
-def as_markdown(*all_of_them: tuple[str, Mapping[str, Familiar], str]) -> str:
+def as_markdown(*all_of_them: tuple[str, Mapping[str, ForeignName], str]) -> str:
     """Tables with their titles, and what stands before each name."""
     parts = []
     for title, table, prefix in all_of_them:

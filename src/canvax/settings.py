@@ -28,7 +28,7 @@ from canvax.errors import NO_VALUE, InputError, nearest, plain, refuse_tracers
 if TYPE_CHECKING:
     import argparse
 
-Door = Literal["command", "file", "server"]
+EntryPoint = Literal["command", "file", "server"]
 """Where a setting may be given besides Python: a flag or a line of a prompt file, a row of a batch job, a request."""
 
 MOST_NUMBERS = 10_000
@@ -76,7 +76,7 @@ class Setting:
     requires: str = ""
     per_image: bool = False
     infotext: str = ""
-    closed: Mapping[Door, str] = dataclasses.field(default_factory=dict)
+    closed: Mapping[EntryPoint, str] = dataclasses.field(default_factory=dict)
     read: Callable[[str, Any], Any] | None = None
 
     @property
@@ -195,9 +195,9 @@ def declared(record: type) -> dict[str, Declared]:
     return {field.name: Declared(field, hints[field.name]) for field in fields(record) if "setting" in field.metadata}
 
 
-def offered(record: type, door: Door) -> dict[str, Declared]:
+def offered(record: type, entry_point: EntryPoint) -> dict[str, Declared]:
     """The settings that an entry point takes."""
-    return {name: field for name, field in declared(record).items() if door not in field.setting.closed}
+    return {name: field for name, field in declared(record).items() if entry_point not in field.setting.closed}
 
 
 def grouped(record: type, group: str) -> dict[str, Declared]:
@@ -413,9 +413,9 @@ def as_flags(field: Declared, value: Any) -> list[str]:
     return [f"{field.flag}={words[0]}"] if words[0].startswith("-") else [field.flag, *words]
 
 
-def json_schema(record: type, door: Door) -> dict[str, Any]:
+def json_schema(record: type, entry_point: EntryPoint) -> dict[str, Any]:
     """The JSON schema of the settings that an entry point takes."""
-    properties = {name: _schema_of(field) for name, field in offered(record, door).items()}
+    properties = {name: _schema_of(field) for name, field in offered(record, entry_point).items()}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 

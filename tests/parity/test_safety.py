@@ -23,7 +23,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 import canvax  # noqa: E402
 from canvax.flax_api import FlaxStableDiffusionSafetyChecker  # noqa: E402
-from canvax.images.given import clip_square  # noqa: E402
+from canvax.images.inputs import clip_square  # noqa: E402
 from canvax.models.clip_vision import MEAN, STD, vision_encoder, vision_encoder_spec  # noqa: E402
 from canvax.models.configs import ClipVisionConfig  # noqa: E402
 from canvax.pipelines import safety  # noqa: E402

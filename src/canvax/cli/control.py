@@ -7,7 +7,7 @@ from typing import Any
 
 from canvax.cli.terminal import say
 from canvax.images.formats import new_image
-from canvax.images.given import read_images
+from canvax.images.inputs import read_images
 from canvax.images.maps import control_map
 from canvax.images.metadata import save_image
 

@@ -211,7 +211,7 @@ def check_against_model(arguments: argparse.Namespace, calls: Sequence[Call], so
         return  # the model is not on disk, or there is none: loading reports it
     model = read_model(files, "float32")
     for call, *_ in grouped(calls, shared):
-        default = call.options.own_steps or model.defaults.num_inference_steps
+        default = call.options.listed_steps or model.defaults.num_inference_steps
         steps = default if call.num_inference_steps is None else call.num_inference_steps
         check_table(dataclasses.replace(call, num_inference_steps=steps), model.scheduler)
         check_for_model(call.options, model)

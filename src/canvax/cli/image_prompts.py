@@ -9,7 +9,7 @@ from typing import Any
 
 from canvax.cli.terminal import complain
 from canvax.errors import InputError
-from canvax.images.given import fingerprint
+from canvax.images.inputs import fingerprint
 from canvax.pipelines.image_prompts import NONE, image_prompts_of, read
 
 

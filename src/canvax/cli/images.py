@@ -17,14 +17,14 @@ from canvax.cli.generate_arguments import networks_of
 from canvax.cli.image_prompts import check_same
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
-from canvax.images.given import fingerprint, read_images
+from canvax.images.inputs import fingerprint, read_images
 from canvax.images.metadata import check_kinds, read_metadata
 from canvax.noise import check_seed, image_seeds
 from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_prompts, check_size
 from canvax.pipelines.control import control_files, control_marks, control_of, size_of
 from canvax.pipelines.image_prompts import read_all, structure
 from canvax.pipelines.options import Options
-from canvax.pipelines.request import check_given
+from canvax.pipelines.request import check_init_images
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 from canvax.scale.rows import check_prompt_line, json_object, text_lines
 from canvax.scale.work import call_of, grouped
@@ -136,7 +136,7 @@ def _calls(entries: Sequence[tuple[str, dict[str, Any]]], flags: Mapping[str, An
             read_all(call.image_prompt)
             images = (call.image, call.mask, call.strength, height, width, call.options, call.control)
             if images not in sizes:  # each file is read once
-                source = check_given(*images[:3], (height, width), 1, SIZE_STEP, call.options)
+                source = check_init_images(*images[:3], (height, width), 1, SIZE_STEP, call.options)
                 sizes[images] = (height, width) if source is None or source.boxes else source.size
                 if call.control:  # each is read here, before anything is loaded
                     read = control_files(call.control)
@@ -177,7 +177,7 @@ def check_table(call: Call, scheduler: Scheduler | None) -> None:
         scheduler = from_scheduler_config({"_class_name": "EulerAncestralDiscreteScheduler"})
     build_table(
         scheduler,
-        (options.own_steps or 1) if call.num_inference_steps is None else call.num_inference_steps,
+        (options.listed_steps or 1) if call.num_inference_steps is None else call.num_inference_steps,
         sampler=sampler,
         eta=options.eta,
         spacing=options.spacing,

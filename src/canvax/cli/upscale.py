@@ -10,7 +10,7 @@ from canvax.cli.generate import Destination, check_against_model, description, l
 from canvax.cli.images import OPTIONS, check_table, source_of
 from canvax.cli.terminal import complain, say, seconds
 from canvax.errors import NO_VALUE, InputError, check_count
-from canvax.images.given import read_images
+from canvax.images.inputs import read_images
 from canvax.noise import check_seed
 from canvax.pipelines.checks import MAX_SIDE, MOST_IMAGES, check_guidance
 from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS

@@ -21,7 +21,7 @@ from canvax.engine.segments import DeepPlan, guided_rows
 from canvax.errors import InputError
 from canvax.models.text import Conditions
 from canvax.parallel.mesh import over_batch
-from canvax.parallel.place import map_parts, own_rows, put, put_all
+from canvax.parallel.place import local_rows, map_parts, put, put_all
 from canvax.params import Params
 from canvax.samplers.table import NOISE, SLOTS, SamplerTable
 from canvax.types import Array, HostArray
@@ -55,7 +55,7 @@ class Run:
         return len(self.table) - self.row
 
 
-class Carried(NamedTuple):
+class ParkedImage(NamedTuple):
     """An image between batches: how far it is, and all that a batch holds of it, [1, ...] each.
 
     On the host, but for what is from a batch of one image, which may be on its devices.
@@ -73,7 +73,7 @@ class Carried(NamedTuple):
         table: SamplerTable,
         row: int = 0,
         columns: Mapping[str, HostArray] | None = None,
-    ) -> Carried:
+    ) -> ParkedImage:
         """An image from its noise.
 
         Args:
@@ -157,7 +157,7 @@ class Batch:
         self._flight = InFlight(self._put(state), prompts, self._put(keys), known and Known(*map(self._put, known)))
         self._deep, self._memory, self._later = deep, None, later or {}
 
-    def join(self, images: Mapping[int, Carried]) -> None:
+    def join(self, images: Mapping[int, ParkedImage]) -> None:
         """Put images into free slots while others are on their way. By way of the host, so that nothing compiles.
 
         Args:
@@ -186,7 +186,7 @@ class Batch:
         self._runs = [replace(images[slot].run) if slot in images else run for slot, run in enumerate(self._runs)]
         self._flight = put_all(host, self._split)
 
-    def carried(self) -> dict[int, Carried]:
+    def carried(self) -> dict[int, ParkedImage]:
         """All images by slot, to go on in another batch; this one goes on, too. Needs all devices in this process."""
         if self._flight is None:
             return {}
@@ -198,7 +198,7 @@ class Batch:
             if run is not None:
                 flight = host if alone else _at(host, slot)
                 prompts = {row: _at(array, slot) for row, array in later.items()}
-                taken[slot] = Carried(flight, replace(run, later=prompts or run.later))
+                taken[slot] = ParkedImage(flight, replace(run, later=prompts or run.later))
         return taken
 
     def step(self, rows: int = 1) -> list[int]:
@@ -234,7 +234,7 @@ class Batch:
     def take(self, slot: int) -> HostArray:
         """The latents of a finished image [h, w, C] float32; its slot is free then."""
         assert self._flight is not None
-        indices, rows = own_rows(self._flight.state)
+        indices, rows = local_rows(self._flight.state)
         self._runs[slot] = None
         return rows[indices.index(slot), 0].reshape(self.latents[1:])
 

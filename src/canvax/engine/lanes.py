@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from canvax.compile.key import cores
-from canvax.engine.batch import Batch, Carried
+from canvax.engine.batch import Batch, ParkedImage
 from canvax.types import HostArray
 
 T = TypeVar("T")
@@ -46,13 +46,13 @@ class Lanes:
     def __init__(self, batches: Sequence[Batch]) -> None:
         self._batches, self._each = batches, batches[0].latents[0]
 
-    def join(self, images: Mapping[int, Carried]) -> None:
+    def join(self, images: Mapping[int, ParkedImage]) -> None:
         """As ``Batch.join``."""
         for lane, batch in enumerate(self._batches):
             if joining := {slot % self._each: image for slot, image in images.items() if slot // self._each == lane}:
                 batch.join(joining)
 
-    def carried(self) -> dict[int, Carried]:
+    def carried(self) -> dict[int, ParkedImage]:
         """As ``Batch.carried``."""
         held = [batch.carried() for batch in self._batches]
         return {lane * self._each + slot: image for lane, in_lane in enumerate(held) for slot, image in in_lane.items()}

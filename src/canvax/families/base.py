@@ -108,7 +108,7 @@ class Family:
         name: for people, and to tell families apart.
         pipelines: the classes that ``model_index.json`` names.
         defaults: of models that bring none.
-        own_defaults: those of a model that differ from them, as far as its networks and schedule tell.
+        defaults_of: those of a model that differ from them, as far as its networks and schedule tell.
         read: the networks of a checkpoint; configs are all that it reads. Raises ``CheckpointError``.
         tokenizer: the tokenizer of a text encoder, which ``canvax.prompts.chunks.Tokenizer`` describes.
         scheduler_config: ``scheduler_config.json`` with the values that old files of this family leave out.
@@ -128,7 +128,7 @@ class Family:
     read: Callable[[ModelFiles], Networks]
     tokenizer: Callable[[ModelFiles, TextEncoder], Any]
     defaults: Defaults = Defaults()
-    own_defaults: Callable[[Networks, NoiseSchedule], Defaults | None] = _no_defaults
+    defaults_of: Callable[[Networks, NoiseSchedule], Defaults | None] = _no_defaults
     scheduler_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     even_times: bool = False
     mu: Callable[[int, int], float] | None = None

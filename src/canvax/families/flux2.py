@@ -67,7 +67,7 @@ def _tokenizer(files: ModelFiles, encoder: TextEncoder) -> ChatTokenizer:
     return replace(tokenizer, pad=~token)
 
 
-def _own_defaults(networks: Networks, schedule: NoiseSchedule) -> Defaults | None:
+def _defaults_of(networks: Networks, schedule: NoiseSchedule) -> Defaults | None:
     del schedule
     return DISTILLED if networks.denoiser.distilled else None
 
@@ -95,7 +95,7 @@ FLUX2 = Family(
     read=read,
     tokenizer=_tokenizer,
     defaults=Defaults(num_inference_steps=50, guidance_scale=4.0),
-    own_defaults=_own_defaults,
+    defaults_of=_defaults_of,
     even_times=True,
     mu=empirical_mu,
     entries=_entries,

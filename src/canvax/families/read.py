@@ -80,7 +80,7 @@ def read_model(files: ModelFiles, dtype: DType, quantize: str | None = None) -> 
     except InputError as error:
         raise CheckpointError(f"{files}: {error}") from error
     scheduler = replace(scheduler, schedule=replace(scheduler.schedule, even_times=family.even_times))
-    usual = family.own_defaults(networks, scheduler.schedule)
+    usual = family.defaults_of(networks, scheduler.schedule)
     return Model(
         files=files,
         family=family,

@@ -47,7 +47,7 @@ SD = Family(
     ),
     read=read,
     tokenizer=read_clip_tokenizer,
-    own_defaults=latent_consistency,
+    defaults_of=latent_consistency,
     scheduler_config=partial(stable_diffusion_config, xl=False),
     unused_options=_unused_options,
 )

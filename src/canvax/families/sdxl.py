@@ -114,7 +114,7 @@ SDXL = Family(
     read=read,
     tokenizer=read_clip_tokenizer,
     defaults=Defaults(guidance_scale=5.0),
-    own_defaults=latent_consistency,
+    defaults_of=latent_consistency,
     scheduler_config=partial(stable_diffusion_config, xl=True),
     unused_options=_unused_options,
     numbers=_numbers,

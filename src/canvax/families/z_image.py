@@ -55,7 +55,7 @@ def _tokenizer(files: ModelFiles, encoder: TextEncoder) -> ChatTokenizer:
     return read_chat_tokenizer(files, encoder, TEMPLATE)
 
 
-def _own_defaults(networks: Networks, schedule: NoiseSchedule) -> Defaults | None:
+def _defaults_of(networks: Networks, schedule: NoiseSchedule) -> Defaults | None:
     del networks
     return TURBO if schedule.shift <= LARGEST_TURBO_SHIFT else None
 
@@ -80,7 +80,7 @@ Z_IMAGE = Family(
     read=read,
     tokenizer=_tokenizer,
     defaults=Defaults(num_inference_steps=50, guidance_scale=4.0),
-    own_defaults=_own_defaults,
+    defaults_of=_defaults_of,
     even_times=True,
     no_guidance=0.0,
     entries=_entries,

@@ -12,7 +12,7 @@ from PIL import Image
 
 from canvax.errors import InputError
 from canvax.flax_api.keys import LatentsShape, encoding_noise, wrap_keys
-from canvax.images.given import read_images
+from canvax.images.inputs import read_images
 from canvax.images.masks import as_floats, pixels_resized, resized
 from canvax.pipelines.checks import floats
 

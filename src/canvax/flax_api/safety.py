@@ -19,7 +19,7 @@ from canvax.familiar import FLAX_LOAD, FLAX_PAGE, accepts
 from canvax.flax_api.devices import host_device, on_host, unreplicate
 from canvax.flax_api.inputs import check_weights, weights_of
 from canvax.flax_api.output import by_name_or_index
-from canvax.images.given import clip_square
+from canvax.images.inputs import clip_square
 from canvax.models.clip_vision import MEAN, STD
 from canvax.params import Params
 from canvax.pipelines.safety import COMPONENT, SafetyChecker, read_safety_checker, safety_spec, vision_config

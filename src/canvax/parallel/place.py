@@ -32,14 +32,14 @@ def put_all(arrays: Any, sharding: Sharding) -> Any:
     return jax.tree.map(lambda array: put(array, sharding), arrays)
 
 
-def own_indices(count: int, sharding: Sharding) -> list[int]:
+def local_indices(count: int, sharding: Sharding) -> list[int]:
     """Returns which of ``count`` rows are on this process's devices if ``sharding`` splits the first axis."""
     of_devices = sharding.addressable_devices_indices_map((count,)).values()
     parts = {index[0].indices(count)[:2] for index in of_devices if index is not None}
     return [row for start, stop in sorted(parts) for row in range(start, stop)]
 
 
-def own_rows(array: Array, count: int | None = None, *, shared: bool = False) -> tuple[list[int], HostArray]:
+def local_rows(array: Array, count: int | None = None, *, shared: bool = False) -> tuple[list[int], HostArray]:
     """Returns the indices and values of a batch's rows that this process is responsible for.
 
     Args:

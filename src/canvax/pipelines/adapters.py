@@ -681,7 +681,7 @@ def shares_of(
     usual = _as_set(adapters, bank) if as_set else {}
     images = [
         usual if one is None else {name: per_image(name, weight, bank.components) for name, weight in one.items()}
-        for one in one_for_each(asked, len(tags), per_prompt)
+        for one in adapters_of_images(asked, len(tags), per_prompt)
     ]
     named = {name for one in (*tags, *images) for name in one}
     for tag in sorted({tag for one in tags for tag in one}):
@@ -785,7 +785,7 @@ def share_rows(images: Sequence[OwnAdapters], places: Mapping[str, int], bank: B
     return found
 
 
-def one_for_each(adapters: Any, prompts: int, per_prompt: int) -> list[Any]:
+def adapters_of_images(adapters: Any, prompts: int, per_prompt: int) -> list[Any]:
     """What is said of the adapters of each image: a table for all, or a list of one for each prompt or image.
 
     Raises:

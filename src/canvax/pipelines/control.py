@@ -16,7 +16,7 @@ from canvax.compile.kinds import Ready
 from canvax.compile.programs import Programs
 from canvax.errors import NO_VALUE, InputError, nearest
 from canvax.families.base import Model
-from canvax.images.given import fingerprint, read_images
+from canvax.images.inputs import fingerprint, read_images
 from canvax.images.maps import control_map
 from canvax.images.masks import as_floats, resized
 from canvax.models.controlled import Control

@@ -19,7 +19,7 @@ from canvax.engine.batch import Prompts, filled
 from canvax.families.base import Ids, Model
 from canvax.models.text import Conditions
 from canvax.parallel.mesh import over_batch, padded_batch
-from canvax.parallel.place import own_indices, own_rows, put
+from canvax.parallel.place import local_indices, local_rows, put
 from canvax.params import Params
 from canvax.pipelines.request import Request
 from canvax.pipelines.texts import Embeds, Stage, Wording, count_of
@@ -177,14 +177,14 @@ def encode(
     if beside is not None:
         shares = ({name: put(filled(beside.weights[name], batch), split) for name in model.tokenizers},)
     numbers = model.numbers(request.height, request.width, request.options.changed())
-    rows = own_indices(batch, split)
+    rows = local_indices(batch, split)
 
     def on_devices(ids: Ids) -> Conditions:
         placed = {name: put(filled(array, batch), split) for name, array in ids.items()}
         return ready["text encoder"](params, placed, skip, *shares)
 
     def one_pass(ids: Ids) -> dict[str, HostArray]:
-        return {name: own_rows(array, shared=True)[1] for name, array in on_devices(ids).items()}
+        return {name: local_rows(array, shared=True)[1] for name, array in on_devices(ids).items()}
 
     encoding = Encoding(model, request.texts.syntax, request.chunks, one_pass, rows)
 

@@ -23,7 +23,7 @@ from canvax.params import Params
 from canvax.pipelines.checks import check_guidance, check_prompts, check_second, check_size
 from canvax.pipelines.encoding import Encoding, ids_of, is_plain
 from canvax.pipelines.options import Options
-from canvax.pipelines.request import check_clip_skip, check_given
+from canvax.pipelines.request import check_clip_skip, check_init_images
 from canvax.pipelines.texts import read_texts
 from canvax.prompts.grammar import PromptSyntax
 from canvax.quantize import compute_dtype
@@ -89,7 +89,7 @@ def encode_image(model: Model, params: Params, image: Any, height: int | None, w
         raise InputError("image", [], "holds no image", "give a PIL image, a path, an array or a list of these")
     if image is None:
         raise InputError("image", None, "is no image", "give a PIL image, a path, an array or a list of these")
-    given = check_given(image, None, 1.0, (height, width), count, model.networks.size_step, Options())
+    given = check_init_images(image, None, 1.0, (height, width), count, model.networks.size_step, Options())
     assert given is not None
     pixels = jnp.asarray(np.stack([as_floats(one) for one in given.images]))
     return _encode_images(_weights(model, params, "vae"), pixels, cfg=model.vae)[0]

@@ -26,12 +26,12 @@ from canvax.images.masks import resized
 from canvax.parallel import multihost
 from canvax.parallel.memory import check_least, check_programs
 from canvax.parallel.mesh import over_batch, padded_batch
-from canvax.parallel.place import map_parts, own_rows, put
+from canvax.parallel.place import local_rows, map_parts, put
 from canvax.params import Params
 from canvax.pipelines.checks import MAX_SIDE, check_latents, check_second, check_steps, is_tiled
 from canvax.pipelines.options import Step
 from canvax.pipelines.prepare import keeps, prepare
-from canvax.pipelines.request import Given, Request, entry
+from canvax.pipelines.request import InitImages, Request, entry
 from canvax.pipelines.result import Clock, Display, Result
 from canvax.pipelines.texts import read_texts
 from canvax.samplers import SAMPLERS, SamplerSpec, SamplerTable, build_table
@@ -68,7 +68,7 @@ def text_to_image(
     )
     check_least(model.networks.denoiser.least_bytes(evaluated, *latents[1:3], itemsize), mesh, cure)
     ready = programs.ready(params, latents, kinds, display.announce)
-    check_programs(((one.program.name, one.executable) for one in ready.values()), mesh, cure)
+    check_programs(((compiled.program.name, compiled.executable) for compiled in ready.values()), mesh, cure)
 
     with clock("encode"):
         batch, keep = prepare(model, programs, params, request, ready, table, deep, tables)
@@ -78,16 +78,16 @@ def text_to_image(
             indices, samples = list(range(count)), jax.device_put(batch.state[:, 0], over_batch(mesh))
             rows: Any = samples[:count]
         else:
-            indices, slots = own_rows(batch.state, count)
+            indices, slots = local_rows(batch.state, count)
             rows, samples = slots[:, 0], map_parts(lambda part: part[:, 0], batch.state)
     with clock("decode"):
         pixels: Any = np.zeros((0, request.height, request.width, 3), np.float32)
         if "decoder" in ready:
             decoded = ready["decoder"](params, samples)
-            pixels = decoded[:count] if request.on_device else own_rows(decoded, count)[1]
+            pixels = decoded[:count] if request.on_device else local_rows(decoded, count)[1]
 
-    if request.given is not None and request.given.masks:
-        pasted = request.given.pasted(np.asarray(pixels), indices)
+    if request.init_images is not None and request.init_images.masks:
+        pasted = request.init_images.pasted(np.asarray(pixels), indices)
         pixels = put(filled(pasted, latents[0]), over_batch(mesh))[:count] if request.on_device else pasted
     if not (jnp if request.on_device else np).isfinite(pixels).all():
         half = model.dtype == "float16"
@@ -124,7 +124,7 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
         deep_layers=deep.layers if deep else 0,
         known=keeps(model, request) and request.options.mask_blend == "denoised",
         decoder=None if request.options.denoising_end < 1 else way,
-        image_encoder=None if request.given is None or request.given.latents is not None else way,
+        image_encoder=None if request.init_images is None or request.init_images.latents is not None else way,
         chunks=request.chunks,
         parts=request.texts.parts if request.composed else 0,
         method=request.options.guidance_method if request.guided else "cfg",
@@ -140,8 +140,8 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
 
 def sampler_table(model: Model, request: Request) -> SamplerTable:
     """The table of a request, the same for all its images."""
-    options, given = request.options, request.given
-    steps, skip = (given.steps, given.skipped) if given else (request.steps, 0)
+    options, init = request.options, request.init_images
+    steps, skip = (init.steps, init.skipped) if init else (request.steps, 0)
     settings, mu = options.settings, model.family.mu
     if mu is not None and model.scheduler.schedule.size_shift and not isinstance(request.sampler, SamplerTable):
         settings = {"mu": mu(model.networks.tokens([(request.height, request.width)]), steps), **settings}
@@ -188,12 +188,12 @@ def denoise(
             bar.advance(left - batch.rows_left)
             display.stepped()
             if keep is not None:
-                latents = own_rows(batch.state, count)[1][:, 0]
+                latents = local_rows(batch.state, count)[1][:, 0]
                 batch.replace(keep(latents, total - batch.rows_left))
             if callback:
                 row = total - batch.rows_left - 1
                 assert batch.denoised is not None
-                latents, denoised = own_rows(batch.state, count)[1][:, 0], own_rows(batch.denoised, count)[1]
+                latents, denoised = local_rows(batch.state, count)[1][:, 0], local_rows(batch.denoised, count)[1]
                 step = Step(row, total, float(table.timestep[row]), latents.copy(), denoised)
                 returned = callback(step)
                 if isinstance(returned, bool | np.bool_) and not returned:
@@ -244,14 +244,14 @@ def two_passes(
             "hires", request.options.hires, "does not go with several processes: no process has all images"
         )
     first = text_to_image(model, programs, params, replace(request, on_device=False), cure, counts)
-    assert larger.given is not None
+    assert larger.init_images is not None
     if request.options.hires_method == "latent":
         latents = _latents_resized(first.latents, *larger.shape[1:3])
-        given = replace(larger.given, latents=latents)
+        init = replace(larger.init_images, latents=latents)
     else:
         images = [resized(image, larger.height, larger.width) for image in to_pil(first.pixels)]
-        given = replace(larger.given, images=images, whole=(images, []))
-    second = text_to_image(model, programs, params, replace(larger, given=given), cure, counts)
+        init = replace(larger.init_images, images=images, whole=(images, []))
+    second = text_to_image(model, programs, params, replace(larger, init_images=init), cure, counts)
     both = {name: first.timings[name] + value for name, value in second.timings.items()}
     records, images = first.metadata, second.images
     if not request.on_device:
@@ -273,7 +273,7 @@ def second_pass(model: Model, request: Request) -> Request:
         InputError: it cannot be run.
     """
     options = request.options
-    if request.given is not None:
+    if request.init_images is not None:
         cure = "pipe.upscale(image, prompt) and canvax upscale IMAGE make one larger"
         raise InputError("hires", options.hires, "cannot be combined with an image", cure)
     if options.denoising_start or options.denoising_end < 1:
@@ -304,7 +304,7 @@ def second_pass(model: Model, request: Request) -> Request:
         sampler=request.sampler if options.hires_sampler is None else options.hires_sampler,
         latents=None,
         texts=texts,
-        given=Given(blank, [], strength, {}, (blank, []), [], whole, skipped),
+        init_images=InitImages(blank, [], strength, {}, (blank, []), [], whole, skipped),
     )
     try:
         sampler_table(model, larger)
@@ -345,10 +345,10 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
         "noise": "given" if request.latents is not None else request.options.noise,
         "canvax": __version__,
     }
-    if request.given and request.given.fingerprints:
-        shared["strength"] = request.given.strength
+    if request.init_images and request.init_images.fingerprints:
+        shared["strength"] = request.init_images.strength
         if request.options.denoising_end == 1:
-            shared["steps_run"] = request.given.steps - request.given.skipped
+            shared["steps_run"] = request.init_images.steps - request.init_images.skipped
     if request.references and request.references.fingerprints:
         shared["references_sha256"] = request.references.fingerprints
     if request.control:
@@ -382,7 +382,7 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
 
 def _given(request: Request, index: int) -> dict[str, str]:
     """By which pixels the image and the mask of one image are known again."""
-    fingerprints = request.given.fingerprints if request.given else {}
+    fingerprints = request.init_images.fingerprints if request.init_images else {}
     return {f"{name}_sha256": entry(values, index) for name, values in fingerprints.items()}
 
 

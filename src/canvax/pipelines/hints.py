@@ -11,7 +11,7 @@ from canvax import settings
 from canvax.errors import NO_VALUE, HintWarning, warn
 from canvax.families.base import Model
 from canvax.pipelines.generate import larger_side, sampler_table, work
-from canvax.pipelines.request import Given, Request
+from canvax.pipelines.request import InitImages, Request
 from canvax.prompts import words_of
 from canvax.samplers import find
 from canvax.samplers.table import NOISE
@@ -48,11 +48,11 @@ def give_hints(model: Model, request: Request) -> None:
 
 def _there(model: Model, request: Request) -> dict[str, tuple[bool, str]]:
     """Whether the conditions that options need hold, with words for each."""
-    options, given, again = request.options, request.given, request.options.hires > 1
+    options, init, again = request.options, request.init_images, request.options.hires > 1
     again = again and options.hires_method == "pixel"  # the second pass encodes the first one's image
     fixed = options.settings.get("timesteps") is not None or isinstance(options.sigmas, tuple)
     texts = not all(embeds is not None for embeds in request.embeds[: 1 + request.guided])
-    anew = given is not None and given.from_noise and options.mask_fill in ("noise", "nothing")
+    anew = init is not None and init.from_noise and options.mask_fill in ("noise", "nothing")
     return {
         "free spacing": (not fixed, "steps to place: sigmas or timesteps fix them"),
         "seed's noise": (request.latents is None, "a seed's noise, in place of which there are latents"),
@@ -60,18 +60,18 @@ def _there(model: Model, request: Request) -> dict[str, tuple[bool, str]]:
         "prompt as text": (request.embeds[0] is None, "a prompt as text"),
         "negative prompt as text": (request.embeds[1] is None, "a negative prompt as text"),
         "guidance": (request.guided, f"a guidance scale above {request.no_guidance:g}"),
-        "image": (given is not None, "an image"),
-        "encoded image": (given is not None or again, "an image"),
-        "strength below 1": (given is None or given.strength < 1, "a strength below 1"),
-        "kept image": (again or not _forgets(given), "a strength below 1 or a mask"),
-        "mask": (bool(given and given.masks), "a mask"),
+        "image": (init is not None, "an image"),
+        "encoded image": (init is not None or again, "an image"),
+        "strength below 1": (init is None or init.strength < 1, "a strength below 1"),
+        "kept image": (again or not _forgets(init), "a strength below 1 or a mask"),
+        "mask": (bool(init and init.masks), "a mask"),
         "mask over the image": (not anew, "a strength below 1, since the masked part begins from noise alone"),
     }
 
 
-def _forgets(given: Given | None) -> bool:
+def _forgets(init: InitImages | None) -> bool:
     """Whether the run owes nothing to the image: it begins from noise, and no mask keeps a part."""
-    return given is not None and given.strength == 1 and not given.masks
+    return init is not None and init.strength == 1 and not init.masks
 
 
 def _odd_spread(request: Request) -> float | None:
@@ -79,8 +79,8 @@ def _odd_spread(request: Request) -> float | None:
     inverts = isinstance(request.sampler, str) and find(request.sampler)[0].name == "ddim_inverse"
     if request.latents is None or inverts or request.options.denoising_start > 0:
         return None
-    spreads = [float(np.std(one)) for one in request.latents]
-    return next((one for one in spreads if not 1 / ODD <= one <= ODD), None)
+    spreads = [float(np.std(latent)) for latent in request.latents]
+    return next((spread for spread in spreads if not 1 / ODD <= spread <= ODD), None)
 
 
 def idle(model: Model, request: Request) -> Iterator[HintWarning]:
@@ -127,12 +127,12 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
         yield HintWarning("guidance_scale", scale, f"has no effect: {model.name} is distilled and needs no guidance")
     if options.guidance_steps and scale != model.defaults.guidance_scale:
         yield HintWarning("guidance_scale", scale, "has no effect: guidance_steps replace it")
-    if _forgets(request.given):
+    if _forgets(request.init_images):
         yield HintWarning(
             "strength", 1, "begins from noise alone and keeps nothing of the image", "give {strength=0.6}"
         )
     least = 128 if options.mask_mode == "hard" else 1
-    if any(np.asarray(mask).max() < least for mask in (request.given.masks if request.given else ())):
+    if any(np.asarray(mask).max() < least for mask in (request.init_images.masks if request.init_images else ())):
         yield HintWarning("mask", NO_VALUE, "is black, so the image stays as it is", "paint white what to generate")
     if (spread := _odd_spread(request)) is not None:
         yield HintWarning(
@@ -171,8 +171,8 @@ def _of_words(prompts: list[str], negatives: list[str], syntax: str, added: set[
         )
     texts = [*prompts, *negatives]
     found = dict.fromkeys(match[0] for text in texts for match in _WORD.finditer(text))
-    bare = {one: one.lower().removeprefix("embedding:") for one in found}
-    if free := [one for one in found if not {bare[one], bare[one].rpartition(".")[0]} & added]:
+    bare = {word: word.lower().removeprefix("embedding:") for word in found}
+    if free := [word for word in found if not {bare[word], bare[word].rpartition(".")[0]} & added]:
         yield as_text(free[0], "pipe.adapters.load_embedding or --embedding loads a textual inversion of this name")
     if network := _first(_NETWORK, negatives):
         yield as_text(network, "name adapters in the prompt", "negative_prompt")

@@ -18,7 +18,7 @@ from canvax.compile.programs import Programs
 from canvax.engine.batch import filled
 from canvax.errors import NO_VALUE, InputError
 from canvax.families.base import Model
-from canvax.images.given import clip_square, fingerprint, read_images
+from canvax.images.inputs import clip_square, fingerprint, read_images
 from canvax.images.masks import resized, rounded
 from canvax.models.clip_vision import MEAN
 from canvax.models.ip_adapter import ImageKV, IPAdapter, attentions_to_text, masked_levels

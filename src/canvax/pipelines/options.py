@@ -66,7 +66,7 @@ class Options(OptionRecord):
         return {name: changed.get(name, usual) for name, (usual, _, _) in numbers.items()}
 
     @property
-    def own_steps(self) -> int | None:
+    def listed_steps(self) -> int | None:
         """How many steps levels, timesteps or guidance of the user's own make; None without any."""
         if isinstance(timesteps := self.settings.get("timesteps"), list):
             return len(timesteps)
@@ -74,13 +74,13 @@ class Options(OptionRecord):
             return len(self.sigmas) - (self.sigmas[-1] == 0)
         return len(self.guidance_steps) if self.guidance_steps else None
 
-    def given(self) -> set[str]:
+    def changed_names(self) -> set[str]:
         """Names of the options that differ from their defaults."""
         return {name for name, one in declared(type(self)).items() if getattr(self, name) != one.default}
 
     def changed(self) -> dict[str, Any]:
         """The options that differ from their defaults and decide the image, which metadata keeps."""
-        decisive = self.given() - {"progress", "callback"}
+        decisive = self.changed_names() - {"progress", "callback"}
         changed = {name: getattr(self, name) for name in declared(type(self)) if name in decisive}
         if callable(rule := changed.get("guidance_method")):
             changed["guidance_method"] = name_of(rule)

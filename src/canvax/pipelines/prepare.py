@@ -64,8 +64,8 @@ def prepare(
     prompts, later = encode(model, ready, params, mesh, request, table)
     jax.block_until_ready(prompts)
     every = [half for conditions in (prompts, *later.values()) for half in conditions]
-    images, known, masked = request.given and request.given.latents, None, None
-    if "image encoder" in ready and request.given is not None and request.given.latents is None:
+    images, known, masked = request.init_images and request.init_images.latents, None, None
+    if "image encoder" in ready and request.init_images is not None and request.init_images.latents is None:
         images, known, masked = begin(model, request, partial(encode_images, ready, params, mesh, request))
     beside: dict[str, Any] = {}
     if masked is not None:
@@ -149,7 +149,7 @@ def noise_of(request: Request) -> HostArray:
 
 def keeps(model: Model, request: Request) -> bool:
     """Whether parts of the given images stay; an inpainting network sees to that by itself."""
-    return bool(request.given and request.given.masks) and not model.networks.inpaints
+    return bool(request.init_images and request.init_images.masks) and not model.networks.inpaints
 
 
 EncodeImages = Callable[[list[HostArray]], HostArray]
@@ -162,25 +162,25 @@ def begin(
 
     Latents to begin from; what is to stay of them; and what an inpainting network sees beside the noisy latents.
     """
-    given = request.given
-    assert given is not None
+    init = request.init_images
+    assert init is not None
     if model.networks.inpaints:
-        holes, mask = given.behind_latents(model.vae.factor)
+        holes, mask = init.behind_latents(model.vae.factor)
         latents = encode(holes)
         masked = np.concatenate([np.broadcast_to(mask, (*latents.shape[:3], 1)), latents], axis=-1)
-        images = None if given.from_noise else encode([as_floats(image) for image in given.images])
+        images = None if init.from_noise else encode([as_floats(image) for image in init.images])
         return images, None, masked
-    images = encode([as_floats(image) for image in given.images])
-    return None if given.from_noise else images, given.known(images, model.vae.factor, request.options), None
+    images = encode([as_floats(image) for image in init.images])
+    return None if init.from_noise else images, init.known(images, model.vae.factor, request.options), None
 
 
 def start(request: Request, images: HostArray, noise: HostArray, factor: int) -> HostArray:
     """Latents to begin from [n, h, w, C]: those of the images, with something else where they are masked."""
-    given, fill = request.given, request.options.mask_fill
-    assert given is not None
-    if not given.masks or fill in ("original", "fill"):
+    init, fill = request.init_images, request.options.mask_fill
+    assert init is not None
+    if not init.masks or fill in ("original", "fill"):
         return images
-    mask = given.latent_masks(len(images), factor, hard=request.options.mask_mode == "hard")
+    mask = init.latent_masks(len(images), factor, hard=request.options.mask_mode == "hard")
     return (1 - mask) * images + (mask * noise if fill == "noise" else 0)
 
 
@@ -202,7 +202,7 @@ def encode_references(
         pixels = [as_floats(image) for image in images]
         latents.append(_moments(ready[reference_encoder(size)], params, mesh, pixels)[0])
     count = max(map(len, latents))
-    latents = [np.broadcast_to(one, (count, *one.shape[1:])) for one in latents]
+    latents = [np.broadcast_to(image, (count, *image.shape[1:])) for image in latents]
     denoiser = model.networks.denoiser_of(references=model.networks.room(references.sizes))
     read = denoiser.read_references(latents)
     return {name: put(filled(array, batch), over_batch(mesh)) for name, array in read.items()}

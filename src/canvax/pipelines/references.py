@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 
 from canvax.errors import NO_VALUE, InputError
-from canvax.images.given import fingerprint, read_images
+from canvax.images.inputs import fingerprint, read_images
 
 MOST_PIXELS = 1024 * 1024
 """Of a reference image; larger ones are made smaller."""
@@ -33,7 +33,7 @@ class References:
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Height and width of each."""
-        return tuple((one[0].height, one[0].width) for one in self.images)
+        return tuple((references[0].height, references[0].width) for references in self.images)
 
 
 def check_references(value: Any, step: int) -> References:

@@ -15,7 +15,7 @@ from canvax.call import MAX_SIDE, Call
 from canvax.denoise import Known
 from canvax.errors import NO_VALUE, InputError, refuse_tracers
 from canvax.families.base import Model
-from canvax.images.given import MOST_PIXELS, fingerprint, read_images
+from canvax.images.inputs import MOST_PIXELS, fingerprint, read_images
 from canvax.images.masks import (
     Box,
     around,
@@ -78,7 +78,7 @@ class Request:
     no_guidance: float
     texts: Texts
     embeds: tuple[Embeds | None, Embeds | None] = (None, None)
-    given: Given | None = None
+    init_images: InitImages | None = None
     control: ControlImages | None = None
     image_prompts: ImagePrompts | None = None
     beside: Shares | None = None
@@ -87,20 +87,20 @@ class Request:
 
     def fingerprint(self) -> list[Any]:
         """Everything but the seeds that must be the same in processes that generate together, by its ``repr``."""
-        apart = ("seeds", "options", "latents", "given", "texts", "embeds", "control", "image_prompts", "beside")
+        apart = ("seeds", "options", "latents", "init_images", "texts", "embeds", "control", "image_prompts", "beside")
         apart += ("references",)
         decided = {name: value for name, value in vars(self).items() if name not in apart}
         if isinstance(self.sampler, SamplerTable):
             decided["sampler"] = self.sampler.sha256
         elif isinstance(self.sampler, SamplerSpec):  # the text of a function is not the same in each process
             decided["sampler"] = self.sampler.name
-        image = self.given and (self.given.strength, self.given.fingerprints)
-        given = None if self.latents is None else hashlib.sha256(self.latents.tobytes()).hexdigest()
+        image = self.init_images and (self.init_images.strength, self.init_images.fingerprints)
+        digest = None if self.latents is None else hashlib.sha256(self.latents.tobytes()).hexdigest()
         image = [image, self.control and dict(self.control.fingerprints)]
         image += [self.image_prompts and self.image_prompts.fingerprint()]
         image += [self.beside and (self.beside.places, self.beside.records)]
         image += [self.references and (self.references.sizes, self.references.fingerprints)]
-        return [decided, given, image, self.options.changed(), self.options.callback is not None]
+        return [decided, digest, image, self.options.changed(), self.options.callback is not None]
 
     @property
     def guided(self) -> bool:
@@ -120,7 +120,7 @@ class Request:
     @property
     def chunks(self) -> int:
         """Of each prompt, for the denoiser."""
-        tokens = [one["text"].shape[1] for one in self.embeds if one is not None]
+        tokens = [embed["text"].shape[1] for embed in self.embeds if embed is not None]
         counts = [self.texts.chunks, *(count // self.texts.tokens for count in tokens)]
         return chunk_count(counts, whole=True) if self.texts.whole else math.lcm(*counts)
 
@@ -134,9 +134,9 @@ def make_request(model: Model, call: Call) -> Request:
     options, sampler, per_prompt = check_options(call.options), _sampler(call.sampler), call.num_images_per_prompt
     check_for_model(options, model)
     check_seed_size(options, model.vae.factor)
-    prompt, negative, embeds = taken_apart(call.prompt, call.negative_prompt, model)
+    prompt, negative, embeds = split_conditions(call.prompt, call.negative_prompt, model)
     prompts, negatives = check_prompts(prompt, negative, per_prompt)
-    if any(one is not None and len(one["text"]) != len(prompts) for one in embeds):
+    if any(embed is not None and len(embed["text"]) != len(prompts) for embed in embeds):
         raise InputError(
             "prompt", NO_VALUE, f"has conditions of other than {len(prompts)} images", "give an entry for each"
         )
@@ -151,31 +151,31 @@ def make_request(model: Model, call: Call) -> Request:
     if references is not None:
         size = (size[0] or references.sizes[0][0], size[1] or references.sizes[0][1])
     image = call.image if references is None else None
-    given = check_given(image, call.mask, call.strength, size, len(prompts), factor, options)
-    if given is not None and given.masks and model.networks.denoiser.edits:
-        references = References([given.images])
-    if given is None:
+    init = check_init_images(image, call.mask, call.strength, size, len(prompts), factor, options)
+    if init is not None and init.masks and model.networks.denoiser.edits:
+        references = References([init.images])
+    if init is None:
         height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
-        given = all_anew(height, width) if model.networks.inpaints else None
+        init = masked_everywhere(height, width) if model.networks.inpaints else None
     else:
-        height, width = given.size
+        height, width = init.size
     shape = model.networks.latent_shape(len(prompts), height, width)
     most = model.scheduler.schedule.alphas_cumprod.size
     table = sampler if isinstance(sampler, SamplerTable) else None
-    own_steps = options.own_steps if table is None else int(table.step[-1]) + 1
-    steps = check_steps(call.num_inference_steps, own_steps, model.defaults.num_inference_steps, most)
-    if given is not None and table is not None:
+    listed_steps = options.listed_steps if table is None else int(table.step[-1]) + 1
+    steps = check_steps(call.num_inference_steps, listed_steps, model.defaults.num_inference_steps, most)
+    if init is not None and table is not None:
         if call.strength is not None:
             cure = "leave it out: a table that was built with skip= begins later"
             raise InputError("strength", call.strength, "has no effect on a sampler that is a table", cure)
         first = int(table.step[0])
-        given = replace(given, steps=steps, skipped=first, strength=1 - first / steps)
-    elif given is not None:
-        whole, skipped = steps_of_strength(given.strength, steps, options.strength_rule, most)
-        given = replace(given, steps=whole, skipped=skipped)
+        init = replace(init, steps=steps, skipped=first, strength=1 - first / steps)
+    elif init is not None:
+        whole, skipped = steps_of_strength(init.strength, steps, options.strength_rule, most)
+        init = replace(init, steps=whole, skipped=skipped)
     prompts_2 = check_second("prompt_2", options.prompt_2, prompts, per_prompt)
     negatives_2 = check_second("negative_prompt_2", options.negative_prompt_2, negatives, per_prompt)
-    run = given.steps - given.skipped if given else steps
+    run = init.steps - init.skipped if init else steps
     request = Request(
         prompts=prompts,
         negatives=negatives,
@@ -195,13 +195,13 @@ def make_request(model: Model, call: Call) -> Request:
         no_guidance=model.family.no_guidance,
         texts=read_texts(model, (prompts, prompts_2), (negatives, negatives_2), options, run),
         embeds=embeds,
-        given=given,
+        init_images=init,
         control=controls,
         image_prompts=_image_prompts(model, call.image_prompt, len(prompts), options),
         references=references,
     )
     _check_together(request, model)
-    check_start(options, sampler, request.latents, model, image=given is not None)
+    check_start(options, sampler, request.latents, model, image=init is not None)
     return request
 
 
@@ -246,16 +246,16 @@ def _references(model: Model, call: Call, options: Options) -> References | None
     return check_references(call.image, model.networks.size_step)
 
 
-def taken_apart(prompt: Any, negative: Any, model: Model) -> tuple[Any, Any, tuple[Embeds | None, Embeds | None]]:
+def split_conditions(prompt: Any, negative: Any, model: Model) -> tuple[Any, Any, tuple[Embeds | None, Embeds | None]]:
     """Prompts, and in place of those that were given as conditions empty ones and the conditions."""
-    found: list[Embeds | None] = [None, None]
+    embeds: list[Embeds | None] = [None, None]
     texts = [prompt, negative]
     for i, name in enumerate(("prompt", "negative_prompt")):
         if isinstance(texts[i], Mapping):
             refuse_tracers(name, dict(texts[i]))
-            found[i] = check_conditions(name, texts[i], model)
-            texts[i] = [""] * len(found[i]["text"])  # pyright: ignore[reportOptionalSubscript]
-    return texts[0], texts[1], (found[0], found[1])
+            embeds[i] = check_conditions(name, texts[i], model)
+            texts[i] = [""] * len(embeds[i]["text"])  # pyright: ignore[reportOptionalSubscript]
+    return texts[0], texts[1], (embeds[0], embeds[1])
 
 
 def check_for_model(options: Options, model: Model) -> None:
@@ -361,7 +361,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class InitImages:
     """What a call was given, an entry for each image or one for all.
 
     Attributes:
@@ -424,7 +424,7 @@ class Given:
         """Generated pixels [n, H, W, 3] of some images of the call, with the given ones where they stay."""
         if not self.masks or not len(pixels):
             return pixels
-        return np.stack([self._pasted(one, i) for one, i in zip(pixels, indices, strict=True)])
+        return np.stack([self._pasted(image, i) for image, i in zip(pixels, indices, strict=True)])
 
     def _pasted(self, pixels: HostArray, index: int) -> HostArray:
         image, mask = as_floats(entry(self.whole[0], index)), as_floats(entry(self.whole[1], index))[..., None]
@@ -436,9 +436,9 @@ class Given:
         return (1 - mask) * image + mask * pixels
 
 
-def check_given(
+def check_init_images(
     image: Any, mask: Any, strength: Any, size: tuple[Any, Any], count: int, factor: int, options: Options
-) -> Given | None:
+) -> InitImages | None:
     """The image of a call at the size to generate, which is the image's own unless ``size`` says otherwise.
 
     Args:
@@ -475,7 +475,7 @@ def check_given(
                 f"is {_size(masks[i])} and the image {_size(entry(images, i))}",
                 "they must be of the same size",
             )
-    fingerprints = {"image": [fingerprint(one) for one in images], "mask": [fingerprint(one) for one in masks]}
+    fingerprints = {"image": [fingerprint(image) for image in images], "mask": [fingerprint(image) for image in masks]}
     fingerprints = {name: texts for name, texts in fingerprints.items() if texts}
     if options.outpaint:
         sides = cast(Box, options.outpaint)  # as canvax.Options keeps it
@@ -486,15 +486,15 @@ def check_given(
     height, width = _sides(images, size, factor)
     if options.padding_mask_crop is not None:
         return _cut_out(images, masks, strength, fingerprints, (height, width), options)
-    images = [resized(one, height, width) for one in images]
-    masks = [_edged(resized(one, height, width), options) for one in masks]
-    return Given(_filled(images, masks, options), masks, strength, fingerprints, (images, masks), [])
+    images = [resized(image, height, width) for image in images]
+    masks = [_edged(resized(mask, height, width), options) for mask in masks]
+    return InitImages(_filled(images, masks, options), masks, strength, fingerprints, (images, masks), [])
 
 
-def all_anew(height: int, width: int) -> Given:
+def masked_everywhere(height: int, width: int) -> InitImages:
     """What an inpainting model generates an image from that begins with nothing: grey, all of it masked."""
     grey, white = [Image.new("RGB", (width, height), (128, 128, 128))], [Image.new("L", (width, height), 255)]
-    return Given(grey, white, 1.0, {}, (grey, white), [])
+    return InitImages(grey, white, 1.0, {}, (grey, white), [])
 
 
 def entry(values: Sequence[T], index: int) -> T:
@@ -507,7 +507,7 @@ def _given_options(options: Options) -> list[tuple[str, Any]]:
 
 
 def _sides(images: list[Image.Image], size: tuple[Any, Any], factor: int) -> tuple[int, int]:
-    if None in size and len({one.size for one in images}) > 1:
+    if None in size and len({image.size for image in images}) > 1:
         raise InputError(
             "image", NO_VALUE, "has images of several sizes", "give {height} and {width}, which they are resized to"
         )
@@ -535,23 +535,23 @@ def _outpainted(
                     f"makes a {side} of {length + pixels} pixels",
                     f"add a multiple of {factor} to {length}",
                 )
-    given: Sequence[Any] = masks or [None]
-    count = max(len(images), len(given))
-    whole = [around(entry(given, i), entry(images, i).size, sides) for i in range(count)]
+    holes: Sequence[Any] = masks or [None]
+    count = max(len(images), len(holes))
+    whole = [around(entry(holes, i), entry(images, i).size, sides) for i in range(count)]
     return [extended(image, sides) for image in images], whole
 
 
 def _cut_out(
     images: list[Image.Image], masks: list[Image.Image], strength: float, fingerprints: dict[str, list[str]],
     size: tuple[int, int], options: Options,
-) -> Given:  # fmt: skip
+) -> InitImages:  # fmt: skip
     """The masked parts alone, each brought to the size that is generated."""
     assert options.padding_mask_crop is not None
     if not masks:
         raise InputError(
             "padding_mask_crop", NO_VALUE, "needs a mask", "give {mask}, of which the surroundings are cut out"
         )
-    if len({one.size for one in images}) > 1:
+    if len({image.size for image in images}) > 1:
         raise InputError(
             "padding_mask_crop",
             NO_VALUE,
@@ -564,7 +564,7 @@ def _cut_out(
     parts = [resized(entry(images, i).crop(entry(boxes, i)), *size) for i in range(count)]
     holes = [resized(mask.crop(box), *size) for mask, box in zip(masks, boxes, strict=True)]
     holes = [rounded(hole) for hole in holes] if options.mask_mode == "hard" and not options.mask_blur else holes
-    return Given(_filled(parts, holes, options), holes, strength, fingerprints, (images, masks), boxes)
+    return InitImages(_filled(parts, holes, options), holes, strength, fingerprints, (images, masks), boxes)
 
 
 def _filled(images: list[Image.Image], masks: list[Image.Image], options: Options) -> list[Image.Image]:

@@ -19,7 +19,7 @@ import numpy as np
 from canvax.errors import CheckpointError
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
-from canvax.images.given import clip_square
+from canvax.images.inputs import clip_square
 from canvax.kernels.target import jitted
 from canvax.models.clip_vision import vision_encoder, vision_encoder_spec
 from canvax.models.configs import ClipVisionConfig

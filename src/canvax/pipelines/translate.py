@@ -10,7 +10,7 @@ import numpy as np
 
 from canvax.call import Call
 from canvax.errors import InputError, shown
-from canvax.familiar import CALL, HARMLESS, LOAD, PAGE, Familiar, Translate, answer, renamed
+from canvax.familiar import CALL, HARMLESS, LOAD, PAGE, ForeignName, Translate, answer, renamed
 from canvax.pipelines.options import Options, Step, check_options, check_step_end
 from canvax.samplers import find
 from canvax.settings import declared
@@ -30,8 +30,8 @@ _SPECIAL = ("generator", "return_dict", "timesteps", "callback_on_step_end", "gu
 _SPECIAL += ("callback_on_step_end_tensor_inputs", "prompt_embeds", "pooled_prompt_embeds")
 _SPECIAL += ("negative_prompt_embeds", "negative_pooled_prompt_embeds", "ip_adapter_image", "ip_adapter_image_embeds")
 GIVEN = CALL | {
-    "prompt_embeds": Familiar(becomes="prompt"),
-    "negative_prompt_embeds": Familiar(becomes="negative_prompt"),
+    "prompt_embeds": ForeignName(becomes="prompt"),
+    "negative_prompt_embeds": ForeignName(becomes="negative_prompt"),
 }
 """What errors of a call name otherwise than its caller."""
 
@@ -147,7 +147,7 @@ def with_changes(options: Any, changes: Mapping[str, Any]) -> Options:
         InputError: a field is given in both.
     """
     options = check_options(options)
-    twice = options.given() & changes.keys()
+    twice = options.changed_names() & changes.keys()
     if twice:
         raise InputError(f"{min(twice)} is given twice, as an argument and in options; give it once")
     return dataclasses.replace(options, **changes)
@@ -206,7 +206,7 @@ def _seeds(generator: Any) -> Any:
     return seed
 
 
-def loader(table: Mapping[str, Familiar], own: Sequence[str], kind: str, page: str = PAGE) -> Translate:
+def loader(table: Mapping[str, ForeignName], own: Sequence[str], kind: str, page: str = PAGE) -> Translate:
     """How the keywords of a function that loads a model are translated: by ``table``; ``own`` are those it has."""
 
     def translate(own_keywords: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from canvax.errors import InputError, check_count, check_flag, check_number
 from canvax.families.base import Model
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
-from canvax.images.given import MOST_PIXELS, fingerprint, read_images
+from canvax.images.inputs import MOST_PIXELS, fingerprint, read_images
 from canvax.images.masks import as_floats, extended, resized
 from canvax.models.controlnet_union import UnionNet
 from canvax.noise import NoiseKind, check_seed, initial_noise

@@ -25,8 +25,8 @@ _WRITERS = 2
 _MOST_WAITING = 256
 """The number of images that may wait to be written: if a disk is slow, generating waits for it."""
 
-Made_ = tuple[int, list[Made]]
-Generate = Callable[[Iterator[Row], int], Iterable[Made_]]
+Results = tuple[int, list[Made]]
+Generate = Callable[[Iterator[Row], int], Iterable[Results]]
 """A function from rows, and their number, to their results: see ``Worker.run``."""
 
 
@@ -194,10 +194,10 @@ def run(
         future.result()
 
 
-def windows(run_rows: Callable[[Iterable[Row]], Iterator[Made_]], size: int = WINDOW) -> Generate:
+def windows(run_rows: Callable[[Iterable[Row]], Iterator[Results]], size: int = WINDOW) -> Generate:
     """Return a function that generates rows a window at a time, so that long files need little memory."""
 
-    def generate(rows: Iterator[Row], _: int) -> Iterator[Made_]:
+    def generate(rows: Iterator[Row], _: int) -> Iterator[Results]:
         while window := list(islice(rows, size)):
             yield from run_rows(window)
 

@@ -296,10 +296,10 @@ class Worker:
                 raise InputError("hires", options.hires, f"is not for a batch: {why}", "leave it out")
         # What one table of the whole batch decides besides the table itself: features, texts, pieces of the run.
         alike = (deep is not None, len(kinds.guided) > 1, len(request.texts.stages) > 1, request.embedded,
-                 options.hires > 1, request.given is not None)  # fmt: skip
+                 options.hires > 1, request.init_images is not None)  # fmt: skip
         shared, common = replace(options, **_BY_IMAGE), ()
         if any(alike):
-            size = [call.height, call.width, call.strength] if request.given else []
+            size = [call.height, call.width, call.strength] if request.init_images else []
             shared = replace(options, prompt_2=None, negative_prompt_2=None)
             common = (request.steps, request.guidance, request.sampler, call.mask is None, *size)
         common += tuple(request.references.fingerprints) if request.references else ()  # all images of a call read them
@@ -313,7 +313,7 @@ class Worker:
                request.chunks, request.texts.parts, request.composed, request.guided,
                request.control and request.control.names,
                request.image_prompts and request.image_prompts.kinds)  # fmt: skip
-        from_images = request.given is not None or request.references is not None
+        from_images = request.init_images is not None or request.references is not None
         if from_images or key not in self._worked:
             if len(self._worked) > 1000:
                 self._worked.clear()

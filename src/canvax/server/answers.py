@@ -139,7 +139,7 @@ def _decoded(body: bytes, kind: type[Body], status: int, strict: bool) -> Body:
         sent = None
         with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             sent = msgspec.json.decode(body)
-        raise wrong_field(error, kind, sent, status) from None
+        raise field_error(error, kind, sent, status) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         match = _BYTE.search(str(error))
         at = int(match[1]) if match else 0
@@ -148,7 +148,7 @@ def _decoded(body: bytes, kind: type[Body], status: int, strict: bool) -> Body:
         raise Rejected(status, "invalid_json", message) from None
 
 
-def wrong_field(error: msgspec.ValidationError, kind: Any, sent: Any, status: int = 400) -> Rejected:
+def field_error(error: msgspec.ValidationError, kind: Any, sent: Any, status: int = 400) -> Rejected:
     """A refusal that names the field, its value and what it takes.
 
     Args:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from canvax.server import a1111, huggingface, jobs_api, openai
 from canvax.server.answers import encoded, json_answer, request_id_of
-from canvax.server.guard import Guard, Rules, failed, own_hosts
+from canvax.server.guard import Guard, Rules, allowed_hosts, failed
 from canvax.server.jobs import Engine, Rejected, State
 from canvax.server.keys import Keys
 from canvax.server.metrics import CONTENT_TYPE, Metrics
@@ -109,7 +109,7 @@ def create_app(
     app.router.redirect_slashes = False
     rules = Rules(
         settings.keys,
-        own_hosts(settings.host, settings.more_hosts),
+        allowed_hosts(settings.host, settings.more_hosts),
         settings.origins,
         settings.max_body,
         _WITH_IMAGES,

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from canvax.compile.kinds import Kinds
-from canvax.engine.batch import Carried, Prompts
+from canvax.engine.batch import ParkedImage, Prompts
 from canvax.families.base import Model
 from canvax.images.formats import written
 from canvax.models.controlled import Control
@@ -93,7 +93,7 @@ class Idle:
             if not entry["masks"]:
                 del entry["masks"]
 
-    def beside(self, carried: Carried, names: Sequence[str]) -> Carried:
+    def beside(self, carried: ParkedImage, names: Sequence[str]) -> ParkedImage:
         """An image as the programs take it; ``names`` are the networks that it has a control image for."""
         if not self._nothing:
             return carried
@@ -105,7 +105,7 @@ class Idle:
             places = [i for i, (name, _) in enumerate(self._nets) if name in names]
             control[:, places, :, : strengths.shape[-1]] = strengths
             run.columns = {**run.columns, "control": control}
-        return Carried(flight._replace(prompts=self._all(flight.prompts)), run)
+        return ParkedImage(flight._replace(prompts=self._all(flight.prompts)), run)
 
     def _all(self, prompts: Prompts) -> Prompts:
         return tuple(self._whole(prompt) for prompt in prompts)

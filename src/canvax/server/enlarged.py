@@ -57,15 +57,15 @@ def cut(job_request: JobRequest, model: Model, seed: int, noise: NoiseKind) -> t
 
 def tile_request(request: Request, tiles: Tiles, index: int) -> Request:
     """That of a tile, from that of another one."""
-    assert request.given is not None
+    assert request.init_images is not None
     tile = tiles[index]
-    given = replace(request.given, images=[tile.image], whole=([tile.image], []))
+    init = replace(request.init_images, images=[tile.image], whole=([tile.image], []))
     control = request.control
     if control is not None:
         shown = {name: [tuple(replace(hint, image=tile.image) for hint in images[0])]
                  for name, images in control.images.items()}  # fmt: skip
         control = replace(control, images=shown)
-    return replace(request, given=given, control=control, latents=tile.noise[None])
+    return replace(request, init_images=init, control=control, latents=tile.noise[None])
 
 
 class Enlarged:

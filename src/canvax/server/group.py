@@ -15,7 +15,7 @@ from canvax.compile.aot import BuildCallback
 from canvax.compile.kinds import DENOISERS, Kinds, Ready
 from canvax.compile.programs import Programs
 from canvax.denoise import Known
-from canvax.engine.batch import Batch, Carried, filled
+from canvax.engine.batch import Batch, ParkedImage, filled
 from canvax.engine.lanes import Lanes, side_by_side
 from canvax.families.base import Model
 from canvax.parallel.memory import free_bytes, program_bytes
@@ -132,7 +132,7 @@ class Group:
         shared = 1 + bool(kinds.decoder) + bool(kinds.image_encoder) + len(kinds.controls) + len(kinds.image_prompts)
         return shared + len(kinds.guided) * len(self.batches)
 
-    def measure(self, carry: Carried) -> None:
+    def measure(self, carry: ParkedImage) -> None:
         """Time a row of each batch, in one lane and in more, and forget what is no faster than fewer images."""
         measured: dict[int, tuple[float, int]] = {}
         most = self._most_lanes
@@ -161,7 +161,7 @@ class Group:
         needed = max(program_bytes(compiled.executable) or 0 for compiled in self._denoisers[batch].values())
         return free is None or lanes * needed <= free
 
-    def _measured(self, images: int, lanes: int, carry: Carried) -> float:
+    def _measured(self, images: int, lanes: int, carry: ParkedImage) -> float:
         """Seconds of a row of so many images in so many lanes."""
         self._lanes[images] = lanes
         self._timed(images, carry, 1)  # the first call of a program is slower
@@ -169,7 +169,7 @@ class Group:
         rows = min(len(carry.run.table), rows_at_once(single))  # a call has its own time, which these share
         return single if single > 1 else statistics.median(self._timed(images, carry, rows) for _ in range(3))
 
-    def _timed(self, images: int, carry: Carried, rows: int) -> float:
+    def _timed(self, images: int, carry: ParkedImage, rows: int) -> float:
         """Seconds of each of so many rows of a full batch, in one call."""
         batch = self._new_batch(images)
         batch.join(dict.fromkeys(range(images), carry))
@@ -177,7 +177,7 @@ class Group:
         batch.step(rows)
         return (time.perf_counter() - began) / rows
 
-    def draw(self, carry: Carried, rows: int) -> tuple[HostArray, bool]:
+    def draw(self, carry: ParkedImage, rows: int) -> tuple[HostArray, bool]:
         """Latents of an image [h, w, C] after at most so many rows, and whether they are its last."""
         batch = self._new_batch(self.alone)
         batch.join({0: carry})
@@ -186,7 +186,7 @@ class Group:
             done = done or batch.step()
         return batch.take(0), bool(done)
 
-    def begin(self, item: Item) -> Carried:
+    def begin(self, item: Item) -> ParkedImage:
         """Encode what an item was given; it can be seated then."""
         if item.carried is None:
             assert self._ready is not None

@@ -247,7 +247,7 @@ def _write_log(scope: Scope, state: dict[str, Any], status: int, seconds: float)
     log.info(json.dumps(line))
 
 
-def own_hosts(host: str, others: Sequence[str]) -> tuple[str, ...]:
+def allowed_hosts(host: str, others: Sequence[str]) -> tuple[str, ...]:
     """Names that a server on ``host`` is called by."""
     names = ["localhost", "127.0.0.1", "[::1]", *others]
     if host not in ("0.0.0.0", "::", ""):

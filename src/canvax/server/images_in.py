@@ -11,7 +11,7 @@ from PIL import Image, ImageChops, ImageOps, UnidentifiedImageError
 
 from canvax.errors import InputError
 from canvax.images.formats import FORMATS
-from canvax.images.given import read_images
+from canvax.images.inputs import read_images
 from canvax.server.jobs import Rejected
 
 MOST_PIXELS = 1 << 24

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 from PIL import Image
 
 from canvax.errors import shortened
-from canvax.images.given import fingerprint
+from canvax.images.inputs import fingerprint
 
 Format = Literal["png", "jpeg", "webp"]
 

@@ -181,7 +181,7 @@ class ServedModel:
             self.shelf.take_off()
         self.params = None
 
-    def own_params(self) -> Params:
+    def loaded_params(self) -> Params:
         """Its weights, which are there."""
         assert self.params is not None
         return self.shelf.beside(self.params) if self.shelf else self.params
@@ -202,7 +202,7 @@ class ServedModel:
 
     def build(self, key: GroupKey, batches: Sequence[int], announce: BuildCallback) -> Group:
         """A group with its programs, compiled or from the cache; in any thread."""
-        group = Group(key, self.model, self.programs, self.own_params, batches, self._lanes)
+        group = Group(key, self.model, self.programs, self.loaded_params, batches, self._lanes)
         if isinstance(announce, Announcer):
             announce.expect(group.programs)
         group.compile(self._shapes, announce)

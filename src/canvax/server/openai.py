@@ -30,6 +30,7 @@ from canvax.server.answers import (
     encoded,
     error_headers,
     failure,
+    field_error,
     json_answer,
     model_header,
     model_named,
@@ -42,7 +43,6 @@ from canvax.server.answers import (
     settled,
     submitted,
     watched,
-    wrong_field,
 )
 from canvax.server.fields import Fraction, Scale, Seed, Side, Steps
 from canvax.server.images_in import Pixels, colours, image_of_bytes, transparent_mask
@@ -59,7 +59,7 @@ from canvax.server.jobs import (
     Status,
 )
 
-_OWN_SIZES = {(256, 256), (512, 512), (1024, 1024), (1024, 1536), (1536, 1024), (1024, 1792), (1792, 1024)}
+_OPENAI_SIZES = {(256, 256), (512, 512), (1024, 1024), (1024, 1536), (1536, 1024), (1024, 1792), (1792, 1024)}
 """What clients ask for that know OpenAI's models alone; they mean no more by it than the proportions."""
 _PREFIXES = ("/v1", "", "/openai/deployments/{deployment}")
 _FIELDS = {"width": "size", "height": "size", "format": "output_format", "quality": "output_compression"}
@@ -245,7 +245,7 @@ def _size(body: Generation, card: ModelCard, image: Image.Image | None) -> tuple
     if (body.width or size[0], body.height or size[1]) != size:
         message = f"size={body.size!r} beside width={body.width} and height={body.height}; send one or the other"
         raise Rejected(400, "invalid_value", message, param="size")
-    known = card.any_size or size in card.sizes or size not in _OWN_SIZES
+    known = card.any_size or size in card.sizes or size not in _OPENAI_SIZES
     return size if known else nearest_size(card, size)
 
 
@@ -263,7 +263,7 @@ def _edit(
     try:
         body = msgspec.convert(values, Generation, strict=False)
     except msgspec.ValidationError as problem:
-        raise wrong_field(problem, Generation, values) from None
+        raise field_error(problem, Generation, values) from None
     for name, _ in files:
         if name in Generation.__struct_fields__:
             raise Rejected(400, "invalid_value", f"{name}: is a file; send it as text, without a filename", param=name)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from PIL import Image, ImageOps
 
 from canvax.compile.kinds import Kinds
-from canvax.engine.batch import Carried
+from canvax.engine.batch import ParkedImage
 from canvax.engine.segments import guided_rows
 from canvax.errors import NO_VALUE, InputError, nearest
 from canvax.families.base import Model
@@ -110,7 +110,7 @@ class Item:
     previews: tuple[int, ...] = ()
     decodes: bool | None = None
     turn: float | None = None
-    carried: Carried | None = None
+    carried: ParkedImage | None = None
     faults: int = 0
     whole: Enlarged | None = None
     adapters: Wanted = field(default_factory=dict)
@@ -136,17 +136,19 @@ class Item:
 
     def encoded(self) -> None:
         """Its images have been read: those that its end does not need are let go."""
-        given, control, prompts = self.request.given, self.request.control, self.request.image_prompts
+        init, control, prompts = self.request.init_images, self.request.control, self.request.image_prompts
         references = self.request.references
-        if given is not None:
-            given = replace(given, images=[], whole=given.whole if given.masks else ([], []))
+        if init is not None:
+            init = replace(init, images=[], whole=init.whole if init.masks else ([], []))
         if control is not None:
             control = replace(control, images={})
         if prompts is not None:
             prompts = replace(prompts, prompts=[replace(prompt, images=[], masks=[]) for prompt in prompts.prompts])
         if references is not None:
             references = replace(references, images=[])
-        self.request = replace(self.request, given=given, control=control, image_prompts=prompts, references=references)
+        self.request = replace(
+            self.request, init_images=init, control=control, image_prompts=prompts, references=references
+        )
 
     def inputs(self) -> Iterator[Image.Image]:
         """The decoded images that it holds."""
@@ -194,8 +196,8 @@ class Item:
 
 def inputs_of(request: Request) -> Iterator[Image.Image]:
     """The decoded images of a request."""
-    if (given := request.given) is not None:
-        yield from (*given.images, *given.masks, *given.whole[0], *given.whole[1])
+    if (init := request.init_images) is not None:
+        yield from (*init.images, *init.masks, *init.whole[0], *init.whole[1])
     if request.references is not None:
         yield from (image for images in request.references.images for image in images)
     if request.control is not None:
@@ -429,7 +431,9 @@ def _references(job_request: JobRequest, model: Model) -> tuple[Any, tuple[int |
     images = [image, *job_request.references]
     height, width = check_references(images, model.networks.size_step).sizes[0]
     size = size[0] or width, size[1] or height
-    return [one if one.size == size else ImageOps.fit(one, size, Image.Resampling.LANCZOS) for one in images], size
+    return [
+        image if image.size == size else ImageOps.fit(image, size, Image.Resampling.LANCZOS) for image in images
+    ], size
 
 
 def _refusal(error: InputError) -> Rejected:

@@ -73,8 +73,8 @@ class Writer:
         job, shown, began = item.job, item.shown, time.perf_counter()
         try:
             served.colours.learn(latents, pixels)
-            if item.request.given is not None:
-                pixels = item.request.given.pasted(pixels[None], [0])[0]
+            if item.request.init_images is not None:
+                pixels = item.request.init_images.pasted(pixels[None], [0])[0]
             if item.whole:
                 item.picture.step, item.picture.status = item.picture.steps, Status.DONE
                 last, number = item.whole.add(item.picture, pixels)

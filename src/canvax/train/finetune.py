@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from canvax.families.base import Model
 from canvax.params import Params
-from canvax.train.task import OWN_CAPTIONS, Start, Subject, Training, check_rate, train
+from canvax.train.task import FILE_CAPTIONS, Start, Subject, Training, check_rate, train
 from canvax.types import DType
 from canvax.weights.cast import parse_dtype
 
@@ -74,7 +74,7 @@ def finetune(
     training: Training,
     mesh: Mesh,
     *,
-    subject: Subject = OWN_CAPTIONS,
+    subject: Subject = FILE_CAPTIONS,
     text: bool = False,
     text_rate: float | None = None,
     save_dtype: DType = "float32",

@@ -16,7 +16,7 @@ from canvax.params import Params, Spec
 from canvax.train import low_rank
 from canvax.train.low_rank import FORMATS, LAYERS
 from canvax.train.state import in_dtype
-from canvax.train.task import OWN_CAPTIONS, PLAN, Start, Subject, Training, check_rate, train
+from canvax.train.task import FILE_CAPTIONS, PLAN, Start, Subject, Training, check_rate, train
 from canvax.types import DType
 from canvax.weights.cast import parse_dtype
 
@@ -138,7 +138,7 @@ def train_lora(
     lora: Lora,
     mesh: Mesh,
     *,
-    subject: Subject = OWN_CAPTIONS,
+    subject: Subject = FILE_CAPTIONS,
     deadline: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path | None:

@@ -120,7 +120,7 @@ class Subject:
             raise InputError("prior_caption and prior_weight are of pictures of the class: give their folder, prior")
 
 
-OWN_CAPTIONS = Subject()
+FILE_CAPTIONS = Subject()
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +196,7 @@ def train(
     aim: Aim,
     mesh: Mesh,
     *,
-    subject: Subject = OWN_CAPTIONS,
+    subject: Subject = FILE_CAPTIONS,
     deadline: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path | None:
