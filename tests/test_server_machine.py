@@ -194,9 +194,9 @@ class StubServed(ServedModel):
     bytes = 1
 
     def __init__(self, name: str, load: Callable[[str], Any], *_: Any) -> None:
-        networks = SimpleNamespace(controls=(), ip_adapters=())
+        networks = SimpleNamespace(controls=(), ip_adapters=(), denoiser=SimpleNamespace(edits=False))
         model: Any = SimpleNamespace(networks=networks, revision=None)
-        self.name, self.params, self.model = name, {}, model
+        self.name, self.params, self.model, self.on_request = name, {}, model, False
         self.groups, self.used, self.failed, self.retry, self.load_seconds = {}, 0.0, 0, 0.0, LOAD
         self.safety_checker, self.shelf, self._load = None, StubShelf(), load  # type: ignore[assignment]
         self.colours = SimpleNamespace(learn=lambda *_: None, pixels=lambda latents: latents)  # type: ignore[assignment]

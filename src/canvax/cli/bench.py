@@ -72,9 +72,9 @@ def _half(pixels: HostArray) -> HostArray:
 
 def _beside(results: list[Any], others: list[Any]) -> dict[str, float]:
     """Medians of a task's time over that of text to image: of a batch, of its denoising, and of an evaluation."""
-    pairs = [(one.timings, other.timings) for one, other in list(zip(results, others, strict=True))[1:]]
+    pairs = [(ours.timings, other.timings) for ours, other in list(zip(results, others, strict=True))[1:]]
     return {
-        name: statistics.median(other[key] / one[key] for one, other in pairs)
+        name: statistics.median(other[key] / ours[key] for ours, other in pairs)
         for name, key in (("batch", "total"), ("denoising", "denoise"), ("evaluation", "step"))
     }
 

@@ -42,9 +42,9 @@ _MODEL_FLAGS = (*_MEMORY_FLAGS, "concepts", "revision", "variant", "cache_dir", 
 """What says nothing of an image or an adapter."""
 
 _NAMED = ("prompt", "num_images_per_prompt", "image", "mask", "control")
-_ARGUMENTS = {name: one for name, one in offered(Call, "command").items() if name not in _NAMED}
+_ARGUMENTS = {name: field for name, field in offered(Call, "command").items() if name not in _NAMED}
 _OPTIONS = offered(Options, "command")
-_SETTINGS = {one.flag: one for one in (*_ARGUMENTS.values(), *_OPTIONS.values())}
+_SETTINGS = {field.flag: field for field in (*_ARGUMENTS.values(), *_OPTIONS.values())}
 """What the metadata of an image says, by the flag that gives it."""
 
 
@@ -122,18 +122,18 @@ def folder_info(folder: Path) -> dict[str, Any]:
         raise InputError(f"{folder}: cannot be read ({error.strerror}); choose another folder") from None
     if not found:
         raise InputError(f"{folder}: holds no models, images, LoRAs or other files that canvax reads")
-    rows = [{"file": str(one.path), "kind": one.what, "family": one.family or None} for one in found]
+    rows = [{"file": str(part.path), "kind": part.what, "family": part.family or None} for part in found]
     return {"folder": str(folder), "files": rows}
 
 
 def _folder_lines(report: Mapping[str, Any]) -> list[str]:
     root = Path(report["folder"])
     rows = [("file", "what it is", "for")]
-    for one in report["files"]:
-        path = Path(one["file"])
-        rows.append((str(path.relative_to(root)) if path != root else str(path), one["kind"], one["family"] or ""))
+    for part in report["files"]:
+        path = Path(part["file"])
+        rows.append((str(path.relative_to(root)) if path != root else str(path), part["kind"], part["family"] or ""))
     lines = table(rows)
-    if any(Path(one["file"]).suffix.lower() in PICKLES for one in report["files"]):
+    if any(Path(part["file"]).suffix.lower() in PICKLES for part in report["files"]):
         lines += ["", "canvax convert FILE FILE.safetensors takes the tensors out of a pickle without running it."]
     return lines
 
@@ -177,7 +177,7 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
     if "canvax" in metadata:
         flags |= {f"--{name.replace('_', '-')}": metadata.get(name) or None for name in OF_MODEL}
     flags |= {"--zero-snr": True if metadata.get("scheduler") == ZERO_SNR else None}
-    flags |= {one.flag: metadata.get(name) for name, one in _ARGUMENTS.items()}
+    flags |= {field.flag: metadata.get(name) for name, field in _ARGUMENTS.items()}
     flags |= {f"--{name}": name.upper() for name in ("image", "mask") if f"{name}_sha256" in metadata}
     for i, mark in enumerate(marks if isinstance(marks := metadata.get("control_sha256"), list) else []):
         flags[f"--controlnet {i}"] = f"CONTROLNET{i + 1}"
@@ -188,7 +188,7 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
         flags["--negative-prompt"] = flags["--negative-prompt"] or None
     options = metadata.get("options")
     if isinstance(options, dict):
-        flags |= {one.flag: options.get(name) for name, one in _OPTIONS.items()}
+        flags |= {field.flag: options.get(name) for name, field in _OPTIONS.items()}
     words = ["canvax", "generate"]
     if isinstance(tiles := metadata.get("upscale"), dict):
         words = ["canvax", "upscale", "IMAGE"]

@@ -295,7 +295,7 @@ class Model:
 
     def _unread(self, part: Component, params: Params, dtype: DType | None) -> list[Outgoing]:
         """The layers of a language model behind the last one that is read, from its files."""
-        if not any(one.whole for one in self.text.encoders if one.component == part.name):
+        if not any(encoder.whole for encoder in self.text.encoders if encoder.component == part.name):
             return []
         entries = self.files.entries(part.name)
         read = {(entry.path, entry.segments) for entry in part.entries(entries)}
@@ -412,7 +412,7 @@ def read_defaults(path: Path, usual: Defaults) -> Defaults:
         return usual
     try:
         values = read_json(path)
-        for name in values.keys() - (known := {one.name for one in fields(usual)}):
+        for name in values.keys() - (known := {field.name for field in fields(usual)}):
             raise InputError("name", name, "is none of them", nearest(name, sorted(known)))
         defaults = replace(usual, **values)
         check_count("num_inference_steps", defaults.num_inference_steps)

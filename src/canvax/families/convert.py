@@ -127,7 +127,7 @@ def _is_pickle(path: Path) -> bool:
 def _from_pickle(path: Path, output: Path, dtype: DType | None) -> Path:
     found = read_pickled(path)
     arrays, metadata = _embedding(found) or (list(found.arrays), {"format": "pt"})
-    _written(output, [_cast(one, dtype) for one in arrays], metadata)
+    _written(output, [_cast(array, dtype) for array in arrays], metadata)
     if found.left_out:
         more = f" and {len(found.left_out) - 5} more" if len(found.left_out) > 5 else ""
         warn(f"{path}: left out what is no tensor: {', '.join(found.left_out[:5])}{more}")
@@ -136,7 +136,7 @@ def _from_pickle(path: Path, output: Path, dtype: DType | None) -> Path:
 
 def _embedding(found: Pickled) -> tuple[list[Outgoing], dict[str, str]] | None:
     """An embedding of A1111's under the name that its safetensors files have; None for other files."""
-    own = [one for one in found.arrays if one.name.startswith("string_to_param.")]
+    own = [array for array in found.arrays if array.name.startswith("string_to_param.")]
     if len(own) != 1:
         return None
     return [dataclasses.replace(own[0], name="emb_params")], {"format": "pt", **found.texts}
@@ -192,7 +192,7 @@ def _differences(model: Model, single: ModelFiles) -> Iterator[str]:
 
 
 def _other_networks(ours: Networks, theirs: Networks) -> Iterator[str]:
-    own, found = ({name: dict(flatten(spec)) for name, spec in one.specs().items()} for one in (ours, theirs))
+    own, found = ({name: dict(flatten(spec)) for name, spec in networks.specs().items()} for networks in (ours, theirs))
     for name, spec in own.items():
         if spec != found[name]:
             yield f"{name}: its parameters are not those of this kind of model"

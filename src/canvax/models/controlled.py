@@ -145,5 +145,5 @@ def summed(residuals: Sequence[Residuals]) -> Residuals:
     return Residuals(
         tuple(total(list(parts)) for parts in zip(*skips, strict=True)),
         total([residual.middle for residual in residuals]),
-        {at: total([one.get(at) for one in within]) for at in sorted({at for one in within for at in one})},
+        {at: total([level.get(at) for level in within]) for at in sorted({at for level in within for at in level})},
     )

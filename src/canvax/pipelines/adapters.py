@@ -224,7 +224,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def handed_to(self, pipe: LoadedModel) -> Adapters:
         """The same adapters for another pipeline with the same weights; from then on each changes its weights alone."""
         other = Adapters(pipe)
-        other._loaded = {name: replace(one) for name, one in self._loaded.items()}
+        other._loaded = {name: replace(adapter) for name, adapter in self._loaded.items()}
         other._words, other._folder, other.of_folder = dict(self._words), self._folder, dict(self.of_folder)
         other._bank = self._bank and self._bank.copy()
         self._merging.handed_to(other._merging)
@@ -256,7 +256,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return len(self._loaded)
 
     def __repr__(self) -> str:
-        loaded = [f"{one.name}={one.weight!r}" for one in self._loaded.values()]
+        loaded = [f"{adapter.name}={adapter.weight!r}" for adapter in self._loaded.values()]
         return f"Adapters({', '.join([*loaded, *map(repr, self._words)])})"
 
     @property
@@ -337,18 +337,18 @@ class Adapters(Mapping[str, LoadedAdapter]):
         Raises:
             InputError: an argument cannot be used, or what is beside the weights now does not fit.
         """
-        held = [one for one in self._loaded.values() if one.place is not None]
+        held = [adapter for adapter in self._loaded.values() if adapter.place is not None]
         check_places(COUNT if rank is None else rank, places, layers)
         if rank is None:
-            self.remove(*(one.name for one in held)) if held else None
+            self.remove(*(adapter.name for adapter in held)) if held else None
             self._bank = None
             return
         bank = Bank(self._model, self._mesh, check_places(rank, places, layers))
         if len(held) > places:
             raise InputError(
-                "places", places, f"are too few for {', '.join(one.name for one in held)}", "remove some first"
+                "places", places, f"are too few for {', '.join(adapter.name for adapter in held)}", "remove some first"
             )
-        packed = [bank.pack(one.name, one.adapter, self._inner(one)) for one in held]
+        packed = [bank.pack(adapter.name, adapter.adapter, self._inner(adapter)) for adapter in held]
         for slot, (one, arrays) in enumerate(zip(held, packed, strict=True)):
             bank.put(slot, arrays)
             one.place = slot
@@ -365,7 +365,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         if bank is None:
             rank = bucket(rank_of(loaded.adapter, self._model))
             bank = Bank(self._model, self._mesh, check_places(rank, COUNT, "all"))
-        taken = {one.place: one.name for one in self._loaded.values() if one.place is not None}
+        taken = {adapter.place: adapter.name for adapter in self._loaded.values() if adapter.place is not None}
         free = [k for k in range(bank.places.count) if k not in taken]
         if not free:
             raise InputError(
@@ -446,16 +446,16 @@ class Adapters(Mapping[str, LoadedAdapter]):
             for name in weights:
                 self._check_known(name)
             loaded, changed, before = {}, set(), self._loaded
-            for name, one in self._loaded.items():
+            for name, adapter in self._loaded.items():
                 weight = weights.get(name, 0.0)
-                parsed = parse_weight(weight, one.adapter)
+                parsed = parse_weight(weight, adapter.adapter)
                 tell_of_odd(name, parsed)
-                if parsed != one.weights and one.place is None:
-                    changed |= one.adapter.parts.keys()
-                loaded[name] = replace(one, weight=weight, weights=parsed)
+                if parsed != adapter.weights and adapter.place is None:
+                    changed |= adapter.adapter.parts.keys()
+                loaded[name] = replace(adapter, weight=weight, weights=parsed)
             self._apply(loaded, self._words, changed)
-            for name, one in self._loaded.items():
-                self._weigh_beside(before[name], one)
+            for name, adapter in self._loaded.items():
+                self._weigh_beside(before[name], adapter)
 
     def _weigh_beside(self, before: LoadedAdapter, now: LoadedAdapter) -> None:
         """Write a place anew where the weights of blocks are others; other weights are numbers of each call."""
@@ -476,11 +476,11 @@ class Adapters(Mapping[str, LoadedAdapter]):
                 self._check_known(name)
             with_them = {word for name in gone & self._loaded.keys() for word in self._loaded[name].words}
             merged = [one for name in gone & self._loaded.keys() if (one := self._loaded[name]).place is None]
-            changed = {key for one in merged for key in one.adapter.parts}
+            changed = {key for adapter in merged for key in adapter.adapter.parts}
             for name in gone:
                 self.of_folder.pop(name, None)
             self._apply(
-                {name: one for name, one in self._loaded.items() if name not in gone},
+                {name: adapter for name, adapter in self._loaded.items() if name not in gone},
                 {name: word for name, word in self._words.items() if name not in gone | with_them},
                 changed,
             )
@@ -510,7 +510,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         """
         words, tags = take_tags([prompt] if isinstance(prompt, str) else prompt)
         with self._pipe.changing:
-            before = {name: one.weight for name, one in self._loaded.items()}
+            before = {name: adapter.weight for name, adapter in self._loaded.items()}
             weights: dict[str, Any] = {}
             for tag, weight in tags.items():
                 name = self._loaded_for(tag)
@@ -535,10 +535,10 @@ class Adapters(Mapping[str, LoadedAdapter]):
         """Calls that load the same again: a method, its positional arguments and its keywords."""
         places = self._bank and self._bank.places
         calls: list[tuple[Any, ...]] = [("beside", (places.rank, places.count, places.layers), {})] if places else []
-        for one in self._loaded.values():
-            keywords = {**one.source_keywords, "beside": one.place is not None}
-            calls.append(("load", (one.name, one.source, one.weight), keywords))
-        own = {word for one in self._loaded.values() for word in one.words}
+        for adapter in self._loaded.values():
+            keywords = {**adapter.source_keywords, "beside": adapter.place is not None}
+            calls.append(("load", (adapter.name, adapter.source, adapter.weight), keywords))
+        own = {word for adapter in self._loaded.values() for word in adapter.words}
         words = [word for name, word in self._words.items() if name not in own]
         for call in [("load_embedding", (word.source, word.token), dict(word.source_keywords)) for word in words]:
             if call not in calls:  # a file may have several words
@@ -553,9 +553,9 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def record(self) -> dict[str, Any]:
         """What is merged now, for the metadata of images."""
         active = {
-            one.name: {"file": one.source, "weight": one.weight, "sha256": one.sha256}
-            for one in self._loaded.values()
-            if one.place is None and any(one.weights.values())
+            adapter.name: {"file": adapter.source, "weight": adapter.weight, "sha256": adapter.sha256}
+            for adapter in self._loaded.values()
+            if adapter.place is None and any(adapter.weights.values())
         }
         result: dict[str, Any] = {"adapters": active} if active else {}
         return result | (
@@ -632,14 +632,14 @@ class Adapters(Mapping[str, LoadedAdapter]):
                 part: {name.lower(): word.ids[part] for name, word in words.items() if part in word.ids}
                 for part in tokenizers
             }
-            tokenizers = {part: replace(one, added=added[part]) for part, one in tokenizers.items()}
+            tokenizers = {part: replace(tokenizer, added=added[part]) for part, tokenizer in tokenizers.items()}
         self._loaded, self._words = loaded, words
         self._pipe.exchange(replace(self._model, tokenizers=tokenizers, merged=self.record()), params)
 
     def _change(self, key: Key, loaded: Mapping[str, LoadedAdapter], words: Mapping[str, _Word]) -> Change:
         """What adapters and words together do to one parameter."""
-        merged = [one for one in loaded.values() if one.place is None and key in one.adapter.parts]
-        parts = [(one.adapter.parts[key], one.factor(key)) for one in merged]
+        merged = [adapter for adapter in loaded.values() if adapter.place is None and key in adapter.adapter.parts]
+        parts = [(adapter.adapter.parts[key], adapter.factor(key)) for adapter in merged]
         rows: dict[int, HostArray] = {}
         for word in words.values():
             if key[1] == TABLE and key[0] in word.ids:
@@ -680,15 +680,17 @@ def shares_of(
     prompt, tags = _without_tags(prompt, read=adapters.folder is not None)
     usual = _as_set(adapters, bank) if as_set else {}
     images = [
-        usual if one is None else {name: per_image(name, weight, bank.components) for name, weight in one.items()}
-        for one in adapters_of_images(asked, len(tags), per_prompt)
+        usual
+        if asked_of_image is None
+        else {name: per_image(name, weight, bank.components) for name, weight in asked_of_image.items()}
+        for asked_of_image in adapters_of_images(asked, len(tags), per_prompt)
     ]
-    named = {name for one in (*tags, *images) for name in one}
-    for tag in sorted({tag for one in tags for tag in one}):
+    named = {name for by_tag in (*tags, *images) for name in by_tag}
+    for tag in sorted({tag for by_tag in tags for tag in by_tag}):
         _put_beside(adapters, bank, tag, named)
     images = [
         image | {tag: per_image(tag, _there(weight, bank), bank.components) for tag, weight in by_tag.items()}
-        for image, by_tag in zip(images, (one for one in tags for _ in range(per_prompt)), strict=True)
+        for image, by_tag in zip(images, (by_tag for by_tag in tags for _ in range(per_prompt)), strict=True)
     ]
     for name in named:
         if adapters[name].place is None:
@@ -698,10 +700,10 @@ def shares_of(
                 f"names {name!r}, which is merged and the same for all images",
                 "load it with beside=True for images of a call to differ in it",
             )
-    places = {name: place for name, one in adapters.items() if (place := one.place) is not None}
+    places = {name: place for name, adapter in adapters.items() if (place := adapter.place) is not None}
     weights = share_rows(images, places, bank)
     records = [
-        {name: _told(adapters[name], weight, bank) for name, weight in image.items() if any(weight.values())}
+        {name: _recorded(adapters[name], weight, bank) for name, weight in image.items() if any(weight.values())}
         for image in images
     ]
     nothing = not any(array.any() for array in weights.values())
@@ -713,10 +715,10 @@ def _without_tags(prompt: Any, *, read: bool) -> tuple[Any, list[Tags]]:
     if isinstance(prompt, Mapping):  # encoded already
         return prompt, [{}] * len(prompt.get("text", [None]))
     prompts: Any = [prompt] if isinstance(prompt, str) else prompt
-    if not isinstance(prompts, list | tuple) or not all(isinstance(one, str) for one in prompts):
+    if not isinstance(prompts, list | tuple) or not all(isinstance(prompt, str) for prompt in prompts):
         return prompt, [{}]  # which is refused elsewhere
-    tags = [tags_of(one) if read else {} for one in prompts]
-    words = [without_networks(one) if tag else one for one, tag in zip(prompts, tags, strict=True)]
+    tags = [tags_of(prompt) if read else {} for prompt in prompts]
+    words = [without_networks(prompt) if tag else prompt for prompt, tag in zip(prompts, tags, strict=True)]
     return words[0] if isinstance(prompt, str) else words, tags
 
 
@@ -725,7 +727,7 @@ def _put_beside(adapters: Adapters, bank: Bank, tag: str, named: set[str]) -> No
     if tag not in adapters:
         assert adapters.folder is not None
         path = file_of(adapters.folder, tag)
-        held = [name for name, one in adapters.items() if one.place is not None]
+        held = [name for name, adapter in adapters.items() if adapter.place is not None]
         idle = [name for name in adapters.of_folder if name not in named]
         if len(held) == bank.places.count and idle:
             adapters.remove(idle[0])
@@ -742,11 +744,11 @@ def _there(weight: float | dict[str, float], bank: Bank) -> float | dict[str, fl
 
 
 def _as_set(adapters: Adapters, bank: Bank) -> OwnAdapters:
-    held = [one for one in adapters.values() if one.place is not None and any(one.weights.values())]
-    return {one.name: parted(one.weights, bank.components)[1] for one in held}
+    held = [adapter for adapter in adapters.values() if adapter.place is not None and any(adapter.weights.values())]
+    return {adapter.name: parted(adapter.weights, bank.components)[1] for adapter in held}
 
 
-def _told(one: LoadedAdapter, weights: Weights, bank: Bank) -> dict[str, Any]:
+def _recorded(one: LoadedAdapter, weights: Weights, bank: Bank) -> dict[str, Any]:
     """What the metadata of an image tells of an adapter that it has."""
     by_block, _ = parted(one.weights, bank.components)
     return {"file": one.source, "weight": one.weight if by_block else plain_weight(weights), "sha256": one.sha256}
@@ -794,7 +796,9 @@ def adapters_of_images(adapters: Any, prompts: int, per_prompt: int) -> list[Any
     count = prompts * per_prompt
     if adapters is None or isinstance(adapters, Mapping):
         return [adapters] * count
-    if not isinstance(adapters, list | tuple) or not all(one is None or isinstance(one, Mapping) for one in adapters):
+    if not isinstance(adapters, list | tuple) or not all(
+        adapter is None or isinstance(adapter, Mapping) for adapter in adapters
+    ):
         raise InputError(
             "adapters", adapters, "is neither a table of weights by name, {'ink': 0.8}, nor a list of such"
         )
@@ -802,7 +806,7 @@ def adapters_of_images(adapters: Any, prompts: int, per_prompt: int) -> list[Any
         raise InputError(
             "adapters", NO_VALUE, f"has {len(adapters)} entries for {prompts} prompts", "give one for each, or a table"
         )
-    return [one or {} for one in adapters for _ in range(count // len(adapters))]
+    return [adapter or {} for adapter in adapters for _ in range(count // len(adapters))]
 
 
 @dataclass(frozen=True)
@@ -874,7 +878,7 @@ class Merging:
     def without(self, params: Params, component: str) -> Params:
         """The parameters of a component as they are without adapters."""
         kept = {key: self._base(params, key) for key in self._kept if key[0] == component}
-        originals = {key: self._whole(key, one) for key, one in kept.items() if one is self._kept[key]}
+        originals = {key: self._whole(key, array) for key, array in kept.items() if array is self._kept[key]}
         return _replaced(params, originals)[component]
 
     def _base(self, params: Params, key: Key) -> _Kept:

@@ -36,7 +36,8 @@ def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str
     """One prompt and one negative prompt for each image: all images of the first prompt, then of the second, ..."""
     per_prompt = check_count("num_images_per_prompt", per_prompt)
     prompt, negative = (
-        one.tolist() if isinstance(one, np.ndarray) and one.dtype.kind in "OUT" else one for one in (prompt, negative)
+        text.tolist() if isinstance(text, np.ndarray) and text.dtype.kind in "OUT" else text
+        for text in (prompt, negative)
     )
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if isinstance(prompts, list | tuple) and not prompts:

@@ -60,7 +60,7 @@ class ControlImages:
             InputError: they have several sizes, or one that cannot be generated.
         """
         return size_of(
-            (one.image for images in self.images.values() for shown in images for one in shown), asked, factor
+            (hint.image for images in self.images.values() for shown in images for hint in shown), asked, factor
         )
 
 
@@ -68,7 +68,7 @@ def size_of(images: Iterable[Image.Image], asked: tuple[Any, Any], factor: int) 
     """As ``ControlImages.size``."""
     if None not in asked:
         return asked
-    sizes = {one.size for one in images}
+    sizes = {image.size for image in images}
     if len(sizes) > 1:
         raise InputError(
             "control", NO_VALUE, "has images of several sizes", "give {height} and {width}, which they are resized to"
@@ -93,7 +93,7 @@ def check_control(model: Model, control: Any, count: int, options: Options) -> C
         InputError: naming the argument, its value and the cure.
     """
     nets = model.networks.controls
-    if control is None or (isinstance(control, list | tuple) and control and all(one is None for one in control)):
+    if control is None or (isinstance(control, list | tuple) and control and all(kind is None for kind in control)):
         for name in sorted(options.changed().keys() & set(OPTIONS)):
             raise InputError(name, NO_VALUE, "needs a control image", "give {control} as well")
         return None
@@ -196,10 +196,10 @@ def encode_controls(
 
         kept: list[tuple[HostArray, ...]] = []
         for shown in images:
-            parts = [read(one.image) for one in shown]
+            parts = [read(hint.image) for hint in shown]
             net = nets[name]
             if isinstance(net, UnionNet):
-                kept.append(net.together(parts, [one.slot for one in shown], [one.weight for one in shown]))
+                kept.append(net.together(parts, [hint.slot for hint in shown], [hint.weight for hint in shown]))
             else:
                 kept.append(parts[0])
         whole = [np.stack([*parts, *[parts[-1]] * (batch - len(parts))]) for parts in zip(*kept, strict=True)]
@@ -253,7 +253,7 @@ def read_typed(net: UnionNet, value: Any, count: int) -> list[tuple[Shown, ...]]
         InputError: a type is unknown or there twice, or an image is none.
     """
     if isinstance(value, Mapping):
-        typed = {str(key): (_type_of(net, key), read_images("control", one, count)) for key, one in value.items()}
+        typed = {str(key): (_type_of(net, key), read_images("control", shown, count)) for key, shown in value.items()}
         if not typed:
             raise InputError("control", value, "names no type of control image", _known(net))
         _check_once(typed)
@@ -262,12 +262,12 @@ def read_typed(net: UnionNet, value: Any, count: int) -> list[tuple[Shown, ...]]
             tuple(Shown(images[i % len(images)], label, *kind) for label, (kind, images) in typed.items())
             for i in range(several)
         ]
-    if isinstance(value, list | tuple) and value and all(isinstance(one, Mapping) for one in value):
+    if isinstance(value, list | tuple) and value and all(isinstance(typed, Mapping) for typed in value):
         if len(value) not in (1, count):
             raise InputError(
                 "control", NO_VALUE, f"has {len(value)} entries for {count} images", "give one for all, or one for each"
             )
-        return [shown for one in value for shown in read_typed(net, one, 1)]
+        return [shown for typed in value for shown in read_typed(net, typed, 1)]
     raise InputError(
         "control",
         NO_VALUE,
@@ -278,7 +278,7 @@ def read_typed(net: UnionNet, value: Any, count: int) -> list[tuple[Shown, ...]]
 
 def mark_of(shown: Sequence[Shown]) -> Any:
     """The SHA-256 of an image, or where there are types a dict of them."""
-    marks = {one.label: fingerprint(one.image) for one in shown}
+    marks = {hint.label: fingerprint(hint.image) for hint in shown}
     return marks.get("", marks)
 
 
@@ -353,11 +353,11 @@ def control_of(settings: Mapping[str, Any]) -> ControlEntry:
         return ()
     files = [files] if isinstance(files, str) else files
     kinds = kinds.split(",") if isinstance(kinds, str) else [] if kinds is None else kinds
-    if not isinstance(files, list) or not files or not all(isinstance(one, str | None) for one in files):
+    if not isinstance(files, list) or not files or not all(isinstance(file, str | None) for file in files):
         raise InputError("control", files, "is not the name of an image, nor a list of names")
     if (
         not isinstance(kinds, list)
-        or not all(isinstance(one, str) for one in kinds)
+        or not all(isinstance(kind, str) for kind in kinds)
         or len(kinds) not in (0, 1, len(files))
     ):
         raise InputError("control_from", kinds, f"is not a kind of map, or one for each of {len(files)} control images")
@@ -365,7 +365,7 @@ def control_of(settings: Mapping[str, Any]) -> ControlEntry:
     for i, file in enumerate(files):
         kind = kinds[i if len(kinds) > 1 else 0].strip() if kinds else NONE
         made = None if kind == NONE else kind
-        entries.append(None if file in (None, NONE) else tuple((*one, made) for one in _by_type(file)))
+        entries.append(None if file in (None, NONE) else tuple((*mark, made) for mark in _by_type(file)))
     return tuple(entries)
 
 
@@ -411,6 +411,6 @@ def control_argument(batch: Sequence[ControlEntry]) -> Any:
     nets = []
     for i in range(len(batch[0])):
         entries = [control[i] for control in batch]
-        images = [None if one is None else read_control(one) for one in entries]
+        images = [None if entry is None else read_control(entry) for entry in entries]
         nets.append(images[0] if len(set(entries)) == 1 else images)
     return nets if len(nets) > 1 else nets[0] if nets else None

@@ -90,7 +90,7 @@ class Encoding:
         chosen = []
         for wording in wordings:
             variants = [of_encoder[min(variant, len(of_encoder) - 1)] for of_encoder in wording]
-            chosen.append([one.chunks[min(chunk, len(one.chunks) - 1)] for one in variants])
+            chosen.append([variant.chunks[min(chunk, len(variant.chunks) - 1)] for variant in variants])
         features = self.xp.asarray(self._pass(chosen)["text"], self.xp.float32)
         weights = np.stack([[encoder[1] for encoder in image] for image in chosen])[list(self.rows)]  # [n, encoders, T]
         if (weights == 1).all():

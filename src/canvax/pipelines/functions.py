@@ -91,7 +91,7 @@ def encode_image(model: Model, params: Params, image: Any, height: int | None, w
         raise InputError("image", None, "is no image", "give a PIL image, a path, an array or a list of these")
     given = check_init_images(image, None, 1.0, (height, width), count, model.networks.size_step, Options())
     assert given is not None
-    pixels = jnp.asarray(np.stack([as_floats(one) for one in given.images]))
+    pixels = jnp.asarray(np.stack([as_floats(image) for image in given.images]))
     return _encode_images(_weights(model, params, "vae"), pixels, cfg=model.vae)[0]
 
 

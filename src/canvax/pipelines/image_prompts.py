@@ -124,7 +124,7 @@ class ImagePrompts:
             prompts = [prompt for prompt in self.prompts if prompt.component == name]
             if prompts:
                 shape = self._shape(net, prompts[0])
-                kinds.append(PromptKind(name, len(prompts), any(one.masks for one in prompts), shape))
+                kinds.append(PromptKind(name, len(prompts), any(prompt.masks for prompt in prompts), shape))
         return tuple(kinds)
 
     def _shape(self, net: IPAdapter, prompt: Checked) -> tuple[int, ...]:
@@ -135,22 +135,22 @@ class ImagePrompts:
     def sees(self, *, guided: bool) -> bool:
         """Whether CLIP's image encoder is needed."""
         return any(
-            one.images or (guided and one.negative is None and self.adapters[one.component].kind != "plain")
-            for one in self.prompts
+            prompt.images or (guided and prompt.negative is None and self.adapters[prompt.component].kind != "plain")
+            for prompt in self.prompts
         )
 
     def fingerprint(self) -> list[Any]:
         """What must be the same in processes that generate together."""
-        return [[one.component, one.marks, one.mask_marks, one.scales.tolist()] for one in self.prompts]
+        return [[prompt.component, prompt.marks, prompt.mask_marks, prompt.scales.tolist()] for prompt in self.prompts]
 
     def record(self, index: int) -> list[dict[str, Any]]:
         """What metadata tells of those of one image."""
         names = list(self.adapters)
         records = []
-        for one in self.prompts:
-            record = {"adapter": names.index(one.component), "scale": _entry(one.raw_scales, index)}
-            record |= {"sha256": _entry(one.marks, index)}
-            records.append(record | ({"mask_sha256": _entry(one.mask_marks, index)} if one.mask_marks else {}))
+        for prompt in self.prompts:
+            record = {"adapter": names.index(prompt.component), "scale": _entry(prompt.raw_scales, index)}
+            record |= {"sha256": _entry(prompt.marks, index)}
+            records.append(record | ({"mask_sha256": _entry(prompt.mask_marks, index)} if prompt.mask_marks else {}))
         return records
 
 
@@ -176,8 +176,8 @@ def check_image_prompts(model: Model, value: Any, count: int, options: Options) 
             "pipe.with_ip_adapter(file) gives it one (docs/ip-adapter.md)",
         )
     values = list(value) if isinstance(value, list | tuple) else [value]
-    records = [one for one in values if isinstance(one, ImagePrompt)]
-    if any(isinstance(inner, ImagePrompt) for one in values if isinstance(one, list | tuple) for inner in one):
+    records = [value for value in values if isinstance(value, ImagePrompt)]
+    if any(isinstance(inner, ImagePrompt) for value in values if isinstance(value, list | tuple) for inner in value):
         raise InputError(
             "image_prompt",
             NO_VALUE,
@@ -199,14 +199,16 @@ def check_image_prompts(model: Model, value: Any, count: int, options: Options) 
     if len(records) > MOST:
         raise InputError("image_prompt", NO_VALUE, f"has {len(records)} entries", f"a call takes {MOST}")
     adapters = dict(model.networks.ip_adapters)
-    prompts = [_checked(model, one, count) for one in records]
+    prompts = [_checked(model, record, count) for record in records]
     for name in adapters:
-        shapes = {one.embeds.shape[1:] for one in prompts if one.component == name and one.embeds is not None}
+        shapes = {
+            prompt.embeds.shape[1:] for prompt in prompts if prompt.component == name and prompt.embeds is not None
+        }
         if len(shapes) > 1:
             raise InputError(
                 "image_prompt", NO_VALUE, f"has embeds of several shapes {sorted(shapes)}", "give all the same"
             )
-    if options.padding_mask_crop is not None and any(one.masks for one in prompts):
+    if options.padding_mask_crop is not None and any(prompt.masks for prompt in prompts):
         raise InputError(
             "image_prompt",
             NO_VALUE,
@@ -258,7 +260,7 @@ def _checked(model: Model, prompt: ImagePrompt, count: int) -> Checked:
     scales = np.stack([layer_scales(scale, net) for scale in raw_scales])
     marks = [fingerprint(image) for image in images]
     if embeds is not None:
-        marks = [hashlib.sha256(one.tobytes()).hexdigest() for one in embeds]
+        marks = [hashlib.sha256(embed.tobytes()).hexdigest() for embed in embeds]
     mask_marks = [fingerprint(mask) for mask in masks]
     return Checked(component, images, embeds, negative, scales, masks, raw_scales, marks, mask_marks)
 
@@ -325,7 +327,7 @@ def layer_scales(scale: Any, net: IPAdapter) -> HostArray:
             block = next((block for block in counts if key == f"block_{block}"), None)
             where = f"scale[{name!r}][{key!r}]"
             if block is None:
-                names = ", ".join(f"block_{one}" for one in counts)
+                names = ", ".join(f"block_{count}" for count in counts)
                 raise InputError(
                     "image_prompt", NO_VALUE, f"has {where}, and {name} has attentions in {names or 'no block'}"
                 )
@@ -370,18 +372,19 @@ def encode_image_prompts(
         net = image_prompts.adapters[kind.component]
         prompts = [prompt for prompt in image_prompts.prompts if prompt.component == kind.component]
         shared: dict[str, Any] = {
-            "scale": filled(np.stack([_spread(one.scales, count) for one in prompts], axis=1), batch)
+            "scale": filled(np.stack([_spread(prompt.scales, count) for prompt in prompts], axis=1), batch)
         }
         if kind.masked:
             shared["masks"] = tuple(
-                filled(level, batch) for level in mask_levels([one.masks for one in prompts], net, size, latents, count)
+                filled(level, batch)
+                for level in mask_levels([prompt.masks for prompt in prompts], net, size, latents, count)
             )
         for half, negative in ((0, False), *(((1, True),) if guided else ())):
-            each = [reader.read(net, one, negative=negative) for one in prompts]
+            each = [reader.read(net, prompt, negative=negative) for prompt in prompts]
             kv = []
             for layer in range(len(net.attentions)):
                 pair = (
-                    np.stack([np.stack([_entry(one, i)[layer][at] for one in each]) for i in range(count)])
+                    np.stack([np.stack([_entry(layers, i)[layer][at] for layers in each]) for i in range(count)])
                     for at in (0, 1)
                 )
                 kv.append(tuple(filled(array, batch) for array in pair))
@@ -546,7 +549,7 @@ def image_prompts_of(settings: Mapping[str, Any], adapters: int) -> tuple[FilePr
 
 def _listed(name: str, value: Any) -> list[str]:
     values = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(values, list) or not all(isinstance(one, str) and one for one in values):
+    if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
         raise InputError(name, value, "is not the name of an image, nor a list of names")
     return values
 

@@ -175,7 +175,9 @@ class LoadedModel:
             )
         with multihost.together("canvax save") if spread else nullcontext():
             if not spread or multihost.leads(self.programs.mesh):
-                if beside := [name for name, one in vars(self).get("adapters", {}).items() if one.place is not None]:
+                if beside := [
+                    name for name, adapter in vars(self).get("adapters", {}).items() if adapter.place is not None
+                ]:
                     warn(f"adapters beside the weights are not in what is saved: {', '.join(beside)}", HintWarning)
                 self.model.save(
                     folder, params, dtype=None if dtype is None else parse_dtype(dtype), overwrite=overwrite
@@ -219,7 +221,7 @@ class LoadedModel:
         ready = self._ready(params, (height, width), batch, guidance, Display(shown=False))
         weights, free = weight_bytes(self.model, self.model.dtype, mesh.shape), free_bytes(mesh)
         held = weights if self.params is not None else 0
-        programs = {one.program.name: program_bytes(one.executable) or 0 for one in ready.values()}
+        programs = {compiled.program.name: program_bytes(compiled.executable) or 0 for compiled in ready.values()}
         return Memory(weights, programs, None if free is None else free + held)
 
     def compile(

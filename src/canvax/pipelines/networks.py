@@ -113,9 +113,9 @@ def with_controls(
     if params is None and opened:
         raise InputError("params", None, "cannot be given a ControlNet", "load the pipeline whole")
     names = [control_name(i) for i in range(len(opened))]
-    controls = tuple(zip(names, (one.net for one in opened), strict=True))
+    controls = tuple(zip(names, (part.net for part in opened), strict=True))
     networks = dataclasses.replace(model.networks, controls=controls)
-    model = dataclasses.replace(model, networks=networks, controls=tuple(one.files for one in opened))
+    model = dataclasses.replace(model, networks=networks, controls=tuple(part.files for part in opened))
     programs = dataclasses.replace(programs, networks=networks)
     if params is None:
         return model, programs, None
@@ -228,7 +228,7 @@ def with_ip_adapters(
     for source in sources:
         check_ip_adapter(source)
     files = [open_ip_adapter(source) for source in sources]
-    nets = [ip_adapter_of(one, model) for one in files]
+    nets = [ip_adapter_of(file, model) for file in files]
     encoder: EncoderFiles | None = None
     if files and image_encoder is not False:
         named = None if image_encoder is None or image_encoder is True else image_encoder
@@ -302,7 +302,7 @@ def control_lora(
         )
     declared: dict[str, Param] = dict(flatten(part.spec))
     base: dict[str, Array] = dict(flatten(unet))
-    stored = {one.name for one in files.arrays}
+    stored = {array.name for array in files.arrays}
     _check(files, declared, base, stored)
     spec = unflatten({name: param for name, param in declared.items() if name in stored})
     weights: dict[str, Array] = {}
@@ -339,6 +339,6 @@ def _check(files: ControlFiles, declared: Mapping[str, Param], base: Mapping[str
 
 def _delta(name: str, param: Param, files: ControlFiles) -> HostArray:
     """up times down as the parameter lies in memory, float32."""
-    up, down = (one.read().astype(np.float32) for one in files.pairs[name])
+    up, down = (entry.read().astype(np.float32) for entry in files.pairs[name])
     product = up.reshape(up.shape[0], -1) @ down.reshape(down.shape[0], -1)
     return np.ascontiguousarray(param.from_checkpoint(product.reshape(up.shape[0], *down.shape[1:])))

@@ -76,7 +76,7 @@ class Options(OptionRecord):
 
     def changed_names(self) -> set[str]:
         """Names of the options that differ from their defaults."""
-        return {name for name, one in declared(type(self)).items() if getattr(self, name) != one.default}
+        return {name for name, field in declared(type(self)).items() if getattr(self, name) != field.default}
 
     def changed(self) -> dict[str, Any]:
         """The options that differ from their defaults and decide the image, which metadata keeps."""

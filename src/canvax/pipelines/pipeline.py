@@ -75,7 +75,7 @@ class StableDiffusion(LoadedModel):
             if name.startswith("_"):
                 raise AttributeError(name)
             known = () if (place := place_of(name)) else dir(type(self))
-            public = ", ".join(one for one in dir(type(self)) if not one.startswith("_"))
+            public = ", ".join(attribute for attribute in dir(type(self)) if not attribute.startswith("_"))
             raise AttributeError(
                 answer(name, ATTRIBUTES, known, "an attribute of a pipeline", takes=place or f"it has {public}")
             )
@@ -452,7 +452,7 @@ def load(
         revision=revision,
         **hub,
     )
-    warn_unused_cache(cache_dir, model, *(one.name for one in sources), *overrides.parts.values())
+    warn_unused_cache(cache_dir, model, *(source.name for source in sources), *overrides.parts.values())
     checker = load_safety_checker(Location(model, revision, **hub)) if safety_checker else None
     pipe = StableDiffusion(*(with_controls(*opened, controls) if controls else opened), checker)
     keywords = {"dtype": pipe.model.dtype, "quantize": quantize, "revision": pipe.model.revision, "variant": variant}

@@ -65,7 +65,7 @@ class SafetyChecker:
 
     def judge(self, seen: HostArray) -> list[bool]:
         """The same of images as CLIP is shown them: [B, S, S, 3] float32 in 0..1, S the config's ``image_size``."""
-        special, concepts = (np.asarray(one, np.float64) for one in _cosines(self.params, seen, cfg=self.cfg))
+        special, concepts = (np.asarray(cosines, np.float64) for cosines in _cosines(self.params, seen, cfg=self.cfg))
         limits = {name: np.asarray(self.params[name], np.float64) for name in _LIMITS}
         return [refused(*row, limits["special"], limits["concept"]) for row in zip(special, concepts, strict=True)]
 

@@ -149,7 +149,7 @@ def read_texts(
         texts = [[parts[k][0] if k < len(parts) else "" for parts in side] for side in composed]
         schedules.append([[_scheduled(text, syntax, steps) for text in side] for side in texts])
     against = [[_scheduled(text, syntax, steps) for text in side] for side in negatives]
-    all_sides = [one for sides in (*schedules, against) for side in sides for one in side]
+    all_sides = [text for sides in (*schedules, against) for side in sides for text in side]
     begins = sorted({begin for schedule in all_sides for begin, _ in schedule})
     stages = [Stage(step, [read.all(sides, step) for sides in schedules], read.all(against, step)) for step in begins]
     return Texts(stages, weights, syntax, model.text.tokens, model.text.whole)
@@ -291,7 +291,7 @@ Tags = dict[str, float | dict[str, float]]
 def has_tags(prompt: Any) -> bool:
     """Whether a prompt, or one of several, names an adapter."""
     prompts = [prompt] if isinstance(prompt, str) else prompt if isinstance(prompt, list | tuple) else []
-    return any(isinstance(one, str) and TAG.search(one) for one in prompts)
+    return any(isinstance(prompt, str) and TAG.search(prompt) for prompt in prompts)
 
 
 def take_tags(prompts: Sequence[str]) -> tuple[list[str], Tags]:

@@ -126,7 +126,7 @@ def image_prompts(keywords: Mapping[str, Any]) -> list[ImagePrompt] | None:
     prompts = []
     if images is not None:
         for i, group in enumerate(images if isinstance(images, list) else [images]):
-            prompts += [ImagePrompt(one, adapter=i) for one in (group if isinstance(group, list) else [group])]
+            prompts += [ImagePrompt(image, adapter=i) for image in (group if isinstance(group, list) else [group])]
     for i, group in enumerate(() if embeds is None else embeds):
         array = np.asarray(group)
         if array.ndim not in (3, 4) or len(array) not in (1, 2):
@@ -136,7 +136,9 @@ def image_prompts(keywords: Mapping[str, Any]) -> list[ImagePrompt] | None:
             )
         negative = array[0] if len(array) == 2 else [None] * array.shape[1]
         pairs = zip(array[-1], negative, strict=True)
-        prompts += [ImagePrompt(embeds=one, negative_embeds=other, adapter=i) for one, other in pairs]
+        prompts += [
+            ImagePrompt(embeds=embeds_of_image, negative_embeds=other, adapter=i) for embeds_of_image, other in pairs
+        ]
     return prompts or None
 
 
@@ -193,7 +195,7 @@ def _on_step_end(pipe: Any, callback: Callable[..., Any]) -> Callable[[Step], An
 def _seeds(generator: Any) -> Any:
     """The seed of a generator of PyTorch, or of each in a list."""
     if isinstance(generator, list | tuple):
-        return [_seeds(one) for one in generator]
+        return [_seeds(generator_of_image) for generator_of_image in generator]
     if not (hasattr(generator, "initial_seed") and hasattr(generator, "get_state")):
         raise InputError(f"generator={generator!r} is not a torch.Generator; write seed=1, a whole number ({PAGE})")
     seed = int(generator.initial_seed())

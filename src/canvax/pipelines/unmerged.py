@@ -176,7 +176,7 @@ def _write(flat: HostArray, slot: Slot, down: HostArray, up: HostArray) -> None:
 
 def bucket(rank: int) -> int:
     """The rank of places for adapters of this rank, ``LARGEST`` at most."""
-    return next((one for one in BUCKETS if one >= rank), LARGEST)
+    return next((size for size in BUCKETS if size >= rank), LARGEST)
 
 
 def rank_of(adapter: Adapter, model: Model) -> int:
@@ -271,8 +271,8 @@ def _flattened(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, flo
         if isinstance(value, Mapping):
             yield from _flattened(path, value)
         elif isinstance(value, list | tuple):
-            for i, one in enumerate(value):
-                yield f"{path}.attentions.{i}", _number(f"weight of {path}", one)
+            for i, weight in enumerate(value):
+                yield f"{path}.attentions.{i}", _number(f"weight of {path}", weight)
         else:
             yield path, _number(f"weight of {path}", value)
 

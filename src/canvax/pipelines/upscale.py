@@ -71,7 +71,7 @@ def upscaled(
     timings = {name: sum(result.timings[name] for result in results) for name in results[0].timings}
     return replace(
         results[0],
-        images=[GeneratedImage.of(one, record) for one in to_pil(pixels)],
+        images=[GeneratedImage.of(image, record) for image in to_pil(pixels)],
         pixels=pixels,
         metadata=[record],
         timings=timings | {name: results[0].timings[name] for name in ("first_step", "step")},
@@ -83,7 +83,7 @@ def upscaled(
 def tiles_shown(model: Model, images: list[Image.Image]) -> Any:
     """Tiles as the control images of every network."""
     nets = [net for _, net in model.networks.controls]
-    shown = [[{"tile": one} for one in images] if isinstance(net, UnionNet) else images for net in nets]
+    shown = [[{"tile": image} for image in images] if isinstance(net, UnionNet) else images for net in nets]
     return shown if len(shown) > 1 else shown[0]
 
 

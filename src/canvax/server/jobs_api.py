@@ -273,7 +273,7 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequ
         sampler=body.sampler,
         seed=None if body.seed == -1 else body.seed,
         image=image,
-        references=tuple(pixels.read("references", one) for one in body.references),
+        references=tuple(pixels.read("references", reference) for reference in body.references),
         mask=mask,
         strength=body.strength,
         upscale=body.upscale,

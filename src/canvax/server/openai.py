@@ -164,10 +164,10 @@ def error(refused: Rejected, request_id: str) -> Response:
     headers = error_headers(refused, request_id)
     if refused.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return Response(encoded({"error": _told(refused)}), refused.status, headers, media_type="application/json")
+    return Response(encoded({"error": _error_of(refused)}), refused.status, headers, media_type="application/json")
 
 
-def _told(refused: Rejected) -> dict[str, Any]:
+def _error_of(refused: Rejected) -> dict[str, Any]:
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
     kind = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(refused.status, kind)
     param = _FIELDS.get(refused.param, refused.param) if refused.param else None
@@ -275,7 +275,7 @@ def _edit(
         raise _wrong_number(len(images), len(masks))
     pixels = Pixels()
     decoded = [pixels.decode("image", data) for data in images]
-    image, shown = decoded[0], [colours("image", one) for one in decoded]
+    image, shown = decoded[0], [colours("image", image) for image in decoded]
     if not masks:
         return body, shown, None
     mask = image_of_bytes("mask", masks[0])
@@ -331,7 +331,7 @@ async def _events(job: Job, kind: str) -> AsyncIterator[bytes]:
                 sent.add(picture.index)
                 yield _completed(job, picture, kind)
     if job.status is not Status.DONE:
-        yield sent_event("error", {"error": _told(failure(job))})
+        yield sent_event("error", {"error": _error_of(failure(job))})
     yield b"data: [DONE]\n\n"
 
 

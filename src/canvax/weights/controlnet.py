@@ -69,7 +69,7 @@ def open_control(location: Location, *, accept: Callable[[ControlKind, Mapping[s
     path = location.local()
     if path is not None and path.is_dir() and not (path / "config.json").is_file():
         files = sorted(path.glob("*.safetensors"))
-        pickles = sorted(one for one in path.iterdir() if one.suffix.lower() in PICKLES)
+        pickles = sorted(file for file in path.iterdir() if file.suffix.lower() in PICKLES)
         if pickles and not files:
             raise CheckpointError(f"{name}: holds only {pickles[0].name}. {pickle_refused(pickles[0])}")
         if len(files) != 1:
@@ -102,16 +102,16 @@ def is_union(config: Mapping[str, Any]) -> bool:
 
 def _of_arrays(name: str, arrays: Sequence[Entry]) -> ControlFiles:
     """By names alone."""
-    shapes = {one.name: one.shape for one in arrays}
+    shapes = {array.name: array.shape for array in arrays}
     expect(name, shapes, CONTROLNET, T2I_ADAPTER)
     if (kind := identify(shapes)) is None:
         raise CheckpointError(f"{name}: holds no ControlNet and no T2I-Adapter, as the names of its arrays say")
     if kind is T2I_ADAPTER:
-        ours = any(one.startswith("adapter.") for one in shapes)
+        ours = any(key.startswith("adapter.") for key in shapes)
         entries = arrays if ours else Names(t2i_adapter_rules(shapes)).to_ours(arrays)
         return ControlFiles(name, entries, kind="adapter")
-    arrays = [replace(one, name=one.name.removeprefix(_PREFIX)) for one in arrays
-              if one.name not in (_DIFFERENCE, _CONTROL_LORA)]  # fmt: skip
+    arrays = [replace(array, name=array.name.removeprefix(_PREFIX)) for array in arrays
+              if array.name not in (_DIFFERENCE, _CONTROL_LORA)]  # fmt: skip
     if _CONTROL_LORA in shapes:
         return _control_lora(name, arrays)
     return ControlFiles(name, _under_our_names(arrays), difference=_DIFFERENCE in shapes)
@@ -120,7 +120,8 @@ def _of_arrays(name: str, arrays: Sequence[Entry]) -> ControlFiles:
 def _control_lora(name: str, arrays: Sequence[Entry]) -> ControlFiles:
     """A ControlNet as what is to be added to a UNet, in two factors for each weight (Stability AI, 2023)."""
     ups, downs = (
-        {one.name.removesuffix(end): one for one in arrays if one.name.endswith(end)} for end in (".up", ".down")
+        {array.name.removesuffix(end): array for array in arrays if array.name.endswith(end)}
+        for end in (".up", ".down")
     )
     alone = sorted(ups.keys() ^ downs.keys())
     if alone or not ups:
@@ -132,12 +133,12 @@ def _control_lora(name: str, arrays: Sequence[Entry]) -> ControlFiles:
             raise CheckpointError(f"{name}: the factors of {key}, {up.shape} and {down.shape}, do not fit together")
         if not up.is_float or not down.is_float:
             raise CheckpointError(f"{name}: the factors of {key} are no floating point numbers")
-    whole = [one for one in arrays if not one.name.endswith((".up", ".down"))]
+    whole = [array for array in arrays if not array.name.endswith((".up", ".down"))]
     # The rules count blocks by all names together, each factor in the place of the weight.
-    named = _under_our_names([*whole, *(replace(one, name=f"{key}.weight") for key, one in ups.items())])
+    named = _under_our_names([*whole, *(replace(array, name=f"{key}.weight") for key, array in ups.items())])
     pairs = {up.name: (up, replace(downs[key], name=up.name)) for key, up in zip(ups, named[len(whole) :], strict=True)}
     return ControlFiles(name, named[: len(whole)], pairs=pairs)
 
 
 def _under_our_names(arrays: Sequence[Entry]) -> list[Entry]:
-    return Names(controlnet_rules([one.name for one in arrays])).to_ours(arrays)
+    return Names(controlnet_rules([array.name for array in arrays])).to_ours(arrays)

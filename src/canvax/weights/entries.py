@@ -100,7 +100,7 @@ class Entry:
         rows, count = self.shape
         size = self.dtype.itemsize
         pieces = (self._pieces(size * (row * count + begin), size * (row * count + end)) for row in range(rows))
-        return replace(self, shape=(rows, end - begin), segments=tuple(one for row in pieces for one in row))
+        return replace(self, shape=(rows, end - begin), segments=tuple(name for row in pieces for name in row))
 
     def read(self) -> HostArray:
         """The whole array, in fresh memory."""

@@ -248,8 +248,8 @@ _LEFTOVER = re.compile(r"(text_model\.|(vision_model\.){0,2})embeddings\.positio
 def spellings(name: str, param: Param) -> Iterator[str]:
     """The names that a parameter has in files in the layout of diffusers, old ones and Flax files; its name first."""
     old = _OLD_STEP.sub(lambda match: f".{_OLD_ATTENTION[match[1]]}", name)
-    for one in dict.fromkeys((name, old)):
-        for spelled in (one, flax_name(one, param)):
+    for spelling in dict.fromkeys((name, old)):
+        for spelled in (spelling, flax_name(spelling, param)):
             yield spelled
             yield re.sub(r"^(text_model|vision_model)[./]", "", spelled)
 

@@ -49,16 +49,16 @@ def open_ip_adapter(location: Location) -> NetworkFiles:
     name = str(location.name)
     (path, *_), _ = find_adapter(location, ())
     arrays = open_weights(path)
-    names = {one.name for one in arrays}
-    expect(name, {one.name: one.shape for one in arrays}, IP_ADAPTER)
-    if any(_FACE_ID.search(one) for one in names) or {"image_proj.norm.weight", "image_proj.proj.0.weight"} <= names:
+    names = {array.name for array in arrays}
+    expect(name, {array.name: array.shape for array in arrays}, IP_ADAPTER)
+    if any(_FACE_ID.search(name) for name in names) or {"image_proj.norm.weight", "image_proj.proj.0.weight"} <= names:
         raise CheckpointError(
             f"{name}: is an IP-Adapter of the FaceID kind, which reads numbers that InsightFace makes of a face and "
             "not an image; canvax does not have it. The plus-face kind (ip-adapter-plus-face) reads images of faces"
         )
     if not any(map(_LAYER.fullmatch, names)):
         raise CheckpointError(f"{name}: is no IP-Adapter: it has no arrays such as ip_adapter.1.to_k_ip.weight")
-    if not any(one.startswith("image_proj.") for one in names):
+    if not any(name.startswith("image_proj.") for name in names):
         raise CheckpointError(
             f"{name}: is a part of an IP-Adapter: it has no arrays image_proj.*, which make tokens of an image"
         )

@@ -39,7 +39,7 @@ def open_language_model(location: Location, usual: Mapping[str, Any]) -> Network
     path = location.local()
     if path is not None and path.is_file():
         arrays = open_weights(path)
-        shapes = {one.name: one.shape for one in arrays}
+        shapes = {array.name: array.shape for array in arrays}
         expect(f"text_encoder={name!r}", shapes, LANGUAGE_MODEL)
         try:
             return NetworkFiles(name, arrays, {**usual, **language_model_config(shapes)}, path)

@@ -162,7 +162,7 @@ def _grouped(entries: Sequence[Entry], specs: Mapping[str, Spec], problems: _Fau
             problems.add("modules that the model does not have", entry.name + nearest_module(split.module, table))
         elif (len(modules) > 1 or swapped) and split.role not in (*_OF_STACKS[axis], *_SHARED):
             problems.add("arrays of algorithms that canvax does not have", f"{entry.name} is for a layer that differs")
-        sizes = [declared[one.component, f"{one.name}.weight"].checkpoint_shapes[0][axis] for one in modules]
+        sizes = [declared[module.component, f"{module.name}.weight"].checkpoint_shapes[0][axis] for module in modules]
         # One of another size stays whole, and has a wrong shape then.
         stacked = len(modules) > 1 and split.role in _OF_STACKS[axis] and entry.shape[axis : axis + 1] == (sum(sizes),)
         stacked = stacked and (axis == 0 or len(entry.shape) == 2)

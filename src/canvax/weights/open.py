@@ -160,7 +160,7 @@ def read_config(location: Location, name: str) -> dict[str, Any]:
     """
     path = location.local()
     if path is not None and not (path / name).exists():
-        inside = ", ".join(sorted(one.name for one in path.iterdir() if one.is_dir())) or "none"
+        inside = ", ".join(sorted(inside_it.name for inside_it in path.iterdir() if inside_it.is_dir())) or "none"
         raise CheckpointError(f"{location.text}: there is no {name} in it; its folders (subfolder=) are {inside:.200}")
     return read_json((find_commit(location, name).fetch([name]) if path is None else path) / name)
 
@@ -189,14 +189,14 @@ def find_adapter(location: Location, usual: Sequence[Sequence[str]]) -> tuple[li
     if commit.names is None:
         folder = commit.folder
         row = next((row[1:] for row in usual if row[0] == commit.root), ())
-        names = [one for one in (commit.root, *row) if (folder / one).is_file()]
+        names = [name for name in (commit.root, *row) if (folder / name).is_file()]
     else:
         names = _chosen(name, commit.names, usual, file)
         config = [_PEFT] if _PEFT in commit.names and names[0] == "adapter_model.safetensors" else []
         commit = replace(commit, root=names[0])
         folder = commit.fetch([*names, *config], progress=True)
         commit.remember()
-    return [folder / one for one in names], _peft_config(folder, names[0])
+    return [folder / name for name in names], _peft_config(folder, names[0])
 
 
 def check_adapter(location: Location, usual: Sequence[Sequence[str]]) -> None:
@@ -227,7 +227,7 @@ def find_tokenizer(location: Location) -> Path:
     folders = [f"{inside}/"] if inside else ["tokenizer/", ""]
     commit = _commit_with(location, [folder + _TOKENIZER for folder in folders])
     if (names := commit.names) is not None:
-        folder = next((one for one in folders if one + _TOKENIZER in names), None)
+        folder = next((place for place in folders if place + _TOKENIZER in names), None)
         if folder is None:
             raise CheckpointError(f"{location.argument}={location.text!r}: has no {_TOKENIZER} at commit {commit.sha}")
         commit = replace(commit, root=folder + _TOKENIZER)
@@ -272,7 +272,9 @@ def _local_adapter(
             )
         _one_name(location, path.name)
         return [path], _peft_config(path.parent, path.name)
-    names = _chosen(location.text, [one.name for one in path.iterdir() if one.is_file()], usual, location.weight_name)
+    names = _chosen(
+        location.text, [file.name for file in path.iterdir() if file.is_file()], usual, location.weight_name
+    )
     return [path / name for name in names], _peft_config(path, names[0])
 
 

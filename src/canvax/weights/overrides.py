@@ -115,7 +115,7 @@ class Overrides:
                 raise InputError(name, self.parts[name], problem, "leave it out")
         if "text_encoder" in where:
             opened["text_encoder"] = open_language_model(where["text_encoder"], configs["text_encoder"])
-        configs |= {name: one.config for name, one in opened.items()}
+        configs |= {name: part.config for name, part in opened.items()}
         folders = files.folders
         if (tokenizer := self._tokenizer(where, files)) is not None:
             folder = find_tokenizer(tokenizer)
@@ -199,29 +199,29 @@ def vae_of_file(name: str, path: Path, original: Mapping[str, Any]) -> NetworkFi
     Raises:
         CheckpointError: there is none in it.
     """
-    arrays = [one for one in open_weights(path) if not _IGNORED.fullmatch(one.name)]
-    if any(_HALF.fullmatch(one.name) for one in arrays):
+    arrays = [entry for entry in open_weights(path) if not _IGNORED.fullmatch(entry.name)]
+    if any(_HALF.fullmatch(array.name) for array in arrays):
         raise CheckpointError(
             f"vae={name!r}: holds half of a TAESD, encoder or decoder alone; take the file that has both, or "
             "madebyollin/taesd"
         )
-    expect(f"vae={name!r}", {one.name: one.shape for one in arrays}, AUTOENCODER, MODEL)
-    if any(one.name.startswith(VAE) for one in arrays):
-        arrays = [replace(one, name=one.name.removeprefix(VAE)) for one in arrays if one.name.startswith(VAE)]
+    expect(f"vae={name!r}", {array.name: array.shape for array in arrays}, AUTOENCODER, MODEL)
+    if any(array.name.startswith(VAE) for array in arrays):
+        arrays = [replace(array, name=array.name.removeprefix(VAE)) for array in arrays if array.name.startswith(VAE)]
     tiny = TAESD.to_ours(arrays)
-    if any(_TINY.fullmatch(one.name) for one in tiny):
-        shapes = {one.name: one.shape for one in tiny}
-        if strange := [one.name for one in tiny if not _TINY.fullmatch(one.name)]:
+    if any(_TINY.fullmatch(array.name) for array in tiny):
+        shapes = {array.name: array.shape for array in tiny}
+        if strange := [array.name for array in tiny if not _TINY.fullmatch(array.name)]:
             raise CheckpointError(f"vae={name!r}: holds an array that TAESD has no use for: {strange[0]}")
         if missing := [half for half in ("encoder", "decoder") if f"{half}.layers.0.weight" not in shapes]:
             raise CheckpointError(f"vae={name!r}: holds half of a TAESD, without the {missing[0]}; take the whole one")
         width, latents = shapes["decoder.layers.0.weight"][:2]
         widths = {f"{half}_block_out_channels": [width] * 4 for half in ("encoder", "decoder")}
         return NetworkFiles(name, tiny, {"_class_name": "AutoencoderTiny", "latent_channels": latents, **widths})
-    if not any(one.name.startswith("decoder.") for one in arrays):
+    if not any(array.name.startswith("decoder.") for array in arrays):
         raise CheckpointError(f"vae={name!r}: holds no autoencoder: no name of its arrays begins with decoder.")
-    arrays = Names(vae_rules([one.name for one in arrays])).to_ours(arrays)
-    shapes = {one.name: one.shape for one in arrays}
+    arrays = Names(vae_rules([array.name for array in arrays])).to_ours(arrays)
+    shapes = {array.name: array.shape for array in arrays}
     rest = {
         key: original[key]
         for key in ("scaling_factor", "shift_factor", "sample_size", "force_upcast")

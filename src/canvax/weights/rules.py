@@ -71,7 +71,7 @@ class Names:
 
     def to_ours(self, entries: Iterable[Entry]) -> list[Entry]:
         """Entries under our names, stacked ones in their parts; names without a rule stay."""
-        return [one for entry in entries for one in self._to_ours(entry)]
+        return [ours for entry in entries for ours in self._to_ours(entry)]
 
     def _to_ours(self, entry: Entry) -> Iterator[Entry]:
         match = _longest(self._theirs, entry.name.split("."))

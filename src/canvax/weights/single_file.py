@@ -99,8 +99,8 @@ def open_single_file(name: str, path: Path, *, prediction: str | None = None, va
         CheckpointError: it holds no model that canvax knows, or more than one.
     """
     arrays = with_scales(open_safetensors(path, plain_names=False))
-    names = {one.name for one in arrays}
-    expect(name, {one.name: one.shape for one in arrays}, MODEL)
+    names = {array.name for array in arrays}
+    expect(name, {array.name: array.shape for array in arrays}, MODEL)
     kind = next((kind for kind in KINDS if all(_any(names, start) for start in kind.encoders.values())), None)
     lacking = [part for part in parts_missing(names) if vae or part != "an autoencoder"]
     if lacking:
@@ -114,7 +114,7 @@ def open_single_file(name: str, path: Path, *, prediction: str | None = None, va
     if {"edm_mean", "edm_std"} & names:
         raise CheckpointError(f"{name}: is trained as Playground v2.5; pass its folder in the diffusers layout")
     starts = (UNET, VAE, *kind.encoders.values())
-    strange = sorted(one for one in names if not one.startswith(starts) and not _IGNORED.fullmatch(one))
+    strange = sorted(name for name in names if not name.startswith(starts) and not _IGNORED.fullmatch(name))
     if strange:
         more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
         raise CheckpointError(f"{name}: holds arrays that {kind.name} has no use for: {', '.join(strange[:3])}{more}")
@@ -162,7 +162,7 @@ def single_files(
         part: "CLIPTextModelWithProjection" if part.endswith("_2") else "CLIPTextModel" for part in kind.encoders
     }
     try:
-        shapes = {part: {one.name: one.shape for one in own} for part, own in parts.items()}
+        shapes = {part: {array.name: array.shape for array in own} for part, own in parts.items()}
         configs = {
             "unet": _unet_config(kind, shapes["unet"], prediction[0]),
             "vae": vae_config(shapes["vae"], _of_vae(kind)),
@@ -212,14 +212,14 @@ def single_arrays(
     """
     arrays = []
     for component, start in {"unet": UNET, "vae": VAE, **kind.encoders}.items():
-        names = _names(kind, component, [one.name for one in parts[component]])
+        names = _names(kind, component, [part.name for part in parts[component]])
         own = names.to_theirs(parts[component]) if names else parts[component]
         if component in kind.encoders and kind is SD2:
             # It reads the last but one of OpenCLIP's layers. diffusers leaves the last one out, the original code not.
-            layers = 1 + max(_layer_of(one.name) for one in own)
-            own = [*own, *(replace(one, name=one.name.replace(f".{layers - 1}.", f".{layers}.", 1))
-                           for one in own if _layer_of(one.name) == layers - 1)]  # fmt: skip
-        arrays += [replace(one, name=start + one.name) for one in own]
+            layers = 1 + max(_layer_of(array.name) for array in own)
+            own = [*own, *(replace(array, name=array.name.replace(f".{layers - 1}.", f".{layers}.", 1))
+                           for array in own if _layer_of(array.name) == layers - 1)]  # fmt: skip
+        arrays += [replace(array, name=start + array.name) for array in own]
     marks = {"v_pred": v_prediction and kind is XL, "ztsnr": zero_snr}
     none = np.zeros(0, np.float32)
     return arrays + [Outgoing(name, (0,), none.dtype, lambda: none) for name, there in marks.items() if there]
@@ -239,7 +239,7 @@ def single_metadata(kind: Layout, *, v_prediction: bool, inpaints: bool) -> dict
 
 def as_read(path: Path, kind: Layout, arrays: Sequence[Outgoing], *, v_prediction: bool, zero_snr: bool) -> ModelFiles:
     """What reading the file would find, before it is written."""
-    entries = [Entry(one.name, one.shape, one.dtype, path, ((0, one.nbytes),), "torch") for one in arrays]
+    entries = [Entry(array.name, array.shape, array.dtype, path, ((0, array.nbytes),), "torch") for array in arrays]
     prediction = ("v_prediction" if v_prediction else "epsilon"), f"as {_STATED} says"
     return single_files(str(path), path, kind, entries, prediction, zero_snr=zero_snr)
 
@@ -255,12 +255,12 @@ def _parts(kind: Layout, arrays: Sequence[Entry]) -> dict[str, list[Entry]]:
     """The arrays of each component under our names."""
     parts = {}
     for component, start in {"unet": UNET, "vae": VAE, **kind.encoders}.items():
-        own = [replace(one, name=one.name.removeprefix(start)) for one in arrays
-               if one.name.startswith(start) and not _IGNORED.fullmatch(one.name)]  # fmt: skip
+        own = [replace(array, name=array.name.removeprefix(start)) for array in arrays
+               if array.name.startswith(start) and not _IGNORED.fullmatch(array.name)]  # fmt: skip
         if component in kind.encoders and kind is SD2:  # whose last layer is not used, nor its projection
-            last = max((_layer_of(one.name) for one in own), default=-1)
-            own = [one for one in own if one.name != "text_projection" and not 0 <= last == _layer_of(one.name)]
-        names = _names(kind, component, [one.name for one in own])
+            last = max((_layer_of(array.name) for array in own), default=-1)
+            own = [array for array in own if array.name != "text_projection" and not 0 <= last == _layer_of(array.name)]
+        names = _names(kind, component, [array.name for array in own])
         parts[component] = names.to_ours(own) if names else own
     return parts
 
@@ -285,8 +285,8 @@ def _unet_config(kind: Layout, shapes: Mapping[str, tuple[int, ...]], prediction
         "out_channels": shapes["conv_out.weight"][0],
         "block_out_channels": widths,
         "layers_per_block": _count(shapes, r"down_blocks\.0\.resnets\.(\d+)\."),
-        "down_block_types": ["CrossAttnDownBlock2D" if one else "DownBlock2D" for one in has],
-        "up_block_types": ["CrossAttnUpBlock2D" if one else "UpBlock2D" for one in reversed(has)],
+        "down_block_types": ["CrossAttnDownBlock2D" if attends else "DownBlock2D" for attends in has],
+        "up_block_types": ["CrossAttnUpBlock2D" if attends else "UpBlock2D" for attends in reversed(has)],
         "cross_attention_dim": shapes[first][1],
         "transformer_layers_per_block": middle if deep == {middle} else [*(d or 1 for d in depths[:-1]), middle],
         "use_linear_projection": kind is not SD1,
@@ -364,11 +364,11 @@ def _prediction(arrays: Sequence[Entry], kind: Layout, metadata: Mapping[str, st
     stated = metadata.get(_STATED, "").strip().lower()
     if stated in _PREDICTIONS:
         return _PREDICTIONS[stated], f"as {_STATED} says"
-    if any(one.name == "v_pred" for one in arrays):
+    if any(array.name == "v_pred" for array in arrays):
         return "v_prediction", "as the array v_pred says"
     if kind is SD2:
         wanted = f"{UNET}output_blocks.11.1.transformer_blocks.0.norm1.bias"
-        bias = next((one.read().astype(np.float32) for one in arrays if one.name == wanted), None)
+        bias = next((array.read().astype(np.float32) for array in arrays if array.name == wanted), None)
         if bias is not None:
             spread = float(bias.std())
             return ("v_prediction" if spread > _V_BIAS else "epsilon"), f"a guess by the spread of a bias, {spread:.2f}"
