@@ -202,7 +202,7 @@ def test_stopping_keeps_what_is_finished(generate: Run, emoji: Any, monkeypatch:
         return emoji(*arguments, **keywords)
 
     class Stoppable:
-        model, programs = emoji.model, emoji.programs
+        model, programs, adapters = emoji.model, emoji.programs, emoji.adapters
         __call__ = staticmethod(stop)
 
     monkeypatch.setattr(canvax, "load", lambda *_, **__: Stoppable())

@@ -448,7 +448,7 @@ class Server(RuleBasedStateMachine):
 
     def _load(self, name: str) -> Any:
         WORLD.call("load", LOAD)
-        return SimpleNamespace(params={})
+        return SimpleNamespace(params={}, safety_checker=None)
 
     def _sleep(self, seconds: float | None) -> NoReturn:
         raise Asleep
