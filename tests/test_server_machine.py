@@ -193,10 +193,11 @@ class StubShelf:
 class StubServed(ServedModel):
     bytes = 1
 
-    def __init__(self, name: str, load: Callable[[str], Any], *_: Any) -> None:
+    def __init__(self, name: str, load: Callable[[str], Any], *_: Any, weights: bool = True) -> None:
         networks = SimpleNamespace(controls=(), ip_adapters=(), denoiser=SimpleNamespace(edits=False))
-        model: Any = SimpleNamespace(networks=networks, revision=None)
-        self.name, self.params, self.model, self.on_request = name, {}, model, False
+        defaults = SimpleNamespace(num_inference_steps=20)
+        model: Any = SimpleNamespace(networks=networks, revision=None, defaults=defaults)
+        self.name, self.params, self.model, self.on_request = name, {} if weights else None, model, not weights
         self.groups, self.used, self.failed, self.retry, self.load_seconds = {}, 0.0, 0, 0.0, LOAD
         self.safety_checker, self.shelf, self._load = None, StubShelf(), load  # type: ignore[assignment]
         self.colours = SimpleNamespace(learn=lambda *_: None, pixels=lambda latents: latents)  # type: ignore[assignment]
@@ -287,8 +288,10 @@ class Server(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         WORLD.__init__()
-        limits = EngineSettings(compile_on_demand=True, queue_seconds=1e9, memory=FITTING, keep_seconds=5.0)
-        self.engine = ImageEngine(MODELS, limits, Silent(), self._load)
+        limits = EngineSettings(
+            on_request=MODELS[-1:], compile_on_demand=True, queue_seconds=1e9, memory=FITTING, keep_seconds=5.0
+        )
+        self.engine = ImageEngine(MODELS[:-1], limits, Silent(), self._load)
         self.engine._compile_missing = lambda: None  # type: ignore[method-assign]
         self.engine._wake.wait = self._sleep  # type: ignore[method-assign]
         self.turns, self.files = 0, Later()

@@ -116,6 +116,7 @@ class Family:
         mu: the shift of the schedule, if that follows the size of the image, of the tokens of an image and the steps.
         no_guidance: the guidance scale that is none; others are counted from it.
         entries: the arrays of a component's files under the names of its spec, without those that are not read.
+        stored_names: whether the names of its specs are those of its files, so that a model can be saved.
         unused_options: options that mean nothing to a model, and why.
         numbers: conditions of the prompt and of the negative prompt beside the texts, for an image of a height and a
             width and the options that were given.
@@ -134,6 +135,7 @@ class Family:
     mu: Callable[[int, int], float] | None = None
     no_guidance: float = 1.0
     entries: Callable[[Networks, str, Sequence[Entry]], Sequence[Entry]] = _as_stored
+    stored_names: bool = True
     unused_options: Callable[[Model], Mapping[str, str]] = _nothing
     numbers: Callable[[Model, int, int, Mapping[str, Any]], tuple[Numbers, Numbers]] = _no_numbers
     zero_empty_negative: Callable[[ModelFiles], bool] = _no
@@ -275,9 +277,13 @@ class Model:
         Networks that read control images or image prompts are left out: they are files of their own.
 
         Raises:
-            InputError: its weights are quantised, which that layout cannot say, or the folder is not empty.
+            InputError: its weights are quantised, which that layout cannot say, its family cannot be saved, or the folder
+                is not empty.
             CheckpointError: the files it was loaded from, of which layers that are not read are copied, are gone.
         """
+        if not self.family.stored_names:
+            problem = f"cannot hold {self.name}, whose arrays have other names in files"
+            raise InputError("folder", str(folder), problem, "copy the checkpoint")
         if self.quantize is not None:
             raise InputError(f"weights quantised to {self.quantize} cannot be saved; load the model without quantize")
         names = (*self.text.names, self.networks.denoiser.component, "vae", "scheduler")

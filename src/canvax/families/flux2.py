@@ -99,5 +99,6 @@ FLUX2 = Family(
     even_times=True,
     mu=empirical_mu,
     entries=_entries,
+    stored_names=False,
     unused_options=unused_options,
 )
