@@ -277,8 +277,8 @@ class Model:
         Networks that read control images or image prompts are left out: they are files of their own.
 
         Raises:
-            InputError: its weights are quantised, which that layout cannot say, its family cannot be saved, or the folder
-                is not empty.
+            InputError: its weights are quantised, which that layout cannot say, its family cannot be saved, or the
+                folder is not empty.
             CheckpointError: the files it was loaded from, of which layers that are not read are copied, are gone.
         """
         if not self.family.stored_names:
