@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import safetensors.numpy  # noqa: E402
 
 import canvax  # noqa: E402
 from canvax.call import Call  # noqa: E402
+from canvax.cli import main  # noqa: E402
 from canvax.compile.programs import load_or_compile  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
@@ -504,3 +506,24 @@ def test_requests_share_a_batch_of_a_server(klein: Model, monkeypatch: pytest.Mo
         assert max(seated) == 2
     finally:
         engine.close()
+
+
+def test_lines_of_a_prompt_file_read_their_images_alone(
+    klein: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two lines with the same settings and other images, in ``generate`` and in ``batch``."""
+    monkeypatch.chdir(tmp_path)
+    for name, side in (("a.png", 48), ("b.png", 64)):
+        picture(side, 48).save(name)
+    lines = [{"prompt": PROMPTS[0], "image": name, "seed": 1} for name in ("a.png", "b.png")]
+    Path("rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: klein.ours)
+    shared = ["--model", str(klein.folder), "--steps", "2", "--height", "48", "--width", "48", "--quiet", "-b", "2"]
+    assert main(["generate", "--prompt-file", "rows.jsonl", *shared, "-o", "drawn"]) == 0
+    assert main(["batch", "rows.jsonl", *shared, "-o", "rows"]) == 0
+    drawn = [PIL.Image.open(path) for path in sorted(Path("drawn").glob("*.png"))]
+    rows = [PIL.Image.open(path) for path in sorted(Path("rows").glob("*.png"))]
+    for line, *images in zip(lines, drawn, rows, strict=True):
+        (alone,) = klein.ours(line["prompt"], image=line["image"], seed=1, num_inference_steps=2, height=48, width=48)
+        for got in images:
+            np.testing.assert_allclose(np.asarray(got, np.int16), np.asarray(alone, np.int16), atol=1)

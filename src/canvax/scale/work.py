@@ -302,7 +302,7 @@ class Worker:
             size = [call.height, call.width, call.strength] if request.init_images else []
             shared = replace(options, prompt_2=None, negative_prompt_2=None)
             common = (request.steps, request.guidance, request.sampler, call.mask is None, *size)
-        common += tuple(request.references.fingerprints) if request.references else ()  # all images of a call read them
+        common += (call.image,) if request.references else ()  # which all images of a call read
         key = Key(request.height, request.width, kinds, (request.guided, request.zeros), shared, common)
         record = {**metadata(self._pipe.model, request)[0], "id": row.id}
         return Item(row, digest, call, key, table, noise, record)
