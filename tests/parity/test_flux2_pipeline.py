@@ -37,7 +37,7 @@ from canvax.server.models import Warm  # noqa: E402
 from tests.support.serving import until  # noqa: E402
 
 from .reference import nchw, nhwc, psnr, randomise, relative_error  # noqa: E402
-from .test_z_image_pipeline import tokenizer  # noqa: E402
+from .test_z_image_pipeline import tokenizer, write_factors  # noqa: E402
 
 PROMPTS = ["a fox", "a lighthouse on a cliff above the sea, in the evening, painted with oil on canvas"]
 SEEDS = [11, 12]
@@ -350,7 +350,7 @@ BFL = {
 
 def lora(path: Path, spelling: str) -> Path:
     """A file as PEFT writes it for diffusers, as kohya's scripts do, or as trainers for ComfyUI do."""
-    arrays, factors = {}, dict(changes())
+    factors = dict(changes())
     if spelling != "peft":
         for stream, names in (("img", ("to_q", "to_k", "to_v")), ("txt", ("add_q_proj", "add_k_proj", "add_v_proj"))):
             parts = [factors.pop(f"transformer_blocks.0.attn.{name}") for name in names]
@@ -358,16 +358,7 @@ def lora(path: Path, spelling: str) -> Path:
         factors = {BFL.get(name, name): pair for name, pair in factors.items()}
         up, down = factors["final_layer.adaLN_modulation.1"]
         factors["final_layer.adaLN_modulation.1"] = np.roll(up, 32, axis=0), down
-    for name, (up, down) in factors.items():
-        flat = "lora_unet_" + name.replace(".", "_")
-        names = {
-            "peft": (f"transformer.{name}.lora_A.weight", f"transformer.{name}.lora_B.weight"),
-            "bfl": (f"diffusion_model.{name}.lora_A.weight", f"diffusion_model.{name}.lora_B.weight"),
-            "kohya": (f"{flat}.lora_down.weight", f"{flat}.lora_up.weight"),
-        }[spelling]
-        arrays |= dict(zip(names, (down, up), strict=True))
-    safetensors.numpy.save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
-    return path
+    return write_factors(path, "comfy" if spelling == "bfl" else spelling, factors)
 
 
 @pytest.fixture(scope="module")

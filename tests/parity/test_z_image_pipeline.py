@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -320,13 +321,9 @@ def changes() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     }
 
 
-def lora(path: Path, spelling: str) -> Path:
-    """A file as PEFT writes it for diffusers, as kohya's scripts do, or as trainers for ComfyUI do."""
-    arrays, factors = {}, changes()
-    if spelling == "comfy":
-        qkv = [factors.pop(f"layers.0.attention.to_{part}") for part in "qkv"]
-        factors["layers.0.attention.qkv"] = np.concatenate([up for up, _ in qkv]), qkv[0][1]
-        factors["layers.0.attention.out"] = factors.pop("layers.0.attention.to_out.0")
+def write_factors(path: Path, spelling: str, factors: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Path:
+    """A LoRA file of a transformer's layers, whose factors are (up, down)."""
+    arrays = {}
     for name, (up, down) in factors.items():
         flat = "lora_unet_" + name.replace(".", "_")
         names = {
@@ -337,6 +334,16 @@ def lora(path: Path, spelling: str) -> Path:
         arrays |= dict(zip(names, (down, up), strict=True))
     safetensors.numpy.save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
     return path
+
+
+def lora(path: Path, spelling: str) -> Path:
+    """A file as PEFT writes it for diffusers, as kohya's scripts do, or as trainers for ComfyUI do."""
+    factors = changes()
+    if spelling == "comfy":
+        qkv = [factors.pop(f"layers.0.attention.to_{part}") for part in "qkv"]
+        factors["layers.0.attention.qkv"] = np.concatenate([up for up, _ in qkv]), qkv[0][1]
+        factors["layers.0.attention.out"] = factors.pop("layers.0.attention.to_out.0")
+    return write_factors(path, spelling, factors)
 
 
 @pytest.fixture(scope="module")

@@ -276,10 +276,14 @@ def add_part_files(group: Any) -> None:
         help="another autoencoder: a folder, a Hub id or a safetensors file; madebyollin/taesd is a small one",
     )  # fmt: skip
     group.add_argument(
-        "--text-encoder", metavar="FILE", help="the language model for a transformer in one file; likewise"
+        "--text-encoder",
+        metavar="FILE",
+        help="the language model for a transformer in one file: a file, a folder or a Hub id",
     )
     group.add_argument(
-        "--tokenizer", metavar="FOLDER", help="its tokenizer: a folder or a Hub id (the one beside the text encoder)"
+        "--tokenizer",
+        metavar="FOLDER",
+        help="the language model's tokenizer: a folder or a Hub id (that in the text encoder's folder)",
     )
 
 

@@ -100,8 +100,8 @@ class Batch:
         mesh: the devices.
         latents: [B, h, w, C]; B is a multiple of the ``data`` axis of the mesh.
 
-    In the loop latents may have another height and width (``canvax.models.denoiser.Denoiser.loop_size``). Arrays that
-    come in or go out have their own.
+    In the loop latents may have another height and width (``canvax.models.denoiser.Denoiser.loop_size``). Arguments and
+    results have the height and width of ``latents``.
     """
 
     def __init__(self, programs: Ready, params: Params, mesh: Mesh, latents: LatentShape) -> None:
@@ -285,7 +285,7 @@ class Batch:
         return array.reshape(*array.shape[:-3], *self._size, array.shape[-1]) if array.ndim > 3 else array
 
     def _outside(self, array: Array) -> Array:
-        """An array [..., h, w, C] from the loop with its own height and width."""
+        """An array [..., h, w, C] of the loop with the height and width of ``latents``."""
         height, width = self.latents[1:3]
         if (height, width) == self._size:
             return array

@@ -60,9 +60,9 @@ def convert(
             only .safetensors, with the names that the pickle has.
         dtype: of the written arrays; their own by default.
         overwrite: write into a folder that is not empty, or over a file.
-        vae: another autoencoder than the model's own, or the one that a file lacks, as in ``canvax.load``.
-        text_encoder: likewise.
-        tokenizer: likewise.
+        vae: the autoencoder to use in place of the model's, or the one that a file lacks, as in ``canvax.load``.
+        text_encoder: the language model, in the same way.
+        tokenizer: the tokenizer of the language model, in the same way.
         source: see ``canvax.weights.location.Location``.
 
     Returns:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from canvax.errors import CheckpointError
 from canvax.families.base import Defaults, Family, check_components, parsed
-from canvax.families.language import language_model_entries, read_chat_tokenizer, unused_options
+from canvax.families.language import check_fit, language_model_entries, read_chat_tokenizer, unused_options
 from canvax.files import read_json
 from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.flux2 import ROWS, TEMPLATE, Flux2Config, Flux2Denoiser, taps
@@ -42,15 +42,11 @@ def read(files: ModelFiles) -> Networks:
     vae = Flux2Autoencoder(parsed(Flux2VaeConfig, files, "vae"))
     *earlier, tap = taps(lm.num_hidden_layers)
     text = LanguageModel(lm, tap, tuple(earlier), ROWS)
-    if faults := [
-        f"{what} {got}, {other} {wanted}"
-        for what, got, other, wanted in (
-            ("the transformer takes latents of", transformer.in_channels, "the VAE has", vae.latent_channels),
-            ("the transformer reads text of width", transformer.joint_attention_dim, "the encoder gives", text.width),
-        )
-        if got != wanted
-    ]:
-        raise CheckpointError(f"{files}: its components do not fit together: {'; '.join(faults)}")
+    check_fit(
+        files,
+        latents=(transformer.in_channels, vae.latent_channels),
+        text=(transformer.joint_attention_dim, text.width),
+    )
     denoiser = Flux2Denoiser(transformer, is_distilled=bool(files.index.get("is_distilled")))
     return Networks(denoiser, vae, TextEncoders((text,)), prediction="flow_prediction")
 

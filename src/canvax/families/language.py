@@ -29,6 +29,21 @@ def read_chat_tokenizer(files: ModelFiles, encoder: TextEncoder, template: str) 
     return tokenizer
 
 
+def check_fit(files: ModelFiles, *, latents: tuple[int, int], text: tuple[int, int]) -> None:
+    """Check what a transformer reads against what the other components give: channels of latents, widths of text.
+
+    Raises:
+        CheckpointError: they differ; names both numbers.
+    """
+    faults = []
+    if latents[0] != latents[1]:
+        faults.append(f"the transformer takes latents of {latents[0]}, the VAE has {latents[1]}")
+    if text[0] != text[1]:
+        faults.append(f"the transformer reads text of width {text[0]}, the encoder gives {text[1]}")
+    if faults:
+        raise CheckpointError(f"{files}: its components do not fit together: {'; '.join(faults)}")
+
+
 def language_model_entries(encoder: TextEncoder, entries: Sequence[Entry]) -> list[Entry]:
     """The layers of a language model that are read, whether it was saved with its head or without."""
     assert isinstance(encoder, LanguageModel)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from canvax.errors import CheckpointError
 from canvax.families.base import Defaults, Family, check_components, parsed, read_autoencoder
-from canvax.families.language import language_model_entries, read_chat_tokenizer, unused_options
+from canvax.families.language import check_fit, language_model_entries, read_chat_tokenizer, unused_options
 from canvax.models.configs import VaeConfig
 from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.networks import Networks
@@ -38,15 +37,9 @@ def read(files: ModelFiles) -> Networks:
     check_components(files, CLASSES)
     transformer, lm = parsed(ZImageConfig, files, "transformer"), parsed(DecoderConfig, files, FIRST)
     vae = read_autoencoder(files)
-    if faults := [
-        f"{what} {got}, {other} {wanted}"
-        for what, got, other, wanted in (
-            ("the transformer takes latents of", transformer.in_channels, "the VAE has", vae.latent_channels),
-            ("the transformer reads text of width", transformer.cap_feat_dim, "the encoder gives", lm.hidden_size),
-        )
-        if got != wanted
-    ]:
-        raise CheckpointError(f"{files}: its components do not fit together: {'; '.join(faults)}")
+    check_fit(
+        files, latents=(transformer.in_channels, vae.latent_channels), text=(transformer.cap_feat_dim, lm.hidden_size)
+    )
     text = LanguageModel(lm, lm.num_hidden_layers - 1)
     return Networks(ZImageDenoiser(transformer), vae, TextEncoders((text,)), prediction="flow_prediction")
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from canvax.errors import CheckpointError
 from canvax.weights.files import NetworkFiles, open_weights
 from canvax.weights.identify import LANGUAGE_MODEL, Shapes, expect
 from canvax.weights.location import Location, refuse_pickle
-from canvax.weights.open import open_network
+from canvax.weights.open import open_part
 
 CLASSES = ("Qwen3Model", "Qwen3ForCausalLM")
 """Of text encoders that can be given apart from a model."""
@@ -51,12 +50,7 @@ def open_language_model(location: Location, usual: Mapping[str, Any]) -> Network
             wanted = usual["model_type"]
             raise CheckpointError(f"text_encoder={name!r}: its model_type is {str(kind)[:80]!r}, not {wanted!r}")
 
-    inside = ""
-    if path is None:
-        location, inside = location.on_hub()
-    elif not (path / "config.json").is_file() and (path / "text_encoder").is_dir():
-        inside = "text_encoder"
-    return replace(open_network(location, accept=accept, component=inside, kind="transformers"), name=name)
+    return open_part(location, "text_encoder", accept, "transformers")
 
 
 def language_model_config(shapes: Shapes) -> dict[str, Any]:

@@ -152,6 +152,21 @@ def open_network(
     return NetworkFiles(name, arrays, config, folder, commit.sha if commit else None, location.variant)
 
 
+def open_part(location: Location, component: str, accept: Accept, kind: Library) -> NetworkFiles:
+    """Find a network that a caller names for a model: its folder, one with the folder ``component`` in it, or a Hub id
+    with perhaps a folder behind it. Its name stays that of ``location``.
+
+    Raises:
+        InputError, CheckpointError, HubError: as ``open_network``.
+    """
+    path, place, inside = location.local(), location, ""
+    if path is None:
+        place, inside = location.on_hub()
+    elif not (path / _CONFIG).is_file() and (path / component).is_dir():
+        inside = component
+    return replace(open_network(place, accept=accept, component=inside, kind=kind), name=location.text)
+
+
 def read_config(location: Location, name: str) -> dict[str, Any]:
     """One JSON file of a model, such as ``scheduler/scheduler_config.json``; nothing else is fetched.
 

@@ -22,7 +22,7 @@ from canvax.weights.identify import AUTOENCODER, CLASSES, MODEL, VAE, expect
 from canvax.weights.language_model import CLASSES as LANGUAGE_MODELS
 from canvax.weights.language_model import open_language_model
 from canvax.weights.location import Location, refuse_pickle
-from canvax.weights.open import find_tokenizer, open_network
+from canvax.weights.open import find_tokenizer, open_part
 from canvax.weights.rules import Names
 from canvax.weights.single_file import vae_config
 
@@ -38,7 +38,7 @@ class Overrides:
 
     Attributes:
         vae: where another autoencoder is; None for the model's.
-        text_encoder: where another language model is, likewise.
+        text_encoder: where another language model is, in the same forms.
         tokenizer: where its tokenizer is; None for the model's, or for the one beside ``text_encoder``.
         prediction: what the UNet predicts; None for what the model says.
         scheduler: fields of ``scheduler_config.json`` in place of the model's.
@@ -166,9 +166,6 @@ def open_vae(location: Location, original: Mapping[str, Any]) -> NetworkFiles:
     if path is not None and path.is_file():
         files = vae_of_file(name, path, original)
     else:
-        inside = "vae" if path is not None and not (path / "config.json").is_file() and (path / "vae").is_dir() else ""
-        if path is None:
-            location, inside = location.on_hub()
 
         def accept(config: Mapping[str, Any]) -> None:
             if CLASSES.get(str(config.get("_class_name"))) is not AUTOENCODER:
@@ -177,7 +174,7 @@ def open_vae(location: Location, original: Mapping[str, Any]) -> NetworkFiles:
                     "reads AutoencoderKL and AutoencoderTiny"
                 )
 
-        files = replace(open_network(location, accept=accept, component=inside, kind="diffusers"), name=name)
+        files = open_part(location, "vae", accept, "diffusers")
         scale, usual = files.config.get("scaling_factor"), original.get("scaling_factor")
         if files.config["_class_name"] != "AutoencoderTiny" and usual is not None and scale != usual:
             warn(
