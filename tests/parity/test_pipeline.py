@@ -162,11 +162,12 @@ def test_guidance_as_an_input(tmp_path: Path) -> None:
     np.testing.assert_array_equal(default.latents, latents[0])
     again = canvax.load(ours.save(tmp_path / "saved"), dtype="float32", mesh=make_mesh(jax.devices()[:1]))
     np.testing.assert_array_equal(again(PROMPTS, latents=noise, options=QUIET).latents, latents[0])
-    with pytest.raises(canvax.InputError, match=r"guidance_steps.*one guidance scale"):
+    with pytest.raises(canvax.InputError) as caught:
         ours(PROMPTS, options=canvax.Options(guidance_steps=(1, 2, 3, 4)))
+    assert caught.value.argument == "guidance_steps"
     with pytest.warns(canvax.errors.HintWarning, match="negative_prompt"):
         ours(PROMPTS, NEGATIVE, options=QUIET)
-    with pytest.raises(canvax.CheckpointError, match=r"load it with canvax\.load"):
+    with pytest.raises(canvax.CheckpointError):
         FlaxStableDiffusionPipeline.from_pretrained(folder)
     conditions = ours.encode(PROMPTS, guidance_scale=3.25)
     assert np.all(np.asarray(conditions["guidance"]) == 3.25)
