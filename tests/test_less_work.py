@@ -84,7 +84,8 @@ def test_saved_guidance_draws_the_same(emoji: canvax.StableDiffusion, sampler: s
     got = draw(emoji, sampler=sampler)
     assert draw(emoji, sampler=sampler).compilations == 0
     request.getfixturevalue("all_guided")
-    np.testing.assert_allclose(got.latents, draw(emoji, sampler=sampler).latents, atol=1e-4)
+    # Two programs round differently: by 1e-4 in the newest JAX. A row without its guidance changes latents by 1e-1.
+    np.testing.assert_allclose(got.latents, draw(emoji, sampler=sampler).latents, atol=1e-3)
 
 
 def test_saved_guidance_row_by_row(emoji: canvax.StableDiffusion) -> None:

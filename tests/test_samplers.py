@@ -518,9 +518,9 @@ def test_tables_are_quick_to_build() -> None:
     for name in NAMES:
         times = []
         for steps in range(1, 201, 10):
-            start = time.perf_counter()
+            start = time.process_time()
             table = build_table(model, steps, sampler=name)
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
             assert isinstance(table, SamplerTable)
         assert statistics.median(times) < 0.02, name
 
