@@ -37,9 +37,9 @@ def attend_one_by_one(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Arr
 CASES = {"none": (8, 12, 16), "cpu": (700, 800, 16), "gpu": (50, 40, 136), "tpu": (512, 600, 32)}
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("platform", CASES)
-def test_lengths_and_grouped_heads(platform: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_and_grouped_heads(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = 2
     queries, keys, width = CASES[platform]
     mesh = make_mesh(jax.devices()[:devices])
     monkeypatch.setattr(gpu, "SCORE_BYTES", 4 * 40 * 3 * 16)

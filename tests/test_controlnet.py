@@ -156,20 +156,6 @@ def test_rows_outside_of_the_window_cost_nothing(pipe: canvax.StableDiffusion, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [
-    {"prompt": "a cat AND a dog", "prompt_syntax": "a1111", "pag_scale": 3.0},
-    {}, {"guidance_scale": 1.0}, {"pag_scale": 3.0},
-])  # fmt: skip
-def test_other_kinds_of_guidance(changes: dict[str, Any], pipe: canvax.StableDiffusion) -> None:
-    """The control of each image is that of all its halves."""
-    changes = {"prompt": "a cat", **changes}
-    strong = draw(pipe, control=edges(1), **changes).latents
-    assert far(strong, draw(pipe, control=edges(2), **changes).latents) > 1e-3
-    assert far(draw(pipe, control=edges(1), control_scale=0, **changes).latents, draw(pipe, **changes, height=64,
-               width=64).latents) < 1e-4  # fmt: skip
-
-
-@pytest.mark.slow
 def test_a_batch_is_each_image_alone(pipe: canvax.StableDiffusion) -> None:
     controls = [edges(i) for i in range(3)]
     together = draw(pipe, ["a cat", "a dog", "a tree"], control=controls, seed=[1, 2, 3])
@@ -180,10 +166,8 @@ def test_a_batch_is_each_image_alone(pipe: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(4, 1), (2, 2)])
-def test_on_several_devices(
-    shape: tuple[int, int], base: canvax.StableDiffusion, folders: list[Path], pipe: canvax.StableDiffusion
-) -> None:
+def test_on_several_devices(base: canvax.StableDiffusion, folders: list[Path], pipe: canvax.StableDiffusion) -> None:
+    shape = (2, 2)
     mesh = make_mesh(jax.devices()[:4], data=shape[0], model=shape[1])
     spread = canvax.load(base.model.name, mesh=mesh, controlnet=folders[0])
     controls = [edges(i) for i in range(3)]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from benchmarks.lab.fleet import ARRIVALS, Load, Speed, simulate, smallest_fleet
+from benchmarks.lab.fleet import Load, Speed, simulate
 
 pytestmark = pytest.mark.slow
 
@@ -32,34 +30,6 @@ def test_a_replica_gives_at_most_what_full_batches_give() -> None:
     assert outcome.images_per_second == pytest.approx(SPEED.most(20), rel=0.03)
     assert outcome.busy == pytest.approx(1, abs=0.01)
     assert outcome.filled == pytest.approx(4, abs=0.1)
-
-
-def test_a_machine_that_is_slow_for_a_while() -> None:
-    times, own = [10.0, 30.0, 50.0], SPEED.image(20)
-    pace = lambda now: 2.0 if 29.0 < now < 40.0 else 1.0  # noqa: E731
-    outcome = simulate(SPEED, Load(1.0, steps={20: 1.0}), 1, seconds=60, times=times, pace=pace)
-    assert outcome.latencies == pytest.approx([own, 2 * own, own])
-
-
-def test_more_of_everything() -> None:
-    """Batches help; more replicas help; bursts and days need more than an even load."""
-    load = Load(0.8 * SPEED.most(20), steps={20: 1.0})
-    one, alone, two = (
-        simulate(SPEED, load, count, seconds=300, batching=batching).percentile(95)
-        for count, batching in ((1, True), (1, False), (2, True))
-    )
-    assert two < one < alone
-    needed = [smallest_fleet(SPEED, Load(10.0, kind, {20: 1.0}), 2.0, seconds=400)[0] for kind in ARRIVALS]
-    assert needed[0] < needed[2] < needed[1]
-    few, outcome = smallest_fleet(SPEED, Load(20.0, steps={20: 1.0}), 2.0)
-    assert outcome.percentile(95) <= 2.0 < simulate(SPEED, Load(20.0, steps={20: 1.0}), few - 1).percentile(95)
-
-
-@pytest.mark.parametrize("kind", ARRIVALS)
-def test_arrivals_are_as_many_as_asked_for(kind: str) -> None:
-    times = Load(1.0, kind).times(400_000.0, random.Random(1))  # type: ignore[arg-type]
-    assert len(times) / 400_000 == pytest.approx(1.0, rel=0.05)
-    assert times == sorted(times)
 
 
 def test_the_same_seed_is_the_same_run() -> None:

@@ -48,12 +48,9 @@ BESIDE: dict[str, dict[str, Any]] = {
     "a prompt": {},
     "no guidance": {"guidance_scale": 1},
     "an image": {"image": IMAGE, "strength": 0.75},
-    "an image at strength 1": {"image": IMAGE, "strength": 1},
     "a mask": {"image": IMAGE, "mask": MASK, "strength": 0.75},
-    "a mask at strength 1": {"image": IMAGE, "mask": MASK},
     "latents": {"latents": LATENTS},
     "LCM": {"sampler": "LCM"},
-    "Euler": {"sampler": "Euler"},
 }
 
 

@@ -26,9 +26,6 @@ rng = np.random.default_rng(0)
 ROUNDING = 1e-5
 """Of sums of hundreds of products of numbers up to five, in float32."""
 
-ONE_OR_TWO = [pytest.param(1, marks=pytest.mark.slow), 2]
-"""Devices: two show what one does."""
-
 
 def normal(*shape: int) -> jax.Array:
     return jnp.asarray(rng.standard_normal(shape, np.float32))
@@ -247,12 +244,12 @@ def xla_convolution(weight: jax.Array, x: jax.Array, stride: int, padding: commo
     return jax.lax.conv_general_dilated(x, weight, (stride, stride), padding, dimension_numbers=numbers)
 
 
-@pytest.mark.parametrize("devices", ONE_OR_TWO)
 @pytest.mark.parametrize(
     ("at_a_time", "doubled"), [*((one, False) for one in AT_A_TIME), pytest.param("all", True, marks=pytest.mark.slow)]
 )
-def test_convolution_by_taps(doubled: bool, at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convolution_by_taps(doubled: bool, at_a_time: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The TPU's form: the numbers and gradients of XLA's convolution, on one device and on two."""
+    devices = 2
     from canvax.parallel.mesh import make_mesh, over_batch
 
     row = 4 * 5 * 64
@@ -299,15 +296,15 @@ def check_on_a_cpu(
     return text
 
 
-@pytest.mark.parametrize("devices", ONE_OR_TWO)
 @pytest.mark.parametrize(
     ("at_a_time", "dtype"),
     [*((one, jnp.float32) for one in AT_A_TIME), pytest.param("all", jnp.bfloat16, marks=pytest.mark.slow)],
 )
 def test_convolution_of_a_doubled_image_on_a_cpu(
-    dtype: jnp.dtype, at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch
+    dtype: jnp.dtype, at_a_time: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Products are doubled: the numbers and gradients of a convolution of what they are made of."""
+    devices = 2
     from canvax.parallel.mesh import make_mesh, over_batch
 
     row = 4 * 5 * 9 * 16
@@ -320,15 +317,13 @@ def test_convolution_of_a_doubled_image_on_a_cpu(
     assert "x18x10x24x" not in text  # the doubled image
 
 
-@pytest.mark.parametrize("devices", ONE_OR_TWO)
 @pytest.mark.parametrize(
     ("at_a_time", "dtype"),
     [*((one, jnp.float32) for one in AT_A_TIME), pytest.param("all", jnp.bfloat16, marks=pytest.mark.slow)],
 )
-def test_convolution_by_tiles_on_a_cpu(
-    dtype: jnp.dtype, at_a_time: str, devices: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_convolution_by_tiles_on_a_cpu(dtype: jnp.dtype, at_a_time: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Winograd's form: the numbers and gradients of XLA's convolution, also of sizes that are no multiples of 4."""
+    devices = 2
     from canvax.parallel.mesh import make_mesh, over_batch
 
     tiles = {"all": 4 * 10, "an image": 10}.get(at_a_time, 2)
@@ -416,9 +411,9 @@ def test_where_a_convolution_on_a_cpu_is_one_matmul(
 
 
 @pytest.mark.parametrize(("stride", "padding"), [(1, (1, 1)), (2, (1, 1)), (2, (0, 1))])
-@pytest.mark.parametrize("size", [(5, 3)])
 @pytest.mark.parametrize("inputs", [4, 64])
-def test_convolution_as_one_matmul(stride: int, padding: tuple[int, int], size: tuple[int, int], inputs: int) -> None:
+def test_convolution_as_one_matmul(stride: int, padding: tuple[int, int], inputs: int) -> None:
+    size = (5, 3)
     weight, x = normal(3, 3, inputs, 96) / 24, normal(1, *size, inputs)
     want = xla_convolution(weight, x, stride, (padding, padding))
     with compiling_for("cpu"):
@@ -442,10 +437,10 @@ def some_rows(p: dict[str, jax.Array], x: jax.Array, k: jax.Array) -> jax.Array:
     return jnp.tanh(x @ p["weight"]) @ k
 
 
-@pytest.mark.parametrize("devices", ONE_OR_TWO)
 @pytest.mark.parametrize("rows", [1024, 1031], ids=["whole parts", "filled up"])
-def test_rows_a_few_at_a_time(rows: int, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_a_few_at_a_time(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers and gradients as all at once, each image with its own ``k``, on one device and on two."""
+    devices = 2
     from canvax.parallel.mesh import make_mesh, over_batch
 
     monkeypatch.setattr(outline, "LARGE_ROWS", 1)

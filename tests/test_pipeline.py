@@ -111,8 +111,10 @@ def test_same_picture_alone_and_in_a_batch(emoji: canvax.StableDiffusion, sample
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 3, 8])
-def test_same_picture_on_many_devices(emoji: canvax.StableDiffusion, count: int) -> None:
+def test_same_picture_on_many_devices(
+    emoji: canvax.StableDiffusion,
+) -> None:
+    count = 3
     want = draw(emoji, PROMPTS, seed=40, sampler="Euler a")
     pipe = canvax.load("emoji", mesh=make_mesh(jax.devices()[:count]))
     got = draw(pipe, PROMPTS, seed=40, sampler="Euler a")

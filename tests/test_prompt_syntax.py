@@ -366,29 +366,6 @@ def xl(tmp_path_factory: pytest.TempPathFactory) -> tuple[canvax.StableDiffusion
     return one, four
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("syntax", "prompts"),
-    [
-        pytest.param("a1111", ["a (red:1.4) apple", "a dog BREAK a cat", "[a cat:a dog:1]"], marks=pytest.mark.slow),
-        pytest.param("a1111", ["a cat AND a dog:0.5", "a fox", "sky"], marks=pytest.mark.slow),
-        ("comfy", ["a (red:1.4) apple", "a dog", "word " * 90]),
-        pytest.param("compel", ["a red++ apple", "a dog- and a cat-", "a fox"], marks=pytest.mark.slow),
-    ],
-    ids=["a1111", "and", "comfy", "compel"],
-)
-def test_sdxl_on_many_devices(syntax: str, prompts: list[str], xl: tuple[Any, Any]) -> None:
-    """Each prompt gives what it gives alone, on one device and on four, also beside another second prompt."""
-    one, four = (draw(pipe, prompts, syntax, seed=[1, 2, 3], num_inference_steps=3, negative_prompt="bad (sky:1.2)")
-                 for pipe in xl)  # fmt: skip
-    np.testing.assert_allclose(four.latents, one.latents, atol=1e-3)
-    for i, prompt in enumerate(prompts):
-        alone = draw(xl[0], prompt, syntax, seed=i + 1, num_inference_steps=3, negative_prompt="bad (sky:1.2)")
-        np.testing.assert_allclose(one.latents[i], alone.latents[0], atol=1e-3)
-    second = draw(xl[0], prompts, syntax, seed=[1, 2, 3], num_inference_steps=3, prompt_2="a (tree:1.5) BREAK b")
-    assert all(np.abs(second.latents[i] - one.latents[i]).max() > 1e-4 for i in range(3))
-
-
 def test_sdxl_conditions(xl: tuple[Any, Any]) -> None:
     """Weighted conditions of ``pipe.encode`` give what the text gives, pooled output and zeros included."""
     pipe = xl[0]

@@ -163,20 +163,13 @@ SAMPLERS = {
     "DDIM": ("DDIMScheduler", {}),
     "Euler": ("EulerDiscreteScheduler", {}),
     "DPM++ 2M Karras": ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True}),
-    "UniPCMultistepScheduler": ("UniPCMultistepScheduler", {}),
     "Heun": ("HeunDiscreteScheduler", {}),
-    "PNDM": ("PNDMScheduler", {"skip_prk_steps": True}),
 }
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("DDIM", 4, {"control_scale": 0.7}),
     ("DPM++ 2M Karras", 5, {}),
     ("Heun", 4, {"control_start": 0.2, "control_end": 0.7}),
     ("Euler", 4, {"guess_mode": True, "guidance_scale": 3.0}),
-    ("UniPCMultistepScheduler", 6, {"control_end": 0.5}),
-    ("PNDM", 5, {"control_start": 0.3}),
-    ("DDIM", 1, {"control_start": 0.0, "control_end": 1.0}),
-    ("DDIM", 3, {"control_end": 0.6}),
-    ("DDIM", 20, {"control_start": 0.1, "control_end": 0.35}),
     ("DDIM", 4, {"guess_mode": True, "guidance_scale": 1.0}),
 ]
 NAMES = {"control_scale": "controlnet_conditioning_scale", "control_start": "control_guidance_start"}
@@ -187,9 +180,7 @@ def theirs_of(changes: dict[str, Any]) -> dict[str, Any]:
     return {NAMES.get(name, name): value for name, value in changes.items()}
 
 
-@pytest.mark.parametrize(("sampler", "steps", "changes"), [
-    pytest.param(*case, marks=() if i < 4 else pytest.mark.slow) for i, case in enumerate(CASES)
-])  # fmt: skip
+@pytest.mark.parametrize(("sampler", "steps", "changes"), CASES)
 def test_same_image(sampler: str, steps: int, changes: dict[str, Any], pair: Any) -> None:
     theirs, ours = pair
     cls, config = SAMPLERS[sampler]
@@ -365,8 +356,8 @@ def xl(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiff
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"control_scale": 0.5}, {"control_end": 0.6, "guess_mode": True}])
-def test_xl(changes: dict[str, Any], xl: Any) -> None:
+def test_xl(xl: Any) -> None:
+    changes = {"control_scale": 0.5, "control_end": 0.6, "guess_mode": True}
     theirs, ours = xl
     choice = {"num_inference_steps": 8, "guidance_scale": 5.0}
     with torch.no_grad():

@@ -111,17 +111,11 @@ CASES: list[tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = [
     ({"openpose": 0, "canny": 3}, {}, {}),
     # With guidance, guess mode of diffusers ends in an error: it repeats the types for both halves and computes one.
     ({"tile": 6}, {"guess_mode": True, "guidance_scale": 1.0}, {"control_mode": "guess", "guidance_scale": 1.0}),
-    ({"softedge": 2, "normal": 4, "segment": 5}, {"guess_mode": True, "guidance_scale": 1.0},
-     {"control_mode": "guess", "guidance_scale": 1.0}),
-    ({"depth:0.6": 1, "canny:0.6": 3}, {"controlnet_conditioning_scale": 0.6}, {}),
-    ({"repaint": 7}, {"control_guidance_start": 0.2, "control_guidance_end": 0.8},
-     {"control_start": 0.2, "control_end": 0.8}),
-]  # fmt: skip
+    ({"softedge": 2, "normal": 4, "segment": 5, "repaint": 7}, {"control_guidance_start": 0.2}, {"control_start": 0.2}),
+]
 
 
-@pytest.mark.parametrize(("types", "their_options", "own"), [
-    pytest.param(*case, marks=() if i < 2 else pytest.mark.slow) for i, case in enumerate(CASES)
-])  # fmt: skip
+@pytest.mark.parametrize(("types", "their_options", "own"), CASES)
 def test_same_image(types: dict[str, int], their_options: dict[str, Any], own: dict[str, Any], pair: Any) -> None:
     theirs, ours = pair
     images = [photo(i + 1) for i in range(len(types))]

@@ -32,7 +32,7 @@ WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 
 FACTORS: dict[str, dict[str, str]] = {
     "model": {"sd": "sd", "xl": "xl"},
-    "weights": {"float32": "float32", "int8": "int8", "bfloat16": "bfloat16"},
+    "weights": {"float32": "float32", "int8": "int8"},
     "devices": {"1": "1", "8": "8"},
     "adapters": {"none": "", "merged": "", "word": "", "beside": "beside"},
     "control": {"none": "", "net": "net", "lora": "net", "t2i": "t2i", "both": "both", "union": "union"},
@@ -41,21 +41,19 @@ FACTORS: dict[str, dict[str, str]] = {
     "start": {
         "text": "", "latents": "", "resumed": "",
         "image": "image", "renoised": "image",
-        "hard": "mask", "graded": "mask", "filled": "mask", "cropped": "mask", "outpainted": "mask",
+        "hard": "mask", "filled": "mask", "cropped": "mask", "outpainted": "mask",
     },
     "guidance": {
-        "cfg": "", "steps": "", "off": "off", "interval": "interval", "cfg_zero": "cfg_zero", "apg": "apg",
+        "cfg": "", "steps": "", "off": "off", "interval": "interval", "cfg_zero": "cfg_zero",
         "pag": "pag",
     },
     "prompt": {
-        "plain": "", "comfy": "", "compel": "", "scheduled": "", "encoded": "", "long": "long", "and": "and",
+        "plain": "", "comfy": "", "scheduled": "", "encoded": "", "long": "long", "and": "and",
     },
     "unet": {"plain": "", "reuse": "reuse"},
     "end": {"whole": "", "stopped": "", "tiled": "tiled", "pixel": "hires", "latent": "hires"},
-    "sampler": dict.fromkeys(
-        ("own", "ddim eta", "euler_a", "heun", "dpmpp_2m", "dpmpp_sde", "unipc", "lcm", "flow_euler"), ""
-    ),
-    "schedule": dict.fromkeys(("own", "karras", "sigmas", "timesteps", "trailing", "sigma_max"), ""),
+    "sampler": dict.fromkeys(("own", "ddim eta", "heun", "dpmpp_sde", "flow_euler"), ""),
+    "schedule": dict.fromkeys(("own", "karras", "timesteps"), ""),
     "noise": dict.fromkeys(("philox", "torch", "variation", "seed_size"), ""),
     "clip_skip": {"0": "", "1": ""},
     "negative": dict.fromkeys(("none", "shared", "each"), ""),
@@ -102,8 +100,6 @@ def edges(seed: int) -> Image.Image:
 def mask(kind: str, seed: int) -> Image.Image:
     pixels = np.zeros((HEIGHT, 48 if kind == "outpainted" else WIDTH), np.uint8)
     pixels[8 + 4 * seed : 32 + 4 * seed, 8 + 8 * seed : 40] = 255
-    if kind == "graded":
-        pixels = np.minimum(pixels, np.linspace(0, 255, pixels.shape[1]).astype(np.uint8)[None])
     return Image.fromarray(pixels)
 
 
@@ -238,7 +234,7 @@ class Studio:
             call["negative_prompt"] = negative
         if row["guidance"] == "off":
             call["guidance_scale"] = 1.0
-        if row["schedule"] in ("sigmas", "timesteps"):
+        if row["schedule"] == "timesteps":
             del call["num_inference_steps"]
         if row["sampler"] != "own":
             call["sampler"] = row["sampler"].partition(" ")[0]
@@ -299,7 +295,7 @@ def _options(row: Row) -> dict[str, Any]:
         "guidance": {
             "steps": {"guidance_steps": (5.0, 4.0, 1.0, 2.0)},
             "interval": {"guidance_interval": (0.2, 0.7), "guidance_rescale": 0.6},
-            **{method: {"guidance_method": method} for method in ("cfg_zero", "apg")},
+            "cfg_zero": {"guidance_method": "cfg_zero"},
             "pag": {"pag_scale": 2.0, "pag_adaptive_scale": 0.5},
         },
         "unet": {"reuse": {"reuse": 2}},
@@ -309,9 +305,7 @@ def _options(row: Row) -> dict[str, Any]:
         },
         "sampler": {"ddim eta": {"eta": 0.5}},
         "schedule": {
-            "karras": {"sigmas": "karras"}, "sigmas": {"sigmas": (14.0, 5.0, 2.0, 0.5, 0.0)},
-            "timesteps": {"sampler_settings": {"timesteps": [950, 700, 400, 100]}},
-            "trailing": {"spacing": "trailing"}, "sigma_max": {"sampler_settings": {"sigma_max": 12.0}},
+            "karras": {"sigmas": "karras"}, "timesteps": {"sampler_settings": {"timesteps": [950, 700, 400, 100]}},
         },
         "noise": {
             "variation": {"variation_seed": 70, "variation_strength": 0.4},
@@ -324,7 +318,6 @@ def _options(row: Row) -> dict[str, Any]:
         },
         "start": {
             "image": {"image_encoding": "sample", "strength_rule": "a1111"},
-            "graded": {"mask_mode": "graded", "mask_blur": 3.0},
             "renoised": {"mask_blend": "renoised", "mask_mode": "soft"}, "filled": {"mask_fill": "noise"},
             "cropped": {"padding_mask_crop": 8}, "outpainted": {"outpaint": (16, 0, 0, 0), "mask_fill": "fill"},
             "resumed": {"denoising_start": 0.2},
@@ -354,14 +347,14 @@ def _texts(row: Row, people: Sequence[int], options: dict[str, Any]) -> dict[str
         own = PROMPTS[p]
         found = {
             "comfy": f"({own}:1.{p + 2}) in (rain:0.7)",
-            "compel": f"({own})1.{p + 2} in rain-",
+
             "scheduled": f"[{own}:{PROMPTS[p - 1]}:0.{p + 4}] with [a hat|a bow] in ([rain]:1.3)",
             # The first prompt is short, its neighbours are not.
             "long": own if p == 0 else f"{own} {LONG}", "and": own if p == 1 else f"{own} AND a {p + 1} :0.{p + 5}",
         }.get(row["prompt"], own)  # fmt: skip
         return found + blob
 
-    syntax = {"scheduled": "a1111", "and": "a1111", "comfy": "comfy", "compel": "compel"}
+    syntax = {"scheduled": "a1111", "and": "a1111", "comfy": "comfy"}
     if row["prompt"] in syntax:
         options["prompt_syntax"] = syntax[row["prompt"]]
     negatives: Any = {"none": None, "shared": "grey sky"}.get(row["negative"], ["", "grey", "sky and rain", "snow"])
@@ -431,8 +424,8 @@ def _refusals() -> dict[frozenset[tuple[str, str]], tuple[str, ...]]:
     refuse("prompt", ["and"], "unet", ["reuse"], "AND", "reuse")
     refuse("prompt", ["encoded"], "images", ["of one prompt"], "conditions", "images")
     refuse("end", ["latent"], "sampler", ["ddim eta"], "eta", "hires")
-    refuse("end", hires, "schedule", ["sigmas", "timesteps"], "own", "hires")
-    refuse("texts", ["hires"], "schedule", ["sigmas", "timesteps"], "own", "hires")
+    refuse("end", hires, "schedule", ["timesteps"], "own", "hires")
+    refuse("texts", ["hires"], "schedule", ["timesteps"], "own", "hires")
     refuse("end", single, "texts", ["hires"], "hires_prompt", "hires")
     return found
 
