@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     import canvax
 
 AS_FOR_USERS = {
-    *("test_batch", "test_cli_process", "test_golden", "test_image_to_image", "test_kernels", "test_models"),
-    "test_pipeline",
+    *("test_batch", "test_cli_process", "test_golden", "test_image_to_image", "test_kernels", "test_pipeline"),
 }
 """Modules, in tests/parity too, whose programs and those of the processes they start are compiled as users' are."""
 

@@ -226,25 +226,20 @@ def check_losses(got: list[float], want: list[float]) -> None:
     assert max(want) - min(want) > 100 * CLOSE  # they are not all the same
 
 
-@pytest.mark.parametrize("name", ["velocity", "xl"])
-def test_the_whole_unet(
-    name: str, request: pytest.FixtureRequest, pictures: Path, seen: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_whole_unet(xl: Path, pictures: Path, seen: dict[str, Any], tmp_path: Path) -> None:
     """With min-SNR weights, two batches an update; of SDXL the pooled text and the sizes."""
-    folder = request.getfixturevalue(name)
     plan = tasks.replace(PLAN, accumulate=2)
-    assert finetune(training(folder, tmp_path, pictures, plan=plan, gamma=5.0, flip=True), one_device())
-    pipe = pipeline(folder)
+    assert finetune(training(xl, tmp_path, pictures, plan=plan, gamma=5.0, flip=True), one_device())
+    pipe = pipeline(xl)
     pipe.unet.requires_grad_(True)
     want = pytorch_losses(seen, pipe.unet.parameters(), lambda drawn: loss_of(pipe, drawn, gamma=5.0).mean())
     check_losses(losses(tmp_path / "unet"), want)
-    trained = pipeline_of_result(folder, tmp_path / "model").unet.state_dict()
+    trained = pipeline_of_result(xl, tmp_path / "model").unet.state_dict()
     for key, value in pipe.unet.state_dict().items():
         np.testing.assert_allclose(trained[key], value, atol=5e-3)
-    if name == "xl":  # sizes of the files, and where they were cropped
-        told = np.asarray(seen["data"]["time_ids"])
-        np.testing.assert_array_equal(told[0], [96, 64, 16, 0, 64, 64])
-        np.testing.assert_array_equal(told[3], [96, 112, 0, round((112 * 64 / 96 - 64) / 2), 64, 64])
+    sizes = np.asarray(seen["data"]["time_ids"])  # of the files, and where they were cropped
+    np.testing.assert_array_equal(sizes[0], [96, 64, 16, 0, 64, 64])
+    np.testing.assert_array_equal(sizes[3], [96, 112, 0, round((112 * 64 / 96 - 64) / 2), 64, 64])
 
 
 def pipeline_of_result(folder: Path, result: Path) -> Any:
@@ -252,18 +247,9 @@ def pipeline_of_result(folder: Path, result: Path) -> Any:
     return kind.from_pretrained(result)
 
 
-LORAS = [
-    ("velocity", Lora(rank=4, layers="transformer", text=True, text_rate=1e-3)),
-    ("xl", Lora(rank=4, alpha=2.0, layers="all", text=True, text_rate=5e-4)),
-]
-
-
-@pytest.mark.parametrize(("name", "lora"), LORAS, ids=[f"{name}-{lora.layers}" for name, lora in LORAS])
-def test_lora(
-    name: str, lora: Lora, request: pytest.FixtureRequest, pictures: Path, seen: dict[str, Any], tmp_path: Path
-) -> None:
+def test_lora(xl: Path, pictures: Path, seen: dict[str, Any], tmp_path: Path) -> None:
     """Against PEFT's layers in the same places; then the file in diffusers and here gives one image."""
-    folder = request.getfixturevalue(name)
+    folder, lora = xl, Lora(rank=4, alpha=2.0, layers="all", text=True, text_rate=5e-4)
     file = train_lora(training(folder, tmp_path / "run", pictures), lora, one_device())
     assert file is not None
     assert file == tmp_path / "run" / "pytorch_lora_weights.safetensors"
@@ -335,25 +321,21 @@ def check_images(folder: Path, file: Path, trained: Any = None) -> None:
     assert psnr(got, plain) < 40
 
 
-def test_names_of_kohya(request: pytest.FixtureRequest, pictures: Path, tmp_path: Path) -> None:
-    name = "xl"
-    folder = request.getfixturevalue(name)
+def test_names_of_kohya(xl: Path, pictures: Path, tmp_path: Path) -> None:
     plan = tasks.replace(PLAN, steps=6, learning_rate=0.02)
     lora = Lora(rank=2, alpha=2.0, text=True, names="kohya", trigger="apple")
-    file = train_lora(training(folder, tmp_path / "style", pictures, plan=plan), lora, one_device())
+    file = train_lora(training(xl, tmp_path / "style", pictures, plan=plan), lora, one_device())
     assert file is not None
     assert file == tmp_path / "style" / "style.safetensors"
     assert all(key.startswith(("lora_unet_", "lora_te")) for key in load_file(file))
-    check_images(folder, file)
+    check_images(xl, file)
 
 
-def test_controlnet(request: pytest.FixtureRequest, pictures: Path, seen: dict[str, Any], tmp_path: Path) -> None:
+def test_controlnet(xl: Path, pictures: Path, seen: dict[str, Any], tmp_path: Path) -> None:
     """Against ``ControlNetModel.from_unet``; then the folder that was written, read by diffusers."""
-    name = "xl"
-    folder = request.getfixturevalue(name)
-    result = train_controlnet(training(folder, tmp_path, pictures, flip=True), one_device())
+    result = train_controlnet(training(xl, tmp_path, pictures, flip=True), one_device())
     assert result == tmp_path / "controlnet"
-    pipe = pipeline(folder)
+    pipe = pipeline(xl)
     theirs = diffusers.ControlNetModel.from_unet(pipe.unet)
     hint = seen["start"]["controlnet"]["controlnet_cond_embedding"]
     with torch.no_grad():  # the one part that begins at random
@@ -369,32 +351,27 @@ def test_controlnet(request: pytest.FixtureRequest, pictures: Path, seen: dict[s
     image = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     drawn = next(iter(draws(seen, 0)))[0]
     told = encoded(pipe, {part: ids[:1] for part, ids in drawn.ids.items()})
-    if name == "xl":
-        told["added_cond_kwargs"]["time_ids"] = torch.from_numpy(drawn.conditions["time_ids"][:1])
+    told["added_cond_kwargs"]["time_ids"] = torch.from_numpy(drawn.conditions["time_ids"][:1])
     latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
     for ours, own in zip(*(net(latents, 500, controlnet_cond=image, return_dict=False, **told)
                            for net in (written.eval(), theirs.eval())), strict=True):  # fmt: skip
         for one, other in zip([*ours] if isinstance(ours, list | tuple) else [ours],
                               [*own] if isinstance(own, list | tuple) else [own], strict=True):  # fmt: skip
             assert float((one - other).abs().max()) < 0.02 * float(other.abs().max())
-    canvax.load(folder, mesh=one_device(), controlnet=result)
+    canvax.load(xl, mesh=one_device(), controlnet=result)
 
 
-def test_textual_inversion(
-    request: pytest.FixtureRequest, pictures: Path, seen: dict[str, Any], tmp_path: Path
-) -> None:
+def test_textual_inversion(xl: Path, pictures: Path, seen: dict[str, Any], tmp_path: Path) -> None:
     """Only the rows of the word move; the files load in diffusers and here."""
-    name = "xl"
-    folder = request.getfixturevalue(name)
     inversion = Inversion("<toy>", "red apple", vectors=3)
-    result = train_inversion(training(folder, tmp_path / "run", pictures), inversion, one_device())
+    result = train_inversion(training(xl, tmp_path / "run", pictures), inversion, one_device())
     assert result is not None
     assert result == tmp_path / "run" / "learned_embeds.safetensors"
-    pipe = pipeline(folder)
+    pipe = pipeline(xl)
     tables = {part: getattr(pipe, part).get_input_embeddings().weight for part in seen["start"]}
     rows = {}
     first = pipe.tokenizer("red apple", add_special_tokens=False).input_ids
-    tokenizers = canvax.load(folder, mesh=one_device()).model.tokenizers
+    tokenizers = canvax.load(xl, mesh=one_device()).model.tokenizers
     for part, table in tables.items():
         rows[part] = list(tokenizers[part].spare[:3])
         assert set(rows[part]) <= set(np.unique(seen["data"]["ids"][part]))
@@ -416,12 +393,11 @@ def test_textual_inversion(
     saved = load_file(result)
     assert list(saved) == ["<toy>"]
     np.testing.assert_allclose(saved["<toy>"], parameters[0].detach(), atol=2e-3)
-    if name == "xl":
-        second = load_file(tmp_path / "run" / "learned_embeds_2.safetensors")["<toy>"]
-        np.testing.assert_allclose(second, parameters[1].detach(), atol=2e-3)
-    ours = canvax.load(folder, mesh=one_device())
+    second = load_file(tmp_path / "run" / "learned_embeds_2.safetensors")["<toy>"]
+    np.testing.assert_allclose(second, parameters[1].detach(), atol=2e-3)
+    ours = canvax.load(xl, mesh=one_device())
     assert ours.adapters.load_embedding(tmp_path / "run") == ("<toy>",)
-    fresh = pipeline(folder)
+    fresh = pipeline(xl)
     fresh.load_textual_inversion(result)
     ids = fresh.tokenizer.convert_tokens_to_ids(["<toy>", "<toy>_1", "<toy>_2"])
     np.testing.assert_array_equal(fresh.text_encoder.get_input_embeddings().weight[ids].detach(), saved["<toy>"])

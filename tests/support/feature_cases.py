@@ -73,11 +73,6 @@ STRENGTHS = (0.5, 1.0, 0.8, 0.3)
 """Of image prompts."""
 
 
-def programs_of(row: Row) -> tuple[str, ...]:
-    """What decides which programs a row compiles."""
-    return tuple(FACTORS[name][level] for name, level in row.items())
-
-
 def reproducible(row: Row) -> bool:
     """Whether the metadata of an image is all that it takes to generate it again."""
     arrays = row["start"] in ("latents", "resumed") or row["prompt"] == "encoded" or row["image_prompt"] == "embeds"
