@@ -34,6 +34,7 @@ from canvax.server.group import Group  # noqa: E402
 from canvax.server.jobs import JobRequest, State  # noqa: E402
 from canvax.server.metrics import Metrics  # noqa: E402
 from canvax.server.models import Warm  # noqa: E402
+from canvax.server.work import check, sample  # noqa: E402
 from tests.support.serving import until  # noqa: E402
 
 from .reference import nchw, nhwc, psnr, randomise, relative_error  # noqa: E402
@@ -271,6 +272,23 @@ def test_image_to_image(klein: Model) -> None:
         velocity = np.asarray(klein.ours.denoiser(jnp.asarray(x, jnp.float32), table.timestep[row], conditions))
         x = x + ([*table.std, 0.0][row + 1] - table.std[row]) * velocity
     assert relative_error(got.latents, x) < 1e-4
+
+
+def test_programs_for_references_are_made_ahead(klein: Model) -> None:
+    """Of their sizes, before there are images; a server's sample has the programs of a request."""
+    images = [picture(165, 215), picture(HEIGHT, WIDTH, 2.0)]
+    klein.ours.compile(HEIGHT, WIDTH, 2, references=[(165, 215), (HEIGHT, WIDTH)], progress=False)
+    assert klein.draw(image=images, height=HEIGHT, width=WIDTH).compilations == 0
+    asked = JobRequest("a hen", width=WIDTH, height=HEIGHT, image=images[0], references=(images[1],))
+    made = sample("klein", klein.ours.model, WIDTH, HEIGHT, references=2).group
+    assert made == check(asked, "klein", klein.ours.model).group
+    for wrong in (11, [(8, 200)], [(48,)], -1):
+        with pytest.raises(canvax.InputError) as caught:
+            klein.ours.compile(HEIGHT, WIDTH, references=wrong)
+        assert caught.value.argument == "references"
+    with pytest.raises(canvax.InputError) as caught:
+        canvax.load("emoji").compile(references=1)
+    assert caught.value.argument == "references"
 
 
 def test_nothing_compiles_twice(base: Model) -> None:

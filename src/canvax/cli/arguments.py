@@ -301,6 +301,12 @@ def _compile(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--image", action="store_true", help="for generate --image and --hires: the image encoder too")
     parser.add_argument("--mask", action="store_true", help="for generate --mask: its denoiser too")
+    parser.add_argument(
+        "--references",
+        nargs="+",
+        metavar="N|WxH",
+        help="for editing with reference images: how many of the image's size, or the size of each, such as 640x480",
+    )
     networks = parser.add_argument_group("for control images and image prompts, each flag once for each network")
     add_controlnet(networks)
     add_ip_adapter(networks)

@@ -194,6 +194,7 @@ def _output(arguments: argparse.Namespace) -> Path | None:
 
 
 def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> EngineSettings:
+    from canvax.pipelines.references import MOST as MOST_REFERENCES
     from canvax.prompts.chunks import MOST_CHUNKS
     from canvax.server.engine import EngineSettings
     from canvax.server.models import Warm
@@ -204,6 +205,8 @@ def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> Engi
             raise InputError(flag, value, f"is not a number above 0 and of at most {MOST:g}")
     if not all(1 <= count <= MOST_CHUNKS for count in arguments.chunks):
         raise InputError("chunks", " ".join(map(str, arguments.chunks)), f"are not whole numbers in 1..{MOST_CHUNKS}")
+    if not 0 <= arguments.references <= MOST_REFERENCES:
+        raise InputError("references", arguments.references, f"is not a whole number in 0..{MOST_REFERENCES}")
     if arguments.batching == "none" and any(":" in text and not text.endswith(":1") for text in arguments.warm or ()):
         raise InputError(
             "warm",
@@ -214,6 +217,7 @@ def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> Engi
     return EngineSettings(
         warm=tuple(Warm.parse(text) for text in arguments.warm) if arguments.warm else (Warm(),),
         chunks=tuple(dict.fromkeys(arguments.chunks)),
+        references=arguments.references,
         compile_on_demand=arguments.compile_on_demand,
         queue_seconds=arguments.queue_seconds,
         queue_images=arguments.queue_images,
