@@ -18,11 +18,15 @@ import safetensors.numpy  # noqa: E402
 
 import canvax  # noqa: E402
 from canvax.cli import main  # noqa: E402
+from canvax.cli.arguments import build_parser  # noqa: E402
+from canvax.cli.compile import open_pipeline  # noqa: E402
 from canvax.models.flux2 import Flux2Config, flux2_spec  # noqa: E402
 from canvax.models.flux2_vae import Flux2VaeConfig, flux2_vae_spec  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
+from canvax.planning.plan import architecture  # noqa: E402
 from canvax.samplers import build_table  # noqa: E402
 from canvax.weights.formats import flux2_stacks  # noqa: E402
+from canvax.weights.overrides import Overrides  # noqa: E402
 from canvax.weights.rules import Names  # noqa: E402
 from canvax.weights.single_file import vae_config  # noqa: E402
 from canvax.weights.transformer_file import LAYOUTS  # noqa: E402
@@ -129,6 +133,23 @@ def test_info(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> Non
         report = json.loads(capsys.readouterr().out)
         assert report["flag"] == flag
         assert name != "model" or report["family"] == "FLUX.2"
+
+
+def test_commands_that_take_the_parts(
+    files: dict[str, Path], wanted: canvax.StableDiffusion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They know the model by its files: ``info`` and ``plan``, ``compile`` and ``serve``, which has them for one."""
+    flags = [word for name, part in files.items() if name != "model"
+             for word in (f"--{name.replace('_', '-')}", str(part))]  # fmt: skip
+    assert main(["info", str(files["model"]), *flags, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["components"].keys() >= {"transformer", "text_encoder", "vae"}
+    assert report["defaults"]["num_inference_steps"] == 4
+    parts = {name: path for name, path in files.items() if name != "model"}
+    assert architecture(files["model"], Overrides.of(**parts)) == wanted.model.networks
+    words = ["compile", str(files["model"]), *flags, "--dtype", "float32", "-q"]
+    assert open_pipeline(words[1], build_parser().parse_args(words)).model.networks == wanted.model.networks
+    assert main(["serve", str(files["model"]), "emoji", *flags, "--port", "0"]) == 2
 
 
 def assert_same_files(saved: Path, folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from canvax.cli.generate_arguments import check_ip_adapters, source_keywords
+from canvax.cli.generate_arguments import check_ip_adapters, location_keywords, part_keywords
 from canvax.cli.plan import parse_sides, parse_size
 from canvax.cli.terminal import byte_size, complain, say, seconds, table
 from canvax.errors import CanvaxError, check_count
@@ -63,7 +63,7 @@ def _references(words: list[str] | None) -> int | list[tuple[int, int]]:
     """
     if not words or (len(words) == 1 and words[0].isdecimal()):
         return int(words[0]) if words else 0
-    return [parse_sides("references", word)[::-1] for word in words]
+    return [(height, width) for width, height in (parse_sides("references", word) for word in words)]
 
 
 def open_pipeline(name: str, arguments: argparse.Namespace) -> StableDiffusion:
@@ -71,6 +71,7 @@ def open_pipeline(name: str, arguments: argparse.Namespace) -> StableDiffusion:
     from canvax.parallel.mesh import mesh_of
     from canvax.pipelines.loaded import open_model
     from canvax.pipelines.pipeline import StableDiffusion
+    from canvax.weights.overrides import Overrides
 
     opened = open_model(
         name,
@@ -79,7 +80,8 @@ def open_pipeline(name: str, arguments: argparse.Namespace) -> StableDiffusion:
         mesh=mesh_of(getattr(arguments, "mesh", None)),
         progress=not arguments.quiet,
         weights=False,
-        **source_keywords(arguments),
+        overrides=Overrides.of(**part_keywords(arguments)),
+        **location_keywords(arguments),
     )
     return StableDiffusion(*_with_networks(opened, arguments))
 

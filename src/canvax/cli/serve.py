@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.compile import open_pipeline
-from canvax.cli.generate_arguments import OUTPUT, check_ip_adapters, source_keywords, with_networks
+from canvax.cli.generate_arguments import (
+    OUTPUT,
+    check_ip_adapters,
+    location_keywords,
+    part_keywords,
+    source_keywords,
+    with_networks,
+)
 from canvax.cli.terminal import complain
 from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, check_count, warn
 from canvax.files import check_writable, named_path
@@ -74,7 +81,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
             "give {keys=FILE}, or {no_keys} if that is meant",
         )
     offered = list(models())
-    names = _names(arguments.models or offered[:1] or ["emoji"], source_keywords(arguments))
+    names = _names(arguments.models or offered[:1] or ["emoji"], location_keywords(arguments))
+    _check_parts(parts := part_keywords(arguments), names)
     on_request = tuple(name for name in offered if name not in (*names, *names.values()))
     if arguments.dtype:
         parse_dtype(arguments.dtype, quantizes=True)
@@ -100,7 +108,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         metrics = Metrics()
 
         def load(name: str, **pinned: Any) -> Any:
-            return _load(names.get(name, name), arguments, **pinned)
+            asked = arguments if name in names else argparse.Namespace(**{**vars(arguments), **dict.fromkeys(parts)})
+            return _load(names.get(name, name), asked, **pinned)
 
         engine = ImageEngine(list(names), settings, metrics, load, journal=journal, say=say)
         app = create_app(engine, web, state=engine.readiness, metrics=metrics)
@@ -172,6 +181,18 @@ def _names(models: list[str], keywords: Mapping[str, Any]) -> dict[str, str]:
     for model in models:
         Location(model).local()  # what is neither a model nor an id is refused before a start
     return model_names(models)
+
+
+def _check_parts(parts: Mapping[str, str | None], names: Mapping[str, str]) -> None:
+    """Refuse parts of a model beside several models.
+
+    Raises:
+        InputError, CheckpointError: a part cannot be used.
+    """
+    from canvax.weights.overrides import Overrides
+
+    for name in Overrides.of(**parts).parts if len(names) > 1 else ():
+        raise InputError(name, parts[name], "is for one model, and several are served", "convert it to a folder")
 
 
 def _output(arguments: argparse.Namespace) -> Path | None:
