@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -534,3 +535,30 @@ def test_lines_of_a_prompt_file_read_their_images_alone(
         (alone,) = klein.ours(line["prompt"], image=line["image"], seed=1, num_inference_steps=2, height=48, width=48)
         for got in images:
             np.testing.assert_allclose(np.asarray(got, np.int16), np.asarray(alone, np.int16), atol=1)
+
+
+def test_references_on_the_command_line(
+    klein: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two, whose sides are no multiples; ``info`` prints the command, which makes the image again."""
+    monkeypatch.chdir(tmp_path)
+    picture(53, 85).save("one.png")
+    picture(49, 80, 2.0).save("two.png")
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: klein.ours)
+    shared = ["--model", str(klein.folder), "-q"]
+    words = ["generate", "a fox", "--image", "one.png", "--reference", "two.png", "-s", "3", "--steps", "1", *shared]
+    assert main([*words, "-o", "made.png"]) == 0
+    with PIL.Image.open("made.png") as image:
+        made = np.asarray(image)
+    assert made.shape == (48, 80, 3)
+    capsys.readouterr()
+    assert main(["info", "made.png", "--json"]) == 0
+    (command,) = json.loads(capsys.readouterr().out)["commands"]
+    assert "--image IMAGE1" in command
+    assert "--reference IMAGE2" in command
+    assert main(["generate", "--from-image", "made.png", "--image", "one.png", "-o", "x.png", *shared]) == 2
+    again = shlex.split(command.replace("IMAGE1", "one.png").replace("IMAGE2", "two.png"))[1:]
+    assert main([*again, *shared, "-o", "again.png"]) == 0
+    with PIL.Image.open("again.png") as image:
+        np.testing.assert_array_equal(np.asarray(image), made)
+    assert main(["generate", "a fox", "--image", "one.png", "--reference", "two.png", "--model", "emoji", "-q"]) == 2

@@ -184,6 +184,8 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
     flags |= {"--zero-snr": True if metadata.get("scheduler") == ZERO_SNR else None}
     flags |= {field.flag: metadata.get(name) for name, field in _ARGUMENTS.items()}
     flags |= {f"--{name}": name.upper() for name in ("image", "mask") if f"{name}_sha256" in metadata}
+    for i, _ in enumerate(marks if isinstance(marks := metadata.get("references_sha256"), list) else []):
+        flags[f"--reference {i}" if i else "--image"] = f"IMAGE{i + 1}"
     for i, mark in enumerate(marks if isinstance(marks := metadata.get("control_sha256"), list) else []):
         flags[f"--controlnet {i}"] = f"CONTROLNET{i + 1}"
         types = [f"{label}=CONTROL{i + 1}" for label in mark] if isinstance(mark, dict) else [f"CONTROL{i + 1}"]
@@ -227,6 +229,8 @@ def _image_lines(report: Mapping[str, Any]) -> list[str]:
         lines = [f"{key:<{width}}  {value}".replace("\n", "\n" + " " * (width + 2)) for key, value in shown]
     if "image_sha256" in metadata:
         lines.append("\nIt began from an image, which is not in the file: put its name in place of IMAGE (and MASK).")
+    if "references_sha256" in metadata:
+        lines.append("\nReference images are not in the file: put their names in place of IMAGE1, ..., in this order.")
     if "control_sha256" in metadata:
         lines.append(
             "\nControl images and their networks are not in the file: put their names in place of CONTROL1, ..."
