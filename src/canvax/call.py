@@ -196,6 +196,10 @@ class Call:
 class FromFiles:
     """What flags and rows of files have in place of arguments that are images."""
 
+    reference: Any = setting(
+        None, "another image that a model that edits reads, beside --image", group=IMAGE, metavar="FILE", repeats=True,
+        also=("references",),
+    )  # fmt: skip
     control_from: str | None = setting(
         None, "make that of the image first: canny, invert, ...", group=CONTROL, metavar="KIND",
     )  # fmt: skip

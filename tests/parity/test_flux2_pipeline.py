@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from canvax.server.group import Group  # noqa: E402
 from canvax.server.jobs import JobRequest, State  # noqa: E402
 from canvax.server.metrics import Metrics  # noqa: E402
 from canvax.server.models import Warm  # noqa: E402
+from canvax.server.work import check, sample  # noqa: E402
 from tests.support.serving import until  # noqa: E402
 
 from .reference import nchw, nhwc, psnr, randomise, relative_error  # noqa: E402
@@ -53,7 +55,9 @@ def little_room() -> Iterator[None]:
         yield
 
 
-def build(folder: Path, *, distilled: bool = True, layers: int = 28, **changes: Any) -> Path:
+def build(
+    folder: Path, *, distilled: bool = True, layers: int = 28, theta: float = 1e4, groups: int = 4, **changes: Any
+) -> Path:
     """A small random checkpoint, written by diffusers itself; ``changes`` are of the transformer."""
     words = tokenizer()
     words.chat_template = words.chat_template.replace("is false", "is defined and enable_thinking is false")
@@ -63,6 +67,7 @@ def build(folder: Path, *, distilled: bool = True, layers: int = 28, **changes: 
             transformers.Qwen3Config(
                 vocab_size=len(words) + 3, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
                 num_attention_heads=2, num_key_value_heads=1, head_dim=8, tie_word_embeddings=True,
+                rope_parameters={"rope_type": "default", "rope_theta": theta},
             )
         ),
         1,
@@ -73,8 +78,9 @@ def build(folder: Path, *, distilled: bool = True, layers: int = 28, **changes: 
     transformer: Any = randomise(diffusers.Flux2Transformer2DModel(**{**sizes, **changes}))
     vae: Any = randomise(
         diffusers.AutoencoderKLFlux2(
-            block_out_channels=(8, 8, 16, 16), down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=1, norm_num_groups=4,
+            block_out_channels=(2 * groups, 2 * groups, 4 * groups, 4 * groups),
+            down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+            layers_per_block=1, norm_num_groups=groups,
             latent_channels=transformer.config.in_channels // 4,
         ),
         2,
@@ -269,6 +275,23 @@ def test_image_to_image(klein: Model) -> None:
     assert relative_error(got.latents, x) < 1e-4
 
 
+def test_programs_for_references_are_made_ahead(klein: Model) -> None:
+    """Of their sizes, before there are images; a server's sample has the programs of a request."""
+    images = [picture(165, 215), picture(HEIGHT, WIDTH, 2.0)]
+    klein.ours.compile(HEIGHT, WIDTH, 2, references=[(165, 215), (HEIGHT, WIDTH)], progress=False)
+    assert klein.draw(image=images, height=HEIGHT, width=WIDTH).compilations == 0
+    asked = JobRequest("a hen", width=WIDTH, height=HEIGHT, image=images[0], references=(images[1],))
+    made = sample("klein", klein.ours.model, WIDTH, HEIGHT, references=2).group
+    assert made == check(asked, "klein", klein.ours.model).group
+    for wrong in (11, [(8, 200)], [(48,)], -1):
+        with pytest.raises(canvax.InputError) as caught:
+            klein.ours.compile(HEIGHT, WIDTH, references=wrong)
+        assert caught.value.argument == "references"
+    with pytest.raises(canvax.InputError) as caught:
+        canvax.load("emoji").compile(references=1)
+    assert caught.value.argument == "references"
+
+
 def test_nothing_compiles_twice(base: Model) -> None:
     """Whatever a user changes is data, the references too."""
     draw: Any = base.draw
@@ -459,12 +482,6 @@ def test_eight_bits(klein: Model) -> None:
     assert whole >= {"proj_out", "x_embedder", "norm_out", "single_stream_modulation"}
 
 
-def test_saving_is_refused(klein: Model, tmp_path: Path) -> None:
-    with pytest.raises(canvax.InputError) as caught:
-        klein.ours.save(tmp_path / "saved")
-    assert caught.value.argument == "folder"
-
-
 def test_requests_share_a_batch_of_a_server(klein: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that edit, of other proportions than the size that is ready, with prompts and seeds of their own."""
 
@@ -518,3 +535,30 @@ def test_lines_of_a_prompt_file_read_their_images_alone(
         (alone,) = klein.ours(line["prompt"], image=line["image"], seed=1, num_inference_steps=2, height=48, width=48)
         for got in images:
             np.testing.assert_allclose(np.asarray(got, np.int16), np.asarray(alone, np.int16), atol=1)
+
+
+def test_references_on_the_command_line(
+    klein: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two, whose sides are no multiples; ``info`` prints the command, which makes the image again."""
+    monkeypatch.chdir(tmp_path)
+    picture(53, 85).save("one.png")
+    picture(49, 80, 2.0).save("two.png")
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: klein.ours)
+    shared = ["--model", str(klein.folder), "-q"]
+    words = ["generate", "a fox", "--image", "one.png", "--reference", "two.png", "-s", "3", "--steps", "1", *shared]
+    assert main([*words, "-o", "made.png"]) == 0
+    with PIL.Image.open("made.png") as image:
+        made = np.asarray(image)
+    assert made.shape == (48, 80, 3)
+    capsys.readouterr()
+    assert main(["info", "made.png", "--json"]) == 0
+    (command,) = json.loads(capsys.readouterr().out)["commands"]
+    assert "--image IMAGE1" in command
+    assert "--reference IMAGE2" in command
+    assert main(["generate", "--from-image", "made.png", "--image", "one.png", "-o", "x.png", *shared]) == 2
+    again = shlex.split(command.replace("IMAGE1", "one.png").replace("IMAGE2", "two.png"))[1:]
+    assert main([*again, *shared, "-o", "again.png"]) == 0
+    with PIL.Image.open("again.png") as image:
+        np.testing.assert_array_equal(np.asarray(image), made)
+    assert main(["generate", "a fox", "--image", "one.png", "--reference", "two.png", "--model", "emoji", "-q"]) == 2

@@ -19,7 +19,6 @@ from canvax.cli.generate_arguments import (
     add_dtype,
     add_generate,
     add_ip_adapter,
-    add_part_files,
     add_quantize,
     add_source,
     add_upscale,
@@ -301,6 +300,12 @@ def _compile(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--image", action="store_true", help="for generate --image and --hires: the image encoder too")
     parser.add_argument("--mask", action="store_true", help="for generate --mask: its denoiser too")
+    parser.add_argument(
+        "--references",
+        nargs="+",
+        metavar="N|WxH",
+        help="for editing with reference images: how many of the image's size, or the size of each, such as 640x480",
+    )
     networks = parser.add_argument_group("for control images and image prompts, each flag once for each network")
     add_controlnet(networks)
     add_ip_adapter(networks)
@@ -315,7 +320,6 @@ def _convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("to", metavar="OUTPUT", help="a file that ends in .safetensors, or a folder")
     parser.add_argument("--dtype", metavar="DTYPE", help="float16, bfloat16 or float32 (as they are)")
     parser.add_argument("--overwrite", action="store_true", help="replace a file, or write into a folder with files")
-    add_part_files(parser)
     add_source(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from canvax.cli.generate_arguments import check_ip_adapters, source_keywords
-from canvax.cli.plan import parse_size
+from canvax.cli.generate_arguments import check_ip_adapters, location_keywords, part_keywords
+from canvax.cli.plan import parse_sides, parse_size
 from canvax.cli.terminal import byte_size, complain, say, seconds, table
 from canvax.errors import CanvaxError, check_count
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Compile the programs of each size and batch, or load them from the cache."""
     sizes = [parse_size(text) for text in arguments.size or []]
+    references = _references(arguments.references)
     from canvax.pipelines.checks import MOST_IMAGES
 
     for batch in arguments.batch:
@@ -41,6 +42,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
                 mask=arguments.mask,
                 control=bool(arguments.controlnet),
                 image_prompt=bool(arguments.ip_adapter),
+                references=references,
                 progress=not arguments.quiet,
             )
             for build in builds:
@@ -53,11 +55,23 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         raise CanvaxError("programs were compiled and not kept; canvax cache path prints the folder for them")
 
 
+def _references(words: list[str] | None) -> int | list[tuple[int, int]]:
+    """How many reference images, or the height and width of each.
+
+    Raises:
+        InputError: they are neither.
+    """
+    if not words or (len(words) == 1 and words[0].isdecimal()):
+        return int(words[0]) if words else 0
+    return [(height, width) for width, height in (parse_sides("references", word) for word in words)]
+
+
 def open_pipeline(name: str, arguments: argparse.Namespace) -> StableDiffusion:
     """The pipeline of a model without weights, whose parameters are shapes, dtypes and shardings."""
     from canvax.parallel.mesh import mesh_of
     from canvax.pipelines.loaded import open_model
     from canvax.pipelines.pipeline import StableDiffusion
+    from canvax.weights.overrides import Overrides
 
     opened = open_model(
         name,
@@ -66,7 +80,8 @@ def open_pipeline(name: str, arguments: argparse.Namespace) -> StableDiffusion:
         mesh=mesh_of(getattr(arguments, "mesh", None)),
         progress=not arguments.quiet,
         weights=False,
-        **source_keywords(arguments),
+        overrides=Overrides.of(**part_keywords(arguments)),
+        **location_keywords(arguments),
     )
     return StableDiffusion(*_with_networks(opened, arguments))
 

@@ -13,14 +13,12 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Convert; ``report`` receives the name of what was written."""
     from canvax.families.convert import convert
 
-    parts = {name: getattr(arguments, name) for name in ("vae", "text_encoder", "tokenizer")}
     output = convert(
         arguments.model,
         arguments.to,
         dtype=arguments.dtype,
         overwrite=arguments.overwrite,
         progress=not arguments.quiet,
-        **parts,
         **source_keywords(arguments),
     )
     report["output"] = str(output)

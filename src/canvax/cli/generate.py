@@ -16,13 +16,14 @@ from canvax.call import Call
 from canvax.cli.adapters import check_adapters, load_adapters
 from canvax.cli.arguments import versions
 from canvax.cli.generate_arguments import OUTPUT, with_networks
-from canvax.cli.images import ZERO_SNR, Source, check_table, gather, shared
+from canvax.cli.images import ZERO_SNR, Source, check_table, gather, images_of, shared, sized
 from canvax.cli.preview import previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
 from canvax.errors import NO_VALUE, CanvaxError, CheckpointError, HintWarning, HubError, InputError, warn
 from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file, new_image
 from canvax.images.grid import make_grid
+from canvax.images.inputs import read_images
 from canvax.images.metadata import save_image, save_numbered, unique_path
 from canvax.pipelines.texts import TAG
 from canvax.scale.work import grouped, joined, most_at_once
@@ -60,6 +61,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     pipe = load_model(arguments, source)
     timings["load"] = time.perf_counter() - began
     report |= description(pipe)
+    calls = sized(calls, pipe.model)
     try:
         with previews(pipe, preview) as callback:
             images = _save_all(generate_all(pipe, calls, arguments, callback), arguments, where, report)
@@ -145,8 +147,7 @@ class Destination:
         preview = named_path("preview", arguments.preview) if getattr(arguments, "preview", None) else None
         if is_file and preview is not None and preview.absolute() == path.absolute():
             raise InputError("preview", preview, "is the file of --output, which it would be in the way of")
-        sizes = {(call.height, call.width) for call in calls}
-        if arguments.grid and len(sizes) > 1:
+        if arguments.grid and len({_size(call) for call in calls}) > 1:
             raise InputError(
                 "grid",
                 NO_VALUE,
@@ -174,6 +175,15 @@ class Destination:
         if self.is_file:
             return save_image(self.path, make_grid(images), grid)
         return save_numbered(self.path, make_grid(images), grid, metadata[0]["seed"], prefix="grid-")
+
+
+def _size(call: Call) -> tuple[int | None, int | None]:
+    """Height and width of an image, as far as they are known without the model."""
+    height, width = call.height, call.width
+    if call.image is not None and None in (height, width):
+        image = read_images("image", call.image, images_of(call))[0]
+        height, width = height or image.height, width or image.width
+    return height, width
 
 
 def _check_batch_size(size: int | None) -> None:
@@ -210,6 +220,7 @@ def check_against_model(arguments: argparse.Namespace, calls: Sequence[Call], so
     except (CheckpointError, HubError):
         return  # the model is not on disk, or there is none: loading reports it
     model = read_model(files, "float32")
+    sized(calls, model)
     for call, *_ in grouped(calls, shared):
         default = call.options.listed_steps or model.defaults.num_inference_steps
         steps = default if call.num_inference_steps is None else call.num_inference_steps

@@ -257,8 +257,7 @@ def add_dtype(group: Any) -> None:
 
 
 def add_parts(group: Any) -> None:
-    """Add the flags that replace a part of a model, or correct what its files say."""
-    add_part_files(group)
+    """Add the flags that correct what the files of a model say."""
     group.add_argument(
         "--prediction-type", metavar="TYPE", help="epsilon or v_prediction, where the model does not say or is wrong"
     )
@@ -269,8 +268,8 @@ def add_parts(group: Any) -> None:
     )
 
 
-def add_part_files(group: Any) -> None:
-    """Add the flags of parts that a model lacks, or that replace its parts."""
+def add_source(group: Any, *, variant: bool = True) -> None:
+    """Add the flags that say where a model and its parts come from."""
     group.add_argument(
         "--vae", metavar="VAE",
         help="another autoencoder: a folder, a Hub id or a safetensors file; madebyollin/taesd is a small one",
@@ -285,15 +284,6 @@ def add_part_files(group: Any) -> None:
         metavar="FOLDER",
         help="the language model's tokenizer: a folder or a Hub id (that in the text encoder's folder)",
     )
-
-
-def add_quantize(group: Any) -> None:
-    """Add the flag that keeps large weights in 8 bits."""
-    group.add_argument("--quantize", metavar="KIND", help="int8 or float8: large weights in 8 bits, to save memory")
-
-
-def add_source(group: Any, *, variant: bool = True) -> None:
-    """Add the flags that say where a model comes from."""
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub id")
     if variant:
         group.add_argument("--variant", metavar="NAME", help="variant of the weights, such as fp16")
@@ -311,7 +301,22 @@ def add_source(group: Any, *, variant: bool = True) -> None:
     )
 
 
+def add_quantize(group: Any) -> None:
+    """Add the flag that keeps large weights in 8 bits."""
+    group.add_argument("--quantize", metavar="KIND", help="int8 or float8: large weights in 8 bits, to save memory")
+
+
 def source_keywords(arguments: Any) -> dict[str, Any]:
-    """Return the flags of ``add_source`` as keywords of ``canvax.load``; ``variant`` only where it is a flag."""
+    """Return the flags of ``add_source`` as keywords of ``canvax.load``."""
+    return location_keywords(arguments) | part_keywords(arguments)
+
+
+def location_keywords(arguments: Any) -> dict[str, Any]:
+    """Return those that say where a model comes from; ``variant`` only where it is a flag."""
     names = ("revision", "variant", "token", "cache_dir", "local_files_only")
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+
+
+def part_keywords(arguments: Any) -> dict[str, Any]:
+    """Return those that name parts."""
+    return {name: getattr(arguments, name) for name in ("vae", "text_encoder", "tokenizer")}

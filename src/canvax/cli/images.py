@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from canvax.call import Call, FromFiles
 from canvax.cli.generate_arguments import networks_of
@@ -24,13 +24,17 @@ from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_prompts, ch
 from canvax.pipelines.control import control_files, control_marks, control_of, size_of
 from canvax.pipelines.image_prompts import read_all, structure
 from canvax.pipelines.options import Options
-from canvax.pipelines.request import check_init_images
+from canvax.pipelines.references import check_references
+from canvax.pipelines.request import check_init_images, is_alone
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 from canvax.scale.rows import check_prompt_line, json_object, text_lines
 from canvax.scale.work import call_of, grouped
 from canvax.settings import aliases, check_setting, declared, offered
 from canvax.weights.data_folder import find_named
 from canvax.weights.location import BUNDLED
+
+if TYPE_CHECKING:
+    from canvax.families.base import Model
 
 OPTIONS = tuple(offered(Options, "command"))
 SETTINGS = (*(name for name in offered(Call, "command") if name != "prompt"), *declared(FromFiles), *OPTIONS)
@@ -136,7 +140,11 @@ def _calls(entries: Sequence[tuple[str, dict[str, Any]]], flags: Mapping[str, An
             read_all(call.image_prompt)
             images = (call.image, call.mask, call.strength, height, width, call.options, call.control)
             if images not in sizes:  # each file is read once
-                source = check_init_images(*images[:3], (height, width), 1, SIZE_STEP, call.options)
+                if is_alone(call, call.options):  # the model decides what becomes of it: see ``sized``
+                    read_images("image", call.image, images_of(call))
+                    source = None
+                else:
+                    source = check_init_images(*images[:3], (height, width), 1, SIZE_STEP, call.options)
                 sizes[images] = (height, width) if source is None or source.boxes else source.size
                 if call.control:  # each is read here, before anything is loaded
                     read = control_files(call.control)
@@ -157,6 +165,38 @@ def _calls(entries: Sequence[tuple[str, dict[str, Any]]], flags: Mapping[str, An
         call = dataclasses.replace(call, height=sizes[images][0], width=sizes[images][1])
         yield from (dataclasses.replace(call, seed=seed) for seed in seeds)
         index += count
+
+
+def images_of(call: Call) -> int:
+    """Return how many images a model that edits reads for a call."""
+    return len(call.image) if isinstance(call.image, tuple) else 1
+
+
+def sized(calls: Sequence[Call], model: Model) -> list[Call]:
+    """Return the calls with the sizes that a model makes of their images.
+
+    Raises:
+        InputError: an image cannot be used.
+    """
+    known: dict[Any, tuple[Any, Any]] = {}
+    edits, step = model.networks.denoiser.edits, model.networks.size_step
+    found = []
+    for call in calls:
+        if is_alone(call, call.options):
+            key = call.image, call.height, call.width
+            if key not in known and edits:
+                height, width = check_references(call.image, step).sizes[0]
+                known[key] = call.height or height, call.width or width
+            elif key not in known:
+                if isinstance(call.image, tuple):
+                    problem = f"is for models that edit, and {model.name} is none"
+                    raise InputError("reference", call.image[1], problem, "leave it out")
+                source = check_init_images(call.image, None, None, key[1:], 1, SIZE_STEP, call.options)
+                assert source is not None
+                known[key] = source.size
+            call = dataclasses.replace(call, height=known[key][0], width=known[key][1])
+        found.append(call)
+    return found
 
 
 def check_table(call: Call, scheduler: Scheduler | None) -> None:
@@ -248,8 +288,9 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
     if unknown := sorted(map(repr, settings.keys() - _RECORDED)):
         complain(f"{path}: unknown settings are left out: {', '.join(unknown)}", label="warning: ")
     # A file must not choose which others are read.
-    for name in ("num_images_per_prompt", "image", "mask", "control", "control_from", "ip_image", "ip_mask"):
+    for name in ("num_images_per_prompt", "image", "mask", "control", *declared(FromFiles)):
         settings.pop(name, None)
+    _check_references(path, metadata, arguments)
     for name in ("image", "mask"):
         _check_same(path, metadata, name, getattr(arguments, name))
     used = {*map(str, metadata.get("adapters") or ()), *map(str, metadata.get("embeddings") or ())}
@@ -296,6 +337,20 @@ def _check_same(path: Path, metadata: Mapping[str, Any], name: str, file: str | 
         raise InputError(f"{path}: it began from {'an image' if name == 'image' else 'a mask'}; name it with --{name}")
     if fingerprint(read_images(name, file, 1, grey=name == "mask")[0]) != wanted:
         complain(f"--{name} {file}: is not the one that {path} began from", label="warning: ")
+
+
+def _check_references(path: Path, metadata: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    """Require the reference images of an earlier image, and warn if others are named."""
+    if not isinstance(wanted := metadata.get("references_sha256"), list):
+        return
+    named = [*([arguments.image] if arguments.image else []), *(arguments.reference or [])]
+    if len(named) != len(wanted):
+        others = " and the others with --reference" if len(wanted) > 1 else ""
+        count = f"{len(wanted)} reference image{'s' if len(wanted) > 1 else ''}"
+        raise InputError(f"{path}: it was made with {count}; name the first with --image{others}")
+    for file, mark in zip(named, wanted, strict=True):
+        if fingerprint(read_images("image", file, 1)[0]) != mark:
+            complain(f"{file}: is not the reference image of {path}", label="warning: ")
 
 
 def _check_control(path: Path, metadata: Mapping[str, Any], arguments: argparse.Namespace) -> None:

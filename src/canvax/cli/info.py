@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.call import Call
 from canvax.cli.adapters import flags_of, info_lines
+from canvax.cli.generate_arguments import location_keywords, part_keywords
 from canvax.cli.image_prompts import flags_of as image_prompt_flags
 from canvax.cli.images import OF_MODEL, ZERO_SNR, recorded_model
 from canvax.cli.terminal import byte_size, command_line, complain, say, table
@@ -24,7 +25,7 @@ from canvax.settings import as_flags, offered
 from canvax.tokenizers.concepts import Concepts
 from canvax.weights.data_folder import find_named
 from canvax.weights.entries import PICKLES, Entry
-from canvax.weights.identify import EMBEDDING, INDEX, LORA, MODEL, Found, inspect, listing
+from canvax.weights.identify import EMBEDDING, INDEX, LORA, MODEL, TRANSFORMER, Found, inspect, listing
 from canvax.weights.location import BUNDLED, Location, warn_unused_cache
 from canvax.weights.lora import adapter_info
 from canvax.weights.safetensors import open_safetensors
@@ -38,7 +39,10 @@ MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a parameter, for each dtype that a model can be loaded in."""
 
 _MEMORY_FLAGS = ("memory", "width", "height", "batch_size", "dtype", "quantize", "mesh")
-_MODEL_FLAGS = (*_MEMORY_FLAGS, "concepts", "revision", "variant", "cache_dir", "token")
+_MODEL_FLAGS = (
+    *(*_MEMORY_FLAGS, "concepts", "revision", "variant", "cache_dir", "token"),
+    *("vae", "text_encoder", "tokenizer"),
+)
 """What says nothing of an image or an adapter."""
 
 _NAMED = ("prompt", "num_images_per_prompt", "image", "mask", "control")
@@ -61,7 +65,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         _show(arguments, _folder_lines(report))
         return
     file = inspect(path) if path.is_file() and not is_image else None
-    part = file if file is not None and file.kind not in (None, MODEL) else None
+    is_whole = file is not None and file.kind is TRANSFORMER and any(part_keywords(arguments).values())
+    part = file if file is not None and not is_whole and file.kind not in (None, MODEL) else None
     is_adapter = file is not None and file.kind in (LORA, EMBEDDING)
     kind = "an image" if is_image else part.what if part else ""
     is_model = not kind
@@ -179,6 +184,8 @@ def reproduce(metadata: Mapping[str, Any]) -> str:
     flags |= {"--zero-snr": True if metadata.get("scheduler") == ZERO_SNR else None}
     flags |= {field.flag: metadata.get(name) for name, field in _ARGUMENTS.items()}
     flags |= {f"--{name}": name.upper() for name in ("image", "mask") if f"{name}_sha256" in metadata}
+    for i, _ in enumerate(marks if isinstance(marks := metadata.get("references_sha256"), list) else []):
+        flags[f"--reference {i}" if i else "--image"] = f"IMAGE{i + 1}"
     for i, mark in enumerate(marks if isinstance(marks := metadata.get("control_sha256"), list) else []):
         flags[f"--controlnet {i}"] = f"CONTROLNET{i + 1}"
         types = [f"{label}=CONTROL{i + 1}" for label in mark] if isinstance(mark, dict) else [f"CONTROL{i + 1}"]
@@ -222,6 +229,8 @@ def _image_lines(report: Mapping[str, Any]) -> list[str]:
         lines = [f"{key:<{width}}  {value}".replace("\n", "\n" + " " * (width + 2)) for key, value in shown]
     if "image_sha256" in metadata:
         lines.append("\nIt began from an image, which is not in the file: put its name in place of IMAGE (and MASK).")
+    if "references_sha256" in metadata:
+        lines.append("\nReference images are not in the file: put their names in place of IMAGE1, ..., in this order.")
     if "control_sha256" in metadata:
         lines.append(
             "\nControl images and their networks are not in the file: put their names in place of CONTROL1, ..."
@@ -247,12 +256,14 @@ def _files(arguments: argparse.Namespace) -> ModelFiles:
     """The files of the model. Downloads them only if they are not on disk."""
     from canvax.families.read import family_of
     from canvax.weights.open import open_files
+    from canvax.weights.overrides import Overrides
+
+    overrides = Overrides.of(**part_keywords(arguments))
 
     def open_source(local: bool) -> ModelFiles:
-        source = Location(
-            arguments.what, arguments.revision, arguments.variant, arguments.token, arguments.cache_dir, local
-        )
-        return open_files(source, accept=family_of)
+        hub = {**location_keywords(arguments), "local_files_only": local}
+        files = open_files(Location(arguments.what, **hub), accept=family_of, given=overrides.parts)
+        return overrides.apply(files, **hub)
 
     try:
         files = open_source(True)
@@ -318,6 +329,7 @@ def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
     from canvax.pipelines.loaded import open_model
     from canvax.pipelines.pipeline import StableDiffusion
     from canvax.weights.cast import parse_dtype
+    from canvax.weights.overrides import Overrides
 
     for name in ("width", "height"):
         check_size(name, getattr(arguments, name), 0)
@@ -330,11 +342,9 @@ def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
         quantize=arguments.quantize,
         mesh=mesh,
         weights=False,
-        revision=arguments.revision,
-        token=arguments.token,
-        cache_dir=arguments.cache_dir,
-        local_files_only=arguments.local_files_only,
         progress=False,
+        overrides=Overrides.of(**part_keywords(arguments)),
+        **location_keywords(arguments),
     )
     height, width = (
         getattr(arguments, name) or side for name, side in zip(("height", "width"), model.native_size, strict=True)

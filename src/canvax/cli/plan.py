@@ -54,15 +54,23 @@ def parse_size(text: str | None) -> tuple[int | None, int | None]:
     """
     if text is None:
         return None, None
-    match = re.fullmatch(r"(\d{1,9})[x×](\d{1,9})", text.lower(), re.ASCII)
-    if match is None:
-        raise InputError("size", text, "is not WIDTHxHEIGHT in pixels, such as 1024x768")
+    sides = parse_sides("size", text)
     from canvax.pipelines.checks import check_size  # late, so that such a text is refused before JAX is imported
 
-    width, height = (
-        check_size(name, int(side), 0) for name, side in zip(("width", "height"), match.groups(), strict=True)
-    )
+    width, height = (check_size(name, side, 0) for name, side in zip(("width", "height"), sides, strict=True))
     return width, height
+
+
+def parse_sides(argument: str, text: str) -> tuple[int, int]:
+    """The two numbers of "1024x768".
+
+    Raises:
+        InputError: it is no such text.
+    """
+    match = re.fullmatch(r"(\d{1,9})[x×](\d{1,9})", text.lower(), re.ASCII)
+    if match is None:
+        raise InputError(argument, text, "is not WIDTHxHEIGHT in pixels, such as 1024x768")
+    return int(match[1]), int(match[2])
 
 
 def lines(plan: Plan) -> list[str]:

@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.compile import open_pipeline
-from canvax.cli.generate_arguments import OUTPUT, check_ip_adapters, source_keywords, with_networks
+from canvax.cli.generate_arguments import (
+    OUTPUT,
+    check_ip_adapters,
+    location_keywords,
+    part_keywords,
+    source_keywords,
+    with_networks,
+)
 from canvax.cli.terminal import complain
 from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, check_count, warn
 from canvax.files import check_writable, named_path
@@ -74,7 +81,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
             "give {keys=FILE}, or {no_keys} if that is meant",
         )
     offered = list(models())
-    names = _names(arguments.models or offered[:1] or ["emoji"], source_keywords(arguments))
+    names = _names(arguments.models or offered[:1] or ["emoji"], location_keywords(arguments))
+    _check_parts(parts := part_keywords(arguments), names)
     on_request = tuple(name for name in offered if name not in (*names, *names.values()))
     if arguments.dtype:
         parse_dtype(arguments.dtype, quantizes=True)
@@ -100,7 +108,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         metrics = Metrics()
 
         def load(name: str, **pinned: Any) -> Any:
-            return _load(names.get(name, name), arguments, **pinned)
+            asked = arguments if name in names else argparse.Namespace(**{**vars(arguments), **dict.fromkeys(parts)})
+            return _load(names.get(name, name), asked, **pinned)
 
         engine = ImageEngine(list(names), settings, metrics, load, journal=journal, say=say)
         app = create_app(engine, web, state=engine.readiness, metrics=metrics)
@@ -174,6 +183,18 @@ def _names(models: list[str], keywords: Mapping[str, Any]) -> dict[str, str]:
     return model_names(models)
 
 
+def _check_parts(parts: Mapping[str, str | None], names: Mapping[str, str]) -> None:
+    """Refuse parts of a model beside several models.
+
+    Raises:
+        InputError, CheckpointError: a part cannot be used.
+    """
+    from canvax.weights.overrides import Overrides
+
+    for name in Overrides.of(**parts).parts if len(names) > 1 else ():
+        raise InputError(name, parts[name], "is for one model, and several are served", "convert it to a folder")
+
+
 def _output(arguments: argparse.Namespace) -> Path | None:
     """The folder in which finished images are saved, or None. Creates nothing.
 
@@ -194,6 +215,7 @@ def _output(arguments: argparse.Namespace) -> Path | None:
 
 
 def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> EngineSettings:
+    from canvax.pipelines.references import MOST as MOST_REFERENCES
     from canvax.prompts.chunks import MOST_CHUNKS
     from canvax.server.engine import EngineSettings
     from canvax.server.models import Warm
@@ -204,6 +226,8 @@ def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> Engi
             raise InputError(flag, value, f"is not a number above 0 and of at most {MOST:g}")
     if not all(1 <= count <= MOST_CHUNKS for count in arguments.chunks):
         raise InputError("chunks", " ".join(map(str, arguments.chunks)), f"are not whole numbers in 1..{MOST_CHUNKS}")
+    if not 0 <= arguments.references <= MOST_REFERENCES:
+        raise InputError("references", arguments.references, f"is not a whole number in 0..{MOST_REFERENCES}")
     if arguments.batching == "none" and any(":" in text and not text.endswith(":1") for text in arguments.warm or ()):
         raise InputError(
             "warm",
@@ -214,6 +238,7 @@ def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> Engi
     return EngineSettings(
         warm=tuple(Warm.parse(text) for text in arguments.warm) if arguments.warm else (Warm(),),
         chunks=tuple(dict.fromkeys(arguments.chunks)),
+        references=arguments.references,
         compile_on_demand=arguments.compile_on_demand,
         queue_seconds=arguments.queue_seconds,
         queue_images=arguments.queue_images,

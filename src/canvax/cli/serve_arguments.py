@@ -34,6 +34,10 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="lengths of prompts to make ready, in chunks of 75 tokens, 128 for Z-Image (1)",
     )  # fmt: skip
     parser.add_argument(
+        "--references", type=int, default=1, metavar="N",
+        help="for models that edit: make requests with up to N reference images ready (1); 0: none",
+    )  # fmt: skip
+    parser.add_argument(
         "--compile-on-demand", action="store_true",
         help="other sizes too, up to 4 times the pixels of --warm: their first request waits for the compiler",
     )  # fmt: skip

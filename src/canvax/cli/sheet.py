@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from canvax.cli.generate import Destination, check_against_model, description, generate_all, load_model
-from canvax.cli.images import ALIASES, SETTINGS, gather
+from canvax.cli.images import ALIASES, SETTINGS, gather, sized
 from canvax.cli.terminal import complain, say, seconds
 from canvax.errors import NO_VALUE, InputError, nearest
 from canvax.images.grid import make_sheet
@@ -79,6 +79,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     pipe = load_model(arguments, source)
     report |= description(pipe) | {"files": [], "compilations": 0, "metadata": []}
     total, made = 0.0, {}
+    calls = sized(calls, pipe.model)
     for batch, result in generate_all(pipe, calls, arguments):
         report["compilations"] += result.compilations
         total += result.timings["total"]

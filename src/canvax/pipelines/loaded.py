@@ -236,6 +236,7 @@ class LoadedModel:
         mask: bool = False,
         control: bool = False,
         image_prompt: bool = False,
+        references: int | Sequence[tuple[int, int]] = 0,
         progress: bool = True,
         params: Params | None = None,
     ) -> tuple[Build, ...]:
@@ -253,6 +254,8 @@ class LoadedModel:
             mask: for calls with a mask: the denoiser that keeps parts of an image.
             control: for calls with control images for all networks that read one.
             image_prompt: for calls with an image prompt, without a mask, for each IP-Adapter.
+            references: for calls with reference images: how many, each of the image's size, or the height and width of
+                each. Other sizes of as many tokens in all, rounded up to 1024, need another image encoder alone.
             progress: show what is done on stderr.
             params: the parameters, if the pipeline does not hold them. Shapes, dtypes and shardings are enough
                 (``jax.ShapeDtypeStruct``).
@@ -279,10 +282,24 @@ class LoadedModel:
             if not more["image_prompts"]:
                 why = "no IP-Adapter with an image encoder; leave it out"
                 raise InputError("image_prompt", True, f"does not go with {self.model.name}, which has {why}")
+        if references:
+            more |= {"references": self._references(references, height, width)}
         self._ready(
             self._params(params, described=True), (height, width), batch, guidance, display, image=image or mask, **more
         )
         return tuple(sorted(display.builds, key=lambda build: PROGRAMS.index(build.program)))
+
+    def _references(
+        self, references: int | Sequence[tuple[int, int]], height: int | None, width: int | None
+    ) -> tuple[tuple[int, int], ...]:
+        """The sizes in which reference images are read."""
+        from canvax.pipelines.references import reference_sizes
+
+        if not self.model.networks.denoiser.edits:
+            why = f"are for models that edit, and {self.model.name} is none"
+            raise InputError("references", NO_VALUE, why, "leave them out")
+        tall, wide = self.model.native_size
+        return reference_sizes(references, (height or tall, width or wide), self.model.networks.size_step)
 
     def _ready(
         self,

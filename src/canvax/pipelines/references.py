@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from PIL import Image
 
-from canvax.errors import NO_VALUE, InputError
+from canvax.errors import NO_VALUE, InputError, check_count
 from canvax.images.inputs import fingerprint, read_images
+from canvax.pipelines.checks import MAX_SIDE
 
 MOST_PIXELS = 1024 * 1024
 """Of a reference image; larger ones are made smaller."""
@@ -50,12 +52,44 @@ def check_references(value: Any, step: int) -> References:
     return References([[_fitted(image, step)] for image in images], [fingerprint(image) for image in images])
 
 
+def reference_sizes(
+    value: int | Sequence[tuple[int, int]], size: tuple[int, int], step: int
+) -> tuple[tuple[int, int], ...]:
+    """Height and width of reference images as the model reads them.
+
+    Args:
+        value: how many there are, each of the height and width ``size``; or the height and width of each.
+        size: of the image that is generated.
+        step: as for ``check_references``.
+
+    Raises:
+        InputError: there are too many, or a size is none.
+    """
+    sizes = value if isinstance(value, list | tuple) else [size] * check_count("references", value, MOST)
+    if len(sizes) > MOST:
+        raise InputError("references", NO_VALUE, f"has {len(sizes)} sizes", f"give 1 to {MOST}")
+    read = []
+    for pair in sizes:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise InputError("references", pair, "is not a height and a width in pixels")
+        tall, wide = (check_count("references", side, MAX_SIDE) for side in pair)
+        width, height = (side - side % step for side in _within(wide, tall))
+        if not width or not height:
+            raise InputError("references", pair, f"is too small for multiples of {step} pixels")
+        read.append((height, width))
+    return tuple(read)
+
+
+def _within(width: int, height: int) -> tuple[int, int]:
+    """Width and height of an image that is made smaller if it has more than ``MOST_PIXELS``."""
+    scale = math.sqrt(MOST_PIXELS / (width * height))
+    return (width, height) if scale >= 1 else (int(width * scale), int(height * scale))
+
+
 def _fitted(image: Image.Image, step: int) -> Image.Image:
     """An image of at most ``MOST_PIXELS``, cut at its edges to multiples of ``step``."""
-    if image.width * image.height > MOST_PIXELS:
-        scale = math.sqrt(MOST_PIXELS / (image.width * image.height))
-        size = int(image.width * scale), int(image.height * scale)
-        image = image.resize(size, Image.Resampling.LANCZOS)
+    size = _within(*image.size)
+    image = image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
     width, height = (side - side % step for side in image.size)
     if not width or not height:
         problem = f"has {image.width} x {image.height} pixels"

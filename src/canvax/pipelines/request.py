@@ -238,10 +238,15 @@ def _image_prompts(model: Model, value: Any, count: int, options: Options) -> Im
     return check_image_prompts(model, value, count, options)
 
 
+def is_alone(call: Call, options: Options) -> bool:
+    """Whether a call has an image and nothing that says how it begins from it: then a model that edits reads it."""
+    begins = call.strength is not None or call.mask is not None or any(value for _, value in _given_options(options))
+    return call.image is not None and not begins
+
+
 def _references(model: Model, call: Call, options: Options) -> References | None:
     """The image of a call as reference images, for a model that edits, unless it is what the run begins from."""
-    begins = call.strength is not None or call.mask is not None or any(value for _, value in _given_options(options))
-    if call.image is None or begins or not model.networks.denoiser.edits:
+    if not is_alone(call, options) or not model.networks.denoiser.edits:
         return None
     return check_references(call.image, model.networks.size_step)
 

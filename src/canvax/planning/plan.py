@@ -33,6 +33,7 @@ from canvax.types import DType
 from canvax.weights.cast import parse_dtype
 from canvax.weights.location import BUNDLED, Location, warn_unused_cache
 from canvax.weights.open import open_files
+from canvax.weights.overrides import Overrides
 
 Announce = Callable[[str, float | None], None]
 """Callback for compilations: gets ``(name, None)`` when one begins and ``(name, seconds)`` when it is done."""
@@ -221,6 +222,9 @@ def plan(
     mesh: Mapping[str, int] | None = None,
     reuse: bool = True,
     announce: Announce | None = None,
+    vae: str | Path | None = None,
+    text_encoder: str | Path | None = None,
+    tokenizer: str | Path | None = None,
     **source: Any,
 ) -> Plan:
     """Compiles a model for TPUs or GPUs that are not present, and reports memory and time.
@@ -244,6 +248,9 @@ def plan(
         mesh: number of devices along ``data`` and ``model``; by default all on ``data``.
         reuse: use the results of earlier plans with the same versions.
         announce: called at the begin and end of each compilation.
+        vae: as in ``canvax.load``; of a Hub id all is downloaded.
+        text_encoder: likewise.
+        tokenizer: likewise.
         source: ``revision``, ``token``, ``cache_dir`` and ``local_files_only`` as in ``canvax.load``.
 
     Raises:
@@ -264,7 +271,8 @@ def plan(
     check_count("steps", steps)
     computed = parse_dtype(aim.chip.half if dtype is None else dtype, quantizes=True).name
     check_kind(quantize)
-    networks = architecture(model, **source)
+    overrides = Overrides.of(vae, text_encoder=text_encoder, tokenizer=tokenizer)
+    networks = architecture(model, overrides, **source)
     (tall, wide), factor = networks.native_size, networks.size_step
     job = Job(
         model=networks,
@@ -315,13 +323,19 @@ def check_axes(mesh: Mapping[str, int] | None, devices: int, target: Target) -> 
     return axes
 
 
-def architecture(model: str | Path, **source: Any) -> Networks:
-    """Returns the networks of a preset, a folder or a Hub id, without reading weights."""
+def architecture(model: str | Path, overrides: Overrides | None = None, **source: Any) -> Networks:
+    """Returns the networks of a preset, a file, a folder or a Hub id, without reading weights."""
+    overrides = overrides or Overrides()
     if isinstance(model, str) and model in PRESETS:
         Location(model, **source).warn_unused("revision", "cache_dir")
+        for name, part in overrides.parts.items():
+            raise InputError(name, part, f"does not go with the preset {model}", "leave it out")
         return PRESETS[model]
     try:
-        files = open_files(Location(model, progress=False, **source), accept=family_of, weights=False)
+        files = open_files(
+            Location(model, progress=False, **source), accept=family_of, weights=False, given=overrides.parts
+        )
+        files = overrides.apply(files, progress=False, **source)
         warn_unused_cache(source.get("cache_dir"), model)
     except CheckpointError as error:
         if isinstance(model, str) and "/" not in model and not named_path("model", model).exists():

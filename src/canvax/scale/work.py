@@ -69,8 +69,20 @@ def call_of(settings: Mapping[str, Any], adapters: int, **options: Any) -> Call:
             raise InputError(name, value, "is not text")
         check_utf8(name, value or "")
     named = {name: settings[name] for name in _NAMED if name in settings}
+    if references := settings.get("reference"):
+        named["image"] = _with_references(settings.get("image"), references)
     named |= {"control": control_of(settings), "image_prompt": image_prompts_of(settings, adapters)}
     return Call(**named, options=Options(**{name: settings[name] for name in OPTIONS if name in settings}, **options))
+
+
+def _with_references(image: str | None, references: Any) -> tuple[str, ...]:
+    """Return the files of all images that a model that edits reads."""
+    files = (references,) if isinstance(references, str) else tuple(references)
+    if wrong := [file for file in files if not isinstance(file, str)]:
+        raise InputError("reference", wrong[0], "is not the name of a file")
+    if image is None:
+        raise InputError("reference", files[0], "is beside another image", "name the first one with {image}")
+    return image, *files
 
 
 def joined(calls: Sequence[Call], **options: Any) -> Call:

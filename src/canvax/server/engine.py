@@ -67,6 +67,7 @@ class EngineSettings:
     Attributes:
         warm: sizes and batches whose programs are made before the first request.
         chunks: of prompts, likewise: 2 is for those of 76 to 150 tokens.
+        references: the most reference images of a request, likewise, of models that edit.
         on_request: models beside the others that are loaded when somebody asks for them.
         compile_on_demand: whether a request may wait for a compiler.
         queue_seconds: work that may wait; more is refused.
@@ -84,6 +85,7 @@ class EngineSettings:
 
     warm: tuple[Warm, ...] = (Warm(),)
     chunks: tuple[int, ...] = (1,)
+    references: int = 1
     on_request: tuple[str, ...] = ()
     compile_on_demand: bool = False
     queue_seconds: float = 600.0
@@ -132,6 +134,7 @@ class ImageEngine:
             load,
             warm=[warm._replace(batches=(1,)) for warm in settings.warm] if alone else settings.warm,
             chunks=settings.chunks,
+            references=settings.references,
             on_request=settings.on_request,
             on_demand=settings.compile_on_demand,
             memory=settings.memory,

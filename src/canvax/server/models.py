@@ -351,6 +351,7 @@ class ModelSet:
         load: loads one (see ``ServedModel``).
         warm: sizes and batches that are made ready by ``begin``.
         chunks: of prompts, likewise.
+        references: the most reference images of a request that are made ready, of models that edit.
         on_request: models that are opened and not loaded; the first request for a size in ``warm`` waits for weights
             and programs.
         on_demand: whether what is not ready is compiled when somebody asks for it.
@@ -371,6 +372,7 @@ class ModelSet:
         *,
         warm: Sequence[Warm],
         chunks: Sequence[int],
+        references: int,
         on_demand: bool,
         memory: int | None,
         on_request: Sequence[str] = (),
@@ -381,6 +383,7 @@ class ModelSet:
     ) -> None:
         self.cards: list[ModelCard] = []
         self._names, self._load, self._warm, self._chunks = names, load, warm, chunks
+        self._references = references
         self._adapters, self._lanes, self._on_request = adapters, lanes, on_request
         self._on_demand, self._memory, self._say, self._announce = on_demand, memory, say, announce
         self._served: dict[str, ServedModel] = {}
@@ -400,9 +403,9 @@ class ModelSet:
             if served.shelf:
                 self._say(served.shelf.summary())
             for size, batches in served.sizes(self._warm):
-                edits = (False, True)[: 1 + served.model.networks.denoiser.edits]
-                for chunks, edit in product(self._chunks, edits):
-                    options: dict[str, Any] = {"chunks": chunks, "shelf": served.shelf, "edits": edit}
+                most = self._references if served.model.networks.denoiser.edits else 0
+                for chunks, references in product(self._chunks, range(1 + most)):
+                    options: dict[str, Any] = {"chunks": chunks, "shelf": served.shelf, "references": references}
                     checked = sample(name, served.model, *size, **options)
                     group = served.build(checked.group, batches, self._announce)
                     if served.model.networks.controls or served.model.networks.ip_adapters:

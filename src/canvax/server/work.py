@@ -371,10 +371,10 @@ def sample(
     steps: int = 12,
     shelf: AdapterCache | None = None,
     shown: bool = False,
-    edits: bool = False,
+    references: int = 0,
 ) -> Checked:
-    """What most people ask for at a size, with a prompt of so many chunks; ``shown``: an image for every network;
-    ``edits``: a reference image."""
+    """What most people ask for at a size, with a prompt of so many chunks and so many reference images; ``shown``: an
+    image for every network."""
     concepts = model.concepts.names
     prompt = concepts[0] if concepts else "a photograph of a red apple on a table"
     options = {}
@@ -382,7 +382,9 @@ def sample(
         prompt, options = "apple " * (model.text.tokens * (chunks - 1) + 1), {"prompt_syntax": "a1111"}
     steps = min(steps, model.scheduler.schedule.alphas_cumprod.size)
     images = examples(model, width, height) if shown else {}
-    images |= {"image": Image.new("RGB", (width, height))} if edits else {}
+    if references:
+        blank = Image.new("RGB", (width, height))
+        images |= {"image": blank, "references": (blank,) * (references - 1)}
     job_request = JobRequest(prompt, width=width, height=height, steps=steps, seed=0, options=options, **images)
     return check(job_request, name, model, shelf)
 
