@@ -90,6 +90,11 @@ def _no_defaults(networks: Networks, schedule: NoiseSchedule) -> Defaults | None
     del networks, schedule
 
 
+def _as_read(files: ModelFiles, schedule: NoiseSchedule) -> NoiseSchedule:
+    del files
+    return schedule
+
+
 def _as_stored(networks: Networks, component: str, entries: Sequence[Entry]) -> Sequence[Entry]:
     del networks, component
     return entries
@@ -112,8 +117,9 @@ class Family:
         read: the networks of a checkpoint; configs are all that it reads. Raises ``CheckpointError``.
         tokenizer: the tokenizer of a text encoder, which ``canvax.prompts.chunks.Tokenizer`` describes.
         scheduler_config: ``scheduler_config.json`` with the values that old files of this family leave out.
+        schedule: the schedule of a checkpoint, where its scheduler's config alone does not say it.
         even_times: for ``NoiseSchedule.even_times``.
-        mu: the shift of the schedule, if that follows the size of the image, of the tokens of an image and the steps.
+        mu: the shift for the tokens of an image and the steps, where the scheduler's config does not say it.
         no_guidance: the guidance scale that is none; others are counted from it.
         entries: the arrays of a component's files under the names of its spec, without those that are not read.
         stored_names: whether the names of its specs are those of its files, so that a model can be saved.
@@ -131,6 +137,7 @@ class Family:
     defaults: Defaults = Defaults()
     defaults_of: Callable[[Networks, NoiseSchedule], Defaults | None] = _no_defaults
     scheduler_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    schedule: Callable[[ModelFiles, NoiseSchedule], NoiseSchedule] = _as_read
     even_times: bool = False
     mu: Callable[[int, int], float] | None = None
     no_guidance: float = 1.0
