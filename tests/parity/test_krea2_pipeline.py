@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,19 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 
+import PIL.Image  # noqa: E402
+
 import canvax  # noqa: E402
+from canvax.call import Call  # noqa: E402
+from canvax.compile.programs import load_or_compile  # noqa: E402
 from canvax.models.dit import pack  # noqa: E402
 from canvax.models.krea2 import DROPPED, TEMPLATE  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
+from canvax.pipelines.generate import sampler_table  # noqa: E402
+from canvax.pipelines.request import make_request  # noqa: E402
 
-from .reference import psnr, randomise  # noqa: E402
+from .reference import nchw, nhwc, psnr, randomise  # noqa: E402
 from .test_z_image_pipeline import NEGATIVES, PROMPTS, QUIET, SEEDS, tokenizer  # noqa: E402
 
 HEIGHT, WIDTH = 48, 80
@@ -33,11 +41,9 @@ def build(folder: Path, **index: Any) -> Path:
     pieces = re.findall(r"<\|\w+\|>| ?\w+|\n|[,:]", TEMPLATE.partition("{}")[0])
     assert len(pieces) == DROPPED  # as of the released tokenizer
     words.add_tokens(sorted({piece for piece in pieces if len(piece) > 1 and "|" not in piece}))
-    lm: dict[str, Any] = dict(
-        vocab_size=len(words) + 3, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]},
-    )  # fmt: skip
+    lm = {"vocab_size": len(words) + 3, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+          "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]}}  # fmt: skip
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
             "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}  # fmt: skip
     text = randomise(transformers.Qwen3VLModel(transformers.Qwen3VLConfig(text_config=lm, vision_config=eyes)), 1)
@@ -77,14 +83,18 @@ class Model:
 
     def reference(self, prompts: list[str], latents: np.ndarray, **keywords: Any) -> np.ndarray:
         height, width = (8 * side for side in latents.shape[1:3])
-        tokens = pack(jnp.asarray(latents), channels_first=True).reshape(len(latents), -1, 4 * latents.shape[-1])
-        usual = {"latents": torch.from_numpy(np.array(tokens)), "height": height, "width": width, "output_type": "np"}
+        usual = {"latents": packed(latents), "height": height, "width": width, "output_type": "np"}
         with torch.no_grad():
             return self.theirs(list(prompts), **usual | keywords).images
 
     def draw(self, **keywords: Any) -> canvax.Result:
         usual = {"latents": noise(), "height": HEIGHT, "width": WIDTH, "num_inference_steps": 3, "options": QUIET}
         return self.ours(keywords.pop("prompt", PROMPTS), **usual | keywords)
+
+
+def packed(latents: np.ndarray) -> Any:
+    tokens = pack(jnp.asarray(latents, jnp.float32), channels_first=True)
+    return torch.from_numpy(np.array(tokens.reshape(len(latents), -1, tokens.shape[-1])))
 
 
 def noise(height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
@@ -96,15 +106,145 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(tmp_path_factory.mktemp("model") / "raw")
 
 
+@pytest.fixture(scope="module")
+def turbo(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("model") / "turbo", is_distilled=True)
+
+
 @pytest.mark.parametrize(("guidance", "height", "width"), [(0.0, 48, 80), (1.7, 64, 32)])
 def test_same_picture(raw: Model, guidance: float, height: int, width: int) -> None:
     """Two prompts of different lengths side by side, of an image of 15 tokens and of 8."""
-    start = noise(height, width)
-    asked = {"num_inference_steps": 5, "guidance_scale": guidance}
+    start, asked = noise(height, width), {"num_inference_steps": 5, "guidance_scale": guidance}
     want = raw.reference(PROMPTS, start, negative_prompt=list(NEGATIVES), **asked)
     negatives = NEGATIVES if guidance else None
     got = raw.draw(latents=start, negative_prompt=negatives, height=height, width=width, **asked)
     other = raw.reference(PROMPTS[::-1], start, negative_prompt=NEGATIVES[::-1], **asked)
-    print("dB", psnr(got.pixels, want), psnr(other, want), want.std())
+    print("Raw, guidance", guidance, psnr(got.pixels, want), "other prompts", psnr(other, want))
     assert psnr(got.pixels, want) > 60
     assert psnr(other, want) < 40
+
+
+def test_defaults(raw: Model, turbo: Model) -> None:
+    """Turbo takes 8 steps without guidance and one shift for all sizes; Raw is guided away from the empty prompt."""
+    for model, usual in ((turbo, (8, 0.0)), (raw, (28, 4.5))):
+        defaults = model.ours.model.defaults
+        assert (defaults.num_inference_steps, defaults.guidance_scale) == usual
+        want = model.reference(PROMPTS, noise(), num_inference_steps=8, guidance_scale=usual[1])
+        got = model.draw(num_inference_steps=8)
+        print("defaults", usual, psnr(got.pixels, want))
+        assert psnr(got.pixels, want) > 60
+    request = make_request(raw.ours.model, Call("a fox"))
+    assert (request.guided, request.negatives) == (True, [""])
+    assert not make_request(turbo.ours.model, Call("a fox")).guided
+
+
+def test_the_shift_belongs_to_the_model(raw: Model, turbo: Model) -> None:
+    """Every sampler and curve has it; that of Raw follows the size."""
+    from diffusers.pipelines.krea2.pipeline_krea2 import calculate_shift
+
+    even = np.array([1, 0.75, 0.5, 0.25])
+    for model, mu in ((raw, calculate_shift(15, 10, 64)), (turbo, 1.15)):
+        want = 1000 * np.exp(mu) / (np.exp(mu) + 1 / even - 1)
+        for sampler in ("euler", "DPM++ 2M", "unipc", None):
+            call = Call("a fox", height=HEIGHT, width=WIDTH, num_inference_steps=4, sampler=sampler)
+            table = sampler_table(model.ours.model, make_request(model.ours.model, call))
+            np.testing.assert_allclose(sorted(set(table.timestep), reverse=True), want, atol=1)
+
+
+def picture() -> Any:
+    """An image in which every place differs from its neighbours."""
+    y, x = np.mgrid[:HEIGHT, :WIDTH]
+    waves = [np.sin(x / 7), np.cos(y / 5), np.sin((x + 2 * y) / 11)]
+    return PIL.Image.fromarray(np.uint8(127.5 + 127.5 * np.stack(waves, axis=-1)))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_image_to_begin_from(raw: Model, masked: bool) -> None:
+    """The reference's loop from half noise, and under a mask with the noisy image put back after each step."""
+    vae, steps, sigmas = raw.theirs.vae, 6, [0.5, 2 / 6, 1 / 6]
+    mean, deviation = (np.float32(vae.config[name]) for name in ("latents_mean", "latents_std"))
+    pixels = nchw(np.asarray(picture(), np.float32)[None] / 127.5 - 1)[:, :, None]
+    with torch.no_grad():
+        clean = (nhwc(vae.encode(pixels).latent_dist.mode()[:, :, 0]) - mean) / deviation
+    mu = raw.ours.model.scheduler.schedule.mu_of(15)
+    times = [float(np.exp(mu) / (np.exp(mu) + 1 / sigma - 1)) for sigma in sigmas] + [0.0]
+    mask = np.zeros((HEIGHT, WIDTH), np.uint8)
+    mask[:, 48:] = 255
+    keep = 1 - np.float32(mask[::8, ::8, None] / 255)
+
+    def mixed(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        known = packed((1 - times[step + 1]) * clean + times[step + 1] * noise())
+        kept = packed(np.broadcast_to(keep, noise().shape))
+        return {"latents": kept * known + (1 - kept) * values["latents"]}
+
+    asked = {"guidance_scale": 1.7, "negative_prompt": list(NEGATIVES)}
+    start, extra = (1 - times[0]) * clean + times[0] * noise(), {"callback_on_step_end": mixed} if masked else {}
+    want = raw.reference(PROMPTS, start, sigmas=sigmas, **asked, **extra)
+    options = canvax.Options(progress=False, mask_blend="renoised")
+    more = {"mask": PIL.Image.fromarray(mask), "options": options} if masked else {}
+    got = raw.draw(image=picture(), strength=0.5, num_inference_steps=steps, **asked, **more)
+    print("image", masked, psnr(np.asarray(raw.ours.decode(jnp.asarray(got.latents))), want))
+    assert psnr(np.asarray(raw.ours.decode(jnp.asarray(got.latents))), want) > 60
+
+
+def test_nothing_compiles_twice(raw: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a user changes is data, and of sizes of as many tokens the denoiser is one program."""
+    made: list[str] = []
+    monkeypatch.setattr("canvax.compile.programs.load_or_compile", lambda name, *rest: (
+        made.append(name) or load_or_compile(name, *rest)))  # fmt: skip
+    pipe = canvax.load(raw.folder, dtype="float32", mesh=raw.ours.mesh)
+    usual = {"guidance_scale": 2.0, "num_inference_steps": 2, "progress": False, "height": HEIGHT, "width": WIDTH}
+    for changes in (
+        {}, {"prompt": [PROMPTS[1], "a hen, " * 8], "sampler": "euler_a", "sigmas": "karras", "seed": 3},
+        {"num_inference_steps": 3, "guidance_scale": 1.5, "sampler": "DPM++ 2M", "negative_prompt": "blurry"},
+        {"height": 80, "width": 48, "latents": noise(80, 48)}, {"height": 16, "width": 240},
+    ):  # fmt: skip
+        got = pipe(**{"prompt": PROMPTS, **usual, **changes})
+    assert sorted(made) == ["decoder"] * 3 + ["denoiser", "text encoder"]
+    got = pipe(PROMPTS, latents=noise(80, 48), **usual | {"height": 80, "width": 48})
+    want = raw.reference(PROMPTS, noise(80, 48), num_inference_steps=2, guidance_scale=2.0)
+    assert psnr(got.pixels, want) > 60
+
+
+def test_long_prompts(raw: Model) -> None:
+    """As many tokens as in the reference; whatever its bucket, an image is the same."""
+    long = "the fox and the hen, " * 60
+    while len(raw.ours.tokenizer.ids(long)) > DROPPED + 512:
+        long = long[:-1]
+    want = raw.reference([PROMPTS[0], long], noise(), num_inference_steps=2, guidance_scale=0.0)
+    got = raw.draw(prompt=[PROMPTS[0], long], num_inference_steps=2, guidance_scale=0.0)
+    print("long", psnr(got.pixels, want))
+    assert psnr(got.pixels, want) > 60
+    with pytest.raises(canvax.InputError) as caught:
+        raw.draw(prompt=[PROMPTS[0], long + ", a dog"])
+    assert caught.value.argument == "prompt"
+
+
+@pytest.mark.parametrize(("part", "changes"), [
+    ("model_index.json", {"text_encoder_select_layers": [1, 3, 6]}),
+    ("model_index.json", {"text_encoder_select_layers": [1, 3]}),
+    ("model_index.json", {"patch_size": 1}),
+    ("transformer/config.json", {"text_hidden_dim": 64}),
+    ("vae/config.json", {"z_dim": 8, "latents_mean": [0.0] * 8, "latents_std": [1.0] * 8}),
+])  # fmt: skip
+def test_what_does_not_fit(raw: Model, tmp_path: Path, part: str, changes: dict[str, Any]) -> None:
+    shutil.copytree(raw.folder, tmp_path / "model")
+    path = tmp_path / "model" / part
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(canvax.CheckpointError):
+        canvax.load(tmp_path / "model", mesh=raw.ours.mesh)
+
+
+@pytest.mark.parametrize("changes", [
+    {"mesh": {"data": 2}, "dtype": "float32"}, {"mesh": {"model": 2}, "dtype": "float32"},
+    {"dtype": "float32", "quantize": "int8"}, {"dtype": "bfloat16"},
+])  # fmt: skip
+def test_devices_and_dtypes(raw: Model, changes: dict[str, Any]) -> None:
+    axes = changes.get("mesh", {})
+    mesh = make_mesh(jax.devices()[: 2 if axes else 1], **axes)
+    pipe = canvax.load(raw.folder, **{**changes, "mesh": mesh})
+    start = {"latents": noise(), "height": HEIGHT, "width": WIDTH, "options": QUIET}
+    asked = {"num_inference_steps": 3, "guidance_scale": 0.0}
+    got, want = pipe(PROMPTS, **start, **asked).pixels, raw.draw(**asked).pixels
+    print(changes, psnr(got, want))
+    assert psnr(got, want) > (60 if axes else 30)

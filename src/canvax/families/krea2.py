@@ -47,12 +47,12 @@ def read(files: ModelFiles) -> Networks:
     vae = WanAutoencoder(parsed(WanVaeConfig, files, "vae"))
     taps = files.index.get("text_encoder_select_layers") or TAPS
     if not _is_rising(taps, lm.num_hidden_layers) or len(taps) != transformer.num_text_layers:
-        wanted = f"{transformer.num_text_layers} of its {lm.num_hidden_layers} layers, in order"
+        wanted = f"{transformer.num_text_layers} of {lm.num_hidden_layers} layers in order"
         raise CheckpointError(
-            f"{files}: text_encoder_select_layers={taps!r:.200} in its model_index.json, not {wanted}"
+            f"{files}: its model_index.json has text_encoder_select_layers={taps!r:.99}, not {wanted}"
         )
     if (patch := files.index.get("patch_size", 2)) != 2:
-        raise CheckpointError(f"{files}: patch_size={patch!r:.80} in its model_index.json (supported: 2)")
+        raise CheckpointError(f"{files}: its model_index.json has patch_size={patch!r:.80} (supported: 2)")
     check_fit(
         files,
         latents=(transformer.in_channels, 4 * vae.latent_channels),
