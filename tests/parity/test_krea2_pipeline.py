@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -28,9 +29,15 @@ from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.pipelines.generate import sampler_table  # noqa: E402
 from canvax.pipelines.request import make_request  # noqa: E402
+from canvax.server.engine import EngineSettings, ImageEngine  # noqa: E402
+from canvax.server.group import Group  # noqa: E402
+from canvax.server.jobs import JobRequest, State  # noqa: E402
+from canvax.server.metrics import Metrics  # noqa: E402
+from canvax.server.models import Warm  # noqa: E402
+from tests.support.serving import until  # noqa: E402
 
 from .reference import nchw, nhwc, psnr, randomise  # noqa: E402
-from .test_z_image_pipeline import NEGATIVES, PROMPTS, QUIET, SEEDS, tokenizer  # noqa: E402
+from .test_z_image_pipeline import NEGATIVES, PROMPTS, QUIET, SEEDS, tokenizer, write_factors  # noqa: E402
 
 HEIGHT, WIDTH = 48, 80
 
@@ -248,3 +255,85 @@ def test_devices_and_dtypes(raw: Model, changes: dict[str, Any]) -> None:
     got, want = pipe(PROMPTS, **start, **asked).pixels, raw.draw(**asked).pixels
     print(changes, psnr(got, want))
     assert psnr(got, want) > (60 if axes else 30)
+
+
+def changes() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Of some layers as the authors call them: the factors of their change, of rank 2."""
+    rng = np.random.default_rng(3)
+    sizes = {"blocks.0.attn.wq": (64, 64), "blocks.1.attn.wk": (32, 64), "blocks.0.attn.wo": (64, 64),
+             "blocks.1.attn.gate": (64, 64), "blocks.0.mlp.gate": (96, 64), "blocks.1.mlp.down": (64, 96),
+             "txtfusion.layerwise_blocks.0.attn.wv": (16, 32), "txtfusion.refiner_blocks.1.mlp.up": (48, 32),
+             "first": (64, 16), "tproj.1": (384, 64), "txtmlp.3": (64, 64), "last.linear": (16, 64)}  # fmt: skip
+    return {
+        name: (0.1 * rng.standard_normal((out, 2)).astype(np.float32), rng.standard_normal((2, into), np.float32))
+        for name, (out, into) in sizes.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def changed(raw: Model) -> tuple[np.ndarray, dict[str, str]]:
+    """The picture with the adapter, and what diffusers calls its layers."""
+    convert = diffusers.loaders.lora_conversion_utils._convert_non_diffusers_krea2_lora_to_diffusers
+    names = {f"diffusion_model.{name}.lora_A.weight": i for i, name in enumerate(changes())}
+    theirs = {i: name.split(".", 1)[1].removesuffix(".lora_A.weight") for name, i in convert(names).items()}
+    pipe, originals = raw.theirs, {}
+    with torch.no_grad():
+        for i, (up, down) in enumerate(changes().values()):
+            weight = pipe.transformer.get_submodule(theirs[i]).weight
+            originals[weight] = weight.clone()
+            weight.add_(torch.from_numpy(up @ down))
+        want = raw.reference(PROMPTS, noise(), num_inference_steps=3, guidance_scale=0.0)
+        for weight, original in originals.items():
+            weight.copy_(original)
+    return want, {name: theirs[i] for i, name in enumerate(changes())}
+
+
+@pytest.mark.parametrize("spelling", ["peft", "comfy", "kohya"])
+def test_lora(raw: Model, changed: Any, tmp_path: Path, spelling: str) -> None:
+    """Merged, and with names of the authors beside the weights; an array that is not used is an error."""
+    want, names = changed
+    factors = {names[name] if spelling == "peft" else name: pair for name, pair in changes().items()}
+    pipe, path = raw.ours, write_factors(tmp_path / "style.safetensors", spelling, factors)
+    if spelling == "comfy":
+        pipe = canvax.load(raw.folder, dtype="float32", mesh=raw.ours.mesh)
+        pipe.adapters.beside(rank=4)
+    pipe.adapters.load("style", path, beside=spelling == "comfy")
+    usual = {"latents": noise(), "height": HEIGHT, "width": WIDTH, "options": QUIET}
+    got = pipe(PROMPTS, num_inference_steps=3, guidance_scale=0.0, **usual)
+    pipe.adapters.remove("style")
+    print("lora", spelling, psnr(got.pixels, want))
+    assert psnr(got.pixels, want) > 60
+    assert psnr(raw.draw(guidance_scale=0.0).pixels, want) < 40
+    up, down = next(iter(factors.values()))
+    write_factors(path, spelling, {**factors, "blocks.0.attn.wx": (up, down)})
+    with pytest.raises(canvax.CheckpointError):
+        pipe.adapters.load("style", path)
+
+
+def test_requests_share_a_batch_of_a_server(raw: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, steps, guidance and images to begin from are each request's."""
+    asks: list[dict[str, Any]] = [
+        {"prompt": PROMPTS[0], "guidance_scale": 2.0, "negative_prompt": "blurry", "seed": 5, "steps": 60},
+        {"prompt": PROMPTS[1], "guidance_scale": 0.0, "seed": 6, "steps": 50},
+    ]
+    seated: list[int] = []
+    step = Group.step
+    monkeypatch.setattr(Group, "step", lambda group: seated.append(len(group.seated)) or step(group))
+    monkeypatch.setattr("canvax.server.group.best_batch", lambda row, waiting: 2)
+    settings = EngineSettings(warm=(Warm((WIDTH, HEIGHT), (2,)),), compile_on_demand=True)
+    engine = ImageEngine(["krea-2"], settings, Metrics(), lambda name, **_: raw.ours)
+    engine.start()
+    try:
+        until(lambda: engine.state is not State.STARTING, 300)
+        assert engine.failure is None
+        together = {"width": WIDTH, "height": HEIGHT, "image": picture(), "strength": 0.5}
+        jobs = [engine.submit(JobRequest(**ask, **together)) for ask in asks]
+        for ask, job in zip(asks, jobs, strict=True):
+            until(lambda job=job: job.status.over, 300)
+            keywords = {"num_inference_steps": ask["steps"], **{k: v for k, v in ask.items() if k != "steps"}}
+            want = raw.ours(image=picture(), strength=0.5, options=QUIET, **keywords)
+            got = np.asarray(PIL.Image.open(io.BytesIO(job.pictures[0].data or b"")), np.float32) / 255
+            assert psnr(got, want.pixels[0]) > 45
+        assert max(seated) == 2
+    finally:
+        engine.close()

@@ -13,7 +13,7 @@ from canvax.errors import CheckpointError
 from canvax.families.base import Defaults, Family, check_components, parsed
 from canvax.families.language import check_fit, language_model_entries, read_chat_tokenizer, unused_options
 from canvax.models.decoder_lm import DecoderConfig, LanguageModel
-from canvax.models.krea2 import DROPPED, TAPS, TEMPLATE, Krea2Config, Krea2Denoiser
+from canvax.models.krea2 import PROMPT, TAPS, TEMPLATE, Krea2Config, Krea2Denoiser
 from canvax.models.networks import Networks
 from canvax.models.text import FIRST, TextEncoder, TextEncoders
 from canvax.models.wan_vae import UNUSED, WanAutoencoder, WanVaeConfig, from_video
@@ -22,6 +22,7 @@ from canvax.tokenizers.chat import ChatTokenizer
 from canvax.types import HostArray
 from canvax.weights.entries import Decode, Entry
 from canvax.weights.files import ModelFiles
+from canvax.weights.formats import KREA2 as KREA2_NAMES
 
 CLASSES = {
     "transformer": ("Krea2Transformer2DModel",),
@@ -33,9 +34,6 @@ CLASSES = {
 
 TURBO = Defaults(num_inference_steps=8, guidance_scale=0.0)
 TURBO_MU = 1.15
-
-ROWS = 512
-"""Tokens of a prompt behind those that are dropped, at most."""
 
 _LANGUAGE = re.compile(r"(model\.)?(language_model\.)?(?!visual\.|model\.|language_model\.)")
 
@@ -59,7 +57,7 @@ def read(files: ModelFiles) -> Networks:
         text=(transformer.text_hidden_dim, lm.hidden_size),
     )
     *earlier, tap = taps
-    text = LanguageModel(lm, tap, tuple(earlier), most=DROPPED + ROWS)
+    text = LanguageModel(lm, tap, tuple(earlier), most=PROMPT)
     return Networks(Krea2Denoiser(transformer), vae, TextEncoders((text,)), prediction="flow_prediction")
 
 
@@ -86,14 +84,23 @@ def _defaults_of(networks: Networks, schedule: NoiseSchedule) -> Defaults | None
 
 
 def _entries(networks: Networks, component: str, entries: Sequence[Entry]) -> Sequence[Entry]:
-    """The arrays that are read: the language model without its eyes, and of the autoencoder what one frame needs."""
+    """The arrays that are read, of the transformer in the layout of diffusers or in the original one.
+
+    Of the language model its eyes are not, and of the autoencoder only what one frame needs.
+    """
     if component == "vae":
         return [_of_one_frame(entry) for entry in entries if UNUSED not in entry.name]
     if component != FIRST:
-        return entries
+        named = KREA2_NAMES.to_ours(entries)
+        return [_in_rows(entry) if entry.name.endswith("scale_shift_table") else entry for entry in named]
     named = ((entry, _LANGUAGE.match(entry.name)) for entry in entries)
     text = [replace(entry, name=entry.name[match.end() :]) for entry, match in named if match]
     return language_model_entries(networks.text.encoders[0], text)
+
+
+def _in_rows(entry: Entry) -> Entry:
+    """A table of a block, which the authors store as one row of six."""
+    return replace(entry, shape=(6, entry.shape[0] // 6)) if len(entry.shape) == 1 else entry
 
 
 def _of_one_frame(entry: Entry) -> Entry:

@@ -56,6 +56,9 @@ what comes of that is the same with the padding last, as it is here.
 
 DROPPED, TAPS = 34, (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)
 
+PROMPT = DROPPED + 512
+"""Tokens of the longest prompt, with the template."""
+
 OFFSET = 1.0
 """Normalisations store the difference of their weights from 1, in float32."""
 

@@ -8,6 +8,7 @@
     TAESD             decoder.1.weight                        decoder.layers.0.weight
     Z-Image           layers.0.attention.qkv.weight           layers.0.attention.to_q.weight, to_k, to_v
     FLUX.2            single_blocks.0.linear1.weight          single_transformer_blocks.0.attn.to_q.weight, to_k, ...
+    Krea 2            blocks.0.attn.wq.weight                 transformer_blocks.0.attn.to_q.weight
 
 The first three are those of the original Stable Diffusion code, which single files have. (Rombach et al. 2022,
 "High-Resolution Image Synthesis with Latent Diffusion Models"; Ilharco et al. 2021, "OpenCLIP".) Flax files, old files
@@ -225,7 +226,42 @@ def flux2_rules(width: int = 1, inner: int = 3) -> list[Rule]:
     return rules
 
 
-TRANSFORMERS = Names([*_Z_IMAGE, *flux2_rules()])
+_KREA2 = (
+    Rule("first", "img_in"),
+    Rule("tmlp.0", "time_embed.linear_1"),
+    Rule("tmlp.2", "time_embed.linear_2"),
+    Rule("tproj.1", "time_mod_proj"),
+    Rule("txtmlp.0.scale", "txt_in.norm.weight"),
+    Rule("txtmlp.1", "txt_in.linear_1"),
+    Rule("txtmlp.3", "txt_in.linear_2"),
+    Rule("txtfusion.projector", "text_fusion.projector"),
+    Rule("last.linear", "final_layer.linear"),
+    Rule("last.norm.scale", "final_layer.norm.weight"),
+    Rule("last.modulation.lin", "final_layer.scale_shift_table"),
+    *(
+        Rule(f"{blocks}.*.{theirs}", f"{our_blocks}.*.{ours}")
+        for blocks, our_blocks in (
+            ("blocks", "transformer_blocks"),
+            ("txtfusion.layerwise_blocks", "text_fusion.layerwise_blocks"),
+            ("txtfusion.refiner_blocks", "text_fusion.refiner_blocks"),
+        )
+        for theirs, ours in (
+            *((f"attn.w{part}", f"attn.to_{part}") for part in "qkv"),
+            ("attn.wo", "attn.to_out.0"),
+            ("attn.gate", "attn.to_gate"),
+            ("attn.qknorm.qnorm.scale", "attn.norm_q.weight"),
+            ("attn.qknorm.knorm.scale", "attn.norm_k.weight"),
+            *((f"mlp.{part}", f"ff.{part}") for part in ("gate", "up", "down")),
+            ("prenorm.scale", "norm1.weight"),
+            ("postnorm.scale", "norm2.weight"),
+            ("mod.lin", "scale_shift_table"),
+        )
+    ),
+)
+KREA2 = Names(_KREA2)
+"""Krea 2's transformer as its authors and ComfyUI store it."""
+
+TRANSFORMERS = Names([*_Z_IMAGE, *flux2_rules(), *_KREA2])
 """The names that layers of transformers have elsewhere, to be asked by ours."""
 
 TAESD = Names(

@@ -159,7 +159,7 @@ def expect(name: str | Path, shapes: Shapes, *wanted: FileKind, for_unet: bool =
         raise CheckpointError(f"{name}: is {kind.name}, not {wanted[0].name}; {kind.cure}")
     if for_unet and (other := family_of(shapes)[0]) in OTHERS.values():
         raise CheckpointError(
-            f"{name}: is for {other}; canvax runs Stable Diffusion 1.x, 2.x and XL, Z-Image and FLUX.2 klein"
+            f"{name}: is for {other}; canvax runs Stable Diffusion 1.x, 2.x and XL, Z-Image, FLUX.2 klein and Krea 2"
         )
 
 
