@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -23,6 +22,8 @@ from canvax.types import HostArray
 from canvax.weights.entries import Decode, Entry
 from canvax.weights.files import ModelFiles
 from canvax.weights.formats import KREA2 as KREA2_NAMES
+from canvax.weights.formats import wan_vae_rules
+from canvax.weights.rules import Names
 
 CLASSES = {
     "transformer": ("Krea2Transformer2DModel",),
@@ -34,8 +35,6 @@ CLASSES = {
 
 TURBO = Defaults(num_inference_steps=8, guidance_scale=0.0)
 TURBO_MU = 1.15
-
-_LANGUAGE = re.compile(r"(model\.)?(language_model\.)?(?!visual\.|model\.|language_model\.)")
 
 
 def read(files: ModelFiles) -> Networks:
@@ -84,18 +83,17 @@ def _defaults_of(networks: Networks, schedule: NoiseSchedule) -> Defaults | None
 
 
 def _entries(networks: Networks, component: str, entries: Sequence[Entry]) -> Sequence[Entry]:
-    """The arrays that are read, of the transformer in the layout of diffusers or in the original one.
+    """The arrays that are read, in the layout of diffusers or in the original one.
 
     Of the language model its eyes are not, and of the autoencoder only what one frame needs.
     """
     if component == "vae":
-        return [_of_one_frame(entry) for entry in entries if UNUSED not in entry.name]
+        named = Names(wan_vae_rules([entry.name for entry in entries])).to_ours(entries)
+        return [_of_one_frame(entry) for entry in named if UNUSED not in entry.name]
     if component != FIRST:
         named = KREA2_NAMES.to_ours(entries)
         return [_in_rows(entry) if entry.name.endswith("scale_shift_table") else entry for entry in named]
-    named = ((entry, _LANGUAGE.match(entry.name)) for entry in entries)
-    text = [replace(entry, name=entry.name[match.end() :]) for entry, match in named if match]
-    return language_model_entries(networks.text.encoders[0], text)
+    return language_model_entries(networks.text.encoders[0], entries)
 
 
 def _in_rows(entry: Entry) -> Entry:

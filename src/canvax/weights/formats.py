@@ -177,9 +177,14 @@ Z_IMAGE = Names(_Z_IMAGE)
 """Z-Image's transformer as its authors and ComfyUI store it, with queries, keys and values as one array."""
 
 
+_IN_A_MODEL = re.compile(r"(model\.)?(language_model\.)?(?=.)")
+
+
 def whole_name(name: str) -> str:
-    """The name that an array of a language model has in files of the model with its head."""
-    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+    """The name that an array of a language model has in files of the model with its head, alone or beside eyes."""
+    if name.startswith(("lm_head.", "visual.", "model.visual.")):
+        return name.removeprefix("model.")
+    return _IN_A_MODEL.sub("model.", name, count=1)
 
 
 def flux2_rules(width: int = 1, inner: int = 3) -> list[Rule]:
@@ -270,6 +275,31 @@ TAESD = Names(
         *(Rule(f"decoder.{i}", f"decoder.layers.{i - 1}") for i in range(1, _MOST)),  # the clamp is number 0
     ]
 )
+
+
+_WAN = {
+    "residual.0": "norm1", "residual.2": "conv1", "residual.3": "norm2", "residual.6": "conv2",
+    "shortcut": "conv_shortcut",
+}  # fmt: skip
+
+
+def wan_vae_rules(names: Collection[str]) -> list[Rule]:
+    """Those of the autoencoder of Wan and Qwen-Image. The original code numbers all layers of the decoder through."""
+    rules = [Rule("conv1", "quant_conv"), Rule("conv2", "post_quant_conv")]
+    rules.append(Rule("encoder.downsamples.*", "encoder.down_blocks.*"))
+    blocks = [("encoder.downsamples.*", "encoder.down_blocks.*")]
+    for side in ("encoder", "decoder"):
+        parts = {"conv1": "conv_in", "head.0": "norm_out", "head.2": "conv_out", "middle.1": "mid_block.attentions.0"}
+        rules += [Rule(f"{side}.{theirs}", f"{side}.{ours}") for theirs, ours in parts.items()]
+        blocks += [(f"{side}.middle.{2 * i}", f"{side}.mid_block.resnets.{i}") for i in range(2)]
+    each = 1 + min(_numbers(names, r"decoder\.upsamples\.(\d+)\.resample\."), default=3)
+    for i in range(min(1 + max(_numbers(names, r"decoder\.upsamples\.(\d+)\."), default=-1), _MOST)):
+        level, place = f"decoder.up_blocks.{i // each}", i % each
+        if place == each - 1:
+            rules.append(Rule(f"decoder.upsamples.{i}", f"{level}.upsamplers.0"))
+        else:
+            blocks.append((f"decoder.upsamples.{i}", f"{level}.resnets.{place}"))
+    return rules + [Rule(f"{block}.{part}", f"{ours}.{our}") for block, ours in blocks for part, our in _WAN.items()]
 
 
 _OLD_ATTENTION = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
