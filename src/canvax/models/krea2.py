@@ -38,7 +38,7 @@ from canvax.models.dit import (
     swiglu_spec,
 )
 from canvax.models.text import Conditions
-from canvax.nn import linear, linear_spec
+from canvax.nn import linear, linear_spec, with_shares, without_shares
 from canvax.params import Axis, Param, Params, Spec
 from canvax.quantize import compute_dtype
 from canvax.types import Array, DType
@@ -184,9 +184,11 @@ def krea2_context(
     fusion = p["text_fusion"]
     with jax.named_scope("text_fusion"):
         h = text.reshape(batch * rows, layers, channels)
+        bare, shares = without_shares(fusion)  # of each image, and here each row of its text is one of the batch
+        each = with_shares(bare, None if shares is None else jnp.repeat(shares, rows, axis=0))
         for i in range(cfg.num_layerwise_text_blocks):
-            h = _block(fusion["layerwise_blocks"][str(i)], h, None, None, eps=cfg.norm_eps)
-        h = linear(fusion["projector"], h.swapaxes(1, 2)).reshape(batch, rows, channels)
+            h = _block(each["layerwise_blocks"][str(i)], h, None, None, eps=cfg.norm_eps)
+        h = linear(each["projector"], h.swapaxes(1, 2)).reshape(batch, rows, channels)
         for i in range(cfg.num_refiner_text_blocks):
             h = _block(fusion["refiner_blocks"][str(i)], h, None, lengths, eps=cfg.norm_eps)
         h = linear(p["txt_in"]["linear_1"], _norm(p["txt_in"]["norm"], h, cfg))
