@@ -95,9 +95,12 @@ def _as_read(files: ModelFiles, schedule: NoiseSchedule) -> NoiseSchedule:
     return schedule
 
 
-def _as_stored(networks: Networks, component: str, entries: Sequence[Entry]) -> Sequence[Entry]:
+Arrays = TypeVar("Arrays", bound=Sequence[Entry] | Sequence[Outgoing])
+
+
+def _as_stored(networks: Networks, component: str, arrays: Arrays) -> Arrays:
     del networks, component
-    return entries
+    return arrays
 
 
 def _no_numbers(model: Model, height: int, width: int, options: Mapping[str, Any]) -> tuple[Numbers, Numbers]:
@@ -122,7 +125,7 @@ class Family:
         mu: the shift for the tokens of an image and the steps, where the scheduler's config does not say it.
         no_guidance: the guidance scale that is none; others are counted from it.
         entries: the arrays of a component's files under the names of its spec, without those that are not read.
-        stored_names: whether the names of its specs are those of its files, so that a model can be saved.
+        outgoing: the arrays of a component under the names of its spec as diffusers stores them.
         unused_options: options that mean nothing to a model, and why.
         numbers: conditions of the prompt and of the negative prompt beside the texts, for an image of a height and a
             width and the options that were given.
@@ -142,7 +145,7 @@ class Family:
     mu: Callable[[int, int], float] | None = None
     no_guidance: float = 1.0
     entries: Callable[[Networks, str, Sequence[Entry]], Sequence[Entry]] = _as_stored
-    stored_names: bool = True
+    outgoing: Callable[[Networks, str, Sequence[Outgoing]], Sequence[Outgoing]] = _as_stored
     unused_options: Callable[[Model], Mapping[str, str]] = _nothing
     numbers: Callable[[Model, int, int, Mapping[str, Any]], tuple[Numbers, Numbers]] = _no_numbers
     zero_empty_negative: Callable[[ModelFiles], bool] = _no
@@ -253,6 +256,7 @@ class Model:
                 spec,
                 "transformers" if name in self.text.names else "diffusers",
                 partial(self.family.entries, self.networks, name),
+                partial(self.family.outgoing, self.networks, name),
             )
             for name, spec in self.specs.items()
         ]
@@ -284,13 +288,9 @@ class Model:
         Networks that read control images or image prompts are left out: they are files of their own.
 
         Raises:
-            InputError: its weights are quantised, which that layout cannot say, its family cannot be saved, or the
-                folder is not empty.
+            InputError: its weights are quantised, which that layout cannot say, or the folder is not empty.
             CheckpointError: the files it was loaded from, of which layers that are not read are copied, are gone.
         """
-        if not self.family.stored_names:
-            problem = f"cannot hold {self.name}, whose arrays have other names in files"
-            raise InputError("folder", str(folder), problem, "copy the checkpoint")
         if self.quantize is not None:
             raise InputError(f"weights quantised to {self.quantize} cannot be saved; load the model without quantize")
         names = (*self.text.names, self.networks.denoiser.component, "vae", "scheduler")

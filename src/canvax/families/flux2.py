@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from canvax.errors import CheckpointError
 from canvax.families.base import Defaults, Family, check_components, parsed
 from canvax.families.language import check_fit, language_model_entries, read_chat_tokenizer, unused_options
@@ -21,8 +23,9 @@ from canvax.samplers import NoiseSchedule
 from canvax.tokenizers.chat import ChatTokenizer
 from canvax.weights.entries import Entry
 from canvax.weights.files import ModelFiles
-from canvax.weights.formats import flux2_rules, vae_rules
+from canvax.weights.formats import flux2_rules, flux2_stacks, vae_rules
 from canvax.weights.rules import Names
+from canvax.weights.safetensors import Outgoing
 
 CLASSES = {
     "transformer": ("Flux2Transformer2DModel",),
@@ -77,12 +80,26 @@ def empirical_mu(tokens: int, steps: int) -> float:
 def _entries(networks: Networks, component: str, entries: Sequence[Entry]) -> Sequence[Entry]:
     """The arrays that are read, in the layout of diffusers or in the original one, each layer by itself."""
     if component == "transformer":
-        cfg = networks.denoiser.cfg
-        return Names(flux2_rules(cfg.dim, int(cfg.dim * cfg.mlp_ratio))).to_ours(entries)
+        return Names(flux2_rules(*_widths(networks))).to_ours(entries)
     if component == "vae":
         entries = [entry for entry in entries if entry.name not in UNUSED]
         return Names(vae_rules([entry.name for entry in entries])).to_ours(entries)
     return language_model_entries(networks.text.encoders[0], entries)
+
+
+def _outgoing(networks: Networks, component: str, arrays: Sequence[Outgoing]) -> Sequence[Outgoing]:
+    if component == "transformer":
+        return Names(flux2_stacks(*_widths(networks))).to_theirs(arrays)
+    if component == "vae":  # a count of training batches, which diffusers looks for
+        zero = np.zeros((), np.int64)
+        return [*arrays, *(Outgoing(name, zero.shape, zero.dtype, lambda: zero) for name in UNUSED)]
+    return arrays
+
+
+def _widths(networks: Networks) -> tuple[int, int]:
+    """Of a token and of a feed-forward."""
+    cfg = networks.denoiser.cfg
+    return cfg.dim, int(cfg.dim * cfg.mlp_ratio)
 
 
 FLUX2 = Family(
@@ -95,6 +112,6 @@ FLUX2 = Family(
     even_times=True,
     mu=empirical_mu,
     entries=_entries,
-    stored_names=False,
+    outgoing=_outgoing,
     unused_options=unused_options,
 )

@@ -104,6 +104,8 @@ def vae_rules(names: Collection[str]) -> list[Rule]:
             Rule(f"{side}.mid.attn_1.proj_out", f"{attention}.to_out.0", "1x1 convolution"),
             Rule(f"{side}.norm_out", f"{side}.conv_norm_out"),
         ]
+    if "encoder.quant_conv.weight" in names:  # FLUX.2's; others have them outside
+        rules += [Rule("encoder.quant_conv", "quant_conv"), Rule("decoder.post_quant_conv", "post_quant_conv")]
     return rules
 
 
@@ -187,11 +189,33 @@ def whole_name(name: str) -> str:
     return _IN_A_MODEL.sub("model.", name, count=1)
 
 
+def flux2_stacks(width: int = 1, inner: int = 3) -> list[Rule]:
+    """The layers of FLUX.2's transformer that diffusers stores as one; ``width`` is that of a token, ``inner`` that of
+    a feed-forward, or their relation."""
+    rules = []
+    for mlp in ("transformer_blocks.*.ff", "transformer_blocks.*.ff_context"):
+        rules.append(Rule(f"{mlp}.linear_in", (f"{mlp}.gate", f"{mlp}.up")))
+        rules.append(Rule(f"{mlp}.linear_out", f"{mlp}.down"))
+    return rules + _parallel(width, inner, *(f"{_SINGLE}.attn.{name}" for name in ("to_qkv_mlp_proj", "to_out")))
+
+
+_SINGLE = "single_transformer_blocks.*"
+
+
+def _parallel(width: int, inner: int, first: str, last: str) -> list[Rule]:
+    """The two arrays of a parallel block."""
+    parts = [f"{_SINGLE}.{name}" for name in ("attn.to_q", "attn.to_k", "attn.to_v", "ff.gate", "ff.up")]
+    return [
+        Rule(first, tuple(parts), rows=(width, width, width, inner, inner)),
+        Rule(last, (f"{_SINGLE}.attn.to_out.0", f"{_SINGLE}.ff.down"), rows=(width, inner), axis=1),
+    ]
+
+
 def flux2_rules(width: int = 1, inner: int = 3) -> list[Rule]:
-    """Those of FLUX.2's transformer, as diffusers and as its authors and ComfyUI store it; the layers of a parallel
-    block are one array in both. ``width`` is that of a token, ``inner`` that of a feed-forward, or their relation."""
-    double, single = "transformer_blocks.*", "single_transformer_blocks.*"
+    """Those of FLUX.2's transformer, as diffusers and as its authors and ComfyUI store it."""
+    double = "transformer_blocks.*"
     rules = [
+        *flux2_stacks(width, inner),
         Rule("img_in", "x_embedder"),
         Rule("txt_in", "context_embedder"),
         Rule("final_layer.linear", "proj_out"),
@@ -207,28 +231,24 @@ def flux2_rules(width: int = 1, inner: int = 3) -> list[Rule]:
         "txt": ("ff_context", ("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out", "norm_added"),
     }
     for stream, (mlp, projections, out, norm) in streams.items():
-        gate_up, theirs = (f"{double}.{mlp}.gate", f"{double}.{mlp}.up"), f"double_blocks.*.{stream}"
+        theirs = f"double_blocks.*.{stream}"
         rules += [
-            Rule(f"{double}.{mlp}.linear_out", f"{double}.{mlp}.down"),
             Rule(f"{theirs}_mlp.2", f"{double}.{mlp}.down"),
-            Rule(f"{double}.{mlp}.linear_in", gate_up),
-            Rule(f"{theirs}_mlp.0", gate_up),
+            Rule(f"{theirs}_mlp.0", (f"{double}.{mlp}.gate", f"{double}.{mlp}.up")),
             Rule(f"{theirs}_attn.qkv", tuple(f"{double}.attn.{name}" for name in projections)),
             Rule(f"{theirs}_attn.proj", f"{double}.attn.{out}"),
+            *_norms(f"{theirs}_attn", f"{double}.attn.{norm}"),
         ]
-        for part in ("query", "key"):
-            rules.append(Rule(f"{theirs}_attn.norm.{part}_norm.scale", f"{double}.attn.{norm}_{part[0]}.weight"))
-    parts = [f"{single}.{name}" for name in ("attn.to_q", "attn.to_k", "attn.to_v", "ff.gate", "ff.up")]
-    outputs, ends = (f"{single}.attn.to_out.0", f"{single}.ff.down"), (width, inner)
-    for first, last in ((f"{single}.attn.to_qkv_mlp_proj", f"{single}.attn.to_out"),
-                        ("single_blocks.*.linear1", "single_blocks.*.linear2")):  # fmt: skip
-        rules += [
-            Rule(first, tuple(parts), rows=(width, width, width, inner, inner)),
-            Rule(last, outputs, rows=ends, axis=1),
-        ]
-    for part in ("query", "key"):
-        rules.append(Rule(f"single_blocks.*.norm.{part}_norm.scale", f"{single}.attn.norm_{part[0]}.weight"))
-    return rules
+    single = "single_blocks.*"
+    rules += _parallel(width, inner, f"{single}.linear1", f"{single}.linear2")
+    return rules + _norms(single, f"{_SINGLE}.attn.norm")
+
+
+def _norms(theirs: str, ours: str) -> list[Rule]:
+    """Of queries and keys, whose weight is a scale for the authors and a weight for ComfyUI."""
+    pairs = [(f"{theirs}.norm.{part}_norm", f"{ours}_{part[0]}") for part in ("query", "key")]
+    return [Rule(f"{their}{end}", f"{our}{weight}") for their, our in pairs
+            for end, weight in ((".scale", ".weight"), ("", ""))]  # fmt: skip
 
 
 _KREA2 = (

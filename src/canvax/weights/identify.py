@@ -23,8 +23,11 @@ UNET, VAE = "model.diffusion_model.", "first_stage_model."
 
 _TEXT = ("cond_stage_model.", "conditioner.")
 _OF_A_UNET = ("down_blocks.", "mid_block.", "up_blocks.", "time_embedding.", "add_embedding.", "conv_")
-_OF_A_VAE = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", VAE)
-_OF_TRANSFORMERS = {"Z-Image": ("cap_pad_token", "noise_refiner.")}
+_OF_A_VAE = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", "bn.", VAE)
+OF_TRANSFORMERS = {
+    "Z-Image": ("cap_pad_token", "noise_refiner."),
+    "FLUX.2": ("double_stream_modulation_img.", "single_stream_modulation."),
+}
 """Beginnings of names that only the transformer of a family has."""
 
 _LANGUAGE_MODEL = re.compile(r"(model\.)?layers\.0\.self_attn\.q_proj\.weight")
@@ -124,7 +127,7 @@ CLASSES: Mapping[str, FileKind] = {
         ("ControlNetModel", "FlaxControlNetModel", "ControlNetUnionModel", "ControlNetModel_Union"), CONTROLNET
     ),
     "T2IAdapter": T2I_ADAPTER,
-    **dict.fromkeys(("AutoencoderKL", "FlaxAutoencoderKL", "AutoencoderTiny"), AUTOENCODER),
+    **dict.fromkeys(("AutoencoderKL", "FlaxAutoencoderKL", "AutoencoderKLFlux2", "AutoencoderTiny"), AUTOENCODER),
     "UNet2DConditionModel": UNET_ALONE,
 }
 """FileKind of a folder with one network, by the class that its config names."""
@@ -133,7 +136,7 @@ CLASSES: Mapping[str, FileKind] = {
 def transformer_family(names: Collection[str]) -> str:
     """The family of the transformer that a file holds; "" for other files."""
     plain = [name.removeprefix(UNET) for name in names]
-    marks = _OF_TRANSFORMERS.items()
+    marks = OF_TRANSFORMERS.items()
     return next((family for family, starts in marks if all(_begins(plain, start) for start in starts)), "")
 
 

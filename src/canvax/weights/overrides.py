@@ -1,7 +1,8 @@
 """Parts that stand in for a model's or that it lacks: autoencoder, text encoder, tokenizer, fields of its schedule.
 
-AutoencoderKL     diffusers: encoder.down_blocks.0. ...; the original code: [first_stage_model.]encoder.down.0. ...
-AutoencoderTiny   diffusers: decoder.layers.0.weight; TAESD itself: decoder.1.weight, which counts its clamp as 0
+AutoencoderKL       diffusers: encoder.down_blocks.0. ...; the original code: [first_stage_model.]encoder.down.0. ...
+AutoencoderKLFlux2  as AutoencoderKL, with bn.running_mean
+AutoencoderTiny     diffusers: decoder.layers.0.weight; TAESD itself: decoder.1.weight, which counts its clamp as 0
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def open_vae(location: Location, original: Mapping[str, Any]) -> NetworkFiles:
             if CLASSES.get(str(config.get("_class_name"))) is not AUTOENCODER:
                 raise CheckpointError(
                     f"vae={name!r}: its config.json is of the class {str(config.get('_class_name'))[:80]!r}; canvax "
-                    "reads AutoencoderKL and AutoencoderTiny"
+                    "reads AutoencoderKL, AutoencoderKLFlux2 and AutoencoderTiny"
                 )
 
         files = open_part(location, "vae", accept, "diffusers")

@@ -348,9 +348,12 @@ def vae_config(shapes: Mapping[str, tuple[int, ...]], rest: Mapping[str, Any]) -
     if not shapes:
         return {"_class_name": "AutoencoderKL", **rest}
     levels = _count(shapes, r"encoder\.down_blocks\.(\d+)\.")
+    widths = [shapes[f"encoder.down_blocks.{i}.resnets.0.conv1.weight"][0] for i in range(levels)]
+    of_decoder = [shapes[f"decoder.up_blocks.{i}.resnets.0.conv1.weight"][0] for i in reversed(range(levels))]
     return {
-        "_class_name": "AutoencoderKL",
-        "block_out_channels": [shapes[f"encoder.down_blocks.{i}.resnets.0.conv1.weight"][0] for i in range(levels)],
+        "_class_name": "AutoencoderKLFlux2" if "bn.running_mean" in shapes else "AutoencoderKL",
+        **({"decoder_block_out_channels": of_decoder} if of_decoder != widths else {}),
+        "block_out_channels": widths,
         "down_block_types": ["DownEncoderBlock2D"] * levels,
         "up_block_types": ["UpDecoderBlock2D"] * levels,
         "layers_per_block": _count(shapes, r"encoder\.down_blocks\.0\.resnets\.(\d+)\."),

@@ -1,6 +1,7 @@
 """A transformer alone in one safetensors file, as ComfyUI has it; text encoder, tokenizer and autoencoder are given.
 
     Z-Image    [model.diffusion_model.]layers.0.attention.qkv.weight
+    FLUX.2     [model.diffusion_model.]single_blocks.0.linear1.weight
 
 Sizes are read off shapes. What neither these nor the other parts tell is a fact of the family, in its ``Layout``.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from canvax.errors import CheckpointError, InputError
 from canvax.weights.entries import Entry, with_scales
 from canvax.weights.files import ModelFiles
 from canvax.weights.formats import Z_IMAGE as Z_IMAGE_NAMES
-from canvax.weights.identify import UNET, Shapes, transformer_family
+from canvax.weights.formats import flux2_rules
+from canvax.weights.identify import OF_TRANSFORMERS, UNET, Shapes, transformer_family
 from canvax.weights.rules import Names
 from canvax.weights.safetensors import open_safetensors
 
@@ -32,11 +34,12 @@ class Layout:
     Attributes:
         pipeline: class of diffusers.
         classes: of the components, in ``model_index.json``.
-        names: of its arrays.
+        names: of its arrays, as far as ``config`` asks for them.
         unused: the arrays that it does not read.
         config: of the transformer, from its arrays under our names.
         configs: what the files of the other parts do not tell.
         reasons: for ``ModelFiles.reasons``.
+        index: further fields of ``model_index.json``, from the name of the file.
     """
 
     pipeline: str
@@ -46,6 +49,7 @@ class Layout:
     config: Callable[[Shapes], dict[str, Any]]
     configs: Mapping[str, Mapping[str, Any]]
     reasons: Mapping[str, str]
+    index: Callable[[str], Mapping[str, Any]] = field(default=lambda stem: {})
 
 
 def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) -> ModelFiles | None:
@@ -71,26 +75,28 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
         flags = [f"{{{part}={PARTS[part]}}}" for part in missing]
         cure = f"add {' and '.join(filter(None, (', '.join(flags[:-1]), flags[-1])))}"
         raise InputError("model", name, f"is the transformer of {family} alone", cure)
-    entries = [replace(entry, name=entry.name.removeprefix(UNET)) for entry in entries]
-    arrays = layout.names.to_ours(entry for entry in entries if not layout.unused.fullmatch(entry.name))
+    arrays = [replace(entry, name=entry.name.removeprefix(UNET)) for entry in entries]
+    arrays = [array for array in arrays if not layout.unused.fullmatch(array.name)]
     try:
-        config = layout.config({entry.name: entry.shape for entry in arrays})
+        config = layout.config({array.name: array.shape for array in layout.names.to_ours(arrays)})
     except (KeyError, IndexError) as error:
         raise CheckpointError(f"{name}: is not a whole transformer of {family}, it lacks {error}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{name}: {error}") from None
 
     def read(component: str) -> list[Entry]:
         return arrays if component == "transformer" else []
 
-    marks = f"{family}: it has cap_pad_token"
+    classes = {part: list(kind) for part, kind in layout.classes.items()}
     return ModelFiles(
         name,
         path,
-        {"_class_name": layout.pipeline, **{part: list(kind) for part, kind in layout.classes.items()}},
+        {"_class_name": layout.pipeline, **layout.index(path.stem), **classes},
         {part: kind for part, (_, kind) in layout.classes.items() if part != "tokenizer"},
         {"transformer": config, **layout.configs},
         read,
         path.joinpath,
-        reasons={"kind": marks, **layout.reasons},
+        reasons={"kind": f"{family}: it has {OF_TRANSFORMERS[family][0]}", **layout.reasons},
     )
 
 
@@ -123,6 +129,28 @@ def _z_image_config(shapes: Shapes) -> dict[str, Any]:
     }
 
 
+def _flux2_config(shapes: Shapes) -> dict[str, Any]:
+    if "time_guidance_embed.guidance_embedder.linear_1.weight" in shapes:
+        raise ValueError("is FLUX.2 dev, whose text encoder canvax does not have; take FLUX.2 klein")
+    width, features = shapes["x_embedder.weight"]
+    head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    return {
+        "_class_name": "Flux2Transformer2DModel",
+        "in_channels": features,
+        "num_layers": _count(shapes, r"transformer_blocks\.(\d+)\."),
+        "num_single_layers": _count(shapes, r"single_transformer_blocks\.(\d+)\."),
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "joint_attention_dim": shapes["context_embedder.weight"][1],
+        "timestep_guidance_channels": shapes["time_guidance_embed.timestep_embedder.linear_1.weight"][1],
+        "mlp_ratio": shapes["transformer_blocks.0.ff.down.weight"][1] / width,
+        "axes_dims_rope": [head // 4] * 4,
+        "rope_theta": 2000,
+        "eps": 1e-6,
+        "guidance_embeds": False,
+    }
+
+
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -152,6 +180,13 @@ FLUX_VAE = {
 }
 """The autoencoder of FLUX.1, which Z-Image has too."""
 
+FLUX2_VAE = {
+    "_class_name": "AutoencoderKLFlux2",
+    "block_out_channels": [128, 256, 512, 512],
+    "force_upcast": True,
+    "sample_size": 1024,
+}
+
 LAYOUTS: Mapping[str, Layout] = {
     "Z-Image": Layout(
         "ZImagePipeline",
@@ -176,6 +211,35 @@ LAYOUTS: Mapping[str, Layout] = {
             },
         },
         {"shift": "3, that of Turbo, a guess: no array tells it from the base model, which has 6"},
-    )
+    ),
+    "FLUX.2": Layout(
+        "Flux2KleinPipeline",
+        {
+            "transformer": ("diffusers", "Flux2Transformer2DModel"),
+            "text_encoder": ("transformers", "Qwen3ForCausalLM"),
+            "tokenizer": ("transformers", "Qwen2Tokenizer"),
+            "vae": ("diffusers", "AutoencoderKLFlux2"),
+            "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+        },
+        Names(flux2_rules()),
+        re.compile(""),
+        _flux2_config,
+        {
+            "text_encoder": QWEN3,
+            "vae": FLUX2_VAE,
+            "scheduler": {
+                "_class_name": "FlowMatchEulerDiscreteScheduler",
+                "num_train_timesteps": 1000,
+                "use_dynamic_shifting": True,
+                "base_shift": 0.5,
+                "max_shift": 1.15,
+                "base_image_seq_len": 256,
+                "max_image_seq_len": 4096,
+                "shift": 3.0,
+            },
+        },
+        {"is_distilled": "by the name of the file, which has 'base' in it if it is not; no array tells"},
+        index=lambda stem: {"is_distilled": "base" not in stem.lower()},
+    ),
 }
 """By the families of ``canvax.weights.identify.transformer_family``."""

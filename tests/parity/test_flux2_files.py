@@ -1,0 +1,175 @@
+"""FLUX.2 klein in the files that people download, and saved again, beside the folder that diffusers wrote."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+
+import safetensors.numpy  # noqa: E402
+
+import canvax  # noqa: E402
+from canvax.cli import main  # noqa: E402
+from canvax.models.flux2 import Flux2Config, flux2_spec  # noqa: E402
+from canvax.models.flux2_vae import Flux2VaeConfig, flux2_vae_spec  # noqa: E402
+from canvax.parallel.mesh import make_mesh  # noqa: E402
+from canvax.samplers import build_table  # noqa: E402
+from canvax.weights.formats import flux2_stacks  # noqa: E402
+from canvax.weights.rules import Names  # noqa: E402
+from canvax.weights.single_file import vae_config  # noqa: E402
+from canvax.weights.transformer_file import LAYOUTS  # noqa: E402
+from tests.support.ldm_files import ldm_vae  # noqa: E402
+
+from .test_flux2_pipeline import build, original  # noqa: E402
+from .test_z_image_files import Arrays, arrays, scaled, shapes_of, write  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the released models are the facts that no array tells."""
+    return build(tmp_path_factory.mktemp("files") / "klein", theta=1e6, groups=32)
+
+
+@pytest.fixture(scope="module")
+def files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Transformer, text encoder and autoencoder as files, and the tokenizer's folder."""
+    into = tmp_path_factory.mktemp("comfy")
+    state = {name: torch.from_numpy(array) for name, array in arrays(folder, "vae").items()}
+    vae = {name: array.numpy() for name, array in ldm_vae(state).items()}
+    for name in [name for name in vae if "quant_conv" in name]:
+        vae[f"{'decoder' if name.startswith('post') else 'encoder'}.{name}"] = vae.pop(name)
+    shutil.copytree(folder / "tokenizer", into / "words")
+    transformer = original(folder, into / "original") / "transformer" / "diffusion_pytorch_model.safetensors"
+    return {
+        "model": Path(shutil.move(transformer, into / "flux-2-klein-4b.safetensors")),
+        "text_encoder": write(into / "qwen_3_4b.safetensors", arrays(folder, "text_encoder")),
+        "vae": write(into / "flux2-vae.safetensors", vae),
+        "tokenizer": into / "words",
+    }
+
+
+def load(model: Path, files: dict[str, Path] | None = None, **changes: Any) -> canvax.StableDiffusion:
+    parts = {name: path for name, path in {**(files or {}), **changes}.items() if name != "model"}
+    return canvax.load(model, dtype="float32", mesh=make_mesh(jax.devices()[:1]), progress=False, **parts)
+
+
+def assert_same(params: Any, wanted: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, params, wanted)
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> canvax.StableDiffusion:
+    return load(folder)
+
+
+def test_single_files(files: dict[str, Path], folder: Path, wanted: canvax.StableDiffusion, tmp_path: Path) -> None:
+    """All weights are those of the folder bit for bit, and all configs; diffusers reads the transformer likewise."""
+    theirs = diffusers.Flux2Transformer2DModel.from_single_file(str(files["model"]), config=str(folder / "transformer"))
+    for name, array in arrays(folder, "transformer").items():
+        np.testing.assert_array_equal(theirs.state_dict()[name].numpy(), array)
+    pipe = load(files["model"], files)
+    assert pipe.model.networks == wanted.model.networks
+    tables = [build_table(one.model.scheduler, 4, settings={"mu": 2.0}) for one in (pipe, wanted)]
+    np.testing.assert_array_equal(tables[0].timestep, tables[1].timestep)
+    assert_same(pipe.params, wanted.params)
+    comfy = {f"model.diffusion_model.{name.replace('norm.scale', 'norm.weight')}": array
+             for name, array in safetensors.numpy.load_file(files["model"]).items()}  # fmt: skip
+    base = write(tmp_path / "flux-2-klein-base-4b.safetensors", comfy)
+    pipe = load(base, files, vae=folder, text_encoder=folder)
+    assert (pipe.model.defaults.num_inference_steps, pipe.model.networks.denoiser.distilled) == (50, False)
+    assert_same(pipe.params, wanted.params)
+
+
+@pytest.mark.parametrize("marker", ["scale_weight", "weight_scale"])
+def test_scaled_float8(files: dict[str, Path], tmp_path: Path, marker: str) -> None:
+    """Scales are multiplied while loading, in layers that are stacked along either axis too."""
+    named = safetensors.numpy.load_file(files["model"])
+    small = scaled(named, marker)
+    plain: Arrays = {}
+    for name in named:
+        scale = small.get(f"{name.removesuffix('weight')}{marker}")
+        plain[name] = small[name] if scale is None else np.asarray(small[name], np.float32) * scale
+    assert plain["single_blocks.1.linear2.weight"].dtype != small["single_blocks.1.linear2.weight"].dtype
+    one, other = (load(write(tmp_path / f"{name}.safetensors", found), files).params
+                  for name, found in (("small", small), ("plain", plain)))  # fmt: skip
+    assert_same(one, other)
+
+
+def test_files_that_do_not_fit(files: dict[str, Path], tmp_path: Path) -> None:
+    """Parts that are missing are named; FLUX.2 dev, a stack of a wrong size and another autoencoder are refused."""
+    with pytest.raises(canvax.InputError) as caught:
+        load(files["model"])
+    assert (caught.value.argument, "{text_encoder=" in caught.value.cure) == ("model", True)
+    named = safetensors.numpy.load_file(files["model"])
+    first = "single_blocks.0.linear1.weight"
+    for name, changed in {
+        "dev": {**named, "guidance_in.in_layer.weight": named["time_in.in_layer.weight"]},
+        "ragged": {**named, first: np.concatenate([named[first], named[first][:1]])},
+        "missing": {key: array for key, array in named.items() if key != first},
+    }.items():
+        with pytest.raises(canvax.CheckpointError):
+            load(write(tmp_path / f"{name}.safetensors", changed), files)
+    vae = {key: array for key, array in safetensors.numpy.load_file(files["vae"]).items() if "bn." not in key}
+    with pytest.raises(canvax.CheckpointError):
+        load(files["model"], files, vae=write(tmp_path / "ae.safetensors", vae))
+
+
+def test_info(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Each file is recognised, with the flag that takes it."""
+    for name, flag in {"model": "--model", "text_encoder": "--text-encoder", "vae": "--vae"}.items():
+        assert main(["info", str(files[name]), "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["flag"] == flag
+        assert name != "model" or report["family"] == "FLUX.2"
+
+
+def assert_same_files(saved: Path, folder: Path) -> None:
+    """diffusers loads the same arrays, those that canvax does not read included."""
+    pipes = [diffusers.Flux2KleinPipeline.from_pretrained(path) for path in (saved, folder)]
+    assert pipes[0].config.is_distilled == pipes[1].config.is_distilled
+    for name in ("transformer", "text_encoder", "vae"):
+        one, other = (getattr(pipe, name).state_dict() for pipe in pipes)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
+        assert arrays(saved, name).keys() == arrays(folder, name).keys()
+
+
+def test_saved(files: dict[str, Path], folder: Path, wanted: canvax.StableDiffusion, tmp_path: Path) -> None:
+    """A saved folder is the same model in canvax and in diffusers."""
+    load(files["model"], files).save(tmp_path / "saved")
+    assert_same_files(tmp_path / "saved", folder)
+    saved = load(tmp_path / "saved")
+    assert saved.model.networks == wanted.model.networks
+    assert_same(saved.params, wanted.params)
+
+
+def test_converted(files: dict[str, Path], folder: Path, tmp_path: Path) -> None:
+    """Files become a folder, without a device."""
+    flags = {"--vae": "vae", "--text-encoder": "text_encoder", "--tokenizer": "tokenizer"}
+    words = [word for flag, name in flags.items() for word in (flag, str(files[name]))]
+    assert main(["convert", str(files["model"]), str(tmp_path / "folder"), "-q", *words]) == 0
+    assert_same_files(tmp_path / "folder", folder)
+
+
+@pytest.mark.parametrize(("layers", "heads", "text", "count"), [((5, 20), 24, 7680, 169), ((8, 24), 32, 12288, 233)])
+def test_sizes_of_the_released_files(layers: tuple[int, int], heads: int, text: int, count: int) -> None:
+    """Of klein 4B and 9B: how many arrays, and the config that is read off shapes."""
+    cfg = Flux2Config(num_layers=layers[0], num_single_layers=layers[1], num_attention_heads=heads,
+                      joint_attention_dim=text, guidance_embeds=False)  # fmt: skip
+    spec = flux2_spec(cfg)
+    assert len(shapes_of(spec, Names(flux2_stacks(cfg.dim, 3 * cfg.dim)))) == count
+    assert Flux2Config.from_dict(LAYOUTS["FLUX.2"].config(shapes_of(spec))) == cfg
+
+
+@pytest.mark.parametrize("cfg", [Flux2VaeConfig(), Flux2VaeConfig(decoder_block_out_channels=(96, 192, 384, 384))])
+def test_sizes_of_the_released_autoencoders(cfg: Flux2VaeConfig) -> None:
+    """The usual one, and the one with a small decoder."""
+    assert Flux2VaeConfig.from_dict(vae_config(shapes_of(flux2_vae_spec(cfg)), {})) == cfg
