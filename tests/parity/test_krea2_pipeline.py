@@ -42,39 +42,43 @@ from .test_z_image_pipeline import NEGATIVES, PROMPTS, QUIET, SEEDS, tokenizer, 
 HEIGHT, WIDTH = 48, 80
 
 
-def build(folder: Path, **index: Any) -> Path:
-    """A small random checkpoint, written by diffusers itself; ``index`` are arguments of its pipeline."""
+def build(folder: Path, *, released: bool = False, **index: Any) -> Path:
+    """A small random checkpoint, written by diffusers itself; ``index`` are arguments of its pipeline.
+
+    With ``released`` it has what no array tells, and as many layers, as the released models.
+    """
     words = tokenizer()
     pieces = re.findall(r"<\|\w+\|>| ?\w+|\n|[,:]", TEMPLATE.partition("{}")[0])
     assert len(pieces) == DROPPED  # as of the released tokenizer
     words.add_tokens(sorted({piece for piece in pieces if len(piece) > 1 and "|" not in piece}))
-    lm = {"vocab_size": len(words) + 3, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6,
-          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    lm = {"vocab_size": len(words) + 3, "hidden_size": 32, "intermediate_size": 48,
+          "num_hidden_layers": 36 if released else 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
           "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]}}  # fmt: skip
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
             "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}  # fmt: skip
     text = randomise(transformers.Qwen3VLModel(transformers.Qwen3VLConfig(text_config=lm, vision_config=eyes)), 1)
     transformer: Any = randomise(
         diffusers.Krea2Transformer2DModel(
-            in_channels=16, num_layers=2, attention_head_dim=16, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=96, text_hidden_dim=32, num_text_layers=3, text_num_attention_heads=4,
-            text_num_key_value_heads=2, text_intermediate_size=48, num_layerwise_text_blocks=1,
-            num_refiner_text_blocks=2, axes_dims_rope=(8, 4, 4),
+            in_channels=64 if released else 16, num_layers=2, attention_head_dim=16, num_attention_heads=4,
+            num_key_value_heads=2, intermediate_size=96, text_hidden_dim=32, num_text_layers=12 if released else 3,
+            text_num_attention_heads=4, text_num_key_value_heads=2, text_intermediate_size=48,
+            num_layerwise_text_blocks=1, num_refiner_text_blocks=2, axes_dims_rope=(4, 6, 6) if released else (8, 4, 4),
         ),
     )  # fmt: skip
+    sizes: dict[str, Any] = {"z_dim": 4, "num_res_blocks": 1, "latents_mean": [0.5, -0.2, 0.1, 0.7],
+                             "latents_std": [2.0, 1.5, 0.7, 1.1]}  # fmt: skip
     vae = randomise(
         diffusers.AutoencoderKLQwenImage(
-            base_dim=8, z_dim=4, dim_mult=[1, 2, 4, 4], num_res_blocks=1, temperal_downsample=[False, True, True],
-            latents_mean=[0.5, -0.2, 0.1, 0.7], latents_std=[2.0, 1.5, 0.7, 1.1],
+            base_dim=8, dim_mult=[1, 2, 4, 4], temperal_downsample=[False, True, True], **({} if released else sizes)
         ),
         2,
-    )  # fmt: skip
+    )
     with torch.no_grad():
         transformer.txt_in.linear_2.weight.mul_(5)  # text must matter
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=10, max_image_seq_len=64
     )
-    usual = {"text_encoder_select_layers": (1, 3, 5)}
+    usual: dict[str, Any] = {} if released else {"text_encoder_select_layers": (1, 3, 5)}
     diffusers.Krea2Pipeline(scheduler, vae, text, words, transformer, **usual | index).save_pretrained(folder)
     return folder
 

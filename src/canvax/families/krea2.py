@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from canvax.weights.files import ModelFiles
 from canvax.weights.formats import KREA2 as KREA2_NAMES
 from canvax.weights.formats import wan_vae_rules
 from canvax.weights.rules import Names
+from canvax.weights.safetensors import Outgoing
 
 CLASSES = {
     "transformer": ("Krea2Transformer2DModel",),
@@ -118,6 +120,36 @@ def _of_one_frame(entry: Entry) -> Entry:
     return replace(entry, shape=shape, dtype=kernels, decode=Decode(math.prod(kernel[1:]), begin))
 
 
+def _outgoing(networks: Networks, component: str, arrays: Sequence[Outgoing]) -> Sequence[Outgoing]:
+    """The language model beside its eyes, and the autoencoder for videos."""
+    del networks
+    if component == FIRST:
+        return [replace(array, name=re.sub(r"^model\.", "language_model.", array.name)) for array in arrays]
+    if component != "vae":
+        return arrays
+    read: dict[str, Outgoing] = {}
+    rules, videos = Names(wan_vae_rules([array.name for array in arrays])), []
+    for array in rules.to_ours(arrays):  # pyright: ignore[reportArgumentType]
+        if array.name in read or UNUSED in array.name:
+            videos.append(_as_video(array, read.get(array.name)))
+        else:
+            read[array.name] = array
+    return videos
+
+
+def _as_video(whole: Outgoing, read: Outgoing | None) -> Outgoing:
+    """An array of a file with what is read of it as it is now."""
+    if read is None:
+        return whole
+
+    def get() -> HostArray:
+        array = whole.get()
+        from_video(array)[...] = read.get()
+        return array
+
+    return replace(whole, get=get)
+
+
 KREA2 = Family(
     name="krea-2",
     pipelines=("Krea2Pipeline",),
@@ -129,5 +161,7 @@ KREA2 = Family(
     even_times=True,
     no_guidance=0.0,
     entries=_entries,
+    copied=("vae",),
+    outgoing=_outgoing,
     unused_options=unused_options,
 )
