@@ -288,7 +288,7 @@ def _flow_schedule(config: Mapping[str, Any], defaults: Mapping[str, Any], train
     if fields.get("use_dynamic_shifting"):
         schedule = NoiseSchedule.flow(train, size_shift=fields["time_shift_type"], shift_terminal=terminal)
         ends = ("base_image_seq_len", "base_shift", "max_image_seq_len", "max_shift")
-        few, low, many, high = (config.get(name, _MATCHING[name]) for name in ends)
+        few, low, many, high = ({**_MATCHING, **fields}[name] for name in ends)
         return replace(schedule, mu_line=(few, low, many, high))
     return NoiseSchedule.flow(train, config.get(shift, 1.0), shift_terminal=terminal)
 
