@@ -64,6 +64,7 @@ class Letters:
     tokenizer = "letters"
     tokens = TOKENS
     whole = False
+    most = 0
     width = WIDTH
     pooled_width = 0
     max_skip = 0

@@ -33,6 +33,7 @@ _WHOLE = frozenset(
         *("conv_in", "conv_out", "time_embedding", "add_embedding", "time_emb_proj", "text_projection", "embeddings"),
         *("t_embedder", "cap_embedder", "all_x_embedder", "all_final_layer", "adaLN_modulation"),
         *("time_guidance_embed", "x_embedder", "context_embedder", "norm_out"),
+        *("img_in", "time_embed", "time_mod_proj", "projector", "txt_in", "final_layer"),
         *("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation"),
     )
 )

@@ -361,7 +361,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="sd14, sd15, sd21, sdxl, sdxl-refiner, z-image, flux2-klein-4b, emoji, a folder, or a Hub id owner/name",
+        help="sd14, sd15, sd21, sdxl, sdxl-refiner, z-image, flux2-klein-4b, krea-2, emoji, a folder, or a Hub id",
     )
     parser.add_argument(
         "--target", required=True, metavar="CHIPS", help="a TPU generation and its chips, tpu-v5e:2x2, or a GPU, "

@@ -90,6 +90,11 @@ def _no_defaults(networks: Networks, schedule: NoiseSchedule) -> Defaults | None
     del networks, schedule
 
 
+def _as_read(files: ModelFiles, schedule: NoiseSchedule) -> NoiseSchedule:
+    del files
+    return schedule
+
+
 Arrays = TypeVar("Arrays", bound=Sequence[Entry] | Sequence[Outgoing])
 
 
@@ -115,11 +120,14 @@ class Family:
         read: the networks of a checkpoint; configs are all that it reads. Raises ``CheckpointError``.
         tokenizer: the tokenizer of a text encoder, which ``canvax.prompts.chunks.Tokenizer`` describes.
         scheduler_config: ``scheduler_config.json`` with the values that old files of this family leave out.
+        schedule: the schedule of a checkpoint, where its scheduler's config alone does not say it.
         even_times: for ``NoiseSchedule.even_times``.
-        mu: the shift of the schedule, if that follows the size of the image, of the tokens of an image and the steps.
+        mu: the shift for the tokens of an image and the steps, where the scheduler's config does not say it.
         no_guidance: the guidance scale that is none; others are counted from it.
         entries: the arrays of a component's files under the names of its spec, without those that are not read.
-        outgoing: the arrays of a component under the names of its spec as diffusers stores them.
+        copied: components whose files are needed to save them, since what is read of an array is a part of it.
+        outgoing: the arrays of a component under the names of its spec as diffusers stores them, from these and what
+            else is in its files: layers of a language model that are not read, all arrays of those in ``copied``.
         unused_options: options that mean nothing to a model, and why.
         numbers: conditions of the prompt and of the negative prompt beside the texts, for an image of a height and a
             width and the options that were given.
@@ -134,10 +142,12 @@ class Family:
     defaults: Defaults = Defaults()
     defaults_of: Callable[[Networks, NoiseSchedule], Defaults | None] = _no_defaults
     scheduler_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    schedule: Callable[[ModelFiles, NoiseSchedule], NoiseSchedule] = _as_read
     even_times: bool = False
     mu: Callable[[int, int], float] | None = None
     no_guidance: float = 1.0
     entries: Callable[[Networks, str, Sequence[Entry]], Sequence[Entry]] = _as_stored
+    copied: tuple[str, ...] = ()
     outgoing: Callable[[Networks, str, Sequence[Outgoing]], Sequence[Outgoing]] = _as_stored
     unused_options: Callable[[Model], Mapping[str, str]] = _nothing
     numbers: Callable[[Model, int, int, Mapping[str, Any]], tuple[Numbers, Numbers]] = _no_numbers
@@ -300,14 +310,17 @@ class Model:
         )
 
     def _unread(self, part: Component, params: Params, dtype: DType | None) -> list[Outgoing]:
-        """The layers of a language model behind the last one that is read, from its files."""
-        if not any(encoder.whole for encoder in self.text.encoders if encoder.component == part.name):
+        """What saving needs of a component's files: of a language model the layers that are not read."""
+        copied = part.name in self.family.copied
+        if not copied and not any(one.whole for one in self.text.encoders if one.component == part.name):
             return []
         entries = self.files.entries(part.name)
-        read = {(entry.path, entry.segments) for entry in part.entries(entries)}
+        read = set() if copied else {(entry.path, entry.segments) for entry in part.entries(entries)}
         dtype = np.dtype(jax.tree.leaves(params[part.name])[0].dtype if dtype is None else dtype)
         return [
-            Outgoing(whole_name(entry.name), entry.shape, dtype, partial(_as_dtype, entry, dtype))
+            Outgoing(
+                entry.name if copied else whole_name(entry.name), entry.shape, dtype, partial(_as_dtype, entry, dtype)
+            )
             for entry in entries
             if (entry.path, entry.segments) not in read
         ]

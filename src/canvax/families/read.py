@@ -11,6 +11,7 @@ import numpy as np
 from canvax.errors import CheckpointError, HintWarning, InputError, nearest, warn
 from canvax.families.base import Family, Model, read_defaults
 from canvax.families.flux2 import FLUX2
+from canvax.families.krea2 import KREA2
 from canvax.families.sd import SD
 from canvax.families.sdxl import SDXL
 from canvax.families.z_image import Z_IMAGE
@@ -21,7 +22,7 @@ from canvax.tokenizers.concepts import Concepts
 from canvax.types import DType
 from canvax.weights.files import ModelFiles
 
-FAMILIES: tuple[Family, ...] = (SD, SDXL, Z_IMAGE, FLUX2)
+FAMILIES: tuple[Family, ...] = (SD, SDXL, Z_IMAGE, FLUX2, KREA2)
 
 PASSED_OVER = ("safety_checker", "feature_extractor", "image_encoder")
 """Components of a checkpoint that change no image unless they are asked for."""
@@ -40,7 +41,7 @@ def family_of(index: Mapping[str, Any]) -> Family:
     known = [repr(pipeline) for family in FAMILIES for pipeline in family.pipelines]
     raise CheckpointError(
         f"model_index.json names the pipeline {name!r}; supported: {', '.join(known)} (Stable Diffusion 1.x, 2.x and "
-        "XL, Z-Image, FLUX.2 klein)"
+        "XL, Z-Image, FLUX.2 klein, Krea 2)"
     )
 
 
@@ -79,7 +80,8 @@ def read_model(files: ModelFiles, dtype: DType, quantize: str | None = None) -> 
         scheduler = from_scheduler_config(family.scheduler_config(_scheduler_config(files)))
     except InputError as error:
         raise CheckpointError(f"{files}: {error}") from error
-    scheduler = replace(scheduler, schedule=replace(scheduler.schedule, even_times=family.even_times))
+    schedule = replace(family.schedule(files, scheduler.schedule), even_times=family.even_times)
+    scheduler = replace(scheduler, schedule=schedule)
     usual = family.defaults_of(networks, scheduler.schedule)
     return Model(
         files=files,

@@ -164,12 +164,14 @@ class LanguageModel:
         tap: the last layer that is read, of ``decoder_lm``.
         earlier: those before it.
         tokens: of ``canvax.models.text.TextEncoder``.
+        most: likewise.
     """
 
     cfg: DecoderConfig
     tap: int
     earlier: tuple[int, ...] = ()
     tokens: int = 128
+    most: int = 512
     component = FIRST
     tokenizer = "tokenizer"
     whole = True

@@ -88,6 +88,20 @@ class Squares(NamedTuple):
     latents: Array
     quarters: Array
 
+    def pack(self, x: Array, *, channels_first: bool) -> Array:
+        """Latents [B, ..., C] as tokens [B, h w / 4, 4 C], whose features are in the order of ``pack``."""
+        flat, channels = x.reshape(x.shape[0], -1, x.shape[-1]), x.shape[-1]
+        tokens = jnp.take_along_axis(flat, self.latents[..., None], axis=1).reshape(x.shape[0], -1, 4, channels)
+        return (tokens.swapaxes(2, 3) if channels_first else tokens).reshape(x.shape[0], -1, 4 * channels)
+
+    def unpack(self, tokens: Array, *, channels_first: bool) -> Array:
+        """The inverse of ``pack``, as [B, h w, C]."""
+        channels = tokens.shape[-1] // 4
+        if channels_first:
+            tokens = tokens.reshape(*tokens.shape[:2], channels, 4).swapaxes(2, 3)
+        flat = tokens.reshape(tokens.shape[0], -1, channels)
+        return jnp.take_along_axis(flat, self.quarters[..., None], axis=1)
+
 
 def squares(tokens: int, width: Array) -> Squares:
     """Those of images of so many ``tokens``, ``width`` [B] tokens wide: width is data."""

@@ -7,18 +7,22 @@ those of ``canvax.models.wan_vae``, its tokens squares of 2 x 2 of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from canvax.errors import CheckpointError
 from canvax.kernels.outline import outlined
+from canvax.models.beside import ADAPTERS, Places, with_adapters
 from canvax.models.configs import Config, Count, Depth, Epsilon, Factor, Layers
+from canvax.models.denoiser import Denoiser, Row, Shapes
 from canvax.models.dit import (
     Modulation,
     Rope,
+    Squares,
     grid_ids,
     modulated,
     qk_norm_spec,
@@ -29,12 +33,15 @@ from canvax.models.dit import (
     self_attention,
     self_attention_spec,
     sinusoids,
+    squares,
     swiglu,
     swiglu_spec,
 )
-from canvax.nn import linear, linear_spec
+from canvax.models.text import Conditions
+from canvax.nn import linear, linear_spec, with_shares, without_shares
 from canvax.params import Axis, Param, Params, Spec
-from canvax.types import Array
+from canvax.quantize import compute_dtype
+from canvax.types import Array, DType
 
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
@@ -48,6 +55,9 @@ what comes of that is the same with the padding last, as it is here.
 """
 
 DROPPED, TAPS = 34, (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)
+
+PROMPT = DROPPED + 512
+"""Tokens of the longest prompt, with the template."""
 
 OFFSET = 1.0
 """Normalisations store the difference of their weights from 1, in float32."""
@@ -174,9 +184,11 @@ def krea2_context(
     fusion = p["text_fusion"]
     with jax.named_scope("text_fusion"):
         h = text.reshape(batch * rows, layers, channels)
+        bare, shares = without_shares(fusion)  # of each image, and here each row of its text is one of the batch
+        each = with_shares(bare, None if shares is None else jnp.repeat(shares, rows, axis=0))
         for i in range(cfg.num_layerwise_text_blocks):
-            h = _block(fusion["layerwise_blocks"][str(i)], h, None, None, eps=cfg.norm_eps)
-        h = linear(fusion["projector"], h.swapaxes(1, 2)).reshape(batch, rows, channels)
+            h = _block(each["layerwise_blocks"][str(i)], h, None, None, eps=cfg.norm_eps)
+        h = linear(each["projector"], h.swapaxes(1, 2)).reshape(batch, rows, channels)
         for i in range(cfg.num_refiner_text_blocks):
             h = _block(fusion["refiner_blocks"][str(i)], h, None, lengths, eps=cfg.norm_eps)
         h = linear(p["txt_in"]["linear_1"], _norm(p["txt_in"]["norm"], h, cfg))
@@ -229,3 +241,63 @@ def _block(
     x = x + gate * self_attention(p["attn"], h, rope, lengths, eps=eps, offset=OFFSET)
     h = modulated(rms_norm(p["norm2"], x, eps=eps, offset=OFFSET), ff_shift, ff_scale)
     return x + ff_gate * swiglu(p["ff"], h)
+
+
+@dataclass(frozen=True)
+class Krea2Denoiser(Denoiser):
+    """The transformer inside the loop. It gives the velocity of a flow.
+
+    Attributes:
+        cfg: its config.
+        places: for adapters beside its weights, as in ``canvax.models.denoiser.UNetDenoiser``.
+    """
+
+    cfg: Krea2Config
+    places: Places | None = None
+
+    @property
+    def component(self) -> str:
+        return "transformer"
+
+    @property
+    def spec(self) -> Spec:
+        return krea2_spec(self.cfg)
+
+    @property
+    def native_size(self) -> tuple[int, int]:
+        return 128, 128
+
+    @property
+    def patch(self) -> int:
+        return 2
+
+    def loop_size(self, height: int, width: int) -> tuple[int, int]:
+        return 1, height * width
+
+    def size_inputs(self, height: int, width: int) -> dict[str, int]:
+        return {"columns": width // 2}
+
+    def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Shapes:
+        if self.places is None:
+            return {}
+        return {ADAPTERS: jax.ShapeDtypeStruct((latents[0], self.places.count), jnp.float32)}
+
+    def prepare(
+        self, p: Params, conditions: Conditions, latents: Sequence[int]
+    ) -> tuple[Params, Krea2Context, Squares]:
+        if self.places is not None:
+            p = with_adapters(p, conditions[ADAPTERS], self.spec, self.places)
+        batch, height, width, _ = latents
+        tokens, text = height * width // 4, conditions["text"][:, DROPPED:].astype(compute_dtype(p))
+        text = text.reshape(*text.shape[:2], self.cfg.num_text_layers, self.cfg.text_hidden_dim)
+        columns = conditions.get("columns", jnp.full(batch, width // 2, jnp.int32))
+        context = krea2_context(p, text, conditions["length"] - DROPPED, columns, self.cfg, tokens=tokens)
+        return p if self.places else {}, context, squares(tokens, columns)
+
+    def apply(
+        self, p: Params, x: Array, row: Row, prepared: tuple[Params, Krea2Context, Squares], memory: Any
+    ) -> tuple[Array, Any]:
+        adapted, context, places = prepared
+        tokens = places.pack(x.astype(compute_dtype(p)), channels_first=True)
+        velocity = krea2(adapted or p, tokens, row["timestep"], context, self.cfg)
+        return places.unpack(velocity, channels_first=True).reshape(x.shape), memory

@@ -9,8 +9,10 @@ from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.flux2 import ROWS, Flux2Config, Flux2Denoiser, taps
 from canvax.models.flux2_vae import Flux2Autoencoder, Flux2VaeConfig
+from canvax.models.krea2 import PROMPT, TAPS, Krea2Config, Krea2Denoiser
 from canvax.models.networks import Networks
 from canvax.models.text import TextEncoders, clip_encoders
+from canvax.models.wan_vae import WanAutoencoder, WanVaeConfig
 from canvax.models.z_image import ZImageConfig, ZImageDenoiser
 
 SD_VAE = VaeConfig(
@@ -80,6 +82,7 @@ FLUX_VAE = dataclasses.replace(
     use_post_quant_conv=False,
 )
 QWEN3_4B = DecoderConfig(head_dim=128)
+QWEN3_VL_4B = DecoderConfig(model_type="qwen3_vl_text", head_dim=128, rope_theta=5e6)
 *_EARLIER, _TAP = taps(QWEN3_4B.num_hidden_layers)
 FLUX2_KLEIN_4B = Flux2Config(
     num_layers=5, num_single_layers=20, num_attention_heads=24, joint_attention_dim=7680, guidance_embeds=False
@@ -99,6 +102,12 @@ PRESETS = {
         TextEncoders((LanguageModel(QWEN3_4B, _TAP, tuple(_EARLIER), ROWS),)),
         "flow_prediction",
     ),
+    "krea-2": Networks(
+        Krea2Denoiser(Krea2Config()),
+        WanAutoencoder(WanVaeConfig()),
+        TextEncoders((LanguageModel(QWEN3_VL_4B, TAPS[-1], TAPS[:-1], most=PROMPT),)),
+        "flow_prediction",
+    ),
     "sdxl-refiner": Networks(UNetDenoiser(SDXL_REFINER_UNET), SDXL_VAE, clip_encoders(None, SDXL_TEXT_2)),
 }
-"""Stable Diffusion 1.4 and 1.5 are one architecture, and so are Z-Image and Z-Image-Turbo."""
+"""Stable Diffusion 1.4 and 1.5 are one architecture, and so are Z-Image and Z-Image-Turbo, Krea 2 Raw and Turbo."""

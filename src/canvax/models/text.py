@@ -62,6 +62,11 @@ class TextEncoder(Protocol):
         ...
 
     @property
+    def most(self) -> int:
+        """Tokens of the longest prompt that it reads; of encoders that are ``whole``."""
+        ...
+
+    @property
     def width(self) -> int:
         """D: width of its features."""
         ...
@@ -95,6 +100,7 @@ class ClipEncoder:
     cfg: ClipTextConfig
     early: bool = False
     whole = False
+    most = 0
 
     @property
     def tokenizer(self) -> str:
@@ -164,6 +170,11 @@ class TextEncoders:
     def whole(self) -> bool:
         """Whether all chunks of a prompt are read at once."""
         return any(encoder.whole for encoder in self.encoders)
+
+    @property
+    def most(self) -> int:
+        """Tokens of the longest prompt that is read at once."""
+        return max(encoder.most for encoder in self.encoders)
 
     @property
     def width(self) -> int:

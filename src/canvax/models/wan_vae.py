@@ -18,6 +18,7 @@ from canvax.errors import CheckpointError
 from canvax.kernels.attention import attention
 from canvax.kernels.outline import outlined
 from canvax.models.configs import Config, Count, Depth, Factor, Levels, Number
+from canvax.models.decode import TILE, Autoencoder, widened
 from canvax.models.vae import in_tiles
 from canvax.nn import conv2d, conv2d_of_doubled, conv2d_spec, linear, linear_spec
 from canvax.params import Param, Params, Spec
@@ -228,3 +229,33 @@ def _mid_block(p: Params, x: Array) -> Array:
         qkv = linear(a["to_qkv"], _norm(a["norm"], x)).reshape(b, h * w, 3, 1, c)
         y = attention(*(qkv[:, :, i] for i in range(3)))
         return _resnet(p["resnets"]["1"], x + linear(a["proj"], y.reshape(b, h, w, c)))
+
+
+@dataclass(frozen=True)
+class WanAutoencoder(Autoencoder):
+    """The autoencoder of one frame. In float32 where its weights are float16."""
+
+    cfg: WanVaeConfig
+
+    @property
+    def spec(self) -> Spec:
+        return wan_vae_spec(self.cfg)
+
+    @property
+    def factor(self) -> int:
+        return self.cfg.factor
+
+    @property
+    def latent_channels(self) -> int:
+        return self.cfg.z_dim
+
+    def decode(self, p: Params, latents: Array, *, tiled: bool = False) -> Array:
+        p, dtype = widened(p, upcast=True)
+        images = wan_vae_decode(p, latents.astype(dtype), self.cfg, tile=TILE if tiled else None)
+        return images.astype(jnp.float32) / 2 + 0.5
+
+    def encode(self, p: Params, images: Array, *, tiled: bool = False) -> tuple[Array, Array]:
+        p, dtype = widened(p, upcast=True)
+        moments = wan_vae_encode(p, (2 * images - 1).astype(dtype), self.cfg, tile=TILE if tiled else None)
+        mean, logvar = (part.astype(jnp.float32) for part in moments)
+        return mean, jnp.exp(logvar / 2)

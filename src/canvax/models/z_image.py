@@ -283,8 +283,6 @@ class ZImageDenoiser(Denoiser):
         self, p: Params, x: Array, row: Row, prepared: tuple[Params, ZImageContext, Squares], memory: Any
     ) -> tuple[Array, Any]:
         adapted, context, places = prepared
-        flat = x.astype(compute_dtype(p)).reshape(x.shape[0], -1, x.shape[-1])
-        tokens = jnp.take_along_axis(flat, places.latents[..., None], axis=1)
-        tokens = tokens.reshape(x.shape[0], -1, 4 * x.shape[-1])
-        velocity = z_image(adapted or p, tokens, row["timestep"], context, self.cfg).reshape(flat.shape)
-        return jnp.take_along_axis(velocity, places.quarters[..., None], axis=1).reshape(x.shape), memory
+        tokens = places.pack(x.astype(compute_dtype(p)), channels_first=False)
+        velocity = z_image(adapted or p, tokens, row["timestep"], context, self.cfg)
+        return places.unpack(velocity, channels_first=False).reshape(x.shape), memory

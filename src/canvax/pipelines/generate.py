@@ -142,9 +142,10 @@ def sampler_table(model: Model, request: Request) -> SamplerTable:
     """The table of a request, the same for all its images."""
     options, init = request.options, request.init_images
     steps, skip = (init.steps, init.skipped) if init else (request.steps, 0)
-    settings, mu = options.settings, model.family.mu
-    if mu is not None and model.scheduler.schedule.size_shift and not isinstance(request.sampler, SamplerTable):
-        settings = {"mu": mu(model.networks.tokens([(request.height, request.width)]), steps), **settings}
+    settings, schedule, mu = options.settings, model.scheduler.schedule, model.family.mu
+    if schedule.size_shift and not isinstance(request.sampler, SamplerTable):
+        tokens = model.networks.tokens([(request.height, request.width)])
+        settings = {"mu": mu(tokens, steps) if mu else schedule.mu_of(tokens), **settings}
     return build_table(
         model.scheduler,
         steps,

@@ -35,9 +35,6 @@ from canvax.types import HostArray
 COUNTS = (1, 2, 4, 6, 8, 12, 24)
 """Chunks that the denoiser is compiled for. A prompt of fewer is repeated, which attention cannot tell from once."""
 
-MOST_TOKENS = 512
-"""Of a prompt that a language model reads."""
-
 MOST_PARTS = 16
 """Prompts that are added up (AND), each of which takes an evaluation of the network."""
 
@@ -102,9 +99,9 @@ class Texts:
         return chunk_count(counts, whole=self.whole)
 
 
-def prompt_tokens(text: TextEncoders, chunks: int = MOST_TOKENS) -> int:
+def prompt_tokens(text: TextEncoders, chunks: int = COUNTS[-1]) -> int:
     """How many tokens of a prompt fit into so many chunks, with the template of a language model."""
-    return min(chunks * text.tokens, MOST_TOKENS) if text.whole else chunks * (text.tokens - 2)
+    return min(chunks * text.tokens, text.most) if text.whole else chunks * (text.tokens - 2)
 
 
 def chunk_count(counts: Iterable[int], *, whole: bool = False) -> int:
@@ -190,9 +187,7 @@ class _Reader:
     def _chunked(self, name: str, pieces: Sequence[Fragment]) -> list[Chunk]:
         tokenizer, text = self._model.tokenizers[name], self._model.text
         return (
-            in_one(tokenizer, pieces, text.tokens, MOST_TOKENS)
-            if text.whole
-            else chunked(tokenizer, pieces, text.tokens)
+            in_one(tokenizer, pieces, text.tokens, text.most) if text.whole else chunked(tokenizer, pieces, text.tokens)
         )
 
     @cached_property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from canvax.errors import did_you_mean
@@ -170,7 +171,7 @@ _FOREIGN = {name for fields in CLASS_DEFAULTS.values() for name in fields} | {
     *("clip_sample_range", "dynamic_thresholding_ratio", "sample_max_value"),
 }
 # Fields that are not options of a sampler: the noise of a step comes from the image's seed, the shift of a flow model
-# belongs to its noise schedule, and the caller that passes `mu` computes it from the image size.
+# belongs to its noise schedule.
 _NOTHING_HERE = (
     *("noise_sampler_seed", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len"),
     *("tau_func", "solver_p", "invert_sigmas", "use_flow_sigmas", "flow_shift", "shift", "sigma_data"),
@@ -230,6 +231,9 @@ def faults_of(config: Mapping[str, Any], class_name: str) -> list[str]:
     first, last = (config.get(name, fields[name]) for name in ("beta_start", "beta_end"))
     if not faults and first > last and config.get("trained_betas") is None:
         faults.append(f"beta_start={first!r} above beta_end={last!r} (noise grows from the first to the last)")
+    few, many = (config.get(name, _MATCHING[name]) for name in ("base_image_seq_len", "max_image_seq_len"))
+    if config.get("use_dynamic_shifting") and few == many:
+        faults.append(f"base_image_seq_len={few!r} and max_image_seq_len={many!r} (they must differ)")
     betas, train = config.get("trained_betas"), config.get("num_train_timesteps", 1000)
     if isinstance(betas, list | tuple) and len(betas) != train:
         faults.append(f"trained_betas has {len(betas)} values (num_train_timesteps={train!r} must be the same)")
@@ -282,7 +286,10 @@ def _flow_schedule(config: Mapping[str, Any], defaults: Mapping[str, Any], train
     fields = {name: config.get(name, default) for name, default in defaults.items()}
     terminal = fields.get("shift_terminal")
     if fields.get("use_dynamic_shifting"):
-        return NoiseSchedule.flow(train, size_shift=fields["time_shift_type"], shift_terminal=terminal)
+        schedule = NoiseSchedule.flow(train, size_shift=fields["time_shift_type"], shift_terminal=terminal)
+        ends = ("base_image_seq_len", "base_shift", "max_image_seq_len", "max_shift")
+        few, low, many, high = ({**_MATCHING, **fields}[name] for name in ends)
+        return replace(schedule, mu_line=(few, low, many, high))
     return NoiseSchedule.flow(train, config.get(shift, 1.0), shift_terminal=terminal)
 
 

@@ -40,6 +40,7 @@ class NoiseSchedule:
     shift: for flow models, t' = shift * t / (1 + (shift - 1) * t).
     size_shift: for flow models whose shift depends on the image size: how it follows from mu, "exponential" (e^mu) or
     "linear" (mu). `with_mu` sets mu.
+    mu_line: tokens of an image and the mu for it, twice: mu of other sizes lies on the line through both, see `mu_of`.
     shift_terminal: for flow models, the time before the last step; the times of a run are stretched to end there.
     even_times: for flow models, whether the times of a run of n steps are 1, (n - 1) / n, ... 1 / n before the shift,
     whatever the sampler; else they are as the sampler's class in diffusers places them.
@@ -53,6 +54,7 @@ class NoiseSchedule:
     timestep_unit: str = "index"
     shift: float = 1.0
     size_shift: Literal["exponential", "linear"] | None = None
+    mu_line: tuple[float, float, float, float] = (256, 0.5, 4096, 1.15)
     shift_terminal: float | None = None
     even_times: bool = False
 
@@ -111,6 +113,11 @@ class NoiseSchedule:
         remaining = (1 - t) ** 2 / ((1 - t) ** 2 + t**2)
         kind = "flow_prediction"
         return cls(remaining, kind, shift=shift, size_shift=size_shift, shift_terminal=shift_terminal)
+
+    def mu_of(self, tokens: int) -> float:
+        """Returns `mu` for an image of so many tokens."""
+        few, low, many, high = self.mu_line
+        return low + (high - low) / (many - few) * (tokens - few)
 
     def with_mu(self, mu: float) -> NoiseSchedule:
         """Returns the schedule of a flow model for the image size that `mu` belongs to."""

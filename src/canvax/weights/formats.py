@@ -8,6 +8,7 @@
     TAESD             decoder.1.weight                        decoder.layers.0.weight
     Z-Image           layers.0.attention.qkv.weight           layers.0.attention.to_q.weight, to_k, to_v
     FLUX.2            single_blocks.0.linear1.weight          single_transformer_blocks.0.attn.to_q.weight, to_k, ...
+    Krea 2            blocks.0.attn.wq.weight                 transformer_blocks.0.attn.to_q.weight
 
 The first three are those of the original Stable Diffusion code, which single files have. (Rombach et al. 2022,
 "High-Resolution Image Synthesis with Latent Diffusion Models"; Ilharco et al. 2021, "OpenCLIP".) Flax files, old files
@@ -178,9 +179,14 @@ Z_IMAGE = Names(_Z_IMAGE)
 """Z-Image's transformer as its authors and ComfyUI store it, with queries, keys and values as one array."""
 
 
+_IN_A_MODEL = re.compile(r"(model\.)?(language_model\.)?(?=.)")
+
+
 def whole_name(name: str) -> str:
-    """The name that an array of a language model has in files of the model with its head."""
-    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+    """The name that an array of a language model has in files of the model with its head, alone or beside eyes."""
+    if name.startswith(("lm_head.", "visual.", "model.visual.")):
+        return name.removeprefix("model.")
+    return _IN_A_MODEL.sub("model.", name, count=1)
 
 
 def flux2_stacks(width: int = 1, inner: int = 3) -> list[Rule]:
@@ -245,7 +251,42 @@ def _norms(theirs: str, ours: str) -> list[Rule]:
             for end, weight in ((".scale", ".weight"), ("", ""))]  # fmt: skip
 
 
-TRANSFORMERS = Names([*_Z_IMAGE, *flux2_rules()])
+_KREA2 = (
+    Rule("first", "img_in"),
+    Rule("tmlp.0", "time_embed.linear_1"),
+    Rule("tmlp.2", "time_embed.linear_2"),
+    Rule("tproj.1", "time_mod_proj"),
+    Rule("txtmlp.0.scale", "txt_in.norm.weight"),
+    Rule("txtmlp.1", "txt_in.linear_1"),
+    Rule("txtmlp.3", "txt_in.linear_2"),
+    Rule("txtfusion.projector", "text_fusion.projector"),
+    Rule("last.linear", "final_layer.linear"),
+    Rule("last.norm.scale", "final_layer.norm.weight"),
+    Rule("last.modulation.lin", "final_layer.scale_shift_table"),
+    *(
+        Rule(f"{blocks}.*.{theirs}", f"{our_blocks}.*.{ours}")
+        for blocks, our_blocks in (
+            ("blocks", "transformer_blocks"),
+            ("txtfusion.layerwise_blocks", "text_fusion.layerwise_blocks"),
+            ("txtfusion.refiner_blocks", "text_fusion.refiner_blocks"),
+        )
+        for theirs, ours in (
+            *((f"attn.w{part}", f"attn.to_{part}") for part in "qkv"),
+            ("attn.wo", "attn.to_out.0"),
+            ("attn.gate", "attn.to_gate"),
+            ("attn.qknorm.qnorm.scale", "attn.norm_q.weight"),
+            ("attn.qknorm.knorm.scale", "attn.norm_k.weight"),
+            *((f"mlp.{part}", f"ff.{part}") for part in ("gate", "up", "down")),
+            ("prenorm.scale", "norm1.weight"),
+            ("postnorm.scale", "norm2.weight"),
+            ("mod.lin", "scale_shift_table"),
+        )
+    ),
+)
+KREA2 = Names(_KREA2)
+"""Krea 2's transformer as its authors and ComfyUI store it."""
+
+TRANSFORMERS = Names([*_Z_IMAGE, *flux2_rules(), *_KREA2])
 """The names that layers of transformers have elsewhere, to be asked by ours."""
 
 TAESD = Names(
@@ -254,6 +295,31 @@ TAESD = Names(
         *(Rule(f"decoder.{i}", f"decoder.layers.{i - 1}") for i in range(1, _MOST)),  # the clamp is number 0
     ]
 )
+
+
+_WAN = {
+    "residual.0": "norm1", "residual.2": "conv1", "residual.3": "norm2", "residual.6": "conv2",
+    "shortcut": "conv_shortcut",
+}  # fmt: skip
+
+
+def wan_vae_rules(names: Collection[str]) -> list[Rule]:
+    """Those of the autoencoder of Wan and Qwen-Image. The original code numbers all layers of the decoder through."""
+    rules = [Rule("conv1", "quant_conv"), Rule("conv2", "post_quant_conv")]
+    rules.append(Rule("encoder.downsamples.*", "encoder.down_blocks.*"))
+    blocks = [("encoder.downsamples.*", "encoder.down_blocks.*")]
+    for side in ("encoder", "decoder"):
+        parts = {"conv1": "conv_in", "head.0": "norm_out", "head.2": "conv_out", "middle.1": "mid_block.attentions.0"}
+        rules += [Rule(f"{side}.{theirs}", f"{side}.{ours}") for theirs, ours in parts.items()]
+        blocks += [(f"{side}.middle.{2 * i}", f"{side}.mid_block.resnets.{i}") for i in range(2)]
+    each = 1 + min(_numbers(names, r"decoder\.upsamples\.(\d+)\.resample\."), default=3)
+    for i in range(min(1 + max(_numbers(names, r"decoder\.upsamples\.(\d+)\."), default=-1), _MOST)):
+        level, place = f"decoder.up_blocks.{i // each}", i % each
+        if place == each - 1:
+            rules.append(Rule(f"decoder.upsamples.{i}", f"{level}.upsamplers.0"))
+        else:
+            blocks.append((f"decoder.upsamples.{i}", f"{level}.resnets.{place}"))
+    return rules + [Rule(f"{block}.{part}", f"{ours}.{our}") for block, ours in blocks for part, our in _WAN.items()]
 
 
 _OLD_ATTENTION = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}

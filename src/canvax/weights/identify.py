@@ -23,14 +23,15 @@ UNET, VAE = "model.diffusion_model.", "first_stage_model."
 
 _TEXT = ("cond_stage_model.", "conditioner.")
 _OF_A_UNET = ("down_blocks.", "mid_block.", "up_blocks.", "time_embedding.", "add_embedding.", "conv_")
-_OF_A_VAE = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", "bn.", VAE)
+_OF_A_VAE = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", "conv1.", "conv2.", "bn.", VAE)
 OF_TRANSFORMERS = {
     "Z-Image": ("cap_pad_token", "noise_refiner."),
     "FLUX.2": ("double_stream_modulation_img.", "single_stream_modulation."),
+    "Krea 2": ("txtfusion.", "tproj."),
 }
 """Beginnings of names that only the transformer of a family has."""
 
-_LANGUAGE_MODEL = re.compile(r"(model\.)?layers\.0\.self_attn\.q_proj\.weight")
+_LANGUAGE_MODEL = re.compile(r"(model\.)?(language_model\.)?layers\.0\.self_attn\.q_proj\.weight")
 _T2I = re.compile(r"adapter\.body\.0\.|body\.\d+\.(body\.\d+\.)?block1\.")
 _UNFINISHED = (".crdownload", ".part", ".partial", ".download", ".aria2", ".incomplete", ".opdownload")
 """Endings that browsers and downloaders give to files on their way."""
@@ -127,7 +128,10 @@ CLASSES: Mapping[str, FileKind] = {
         ("ControlNetModel", "FlaxControlNetModel", "ControlNetUnionModel", "ControlNetModel_Union"), CONTROLNET
     ),
     "T2IAdapter": T2I_ADAPTER,
-    **dict.fromkeys(("AutoencoderKL", "FlaxAutoencoderKL", "AutoencoderKLFlux2", "AutoencoderTiny"), AUTOENCODER),
+    **dict.fromkeys(
+        ("AutoencoderKL", "FlaxAutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLQwenImage", "AutoencoderTiny"),
+        AUTOENCODER,
+    ),
     "UNet2DConditionModel": UNET_ALONE,
 }
 """FileKind of a folder with one network, by the class that its config names."""
@@ -162,7 +166,7 @@ def expect(name: str | Path, shapes: Shapes, *wanted: FileKind, for_unet: bool =
         raise CheckpointError(f"{name}: is {kind.name}, not {wanted[0].name}; {kind.cure}")
     if for_unet and (other := family_of(shapes)[0]) in OTHERS.values():
         raise CheckpointError(
-            f"{name}: is for {other}; canvax runs Stable Diffusion 1.x, 2.x and XL, Z-Image and FLUX.2 klein"
+            f"{name}: is for {other}; canvax runs Stable Diffusion 1.x, 2.x and XL, Z-Image, FLUX.2 klein and Krea 2"
         )
 
 

@@ -2,6 +2,7 @@
 
 ComfyUI, transformers    model.layers.0.self_attn.q_proj.weight, with lm_head.weight or without
 Qwen3Model               layers.0.self_attn.q_proj.weight
+Qwen3VLModel             language_model.layers.0.self_attn.q_proj.weight, beside visual.*; with its head model. in front
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from typing import Any
 
 from canvax.errors import CheckpointError
 from canvax.weights.files import NetworkFiles, open_weights
+from canvax.weights.formats import whole_name
 from canvax.weights.identify import LANGUAGE_MODEL, Shapes, expect
 from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.open import open_part
 
-CLASSES = ("Qwen3Model", "Qwen3ForCausalLM")
+CLASSES = ("Qwen3Model", "Qwen3ForCausalLM", "Qwen3VLModel", "Qwen3VLForConditionalGeneration")
 """Of text encoders that can be given apart from a model."""
 
-_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def open_language_model(location: Location, usual: Mapping[str, Any]) -> NetworkFiles:
@@ -41,7 +43,10 @@ def open_language_model(location: Location, usual: Mapping[str, Any]) -> Network
         shapes = {array.name: array.shape for array in arrays}
         expect(f"text_encoder={name!r}", shapes, LANGUAGE_MODEL)
         try:
-            return NetworkFiles(name, arrays, {**usual, **language_model_config(shapes)}, path)
+            config = language_model_config(shapes)
+            if "text_config" in usual:
+                config = {"text_config": {**usual["text_config"], **config}}
+            return NetworkFiles(name, arrays, {**usual, **config}, path)
         except (KeyError, IndexError) as error:
             raise CheckpointError(f"text_encoder={name!r}: is not a whole language model, it lacks {error}") from None
 
@@ -55,9 +60,9 @@ def open_language_model(location: Location, usual: Mapping[str, Any]) -> Network
 
 def language_model_config(shapes: Shapes) -> dict[str, Any]:
     """What shapes tell of a language model, as a config of transformers."""
-    stem = "model." if "model.embed_tokens.weight" in shapes else ""
-    vocabulary, width = shapes[f"{stem}embed_tokens.weight"]
-    layer = f"{stem}layers.0"
+    shapes = {whole_name(name): shape for name, shape in shapes.items()}
+    vocabulary, width = shapes["model.embed_tokens.weight"]
+    layer = "model.layers.0"
     head = shapes[f"{layer}.self_attn.q_norm.weight"][0]
     return {
         "vocab_size": vocabulary,

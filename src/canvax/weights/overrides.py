@@ -2,6 +2,7 @@
 
 AutoencoderKL       diffusers: encoder.down_blocks.0. ...; the original code: [first_stage_model.]encoder.down.0. ...
 AutoencoderKLFlux2  as AutoencoderKL, with bn.running_mean
+AutoencoderKLQwenImage  diffusers: decoder.mid_block.resnets.0.norm1.gamma; Wan 2.1: decoder.middle.0.residual.0.gamma
 AutoencoderTiny     diffusers: decoder.layers.0.weight; TAESD itself: decoder.1.weight, which counts its clamp as 0
 """
 
@@ -18,7 +19,7 @@ from canvax.errors import CheckpointError, InputError, nearest, warn
 from canvax.files import named_path, read_json
 from canvax.samplers.schedule import PREDICTION_TYPES
 from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
-from canvax.weights.formats import TAESD, vae_rules
+from canvax.weights.formats import TAESD, vae_rules, wan_vae_rules
 from canvax.weights.identify import AUTOENCODER, CLASSES, MODEL, VAE, expect
 from canvax.weights.language_model import CLASSES as LANGUAGE_MODELS
 from canvax.weights.language_model import open_language_model
@@ -172,7 +173,7 @@ def open_vae(location: Location, original: Mapping[str, Any]) -> NetworkFiles:
             if CLASSES.get(str(config.get("_class_name"))) is not AUTOENCODER:
                 raise CheckpointError(
                     f"vae={name!r}: its config.json is of the class {str(config.get('_class_name'))[:80]!r}; canvax "
-                    "reads AutoencoderKL, AutoencoderKLFlux2 and AutoencoderTiny"
+                    "reads AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage and AutoencoderTiny"
                 )
 
         files = open_part(location, "vae", accept, "diffusers")
@@ -216,6 +217,15 @@ def vae_of_file(name: str, path: Path, original: Mapping[str, Any]) -> NetworkFi
         width, latents = shapes["decoder.layers.0.weight"][:2]
         widths = {f"{half}_block_out_channels": [width] * 4 for half in ("encoder", "decoder")}
         return NetworkFiles(name, tiny, {"_class_name": "AutoencoderTiny", "latent_channels": latents, **widths})
+    if any(array.name.endswith(".gamma") for array in arrays):
+        shapes = {
+            array.name: array.shape for array in Names(wan_vae_rules([one.name for one in arrays])).to_ours(arrays)
+        }
+        sizes = {"base_dim": "encoder.conv_in.bias", "z_dim": "post_quant_conv.bias"}
+        if missing := [array for array in sizes.values() if array not in shapes]:
+            raise CheckpointError(f"vae={name!r}: is not a whole autoencoder, it lacks {missing[0]!r}")
+        config = {size: shapes[array][0] for size, array in sizes.items()}
+        return NetworkFiles(name, arrays, {"_class_name": "AutoencoderKLQwenImage", **config})
     if not any(array.name.startswith("decoder.") for array in arrays):
         raise CheckpointError(f"vae={name!r}: holds no autoencoder: no name of its arrays begins with decoder.")
     arrays = Names(vae_rules([array.name for array in arrays])).to_ours(arrays)

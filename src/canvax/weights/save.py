@@ -69,7 +69,7 @@ def save_component(
     """
     check_variant(variant)
     folder = Path(folder)
-    outgoing = [*outgoing_of(component, params, dtype), *rest]
+    outgoing = component.outgoing([*outgoing_of(component, params, dtype), *rest])
     shards = _shards(outgoing, max_shard_bytes)
     infix = f".{variant}" if variant else ""
     stem = f"{STEMS[component.kind]}{infix}"
@@ -195,7 +195,7 @@ def outgoing_of(component: Component, params: Params, dtype: DType | None) -> li
         more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
         what = f"of {component.name!r} do not fit their spec: {'; '.join(sorted(faults)[:8])}{more}"
         raise InputError("params", NO_VALUE, what)
-    arrays = [
+    return [
         Outgoing(
             name,
             param.checkpoint_shapes[0],
@@ -204,7 +204,6 @@ def outgoing_of(component: Component, params: Params, dtype: DType | None) -> li
         )
         for name, param in wanted.items()
     ]
-    return list(component.outgoing(arrays))
 
 
 def _to_checkpoint(param: Param, leaf: Any, dtype: DType | None) -> HostArray:

@@ -2,6 +2,7 @@
 
     Z-Image    [model.diffusion_model.]layers.0.attention.qkv.weight
     FLUX.2     [model.diffusion_model.]single_blocks.0.linear1.weight
+    Krea 2     [model.diffusion_model.]blocks.0.attn.wq.weight
 
 Sizes are read off shapes. What neither these nor the other parts tell is a fact of the family, in its ``Layout``.
 """
@@ -17,6 +18,7 @@ from typing import Any
 from canvax.errors import CheckpointError, InputError
 from canvax.weights.entries import Entry, with_scales
 from canvax.weights.files import ModelFiles
+from canvax.weights.formats import KREA2 as KREA2_NAMES
 from canvax.weights.formats import Z_IMAGE as Z_IMAGE_NAMES
 from canvax.weights.formats import flux2_rules
 from canvax.weights.identify import OF_TRANSFORMERS, UNET, Shapes, transformer_family
@@ -151,6 +153,30 @@ def _flux2_config(shapes: Shapes) -> dict[str, Any]:
     }
 
 
+def _krea2_config(shapes: Shapes) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"in_channels": shapes["img_in.weight"][1]}
+    for prefix, block in (("", "transformer_blocks.0"), ("text_", "text_fusion.refiner_blocks.0")):
+        head, inner = shapes[f"{block}.attn.norm_q.weight"][0], shapes[f"{block}.ff.gate.weight"][0]
+        heads = [shapes[f"{block}.attn.to_{part}.weight"][0] // head for part in "qk"]
+        names = [f"{prefix}{name}" for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")]
+        sizes |= dict(zip(names, (*heads, inner), strict=True))
+    head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    return {
+        "_class_name": "Krea2Transformer2DModel",
+        "num_layers": _count(shapes, r"transformer_blocks\.(\d+)\."),
+        "attention_head_dim": head,
+        **sizes,
+        "timestep_embed_dim": shapes["time_embed.linear_1.weight"][1],
+        "text_hidden_dim": shapes["txt_in.norm.weight"][0],
+        "num_text_layers": shapes["text_fusion.projector.weight"][1],
+        "num_layerwise_text_blocks": _count(shapes, r"text_fusion\.layerwise_blocks\.(\d+)\."),
+        "num_refiner_text_blocks": _count(shapes, r"text_fusion\.refiner_blocks\.(\d+)\."),
+        "axes_dims_rope": [head // 4, head // 8 * 3, head // 8 * 3],  # 32, 48 and 48 of the released models
+        "rope_theta": 1000.0,
+        "norm_eps": 1e-5,
+    }
+
+
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -163,6 +189,28 @@ QWEN3 = {
     "eos_token_id": 151645,
 }
 """What the arrays of a Qwen3 do not tell."""
+
+QWEN3_VL = {
+    "architectures": ["Qwen3VLModel"],
+    "model_type": "qwen3_vl",
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "text_config": {
+        **{name: value for name, value in QWEN3.items() if name not in ("architectures", "rope_theta")},
+        "model_type": "qwen3_vl_text",
+        "max_position_embeddings": 262144,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True,
+        },
+    },
+    "vision_config": {
+        "model_type": "qwen3_vl", "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16,
+        "out_hidden_size": 2560, "num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17],
+    },
+}  # fmt: skip
+"""What the arrays of a Qwen3-VL-4B do not tell."""
 
 FLUX_VAE = {
     "_class_name": "AutoencoderKL",
@@ -240,6 +288,34 @@ LAYOUTS: Mapping[str, Layout] = {
         },
         {"is_distilled": "by the name of the file, which has 'base' in it if it is not; no array tells"},
         index=lambda stem: {"is_distilled": "base" not in stem.lower()},
+    ),
+    "Krea 2": Layout(
+        "Krea2Pipeline",
+        {
+            "transformer": ("diffusers", "Krea2Transformer2DModel"),
+            "text_encoder": ("transformers", "Qwen3VLModel"),
+            "tokenizer": ("transformers", "Qwen2Tokenizer"),
+            "vae": ("diffusers", "AutoencoderKLQwenImage"),
+            "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+        },
+        KREA2_NAMES,
+        re.compile(""),
+        _krea2_config,
+        {
+            "text_encoder": QWEN3_VL,
+            "vae": {"_class_name": "AutoencoderKLQwenImage"},
+            "scheduler": {
+                "_class_name": "FlowMatchEulerDiscreteScheduler",
+                "num_train_timesteps": 1000,
+                "use_dynamic_shifting": True,
+                "base_shift": 0.5,
+                "max_shift": 1.15,
+                "base_image_seq_len": 256,
+                "max_image_seq_len": 6400,
+            },
+        },
+        {"is_distilled": "by the name of the file, which has 'raw' in it if it is not; no array tells"},
+        index=lambda stem: {"is_distilled": "raw" not in stem.lower(), "patch_size": 2},
     ),
 }
 """By the families of ``canvax.weights.identify.transformer_family``."""
