@@ -6,6 +6,7 @@ import mimetypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from types import ModuleType
 
 from starlette.applications import Starlette
@@ -15,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from canvax.server import a1111, huggingface, jobs_api, openai
+from canvax.server import a1111, history, huggingface, jobs_api, openai
 from canvax.server.answers import encoded, json_answer, request_id_of
 from canvax.server.guard import Guard, Rules, allowed_hosts, failed
 from canvax.server.jobs import Engine, Rejected, State
@@ -48,6 +49,7 @@ class Settings:
         max_body: bytes of a body with images.
         rate: images a minute for each key, or for all without keys; None for no limit.
         page: whether there is a page.
+        history: the folder of images that the page shows; None for none.
     """
 
     keys: Keys | None = None
@@ -57,6 +59,7 @@ class Settings:
     max_body: int = 32 << 20
     rate: float | None = None
     page: bool = True
+    history: Path | None = None
 
 
 def create_app(
@@ -78,7 +81,7 @@ def create_app(
     """
     engine = Rated(engine, Rates(settings.rate)) if settings.rate else engine
     apis = (jobs_api, openai, a1111, huggingface)
-    routes = [*_operations(state, metrics, apis), *(_page() if settings.page else [])]
+    routes = [*_operations(state, metrics, apis), *(_page(settings.history) if settings.page else [])]
     routes += [route for api in apis for route in api.routes(engine)]
     routes += more(engine) if more else []
 
@@ -144,10 +147,12 @@ def _operations(state: Callable[[], State], metrics: Metrics, apis: tuple[Module
     return [Route(path, endpoint, methods=["GET"]) for path, endpoint in endpoints.items()]
 
 
-def _page() -> list[BaseRoute]:
+def _page(images: Path | None) -> list[BaseRoute]:
     """The page and its files, read once: names of a client's never reach the file system."""
     folder = files("canvax.server") / "page"
     contents = {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.is_file()}
+    if images is not None:
+        contents["index.html"] = contents["index.html"].replace(b"<body>", b"<body data-history>")
     headers = {"Cache-Control": "no-cache"}
 
     async def index(_: Request) -> Response:
@@ -160,4 +165,8 @@ def _page() -> list[BaseRoute]:
         kind = "text/javascript" if name.endswith(".js") else mimetypes.guess_type(name)[0]
         return Response(contents[name], headers=headers, media_type=kind or "application/octet-stream")
 
-    return [Route("/", index, methods=["GET"]), Route("/static/{name}", static, methods=["GET"])]
+    routes: list[BaseRoute] = [
+        Route("/", index, methods=["GET"]),
+        Route("/static/{name}", static, methods=["GET"]),
+    ]
+    return [*routes, *(history.routes(images) if images is not None else ())]

@@ -180,6 +180,7 @@ class Picture:
         status: how far it is.
         data: the file, once it is done.
         metadata: the settings that give it again, as in ``canvax.Result.metadata``.
+        file: its name in the server's folder of images; None if it is not saved there.
     """
 
     index: int
@@ -191,6 +192,7 @@ class Picture:
     status: Status = Status.QUEUED
     data: bytes | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    file: str | None = None
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,7 @@ def job_json(job: Job) -> dict[str, Any]:
 
 
 def _picture_json(job: Job, picture: Picture) -> dict[str, Any]:
-    names = ("index", "status", "step", "steps", "seed", "width", "height")
+    names = ("index", "status", "step", "steps", "seed", "width", "height", "file")
     return {name: getattr(picture, name) for name in names} | {"url": _url(job, picture)}
 
 
@@ -361,7 +361,7 @@ def _as_sent(job: Job, event: Event) -> bytes:
 
 
 def _image_json(job: Job, picture: Picture) -> dict[str, Any]:
-    names = ("index", "seed", "width", "height")
+    names = ("index", "seed", "width", "height", "file")
     return {name: getattr(picture, name) for name in names} | {"url": _url(job, picture)}
 
 
@@ -369,39 +369,47 @@ def _inspected(data: bytes) -> bytes:
     """How an image says it was made, as a job that makes it again; no pixel is decoded."""
     try:
         metadata = metadata_in(io.BytesIO(data), Path("the image"))
-        grid = metadata.get("grid")
-        recorded = grid[0] if isinstance(grid, list) and grid and isinstance(grid[0], dict) else metadata
-        fields = {ours: recorded[name] for name, ours in _FIELDS.items() if recorded.get(name) not in (None, "", {})}
-        if isinstance(enlarged := recorded.get("upscale"), dict):  # its size is that of the image, so many times
-            fields = {name: value for name, value in fields.items() if name not in ("width", "height")}
-            fields["upscale"] = enlarged.get("scale")
-        if isinstance(adapters := recorded.get("adapters"), dict):
-            fields["adapters"] = {
-                name: entry.get("weight") for name, entry in adapters.items() if isinstance(entry, dict)
-            }
-        options = fields.get("options")
-        left_out = []
-        if isinstance(options, dict):
-            left_out = [name for name in options if name in NOT_OFFERED]
-            fields["options"] = {name: value for name, value in options.items() if name not in left_out}
-        settings = {name: value for name, value in fields.items() if value != {} and _fits(name, value)}
-        missing = [name for name in fields if name not in settings and fields[name] != {}]
-        missing += [f"options.{name}" for name in left_out]
-        missing += [name for name in ("image", "mask", "control") if f"{name}_sha256" in recorded]
-        missing += ["image_prompt"] if "image_prompts" in recorded else []
-        missing += ["image"] if "references_sha256" in recorded else []
-        if recorded.get("noise") == "given":
-            missing.append("latents")
-        other = recorded.get("other")
-        missing += [f"{name}: {value}" for name, value in other.items()] if isinstance(other, dict) else []
         # Not by msgspec: prompts may hold what UTF-8 cannot, and Python writes that as escapes.
-        return json.dumps({"settings": settings, "missing": missing, "metadata": recorded}).encode()
+        return json.dumps({**as_job(metadata), "metadata": recorded_in(metadata)}).encode()
     except InputError as unknown:
         inside = data.lstrip()[:1] in (b"{", b"-")  # JSON, a form
         cure = "; send the bytes of its file as the body, with nothing around them" if inside or not data else ""
         raise Rejected(400, "no_settings", f"{unknown}{cure}") from None
     except (ValueError, RecursionError):
         raise Rejected(400, "no_settings", "the image: holds settings that cannot be read") from None
+
+
+def recorded_in(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The settings of an image; of a grid those of its first one."""
+    grid = metadata.get("grid")
+    return grid[0] if isinstance(grid, list) and grid and isinstance(grid[0], dict) else metadata
+
+
+def as_job(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The metadata of an image as ``settings``, fields of a job that makes it again, and ``missing``, what they lack."""
+    recorded = recorded_in(metadata)
+    fields = {ours: recorded[name] for name, ours in _FIELDS.items() if recorded.get(name) not in (None, "", {})}
+    if isinstance(enlarged := recorded.get("upscale"), dict):  # its size is that of the image, so many times
+        fields = {name: value for name, value in fields.items() if name not in ("width", "height")}
+        fields["upscale"] = enlarged.get("scale")
+    if isinstance(adapters := recorded.get("adapters"), dict):
+        fields["adapters"] = {name: entry.get("weight") for name, entry in adapters.items() if isinstance(entry, dict)}
+    options = fields.get("options")
+    left_out = []
+    if isinstance(options, dict):
+        left_out = [name for name in options if name in NOT_OFFERED]
+        fields["options"] = {name: value for name, value in options.items() if name not in left_out}
+    settings = {name: value for name, value in fields.items() if value != {} and _fits(name, value)}
+    missing = [name for name in fields if name not in settings and fields[name] != {}]
+    missing += [f"options.{name}" for name in left_out]
+    missing += [name for name in ("image", "mask", "control") if f"{name}_sha256" in recorded]
+    missing += ["image_prompt"] if "image_prompts" in recorded else []
+    missing += ["image"] if "references_sha256" in recorded else []
+    if recorded.get("noise") == "given":
+        missing.append("latents")
+    other = recorded.get("other")
+    missing += [f"{name}: {value}" for name, value in other.items()] if isinstance(other, dict) else []
+    return {"settings": settings, "missing": missing}
 
 
 def _fits(field: str, value: Any) -> bool:
