@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import pytest
 import uvicorn
 from PIL import Image
 
+from canvax.images.metadata import save_numbered
+from canvax.server import history
 from canvax.server.jobs import ControlCard, Rejected
 from tests.support.page_stub import PAGE, PaintedEngine, Stub, encoded
 
@@ -108,11 +111,22 @@ class Site:
     """The stub behind a port, and a page of it."""
 
     def __init__(self, stub: Stub, url: str, page: Any) -> None:
-        self.stub, self.url, self.page = stub, url, page
+        self.stub, self.url = stub, url
         self.faults: list[str] = []
+        self.use(page)
+
+    def use(self, page: Any) -> None:
+        self.page = page
         page.on("pageerror", lambda error: self.faults.append(str(error)))
         page.on("console", lambda message: "Content Security" in message.text and self.faults.append(message.text))
         self.open()
+
+    def another_browser(self) -> None:
+        browser, old = self.page.context.browser, self.page.context
+        context = browser.new_context()
+        context.set_default_timeout(15_000)
+        self.use(context.new_page())
+        old.close()
 
     def open(self) -> None:
         self.page.goto(self.url)
@@ -163,7 +177,19 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def site(chromium: Any) -> Iterator[Site]:
-    stub = Stub(PaintedEngine(pace=0.05))
+    with running(chromium, Stub(PaintedEngine(pace=0.05))) as site:
+        yield site
+
+
+@pytest.fixture
+def saving(chromium: Any, tmp_path: Path) -> Iterator[Site]:
+    """A server that saves images into a folder."""
+    with running(chromium, Stub(PaintedEngine(pace=0.05), folder=tmp_path / "out")) as site:
+        yield site
+
+
+@contextmanager
+def running(chromium: Any, stub: Stub) -> Iterator[Site]:
     server = uvicorn.Server(uvicorn.Config(stub.app, port=0, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -174,7 +200,7 @@ def site(chromium: Any) -> Iterator[Site]:
     context.set_default_timeout(15_000)
     site = Site(stub, f"http://127.0.0.1:{port}/", context.new_page())
     yield site
-    context.close()
+    site.page.context.close()
     server.should_exit = True
     thread.join(10)
     assert not site.faults
@@ -242,6 +268,66 @@ def test_history_survives_a_reload(site: Site) -> None:
     site.page.fill("#search", "")
     site.page.click("#favourites")
     assert site.page.locator(".tile .caption").all_inner_texts() == ["a dog face"]
+
+
+@browser_only
+def test_history_is_the_folder_of_images(saving: Site) -> None:
+    """Another browser shows the same images; their settings, favourites, deletions and actions work there."""
+    site, folder = saving, saving.stub.folder
+    assert folder
+    for prompt in ("a red apple", "a dog face", "an old cat"):
+        site.draw(prompt)
+    captions = site.page.locator(".tile .caption")
+    before = captions.all_inner_texts()
+    site.open()
+    assert captions.all_inner_texts() == before  # each of them once
+    site.another_browser()
+    captions = site.page.locator(".tile .caption")
+    assert captions.all_inner_texts() == before
+    assert site.page.evaluate("document.querySelector('.tile img').naturalWidth") == 64
+    site.page.locator(".tile .open").nth(2).focus()
+    site.page.keyboard.press("r")
+    assert site.page.input_value("#prompt") == "a red apple"
+    label = site.page.locator(".tile .open").nth(2).get_attribute("aria-label")
+    assert label == f"a red apple, seed {site.page.input_value('#seed')}"
+    site.page.keyboard.press("Escape")
+    site.page.locator(".tile .open").nth(1).focus()
+    site.page.keyboard.press("Shift+V")
+    site.page.wait_for_selector(".tile[data-id] >> nth=3")
+    assert decoded(site.stub.bodies[-1]["image"]).size == (64, 64)
+    site.page.locator(".tile .open").nth(3).focus()
+    site.page.keyboard.press("Delete")
+    site.page.wait_for_selector(".toast >> text=folder")
+    assert len(list(folder.glob("*.png"))) == 3
+    site.page.keyboard.press("z")
+    site.page.wait_for_selector(".tile[data-id] >> nth=3")
+    site.page.wait_for_timeout(200)
+    assert len(list(folder.glob("*.png"))) == 4
+    site.page.locator(".tile .open").nth(3).focus()
+    site.page.keyboard.press("f")
+    site.page.wait_for_selector(".tile .favourite[aria-pressed=true]", state="attached")
+    site.open()
+    site.page.click("#favourites")
+    assert captions.all_inner_texts() == before[2:]
+
+
+@thorough
+def test_older_images_of_the_folder_come_when_they_are_asked_for(saving: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "PAGE", 7)
+    folder = saving.stub.folder
+    assert folder
+    folder.mkdir()
+    for number in range(80):
+        settings = {"prompt": "apple" if number else "the first pear", "seed": number}
+        os.utime(save_numbered(folder, Image.new("RGB", (8, 8)), settings, number), (number, number))
+    saving.open()
+    assert 60 <= saving.count(".tile") < 70
+    assert saving.page.inner_text("#history-count").endswith("+")
+    saving.page.fill("#search", "pear")
+    saving.page.wait_for_selector(".tile >> text=the first pear")
+    saving.page.fill("#search", "")
+    saving.page.click("#older")
+    assert saving.count(".tile") == 80
 
 
 @thorough

@@ -386,7 +386,7 @@ def recorded_in(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_job(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The metadata of an image as ``settings``, fields of a job that makes it again, and ``missing``, what they lack."""
+    """Metadata as ``settings``, fields of a job that makes the image again, and ``missing``, names of the rest."""
     recorded = recorded_in(metadata)
     fields = {ours: recorded[name] for name, ours in _FIELDS.items() if recorded.get(name) not in (None, "", {})}
     if isinstance(enlarged := recorded.get("upscale"), dict):  # its size is that of the image, so many times
