@@ -202,14 +202,16 @@ class Stub:
         body = await request.json()
         self.bodies.append(dict(body))
         for name in body:
-            if name not in MAY_BE_ASKED | {"control_scale"}:
+            if name not in MAY_BE_ASKED | {"control_scale", "control_from"}:
                 raise Rejected(422, "unknown_field", f"{name} is not a field of a job.", param=name)
         if not body.get("prompt") and not body.get("upscale"):
             raise Rejected(422, "invalid_value", "prompt is empty; say what to show.", param="prompt")
         for name in ("image", "mask"):
             if body.get(name):
                 body[name] = opened(body[name])
-        body["options"] = {"control_scale": body.pop("control_scale")} if "control_scale" in body else {}
+        scale = {"control_scale": body.pop("control_scale")} if "control_scale" in body else {}
+        body["options"] = {**body.get("options", {}), **scale}
+        body.pop("control_from", None)
         if body.get("seed") in (None, -1):
             body["seed"] = random.randrange(2**32)
         once = request.headers.get("idempotency-key")

@@ -81,7 +81,10 @@ def create_app(
     """
     engine = Rated(engine, Rates(settings.rate)) if settings.rate else engine
     apis = (jobs_api, openai, a1111, huggingface)
-    routes = [*_operations(state, metrics, apis), *(_page(settings.history) if settings.page else [])]
+    described = description(
+        {path: body for api in apis for path, body in api.BODIES.items()}, history=settings.history is not None
+    )
+    routes = [*_operations(state, metrics, encoded(described)), *(_page(settings.history) if settings.page else [])]
     routes += [route for api in apis for route in api.routes(engine)]
     routes += more(engine) if more else []
 
@@ -126,9 +129,7 @@ def wrong(path: str) -> Callable[[Rejected, str], Response]:
     return (whole or next((api for prefix, api in _APIS.items() if path.startswith(prefix)), jobs_api)).error
 
 
-def _operations(state: Callable[[], State], metrics: Metrics, apis: tuple[ModuleType, ...]) -> list[BaseRoute]:
-    described = encoded(description({path: body for api in apis for path, body in api.BODIES.items()}))
-
+def _operations(state: Callable[[], State], metrics: Metrics, described: bytes) -> list[BaseRoute]:
     async def health(_: Request) -> Response:
         failed = state() is State.FAILED
         return json_answer({"status": "failed" if failed else "ok"}, status=503 if failed else 200)

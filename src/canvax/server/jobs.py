@@ -374,6 +374,7 @@ class ModelCard:
         max_steps: likewise.
         tasks: "text-to-image", "image-to-image", "inpainting", "upscaling", "editing".
         examples: prompts that it is good at.
+        styles: words that choose its style, written as ", STYLE style" behind a prompt.
         created: unix seconds.
         sha256: of its configs, weights' names and sizes; what AUTOMATIC1111 calls the hash.
         controls: the networks that read control images, in their order.
@@ -397,6 +398,7 @@ class ModelCard:
     sha256: str
     controls: tuple[ControlCard, ...] = ()
     ip_adapters: tuple[str, ...] = ()
+    styles: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

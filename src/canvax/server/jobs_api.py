@@ -16,7 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from canvax.errors import InputError
+from canvax.errors import InputError, nearest
+from canvax.images.maps import SETTINGS as MAPS
+from canvax.images.maps import control_map
 from canvax.images.metadata import metadata_in
 from canvax.pipelines.control import OPTIONS
 from canvax.pipelines.references import MOST
@@ -101,6 +103,7 @@ class NewJob(Struct, forbid_unknown_fields=True):
     strength: Fraction | None = None
     upscale: Annotated[float, Meta(ge=1, le=16)] | None = None
     control: bool | str | Typed | Annotated[list[str | Typed | None], Meta(max_length=8)] | None = None
+    control_from: Text | None = None
     control_scale: float | Annotated[list[float], Meta(max_length=8)] | None = None
     control_start: float | Annotated[list[float], Meta(max_length=8)] | None = None
     control_end: float | Annotated[list[float], Meta(max_length=8)] | None = None
@@ -224,7 +227,7 @@ def _rounded(seconds: float | None) -> float | None:
 
 def _card(card: ModelCard, *, default: bool) -> dict[str, Any]:
     names = ("native", "sizes", "any_size", "size_step", "steps", "guidance_scale", "sampler", "max_images",
-             "max_steps", "tasks", "examples", "family")  # fmt: skip
+             "max_steps", "tasks", "examples", "styles", "family")  # fmt: skip
     fields = {name: getattr(card, name) for name in names}
     controls = [{"name": network.name, "kind": network.kind, "types": network.types} for network in card.controls]
     fields |= {"controls": controls, "ip_adapters": card.ip_adapters}
@@ -255,6 +258,8 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequ
             raise Rejected(400, "invalid_value", f"mask has {sizes}; they must be of the same size", param="mask")
     pixels = Pixels()
     control, image_prompt = _control(body.control, pixels), _image_prompt(body.image_prompt, pixels)
+    if body.control_from is not None:
+        control = _mapped(control, body.control_from)
     width, height = body.width, body.height
     fits = card.any_size or body.upscale is not None
     seen = _first(control) if image is None else image
@@ -300,6 +305,25 @@ def _control(value: Any, pixels: Pixels) -> Any:
     if isinstance(value, bool):
         return value or None
     return None if value is None else pixels.read("control", value)
+
+
+def _mapped(control: Any, kind: str) -> Any:
+    """Control images made of the images that were sent, such as their edges.
+
+    Raises:
+        Rejected: there is no such kind, or no image.
+    """
+    if isinstance(control, list):
+        return [None if entry is None else _mapped(entry, kind) for entry in control]
+    if isinstance(control, dict):
+        return {label: _mapped(image, kind) for label, image in control.items()}
+    if not isinstance(control, Image.Image):
+        raise Rejected(400, "invalid_value", "control_from: needs a control image", param="control_from")
+    try:
+        return control_map(kind, control)
+    except InputError:
+        message = f"control_from: {nearest(kind, list(MAPS))}"
+        raise Rejected(400, "invalid_value", message, param="control_from") from None
 
 
 def _first(control: Any) -> Image.Image | None:

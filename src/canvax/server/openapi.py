@@ -49,14 +49,25 @@ _GETS = {
     "/ready": "Whether it can generate.",
     "/metrics": "Prometheus metrics.",
 }
+_HISTORY = {
+    (
+        "/api/images",
+        "get",
+    ): "Images in the folder of `canvax ui`, 60 at a time, newest first; `after` is `next` of the answer before.",
+    ("/api/images/{name}", "get"): "One of these images.",
+    ("/api/images/{name}", "delete"): "Move it into the folder `deleted`.",
+    ("/api/images/{name}", "post"): "Move it back.",
+}
+"""What a server with a page over a folder of images has as well."""
 _NUMBERS = ("index",)
 
 
-def description(bodies: Mapping[str, type[Struct]]) -> dict[str, Any]:
+def description(bodies: Mapping[str, type[Struct]], *, history: bool = False) -> dict[str, Any]:
     """An OpenAPI 3.1 document.
 
     Args:
         bodies: the record that checks what is posted to each path.
+        history: whether the server shows a folder of images.
     """
     schemas, components = msgspec.json.schema_components(bodies.values(), ref_template="#/components/schemas/{name}")
     for component in components.values():
@@ -77,6 +88,8 @@ def description(bodies: Mapping[str, type[Struct]]) -> dict[str, Any]:
     for path, what in _GETS.items():
         paths.setdefault(path, {})["get"] = _operation(what, path, "200")
     paths["/api/jobs/{name}"]["delete"] = _operation("Cancel a job.", "/api/jobs/{name}", "200")
+    for (path, method), what in _HISTORY.items() if history else ():
+        paths.setdefault(path, {})[method] = _operation(what, path, "200")
     security = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",

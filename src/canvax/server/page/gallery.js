@@ -3,6 +3,7 @@ import { deleteImage, hasFolder, olderImages, undeleteImage } from "./api.js";
 import { connection, tasks } from "./tasks.js";
 import { images as kept, newId } from "./store.js";
 import { blobOf, crisp, fileName, forgetUrl, show } from "./pictures.js";
+import { zipped } from "./zip.js";
 import { $, announce, button, duration, el, icon, plural, save, setIcon, toast } from "./ui.js";
 
 const PAGE = 60;
@@ -303,11 +304,19 @@ export function focusTiles() {
   target.focus();
 }
 
+/** The nearest tile above (-1) or below (1) another; the first tile is larger than the rest. */
+function above(tiles, tile, sign) {
+  const at = tile.getBoundingClientRect();
+  const boxes = tiles.map((other) => [other, other.getBoundingClientRect()]);
+  const there = boxes.filter(([, box]) => (sign > 0 ? box.top >= at.bottom : box.bottom <= at.top));
+  const far = ([, box]) => Math.abs(box.left - at.left) + 4 * Math.abs(sign > 0 ? box.top - at.bottom : box.bottom - at.top);
+  return there.sort((a, b) => far(a) - far(b))[0]?.[0] ?? tile;
+}
+
 function move(tile, key) {
   const tiles = [...$("tiles").children];
-  const columns = tiles.filter(({ offsetTop }) => offsetTop === tiles[0].offsetTop).length;
-  const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns, Home: -Infinity, End: Infinity }[key];
-  const to = tiles[Math.max(0, Math.min(tiles.length - 1, tiles.indexOf(tile) + by))];
+  const by = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[key];
+  const to = by ? tiles[Math.max(0, Math.min(tiles.length - 1, tiles.indexOf(tile) + by))] : above(tiles, tile, key === "ArrowUp" ? -1 : 1);
   setCurrent(to);
   to.querySelector(".target")?.focus();
 }
@@ -331,7 +340,12 @@ export function prepareGallery() {
   $("selection-clear").addEventListener("click", selectNone);
   $("selection-delete").addEventListener("click", () => removeRecords([...selected]));
   $("selection-save").addEventListener("click", async () => {
-    for (const record of [...selected].map(byId)) save(await blobOf(record), fileName(record));
+    const chosen = [...selected].map(byId);
+    if (chosen.length === 1) return save(await blobOf(chosen[0]), fileName(chosen[0]));
+    save(await zipped(chosen.map((record) => [fileName(record), () => blobOf(record)])), "canvax-images.zip");
+  });
+  $("selection-all").addEventListener("click", () => {
+    for (const { id } of listed()) if (!selected.has(id)) toggleSelected(id);
   });
   $("selection-compare").addEventListener("click", () => actions.compare(...selected));
 }

@@ -164,7 +164,7 @@ Object.assign(viewer.viewerActions, {
     if (!canUpscale()) return toast("This server has no programs for the size of this model's tiles.");
     closeDialogs();
     const inputs = { image: await blobOf(record) };
-    start(anew({ inputs, settings: { ...record.settings, upscale: 2, strength: 0.3 } }), inputs);
+    start(anew({ inputs, settings: { ...record.settings, ...composer.upscaling() } }), inputs);
   },
   async use(record) {
     closeDialogs();
@@ -192,7 +192,8 @@ Object.assign(viewer.viewerActions, {
     closeDialogs();
     const { image, mask, ...beside } = record.inputs ?? {};
     await composer.setInput(image ?? null, mask ? await paintedFrom(mask) : null);
-    composer.apply({ adapters: {}, ...record.settings, lock: true });
+    $("style").value = "";  // the prompt says it
+    composer.apply({ adapters: {}, options: {}, ...record.settings, lock: true });
     await restoreBeside(beside, record.settings);
     composer.keepDraft();
     $("prompt").focus();
@@ -243,11 +244,12 @@ async function openImage(file) {
   const asInput = async () => { await composer.setInput(file).catch(() => toast("This browser cannot read that image.")); };
   try {
     const { settings, missing } = await inspect(file);
-    const { image, mask, options = {}, ...rest } = settings;
-    composer.apply({ ...rest, n: 1, lock: settings.seed !== undefined });
+    const { image, mask, ...rest } = settings;
+    $("style").value = "";
+    composer.apply({ options: {}, ...rest, n: 1, lock: settings.seed !== undefined });
     composer.keepDraft();
     $("prompt").focus();
-    const lost = [...Object.keys(options), ...missing].slice(0, 8).join(", ");
+    const lost = missing.slice(0, 8).join(", ");
     toast(`Settings restored${lost && `, without ${lost}`}.`, [["Add as input too", asInput]]);
   } catch (error) {
     if (error instanceof Refused && error.status === 401) return askKey(error.message);
@@ -386,7 +388,7 @@ function prepareForm() {
   $("composer").addEventListener("submit", (event) => { event.preventDefault(); draw(); });
   for (const id of ["prompt", "negative"]) {
     $(id).addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || event.shiftKey || event.ctrlKey || event.metaKey || event.isComposing) return;
+      if (event.defaultPrevented || event.key !== "Enter" || event.shiftKey || event.ctrlKey || event.metaKey || event.isComposing) return;
       event.preventDefault();
       draw();
     });

@@ -1,8 +1,8 @@
 // One image, large: its settings and what can be done with it.
-import { samplerLabel } from "./composer.js";
+import { samplerLabel, upscaling } from "./composer.js";
 import { byId, listed, removeRecords, toggleFavourite } from "./gallery.js";
 import { blobOf, crisp, fileName, show as showImage } from "./pictures.js";
-import { $, announce, button, el, openDialog, save } from "./ui.js";
+import { $, announce, button, copy, el, openDialog, save } from "./ui.js";
 
 let current = null;
 /** Set by main.js: vary, varyLittle, upscale, use, mask, compare, restore; each is given the record. */
@@ -55,8 +55,9 @@ function showActions() {
     one("vary", "New seed", act("vary"), "v"), one("dice", "Variation", act("varyLittle"), "Shift+V"),
     one("input", "Add as input", act("use"), "u"), one("brush", "Paint a mask", act("mask"), "p"),
     one("compare", "Compare", act("compare"), "c"), one("copy", "Restore settings", act("restore"), "r"),
+    one("copy", "Copy the prompt", () => copy(current.settings.prompt)),
   ];
-  if (viewerActions.canUpscale()) picture.splice(2, 0, one("larger", "Upscale 2 ×", act("upscale"), "e"));
+  if (viewerActions.canUpscale()) picture.splice(2, 0, one("larger", `Upscale ${upscaling().upscale} ×`, act("upscale"), "e"));
   const favourite = one("heart", "Favourite", async () => {
     await toggleFavourite(current.id);
     favourite.ariaPressed = String(current.favourite);
