@@ -10,6 +10,7 @@ import re
 import shutil
 import threading
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html.parser import HTMLParser
@@ -217,7 +218,7 @@ def test_draws_with_previews(site: Site) -> None:
     site.page.wait_for_selector('.tile.busy img[src^="data:image/jpeg"]', state="visible")
     assert "/ 4" in site.page.inner_text(".tile.busy .status")
     site.idle()
-    assert site.count(".tile[data-id] img.crisp") == 1
+    assert site.count(".tile[data-id] img") == 1
     assert site.stub.bodies[0]["previews"] is True
     assert "seed" not in site.stub.bodies[0]
 
@@ -550,6 +551,84 @@ def test_hints_stand_below_the_prompt(site: Site) -> None:
     assert site.page.inner_text("#hints") == ""
 
 
+@browser_only
+def test_brackets_are_read_as_the_syntax_that_is_chosen(site: Site) -> None:
+    page = site.page
+    page.fill("#prompt", "a (red:1.5) apple")
+    assert "(red:1.5)" in page.inner_text("#syntax-note")
+    page.click("#syntax-use")
+    assert page.locator("#syntax-note").is_hidden()
+    site.draw("a (red:1.5) apple")
+    assert site.stub.bodies[-1]["options"] == {"prompt_syntax": "a1111"}
+    page.click("#more summary")
+    page.fill("#clip-skip", "2")
+    page.select_option("#syntax", "plain")
+    site.draw("a pear")
+    assert site.stub.bodies[-1]["options"] == {"clip_skip": 2}
+    page.locator(".tile .open").nth(1).focus()
+    page.keyboard.press("r")
+    assert (page.input_value("#syntax"), page.input_value("#clip-skip")) == ("a1111", "0")
+
+
+@thorough
+@pytest.mark.parametrize(
+    ("syntax", "text", "heavier", "lighter"),
+    [
+        ("plain", "a red apple", "a red (apple:1.1)", "a red (apple:0.9)"),
+        ("compel", "a red apple", "a red (apple)1.1", "a red (apple)0.9"),
+        ("a1111", "a (red apple:1.2)", "a (red apple:1.3)", "a (red apple:1.1)"),
+    ],
+)
+def test_arrows_change_the_weight_of_words(site: Site, syntax: str, text: str, heavier: str, lighter: str) -> None:
+    page = site.page
+    page.evaluate("for (const node of document.querySelectorAll('details')) node.open = true")
+    page.select_option("#syntax", syntax)
+    page.fill("#prompt", text)
+    page.press("#prompt", "End")
+    for _ in range(2 if text.endswith(")") else 0):
+        page.press("#prompt", "ArrowLeft")
+    if text.endswith(")"):
+        for _ in range(4):  # in front of the weight
+            page.press("#prompt", "ArrowLeft")
+    page.press("#prompt", "Control+ArrowUp")
+    assert page.input_value("#prompt") == heavier
+    assert page.input_value("#syntax") == ("a1111" if syntax == "plain" else syntax)
+    page.press("#prompt", "Control+ArrowDown")
+    page.press("#prompt", "Control+ArrowDown")
+    assert page.input_value("#prompt") == lighter
+    page.press("#prompt", "Control+z")
+    assert page.input_value("#prompt") != lighter
+
+
+@thorough
+def test_names_of_adapters_are_completed(site: Site) -> None:
+    page = site.page
+    page.click("#prompt")
+    page.keyboard.type("a fox <lora:i")
+    assert page.inner_text("#completions li") == "ink"
+    page.keyboard.press("Enter")
+    assert page.input_value("#prompt") == "a fox <lora:ink:1>"
+    assert page.locator("#completions").is_hidden()
+    assert not site.stub.bodies  # Enter has chosen the name and has not generated
+
+
+@thorough
+def test_selected_images_are_saved_as_one_zip(site: Site) -> None:
+    page = site.page
+    for prompt in ("an apple", "an apple", "a pear"):
+        site.draw(prompt)
+    page.locator(".tile .open").first.focus()
+    page.keyboard.press("x")
+    page.click("#selection-all")
+    with page.expect_download() as download:
+        page.click("#selection-save")
+    with zipfile.ZipFile(download.value.path()) as archive:
+        assert archive.testzip() is None
+        assert len(set(archive.namelist())) == 3
+        with archive.open(archive.namelist()[0]) as file:
+            assert Image.open(file).size == (64, 64)
+
+
 @thorough
 def test_the_keys_of_the_prompt_are_listed(site: Site) -> None:
     site.page.click("#open-help")
@@ -617,12 +696,14 @@ def test_adapters_and_images_beside_the_prompt(site: Site) -> None:
         page.fill(f"#{kind}-scale", "0.5")
     page.select_option("#control-network", "all")
     page.select_option("#control-type", "canny")
+    page.select_option("#control-from", "canny")
     page.select_option("#image-prompt-network", "plus-face")
     assert (page.inner_text("#adapters-text"), page.inner_text("#control-text")) == ("ink 0.6", "canny 0.5")
     assert page.inner_text("#image-prompt-text") == "plus-face 0.5"
     site.draw("a red apple")
     body = site.stub.bodies[0]
     assert (body["adapters"], body["control_scale"], body["control"][0]) == ({"ink": 0.6}, 0.5, None)
+    assert body["control_from"] == "canny"
     assert decoded(body["control"][1]["canny"]).size == (64, 64)  # cropped, as an input image is
     assert {**body["image_prompt"], "image": None} == {"scale": 0.5, "adapter": 1, "image": None}
     assert decoded(body["image_prompt"]["image"]).size == (1024, 512)  # whole, as the pipeline has it
@@ -862,6 +943,7 @@ def test_a_refused_setting_is_pointed_at(site: Site) -> None:
     site.page.wait_for_selector("#form-error >> text=steps=20 is too many.")
     assert site.page.get_attribute("#steps-number", "aria-invalid") == "true"
     assert site.page.evaluate("document.activeElement.id") == "steps-number"
+    assert site.page.locator(".field:has(#steps-number) #form-error").is_visible()
     assert site.count(".tile") == 0
     assert site.count(".toast") == 0  # it is said once, in the form
 

@@ -53,9 +53,9 @@ export async function paintedFrom(blob) {
   return canvas;
 }
 
-/** Small images are enlarged without smoothing, so that their pixels stay what they are. */
+/** Tiny images are enlarged without smoothing, so that their pixels stay what they are. */
 export function crisp(node, width) {
-  node.classList.toggle("crisp", width <= 160);
+  node.classList.toggle("crisp", width <= 32);
 }
 
 /** The file of an image: the browser keeps it, or it is in the server's folder. */

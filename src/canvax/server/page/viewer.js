@@ -54,7 +54,7 @@ function showActions() {
   const picture = [
     one("vary", "New seed", act("vary"), "v"), one("dice", "Variation", act("varyLittle"), "Shift+V"),
     one("input", "Add as input", act("use"), "u"), one("brush", "Paint a mask", act("mask"), "p"),
-    one("compare", "Compare", act("compare"), "c"), one("copy", "Restore settings", act("restore"), "r"),
+    one("compare", "Compare", act("compare"), "c"), one("undo", "Restore settings", act("restore"), "r"),
     one("copy", "Copy the prompt", () => copy(current.settings.prompt)),
   ];
   if (viewerActions.canUpscale()) picture.splice(2, 0, one("larger", `Upscale ${upscaling().upscale} ×`, act("upscale"), "e"));
