@@ -25,6 +25,8 @@ from canvax.server.metrics import CONTENT_TYPE, Metrics
 from canvax.server.openapi import description
 from canvax.server.rates import Rated, Rates
 
+APIS = (jobs_api, openai, a1111, huggingface)
+
 _APIS: dict[str, ModuleType] = {
     "/api/": jobs_api, "/v1/": openai, "/images/": openai, "/openai/": openai, "/sdapi/": a1111,
     "/models/": huggingface, "/hf": huggingface,
@@ -80,12 +82,11 @@ def create_app(
         more: gives further routes.
     """
     engine = Rated(engine, Rates(settings.rate)) if settings.rate else engine
-    apis = (jobs_api, openai, a1111, huggingface)
     described = description(
-        {path: body for api in apis for path, body in api.BODIES.items()}, history=settings.history is not None
+        {path: body for api in APIS for path, body in api.BODIES.items()}, history=settings.history is not None
     )
     routes = [*_operations(state, metrics, encoded(described)), *(_page(settings.history) if settings.page else [])]
-    routes += [route for api in apis for route in api.routes(engine)]
+    routes += [route for api in APIS for route in api.routes(engine)]
     routes += more(engine) if more else []
 
     async def refused(request: Request, error: Exception) -> Response:

@@ -34,6 +34,15 @@ _FILES = {"type": "object", "properties": {"image": _FILE, "mask": _FILE}, "requ
 """Of a form, beside its fields."""
 _BYTES = ("/api/inspect",)
 _ACCEPTED = ("/api/jobs",)
+_POSTS = {
+    "/api/jobs": "Begin a job.",
+    "/v1/images/generations": "Images of a prompt, as OpenAI's clients ask.",
+    "/v1/images/edits": "Images of a prompt and an image, as OpenAI's clients ask.",
+    "/sdapi/v1/txt2img": "Images of a prompt, as A1111's clients ask.",
+    "/sdapi/v1/img2img": "Images of a prompt and an image, as A1111's clients ask.",
+    "/sdapi/v1/options": "Choose the model, as A1111's clients do.",
+    "/sdapi/v1/png-info": "How an image was made, as A1111's clients read it.",
+}
 _GETS = {
     "/api/models": "Models and samplers.",
     "/api/jobs/{name}": "A job.",
@@ -77,7 +86,9 @@ def description(bodies: Mapping[str, type[Struct]], *, history: bool = False) ->
     paths: dict[str, Any] = {}
     for (path, body), schema in zip(bodies.items(), schemas, strict=True):
         kind = "multipart/form-data" if path in _FORMS else "application/json"
-        posted = _operation((body.__doc__ or "").split("\n")[0], path, "202" if path in _ACCEPTED else "200")
+        posted = _operation(
+            _POSTS.get(path, (body.__doc__ or "").split("\n")[0]), path, "202" if path in _ACCEPTED else "200"
+        )
         schema = {"allOf": [schema, _FILES]} if path in _FORMS else schema
         posted["requestBody"] = {"required": True, "content": {kind: {"schema": schema}}}
         paths[path] = {"post": posted}
