@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import shlex
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from canvax.call import OptionRecord
-from canvax.cli.arguments import COMMANDS
+from canvax.cli.arguments import COMMANDS, parse
 from canvax.settings import declared
 
-REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
+DOCS = Path(__file__).parent.parent / "docs"
+REFERENCE = DOCS / "reference"
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +39,18 @@ def test_pages_are_complete(pages: dict[str, str]) -> None:
     for name in declared(OptionRecord):
         assert f"| `{name}` |" in pages["settings.md"]
     assert "| `GET /api/images` |" in pages["http-api.md"]
+
+
+def commands(page: Path) -> list[str]:
+    """The lines of a page's shell blocks that run canvax."""
+    blocks = re.findall(
+        r"^```(?:sh|ini)\n(.*?)^```", page.read_text(encoding="utf-8").replace("\\\n", " "), re.M | re.S
+    )
+    lines = [line.partition(" #")[0] for block in blocks for line in block.splitlines()]
+    return [match[1] for line in lines if (match := re.search(r"(?:^|bin/| )canvax ([a-z]+ .*|[a-z]+)$", line))]
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
+def test_commands_are_understood(page: Path) -> None:
+    for command in commands(page):
+        parse(shlex.split(command.rstrip("'").partition(" | ")[0].partition(" > ")[0]))
