@@ -47,7 +47,7 @@ def commands(page: Path) -> list[str]:
         r"^```(?:sh|ini)\n(.*?)^```", page.read_text(encoding="utf-8").replace("\\\n", " "), re.M | re.S
     )
     lines = [line.partition(" #")[0] for block in blocks for line in block.splitlines()]
-    return [match[1] for line in lines if (match := re.search(r"(?:^|bin/| )canvax ([a-z]+ .*|[a-z]+)$", line))]
+    return [match[1] for line in lines if (match := re.search(r"(?:^|bin/|&& )canvax ([a-z]+ .*|[a-z]+)$", line))]
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
