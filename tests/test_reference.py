@@ -54,3 +54,39 @@ def commands(page: Path) -> list[str]:
 def test_commands_are_understood(page: Path) -> None:
     for command in commands(page):
         parse(shlex.split(command.rstrip("'").partition(" | ")[0].partition(" > ")[0]))
+
+
+BETTER = {
+    r"\bin place of\b": "instead of",
+    r"\blikewise\b": "the same",
+    r"\bwhoever\b": "anyone who, users who",
+    r"\b(?:is|are|was|were) told\b": "gets, is recognised, is reported",
+    r"\bstands?\b|\bstood\b": "is",
+    r"\bof (?:its|their) own\b": "its own ..., separate",
+    r"(?<!Files )\b(?:is|are) data\b": "never compiles",
+    r"\bpassed over\b": "ignored",
+    r"\bnobody\b": "no user, no process",
+    r"\bthe very (?!first|last)": "the same, exactly the",
+    r"\bcompany\b": "batch",
+    r"\berrs\b": "is wrong",
+    r"\bto be had\b|\bbe had\b": "available",
+    r"\bwants\b": "needs",
+    r" but for ": "except",
+    r"\bgoes in the end\b": "is deleted at the end",
+    r"\bWho (?!comes)\w+s\b": "You can",
+    r"\bin words\b": "with the reason",
+    r"\bas there\b(?! (?:is|are))": "repeat the words",
+}
+"""Words of sentences that readers had to read twice, and what to write."""
+
+
+@pytest.mark.parametrize("page", [*sorted(DOCS.glob("*.md")), DOCS.parent / "README.md"], ids=lambda page: page.stem)
+def test_prose_is_plain(page: Path) -> None:
+    text = re.sub(r"^```.*?^```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    text = " ".join(text.split())
+    found = [
+        f"...{text[max(0, match.start() - 40) : match.end() + 30]}...: {better}"
+        for pattern, better in BETTER.items()
+        for match in re.finditer(pattern, text)
+    ]
+    assert not found, "\n".join(found)
