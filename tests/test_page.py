@@ -880,6 +880,18 @@ def test_a_key_is_asked_for(site: Site) -> None:
 
 
 @thorough
+def test_the_folder_is_shown_once_the_key_is_there(saving: Site) -> None:
+    saving.draw("a red apple")
+    saving.stub.key = "secret"
+    saving.another_browser()
+    saving.page.wait_for_selector("#key[open]")
+    assert saving.count(".tile") == 0
+    saving.page.fill("#key-value", "secret")
+    saving.page.press("#key-value", "Enter")
+    saving.page.wait_for_selector(".tile img[src^=blob]")
+
+
+@thorough
 def test_the_server_is_gone_and_comes_back(site: Site) -> None:
     site.page.route("**/*", lambda route: route.abort())
     site.draw("a red apple", wait=False)

@@ -178,7 +178,8 @@ _LIMITS = {
 
 def metrics() -> str:
     rows = []
-    for name, collector in Metrics().registry._names_to_collectors.items():
+    made: Mapping[str, Any] = Metrics().registry._names_to_collectors
+    for name, collector in made.items():
         if name == collector._name + ("_total" if collector._type == "counter" else ""):
             labels = ", ".join(f"`{label}`" for label in collector._labelnames)
             rows.append((f"`{name}`", collector._type, labels, collector._documentation))

@@ -161,13 +161,20 @@ class Stub:
             Route("/api/inspect", self.inspect, methods=["POST"]),
         ]
         if folder:
-            routes += history.routes(folder)
+            routes += [self.guarded(route) for route in history.routes(folder)]
         self.app = Starlette(routes=routes, exception_handlers={Rejected: refused})
         self.app.mount("/static", StaticFiles(directory=PAGE))
 
     def check(self, request: Request) -> None:
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
             raise Rejected(401, "invalid_api_key", "This server wants an API key.")
+
+    def guarded(self, route: Any) -> Route:
+        async def endpoint(request: Request) -> Response:
+            self.check(request)
+            return await route.endpoint(request)
+
+        return Route(route.path, endpoint, methods=route.methods)
 
     def found(self, request: Request) -> Job:
         self.check(request)

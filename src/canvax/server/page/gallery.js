@@ -55,7 +55,7 @@ async function loadOlder() {
 }
 
 /** Show the tiles, with as many images of the server's folder as there is room for. */
-async function renderAll() {
+export async function renderAll() {
   render();
   try {
     while (older !== null && listed().length < shown) {

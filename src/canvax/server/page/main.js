@@ -337,6 +337,7 @@ function prepareKey() {
   const tryAgain = async () => {
     $("key").close();
     if (!composer.hasModels()) await loadModels();
+    await gallery.renderAll();
     for (const task of tasks) if (task.why === "key") task.retry();
   };
   $("key-form").addEventListener("submit", (event) => {
@@ -361,6 +362,7 @@ function prepareConnection() {
     if (!connection.gone && before) {
       announce("The server is back");
       if (!composer.hasModels()) loadModels();
+      gallery.renderAll();
     }
     before = connection.gone;
   });
