@@ -87,6 +87,7 @@ lint: .venv/test-$(REFERENCE)
 
 # The documentation as a site, out/site/index.html; a link that leads nowhere is an error.
 docs: .venv/docs
+	$(BIN)/python docs/reference/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir out/site
 
 # Full-size models against PyTorch: minutes, and 14 GB of memory and of disk.

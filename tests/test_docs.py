@@ -13,7 +13,6 @@ import pytest
 from PIL import Image
 
 import canvax
-from canvax.familiar import flax_tables, tables
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -75,10 +74,3 @@ def test_tutorials(page: str, emoji: canvax.StableDiffusion, monkeypatch: pytest
         exec(block, names)
     images = [value for value in names.values() if isinstance(value, canvax.Result | Image.Image)]
     assert len(images) >= 2 - (page == "guidance")
-
-
-def test_the_table_of_names_is_that_of_the_code() -> None:
-    page = (ROOT / "docs" / "coming-from-diffusers.md").read_text(encoding="utf-8")
-    assert page.endswith(f"## All names\n\n{tables()}"), "write it anew: canvax.familiar.tables()"
-    page = (ROOT / "docs" / "migrating-from-diffusers-flax.md").read_text(encoding="utf-8")
-    assert page.endswith(f"## All names\n\n{flax_tables()}"), "write it anew: canvax.familiar.flax_tables()"

@@ -10,7 +10,9 @@ import re
 import shutil
 import threading
 import time
+import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ import pytest
 import uvicorn
 from PIL import Image
 
+from canvax.images.metadata import save_numbered
+from canvax.server import history
 from canvax.server.jobs import ControlCard, Rejected
 from tests.support.page_stub import PAGE, PaintedEngine, Stub, encoded
 
@@ -61,7 +65,7 @@ def test_every_file_that_is_named_exists() -> None:
 
 
 def test_it_is_small() -> None:
-    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 160_000
+    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 200_000
 
 
 def test_nothing_is_inline() -> None:
@@ -108,11 +112,22 @@ class Site:
     """The stub behind a port, and a page of it."""
 
     def __init__(self, stub: Stub, url: str, page: Any) -> None:
-        self.stub, self.url, self.page = stub, url, page
+        self.stub, self.url = stub, url
         self.faults: list[str] = []
+        self.use(page)
+
+    def use(self, page: Any) -> None:
+        self.page = page
         page.on("pageerror", lambda error: self.faults.append(str(error)))
         page.on("console", lambda message: "Content Security" in message.text and self.faults.append(message.text))
         self.open()
+
+    def another_browser(self) -> None:
+        browser, old = self.page.context.browser, self.page.context
+        context = browser.new_context()
+        context.set_default_timeout(15_000)
+        self.use(context.new_page())
+        old.close()
 
     def open(self) -> None:
         self.page.goto(self.url)
@@ -163,7 +178,19 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def site(chromium: Any) -> Iterator[Site]:
-    stub = Stub(PaintedEngine(pace=0.05))
+    with running(chromium, Stub(PaintedEngine(pace=0.05))) as site:
+        yield site
+
+
+@pytest.fixture
+def saving(chromium: Any, tmp_path: Path) -> Iterator[Site]:
+    """A server that saves images into a folder."""
+    with running(chromium, Stub(PaintedEngine(pace=0.05), folder=tmp_path / "out")) as site:
+        yield site
+
+
+@contextmanager
+def running(chromium: Any, stub: Stub) -> Iterator[Site]:
     server = uvicorn.Server(uvicorn.Config(stub.app, port=0, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -174,7 +201,7 @@ def site(chromium: Any) -> Iterator[Site]:
     context.set_default_timeout(15_000)
     site = Site(stub, f"http://127.0.0.1:{port}/", context.new_page())
     yield site
-    context.close()
+    site.page.context.close()
     server.should_exit = True
     thread.join(10)
     assert not site.faults
@@ -191,7 +218,7 @@ def test_draws_with_previews(site: Site) -> None:
     site.page.wait_for_selector('.tile.busy img[src^="data:image/jpeg"]', state="visible")
     assert "/ 4" in site.page.inner_text(".tile.busy .status")
     site.idle()
-    assert site.count(".tile[data-id] img.crisp") == 1
+    assert site.count(".tile[data-id] img") == 1
     assert site.stub.bodies[0]["previews"] is True
     assert "seed" not in site.stub.bodies[0]
 
@@ -242,6 +269,66 @@ def test_history_survives_a_reload(site: Site) -> None:
     site.page.fill("#search", "")
     site.page.click("#favourites")
     assert site.page.locator(".tile .caption").all_inner_texts() == ["a dog face"]
+
+
+@browser_only
+def test_history_is_the_folder_of_images(saving: Site) -> None:
+    """Another browser shows the same images; their settings, favourites, deletions and actions work there."""
+    site, folder = saving, saving.stub.folder
+    assert folder
+    for prompt in ("a red apple", "a dog face", "an old cat"):
+        site.draw(prompt)
+    captions = site.page.locator(".tile .caption")
+    before = captions.all_inner_texts()
+    site.open()
+    assert captions.all_inner_texts() == before  # each of them once
+    site.another_browser()
+    captions = site.page.locator(".tile .caption")
+    assert captions.all_inner_texts() == before
+    assert site.page.evaluate("document.querySelector('.tile img').naturalWidth") == 64
+    site.page.locator(".tile .open").nth(2).focus()
+    site.page.keyboard.press("r")
+    assert site.page.input_value("#prompt") == "a red apple"
+    label = site.page.locator(".tile .open").nth(2).get_attribute("aria-label")
+    assert label == f"a red apple, seed {site.page.input_value('#seed')}"
+    site.page.keyboard.press("Escape")
+    site.page.locator(".tile .open").nth(1).focus()
+    site.page.keyboard.press("Shift+V")
+    site.page.wait_for_selector(".tile[data-id] >> nth=3")
+    assert decoded(site.stub.bodies[-1]["image"]).size == (64, 64)
+    site.page.locator(".tile .open").nth(3).focus()
+    site.page.keyboard.press("Delete")
+    site.page.wait_for_selector(".toast >> text=folder")
+    assert len(list(folder.glob("*.png"))) == 3
+    site.page.keyboard.press("z")
+    site.page.wait_for_selector(".tile[data-id] >> nth=3")
+    site.page.wait_for_timeout(200)
+    assert len(list(folder.glob("*.png"))) == 4
+    site.page.locator(".tile .open").nth(3).focus()
+    site.page.keyboard.press("f")
+    site.page.wait_for_selector(".tile .favourite[aria-pressed=true]", state="attached")
+    site.open()
+    site.page.click("#favourites")
+    assert captions.all_inner_texts() == before[2:]
+
+
+@thorough
+def test_older_images_of_the_folder_come_when_they_are_asked_for(saving: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "PAGE", 7)
+    folder = saving.stub.folder
+    assert folder
+    folder.mkdir()
+    for number in range(80):
+        settings = {"prompt": "apple" if number else "the first pear", "seed": number}
+        os.utime(save_numbered(folder, Image.new("RGB", (8, 8)), settings, number), (number, number))
+    saving.open()
+    assert 60 <= saving.count(".tile") < 70
+    assert saving.page.inner_text("#history-count").endswith("+")
+    saving.page.fill("#search", "pear")
+    saving.page.wait_for_selector(".tile >> text=the first pear")
+    saving.page.fill("#search", "")
+    saving.page.click("#older")
+    assert saving.count(".tile") == 80
 
 
 @thorough
@@ -464,6 +551,84 @@ def test_hints_stand_below_the_prompt(site: Site) -> None:
     assert site.page.inner_text("#hints") == ""
 
 
+@browser_only
+def test_brackets_are_read_as_the_syntax_that_is_chosen(site: Site) -> None:
+    page = site.page
+    page.fill("#prompt", "a (red:1.5) apple")
+    assert "(red:1.5)" in page.inner_text("#syntax-note")
+    page.click("#syntax-use")
+    assert page.locator("#syntax-note").is_hidden()
+    site.draw("a (red:1.5) apple")
+    assert site.stub.bodies[-1]["options"] == {"prompt_syntax": "a1111"}
+    page.click("#more summary")
+    page.fill("#clip-skip", "2")
+    page.select_option("#syntax", "plain")
+    site.draw("a pear")
+    assert site.stub.bodies[-1]["options"] == {"clip_skip": 2}
+    page.locator(".tile .open").nth(1).focus()
+    page.keyboard.press("r")
+    assert (page.input_value("#syntax"), page.input_value("#clip-skip")) == ("a1111", "0")
+
+
+@thorough
+@pytest.mark.parametrize(
+    ("syntax", "text", "heavier", "lighter"),
+    [
+        ("plain", "a red apple", "a red (apple:1.1)", "a red (apple:0.9)"),
+        ("compel", "a red apple", "a red (apple)1.1", "a red (apple)0.9"),
+        ("a1111", "a (red apple:1.2)", "a (red apple:1.3)", "a (red apple:1.1)"),
+    ],
+)
+def test_arrows_change_the_weight_of_words(site: Site, syntax: str, text: str, heavier: str, lighter: str) -> None:
+    page = site.page
+    page.evaluate("for (const node of document.querySelectorAll('details')) node.open = true")
+    page.select_option("#syntax", syntax)
+    page.fill("#prompt", text)
+    page.press("#prompt", "End")
+    for _ in range(2 if text.endswith(")") else 0):
+        page.press("#prompt", "ArrowLeft")
+    if text.endswith(")"):
+        for _ in range(4):  # in front of the weight
+            page.press("#prompt", "ArrowLeft")
+    page.press("#prompt", "Control+ArrowUp")
+    assert page.input_value("#prompt") == heavier
+    assert page.input_value("#syntax") == ("a1111" if syntax == "plain" else syntax)
+    page.press("#prompt", "Control+ArrowDown")
+    page.press("#prompt", "Control+ArrowDown")
+    assert page.input_value("#prompt") == lighter
+    page.press("#prompt", "Control+z")
+    assert page.input_value("#prompt") != lighter
+
+
+@thorough
+def test_names_of_adapters_are_completed(site: Site) -> None:
+    page = site.page
+    page.click("#prompt")
+    page.keyboard.type("a fox <lora:i")
+    assert page.inner_text("#completions li") == "ink"
+    page.keyboard.press("Enter")
+    assert page.input_value("#prompt") == "a fox <lora:ink:1>"
+    assert page.locator("#completions").is_hidden()
+    assert not site.stub.bodies  # Enter has chosen the name and has not generated
+
+
+@thorough
+def test_selected_images_are_saved_as_one_zip(site: Site) -> None:
+    page = site.page
+    for prompt in ("an apple", "an apple", "a pear"):
+        site.draw(prompt)
+    page.locator(".tile .open").first.focus()
+    page.keyboard.press("x")
+    page.click("#selection-all")
+    with page.expect_download() as download:
+        page.click("#selection-save")
+    with zipfile.ZipFile(download.value.path()) as archive:
+        assert archive.testzip() is None
+        assert len(set(archive.namelist())) == 3
+        with archive.open(archive.namelist()[0]) as file:
+            assert Image.open(file).size == (64, 64)
+
+
 @thorough
 def test_the_keys_of_the_prompt_are_listed(site: Site) -> None:
     site.page.click("#open-help")
@@ -502,7 +667,8 @@ def test_a_dropped_image_brings_its_settings(site: Site) -> None:
     assert site.page.get_attribute("#seed-lock", "aria-pressed") == "true"
     data = encoded(Image.new("RGB", (64, 64)), "png", {"prompt": "a fox", "options": {"clip_skip": 1}})
     site.page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
-    site.page.wait_for_selector("text=clip_skip")  # which the form does not have
+    site.page.wait_for_selector("#more-text >> text=clip skip", state="attached")
+    assert site.page.input_value("#clip-skip") == "1"
     site.drop("body", Image.new("RGB", (64, 64)))
     site.page.wait_for_selector("#input", state="visible")
     assert site.page.locator("#drop").is_hidden()
@@ -530,12 +696,14 @@ def test_adapters_and_images_beside_the_prompt(site: Site) -> None:
         page.fill(f"#{kind}-scale", "0.5")
     page.select_option("#control-network", "all")
     page.select_option("#control-type", "canny")
+    page.select_option("#control-from", "canny")
     page.select_option("#image-prompt-network", "plus-face")
     assert (page.inner_text("#adapters-text"), page.inner_text("#control-text")) == ("ink 0.6", "canny 0.5")
     assert page.inner_text("#image-prompt-text") == "plus-face 0.5"
     site.draw("a red apple")
     body = site.stub.bodies[0]
     assert (body["adapters"], body["control_scale"], body["control"][0]) == ({"ink": 0.6}, 0.5, None)
+    assert body["control_from"] == "canny"
     assert decoded(body["control"][1]["canny"]).size == (64, 64)  # cropped, as an input image is
     assert {**body["image_prompt"], "image": None} == {"scale": 0.5, "adapter": 1, "image": None}
     assert decoded(body["image_prompt"]["image"]).size == (1024, 512)  # whole, as the pipeline has it
@@ -712,6 +880,18 @@ def test_a_key_is_asked_for(site: Site) -> None:
 
 
 @thorough
+def test_the_folder_is_shown_once_the_key_is_there(saving: Site) -> None:
+    saving.draw("a red apple")
+    saving.stub.key = "secret"
+    saving.another_browser()
+    saving.page.wait_for_selector("#key[open]")
+    assert saving.count(".tile") == 0
+    saving.page.fill("#key-value", "secret")
+    saving.page.press("#key-value", "Enter")
+    saving.page.wait_for_selector(".tile img[src^=blob]")
+
+
+@thorough
 def test_the_server_is_gone_and_comes_back(site: Site) -> None:
     site.page.route("**/*", lambda route: route.abort())
     site.draw("a red apple", wait=False)
@@ -775,6 +955,7 @@ def test_a_refused_setting_is_pointed_at(site: Site) -> None:
     site.page.wait_for_selector("#form-error >> text=steps=20 is too many.")
     assert site.page.get_attribute("#steps-number", "aria-invalid") == "true"
     assert site.page.evaluate("document.activeElement.id") == "steps-number"
+    assert site.page.locator(".field:has(#steps-number) #form-error").is_visible()
     assert site.count(".tile") == 0
     assert site.count(".toast") == 0  # it is said once, in the form
 

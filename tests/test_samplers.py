@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -523,30 +521,6 @@ def test_tables_are_quick_to_build() -> None:
             times.append(time.process_time() - start)
             assert isinstance(table, SamplerTable)
         assert statistics.median(times) < 0.02, name
-
-
-def table_of_names() -> str:
-    """The samplers of the catalogue, as the page of samplers lists them."""
-    rows = []
-    for spec in SAMPLERS:
-        diffusers = (spec.diffusers_class or "").removesuffix("Scheduler")
-        groups = (spec.k_diffusion, *spec.also), (spec.comfyui,), (diffusers,)
-        code = [", ".join(f"`{name}`" for name in group if name) for group in groups]
-        random = "yes" if spec.stochastic else ""
-        rows.append([f"`{spec.name}`", spec.label, *code, spec.order, spec.evaluations, random])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
-def test_the_docs_list_the_samplers() -> None:
-    """``CANVAX_WRITE_GOLDEN=1 pytest tests/test_samplers.py`` writes the table again."""
-    page = Path(__file__).parent.parent / "docs" / "samplers.md"
-    text = page.read_text(encoding="utf-8")
-    first = text.index("| `", text.index("| canvax | A1111"))
-    end = text.index("\n\n", first) + 1
-    if os.environ.get("CANVAX_WRITE_GOLDEN"):
-        page.write_text(text[:first] + table_of_names() + text[end:], encoding="utf-8")
-    else:
-        assert text[first:end] == table_of_names()
 
 
 @pytest.mark.parametrize("spec", SAMPLERS, ids=lambda spec: spec.name)

@@ -175,6 +175,9 @@ def test_two_files_of_one_name(folder: Path, emoji: canvax.StableDiffusion, tmp_
     (tmp_path / "deep").mkdir()
     for name, source in (("ink", "ink"), ("deep/ink", "clay"), ("deep/wool", "wool")):
         (tmp_path / f"{name}.safetensors").write_bytes((folder / f"{source}.safetensors").read_bytes())
+    write(tmp_path / "word.safetensors", {"emb_params": np.ones((2, 160), np.float32)})
+    wide = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn2_to_k.lora_down.weight"
+    write(tmp_path / "of-another-model.safetensors", {wide: np.ones((4, 768), np.float32)})
     shelf = AdapterCache(emoji.model, emoji.mesh, AdapterSettings(tmp_path, places=PLACES))
     assert {card.name for card in shelf.cards()} == {"./ink", "deep/ink", "wool"}
     with pytest.raises(Rejected) as fault:

@@ -104,7 +104,7 @@ def test_every_field_reaches_the_engine(site: Web) -> None:
         "guidance_scale": 2.5, "sampler": "euler_a", "seed": 5, "image": b64(picture()),
         "mask": b64(picture(colour="white")), "strength": 0.5, "upscale": 2.0, "format": "webp",
         "quality": 80, "previews": True, "metadata": False, "seconds": 60, "options": {"clip_skip": 1},
-        "adapters": {"ink": 0.5, "clay": {"unet": 1.0}}, "control": {"depth": b64(picture())},
+        "adapters": {"ink": 0.5, "clay": {"unet": 1.0}}, "control": {"depth": b64(picture())}, "control_from": "invert",
         "control_scale": [0.5], "control_start": 0.1, "control_end": 0.9, "control_mode": "guess",
         "image_prompt": {"image": b64(picture()), "scale": 0.5, "mask": b64(picture(colour="white")), "adapter": 1},
         "references": [b64(picture(colour="blue"))],
@@ -113,7 +113,17 @@ def test_every_field_reaches_the_engine(site: Web) -> None:
     site.submit(**body)
     ask = site.engine.asks[-1]
     control = {name: body[name] for name in ("control_scale", "control_start", "control_end", "control_mode")}
-    for name in set(body) - {"image", "references", "mask", "previews", "options", "control", "image_prompt", *control}:
+    for name in set(body) - {
+        "image",
+        "references",
+        "mask",
+        "previews",
+        "options",
+        "control",
+        "control_from",
+        "image_prompt",
+        *control,
+    }:
         assert getattr(ask, name) == body[name], name
     assert ask.options == {"clip_skip": 1, **control}
     assert ask.control["depth"].size == (64, 64)
@@ -125,6 +135,13 @@ def test_every_field_reaches_the_engine(site: Web) -> None:
     assert ask.mask is not None
     assert (ask.image.mode, ask.image.size, ask.mask.mode, ask.mask.size) == ("RGB", (64, 64), "L", (64, 64))
     assert (ask.previews, ask.client, ask.once) == (jobs_api.PREVIEWS, "", None)
+
+
+def test_a_control_image_is_made_of_an_image(site: Web) -> None:
+    site.submit(control=[b64(picture()), None], control_from="threshold")
+    control = site.engine.asks[-1].control
+    assert control[1] is None
+    assert set(control[0].convert("L").tobytes()) <= {0, 255}
 
 
 def test_images_for_a_model_that_edits(site: Web, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +199,8 @@ def test_images_are_turned_as_their_exif_says(site: Web, api: str) -> None:
         ({"prompt": "x", "hires": 2}, "hires"),
         ({"prompt": "x", "negative_prompt": "y", "guidance_scale": 1}, "negative_prompt"),
         ({"prompt": "x", "control_scale": 1, "options": {"control_scale": 2}}, "control_scale"),
+        ({"prompt": "x", "control_from": "canny"}, "control_from"),
+        ({"prompt": "x", "control": b64(picture()), "control_from": "edges"}, "control_from"),
     ],
 )
 def test_wrong_fields_are_named(site: Web, body: dict[str, Any], param: str) -> None:

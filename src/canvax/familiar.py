@@ -278,7 +278,7 @@ def _with_value(name: str, value: Any) -> str:
 
 
 def tables() -> str:
-    """All names as Markdown, the last section of ``docs/coming-from-diffusers.md``."""
+    """All names as Markdown, for ``docs/reference``."""
     return as_markdown(
         ("Arguments of a call", CALL, ""),
         ("Arguments of `canvax.load`", LOAD, ""),
@@ -287,7 +287,7 @@ def tables() -> str:
 
 
 def flax_tables() -> str:
-    """All names of :mod:`canvax.flax_api`, the last section of ``docs/migrating-from-diffusers-flax.md``."""
+    """All names of :mod:`canvax.flax_api` as Markdown, for ``docs/reference``."""
     return as_markdown(
         ("Names of the module", FLAX, ""),
         ("Arguments of a call", FLAX_CALL, ""),

@@ -18,10 +18,12 @@ from typing import Any
 from PIL import Image, ImageDraw, PngImagePlugin
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
+from canvax.images.metadata import save_numbered
+from canvax.server import history
 from canvax.server.jobs import (
     MEDIA_TYPES,
     Changed,
@@ -69,7 +71,10 @@ class PaintedEngine(StubEngine):
     Attributes:
         paint: the finished image.
         turn: held by the job that is drawn, so that others queue.
+        folder: into which finished images are saved, or None.
     """
+
+    folder: Path | None = None
 
     def __init__(self, *, pace: float = 0.0, paint: Paint = spot) -> None:
         super().__init__(pace=pace)
@@ -106,6 +111,10 @@ class PaintedEngine(StubEngine):
                 "height": picture.height, "guidance_scale": job.request.guidance_scale or 7.5,
             }  # fmt: skip
             picture.data = encoded(image, job.request.format, settings)
+            if self.folder:
+                self.folder.mkdir(exist_ok=True)
+                saved = {**settings, "num_inference_steps": steps, "options": dict(job.request.options)}
+                picture.file = save_numbered(self.folder, image.convert("RGB"), saved, picture.seed).name
             picture.status = Status.DONE
             self.book.finished(job, picture.index)
 
@@ -129,10 +138,12 @@ class Stub:
         ip_adapters: names of those that read image prompts.
         hints: what is said of each job that is accepted.
         starting: what is said until the models are there, once each.
+        folder: into which images are saved, and which the page shows.
     """
 
-    def __init__(self, engine: PaintedEngine, *, key: str | None = None) -> None:
-        self.engine, self.key = engine, key
+    def __init__(self, engine: PaintedEngine, *, key: str | None = None, folder: Path | None = None) -> None:
+        self.engine, self.key, self.folder = engine, key, folder
+        engine.folder = folder
         self.bodies: list[dict[str, Any]] = []
         self.controls: tuple[ControlCard, ...] = ()
         self.ip_adapters: tuple[str, ...] = ()
@@ -149,12 +160,21 @@ class Stub:
             Route("/api/jobs/{id}/images/{index:int}", self.image),
             Route("/api/inspect", self.inspect, methods=["POST"]),
         ]
+        if folder:
+            routes += [self.guarded(route) for route in history.routes(folder)]
         self.app = Starlette(routes=routes, exception_handlers={Rejected: refused})
         self.app.mount("/static", StaticFiles(directory=PAGE))
 
     def check(self, request: Request) -> None:
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
             raise Rejected(401, "invalid_api_key", "This server wants an API key.")
+
+    def guarded(self, route: Any) -> Route:
+        async def endpoint(request: Request) -> Response:
+            self.check(request)
+            return await route.endpoint(request)
+
+        return Route(route.path, endpoint, methods=route.methods)
 
     def found(self, request: Request) -> Job:
         self.check(request)
@@ -164,7 +184,9 @@ class Stub:
         return job
 
     async def page(self, request: Request) -> Response:
-        return FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": POLICY})
+        html = (PAGE / "index.html").read_text()
+        html = html.replace("<body>", "<body data-history>") if self.folder else html
+        return HTMLResponse(html, headers={"Content-Security-Policy": POLICY})
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -187,14 +209,16 @@ class Stub:
         body = await request.json()
         self.bodies.append(dict(body))
         for name in body:
-            if name not in MAY_BE_ASKED | {"control_scale"}:
+            if name not in MAY_BE_ASKED | {"control_scale", "control_from"}:
                 raise Rejected(422, "unknown_field", f"{name} is not a field of a job.", param=name)
         if not body.get("prompt") and not body.get("upscale"):
             raise Rejected(422, "invalid_value", "prompt is empty; say what to show.", param="prompt")
         for name in ("image", "mask"):
             if body.get(name):
                 body[name] = opened(body[name])
-        body["options"] = {"control_scale": body.pop("control_scale")} if "control_scale" in body else {}
+        scale = {"control_scale": body.pop("control_scale")} if "control_scale" in body else {}
+        body["options"] = {**body.get("options", {}), **scale}
+        body.pop("control_from", None)
         if body.get("seed") in (None, -1):
             body["seed"] = random.randrange(2**32)
         once = request.headers.get("idempotency-key")
@@ -246,7 +270,7 @@ def told(job: Job) -> dict[str, Any]:
 
 
 def shown(job: Job, picture: Picture) -> dict[str, Any]:
-    names = ("index", "status", "step", "steps", "seed", "width", "height")
+    names = ("index", "status", "step", "steps", "seed", "width", "height", "file")
     url = f"/api/jobs/{job.id}/images/{picture.index}" if picture.data else None
     return {name: getattr(picture, name) for name in names} | {"url": url}
 

@@ -100,6 +100,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         max_body=_check_body(arguments.max_body),
         rate=arguments.rate,
         page=not arguments.no_page,
+        history=output if opens_page else None,
     )
     with listen(arguments.host, arguments.port, spare=opens_page) as listener:
         _log_to_stderr(quiet=arguments.quiet)

@@ -148,11 +148,9 @@ _OTHERS = {
 
 def metadata_in(file: BinaryIO, path: Path) -> dict[str, Any]:
     """Reads the metadata of an open file, like ``read_metadata``; errors name ``path``."""
-    from canvax.images.formats import INFOTEXT, JSON_TEXT, exif_texts
+    from canvax.images.formats import INFOTEXT, JSON_TEXT
 
-    is_png = file.read(len(_SIGNATURE)) == _SIGNATURE
-    file.seek(0)
-    texts = dict(_texts(file, path, (JSON_TEXT, INFOTEXT))) if is_png else exif_texts(file, path)
+    texts = _texts_of(file, path)
     if (metadata := _canvax_metadata(texts.get(JSON_TEXT))) is not None:
         return metadata
     if texts.get(INFOTEXT, "").strip():
@@ -168,6 +166,26 @@ def metadata_in(file: BinaryIO, path: Path) -> dict[str, Any]:
         f"{path}: holds no description of how it was made (no text 'parameters' or 'canvax'); editors and web sites "
         "often remove it, so use the file as it was first saved"
     )
+
+
+def canvax_metadata_in(file: BinaryIO, path: Path) -> dict[str, Any] | None:
+    """Reads the metadata of an open file; returns None if canvax did not write it.
+
+    Raises:
+        InputError: the file is not a PNG, JPEG or WebP, or is damaged.
+    """
+    from canvax.images.formats import JSON_TEXT
+
+    return _canvax_metadata(_texts_of(file, path).get(JSON_TEXT))
+
+
+def _texts_of(file: BinaryIO, path: Path) -> dict[str, str]:
+    """Reads the texts in which programs store settings."""
+    from canvax.images.formats import INFOTEXT, JSON_TEXT, exif_texts
+
+    is_png = file.read(len(_SIGNATURE)) == _SIGNATURE
+    file.seek(0)
+    return dict(_texts(file, path, (JSON_TEXT, INFOTEXT))) if is_png else exif_texts(file, path)
 
 
 def check_kinds(path: Path, metadata: Mapping[str, Any]) -> None:

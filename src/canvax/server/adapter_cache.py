@@ -27,6 +27,7 @@ from canvax.pipelines.texts import tags_of
 from canvax.pipelines.unmerged import COUNT, Bank, Packed, Shares, Weights, bucket
 from canvax.server.jobs import AdapterCard, Rejected, invalid
 from canvax.weights.adapter_names import Module, module_table, split_name
+from canvax.weights.identify import LORA, family_of
 from canvax.weights.location import Location
 from canvax.weights.lora import read_adapter
 from canvax.weights.open import LORA_FILES, find_adapter
@@ -139,6 +140,7 @@ class AdapterCache:
     def __init__(self, model: Model, mesh: Mesh, settings: AdapterSettings) -> None:
         self._model, self._settings = model, settings
         self._entries: OrderedDict[Path, tuple[float, Entry]] = OrderedDict()
+        self._fitting: dict[Path, tuple[float, bool]] = {}
         self._reading = threading.Lock()
         self.refresh()
         ranks, layers = _looked_at(model, self._files.paths.values())
@@ -164,9 +166,22 @@ class AdapterCache:
         )
 
     def cards(self) -> list[AdapterCard]:
-        """Counts and sizes of the files, for clients."""
+        """The files that can be adapters of this model by their headers, for clients."""
         files = self._files
-        return [AdapterCard(name, files.aliases[name] or name, path.name) for name, path in files.paths.items()]
+        cards = [AdapterCard(name, files.aliases[name] or name, path.name) for name, path in files.paths.items()]
+        return [card for card in cards if self._fits(files.paths[card.name])]
+
+    def _fits(self, path: Path) -> bool:
+        """Whether a file has the names of an adapter and reads text of this model's width."""
+        try:
+            changed = path.stat().st_mtime
+            if self._fitting.get(path, (0.0, False))[0] != changed:
+                shapes = {entry.name: entry.shape for entry in open_safetensors(path, plain_names=False)}
+                width = family_of(shapes)[1]
+                self._fitting[path] = changed, LORA.is_this(shapes) and width in (0, self._model.text.width)
+        except (CheckpointError, OSError):
+            return False
+        return self._fitting[path][1]
 
     def read(self, name: str) -> Entry:
         """An adapter by its name, or the one that its trainer gave it. No path is made of a name.

@@ -6,6 +6,7 @@ import mimetypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from types import ModuleType
 
 from starlette.applications import Starlette
@@ -15,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from canvax.server import a1111, huggingface, jobs_api, openai
+from canvax.server import a1111, history, huggingface, jobs_api, openai
 from canvax.server.answers import encoded, json_answer, request_id_of
 from canvax.server.guard import Guard, Rules, allowed_hosts, failed
 from canvax.server.jobs import Engine, Rejected, State
@@ -23,6 +24,8 @@ from canvax.server.keys import Keys
 from canvax.server.metrics import CONTENT_TYPE, Metrics
 from canvax.server.openapi import description
 from canvax.server.rates import Rated, Rates
+
+APIS = (jobs_api, openai, a1111, huggingface)
 
 _APIS: dict[str, ModuleType] = {
     "/api/": jobs_api, "/v1/": openai, "/images/": openai, "/openai/": openai, "/sdapi/": a1111,
@@ -48,6 +51,7 @@ class Settings:
         max_body: bytes of a body with images.
         rate: images a minute for each key, or for all without keys; None for no limit.
         page: whether there is a page.
+        history: the folder of images that the page shows; None for none.
     """
 
     keys: Keys | None = None
@@ -57,6 +61,7 @@ class Settings:
     max_body: int = 32 << 20
     rate: float | None = None
     page: bool = True
+    history: Path | None = None
 
 
 def create_app(
@@ -77,9 +82,11 @@ def create_app(
         more: gives further routes.
     """
     engine = Rated(engine, Rates(settings.rate)) if settings.rate else engine
-    apis = (jobs_api, openai, a1111, huggingface)
-    routes = [*_operations(state, metrics, apis), *(_page() if settings.page else [])]
-    routes += [route for api in apis for route in api.routes(engine)]
+    described = description(
+        {path: body for api in APIS for path, body in api.BODIES.items()}, history=settings.history is not None
+    )
+    routes = [*_operations(state, metrics, encoded(described)), *(_page(settings.history) if settings.page else [])]
+    routes += [route for api in APIS for route in api.routes(engine)]
     routes += more(engine) if more else []
 
     async def refused(request: Request, error: Exception) -> Response:
@@ -123,9 +130,7 @@ def wrong(path: str) -> Callable[[Rejected, str], Response]:
     return (whole or next((api for prefix, api in _APIS.items() if path.startswith(prefix)), jobs_api)).error
 
 
-def _operations(state: Callable[[], State], metrics: Metrics, apis: tuple[ModuleType, ...]) -> list[BaseRoute]:
-    described = encoded(description({path: body for api in apis for path, body in api.BODIES.items()}))
-
+def _operations(state: Callable[[], State], metrics: Metrics, described: bytes) -> list[BaseRoute]:
     async def health(_: Request) -> Response:
         failed = state() is State.FAILED
         return json_answer({"status": "failed" if failed else "ok"}, status=503 if failed else 200)
@@ -144,10 +149,12 @@ def _operations(state: Callable[[], State], metrics: Metrics, apis: tuple[Module
     return [Route(path, endpoint, methods=["GET"]) for path, endpoint in endpoints.items()]
 
 
-def _page() -> list[BaseRoute]:
+def _page(images: Path | None) -> list[BaseRoute]:
     """The page and its files, read once: names of a client's never reach the file system."""
     folder = files("canvax.server") / "page"
     contents = {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.is_file()}
+    if images is not None:
+        contents["index.html"] = contents["index.html"].replace(b"<body>", b"<body data-history>")
     headers = {"Cache-Control": "no-cache"}
 
     async def index(_: Request) -> Response:
@@ -160,4 +167,8 @@ def _page() -> list[BaseRoute]:
         kind = "text/javascript" if name.endswith(".js") else mimetypes.guess_type(name)[0]
         return Response(contents[name], headers=headers, media_type=kind or "application/octet-stream")
 
-    return [Route("/", index, methods=["GET"]), Route("/static/{name}", static, methods=["GET"])]
+    routes: list[BaseRoute] = [
+        Route("/", index, methods=["GET"]),
+        Route("/static/{name}", static, methods=["GET"]),
+    ]
+    return [*routes, *(history.routes(images) if images is not None else ())]

@@ -180,6 +180,7 @@ class Picture:
         status: how far it is.
         data: the file, once it is done.
         metadata: the settings that give it again, as in ``canvax.Result.metadata``.
+        file: its name in the server's folder of images; None if it is not saved there.
     """
 
     index: int
@@ -191,6 +192,7 @@ class Picture:
     status: Status = Status.QUEUED
     data: bytes | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -372,6 +374,7 @@ class ModelCard:
         max_steps: likewise.
         tasks: "text-to-image", "image-to-image", "inpainting", "upscaling", "editing".
         examples: prompts that it is good at.
+        styles: words that choose its style, written as ", STYLE style" behind a prompt.
         created: unix seconds.
         sha256: of its configs, weights' names and sizes; what AUTOMATIC1111 calls the hash.
         controls: the networks that read control images, in their order.
@@ -395,6 +398,7 @@ class ModelCard:
     sha256: str
     controls: tuple[ControlCard, ...] = ()
     ip_adapters: tuple[str, ...] = ()
+    styles: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

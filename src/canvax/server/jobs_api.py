@@ -16,7 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from canvax.errors import InputError
+from canvax.errors import InputError, nearest
+from canvax.images.maps import SETTINGS as MAPS
+from canvax.images.maps import control_map
 from canvax.images.metadata import metadata_in
 from canvax.pipelines.control import OPTIONS
 from canvax.pipelines.references import MOST
@@ -101,6 +103,7 @@ class NewJob(Struct, forbid_unknown_fields=True):
     strength: Fraction | None = None
     upscale: Annotated[float, Meta(ge=1, le=16)] | None = None
     control: bool | str | Typed | Annotated[list[str | Typed | None], Meta(max_length=8)] | None = None
+    control_from: Text | None = None
     control_scale: float | Annotated[list[float], Meta(max_length=8)] | None = None
     control_start: float | Annotated[list[float], Meta(max_length=8)] | None = None
     control_end: float | Annotated[list[float], Meta(max_length=8)] | None = None
@@ -210,7 +213,7 @@ def job_json(job: Job) -> dict[str, Any]:
 
 
 def _picture_json(job: Job, picture: Picture) -> dict[str, Any]:
-    names = ("index", "status", "step", "steps", "seed", "width", "height")
+    names = ("index", "status", "step", "steps", "seed", "width", "height", "file")
     return {name: getattr(picture, name) for name in names} | {"url": _url(job, picture)}
 
 
@@ -224,7 +227,7 @@ def _rounded(seconds: float | None) -> float | None:
 
 def _card(card: ModelCard, *, default: bool) -> dict[str, Any]:
     names = ("native", "sizes", "any_size", "size_step", "steps", "guidance_scale", "sampler", "max_images",
-             "max_steps", "tasks", "examples", "family")  # fmt: skip
+             "max_steps", "tasks", "examples", "styles", "family")  # fmt: skip
     fields = {name: getattr(card, name) for name in names}
     controls = [{"name": network.name, "kind": network.kind, "types": network.types} for network in card.controls]
     fields |= {"controls": controls, "ip_adapters": card.ip_adapters}
@@ -255,6 +258,8 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequ
             raise Rejected(400, "invalid_value", f"mask has {sizes}; they must be of the same size", param="mask")
     pixels = Pixels()
     control, image_prompt = _control(body.control, pixels), _image_prompt(body.image_prompt, pixels)
+    if body.control_from is not None:
+        control = _mapped(control, body.control_from)
     width, height = body.width, body.height
     fits = card.any_size or body.upscale is not None
     seen = _first(control) if image is None else image
@@ -300,6 +305,25 @@ def _control(value: Any, pixels: Pixels) -> Any:
     if isinstance(value, bool):
         return value or None
     return None if value is None else pixels.read("control", value)
+
+
+def _mapped(control: Any, kind: str) -> Any:
+    """Control images made of the images that were sent, such as their edges.
+
+    Raises:
+        Rejected: there is no such kind, or no image.
+    """
+    if isinstance(control, list):
+        return [None if entry is None else _mapped(entry, kind) for entry in control]
+    if isinstance(control, dict):
+        return {label: _mapped(image, kind) for label, image in control.items()}
+    if not isinstance(control, Image.Image):
+        raise Rejected(400, "invalid_value", "control_from: needs a control image", param="control_from")
+    try:
+        return control_map(kind, control)
+    except InputError:
+        message = f"control_from: {nearest(kind, list(MAPS))}"
+        raise Rejected(400, "invalid_value", message, param="control_from") from None
 
 
 def _first(control: Any) -> Image.Image | None:
@@ -361,7 +385,7 @@ def _as_sent(job: Job, event: Event) -> bytes:
 
 
 def _image_json(job: Job, picture: Picture) -> dict[str, Any]:
-    names = ("index", "seed", "width", "height")
+    names = ("index", "seed", "width", "height", "file")
     return {name: getattr(picture, name) for name in names} | {"url": _url(job, picture)}
 
 
@@ -369,39 +393,47 @@ def _inspected(data: bytes) -> bytes:
     """How an image says it was made, as a job that makes it again; no pixel is decoded."""
     try:
         metadata = metadata_in(io.BytesIO(data), Path("the image"))
-        grid = metadata.get("grid")
-        recorded = grid[0] if isinstance(grid, list) and grid and isinstance(grid[0], dict) else metadata
-        fields = {ours: recorded[name] for name, ours in _FIELDS.items() if recorded.get(name) not in (None, "", {})}
-        if isinstance(enlarged := recorded.get("upscale"), dict):  # its size is that of the image, so many times
-            fields = {name: value for name, value in fields.items() if name not in ("width", "height")}
-            fields["upscale"] = enlarged.get("scale")
-        if isinstance(adapters := recorded.get("adapters"), dict):
-            fields["adapters"] = {
-                name: entry.get("weight") for name, entry in adapters.items() if isinstance(entry, dict)
-            }
-        options = fields.get("options")
-        left_out = []
-        if isinstance(options, dict):
-            left_out = [name for name in options if name in NOT_OFFERED]
-            fields["options"] = {name: value for name, value in options.items() if name not in left_out}
-        settings = {name: value for name, value in fields.items() if value != {} and _fits(name, value)}
-        missing = [name for name in fields if name not in settings and fields[name] != {}]
-        missing += [f"options.{name}" for name in left_out]
-        missing += [name for name in ("image", "mask", "control") if f"{name}_sha256" in recorded]
-        missing += ["image_prompt"] if "image_prompts" in recorded else []
-        missing += ["image"] if "references_sha256" in recorded else []
-        if recorded.get("noise") == "given":
-            missing.append("latents")
-        other = recorded.get("other")
-        missing += [f"{name}: {value}" for name, value in other.items()] if isinstance(other, dict) else []
         # Not by msgspec: prompts may hold what UTF-8 cannot, and Python writes that as escapes.
-        return json.dumps({"settings": settings, "missing": missing, "metadata": recorded}).encode()
+        return json.dumps({**as_job(metadata), "metadata": recorded_in(metadata)}).encode()
     except InputError as unknown:
         inside = data.lstrip()[:1] in (b"{", b"-")  # JSON, a form
         cure = "; send the bytes of its file as the body, with nothing around them" if inside or not data else ""
         raise Rejected(400, "no_settings", f"{unknown}{cure}") from None
     except (ValueError, RecursionError):
         raise Rejected(400, "no_settings", "the image: holds settings that cannot be read") from None
+
+
+def recorded_in(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The settings of an image; of a grid those of its first one."""
+    grid = metadata.get("grid")
+    return grid[0] if isinstance(grid, list) and grid and isinstance(grid[0], dict) else metadata
+
+
+def as_job(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Metadata as ``settings``, fields of a job that makes the image again, and ``missing``, names of the rest."""
+    recorded = recorded_in(metadata)
+    fields = {ours: recorded[name] for name, ours in _FIELDS.items() if recorded.get(name) not in (None, "", {})}
+    if isinstance(enlarged := recorded.get("upscale"), dict):  # its size is that of the image, so many times
+        fields = {name: value for name, value in fields.items() if name not in ("width", "height")}
+        fields["upscale"] = enlarged.get("scale")
+    if isinstance(adapters := recorded.get("adapters"), dict):
+        fields["adapters"] = {name: entry.get("weight") for name, entry in adapters.items() if isinstance(entry, dict)}
+    options = fields.get("options")
+    left_out = []
+    if isinstance(options, dict):
+        left_out = [name for name in options if name in NOT_OFFERED]
+        fields["options"] = {name: value for name, value in options.items() if name not in left_out}
+    settings = {name: value for name, value in fields.items() if value != {} and _fits(name, value)}
+    missing = [name for name in fields if name not in settings and fields[name] != {}]
+    missing += [f"options.{name}" for name in left_out]
+    missing += [name for name in ("image", "mask", "control") if f"{name}_sha256" in recorded]
+    missing += ["image_prompt"] if "image_prompts" in recorded else []
+    missing += ["image"] if "references_sha256" in recorded else []
+    if recorded.get("noise") == "given":
+        missing.append("latents")
+    other = recorded.get("other")
+    missing += [f"{name}: {value}" for name, value in other.items()] if isinstance(other, dict) else []
+    return {"settings": settings, "missing": missing}
 
 
 def _fits(field: str, value: Any) -> bool:

@@ -36,6 +36,7 @@ from canvax.server.group import Group
 from canvax.server.jobs import Job, JobRequest, ModelCard, Rejected
 from canvax.server.policy import PATIENCE, Groups
 from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, sample
+from canvax.tokenizers.concepts import STYLES
 
 _FAMILIES = {"sd": "Stable Diffusion", "sdxl": "Stable Diffusion XL"}
 
@@ -280,6 +281,7 @@ class ServedModel:
             sha256=hashlib.sha256(config.encode()).hexdigest(),
             controls=controls,
             ip_adapters=ip_adapters,
+            styles=STYLES if concepts else (),
         )
 
 

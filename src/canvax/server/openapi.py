@@ -34,6 +34,15 @@ _FILES = {"type": "object", "properties": {"image": _FILE, "mask": _FILE}, "requ
 """Of a form, beside its fields."""
 _BYTES = ("/api/inspect",)
 _ACCEPTED = ("/api/jobs",)
+_POSTS = {
+    "/api/jobs": "Begin a job.",
+    "/v1/images/generations": "Images of a prompt, as OpenAI's clients ask.",
+    "/v1/images/edits": "Images of a prompt and an image, as OpenAI's clients ask.",
+    "/sdapi/v1/txt2img": "Images of a prompt, as A1111's clients ask.",
+    "/sdapi/v1/img2img": "Images of a prompt and an image, as A1111's clients ask.",
+    "/sdapi/v1/options": "Choose the model, as A1111's clients do.",
+    "/sdapi/v1/png-info": "How an image was made, as A1111's clients read it.",
+}
 _GETS = {
     "/api/models": "Models and samplers.",
     "/api/jobs/{name}": "A job.",
@@ -49,14 +58,25 @@ _GETS = {
     "/ready": "Whether it can generate.",
     "/metrics": "Prometheus metrics.",
 }
+_HISTORY = {
+    (
+        "/api/images",
+        "get",
+    ): "Images in the folder of `canvax ui`, 60 at a time, newest first; `after` is `next` of the answer before.",
+    ("/api/images/{name}", "get"): "One of these images.",
+    ("/api/images/{name}", "delete"): "Move it into the folder `deleted`.",
+    ("/api/images/{name}", "post"): "Move it back.",
+}
+"""What a server with a page over a folder of images has as well."""
 _NUMBERS = ("index",)
 
 
-def description(bodies: Mapping[str, type[Struct]]) -> dict[str, Any]:
+def description(bodies: Mapping[str, type[Struct]], *, history: bool = False) -> dict[str, Any]:
     """An OpenAPI 3.1 document.
 
     Args:
         bodies: the record that checks what is posted to each path.
+        history: whether the server shows a folder of images.
     """
     schemas, components = msgspec.json.schema_components(bodies.values(), ref_template="#/components/schemas/{name}")
     for component in components.values():
@@ -66,7 +86,9 @@ def description(bodies: Mapping[str, type[Struct]]) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for (path, body), schema in zip(bodies.items(), schemas, strict=True):
         kind = "multipart/form-data" if path in _FORMS else "application/json"
-        posted = _operation((body.__doc__ or "").split("\n")[0], path, "202" if path in _ACCEPTED else "200")
+        posted = _operation(
+            _POSTS.get(path, (body.__doc__ or "").split("\n")[0]), path, "202" if path in _ACCEPTED else "200"
+        )
         schema = {"allOf": [schema, _FILES]} if path in _FORMS else schema
         posted["requestBody"] = {"required": True, "content": {kind: {"schema": schema}}}
         paths[path] = {"post": posted}
@@ -77,6 +99,8 @@ def description(bodies: Mapping[str, type[Struct]]) -> dict[str, Any]:
     for path, what in _GETS.items():
         paths.setdefault(path, {})["get"] = _operation(what, path, "200")
     paths["/api/jobs/{name}"]["delete"] = _operation("Cancel a job.", "/api/jobs/{name}", "200")
+    for (path, method), what in _HISTORY.items() if history else ():
+        paths.setdefault(path, {})[method] = _operation(what, path, "200")
     security = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",

@@ -95,7 +95,7 @@ class Writer:
             return
         self._metrics.written(time.perf_counter() - began)
         if self._output is not None and not (shown.status.over or job.status.over):
-            self._save(self._output, pixels, kept, metadata["seed"])
+            shown.file = self._save(self._output, pixels, kept, metadata["seed"])
         with self._book.lock:
             if shown.status.over or job.status.over:
                 return
@@ -105,10 +105,14 @@ class Writer:
             self._metrics.image(item.group.size, shown.width * shown.height)
         self._book.finished(job, shown.index)
 
-    def _save(self, folder: Path, pixels: HostArray, metadata: Mapping[str, Any], seed: int) -> None:
-        """Save an image [H, W, 3] in a folder; a full disk is no fault of who asked for the image."""
+    def _save(self, folder: Path, pixels: HostArray, metadata: Mapping[str, Any], seed: int) -> str | None:
+        """Save an image [H, W, 3] in a folder under the name returned.
+
+        A full disk is no fault of who asked for the image: the log says so, and there is no name.
+        """
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            save_numbered(folder, to_pil(pixels[None])[0], metadata, seed)
+            return save_numbered(folder, to_pil(pixels[None])[0], metadata, seed).name
         except (CanvaxError, OSError) as error:
             log.error("an image is not saved: %s", error)
+            return None

@@ -16,6 +16,9 @@ from canvax.files import read_json
 FILE = "concepts.json"
 """Optional file in the folder of ``model_index.json``: emoji -> [name, related word, ...]."""
 
+STYLES = ("noto", "twemoji", "fluent", "fluent flat")
+"""Of the drawings that such a model was trained on."""
+
 _STYLE = "an the of in on with and to for style noto twemoji fluent flat emoji icon drawing image photo big small"
 _SELECTOR = "\N{VARIATION SELECTOR-16}"
 

@@ -39,6 +39,14 @@ async function answer(path, init = {}) {
 export const getJson = async (path) => (await answer(path)).json();
 export const getBlob = async (path) => (await answer(path)).blob();
 export const cancelJob = async (id) => (await answer(`api/jobs/${id}`, { method: "DELETE" })).json();
+/** Whether the server shows its folder of images. */
+export const hasFolder = () => "history" in document.body.dataset;
+const imagePath = (name) => `api/images/${encodeURIComponent(name)}`;
+export const imageAddress = (name) => at(imagePath(name)).href;
+export const imageFile = (name) => getBlob(imagePath(name));
+export const olderImages = (after) => getJson(`api/images${after ? `?after=${encodeURIComponent(after)}` : ""}`);
+export const deleteImage = (name) => answer(imagePath(name), { method: "DELETE" });
+export const undeleteImage = (name) => answer(imagePath(name), { method: "POST" });
 export const inspect = async (blob) => (await answer("api/inspect", { method: "POST", body: blob })).json();
 
 export async function submitJob(body, once) {

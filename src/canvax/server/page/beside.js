@@ -31,7 +31,8 @@ class Beside {
   /** What is kept of it with an image. */
   get settings() {
     const type = this.net.types?.length ? { type: $("control-type").value } : {};
-    return { network: this.net.name, scale: Number.parseFloat(this.part("scale").value), ...type };
+    const from = this.id === "control" && $("control-from").value ? { from: $("control-from").value } : {};
+    return { network: this.net.name, scale: Number.parseFloat(this.part("scale").value), ...type, ...from };
   }
 
   /** The networks of another model. */
@@ -43,13 +44,14 @@ class Beside {
   }
 
   /** An image that this browser cannot read changes nothing. */
-  async set(blob, { network, type, scale } = {}) {
+  async set(blob, { network, type, scale, from = "" } = {}) {
     const bitmap = blob && await createImageBitmap(blob);
     this.given = blob;
     if (network) this.part("network").value = network;
     this.showTypes();
     if (type) $("control-type").value = type;
     if (scale !== undefined) this.part("scale").value = scale;
+    if (this.id === "control" && network) $("control-from").value = from;
     const canvas = this.part("canvas");
     [canvas.width, canvas.height] = bitmap ? [bitmap.width, bitmap.height] : [64, 64];
     if (bitmap) canvas.getContext("2d").drawImage(bitmap, 0, 0);
@@ -161,6 +163,7 @@ export function besideBody({ steered, prompted: reading }, { control: seen, imag
     const shown = steered.type ? { [steered.type]: seen } : seen;
     const all = control.nets.map(({ name }) => (name === steered.network ? shown : null));
     Object.assign(body, { control: all.length > 1 ? all : shown, control_scale: steered.scale });
+    if (steered.from) body.control_from = steered.from;
   }
   if (image) {
     const adapter = Math.max(0, prompted.nets.findIndex(({ name }) => name === reading.network));
@@ -174,6 +177,9 @@ export async function restoreBeside({ control: seen = null, image_prompt: image 
   await control.set(seen, settings.steered);
   await prompted.set(image, settings.prompted);
 }
+
+/** The names of the adapters that the prompt may have. */
+export const adapterNames = () => [...$("adapter-add").options].map(({ value }) => value).filter(Boolean);
 
 /** What stands in the folded parts, in a line each. */
 export function showBesideText() {

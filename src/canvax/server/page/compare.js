@@ -1,6 +1,6 @@
 // Two images in one place, with a slider between them.
 import { samplerLabel } from "./composer.js";
-import { crisp, summary, urlOf } from "./pictures.js";
+import { crisp, show as showImage, summary } from "./pictures.js";
 import { $, openDialog } from "./ui.js";
 
 let pair = [];
@@ -15,7 +15,7 @@ export function compare(left, right) {
 
 function show() {
   for (const [node, record] of [[$("compare-over"), pair[0]], [$("compare-under"), pair[1]]]) {
-    node.src = urlOf(record);
+    showImage(node, record);
     node.alt = record.settings.prompt;
     crisp(node, record.width);
   }

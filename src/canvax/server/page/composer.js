@@ -1,7 +1,8 @@
 // The form: what to draw and how; the input image and its mask.
 import { besideBody, besideFiles, besideSettings, prepareBeside, setAdapters, showBeside, showBesideText } from "./beside.js";
 import { canvasOf, crisp, fitted, toBlob, toDataUrl } from "./pictures.js";
-import { $, el, plural, remember, remembered, setIcon } from "./ui.js";
+import { preparePrompt, showSyntax } from "./prompt.js";
+import { $, button, el, plural, remember, remembered, setIcon } from "./ui.js";
 
 let catalogue = { models: [], samplers: [] };
 /** {blob, mask: canvas of the input's size or null} or null. */
@@ -9,6 +10,8 @@ let input = null;
 /** Resolved once the last chosen input image is read. */
 let inputRead = Promise.resolve();
 let lastSeed = null;
+/** Options of a restored image that have no field: sent as they are. */
+let others = {};
 
 export const model = () => catalogue.models.find(({ id }) => id === $("model").value) ?? catalogue.models[0];
 export const samplers = () => catalogue.samplers;
@@ -29,7 +32,10 @@ export async function setCatalogue(models) {
   $("model-field").hidden = models.models.length < 2;
   const draft = remembered("draft", {});
   const beside = showModel();
+  if (draft.style) $("style").value = draft.style;
   apply(draft);
+  for (const [id, value] of Object.entries(remembered("upscaling", {}))) $(id).value = value;
+  showUpscaling();
   showLock(remembered("lock", false));
   await beside;
   setAdapters(draft.adapters ?? {});
@@ -38,8 +44,11 @@ export async function setCatalogue(models) {
 function showModel() {
   const card = model();
   if (!card) return;
-  const sizes = card.sizes.map(([w, h]) => el("option", { value: `${w}x${h}`, textContent: `${w} × ${h}` }));
+  const sizes = sizesOf(card).map(([w, h]) => el("option", { value: `${w}x${h}`, textContent: `${w} × ${h}${shapeOf(w, h)}` }));
   if (card.any_size) sizes.push(el("option", { value: "other", textContent: "Another…" }));
+  $("style").replaceChildren(el("option", { value: "", textContent: "Any" }), ...card.styles.map((name) => el("option", { value: name, textContent: name })));
+  $("style-field").hidden = !card.styles.length;
+  $("upscale-field").hidden = !card.tasks.includes("upscaling");
   $("size").replaceChildren(...sizes);
   for (const id of ["width", "height"]) $(id).step = $(id).min = card.size_step;
   $("count").max = card.max_images;
@@ -50,6 +59,22 @@ function showModel() {
   ownSettings();
   showStrength();
   return showBeside(card);
+}
+
+const SHAPES = [[1, 1], [4, 3], [3, 2], [16, 9], [3, 4], [2, 3], [9, 16]];
+
+/** The sizes to choose from: those that are ready, and of a model that makes any size the usual shapes. */
+function sizesOf(card) {
+  const [area, step] = [card.native[0] * card.native[1], card.size_step];
+  const round = (value) => Math.max(step, Math.round(value / step) * step);
+  const usual = card.any_size ? SHAPES.map(([w, h]) => [round(Math.sqrt((area * w) / h)), round(Math.sqrt((area * h) / w))]) : [];
+  return [...new Map([...card.sizes, ...usual].map((size) => [size.join(), size])).values()];
+}
+
+/** The usual name of a shape, where it has one. */
+function shapeOf(width, height) {
+  const shape = SHAPES.find(([w, h]) => Math.abs(Math.log((width / height) / (w / h))) < 0.05);
+  return shape ? ` (${shape.join(":")})` : "";
 }
 
 /** Size, steps, guidance and sampler as the model's card has them. */
@@ -129,8 +154,10 @@ export const toggleLock = () => {
 export function settings() {
   const number = (id, otherwise) => (Number.isFinite(Number.parseFloat($(id).value)) ? Number.parseFloat($(id).value) : otherwise);
   const card = model();
+  const style = $("style").value && !/\bstyle\b/i.test($("prompt").value) ? `, ${$("style").value} style` : "";
+  const prompt = $("prompt").value.trim();
   const result = {
-    prompt: $("prompt").value.trim(),
+    prompt: prompt && prompt + style,
     n: number("count", 1),
     width: number("width", card?.native[0]),
     height: number("height", card?.native[1]),
@@ -143,9 +170,34 @@ export function settings() {
   if (catalogue.models.length > 1) result.model = card.id;
   if ($("sampler").value) result.sampler = $("sampler").value;
   if (locked() && $("seed").value) result.seed = Number.parseInt($("seed").value, 10);
+  const options = optionsNow();
+  if (Object.keys(options).length) result.options = options;
   if (input && !editing()) result.strength = Number.parseFloat($("strength").value);
   return Object.assign(result, besideSettings());
 }
+
+function optionsNow() {
+  const options = { ...others };
+  if ($("syntax").value !== "plain") options.prompt_syntax = $("syntax").value;
+  if (Number($("clip-skip").value)) options.clip_skip = Number($("clip-skip").value);
+  return options;
+}
+
+function setOptions({ prompt_syntax: syntax = "plain", clip_skip: skip = 0, ...rest }) {
+  $("syntax").value = syntax;
+  $("clip-skip").value = skip;
+  others = rest;
+  $("other-options").replaceChildren(...Object.entries(others).map(([name, value]) => el("li", { className: "chip" },
+    el("span", { textContent: `${name.replaceAll("_", " ")} ${JSON.stringify(value)}` }), button("close", `Leave out ${name}`, () => {
+      const { [name]: _, ...left } = optionsNow();
+      setOptions(left);
+      keepDraft();
+    }))));
+  $("other-field").hidden = !Object.keys(others).length;
+}
+
+/** How images are upscaled. */
+export const upscaling = () => ({ upscale: Number($("upscale-by").value), strength: Number($("upscale-strength").value) });
 
 /** What stands in the form becomes these settings; what they do not say stays. */
 export function apply(given) {
@@ -163,10 +215,12 @@ export function apply(given) {
   if (given.format) $("format").value = given.format;
   if (given.strength !== undefined && given.strength !== null) $("strength").value = given.strength;
   if (given.adapters) setAdapters(given.adapters);
+  if (given.options) setOptions(given.options);
   if (given.seed !== undefined && given.seed !== null) $("seed").value = given.seed;
   if (given.lock !== undefined) showLock(given.lock);
   showStrength();
   showFold();
+  showSyntax();
   growAll();
 }
 
@@ -174,6 +228,11 @@ function showStrength() {
   $("strength-field").hidden = editing();
   $("strength-out").textContent = Number.parseFloat($("strength").value).toFixed(2);
   paintRange($("strength"));
+}
+
+function showUpscaling() {
+  $("upscale-strength-out").textContent = Number($("upscale-strength").value).toFixed(2);
+  paintRange($("upscale-strength"));
 }
 
 /** The text areas are as high as their text. */
@@ -195,6 +254,8 @@ export function usedSeed(seed) {
 /** What stands in the folded part, in a line. */
 function showFold() {
   const { width, height, n, steps, guidance_scale: guidance } = settings();
+  const { prompt_syntax: syntax, ...options } = optionsNow();
+  $("more-text").textContent = [syntax, ...Object.keys(options).map((name) => name.replaceAll("_", " "))].filter(Boolean).join(", ");
   $("fold-text").textContent = `${plural(n, "image")} · ${width} × ${height} · ${steps} steps · guidance ${guidance}`;
 }
 
@@ -202,7 +263,8 @@ export const keepDraft = () => {
   showFold();
   showBesideText();
   const { seed, previews, ...draft } = settings();
-  remember("draft", { ...draft, negative_prompt: draft.negative_prompt ?? "", sampler: $("sampler").value, ...(locked() ? { seed } : {}) });
+  draft.prompt = $("prompt").value.trim();  // without the style, which has its field
+  remember("draft", { options: {}, ...draft, style: $("style").value, negative_prompt: draft.negative_prompt ?? "", sampler: $("sampler").value, ...(locked() ? { seed } : {}) });
 };
 
 /** A function that puts back what using an image as input changes. */
@@ -304,23 +366,34 @@ export async function bodyOf(job, files) {
   return Object.assign(body, besideBody(job, body));
 }
 
-/** What the server says of a job that it accepted. */
-export const showHints = (hints) => $("hints").replaceChildren(...hints.map((text) => el("li", { textContent: text })));
+/** What the server says of a job that it accepted. A prompt's syntax has a line of its own. */
+export function showHints(hints) {
+  const others = $("syntax-note").hidden ? hints : hints.filter((text) => !text.includes("prompt_syntax"));
+  $("hints").replaceChildren(...others.map((text) => el("li", { textContent: text })));
+}
 
+/** Say what is wrong, at its field. */
 export function formError(text, param = null) {
+  const field = { prompt: "prompt", negative_prompt: "negative", seed: "seed", n: "count", steps: "steps-number", guidance_scale: "guidance-number", sampler: "sampler", width: "size", height: "size", size: "size", adapters: "adapter-add", strength: "strength", options: "syntax", clip_skip: "clip-skip", prompt_syntax: "syntax", model: "model", control: "control-open", control_from: "control-from", control_scale: "control-scale", image_prompt: "image-prompt-open" }[param];
+  for (const node of $("composer").querySelectorAll("[aria-invalid]")) {
+    node.removeAttribute("aria-invalid");
+    node.removeAttribute("aria-errormessage");
+  }
+  const at = field ? $(field).closest(".field, .more") ?? $(field).parentElement : document.querySelector(".actions");
+  if ($("form-error").parentElement !== at) at[field ? "append" : "prepend"]($("form-error"));
   $("form-error").textContent = text;
   if (text) $("form-error").scrollIntoView({ block: "nearest" });
-  const field = { prompt: "prompt", negative_prompt: "negative", seed: "seed", n: "count", steps: "steps-number", guidance_scale: "guidance-number", sampler: "sampler", width: "size", height: "size", size: "size", adapters: "adapter-add", control: "control-open", control_scale: "control-scale", image_prompt: "image-prompt-open" }[param];
-  for (const node of $("composer").querySelectorAll("[aria-invalid]")) node.removeAttribute("aria-invalid");
   if (field) {
     for (let fold = $(field).closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
     $(field).setAttribute("aria-invalid", "true");
+    $(field).setAttribute("aria-errormessage", "form-error");
     $(field).focus();
   }
 }
 
 export function prepareComposer() {
   prepareBeside();
+  preparePrompt();
   for (const [range, number] of LINKED) {
     $(range).addEventListener("input", () => { $(number).value = $(range).value; paintRange($(range)); });
     $(number).addEventListener("input", () => { $(range).value = $(number).value; paintRange($(range)); });
@@ -339,7 +412,13 @@ export function prepareComposer() {
   $("seed").addEventListener("input", () => showLock($("seed").value !== ""));
   $("seed-new").addEventListener("click", () => { $("seed").value = randomSeed(); showLock(true); keepDraft(); });
   $("seed-lock").addEventListener("click", () => { toggleLock(); keepDraft(); });
-  $("reset").addEventListener("click", () => { ownSettings(); keepDraft(); });
-  $("composer").addEventListener("input", () => { formError(""); showHints([]); growAll(); keepDraft(); });
+  $("reset").addEventListener("click", () => { ownSettings(); setOptions({}); showSyntax(); keepDraft(); });
+  for (const id of ["upscale-by", "upscale-strength"]) {
+    $(id).addEventListener("input", () => {
+      showUpscaling();
+      remember("upscaling", Object.fromEntries(["upscale-by", "upscale-strength"].map((name) => [name, $(name).value])));
+    });
+  }
+  $("composer").addEventListener("input", () => { formError(""); showHints([]); showSyntax(); growAll(); keepDraft(); });
   $("input-remove").addEventListener("click", () => { setInput(null); $("prompt").focus(); });
 }

@@ -1,13 +1,19 @@
 // The images: those that are drawn, above those that are kept. Search, favourites, selection, the arrow keys.
+import { deleteImage, hasFolder, olderImages, undeleteImage } from "./api.js";
 import { connection, tasks } from "./tasks.js";
 import { images as kept, newId } from "./store.js";
-import { crisp, fileName, forgetUrl, urlOf } from "./pictures.js";
+import { blobOf, crisp, fileName, forgetUrl, show } from "./pictures.js";
+import { zipped } from "./zip.js";
 import { $, announce, button, duration, el, icon, plural, save, setIcon, toast } from "./ui.js";
 
 const PAGE = 60;
 let records = [];
 let shown = PAGE;
+/** Where the next images of the server's folder begin; null if all are here. */
+let older = hasFolder() ? "" : null;
 let deleted = [];
+/** Resolved once the server has moved the files of what was deleted. */
+let deleting = null;
 const selected = new Set();
 const busy = new Map();
 /** What a tile's actions do; set by main.js, so that this file needs none of the dialogs. */
@@ -25,11 +31,40 @@ export const byId = (id) => records.find((record) => record.id === id);
 
 export async function loadImages() {
   try {
-    records = (await kept.all()).sort((a, b) => b.created - a.created);
+    records = (await kept.all()).filter(({ blob, file }) => blob || (file && hasFolder()));
+    sort();
   } catch {
-    toast("This browser keeps no images. Save those that you like.");
+    if (!hasFolder()) toast("This browser keeps no images. Save those that you like.");
   }
+  await renderAll();
+}
+
+const sort = () => records.sort((a, b) => b.created - a.created);
+
+/** The next images of the server's folder. What the browser keeps of an image has its inputs, too. */
+async function loadOlder() {
+  const page = await olderImages(older);
+  const here = new Set(records.map(({ file, settings }) => `${file} ${settings.prompt}`));
+  for (const { file, ...image } of page.images) {
+    image.settings.prompt ??= "";
+    if (here.has(`${file} ${image.settings.prompt}`)) continue;
+    records.push({ id: `file:${encodeURIComponent(file)}`, favourite: false, ...image, file });
+  }
+  older = page.next;
+  sort();
+}
+
+/** Show the tiles, with as many images of the server's folder as there is room for. */
+export async function renderAll() {
   render();
+  try {
+    while (older !== null && listed().length < shown) {
+      await loadOlder();
+      render();
+    }
+  } catch (error) {
+    if (error.status !== 401) toast(`The folder of images cannot be read: ${error.message}`);
+  }
 }
 
 /** A finished image of a task: kept, and shown in the place of its tile. */
@@ -39,8 +74,11 @@ export async function addRecord(fields, place = null) {
     place?.remove();
     return refresh();
   }
-  records.push(record);
-  records.sort((a, b) => b.created - a.created);
+  // Where the folder was read before a job was followed to its end, the image is in both.
+  const twin = record.file && records.find(({ file, blob }) => !blob && file === record.file);
+  if (twin) $("tiles").querySelector(`[data-id="${twin.id}"]`)?.remove();
+  records = [...records.filter((other) => other !== twin), record];
+  sort();
   const hadFocus = place?.contains(document.activeElement);
   const tile = matches(record) ? tileOf(record) : null;
   if (place) place.replaceWith(...(tile ? [tile] : []));
@@ -49,7 +87,7 @@ export async function addRecord(fields, place = null) {
   try {
     await kept.put(record);
   } catch {
-    toast("This image could not be kept: the browser's storage is full or off.", [["Save it", () => save(record.blob, fileName(record))]]);
+    if (!record.file) toast("This image could not be kept: the browser's storage is full or off.", [["Save it", () => save(record.blob, fileName(record))]]);
   }
   return record;
 }
@@ -65,18 +103,25 @@ export async function removeRecords(ids) {
     $("tiles").querySelector(`[data-id="${id}"]`)?.remove();
     await kept.delete(id).catch(() => {});
   }
+  deleting = Promise.all(inFolder(gone).map((file) => deleteImage(file).catch(() => {})));
   refresh();
   (next?.querySelector(".target") ?? (focused ? $("history") : null))?.focus();
   deleted = gone;
-  toast(`${plural(gone.length, "image")} deleted.`, [["Undo", undoDelete]]);
+  const where = inFolder(gone).length ? "moved to the folder “deleted”" : "deleted";
+  toast(`${plural(gone.length, "image")} ${where}.`, [["Undo", undoDelete]]);
 }
+
+const inFolder = (some) => some.flatMap(({ file }) => (file && hasFolder() ? [file] : []));
 
 export async function undoDelete() {
   const gone = deleted;
   deleted = [];
   if (!gone.length) return;
-  records = [...records, ...gone].sort((a, b) => b.created - a.created);
-  for (const record of gone) await kept.put(record).catch(() => {});
+  records = [...records, ...gone];
+  sort();
+  for (const record of gone) if (record.blob) await kept.put(record).catch(() => {});
+  await deleting;
+  for (const file of inFolder(gone)) await undeleteImage(file).catch((error) => announce(error.message));
   render();
   $("toasts").replaceChildren();
   announce(`${plural(gone.length, "image")} back`);
@@ -86,6 +131,7 @@ export async function undoDelete() {
 export async function toggleFavourite(id) {
   const record = byId(id);
   record.favourite = !record.favourite;
+  record.blob ??= await blobOf(record).catch(() => undefined);
   await kept.put(record).catch(() => {}); // it shows once it is kept
   const node = $("tiles").querySelector(`[data-id="${id}"] .favourite`);
   if (node) node.ariaPressed = String(record.favourite);
@@ -100,23 +146,24 @@ export function render() {
     if (!found.slice(0, shown).some(({ id }) => id === tile.dataset.id)) forgetUrl(tile.dataset.id);
   }
   $("tiles").replaceChildren(...waiting, ...found.slice(0, shown).map(tileOf));
-  $("older").hidden = found.length <= shown;
+  $("older").hidden = found.length <= shown && older === null;
   refresh();
 }
 
 function refresh() {
-  const any = records.length + busy.size > 0;
+  const any = records.length + busy.size > 0 || Boolean(older);
   const tiles = $("tiles").children.length;
   $("empty").hidden = any;
   document.body.classList.toggle("nothing", !any);
   $("no-match").hidden = !any || tiles > 0;
-  $("history-count").textContent = records.length || "";
+  $("history-count").textContent = records.length ? `${records.length}${older === null ? "" : "+"}` : "";
   showSelection();
   if (!$("tiles").querySelector('.target[tabindex="0"]')) setCurrent($("tiles").querySelector(".tile"));
 }
 
 function tileOf(record) {
-  const picture = el("img", { src: urlOf(record), alt: "", loading: "lazy", decoding: "async", width: record.width, height: record.height });
+  const picture = el("img", { alt: "", loading: "lazy", decoding: "async", width: record.width, height: record.height });
+  show(picture, record);
   crisp(picture, record.kind === "sheet" ? 999 : record.width);
   const open = el("button", { type: "button", className: "open target", tabIndex: -1, onclick: () => actions.open(record.id) }, picture);
   const label = `${record.kind === "sheet" ? "Sheet: " : ""}${record.settings.prompt}`;
@@ -257,23 +304,31 @@ export function focusTiles() {
   target.focus();
 }
 
+/** The nearest tile above (-1) or below (1) another; the first tile is larger than the rest. */
+function above(tiles, tile, sign) {
+  const at = tile.getBoundingClientRect();
+  const boxes = tiles.map((other) => [other, other.getBoundingClientRect()]);
+  const there = boxes.filter(([, box]) => (sign > 0 ? box.top >= at.bottom : box.bottom <= at.top));
+  const far = ([, box]) => Math.abs(box.left - at.left) + 4 * Math.abs(sign > 0 ? box.top - at.bottom : box.bottom - at.top);
+  return there.sort((a, b) => far(a) - far(b))[0]?.[0] ?? tile;
+}
+
 function move(tile, key) {
   const tiles = [...$("tiles").children];
-  const columns = tiles.filter(({ offsetTop }) => offsetTop === tiles[0].offsetTop).length;
-  const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns, Home: -Infinity, End: Infinity }[key];
-  const to = tiles[Math.max(0, Math.min(tiles.length - 1, tiles.indexOf(tile) + by))];
+  const by = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[key];
+  const to = by ? tiles[Math.max(0, Math.min(tiles.length - 1, tiles.indexOf(tile) + by))] : above(tiles, tile, key === "ArrowUp" ? -1 : 1);
   setCurrent(to);
   to.querySelector(".target")?.focus();
 }
 
 export function prepareGallery() {
-  const anew = () => { shown = PAGE; render(); };
+  const anew = () => { shown = PAGE; renderAll(); };
   $("search").addEventListener("input", anew);
   $("favourites").addEventListener("click", () => {
     $("favourites").ariaPressed = String($("favourites").ariaPressed !== "true");
     anew();
   });
-  $("older").addEventListener("click", () => { shown += PAGE; render(); });
+  $("older").addEventListener("click", () => { shown += PAGE; renderAll(); });
   $("tiles").addEventListener("keydown", (event) => {
     const tile = event.target.closest(".tile");
     if (tile && /^(Arrow|Home|End)/.test(event.key) && !event.altKey && !event.ctrlKey) {
@@ -284,8 +339,13 @@ export function prepareGallery() {
   $("tiles").addEventListener("focusin", (event) => setCurrent(event.target.closest(".tile")));
   $("selection-clear").addEventListener("click", selectNone);
   $("selection-delete").addEventListener("click", () => removeRecords([...selected]));
-  $("selection-save").addEventListener("click", () => {
-    for (const id of selected) save(byId(id).blob, fileName(byId(id)));
+  $("selection-save").addEventListener("click", async () => {
+    const chosen = [...selected].map(byId);
+    if (chosen.length === 1) return save(await blobOf(chosen[0]), fileName(chosen[0]));
+    save(await zipped(chosen.map((record) => [fileName(record), () => blobOf(record)])), "canvax-images.zip");
+  });
+  $("selection-all").addEventListener("click", () => {
+    for (const { id } of listed()) if (!selected.has(id)) toggleSelected(id);
   });
   $("selection-compare").addEventListener("click", () => actions.compare(...selected));
 }

@@ -3,7 +3,7 @@ import { cancelAll, cancelNewest } from "./tasks.js";
 import { $, announce, el, openDialog, remember, remembered } from "./ui.js";
 
 const TABLE = [
-  ["In the prompt", [["Enter", "Generate"], ["Shift Enter", "New line"]]],
+  ["In the prompt", [["Enter", "Generate"], ["Shift Enter", "New line"], ["Ctrl ↑ ↓", "Weight of the words"], ["<lora:", "Names of adapters"]]],
   ["Everywhere", [["Ctrl Enter", "Generate"], ["/", "Write the prompt"], ["h", "Go to the images"], ["s", "Search"], ["c", "Cancel the newest job"],
     ["Shift C", "Cancel all"], ["z", "Undo a deletion"], ["l", "Keep the seed, or not"], ["i", "Open an image"], ["m", "Sheet"], ["t", "Light or dark"], ["?", "This list"]]],
   ["On an image", [["Arrows", "Next image"], ["Enter", "Open"], ["x", "Select"], ["f", "Favourite"], ["v", "New seed"], ["Shift V", "Variation"],

@@ -6,7 +6,7 @@ import { compare, prepareCompare } from "./compare.js";
 import * as gallery from "./gallery.js";
 import { prepareKeys } from "./keys.js";
 import { editMask, prepareMask } from "./mask.js";
-import { fileName, paintedFrom } from "./pictures.js";
+import { blobOf, fileName, paintedFrom } from "./pictures.js";
 import { openSheet, prepareSheet } from "./sheet.js";
 import { unfinished } from "./store.js";
 import { Task, cancelAll, connection, tasks } from "./tasks.js";
@@ -57,11 +57,11 @@ function start(job, files = {}, kept = {}) {
     gallery.showQueue();
   });
   task.addEventListener("image", ({ detail: { index, blob } }) => {
-    const { seed, width, height } = task.images[index];
+    const { seed, width, height, file } = task.images[index];
     gallery.doneBusy(tiles[index]);
     composer.usedSeed(seed - index);
     const settings = { ...recorded(job), seed, width, height };
-    gallery.addRecord({ id: `${task.once}-${index}`, created: task.created - index * 0.001, settings, inputs: files, blob, width, height }, tiles[index]);
+    gallery.addRecord({ id: `${task.once}-${index}`, created: task.created - index * 0.001, settings, inputs: files, blob, file, width, height }, tiles[index]);
     gallery.showQueue();
   });
   task.addEventListener("refused", ({ detail: error }) => {
@@ -125,7 +125,8 @@ async function resume() {
 // ---- what can be done with an image
 
 /** Settings that draw it once more; what was upscaled has the size of its input, so many times. */
-function anew({ settings: { width, height, upscale, ...settings } }) {
+function anew({ inputs, settings: { width, height, upscale, ...settings } }) {
+  if (!inputs?.image) delete settings.strength;
   const model = composer.knows(settings.model) ? settings.model : undefined;
   const size = upscale ? { upscale } : { width, height };
   return { ...settings, ...size, model, sampler: settings.sampler ?? undefined, n: 1, previews: true, seed: undefined };
@@ -145,25 +146,29 @@ function canUpscale() {
 Object.assign(viewer.viewerActions, {
   canUpscale,
   vary(record) {
+    if (record.missing?.length) return toast(`The file of this image does not hold its ${record.missing[0]}, so it cannot be made again.`);
+    if (record.settings.upscale && !record.inputs?.image) return toast("The image that was upscaled is not kept.");
     closeDialogs();
     start(anew(record), record.inputs);
   },
-  varyLittle(record) {
+  async varyLittle(record) {
     if (!canDo("image-to-image")) return toast("This model cannot start from images.");
     closeDialogs();
+    const image = await blobOf(record);
     const changed = { ...anew(record), strength: 0.4 };
     if (changed.upscale) changed.upscale = 1;  // it is as large as it should be
     const { mask, ...inputs } = record.inputs ?? {};
-    start(changed, { ...inputs, image: record.blob });
+    start(changed, { ...inputs, image });
   },
-  upscale(record) {
+  async upscale(record) {
     if (!canUpscale()) return toast("This server has no programs for the size of this model's tiles.");
     closeDialogs();
-    start(anew({ settings: { ...record.settings, upscale: 2, strength: 0.3 } }), { image: record.blob });
+    const inputs = { image: await blobOf(record) };
+    start(anew({ inputs, settings: { ...record.settings, ...composer.upscaling() } }), inputs);
   },
   async use(record) {
     closeDialogs();
-    await composer.setInput(record.blob);
+    await composer.setInput(await blobOf(record));
     composer.apply({ prompt: record.settings.prompt, negative_prompt: record.settings.negative_prompt });
     $("prompt").focus();
     announce("Added as input image");
@@ -187,11 +192,14 @@ Object.assign(viewer.viewerActions, {
     closeDialogs();
     const { image, mask, ...beside } = record.inputs ?? {};
     await composer.setInput(image ?? null, mask ? await paintedFrom(mask) : null);
-    composer.apply({ adapters: {}, ...record.settings, lock: true });
+    $("style").value = "";  // the prompt says it
+    composer.apply({ adapters: {}, options: {}, ...record.settings, lock: true });
     await restoreBeside(beside, record.settings);
     composer.keepDraft();
     $("prompt").focus();
-    announce("Settings restored");
+    const { missing = [] } = record;
+    if (missing.length) toast(`Settings restored, without ${missing.join(", ")}.`);
+    else announce("Settings restored");
   },
 });
 
@@ -226,7 +234,7 @@ const onImage = {
   x: gallery.toggleSelected,
   v: unlessSheet(act("vary")), V: unlessSheet(act("varyLittle")), u: unlessSheet(act("use")), p: unlessSheet(act("mask")),
   e: unlessSheet(act("upscale")), c: act("compare"), r: unlessSheet(act("restore")),
-  d: (id) => save(gallery.byId(id).blob, fileName(gallery.byId(id))),
+  d: async (id) => save(await blobOf(gallery.byId(id)), fileName(gallery.byId(id))),
 };
 
 // ---- files
@@ -236,11 +244,12 @@ async function openImage(file) {
   const asInput = async () => { await composer.setInput(file).catch(() => toast("This browser cannot read that image.")); };
   try {
     const { settings, missing } = await inspect(file);
-    const { image, mask, options = {}, ...rest } = settings;
-    composer.apply({ ...rest, n: 1, lock: settings.seed !== undefined });
+    const { image, mask, ...rest } = settings;
+    $("style").value = "";
+    composer.apply({ options: {}, ...rest, n: 1, lock: settings.seed !== undefined });
     composer.keepDraft();
     $("prompt").focus();
-    const lost = [...Object.keys(options), ...missing].slice(0, 8).join(", ");
+    const lost = missing.slice(0, 8).join(", ");
     toast(`Settings restored${lost && `, without ${lost}`}.`, [["Add as input too", asInput]]);
   } catch (error) {
     if (error instanceof Refused && error.status === 401) return askKey(error.message);
@@ -328,6 +337,7 @@ function prepareKey() {
   const tryAgain = async () => {
     $("key").close();
     if (!composer.hasModels()) await loadModels();
+    await gallery.renderAll();
     for (const task of tasks) if (task.why === "key") task.retry();
   };
   $("key-form").addEventListener("submit", (event) => {
@@ -352,6 +362,7 @@ function prepareConnection() {
     if (!connection.gone && before) {
       announce("The server is back");
       if (!composer.hasModels()) loadModels();
+      gallery.renderAll();
     }
     before = connection.gone;
   });
@@ -379,7 +390,7 @@ function prepareForm() {
   $("composer").addEventListener("submit", (event) => { event.preventDefault(); draw(); });
   for (const id of ["prompt", "negative"]) {
     $(id).addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || event.shiftKey || event.ctrlKey || event.metaKey || event.isComposing) return;
+      if (event.defaultPrevented || event.key !== "Enter" || event.shiftKey || event.ctrlKey || event.metaKey || event.isComposing) return;
       event.preventDefault();
       draw();
     });

@@ -1,4 +1,5 @@
 // Blobs, canvases and texts of images. Without fetch on data: and blob: addresses, which the page's policy forbids.
+import { imageAddress, imageFile, key } from "./api.js";
 
 export function canvasOf(width, height) {
   const canvas = document.createElement("canvas");
@@ -52,27 +53,41 @@ export async function paintedFrom(blob) {
   return canvas;
 }
 
-/** Small images are enlarged without smoothing, so that their pixels stay what they are. */
+/** Tiny images are enlarged without smoothing, so that their pixels stay what they are. */
 export function crisp(node, width) {
-  node.classList.toggle("crisp", width <= 160);
+  node.classList.toggle("crisp", width <= 32);
 }
+
+/** The file of an image: the browser keeps it, or it is in the server's folder. */
+export const blobOf = async (record) => record.blob ?? imageFile(record.file);
 
 const urls = new Map();
 
-/** An address of a blob that the browser keeps, made once for each record. */
-export function urlOf(record) {
-  if (!urls.has(record.id)) urls.set(record.id, URL.createObjectURL(record.blob));
-  return urls.get(record.id);
+/** Show an image in an <img>. Its address is made once for each record. */
+export async function show(node, record) {
+  node.dataset.shown = record.id;
+  if (!urls.has(record.id)) {
+    const direct = !record.blob && !key.get();  // an <img> cannot send a key
+    urls.set(record.id, direct ? imageAddress(record.file) : blobOf(record).then((blob) => URL.createObjectURL(blob)));
+  }
+  const url = urls.get(record.id);
+  if (typeof url === "string") {
+    node.src = url;
+    return;
+  }
+  const made = await url.catch(() => "");
+  urls.set(record.id, made);
+  if (node.dataset.shown === record.id) node.src = made;
 }
 
 export function forgetUrl(id) {
-  if (urls.has(id)) URL.revokeObjectURL(urls.get(id));
+  if (urls.get(id)?.startsWith?.("blob:")) URL.revokeObjectURL(urls.get(id));
   urls.delete(id);
 }
 
 export function fileName(record) {
   const words = record.settings.prompt.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 48);
-  const kind = record.blob.type.split("/")[1] ?? "png";
+  const kind = record.blob?.type.split("/")[1] ?? record.file?.split(".").at(-1).toLowerCase() ?? "png";
   return `${words || "image"}-${record.kind === "sheet" ? "sheet" : record.settings.seed}.${kind === "jpeg" ? "jpg" : kind}`;
 }
 

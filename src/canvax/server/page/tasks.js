@@ -176,7 +176,7 @@ export class Task extends EventTarget {
     if (image.done) return;
     const blob = await getBlob(data.url);
     if (image.done) return;
-    Object.assign(image, { done: true, seed: data.seed, width: data.width, height: data.height });
+    Object.assign(image, { done: true, seed: data.seed, width: data.width, height: data.height, file: data.file });
     this.#tell("image", { index: data.index, blob });
   }
 

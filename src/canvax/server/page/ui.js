@@ -143,6 +143,20 @@ export function duration(seconds) {
 
 export const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
+/** Copy a text, also on a page of http where there is no navigator.clipboard. */
+export async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    const area = el("textarea", { value: text });
+    (document.querySelector("dialog[open]") ?? document.body).append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  announce("Copied");
+}
+
 export function save(blob, name) {
   const url = URL.createObjectURL(blob);
   el("a", { href: url, download: name }).click();

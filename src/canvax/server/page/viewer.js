@@ -1,8 +1,8 @@
 // One image, large: its settings and what can be done with it.
-import { samplerLabel } from "./composer.js";
+import { samplerLabel, upscaling } from "./composer.js";
 import { byId, listed, removeRecords, toggleFavourite } from "./gallery.js";
-import { crisp, fileName, urlOf } from "./pictures.js";
-import { $, announce, button, el, openDialog, save } from "./ui.js";
+import { blobOf, crisp, fileName, show as showImage } from "./pictures.js";
+import { $, announce, button, copy, el, openDialog, save } from "./ui.js";
 
 let current = null;
 /** Set by main.js: vary, varyLittle, upscale, use, mask, compare, restore; each is given the record. */
@@ -21,18 +21,19 @@ export function view(id) {
 const read = ({ network, type = network, scale }) => `${type} ${scale}`;
 
 function show() {
-  const { settings, width, height, created, kind } = current;
-  $("viewer-image").src = urlOf(current);
+  const { settings, width, height, created, kind, missing = [] } = current;
+  showImage($("viewer-image"), current);
   $("viewer-image").alt = settings.prompt;
   crisp($("viewer-image"), kind === "sheet" ? 999 : width);
   $("viewer-title").textContent = kind === "sheet" ? "Sheet" : "Image";
   $("viewer-prompt").textContent = settings.prompt;
   $("viewer-negative").textContent = settings.negative_prompt ? `Without: ${settings.negative_prompt}` : "";
   const rows = [["Seed", settings.seed], ["Size", `${width} × ${height}`], ["Steps", settings.steps], ["Guidance", settings.upscale ? null : settings.guidance_scale],
-    ["Sampler", samplerLabel(settings.sampler)], ["Strength", current.inputs?.image ? settings.strength : null],
-    ["Adapters", Object.entries(settings.adapters ?? {}).map(([name, weight]) => `${name} ${weight}`).join(", ")],
+    ["Sampler", samplerLabel(settings.sampler)], ["Strength", current.inputs?.image || missing.includes("image") ? settings.strength : null],
+    ["Adapters", Object.entries(settings.adapters ?? {}).map(([name, weight]) => `${name} ${weight?.unet ?? weight}`).join(", ")],
     ["Control", current.inputs?.control ? read(settings.steered) : null], ["Image prompt", current.inputs?.image_prompt ? read(settings.prompted) : null],
     ["Upscaled", settings.upscale ? `${settings.upscale} ×` : null], ["Model", settings.model], ...(settings.varied ?? []),
+    ...Object.entries(settings.options ?? {}).map(([name, value]) => [name.replaceAll("_", " "), `${value}`]), ["Not in the file", missing.join(", ")],
     ["Made", new Date(created).toLocaleString([], { dateStyle: "medium", timeStyle: "short" })]];
   $("viewer-settings").replaceChildren(...rows.filter(([, value]) => value !== undefined && value !== null && value !== "")
     .map(([name, value]) => el("div", {}, el("dt", { textContent: name }), el("dd", { textContent: value }))));
@@ -53,9 +54,10 @@ function showActions() {
   const picture = [
     one("vary", "New seed", act("vary"), "v"), one("dice", "Variation", act("varyLittle"), "Shift+V"),
     one("input", "Add as input", act("use"), "u"), one("brush", "Paint a mask", act("mask"), "p"),
-    one("compare", "Compare", act("compare"), "c"), one("copy", "Restore settings", act("restore"), "r"),
+    one("compare", "Compare", act("compare"), "c"), one("undo", "Restore settings", act("restore"), "r"),
+    one("copy", "Copy the prompt", () => copy(current.settings.prompt)),
   ];
-  if (viewerActions.canUpscale()) picture.splice(2, 0, one("larger", "Upscale 2 ×", act("upscale"), "e"));
+  if (viewerActions.canUpscale()) picture.splice(2, 0, one("larger", `Upscale ${upscaling().upscale} ×`, act("upscale"), "e"));
   const favourite = one("heart", "Favourite", async () => {
     await toggleFavourite(current.id);
     favourite.ariaPressed = String(current.favourite);
@@ -63,7 +65,7 @@ function showActions() {
   favourite.ariaPressed = String(current.favourite);
   $("viewer-actions").replaceChildren(
     ...(current.kind === "sheet" ? [] : picture), el("div", { className: "keeping" }, favourite,
-    one("download", "Save", () => save(current.blob, fileName(current)), "d"), one("trash", "Delete", remove, "Delete")));
+    one("download", "Save", async () => save(await blobOf(current), fileName(current)), "d"), one("trash", "Delete", remove, "Delete")));
 }
 
 /** Whole multiples for small images, so that all pixels are of one size. */

@@ -1,0 +1,208 @@
+"""Writes the reference pages of this folder from the code: python docs/reference/generate.py
+
+`make docs` runs it, and tests/test_reference.py fails while a page differs from what it writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from canvax.call import OptionRecord
+from canvax.cli.arguments import build_parser
+from canvax.familiar import flax_tables, tables
+from canvax.samplers.specs import SAMPLERS
+from canvax.server.app import APIS
+from canvax.server.metrics import Metrics
+from canvax.server.openapi import description
+from canvax.settings import Declared, aliases, declared, markdown
+
+FOLDER = Path(__file__).parent
+WRITTEN = "<!-- Written by docs/reference/generate.py: change the code, then run it. -->"
+
+
+def pages() -> dict[str, str]:
+    """The text of each page by its file name."""
+    written = {
+        "command-line": command_line(),
+        "settings": settings(),
+        "samplers": samplers(),
+        "http-api": http_api(),
+        "metrics": metrics(),
+        "names-of-diffusers": names_of_diffusers(),
+        "names-of-flax": names_of_flax(),
+    }
+    return {f"{name}.md": f"{WRITTEN}\n\n{text.strip()}\n" for name, text in written.items()}
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    lines = [list(head), ["---"] * len(head), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def command_line() -> str:
+    parts = ["# Command line", "All commands and their flags. [The command line](../cli.md) explains the usual ones."]
+    for name, help_text, parser in _commands(build_parser()):
+        parts += [f"## canvax {name}", f"{help_text[:1].upper()}{help_text[1:]}."]
+        rows = list(_flags(parser))
+        if name == "ui":
+            parts.append("The flags are those of [canvax serve](#canvax-serve).")
+        elif rows:
+            parts.append(table(("Flag", "Meaning"), rows))
+    return "\n\n".join(parts)
+
+
+def _commands(parser: argparse.ArgumentParser, prefix: str = "") -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
+    """The name, help and parser of each command, those of `canvax train` included."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            for name, command in action.choices.items():
+                inner = list(_commands(command, f"{prefix}{name} "))
+                yield from inner or [(f"{prefix}{name}", helps[name], command)]
+
+
+def _flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, ...]]:
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if action.help in (None, argparse.SUPPRESS) or "--help" in action.option_strings:
+            continue
+        shown = ", ".join(f"`{flag}`" for flag in action.option_strings) or f"`{action.metavar or action.dest}`"
+        value = formatter._format_args(action, (action.dest or "").upper()) if action.option_strings else ""
+        yield f"{shown} {f'`{value}`' if value else ''}".strip(), formatter._expand_help(action)
+
+
+def settings() -> str:
+    rows: list[tuple[str, ...]] = []
+    others: dict[str, list[str]] = {name: [] for name in declared(OptionRecord)}
+    for alias, name in aliases(OptionRecord).items():
+        others[name].append(f"`{alias}`")
+    for name, field in declared(OptionRecord).items():
+        rows.append((f"`{name}`", _flags_of(field), ", ".join(others[name])))
+    return "\n\n".join([
+        "# Settings",
+        "The fields of `canvax.Options`. [The pipeline](../pipeline.md#options) says where they can be given.",
+        markdown(OptionRecord).strip(),
+        "## Names elsewhere",
+        table(("Option", "Command line", "Names of other programs"), rows),
+    ])  # fmt: skip
+
+
+def _flags_of(field: Declared) -> str:
+    if "command" in field.setting.closed:
+        return ""
+    flags = field.setting.flags or (f"--{field.name.replace('_', '-')}",)
+    return ", ".join(f"`{flag}`" for flag in flags)
+
+
+def samplers() -> str:
+    rows = []
+    for spec in SAMPLERS:
+        diffusers = (spec.diffusers_class or "").removesuffix("Scheduler")
+        groups = (spec.k_diffusion, *spec.also), (spec.comfyui,), (diffusers,)
+        code = [", ".join(f"`{name}`" for name in group if name) for group in groups]
+        random = "yes" if spec.stochastic else ""
+        rows.append((f"`{spec.name}`", spec.label, *code, spec.order, spec.evaluations, random))
+    head = ("canvax", "A1111", "k-diffusion, others", "ComfyUI", "diffusers class (without `Scheduler`)")
+    uses = [(spec.label, spec.when) for spec in SAMPLERS]
+    return "\n\n".join([
+        "# Samplers: names",
+        "Any spelling works. [Samplers](../samplers.md#names) explains the columns, "
+        "[Which sampler?](../which-sampler.md) compares images.",
+        table((*head, "Order", "Evaluations", "Random"), rows),
+        "## When to use each",
+        table(("Sampler", "When"), uses),
+    ])  # fmt: skip
+
+
+def http_api() -> str:
+    bodies = {path: body for api in APIS for path, body in api.BODIES.items()}
+    document = description(bodies, history=True)
+    schemas = document["components"]["schemas"]
+    parts = [
+        "# HTTP API",
+        "The same as `/openapi.json` of a running server. [A server and a page](../serving.md) explains how to use it. "
+        "`/api/images` is there with `canvax ui` alone.",
+    ]
+    rows = [
+        (f"`{method.upper()} {path}`", operation["summary"])
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    ]
+    parts.append(table(("Request", "Meaning"), rows))
+    for path, methods in document["paths"].items():
+        body = methods.get("post", {}).get("requestBody", {})
+        for content in body.get("content", {}).values():
+            if schema := _named(content.get("schema", {}), schemas):
+                parts += [f"## Body of `{path}`", table(("Field", "Type", "Default"), list(_fields(schema, schemas)))]
+    return "\n\n".join(parts)
+
+
+def _named(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Mapping[str, Any]:
+    for part in (schema, *schema.get("allOf", ())):
+        if "$ref" in part:
+            return schemas[part["$ref"].rpartition("/")[2]]
+    return {}
+
+
+def _fields(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    required = schema.get("required", ())
+    for name, field in schema.get("properties", {}).items():
+        default = field.get("default")
+        yield f"`{name}`", _kind(field, schemas), "required" if name in required else f"`{default}`" if default else ""
+
+
+def _kind(field: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
+    """The type of a field in words."""
+    if "$ref" in field:
+        name = field["$ref"].rpartition("/")[2]
+        return "[options](settings.md)" if name == "Options" else f"object ({', '.join(schemas[name]['properties'])})"
+    if "anyOf" in field:
+        return " or ".join(dict.fromkeys(_kind(part, schemas) for part in field["anyOf"] if part.get("type") != "null"))
+    if "enum" in field:
+        return ", ".join(f"`{value}`" for value in field["enum"])
+    kind = field.get("type", "any")
+    if kind == "array":
+        return f"list of {_kind(field['items'], schemas)}" if field.get("items") else "list"
+    limits = [f"{sign} {field[key]:g}" for key, sign in _LIMITS.items() if key in field]
+    return " ".join([str(kind), *([f"({', '.join(limits)})"] if limits else [])])
+
+
+_LIMITS = {
+    "minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<", "maxLength": "characters ≤",
+}  # fmt: skip
+
+
+def metrics() -> str:
+    rows = []
+    made: Mapping[str, Any] = Metrics().registry._names_to_collectors
+    for name, collector in made.items():
+        if name == collector._name + ("_total" if collector._type == "counter" else ""):
+            labels = ", ".join(f"`{label}`" for label in collector._labelnames)
+            rows.append((f"`{name}`", collector._type, labels, collector._documentation))
+    return "\n\n".join(["# Metrics", "What `/metrics` of a server gives, in Prometheus' format.",
+                         table(("Name", "Kind", "Labels", "Meaning"), rows)])  # fmt: skip
+
+
+def names_of_diffusers() -> str:
+    return (
+        "# Names of PyTorch diffusers\n\n"
+        "What canvax does with each name. [Coming from PyTorch diffusers](../coming-from-diffusers.md) has the usual "
+        f"ones.\n\n{tables().replace('### ', '## ')}"
+    )
+
+
+def names_of_flax() -> str:
+    return (
+        "# Names of diffusers' Flax pipelines\n\n"
+        "What `canvax.flax_api` does with each name. [Coming from diffusers' Flax pipelines]"
+        f"(../migrating-from-diffusers-flax.md) has the usual ones.\n\n{flax_tables().replace('### ', '## ')}"
+    )
+
+
+if __name__ == "__main__":
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")

@@ -1,0 +1,152 @@
+"""The folder that ``canvax ui`` saves images into, as the page's history. Nothing outside this folder is read.
+
+Only images that canvax wrote, with their metadata inside, are listed or sent. Deleted ones move into ``deleted/``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from canvax.errors import InputError
+from canvax.files import open_regular
+from canvax.images.formats import FORMATS
+from canvax.images.metadata import canvax_metadata_in
+from canvax.server.answers import answering, decoding, json_answer
+from canvax.server.jobs import Rejected
+from canvax.server.jobs_api import as_job, error
+
+PAGE = 60
+"""Images of one answer."""
+
+_MOST_READ = 1000
+"""Files that are read for one answer, most of which may be other programs'."""
+
+_DELETED = "deleted"
+_NAME = re.compile(r"[^./\\:\0][^/\\:\0]*\.(?:png|jpe?g|webp)", re.IGNORECASE)
+_CURSOR = re.compile(r"(\d{1,20})-(.{1,255})", re.DOTALL)
+
+
+def routes(folder: Path) -> list[BaseRoute]:
+    """The routes under /api/images."""
+
+    async def images(request: Request) -> Response:
+        content = await decoding(_listed, folder, _position(request.query_params.get("after")))
+        return Response(json.dumps(content), media_type="application/json")  # as jobs_api writes prompts
+
+    async def image(request: Request) -> Response:
+        data, media_type = await decoding(_read, folder, request.path_params["name"])
+        headers = {"Cache-Control": "private, max-age=86400"}
+        return Response(data, headers=headers, media_type=media_type)
+
+    async def delete(request: Request) -> Response:
+        return await moved(request, _deleted)
+
+    async def restore(request: Request) -> Response:
+        return await moved(request, _restored)
+
+    async def moved(request: Request, move: Callable[[Path, str], None]) -> Response:
+        try:
+            await decoding(move, folder, request.path_params["name"])
+        except OSError as fault:
+            raise Rejected(409, "not_moved", f"the file cannot be moved: {fault.strerror}") from None
+        return json_answer({"name": request.path_params["name"]})
+
+    named = "/api/images/{name}"
+    endpoints = [
+        ("/api/images", images, "GET"),
+        (named, image, "GET"),
+        (named, delete, "DELETE"),
+        (named, restore, "POST"),
+    ]
+    return [Route(path, answering(error, endpoint), methods=[method]) for path, endpoint, method in endpoints]
+
+
+def _position(after: str | None) -> tuple[int, str] | None:
+    """The modification time and name after which a listing goes on.
+
+    Raises:
+        Rejected: the text is not one that an answer had.
+    """
+    match = _CURSOR.fullmatch(after or "")
+    if after is not None and match is None:
+        raise Rejected(400, "invalid_value", "after: is not the `next` of an answer", param="after")
+    return (int(match[1]), match[2]) if match else None
+
+
+def _listed(folder: Path, after: tuple[int, str] | None) -> dict[str, Any]:
+    """Images of the folder, newest first, and where the next answer begins."""
+    found: list[tuple[int, str]] = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # it was removed a moment ago
+                    if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                        found.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.name))
+    except OSError:  # no image was saved yet
+        return {"images": [], "next": None}
+    found = sorted((entry for entry in found if after is None or entry < after), reverse=True)
+    images: list[dict[str, Any]] = []
+    for count, (modified, name) in enumerate(found[:_MOST_READ], 1):
+        if image := _described(folder / name, modified):
+            images.append(image)
+        if len(images) == PAGE or count == _MOST_READ:
+            return {"images": images, "next": f"{modified}-{name}" if count < len(found) else None}
+    return {"images": images, "next": None}
+
+
+def _described(path: Path, modified: int) -> dict[str, Any] | None:
+    """What the page shows of an image; None if canvax did not write the file."""
+    try:
+        with open_regular(path) as raw, io.BufferedReader(raw) as file:
+            metadata = canvax_metadata_in(file, path)
+            if metadata is None:
+                return None
+            file.seek(0)
+            width, height = Image.open(file).size
+    except (InputError, OSError, ValueError, RecursionError, Image.DecompressionBombError):
+        return None
+    kind = "sheet" if "grid" in metadata else "image"
+    size = {"width": width, "height": height}
+    return {"file": path.name, "kind": kind, "created": modified // 1_000_000, **size, **as_job(metadata)}
+
+
+def _file(folder: Path, name: str) -> Path:
+    """The image of a name.
+
+    Raises:
+        Rejected: the folder has no such file that canvax wrote.
+    """
+    path = folder / name
+    if not _NAME.fullmatch(name) or path.is_symlink() or not path.is_file() or _described(path, 0) is None:
+        raise Rejected(404, "image_not_found", f"there is no image {name!r:.80}")
+    return path
+
+
+def _read(folder: Path, name: str) -> tuple[bytes, str]:
+    path = _file(folder, name)
+    return path.read_bytes(), f"image/{FORMATS[path.suffix.lower()].lower()}"
+
+
+def _deleted(folder: Path, name: str) -> None:
+    path, bin_ = _file(folder, name), folder / _DELETED
+    bin_.mkdir(exist_ok=True)
+    os.replace(path, bin_ / name)
+
+
+def _restored(folder: Path, name: str) -> None:
+    path = _file(folder / _DELETED, name)
+    if (folder / name).exists():
+        raise Rejected(409, "exists", f"there is another image {name!r:.80}")
+    os.rename(path, folder / name)

@@ -1,0 +1,92 @@
+"""The pages of docs/reference are those that the code gives, and the prose of the docs is plain."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from canvax.call import OptionRecord
+from canvax.cli.arguments import COMMANDS, parse
+from canvax.settings import declared
+
+DOCS = Path(__file__).parent.parent / "docs"
+REFERENCE = DOCS / "reference"
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    spec = importlib.util.spec_from_file_location("generate", REFERENCE / "generate.py")
+    assert spec
+    assert spec.loader
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.pages()
+
+
+def test_pages_are_up_to_date(pages: dict[str, str]) -> None:
+    """``python docs/reference/generate.py`` writes them."""
+    assert {path.name: path.read_text(encoding="utf-8") for path in REFERENCE.glob("*.md")} == pages
+
+
+def test_pages_are_complete(pages: dict[str, str]) -> None:
+    for command in COMMANDS:
+        assert f"## canvax {command}" in pages["command-line.md"]
+    for name in declared(OptionRecord):
+        assert f"| `{name}` |" in pages["settings.md"]
+    assert "| `GET /api/images` |" in pages["http-api.md"]
+
+
+def commands(page: Path) -> list[str]:
+    """The lines of a page's shell blocks that run canvax."""
+    blocks = re.findall(
+        r"^```(?:sh|ini)\n(.*?)^```", page.read_text(encoding="utf-8").replace("\\\n", " "), re.M | re.S
+    )
+    lines = [line.partition(" #")[0] for block in blocks for line in block.splitlines()]
+    return [match[1] for line in lines if (match := re.search(r"(?:^|bin/|&& )canvax ([a-z]+ .*|[a-z]+)$", line))]
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
+def test_commands_are_understood(page: Path) -> None:
+    for command in commands(page):
+        parse(shlex.split(command.rstrip("'").partition(" | ")[0].partition(" > ")[0]))
+
+
+BETTER = {
+    r"\bin place of\b": "instead of",
+    r"\blikewise\b": "the same",
+    r"\bwhoever\b": "anyone who, users who",
+    r"\b(?:is|are|was|were) told\b": "gets, is recognised, is reported",
+    r"\bstands?\b|\bstood\b": "is",
+    r"\bof (?:its|their) own\b": "its own ..., separate",
+    r"(?<!Files )\b(?:is|are) data\b": "never compiles",
+    r"\bpassed over\b": "ignored",
+    r"\bnobody\b": "no user, no process",
+    r"\bthe very (?!first|last)": "the same, exactly the",
+    r"\bcompany\b": "batch",
+    r"\berrs\b": "is wrong",
+    r"\bto be had\b|\bbe had\b": "available",
+    r"\bwants\b": "needs",
+    r" but for ": "except",
+    r"\bgoes in the end\b": "is deleted at the end",
+    r"\bWho (?!comes)\w+s\b": "You can",
+    r"\bin words\b": "with the reason",
+    r"\bas there\b(?! (?:is|are))": "repeat the words",
+}
+"""Words of sentences that readers had to read twice, and what to write."""
+
+
+@pytest.mark.parametrize("page", [*sorted(DOCS.glob("*.md")), DOCS.parent / "README.md"], ids=lambda page: page.stem)
+def test_prose_is_plain(page: Path) -> None:
+    text = re.sub(r"^```.*?^```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    text = " ".join(text.split())
+    found = [
+        f"...{text[max(0, match.start() - 40) : match.end() + 30]}...: {better}"
+        for pattern, better in BETTER.items()
+        for match in re.finditer(pattern, text)
+    ]
+    assert not found, "\n".join(found)
