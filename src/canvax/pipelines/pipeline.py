@@ -202,9 +202,9 @@ class StableDiffusion(LoadedModel):
             negative_prompt: what to keep away from; one for all, or one for each prompt; likewise.
             height: pixels, divisible by 8; by default the size the model was trained for.
             width: likewise.
-            num_inference_steps: steps of the sampler; by default the model's own, else 50.
+            num_inference_steps: steps of the sampler; by default the model's, else 50.
             guidance_scale: how closely to follow the prompt; 1 or less switches guidance off and halves the work. By
-                default the model's own, else 7.5, and 5 for SDXL.
+                default the model's, else 7.5, and 5 for SDXL.
             num_images_per_prompt: images for each prompt.
             seed: image i of the call uses ``seed + i``; a list gives each image its own; None or -1 chooses one. A JAX
                 key stands for a seed, an array of keys for a list of seeds (docs/seeds.md).
@@ -410,19 +410,19 @@ def load(
         mesh: devices with the axes ``data`` and ``model``, as ``canvax.make_mesh`` makes them; by default all
             devices on ``data``, those of all processes that ``jax.distributed`` has joined.
         precision: JAX matmul precision; "highest" for real float32 on TPU and GPU.
-        safety_checker: True to load the model's own, another 1.2 GB: images that it refuses become black, and
+        safety_checker: True to load the model's, another 1.2 GB: images that it refuses become black, and
             ``nsfw`` in their metadata is true.
         progress: show downloads on stderr.
         controlnet: a ControlNet or T2I-Adapter, or a list of them: a folder of diffusers, a Hub id, or a safetensors
             file, for calls with ``control`` (docs/controlnet.md).
-        vae: another autoencoder than the model's own: a folder of diffusers, a Hub id, or a safetensors file; TAESD too
+        vae: an autoencoder in place of the model's: a folder of diffusers, a Hub id, or a safetensors file; TAESD too
             (docs/single-files.md).
         prediction_type: what the UNet predicts, "epsilon" or "v_prediction", where the model does not say or is wrong.
         scheduler: fields of its ``scheduler_config.json`` in place of its own, such as
             ``{"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}``; or such a file.
-        text_encoder: another language model than the model's own, or that of a transformer in one file: a folder of
+        text_encoder: a language model in place of the model's, or that of a transformer in one file: a folder of
             transformers, a Hub id, or a safetensors file (docs/single-files.md).
-        tokenizer: its tokenizer: a folder with ``tokenizer.json``, or a Hub id; by default the model's own, or the
+        tokenizer: its tokenizer: a folder with ``tokenizer.json``, or a Hub id; by default the model's, or the
             one that lies beside ``text_encoder``.
 
     Raises:
@@ -435,7 +435,7 @@ def load(
     from canvax.pipelines.safety import check_has_checker, load_safety_checker
 
     if not isinstance(safety_checker, bool | None):
-        raise InputError("safety_checker", safety_checker, "is not True, for the model's own, or None")
+        raise InputError("safety_checker", safety_checker, "is not True, for the model's checker, or None")
     hub = {"variant": variant, "token": token, "cache_dir": cache_dir}
     hub |= {"local_files_only": local_files_only, "progress": progress}
     sources = control_sources([] if controlnet is None else controlnet, **hub)

@@ -61,7 +61,7 @@ class Warm(NamedTuple):
     """Programs that are made before the first request.
 
     Attributes:
-        size: width and height in pixels; None for the model's own.
+        size: width and height in pixels; None for the model's default.
         batches: images at once.
     """
 

@@ -37,7 +37,7 @@ def encode_pictures(p: Params, pixels: HostArray, cfg: AutoencoderConfig, mesh: 
         raise InputError("pixels", NO_VALUE, f"has shape {pixels.shape}, not [N, H, W, 3]")
     if isinstance(cfg, TinyConfig):
         raise InputError(
-            "vae", NO_VALUE, "is an AutoencoderTiny, which is for looking", "train with the model's own autoencoder"
+            "vae", NO_VALUE, "is an AutoencoderTiny, which is for looking", "train with the model's autoencoder"
         )
     return by_batches(_encoder(cfg, mesh), p, pixels, mesh, padded_batch(batch, mesh))
 

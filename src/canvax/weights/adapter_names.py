@@ -2,7 +2,7 @@
 
 Trainers flatten a module's name ("down_blocks.0.attentions.0" becomes "down_blocks_0_attentions_0"), put their own word
 in front and a suffix behind. A flattened name cannot be taken apart again, since names hold underscores themselves. So
-the model's own modules are flattened, under each of their names, and looked up.
+the model's modules are flattened, under each of their names, and looked up.
 
     kohya       lora_unet_<name>.lora_down.weight, lora_te_, lora_te1_, lora_te2_; of SDXL mostly with the names of ldm
     PEFT        unet.<name>.lora_A.weight, text_encoder.<name>; base_model.model.<name>, or nothing in front

@@ -180,13 +180,13 @@ def open_vae(location: Location, original: Mapping[str, Any]) -> NetworkFiles:
         scale, usual = files.config.get("scaling_factor"), original.get("scaling_factor")
         if files.config["_class_name"] != "AutoencoderTiny" and usual is not None and scale != usual:
             warn(
-                f"vae={name!r}: its scaling_factor is {scale}, that of the model's own {usual}; it was made for "
+                f"vae={name!r}: its scaling_factor is {scale}, that of the model's VAE {usual}; it was made for "
                 "another kind of model, and colours may be wrong"
             )
     sizes = [_factor(config) for config in (files.config, original)]
     if "block_out_channels" in original and sizes[0] != sizes[1]:
         raise CheckpointError(
-            f"vae={name!r}: makes one latent of {sizes[0]} x {sizes[0]} pixels, the model's own one of {sizes[1]} x "
+            f"vae={name!r}: makes one latent of {sizes[0]} x {sizes[0]} pixels, the model's VAE one of {sizes[1]} x "
             f"{sizes[1]}; it was made for another kind of model"
         )
     return files
