@@ -304,6 +304,6 @@ def as_markdown(*all_of_them: tuple[str, Mapping[str, ForeignName], str]) -> str
         for name, entry in table.items():
             answer = entry.answer or f"the same as `{entry.becomes}`"
             names.setdefault(answer, []).append(f"`{prefix}{name}`")
-        rows = [f"| {', '.join(group)} | {said} |" for said, group in names.items()]
+        rows = [f"| {', '.join(group)} | {answer} |" for answer, group in names.items()]
         parts.append("\n".join([f"### {title}", "", "| name | canvax |", "|---|---|", *rows]))
     return "\n\n".join(parts) + "\n"

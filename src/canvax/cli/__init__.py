@@ -121,8 +121,8 @@ def _guarded(run: Command, arguments: list[str], report: dict[str, Any]) -> tupl
 
 def _setting_of_jax(error: Exception) -> str:
     """The variable of the environment that JAX refuses when it is imported, with its value; "" if it is not that."""
-    found = re.search(r"environment '(JAX_\w+)'|JAX flag (jax_\w+)", str(error))
-    name = (found[1] or found[2]).upper() if found else ""
+    match = re.search(r"environment '(JAX_\w+)'|JAX flag (jax_\w+)", str(error))
+    name = (match[1] or match[2]).upper() if match else ""
     return f"{name}={os.environ[name]!r:.80} cannot be used" if name in os.environ else ""
 
 

@@ -139,7 +139,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         begun = (name for name in COMMANDS if len(word) > 1 and name.startswith(word))
         meant = slip(word, COMMANDS) or next(begun, None)
         if meant is None:  # a prompt, quoted or not
-            meant = f"generate {shlex.quote(' '.join(takewhile(lambda one: not one.startswith('-'), words)))}"
+            meant = f"generate {shlex.quote(' '.join(takewhile(lambda word: not word.startswith('-'), words)))}"
         parser.error(f"{words[0]!r} is not a command; did you mean: canvax {meant}?")
     if words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
         near = did_you_mean(words[0], ("--version", "--help"))

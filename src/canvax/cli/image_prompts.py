@@ -25,16 +25,18 @@ def check_same(path: Path, metadata: Mapping[str, Any], arguments: argparse.Name
             f"{path}: it was generated with {len(wanted)} image prompts; name each with --ip-image and the adapter "
             f"with --ip-adapter (they were read by {', '.join(map(str, names)) if isinstance(names, list) else 'one'})"
         )
-    for one, mark in zip(named, wanted, strict=True):
+    for image_prompt, mark in zip(named, wanted, strict=True):
         if not isinstance(mark, dict):
             continue
-        if fingerprint(read("ip_image", one.file)) != mark.get("sha256"):
-            complain(f"--ip-image {one.file}: is not the one of {path}", label="warning: ")
-        mask_mark = one.mask and fingerprint(read("ip_mask", one.mask, grey=True))
+        if fingerprint(read("ip_image", image_prompt.file)) != mark.get("sha256"):
+            complain(f"--ip-image {image_prompt.file}: is not the one of {path}", label="warning: ")
+        mask_mark = image_prompt.mask and fingerprint(read("ip_mask", image_prompt.mask, grey=True))
         if mask_mark != mark.get("mask_sha256"):
-            complain(f"--ip-mask {one.mask or NONE}: is not the one of {path}", label="warning: ")
-        if one.scale != mark.get("scale"):
-            complain(f"--ip-image {one.file}: its strength was {mark.get('scale')} in {path}", label="warning: ")
+            complain(f"--ip-mask {image_prompt.mask or NONE}: is not the one of {path}", label="warning: ")
+        if image_prompt.scale != mark.get("scale"):
+            complain(
+                f"--ip-image {image_prompt.file}: its strength was {mark.get('scale')} in {path}", label="warning: "
+            )
 
 
 def flags_of(metadata: Mapping[str, Any]) -> dict[str, str]:

@@ -122,12 +122,12 @@ def folder_info(folder: Path) -> dict[str, Any]:
         InputError: it holds nothing that canvax knows, or cannot be read.
     """
     try:
-        found = [alone] if (alone := inspect(folder)) else list(listing(folder))
+        parts = [alone] if (alone := inspect(folder)) else list(listing(folder))
     except OSError as error:
         raise InputError(f"{folder}: cannot be read ({error.strerror}); choose another folder") from None
-    if not found:
+    if not parts:
         raise InputError(f"{folder}: holds no models, images, LoRAs or other files that canvax reads")
-    rows = [{"file": str(part.path), "kind": part.what, "family": part.family or None} for part in found]
+    rows = [{"file": str(part.path), "kind": part.what, "family": part.family or None} for part in parts]
     return {"folder": str(folder), "files": rows}
 
 
@@ -143,15 +143,15 @@ def _folder_lines(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def part_info(found: Found) -> dict[str, Any]:
+def part_info(part: Found) -> dict[str, Any]:
     """What a file is that holds a part of a model, or what goes beside one."""
-    entries = open_safetensors(found.path, plain_names=False)
+    entries = open_safetensors(part.path, plain_names=False)
     stored = Counter(entry.dtype.name for entry in entries)
     return {
-        "file": str(found.path),
-        "kind": found.what,
-        "family": found.family or None,
-        "flag": found.kind.flag if found.kind else "",
+        "file": str(part.path),
+        "kind": part.what,
+        "family": part.family or None,
+        "flag": part.kind.flag if part.kind else "",
         "arrays": len(entries),
         "bytes": sum(entry.nbytes for entry in entries),
         "stored": dict(stored),

@@ -141,8 +141,8 @@ def byte_count(argument: str, text: str) -> int:
     Raises:
         InputError: it means none.
     """
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})\s*([kmg]?)i?b?", text.strip().lower(), re.ASCII)
-    count = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})\s*([kmg]?)i?b?", text.strip().lower(), re.ASCII)
+    count = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if count < 1:
         raise InputError(argument, text, "is not a size", "write 20GB or 500MB")
     return count
@@ -296,16 +296,16 @@ def listen(host: str, port: int | None, *, spare: bool = False) -> socket.socket
         raise InputError("port", port, "is not in 0..65535", "choose another port, such as --port 0")
     listener = None
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # By its name, or asyncio leaves Nagle's algorithm on, and each answer waits 40 ms for an acknowledgement.
-        listener = socket.socket(found[0], socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener = socket.socket(address[0], socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(found[4])
+            listener.bind(address[4])
         except OSError as error:
             if not spare or error.errno != errno.EADDRINUSE:
                 raise
-            listener.bind((found[4][0], 0, *found[4][2:]))
+            listener.bind((address[4][0], 0, *address[4][2:]))
     except (OSError, UnicodeError) as error:
         if listener:
             listener.close()

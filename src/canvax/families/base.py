@@ -281,8 +281,12 @@ class Model:
             same = spec.implied.items() <= implied.items()
         if curve := implied.get("sigmas"):
             return f"{spec.name}_{curve}", f"{spec.label} {curve_label(curve)}"
-        own = self.scheduler.options.sigmas if spec.curves else "automatic"
-        label = f"{spec.label} {curve_label(own)}" if isinstance(own, str) and own != "automatic" else spec.label
+        default = self.scheduler.options.sigmas if spec.curves else "automatic"
+        label = (
+            f"{spec.label} {curve_label(default)}"
+            if isinstance(default, str) and default != "automatic"
+            else spec.label
+        )
         return spec.name if same or spec.diffusers_class is None else spec.diffusers_class, label
 
     def save(self, folder: str | Path, params: Params, *, dtype: DType | None = None, overwrite: bool = False) -> Path:
@@ -312,7 +316,7 @@ class Model:
     def _unread(self, part: Component, params: Params, dtype: DType | None) -> list[Outgoing]:
         """What saving needs of a component's files: of a language model the layers that are not read."""
         copied = part.name in self.family.copied
-        if not copied and not any(one.whole for one in self.text.encoders if one.component == part.name):
+        if not copied and not any(encoder.whole for encoder in self.text.encoders if encoder.component == part.name):
             return []
         entries = self.files.entries(part.name)
         read = set() if copied else {(entry.path, entry.segments) for entry in part.entries(entries)}
@@ -385,9 +389,9 @@ def check_components(files: ModelFiles, classes: Mapping[str, Sequence[str]]) ->
         if known and kind not in known:
             faults.append(f"its model_index.json names {kind!r} as {name}, and canvax reads {' or '.join(known)}")
         elif name in ("unet", "transformer", "vae"):
-            own = str(files.config(name).get("_class_name", kind)).removeprefix("Flax")
-            if own in known and own != kind:
-                faults.append(f"its model_index.json names {kind!r} as {name}, and {name}/config.json {own!r}")
+            class_name = str(files.config(name).get("_class_name", kind)).removeprefix("Flax")
+            if class_name in known and class_name != kind:
+                faults.append(f"its model_index.json names {kind!r} as {name}, and {name}/config.json {class_name!r}")
     if faults:
         raise CheckpointError(f"{files}: {'; '.join(faults)}")
 

@@ -76,7 +76,7 @@ def read_control(files: ControlFiles, model: Model) -> Control:
     return control_of(str(files), files.kind, config, model)
 
 
-def check_family(name: str, own: UNetConfig, model: Model) -> None:
+def check_family(name: str, config: UNetConfig, model: Model) -> None:
     """Refuse a ControlNet that was made from the UNet of another kind of model.
 
     Raises:
@@ -93,12 +93,12 @@ def check_family(name: str, own: UNetConfig, model: Model) -> None:
             "size conditions of": cfg.projection_class_embeddings_input_dim,
         }
 
-    wanted, got = sizes(base), sizes(own)
+    wanted, got = sizes(base), sizes(config)
     wanted["latents of"] = model.vae.latent_channels
     if got == wanted:
         return
     apart = [f"{what} {got[what]} in place of {wanted[what]}" for what in got if got[what] != wanted[what]]
-    made = _FAMILIES.get(own.cross_attention_dim)
+    made = _FAMILIES.get(config.cross_attention_dim)
     kind = _FAMILIES.get(base.cross_attention_dim, "another kind")
     belongs = f"is a ControlNet for {made}" if made and made != kind else "is a ControlNet for another kind of model"
     raise CheckpointError(
@@ -190,5 +190,5 @@ def _one(values: list[int]) -> int | list[int]:
 
 def _count(names: Collection[str], pattern: str) -> int:
     """How many of a numbered list there are."""
-    found = (re.match(pattern, name) for name in names)
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
+    matches = (re.match(pattern, name) for name in names)
+    return 1 + max((int(match[1]) for match in matches if match), default=-1)

@@ -125,27 +125,27 @@ def _is_pickle(path: Path) -> bool:
 
 
 def _from_pickle(path: Path, output: Path, dtype: DType | None) -> Path:
-    found = read_pickled(path)
-    arrays, metadata = _embedding(found) or (list(found.arrays), {"format": "pt"})
+    pickled = read_pickled(path)
+    arrays, metadata = _embedding(pickled) or (list(pickled.arrays), {"format": "pt"})
     _written(output, [_cast(array, dtype) for array in arrays], metadata)
-    if found.left_out:
-        more = f" and {len(found.left_out) - 5} more" if len(found.left_out) > 5 else ""
-        warn(f"{path}: left out what is no tensor: {', '.join(found.left_out[:5])}{more}")
+    if pickled.left_out:
+        more = f" and {len(pickled.left_out) - 5} more" if len(pickled.left_out) > 5 else ""
+        warn(f"{path}: left out what is no tensor: {', '.join(pickled.left_out[:5])}{more}")
     return output
 
 
-def _embedding(found: Pickled) -> tuple[list[Outgoing], dict[str, str]] | None:
+def _embedding(pickled: Pickled) -> tuple[list[Outgoing], dict[str, str]] | None:
     """An embedding of A1111's under the name that its safetensors files have; None for other files."""
-    own = [array for array in found.arrays if array.name.startswith("string_to_param.")]
-    if len(own) != 1:
+    vectors = [array for array in pickled.arrays if array.name.startswith("string_to_param.")]
+    if len(vectors) != 1:
         return None
-    return [dataclasses.replace(own[0], name="emb_params")], {"format": "pt", **found.texts}
+    return [dataclasses.replace(vectors[0], name="emb_params")], {"format": "pt", **pickled.texts}
 
 
-def _cast(one: Outgoing, dtype: DType | None) -> Outgoing:
-    if dtype is None or one.dtype == dtype or one.dtype.kind not in "fV":
-        return one
-    return dataclasses.replace(one, dtype=np.dtype(dtype), get=lambda: narrowed(one.get(), dtype))
+def _cast(array: Outgoing, dtype: DType | None) -> Outgoing:
+    if dtype is None or array.dtype == dtype or array.dtype.kind not in "fV":
+        return array
+    return dataclasses.replace(array, dtype=np.dtype(dtype), get=lambda: narrowed(array.get(), dtype))
 
 
 def _single(model: Model, params: Params, output: Path, dtype: DType | None) -> tuple[list[Outgoing], dict[str, str]]:
@@ -177,9 +177,9 @@ def _single(model: Model, params: Params, output: Path, dtype: DType | None) -> 
 
 def _differences(model: Model, single: ModelFiles) -> Iterator[str]:
     """What reading the file would make of the model."""
-    for name, own in model.tokenizers.items():
+    for name, tokenizer in model.tokenizers.items():
         clip = ClipTokenizer.from_folder(single.folder(name.replace("text_encoder", "tokenizer")))
-        if (own.backend.get_vocab(), own.pad) != (clip.backend.get_vocab(), clip.pad):
+        if (tokenizer.backend.get_vocab(), tokenizer.pad) != (clip.backend.get_vocab(), clip.pad):
             yield "its tokenizer is not CLIP's"
     try:
         yield from _other_networks(model.networks, model.family.read(single))
@@ -198,7 +198,7 @@ def _other_networks(ours: Networks, theirs: Networks) -> Iterator[str]:
             yield f"{name}: its parameters are not those of this kind of model"
     pairs = [("unet", ours.denoiser.cfg, theirs.denoiser.cfg), ("vae", ours.vae, theirs.vae)]
     pairs += [(name, cfg, theirs.text.parts[name]) for name, cfg in ours.text.parts.items()]
-    for name, one, other in pairs:
-        for field in (field.name for field in dataclasses.fields(one)):
-            if field not in _ALIKE and getattr(one, field) != getattr(other, field):
-                yield f"{name}: {field} is {getattr(one, field)!r}, not {getattr(other, field)!r}"
+    for name, cfg_here, other in pairs:
+        for field in (field.name for field in dataclasses.fields(cfg_here)):
+            if field not in _ALIKE and getattr(cfg_here, field) != getattr(other, field):
+                yield f"{name}: {field} is {getattr(cfg_here, field)!r}, not {getattr(other, field)!r}"

@@ -26,20 +26,20 @@ def ip_adapter_of(files: NetworkFiles, model: Model) -> IPAdapter:
     Raises:
         CheckpointError: it was made for another kind of model.
     """
-    found = read_ip_adapter(files, model.unet)
+    adapter = read_ip_adapter(files, model.unet)
     wanted, layers = model.unet.cross_attention_dim, count_layers(files.shapes)
-    made, kind = _FAMILIES.get(found.width, "another kind of model"), _FAMILIES.get(wanted, "another kind")
-    if found.width != wanted:
+    made, kind = _FAMILIES.get(adapter.width, "another kind of model"), _FAMILIES.get(wanted, "another kind")
+    if adapter.width != wanted:
         raise CheckpointError(
             f"{files}: is an IP-Adapter for {made}, and {model.name} is {kind if kind != made else 'not that'} (tokens "
-            f"of width {found.width} in place of {wanted}). Take an adapter for this kind of model."
+            f"of width {adapter.width} in place of {wanted}). Take an adapter for this kind of model."
         )
-    if layers != len(found.attentions):
+    if layers != len(adapter.attentions):
         raise CheckpointError(
             f"{files}: is an IP-Adapter for another kind of model than {model.name}: it has keys for {layers} "
-            f"attentions, the UNet has {len(found.attentions)}"
+            f"attentions, the UNet has {len(adapter.attentions)}"
         )
-    return found
+    return adapter
 
 
 def with_encoder(adapter: IPAdapter, cfg: ClipVisionConfig | None) -> IPAdapter:

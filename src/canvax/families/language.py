@@ -47,13 +47,13 @@ def check_fit(files: ModelFiles, *, latents: tuple[int, int], text: tuple[int, i
 def language_model_entries(encoder: TextEncoder, entries: Sequence[Entry]) -> list[Entry]:
     """The layers of a language model that are read, whether it was saved with its head and eyes or without."""
     assert isinstance(encoder, LanguageModel)
-    found = []
+    layers = []
     for entry in entries:
         name = whole_name(entry.name)
         layer = _LAYER.match(name)
         if not (name.startswith(("lm_head.", "model.norm.", "visual.")) or (layer and int(layer[1]) >= encoder.tap)):
-            found.append(replace(entry, name=name))
-    return found
+            layers.append(replace(entry, name=name))
+    return layers
 
 
 def unused_options(model: Model) -> Mapping[str, str]:

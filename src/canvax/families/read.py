@@ -50,8 +50,8 @@ def _scheduler_config(files: ModelFiles) -> dict[str, Any]:
     config, name = files.config("scheduler"), files.components["scheduler"]
     if name not in KNOWN_CLASSES:
         raise InputError(f"model_index.json names the scheduler {name!r}; {nearest(name, sorted(KNOWN_CLASSES))}")
-    own = str(config.get("_class_name")).removeprefix("Flax")
-    return {**config, "_class_name": name} if own in KNOWN_CLASSES and own != name else config
+    class_name = str(config.get("_class_name")).removeprefix("Flax")
+    return {**config, "_class_name": name} if class_name in KNOWN_CLASSES and class_name != name else config
 
 
 def read_networks(files: ModelFiles) -> Networks:

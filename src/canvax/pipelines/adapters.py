@@ -538,8 +538,8 @@ class Adapters(Mapping[str, LoadedAdapter]):
         for adapter in self._loaded.values():
             keywords = {**adapter.source_keywords, "beside": adapter.place is not None}
             calls.append(("load", (adapter.name, adapter.source, adapter.weight), keywords))
-        own = {word for adapter in self._loaded.values() for word in adapter.words}
-        words = [word for name, word in self._words.items() if name not in own]
+        taken = {word for adapter in self._loaded.values() for word in adapter.words}
+        words = [word for name, word in self._words.items() if name not in taken]
         for call in [("load_embedding", (word.source, word.token), dict(word.source_keywords)) for word in words]:
             if call not in calls:  # a file may have several words
                 calls.append(call)
@@ -748,10 +748,14 @@ def _as_set(adapters: Adapters, bank: Bank) -> OwnAdapters:
     return {adapter.name: parted(adapter.weights, bank.components)[1] for adapter in held}
 
 
-def _recorded(one: LoadedAdapter, weights: Weights, bank: Bank) -> dict[str, Any]:
+def _recorded(adapter: LoadedAdapter, weights: Weights, bank: Bank) -> dict[str, Any]:
     """What the metadata of an image tells of an adapter that it has."""
-    by_block, _ = parted(one.weights, bank.components)
-    return {"file": one.source, "weight": one.weight if by_block else plain_weight(weights), "sha256": one.sha256}
+    by_block, _ = parted(adapter.weights, bank.components)
+    return {
+        "file": adapter.source,
+        "weight": adapter.weight if by_block else plain_weight(weights),
+        "sha256": adapter.sha256,
+    }
 
 
 def plain_weight(weights: Weights) -> float | dict[str, float]:
@@ -779,12 +783,12 @@ def per_image(name: str, weight: Any, components: Sequence[str]) -> Weights:
 
 def share_rows(images: Sequence[OwnAdapters], places: Mapping[str, int], bank: Bank) -> dict[str, HostArray]:
     """Weights of each image for each place [n, K] float32, by network; ``places`` are those of the names."""
-    found = {component: np.zeros((len(images), bank.places.count), np.float32) for component in bank.components}
+    scales = {component: np.zeros((len(images), bank.places.count), np.float32) for component in bank.components}
     for i, image in enumerate(images):
         for name, weights in image.items():
-            for component, rows in found.items():
+            for component, rows in scales.items():
                 rows[i, places[name]] = weights.get(component, weights.get("", 1.0))
-    return found
+    return scales
 
 
 def adapters_of_images(adapters: Any, prompts: int, per_prompt: int) -> list[Any]:

@@ -132,7 +132,7 @@ def check_control(model: Model, control: Any, count: int, options: Options) -> C
         for (name, net), value in zip(nets, by_network, strict=True)
         if value is not None
     }
-    marks = {name: [mark_of(shown) for shown in found] for name, found in images.items()}
+    marks = {name: [mark_of(shown) for shown in shown_images] for name, shown_images in images.items()}
     return ControlImages(images, marks, tuple(i for i, (name, _) in enumerate(nets) if name in images))
 
 
@@ -380,7 +380,7 @@ def _by_type(text: str) -> list[tuple[str, str]]:
 
 def read_control(shown: Sequence[ControlFile]) -> Any:
     """A control image, made of its file where a map was asked for; those of several types are a dict."""
-    images = {label: _read(*one) for label, *one in shown}
+    images = {label: _read(*parts) for label, *parts in shown}
     if len(images) < len(shown):
         raise InputError("control", NO_VALUE, f"names a type twice: {', '.join((label for label, *_ in shown))}")
     return images.get("", images)
@@ -394,14 +394,14 @@ def _read(file: str, kind: str | None) -> Image.Image:
 
 def control_files(control: ControlEntry) -> list[Image.Image]:
     """All of its images, read."""
-    return [_read(*one) for shown in control if shown for _, *one in shown]
+    return [_read(*parts) for shown in control if shown for _, *parts in shown]
 
 
 def control_marks(control: ControlEntry) -> list[Any]:
     """As metadata has them: for each network the SHA-256 of its image, or of those with types a dict."""
     entries = []
     for shown in control:
-        marks = {label: fingerprint(_read(*one)) for label, *one in shown or ()}
+        marks = {label: fingerprint(_read(*parts)) for label, *parts in shown or ()}
         entries.append(marks.get("", marks) or None)
     return entries
 

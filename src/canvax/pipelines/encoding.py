@@ -202,19 +202,19 @@ def encode(
             else:
                 text = np.tile(text, (1, rows_of_all // text.shape[1], 1))
             arrays = embeds | {"text": text}
-            found = {
+            conditions = {
                 name: put(filled(array.astype(shapes[name].dtype), batch), split) for name, array in arrays.items()
             }
         elif negative and request.zeros:
-            found = {name: put(np.zeros(shapes[name].shape, shapes[name].dtype), split) for name in encoded}
+            conditions = {name: put(np.zeros(shapes[name].shape, shapes[name].dtype), split) for name in encoded}
         elif is_plain(model, wordings, request.chunks):
-            found = on_devices(ids_of(model, wordings, request.chunks))
+            conditions = on_devices(ids_of(model, wordings, request.chunks))
         else:
             whole = encoding([*wordings, *[wordings[-1]] * (batch - len(wordings))])
-            found = {name: spread(array, shapes[name].dtype) for name, array in whole.items()}
+            conditions = {name: spread(array, shapes[name].dtype) for name, array in whole.items()}
         if model.networks.embeds_guidance:
-            found["guidance"] = put(np.full(batch, request.guidance, np.float32), split)
-        return found | {name: put(np.tile(row, (batch, 1)), split) for name, row in numbers[negative].items()}
+            conditions["guidance"] = put(np.full(batch, request.guidance, np.float32), split)
+        return conditions | {name: put(np.tile(row, (batch, 1)), split) for name, row in numbers[negative].items()}
 
     def at(stage: Stage) -> Prompts:
         prompts = [conditions_for(part, request.embeds[0], negative=False) for part in stage.parts]

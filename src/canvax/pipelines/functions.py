@@ -89,9 +89,9 @@ def encode_image(model: Model, params: Params, image: Any, height: int | None, w
         raise InputError("image", [], "holds no image", "give a PIL image, a path, an array or a list of these")
     if image is None:
         raise InputError("image", None, "is no image", "give a PIL image, a path, an array or a list of these")
-    given = check_init_images(image, None, 1.0, (height, width), count, model.networks.size_step, Options())
-    assert given is not None
-    pixels = jnp.asarray(np.stack([as_floats(image) for image in given.images]))
+    images = check_init_images(image, None, 1.0, (height, width), count, model.networks.size_step, Options())
+    assert images is not None
+    pixels = jnp.asarray(np.stack([as_floats(image) for image in images.images]))
     return _encode_images(_weights(model, params, "vae"), pixels, cfg=model.vae)[0]
 
 
@@ -104,11 +104,11 @@ def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditi
     timesteps = numbers("timestep", timestep)
     # Of an array on a device nobody asks: a loop would wait for it in each step. EDM's timesteps may be negative.
     if isinstance(timestep, int | float | np.ndarray | np.generic):
-        schedule, given = model.scheduler.schedule, np.asarray(timestep, np.float64)
-        if not np.isfinite(given).all():
+        schedule, times = model.scheduler.schedule, np.asarray(timestep, np.float64)
+        if not np.isfinite(times).all():
             raise InputError("timestep", timestep, "is not finite")
         last = schedule.last_timestep
-        if schedule.timestep_unit == "index" and not ((given >= 0) & (given <= last)).all():
+        if schedule.timestep_unit == "index" and not ((times >= 0) & (times <= last)).all():
             raise InputError("timestep", timestep, f"is not in 0..{last}, the timesteps that the model knows")
     if timesteps.ndim > 1 or timesteps.size not in (1, len(latents)):
         raise InputError(

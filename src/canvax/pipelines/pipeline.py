@@ -255,10 +255,10 @@ class StableDiffusion(LoadedModel):
             if output == "jax" and (spread or self.safety_checker):
                 why = "several processes" if spread else "a safety checker, which reads images on the host"
                 raise InputError("output_type", output, f"does not work with {why}", "use {output_type='np'}")
-            as_set, own = params is None, params is None or params is self.params
+            as_set, attached = params is None, params is None or params is self.params
             params = self._params(params)
             # Parameters of the caller's have no adapters, so that their images tell of none.
-            model = self.model if own else replace(self.model, merged={})
+            model = self.model if attached else replace(self.model, merged={})
             call = Call(**{field.name: arguments[field.name] for field in fields(Call)})
             request = replace(self._request(call, adapters, as_set=as_set), on_device=output == "jax")
         return as_output(self._generate(model, request, params, seed), output)

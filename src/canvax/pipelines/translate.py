@@ -208,7 +208,7 @@ def _seeds(generator: Any) -> Any:
     return seed
 
 
-def loader(table: Mapping[str, ForeignName], own: Sequence[str], kind: str, page: str = PAGE) -> Translate:
+def loader(table: Mapping[str, ForeignName], arguments: Sequence[str], kind: str, page: str = PAGE) -> Translate:
     """How the keywords of a function that loads a model are translated: by ``table``; ``own`` are those it has."""
 
     def translate(own_keywords: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
@@ -216,8 +216,8 @@ def loader(table: Mapping[str, ForeignName], own: Sequence[str], kind: str, page
             if not any(value is harmless for harmless in HARMLESS.get(name, ())):
                 if name in HARMLESS and name not in table:
                     raise InputError(f"{name}={value!r}: canvax has none; leave it out ({page})")
-                takes = f"it takes {', '.join(own)}"
-                raise InputError(answer(name, table, [*own, *HARMLESS], kind, page, takes))
+                takes = f"it takes {', '.join(arguments)}"
+                raise InputError(answer(name, table, [*arguments, *HARMLESS], kind, page, takes))
         return own_keywords
 
     return translate

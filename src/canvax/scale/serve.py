@@ -89,7 +89,7 @@ class Wanted:
     holds: int = 0
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Wanted:
+    def of(cls, settings: Mapping[str, Any]) -> Wanted:
         """From texts or plain values.
 
         Raises:
@@ -97,7 +97,7 @@ class Wanted:
         """
         kinds = {field.name: type(field.default) for field in fields(cls)}
         values: dict[str, Any] = {}
-        for name, value in given.items():
+        for name, value in settings.items():
             if name not in kinds:
                 raise InputError(name, value, "is not known", nearest(name, list(kinds)))
             if kinds[name] is bool:

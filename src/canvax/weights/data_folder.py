@@ -84,7 +84,7 @@ def find_named(name: str, argument: str) -> Path | None:
     paths = [path for root in _roots(folder) for path in _weights(root, endings) if name in (path.name, _stem(path))]
     if len(paths) > 1:
         flags = ("--lora", "--embedding") if argument == "source" else (f"--{argument.replace('_', '-')}",)
-        kinds = {path: found.kind for path in paths if (found := inspect(path))}
+        kinds = {path: part.kind for path in paths if (part := inspect(path))}
         paths = [path for path in paths if (kind := kinds.get(path)) and kind.flag in flags] or paths
     if len(paths) > 1:
         files = " and ".join(str(path.relative_to(folder)) for path in paths[:3])
@@ -99,7 +99,7 @@ def models() -> dict[str, Path]:
         return {}
     from canvax.weights.identify import MODEL, listing
 
-    paths = [found.path for root in _roots(folder) for found in listing(root) if found.kind is MODEL]
+    paths = [part.path for root in _roots(folder) for part in listing(root) if part.kind is MODEL]
     counts = Counter(map(_stem, paths))
     return {_stem(path): path for path in paths if counts[_stem(path)] == 1}
 

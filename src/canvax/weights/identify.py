@@ -239,9 +239,9 @@ def inspect(path: Path) -> Found | None:
 def listing(folder: Path) -> Iterator[Found]:
     """What lies in a folder and in the folders in it."""
     for path in sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name.lower())):
-        found = inspect(path)
-        if found is not None:
-            yield found
+        part = inspect(path)
+        if part is not None:
+            yield part
         elif path.is_dir() and not path.is_symlink():
             yield from listing(path)
 

@@ -183,12 +183,12 @@ def outgoing_of(component: Component, params: Params, dtype: DType | None) -> li
         InputError: params do not fit the spec.
     """
     wanted: dict[str, Param] = dict(flatten(component.spec))
-    given: dict[str, Any] = dict(flatten(params))
-    faults = [f"{name} is missing" for name in wanted.keys() - given.keys()]
-    faults += [f"{name} is not a parameter" for name in given.keys() - wanted.keys()]
+    arrays: dict[str, Any] = dict(flatten(params))
+    faults = [f"{name} is missing" for name in wanted.keys() - arrays.keys()]
+    faults += [f"{name} is not a parameter" for name in arrays.keys() - wanted.keys()]
     faults += [
         f"{name} is {np.shape(leaf)}, not {wanted[name].shape}"
-        for name, leaf in given.items()
+        for name, leaf in arrays.items()
         if name in wanted and np.shape(leaf) not in (wanted[name].shape, wanted[name].in_parts)
     ]
     if faults:
@@ -199,8 +199,8 @@ def outgoing_of(component: Component, params: Params, dtype: DType | None) -> li
         Outgoing(
             name,
             param.checkpoint_shapes[0],
-            np.dtype(given[name].dtype if dtype is None else dtype),
-            partial(_to_checkpoint, param, given[name], dtype),
+            np.dtype(arrays[name].dtype if dtype is None else dtype),
+            partial(_to_checkpoint, param, arrays[name], dtype),
         )
         for name, param in wanted.items()
     ]

@@ -162,7 +162,7 @@ def single_files(
         part: "CLIPTextModelWithProjection" if part.endswith("_2") else "CLIPTextModel" for part in kind.encoders
     }
     try:
-        shapes = {part: {array.name: array.shape for array in own} for part, own in parts.items()}
+        shapes = {part: {array.name: array.shape for array in arrays} for part, arrays in parts.items()}
         configs = {
             "unet": _unet_config(kind, shapes["unet"], prediction[0]),
             "vae": vae_config(shapes["vae"], _of_vae(kind)),
@@ -213,13 +213,13 @@ def single_arrays(
     arrays = []
     for component, start in {"unet": UNET, "vae": VAE, **kind.encoders}.items():
         names = _names(kind, component, [part.name for part in parts[component]])
-        own = names.to_theirs(parts[component]) if names else parts[component]
+        renamed = names.to_theirs(parts[component]) if names else parts[component]
         if component in kind.encoders and kind is SD2:
             # It reads the last but one of OpenCLIP's layers. diffusers leaves the last one out, the original code not.
-            layers = 1 + max(_layer_of(array.name) for array in own)
-            own = [*own, *(replace(array, name=array.name.replace(f".{layers - 1}.", f".{layers}.", 1))
-                           for array in own if _layer_of(array.name) == layers - 1)]  # fmt: skip
-        arrays += [replace(array, name=start + array.name) for array in own]
+            layers = 1 + max(_layer_of(array.name) for array in renamed)
+            renamed = [*renamed, *(replace(array, name=array.name.replace(f".{layers - 1}.", f".{layers}.", 1))
+                           for array in renamed if _layer_of(array.name) == layers - 1)]  # fmt: skip
+        arrays += [replace(array, name=start + array.name) for array in renamed]
     marks = {"v_pred": v_prediction and kind is XL, "ztsnr": zero_snr}
     none = np.zeros(0, np.float32)
     return arrays + [Outgoing(name, (0,), none.dtype, lambda: none) for name, there in marks.items() if there]
