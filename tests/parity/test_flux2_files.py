@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -34,6 +35,7 @@ from tests.support.ldm_files import ldm_vae  # noqa: E402
 
 from .test_flux2_pipeline import build, original  # noqa: E402
 from .test_z_image_files import Arrays, arrays, scaled, shapes_of, write  # noqa: E402
+from .test_z_image_pipeline import build as build_z_image  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -194,3 +196,39 @@ def test_sizes_of_the_released_files(layers: tuple[int, int], heads: int, text: 
 def test_sizes_of_the_released_autoencoders(cfg: Flux2VaeConfig) -> None:
     """The usual one, and the one with a small decoder."""
     assert Flux2VaeConfig.from_dict(vae_config(shapes_of(flux2_vae_spec(cfg)), {})) == cfg
+
+
+def on_devices(pipe: canvax.StableDiffusion) -> set[str]:
+    """Components a weight of which is on the devices now."""
+    held = {(array.shape, str(array.dtype)) for array in jax.live_arrays()
+            if array.ndim == 2 and array.sharding.memory_kind == "device"}  # fmt: skip
+    alone = {
+        name: {(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
+        for name, params in pipe.params.items()
+    }
+    return {name for name, shapes in alone.items()
+            if held & (shapes - set().union(*(alone[other] for other in alone.keys() - {name})))}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["flux2", "z-image"])
+def test_offloading(family: str, folder: Path, tmp_path: Path) -> None:
+    """While denoising only the transformer is on the devices, afterwards nothing, and the image is the same."""
+    model = folder if family == "flux2" else build_z_image(tmp_path / "z-image")
+    asked: dict[str, Any] = {"seed": 1, "num_inference_steps": 2, "height": 32, "width": 32, "progress": False}
+    usual = load(model)
+    want = usual("a fox", **asked).pixels
+    assert on_devices(usual) == usual.params.keys()
+    sizes = usual.memory(32, 32)
+    del usual
+    gc.collect()
+    pipe, seen = load(model, offload=True), []
+    assert on_devices(pipe) == set()
+    got = pipe("a fox", callback=lambda step: seen.append(on_devices(pipe)), **asked)
+    np.testing.assert_array_equal(got.pixels, want)
+    assert seen == [{"transformer"}] * 2
+    gc.collect()
+    assert on_devices(pipe) == set()
+    assert pipe("a hen", **asked).compilations == 0
+    assert pipe.memory(32, 32).total == sizes.offloaded < sizes.total
+    pipe.save(tmp_path / "saved")
+    assert pipe.encode("a fox")["text"].sharding.memory_kind == "device"
