@@ -33,7 +33,7 @@ from canvax.weights.single_file import vae_config  # noqa: E402
 from canvax.weights.transformer_file import LAYOUTS  # noqa: E402
 from tests.support.ldm_files import ldm_vae  # noqa: E402
 
-from .test_flux2_pipeline import build, original  # noqa: E402
+from .test_flux2_pipeline import build, lora, original  # noqa: E402
 from .test_z_image_files import Arrays, arrays, scaled, shapes_of, write  # noqa: E402
 from .test_z_image_pipeline import build as build_z_image  # noqa: E402
 
@@ -228,6 +228,9 @@ def test_offloading(family: str, folder: Path, tmp_path: Path) -> None:
     assert seen == [{"transformer"}] * 2
     gc.collect()
     assert on_devices(pipe) == set()
+    if family == "flux2":
+        pipe.adapters.load("style", lora(tmp_path / "style.safetensors", "peft"))
+        assert on_devices(pipe) == set()
     assert pipe("a hen", **asked).compilations == 0
     assert pipe.memory(32, 32).total == sizes.offloaded < sizes.total
     pipe.save(tmp_path / "saved")
