@@ -27,6 +27,24 @@ Arrays = Mapping[str, HostArray]
 Shapes = Mapping[str, Shape]
 
 
+class Window(NamedTuple):
+    """The part of a stack of layers that a weight is.
+
+    Attributes:
+        shape: of the stack.
+        axis: along which layers are stacked.
+        begin: of the weight along that axis.
+        end: likewise.
+        swapped: whether the weight has the halves of the stack in the other order.
+    """
+
+    shape: Shape
+    axis: int
+    begin: int
+    end: int
+    swapped: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """What an adapter does to one weight.
@@ -35,11 +53,13 @@ class Part:
         kind: a key of ``KINDS``.
         arrays: its numbers by their roles in ``KINDS``, float32.
         scale: what D is multiplied with, alpha / rank.
+        window: of a LoKr, if D is that of a stack of layers.
     """
 
     kind: str
     arrays: Arrays
     scale: float = 1.0
+    window: Window | None = None
 
 
 class AdapterKind(NamedTuple):
@@ -99,6 +119,8 @@ def low_rank(part: Part, shape: Shape) -> tuple[HostArray, HostArray]:
         NotLowRank: it is none: D depends on the weight, or is made of more than products.
     """
     factors = _FACTORS.get(part.kind)
+    if part.window is not None:
+        raise NotLowRank(f"{KINDS[part.kind].name} of several layers at once is no low-rank change of each")
     if factors is None or any(role in part.arrays for role in DECOMPOSED):
         raise NotLowRank(f"{KINDS[part.kind].name}{' with DoRA' if factors else ''} is no low-rank change")
     down, up = factors(part, shape)
@@ -272,9 +294,17 @@ def _lokr_shapes(s: Shapes, weight: Shape) -> dict[str, Shape]:
 
 def _lokr(weight: HostArray, part: Part) -> HostArray:
     first = _matrix(_factor(part.arrays, "w1", "t1")) * np.float32(part.scale)
-    rows, columns = weight.shape[0] // first.shape[0], weight.shape[1] // first.shape[1]
+    out, into = part.window.shape if part.window else weight.shape[:2]
+    rows, columns = out // first.shape[0], into // first.shape[1]
     second = _factor(part.arrays, "w2", "t2").reshape(rows, columns, -1)
-    return np.einsum("ab,cdk->acbdk", first, second, optimize=True)
+    if part.window is None:
+        return np.einsum("ab,cdk->acbdk", first, second, optimize=True)
+    _, axis, begin, end, swapped = part.window
+    size = second.shape[axis]
+    low = begin // size  # the blocks that the weight is in, and of these the weight
+    blocks = np.kron(first.take(range(low, -(-end // size)), axis), second[..., 0])
+    whole = blocks.take(range(begin - low * size, end - low * size), axis)
+    return np.roll(whole, len(whole) // 2, axis=0) if swapped else whole
 
 
 def _one_shape(role: str) -> Callable[[Shapes, Shape], dict[str, Shape]]:

@@ -92,8 +92,8 @@ ATTRIBUTES: dict[str, ForeignName] = {
     **same("enable_attention_slicing enable_xformers_memory_efficient_attention enable_vae_slicing",
             "attention and the decoder already work in parts: drop this line"),
     **same("enable_vae_tiling", "pass tiling='on' to a call; large images are tiled without it"),
-    **same("enable_model_cpu_offload enable_sequential_cpu_offload", "canvax keeps a model on its devices; "
-            "quantize='int8' or mesh=canvax.make_mesh(model=2) in canvax.load saves memory"),
+    **same("enable_model_cpu_offload enable_sequential_cpu_offload", "pass offload=True to canvax.load; "
+            "quantize='int8' or mesh=canvax.make_mesh(model=2) saves memory as well"),
     **same("enable_freeu", "canvax has no FreeU: drop this line"),
     **same("load_lora_weights load_lora_adapter", "write pipe.adapters.load('name', file_or_hub_id, weight=1.0)"),
     **same("set_adapters", "write pipe.adapters.set({'name': 0.8}), which switches the others off"),

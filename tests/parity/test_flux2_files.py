@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -17,6 +18,7 @@ diffusers = pytest.importorskip("diffusers")
 import safetensors.numpy  # noqa: E402
 
 import canvax  # noqa: E402
+from canvax.adapters import change  # noqa: E402
 from canvax.cli import main  # noqa: E402
 from canvax.cli.arguments import build_parser  # noqa: E402
 from canvax.cli.compile import open_pipeline  # noqa: E402
@@ -26,14 +28,16 @@ from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.planning.plan import architecture  # noqa: E402
 from canvax.samplers import build_table  # noqa: E402
 from canvax.weights.formats import flux2_stacks  # noqa: E402
+from canvax.weights.lora import read_adapter  # noqa: E402
 from canvax.weights.overrides import Overrides  # noqa: E402
 from canvax.weights.rules import Names  # noqa: E402
 from canvax.weights.single_file import vae_config  # noqa: E402
 from canvax.weights.transformer_file import LAYOUTS  # noqa: E402
 from tests.support.ldm_files import ldm_vae  # noqa: E402
 
-from .test_flux2_pipeline import build, original  # noqa: E402
+from .test_flux2_pipeline import build, lora, original  # noqa: E402
 from .test_z_image_files import Arrays, arrays, scaled, shapes_of, write  # noqa: E402
+from .test_z_image_pipeline import build as build_z_image  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -194,3 +198,73 @@ def test_sizes_of_the_released_files(layers: tuple[int, int], heads: int, text: 
 def test_sizes_of_the_released_autoencoders(cfg: Flux2VaeConfig) -> None:
     """The usual one, and the one with a small decoder."""
     assert Flux2VaeConfig.from_dict(vae_config(shapes_of(flux2_vae_spec(cfg)), {})) == cfg
+
+
+def on_devices(pipe: canvax.StableDiffusion) -> set[str]:
+    """Components a weight of which is on the devices now."""
+    held = {(array.shape, str(array.dtype)) for array in jax.live_arrays()
+            if array.ndim == 2 and array.sharding.memory_kind == "device"}  # fmt: skip
+    alone = {
+        name: {(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
+        for name, params in pipe.params.items()
+    }
+    return {name for name, shapes in alone.items()
+            if held & (shapes - set().union(*(alone[other] for other in alone.keys() - {name})))}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["flux2", "z-image"])
+def test_offloading(family: str, folder: Path, tmp_path: Path) -> None:
+    """While denoising only the transformer is on the devices, afterwards nothing, and the image is the same."""
+    model = folder if family == "flux2" else build_z_image(tmp_path / "z-image")
+    asked: dict[str, Any] = {"seed": 1, "num_inference_steps": 2, "height": 32, "width": 32, "progress": False}
+    usual = load(model)
+    want = usual("a fox", **asked).pixels
+    assert on_devices(usual) == usual.params.keys()
+    sizes = usual.memory(32, 32)
+    del usual
+    gc.collect()
+    pipe, seen = load(model, offload=True), []
+    assert on_devices(pipe) == set()
+    got = pipe("a fox", callback=lambda step: seen.append(on_devices(pipe)), **asked)
+    np.testing.assert_array_equal(got.pixels, want)
+    assert seen == [{"transformer"}] * 2
+    gc.collect()
+    assert on_devices(pipe) == set()
+    if family == "flux2":
+        pipe.adapters.load("style", lora(tmp_path / "style.safetensors", "peft"))
+        assert on_devices(pipe) == set()
+    assert pipe("a hen", **asked).compilations == 0
+    assert pipe.memory(32, 32).total == sizes.offloaded < sizes.total
+    pipe.save(tmp_path / "saved")
+    assert pipe.encode("a fox")["text"].sharding.memory_kind == "device"
+
+
+def test_lokr_of_stacked_layers(tmp_path: Path) -> None:
+    """Products of which layers are rows or columns, whose ends are not those of blocks, and one with swapped halves."""
+    cfg = Flux2Config(in_channels=16, num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
+                      joint_attention_dim=48, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False)  # fmt: skip
+    rng, found, wanted = np.random.default_rng(0), {}, {}
+    single, double = "transformer.single_transformer_blocks.1.", "transformer.transformer_blocks.0."
+    stacks: dict[str, tuple[tuple[int, int], tuple[int, int], int, list[str]]] = {
+        "single_blocks.1.linear1": ((18, 4), (16, 8), 0, ["attn.to_q", "attn.to_k", "attn.to_v", "ff.gate", "ff.up"]),
+        "single_blocks.1.linear2": ((4, 2), (8, 64), 1, ["attn.to_out.0", "ff.down"]),
+        "double_blocks.0.img_attn.qkv": ((4, 4), (24, 8), 0, ["attn.to_q", "attn.to_k", "attn.to_v"]),
+        "final_layer.adaLN_modulation.1": ((8, 4), (8, 8), 0, []),
+    }
+    for name, (one, other, axis, layers) in stacks.items():
+        w1, w2 = (rng.standard_normal(shape).astype(np.float32) for shape in (one, other))
+        found |= {f"diffusion_model.{name}.lokr_w1": w1, f"diffusion_model.{name}.lokr_w2": w2}
+        whole, begin = np.kron(w1, w2), 0
+        for layer in layers:
+            size = 96 if layer.startswith("ff") else 32
+            stem = single if name.startswith("single") else double
+            wanted[f"{stem}{layer}"] = whole.take(range(begin, begin + size), axis)
+            begin += size
+        if not layers:
+            wanted["transformer.norm_out.linear"] = np.roll(whole, 32, axis=0)
+    adapter = read_adapter(write(tmp_path / "lokr.safetensors", found), {"transformer": flux2_spec(cfg)})
+    made = {".".join(key).removesuffix(".weight"): change(np.zeros_like(wanted[".".join(key).removesuffix(".weight")]),
+                                                          part) for key, part in adapter.parts.items()}  # fmt: skip
+    assert made.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_allclose(made[name], array, rtol=1e-6)

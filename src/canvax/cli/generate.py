@@ -258,6 +258,7 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
         mesh=mesh,
         safety_checker=arguments.safety_checker or None,
         progress=not arguments.quiet,
+        offload=arguments.offload,
         **keywords,
     )
     if not arguments.quiet:

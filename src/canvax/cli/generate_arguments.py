@@ -167,6 +167,11 @@ def _devices(parser: argparse.ArgumentParser) -> None:
         "--mesh", metavar="AXES", help="data=4,model=2 splits the batch 4 ways and the weights 2 ways (data)"
     )
     group.add_argument(
+        "--offload",
+        action="store_true",
+        help="keep weights in the host's memory, and on the devices those of the network that runs",
+    )
+    group.add_argument(
         "--distributed", action="store_true",
         help="join the processes of a TPU pod, of Slurm or of the next three flags; each process generates and "
         "writes its "

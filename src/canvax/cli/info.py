@@ -365,6 +365,7 @@ def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
         },
         "programs": dict(memory.programs),
         "total": memory.total,
+        "offloaded": memory.offloaded,
         "free": memory.limit,
     }
 
@@ -375,6 +376,7 @@ def _memory_lines(memory: Mapping[str, Any]) -> list[str]:
     rows += [(f"  {name}", byte_size(size)) for name, size in memory["components"].items()]
     rows += [(f"{name}, while running", byte_size(size)) for name, size in memory["programs"].items()]
     rows.append(("largest total", byte_size(memory["total"])))
+    rows.append(("with --offload", byte_size(memory["offloaded"])))
     if memory["free"] is not None:
         rows.append((f"free on this machine's {memory['platform']}", byte_size(memory["free"])))
     dtype = memory["dtype"] if memory["quantize"] is None else f"{memory['dtype']} with {memory['quantize']} weights"

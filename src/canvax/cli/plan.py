@@ -92,6 +92,8 @@ def lines(plan: Plan) -> list[str]:
     eight = "" if plan.quantize or plan.fits else f"; with --quantize int8 {plan.in_8_bits / GIB:.2f} in all"
     weights = f"weights on each {device}, which stay there: {weights} GiB{eight}"
     unpriced = sorted({name for program in plan.programs for name in program.unpriced})
+    if not plan.fits and not any(program.refused for program in plan.programs):
+        weights += f"; with --offload {plan.offloaded_bytes / GIB:.2f} GiB of everything at a time"
     if any(program.refused for program in plan.programs):
         return [*text, weights, f"does not fit: {plan.why_not}"]
     memory = (

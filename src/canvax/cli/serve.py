@@ -190,10 +190,13 @@ def _check_parts(parts: Mapping[str, str | None], names: Mapping[str, str]) -> N
     Raises:
         InputError, CheckpointError: a part cannot be used.
     """
+    from canvax.weights.location import Location
     from canvax.weights.overrides import Overrides
 
-    for name in Overrides.of(**parts).parts if len(names) > 1 else ():
-        raise InputError(name, parts[name], "is for one model, and several are served", "convert it to a folder")
+    for name, part in Overrides.of(**parts).parts.items():
+        Location(part, argument=name).local()
+        if len(names) > 1:
+            raise InputError(name, part, "is for one model, and several are served", "convert it to a folder")
 
 
 def _output(arguments: argparse.Namespace) -> Path | None:

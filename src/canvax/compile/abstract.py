@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from canvax.parallel.mesh import over_batch
+from canvax.parallel.place import on_device
 from canvax.params import Params
 from canvax.types import Array
 
@@ -28,7 +29,7 @@ def abstract_of(params: Params) -> Any:
     """The parameters as shapes, dtypes and shardings."""
 
     def one(leaf: Array) -> jax.ShapeDtypeStruct:
-        sharding = leaf.sharding
+        sharding = on_device(leaf.sharding)
         # P("model", None) and P("model") are the same, and not equal.
         if isinstance(sharding, NamedSharding) and len(sharding.spec) and sharding.spec[-1] is None:
             spec = list(sharding.spec)

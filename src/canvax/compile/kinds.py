@@ -12,6 +12,7 @@ import jax
 
 from canvax.guidance import Method, Rule
 from canvax.models.beside import ADAPTERS, Places
+from canvax.parallel.place import on_devices
 from canvax.params import Params
 from canvax.quantize import compute_dtype
 
@@ -53,6 +54,11 @@ class Program:
     facts: Mapping[str, Any] = field(default_factory=dict)
     stored: bool = True
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """``components`` as a tuple."""
+        return (self.components,) if isinstance(self.components, str) else self.components
+
     def weights(self, params: Params) -> Params:
         """Its first argument."""
         if isinstance(self.components, str):
@@ -82,8 +88,9 @@ class Compiled(NamedTuple):
     executable: Any
 
     def __call__(self, params: Params, *inputs: Any) -> Any:
-        """Its outputs; ``params`` are those of all components."""
-        return self.executable(self.program.weights(params), *inputs)
+        """Its outputs; ``params`` are those of all components. Weights that wait are on the devices meanwhile."""
+        present = {name: on_devices(params[name]) for name in self.program.reads}
+        return self.executable(self.program.weights({**params, **present}), *inputs)
 
 
 Ready = Mapping[str, Compiled]

@@ -21,7 +21,7 @@ from canvax.engine.segments import DeepPlan, guided_rows
 from canvax.errors import InputError
 from canvax.models.text import Conditions
 from canvax.parallel.mesh import over_batch
-from canvax.parallel.place import local_rows, map_parts, put, put_all
+from canvax.parallel.place import local_rows, map_parts, on_devices, put, put_all
 from canvax.params import Params
 from canvax.samplers.table import NOISE, SLOTS, SamplerTable
 from canvax.types import Array, HostArray
@@ -108,8 +108,9 @@ class Batch:
         self.latents = latents
         self._denoised: Array | None = None
         self._denoisers = {guided: programs[name] for guided, name in DENOISERS.items() if name in programs}
-        self._params, self._split = params, over_batch(mesh)
+        self._split = over_batch(mesh)
         first = next(iter(self._denoisers.values()))
+        self._params = {**params, **{name: on_devices(params[name]) for name in first.program.reads}}  # for all rows
         self._size: tuple[int, ...] = first.program.inputs[0].flight.state.shape[2:4]
         self._runs: list[Run | None] = [None] * latents[0]
         self._flight: InFlight | None = None

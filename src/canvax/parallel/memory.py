@@ -35,11 +35,13 @@ class Memory:
         programs: the additional memory of each running program: "text encoder", "denoiser", "decoder"; as reported by
             the compiler.
         limit: the memory available on the device; None if the device does not report it.
+        parts: the size of the parameters that each program reads.
     """
 
     weights: int
     programs: Mapping[str, int] = field(default_factory=dict)
     limit: int | None = None
+    parts: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sizes = {"weights": self.weights, "limit": self.limit or 0, **self.programs}
@@ -51,6 +53,11 @@ class Memory:
     def total(self) -> int:
         """Weights and the largest program, since programs do not run at the same time."""
         return self.weights + max(self.programs.values(), default=0)
+
+    @property
+    def offloaded(self) -> int:
+        """What is needed with ``offload=True``: the largest program with the weights that it reads."""
+        return max((size + self.parts.get(name, 0) for name, size in self.programs.items()), default=0)
 
     @property
     def fits(self) -> bool | None:
@@ -165,6 +172,8 @@ def cures(
         ways.append("load in bfloat16, which takes half")
     if not quantized:
         ways.append("keep the large weights in 8 bits (quantize int8)")
+    if mesh.devices.flat[0].platform != "cpu":
+        ways.append("keep weights that are not in use in the host's memory (offload)")
     if data > 1:
         ways.append(f"split the weights over devices (mesh data={data // 2}, model={2 * model})")
     elif model == 1:

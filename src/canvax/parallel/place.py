@@ -5,14 +5,39 @@ Every process must call these functions with the same arguments; it transfers on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
 from canvax.types import Array, HostArray
+
+HOST = "pinned_host"
+"""The kind of memory in which weights wait, in JAX's terms."""
+
+
+def waits(params: Any) -> bool:
+    """Returns whether a component's arrays wait in the host's memory. All of them do if the first one does."""
+    while isinstance(params, Mapping) and params:
+        params = next(iter(params.values()))
+    if isinstance(params, Tracer):
+        return False
+    return getattr(getattr(params, "sharding", None), "memory_kind", None) == HOST
+
+
+def on_devices(params: Any) -> Any:
+    """Returns a component with copies on the devices of those arrays that wait in the host's memory."""
+    if not waits(params):
+        return params
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, on_device(leaf.sharding)), params)
+
+
+def on_device(sharding: Any) -> Any:
+    """Returns the sharding of a waiting array on the devices."""
+    return NamedSharding(sharding.mesh, sharding.spec) if sharding.memory_kind == HOST else sharding
 
 
 def put(array: Any, sharding: Sharding) -> Array:

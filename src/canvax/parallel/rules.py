@@ -102,13 +102,17 @@ def abstract_params(spec: Spec, dtype: Any, mesh: Mesh) -> Params:
     return map_spec(abstract, spec)
 
 
-def place(param: Param, leaf: Any, mesh: Mesh) -> Array:
+def place(param: Param, leaf: Any, mesh: Mesh, memory_kind: str | None = None) -> Array:
     """Puts a parameter on the devices of a mesh; each device receives only its part.
 
-    ``leaf`` is a host or device array, in the parameter's shape or already placed on a mesh.
+    Args:
+        param: its declaration.
+        leaf: a host or device array, in the parameter's shape or already placed on a mesh.
+        mesh: the devices.
+        memory_kind: the devices' by default; ``canvax.parallel.place.HOST`` for the host's.
     """
     placed = placement(param, mesh.shape)
-    sharding = NamedSharding(mesh, placed.spec)
+    sharding = NamedSharding(mesh, placed.spec, memory_kind=memory_kind)
     if isinstance(leaf, jax.Array) and leaf.shape == placed.shape and leaf.sharding == sharding:
         return leaf
     if leaf.shape != placed.shape:

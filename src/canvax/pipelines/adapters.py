@@ -919,20 +919,22 @@ class Merging:
             merged[i] = vector
         if kept.scale is not None:
             weight, scale = quantize(merged, kept.weight.dtype)
-            return self._on_devices(key[0], {name: weight, scale_of(name): scale})
+            return self._placed(key[0], {name: weight, scale_of(name): scale}, kept.ours)
         if not max(merged.max(), -merged.min()) <= float(jnp.finfo(kept.weight.dtype).max):  # NaN is not, either
             raise CanvaxError(
                 f"{'.'.join(key)}: overflows in {kept.weight.dtype} with these adapters; give them smaller weights, or "
                 "load the model in float32"
             )
-        return self._on_devices(key[0], {name: merged.astype(kept.weight.dtype, copy=False)})
+        return self._placed(key[0], {name: merged.astype(kept.weight.dtype, copy=False)}, kept.ours)
 
     def _whole(self, key: Key, kept: _Kept) -> dict[str, Array]:
         scale = {} if kept.scale is None else {scale_of(key[1]): kept.scale}
-        return self._on_devices(key[0], {key[1]: kept.weight, **scale})
+        return self._placed(key[0], {key[1]: kept.weight, **scale}, kept.ours)
 
-    def _on_devices(self, component: str, arrays: Mapping[str, HostArray]) -> dict[str, Array]:
-        return {name: place(self._declared[component, name], array, self._mesh) for name, array in arrays.items()}
+    def _placed(self, component: str, arrays: Mapping[str, HostArray], like: Array) -> dict[str, Array]:
+        """The arrays where the parameter is that they replace."""
+        kind = like.sharding.memory_kind
+        return {name: place(self._declared[component, name], array, self._mesh, kind) for name, array in arrays.items()}
 
 
 def _replaced(params: Params, arrays_by_key: Mapping[Key, Mapping[str, Array]]) -> Params:

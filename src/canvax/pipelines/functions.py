@@ -18,6 +18,7 @@ from canvax.images.masks import as_floats
 from canvax.kernels.target import jitted
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.text import SECOND, Conditions, encode_text
+from canvax.parallel.place import on_devices
 from canvax.parallel.rules import check_params
 from canvax.params import Params
 from canvax.pipelines.checks import check_guidance, check_prompts, check_second, check_size
@@ -133,7 +134,7 @@ def _weights(model: Model, params: Any, component: str) -> Params:
             "params", NO_VALUE, f"has no {component!r} ({names!s:.80})", "pass pipe.params, or a dict like it"
         )
     check_params(model.specs[component], params[component], component, more=True)
-    return params[component]
+    return on_devices(params[component])
 
 
 def numbers(name: str, value: Any) -> Array:

@@ -80,6 +80,7 @@ def text_to_image(
         else:
             indices, slots = local_rows(batch.state, count)
             rows, samples = slots[:, 0], map_parts(lambda part: part[:, 0], batch.state)
+    del batch  # with its copy of weights that wait elsewhere
     with clock("decode"):
         pixels: Any = np.zeros((0, request.height, request.width, 3), np.float32)
         if "decoder" in ready:

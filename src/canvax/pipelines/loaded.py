@@ -25,6 +25,7 @@ from canvax.models.text import Conditions
 from canvax.parallel import multihost
 from canvax.parallel.memory import Memory, check_weights, free_bytes, program_bytes
 from canvax.parallel.mesh import check_mesh, make_mesh, padded_batch, refuse_fork
+from canvax.parallel.place import HOST, waits
 from canvax.parallel.rules import abstract_params, check_params, check_split, device_bytes, is_on, place, place_all
 from canvax.params import Params
 from canvax.pipelines import functions
@@ -220,9 +221,20 @@ class LoadedModel:
             params = {part.name: abstract_params(part.spec, self.model.dtype, mesh) for part in self.model.components}
         ready = self._ready(params, (height, width), batch, guidance, Display(shown=False))
         weights, free = weight_bytes(self.model, self.model.dtype, mesh.shape), free_bytes(mesh)
+        programs, parts = dict[str, int](), dict[str, int]()
+        sizes = {part.name: device_bytes(part.spec, self.dtype, mesh.shape) for part in self.model.components}
+        for program, executable in ready.values():
+            programs[program.name] = program_bytes(executable) or 0
+            parts[program.name] = sum(sizes[name] for name in program.reads)
+        if self.offloads:
+            return Memory(0, {name: size + parts[name] for name, size in programs.items()}, free)
         held = weights if self.params is not None else 0
-        programs = {compiled.program.name: program_bytes(compiled.executable) or 0 for compiled in ready.values()}
-        return Memory(weights, programs, None if free is None else free + held)
+        return Memory(weights, programs, None if free is None else free + held, parts)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether weights wait in the host's memory, and are on the devices only while their network runs."""
+        return self.params is not None and waits(self.params[self.model.networks.denoiser.component])
 
     def compile(
         self,
@@ -375,6 +387,7 @@ def open_model(
     quantize: str | None = None,
     mesh: Mesh | None = None,
     precision: str | None = None,
+    offload: bool = False,
     weights: bool = True,
     accept: Callable[[Mapping[str, Any]], None] | None = None,
     check: Callable[[Model], object] | None = None,
@@ -405,7 +418,7 @@ def open_model(
             check(opened)
         check_split(opened.networks.denoiser.spec, mesh.shape, opened.name)
         if weights:
-            needed = weight_bytes(opened, dtype, mesh.shape)
+            needed = weight_bytes(opened, dtype, mesh.shape, at_once=not offload)
             check_weights(needed, mesh, opened.name, opened.dtype, quantized=quantize is not None)
         models.append(opened)
 
@@ -423,7 +436,7 @@ def open_model(
             opened.files,
             opened.components,
             dtype=dtype,
-            place=lambda param, array: place(param, array, mesh),
+            place=lambda param, array: place(param, array, mesh, HOST if offload else None),
             finite=replaced.parts,
         )
     else:
@@ -431,6 +444,7 @@ def open_model(
     return opened, Programs(opened.networks, mesh, precision), params
 
 
-def weight_bytes(model: Model, dtype: DType, sizes: Mapping[str, int]) -> int:
-    """Bytes of the weights on each device of a mesh with axes of these sizes; exact."""
-    return sum(device_bytes(part.spec, dtype, sizes) for part in model.components)
+def weight_bytes(model: Model, dtype: DType, sizes: Mapping[str, int], *, at_once: bool = True) -> int:
+    """Bytes of the weights on each device of a mesh with axes of these sizes; exact. Of all components, or if they are
+    not there ``at_once``, of the largest one."""
+    return (sum if at_once else max)(device_bytes(part.spec, dtype, sizes) for part in model.components)

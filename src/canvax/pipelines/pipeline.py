@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from canvax.call import OptionFields
 from canvax.compile.monitor import counting
-from canvax.errors import InputError, check_count, reading_arguments, refuse_tracers
+from canvax.errors import InputError, check_count, check_flag, reading_arguments, refuse_tracers
 from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
 from canvax.families.base import Model
 from canvax.models.beside import ADAPTERS
@@ -393,6 +393,7 @@ def load(
     scheduler: Mapping[str, Any] | str | Path | None = None,
     text_encoder: str | Path | None = None,
     tokenizer: str | Path | None = None,
+    offload: bool = False,
 ) -> StableDiffusion:
     """Load a model, ready to draw.
 
@@ -424,6 +425,9 @@ def load(
             transformers, a Hub id, or a safetensors file (docs/single-files.md).
         tokenizer: its tokenizer: a folder with ``tokenizer.json``, or a Hub id; by default the model's, or the
             one that lies beside ``text_encoder``.
+        offload: keep weights in the host's memory, and on the devices only those of the network that runs: text
+            encoders, then the denoiser, then the autoencoder. For GPUs and TPUs that hold each and not all
+            (docs/less-work.md).
 
     Raises:
         InputError: an argument cannot be used.
@@ -447,6 +451,7 @@ def load(
         quantize=quantize,
         mesh=mesh,
         precision=precision,
+        offload=check_flag("offload", offload),
         accept=check_has_checker if safety_checker else None,
         check=lambda files: controls.extend(open_controls(files, sources)),
         revision=revision,
@@ -457,6 +462,6 @@ def load(
     pipe = StableDiffusion(*(with_controls(*opened, controls) if controls else opened), checker)
     keywords = {"dtype": pipe.model.dtype, "quantize": quantize, "revision": pipe.model.revision, "variant": variant}
     keywords |= {"cache_dir": cache_dir, "local_files_only": local_files_only, "precision": precision}
-    keywords |= {"safety_checker": safety_checker, "controlnet": controlnet, **pipe.model.overrides}
+    keywords |= {"offload": offload, "safety_checker": safety_checker, "controlnet": controlnet, **pipe.model.overrides}
     pipe._made_by["load"] = (pipe.model.name,), keywords
     return pipe

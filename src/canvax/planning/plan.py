@@ -144,6 +144,13 @@ class Plan:
         return self.resident_bytes + self.working_bytes
 
     @property
+    def offloaded_bytes(self) -> int:
+        """Peak memory of a device if weights are there only while their network runs (``offload=True``)."""
+        code = sum(program.code_bytes for program in self.programs)
+        return code + max(program.argument_bytes + program.temporary_bytes + program.output_bytes
+                          for program in self.programs)  # fmt: skip
+
+    @property
     def fits(self) -> bool:
         """Whether the peak memory fits in the memory that programs can use (without the runtime's share)."""
         return self.why_not is None

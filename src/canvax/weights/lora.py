@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from canvax.adapters import KINDS, Part, faults, kind_of, rank
+from canvax.adapters import KINDS, Part, Window, faults, kind_of, rank
 from canvax.errors import CheckpointError
 from canvax.params import Param, Spec
 from canvax.types import HostArray
@@ -64,6 +64,8 @@ _OF_STACKS = (("up", "up_bias", "diff", "diff_b"), ("down", "diff"))
 columns."""
 _SHARED = ("up", "down", "mid", "alpha", "scalar")
 """Roles of such a change that all layers share otherwise."""
+_OF_LOKR = ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b")
+"""Roles of one whose product is cut into layers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,11 +130,11 @@ def read_adapter(path: Path, specs: Mapping[str, Spec], config: Mapping[str, Any
         _check_base(path, shapes, specs, metadata)
     expect(path, shapes, LORA, for_unet=has_unet)
     problems = _Faults()
-    groups = _grouped(entries, specs, problems)
+    groups, windows = _grouped(entries, specs, problems)
     declared, configs = parameters(specs), _configs(path, metadata, config)
     parts: dict[Key, Part] = {}
     for module, roles in groups.items():
-        for key, part in _parts(module, roles, declared, configs, problems):
+        for key, part in _parts(module, roles, declared, configs, problems, windows.get(module)):
             parts[key] = part
     problems.check(path)
     return Adapter(path, parts, bundled_embeddings(path, entries, token_widths(specs)), metadata)
@@ -144,10 +146,13 @@ def token_widths(specs: Mapping[str, Spec]) -> dict[str, int]:
     return {component: param.shape[1] for component, param in tables}
 
 
-def _grouped(entries: Sequence[Entry], specs: Mapping[str, Spec], problems: _Faults) -> dict[Module, dict[str, Entry]]:
-    """The arrays of each module by their roles."""
+def _grouped(
+    entries: Sequence[Entry], specs: Mapping[str, Spec], problems: _Faults
+) -> tuple[dict[Module, dict[str, Entry]], dict[Module, Window]]:
+    """The arrays of each module by their roles; and what part of a stack a module is that has a LoKr of the stack."""
     table, declared = module_table(specs), parameters(specs)
     groups: dict[Module, dict[str, Entry]] = {}
+    windows: dict[Module, Window] = {}
     for entry in entries:
         if entry.name.startswith(BUNDLED):
             continue
@@ -160,9 +165,10 @@ def _grouped(entries: Sequence[Entry], specs: Mapping[str, Spec], problems: _Fau
             problems.add("arrays of algorithms that canvax does not have", f"{entry.name} is of {split.unknown}")
         elif not modules:
             problems.add("modules that the model does not have", entry.name + nearest_module(split.module, table))
-        elif (len(modules) > 1 or swapped) and split.role not in (*_OF_STACKS[axis], *_SHARED):
+        elif (len(modules) > 1 or swapped) and split.role not in (*_OF_STACKS[axis], *_SHARED, *_OF_LOKR):
             problems.add("arrays of algorithms that canvax does not have", f"{entry.name} is for a layer that differs")
         sizes = [declared[module.component, f"{module.name}.weight"].checkpoint_shapes[0][axis] for module in modules]
+        total = sum(sizes)
         # One of another size stays whole, and has a wrong shape then.
         stacked = len(modules) > 1 and split.role in _OF_STACKS[axis] and entry.shape[axis : axis + 1] == (sum(sizes),)
         stacked = stacked and (axis == 0 or len(entry.shape) == 2)
@@ -171,11 +177,15 @@ def _grouped(entries: Sequence[Entry], specs: Mapping[str, Spec], problems: _Fau
                 problems.add("given twice", f"{module}: as {roles[split.role].name} and as {entry.name}")
                 continue
             roles[split.role] = entry
+            if split.role in _OF_LOKR and (len(modules) > 1 or swapped):
+                other = declared[module.component, f"{module.name}.weight"].checkpoint_shapes[0][1 - axis]
+                shape = (total, other) if axis == 0 else (other, total)
+                windows[module] = Window(shape, axis, begin, end, swapped)
             if swapped and split.role in _OF_STACKS[0] and entry.shape:
                 roles[split.role] = entry.rows((entry.shape[0] // 2, entry.shape[0]), (0, entry.shape[0] // 2))
             if stacked:
                 roles[split.role] = entry.columns(begin, end) if axis else entry.rows((begin, end))
-    return groups
+    return groups, windows
 
 
 def _parts(
@@ -184,6 +194,7 @@ def _parts(
     declared: Mapping[Key, Param],
     configs: Mapping[str, Mapping[str, Any]],
     problems: _Faults,
+    window: Window | None = None,
 ) -> list[tuple[Key, Part]]:
     """What the arrays of one module do to its weight and its bias."""
     weight = {role: entry for role, entry in roles.items() if role not in _OF_BIAS}
@@ -193,7 +204,8 @@ def _parts(
         return []
     parts, scale = [], 1.0
     if weight:
-        part = _part(module, weight, declared[module.component, f"{module.name}.weight"], configs, problems)
+        declaration = declared[module.component, f"{module.name}.weight"]
+        part = _part(module, weight, declaration, configs, problems, window)
         if part is not None:
             parts.append(((module.component, f"{module.name}.weight"), part))
             scale = part.scale
@@ -219,6 +231,7 @@ def _part(
     param: Param,
     configs: Mapping[str, Mapping[str, Any]],
     problems: _Faults,
+    window: Window | None = None,
 ) -> Part | None:
     """What arrays by their roles do to a weight; None with a fault."""
     kind = kind_of(frozenset(roles))
@@ -229,7 +242,7 @@ def _part(
             why = ", which together are no known adapter" if len(roles) > 1 else " alone; what belongs to it is missing"
             problems.add("incomplete", f"{module} has {', '.join(sorted(roles))}{why}")
         return None
-    stored = param.checkpoint_shapes[0]
+    stored = window.shape if window and kind == "lokr" else param.checkpoint_shapes[0]
     if param.layout == "plain" and kind not in ("full", "set"):
         problems.add("wrong shapes", f"{module} is no layer that {KINDS[kind].name} is for")
         return None
@@ -250,7 +263,8 @@ def _part(
         problems.add("wrong shapes", f"{module}: alpha is no single number")
         return None
     number = 0.0 if alpha is None else float(alpha.reshape(()))
-    return Part(kind, arrays, _scale(module, kind, number, r, configs.get(module.component)))
+    scale = _scale(module, kind, number, r, configs.get(module.component))
+    return Part(kind, arrays, scale, window if kind == "lokr" else None)
 
 
 def _scale(module: Module, kind: str, alpha: float, r: int, config: Mapping[str, Any] | None) -> float:

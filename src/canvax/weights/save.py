@@ -209,7 +209,9 @@ def outgoing_of(component: Component, params: Params, dtype: DType | None) -> li
 def _to_checkpoint(param: Param, leaf: Any, dtype: DType | None) -> HostArray:
     # A jax.Array keeps the host copy that numpy makes of it. Through the CPU backend the copy is ours to drop, so that
     # saving from a GPU holds one array on the host and not the model. (There may be no CPU backend: JAX_PLATFORMS.)
-    if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
+    # What waits in the host's memory is there already.
+    waits = isinstance(leaf, jax.Array) and leaf.sharding.memory_kind == "pinned_host"
+    if isinstance(leaf, jax.Array) and leaf.is_fully_addressable and not waits:
         with suppress(RuntimeError):
             leaf = jax.device_put(leaf, jax.local_devices(backend="cpu")[0])
     array = _whole(leaf).reshape(param.shape)
