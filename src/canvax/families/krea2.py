@@ -104,9 +104,11 @@ def _in_rows(entry: Entry) -> Entry:
 
 
 def _of_one_frame(entry: Entry) -> Entry:
-    """``from_video`` of an array, as an entry; nothing is read."""
+    """``from_video`` of an array, as an entry; nothing is read. What is stored in another way stays, and is refused."""
+    if entry.decode or not entry.is_float or not math.prod(entry.shape):
+        return entry
     shape, kernel = from_video(np.broadcast_to(np.float32(0), entry.shape)).shape, entry.shape[2:]
-    if math.prod(shape) == math.prod(entry.shape) or entry.decode or not entry.is_float:
+    if math.prod(shape) == math.prod(entry.shape):
         return replace(entry, shape=shape)
 
     def begin(_: Entry) -> Callable[[HostArray, int], HostArray]:
