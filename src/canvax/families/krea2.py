@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -130,8 +131,10 @@ def _outgoing(networks: Networks, component: str, arrays: Sequence[Outgoing]) ->
     if component != "vae":
         return arrays
     read: dict[str, Outgoing] = {}
-    rules, videos = Names(wan_vae_rules([array.name for array in arrays])), []
-    for array in rules.to_ours(arrays):  # pyright: ignore[reportArgumentType]
+    videos: list[Outgoing] = []
+    stored: Any = arrays
+    named: Any = Names(wan_vae_rules([array.name for array in arrays])).to_ours(stored)  # rules that only rename
+    for array in named:
         if array.name in read or UNUSED in array.name:
             videos.append(_as_video(array, read.get(array.name)))
         else:
