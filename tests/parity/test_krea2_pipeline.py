@@ -204,13 +204,20 @@ def test_nothing_compiles_twice(raw: Model, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("canvax.compile.programs.load_or_compile", lambda name, *rest: (
         made.append(name) or load_or_compile(name, *rest)))  # fmt: skip
     pipe = canvax.load(raw.folder, dtype="float32", mesh=raw.ours.mesh)
-    usual = {"guidance_scale": 2.0, "num_inference_steps": 2, "progress": False, "height": HEIGHT, "width": WIDTH}
-    for changes in (
+    usual: dict[str, Any] = {
+        "guidance_scale": 2.0,
+        "num_inference_steps": 2,
+        "progress": False,
+        "height": HEIGHT,
+        "width": WIDTH,
+    }
+    calls: list[dict[str, Any]] = [
         {}, {"prompt": [PROMPTS[1], "a hen, " * 8], "sampler": "euler_a", "sigmas": "karras", "seed": 3},
         {"num_inference_steps": 3, "guidance_scale": 1.5, "sampler": "DPM++ 2M", "negative_prompt": "blurry"},
         {"height": 80, "width": 48, "latents": noise(80, 48)}, {"height": 16, "width": 240},
-    ):  # fmt: skip
-        got = pipe(**{"prompt": PROMPTS, **usual, **changes})
+    ]  # fmt: skip
+    for changes in calls:
+        pipe(changes.pop("prompt", PROMPTS), **usual | changes)
     assert sorted(made) == ["decoder"] * 3 + ["denoiser", "text encoder"]
     got = pipe(PROMPTS, latents=noise(80, 48), **usual | {"height": 80, "width": 48})
     want = raw.reference(PROMPTS, noise(80, 48), num_inference_steps=2, guidance_scale=2.0)

@@ -31,7 +31,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--chunks", nargs="+", type=int, default=[1], metavar="N",
-        help="lengths of prompts to make ready, in chunks of 75 tokens, 128 for Z-Image (1)",
+        help="lengths of prompts to make ready, in chunks of 75 tokens, 128 for Z-Image and Krea 2 (1)",
     )  # fmt: skip
     parser.add_argument(
         "--references", type=int, default=1, metavar="N",

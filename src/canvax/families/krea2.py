@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -104,9 +105,11 @@ def _in_rows(entry: Entry) -> Entry:
 
 
 def _of_one_frame(entry: Entry) -> Entry:
-    """``from_video`` of an array, as an entry; nothing is read."""
+    """``from_video`` of an array, as an entry; nothing is read. What is stored in another way stays, and is refused."""
+    if entry.decode or not entry.is_float or not math.prod(entry.shape):
+        return entry
     shape, kernel = from_video(np.broadcast_to(np.float32(0), entry.shape)).shape, entry.shape[2:]
-    if math.prod(shape) == math.prod(entry.shape) or entry.decode or not entry.is_float:
+    if math.prod(shape) == math.prod(entry.shape):
         return replace(entry, shape=shape)
 
     def begin(_: Entry) -> Callable[[HostArray, int], HostArray]:
@@ -128,8 +131,10 @@ def _outgoing(networks: Networks, component: str, arrays: Sequence[Outgoing]) ->
     if component != "vae":
         return arrays
     read: dict[str, Outgoing] = {}
-    rules, videos = Names(wan_vae_rules([array.name for array in arrays])), []
-    for array in rules.to_ours(arrays):  # pyright: ignore[reportArgumentType]
+    videos: list[Outgoing] = []
+    stored: Any = arrays
+    named: Any = Names(wan_vae_rules([array.name for array in arrays])).to_ours(stored)  # rules that only rename
+    for array in named:
         if array.name in read or UNUSED in array.name:
             videos.append(_as_video(array, read.get(array.name)))
         else:
