@@ -22,8 +22,8 @@ from typing import Any
 
 from PIL import Image
 
-PROMPTS = ("a cactus, fluent style", "an owl, noto style", "a pizza, twemoji style", "a sunflower, fluent style",
-           "a hot air balloon, noto style", "a dog face, noto style", "a red apple, fluent style")  # fmt: skip
+PROMPTS = ("a cactus, fluent style", "a hamburger, noto style", "a pizza, twemoji style", "a sunflower, fluent style",
+           "a unicorn, noto style", "a dog face, noto style", "a red apple, fluent style")  # fmt: skip
 PORT = 7868
 WIDE, NARROW = (1280, 800), (390, 800)
 FRAME = 0.12
@@ -79,22 +79,21 @@ def idle(page: Any) -> None:
 
 
 def save(page: Any, path: Path) -> None:
-    """A picture with few colours, which is small."""
     page.wait_for_timeout(300)
-    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    picture.quantize(256, method=Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
+    Image.open(io.BytesIO(page.screenshot())).convert("RGB").save(path, quality=85, method=6)
 
 
 def pictures(browser: Any, url: str, folder: Path) -> None:
     with opened(browser, url, WIDE, "light") as page:
+        page.fill("#seed", "1")
         for prompt in PROMPTS:
             generate(page, prompt)
             idle(page)
         page.locator(".tile .open").nth(3).focus()
         page.evaluate("document.activeElement.blur()")
-        save(page, folder / "page.png")
+        save(page, folder / "page.webp")
         page.locator(".tile .open").nth(2).click()
-        save(page, folder / "page-viewer.png")
+        save(page, folder / "page-viewer.webp")
         page.keyboard.press("p")
         page.wait_for_selector("#mask[open]")
         box = page.locator("#mask-canvas").bounding_box()
@@ -102,25 +101,24 @@ def pictures(browser: Any, url: str, folder: Path) -> None:
         page.mouse.down()
         page.mouse.move(box["x"] + box["width"] * 0.8, box["y"] + box["height"] * 0.35, steps=12)
         page.mouse.up()
-        save(page, folder / "page-mask.png")
+        save(page, folder / "page-mask.webp")
         page.keyboard.press("Escape")
     with opened(browser, url, WIDE, "dark") as page:
         page.fill("#count", "4")
         page.fill("#steps-number", "40")
-        page.evaluate("document.querySelector('#more').open = true")
-        generate(page, "a (red:1.2) panda face")
+        generate(page, "a butterfly, fluent style")
         page.wait_for_selector('.tile.busy img[src^="data:image/jpeg"]', state="visible")
-        save(page, folder / "page-busy.png")
+        save(page, folder / "page-busy.webp")
         idle(page)
     with opened(browser, url, NARROW, "light", scale=1.5) as page:
-        save(page, folder / "page-narrow.png")
+        save(page, folder / "page-narrow.webp")
     with opened(browser, url, WIDE, "light") as page:
         page.route("**/api/jobs*", lambda route: route.abort())
         page.route("**/health", lambda route: route.abort())
         page.fill("#prompt", "a red apple")
         page.press("#prompt", "Enter")
         page.wait_for_selector("#banner", state="visible")
-        save(page, folder / "page-failing.png")
+        save(page, folder / "page-failing.webp")
 
 
 def animation(browser: Any, url: str, path: Path) -> None:
@@ -129,7 +127,7 @@ def animation(browser: Any, url: str, path: Path) -> None:
 
     def shoot(page: Any, times: int = 1) -> None:
         picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-        frames.extend([picture.resize((960, 600), Image.Resampling.LANCZOS)] * times)
+        frames.extend([picture.resize((880, 550), Image.Resampling.LANCZOS)] * times)
 
     with opened(browser, url, WIDE, "light") as page:
         page.fill("#steps-number", "100")
@@ -150,10 +148,10 @@ def animation(browser: Any, url: str, path: Path) -> None:
             page.keyboard.press("ArrowRight")
             page.wait_for_timeout(200)
             shoot(page, 8)
-    step = max(1, len(frames) // 90)
+    step = max(1, len(frames) // 60)
     chosen = frames[::step]
     chosen[0].save(
-        path, save_all=True, append_images=chosen[1:], duration=round(1000 * FRAME), loop=0, quality=70, method=6
+        path, save_all=True, append_images=chosen[1:], duration=round(1000 * FRAME), loop=0, quality=60, method=3
     )
 
 
@@ -171,7 +169,7 @@ def main() -> None:
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
             pictures(browser, url, arguments.folder)
-            animation(browser, url, arguments.folder / "page.webp")
+            animation(browser, url, arguments.folder / "page-moving.webp")
             browser.close()
 
     if arguments.url:

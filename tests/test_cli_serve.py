@@ -307,5 +307,7 @@ def test_ui_opens_the_page(tmp_path: Path) -> None:
         until(lambda: http.get(f"/api/jobs/{job['id']}").json()["status"] == "done", 60)
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["00000-5.png"]
         assert read_metadata(tmp_path / "out" / "00000-5.png")["prompt"] == "a red apple"
+        assert http.get(f"/api/jobs/{job['id']}").json()["images"][0]["file"] == "00000-5.png"
+        assert [image["file"] for image in http.get("/api/images").json()["images"]] == ["00000-5.png"]
         served.send(signal.SIGTERM)
         assert served.ended() == 0

@@ -238,7 +238,7 @@ def test_several_jobs_queue_and_one_is_cancelled(site: Site) -> None:
 
 @thorough
 def test_ten_jobs_leave_a_connection_for_cancelling(site: Site) -> None:
-    site.stub.engine.pace = 1.0  # so long that none is done before the last is asked for
+    site.stub.engine.pace = 3.0  # so long that none is done before the last is asked for
     for number in range(10):
         site.draw(f"dog {number}", wait=False)
     site.page.wait_for_selector(".tile.busy >> nth=9")

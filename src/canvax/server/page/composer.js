@@ -186,7 +186,8 @@ function optionsNow() {
 function setOptions({ prompt_syntax: syntax = "plain", clip_skip: skip = 0, ...rest }) {
   $("syntax").value = syntax;
   $("clip-skip").value = skip;
-  others = rest;
+  // Those of a control image have fields.
+  others = Object.fromEntries(Object.entries(rest).filter(([name]) => !name.startsWith("control_")));
   $("other-options").replaceChildren(...Object.entries(others).map(([name, value]) => el("li", { className: "chip" },
     el("span", { textContent: `${name.replaceAll("_", " ")} ${JSON.stringify(value)}` }), button("close", `Leave out ${name}`, () => {
       const { [name]: _, ...left } = optionsNow();

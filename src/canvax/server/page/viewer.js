@@ -33,7 +33,7 @@ function show() {
     ["Adapters", Object.entries(settings.adapters ?? {}).map(([name, weight]) => `${name} ${weight?.unet ?? weight}`).join(", ")],
     ["Control", current.inputs?.control ? read(settings.steered) : null], ["Image prompt", current.inputs?.image_prompt ? read(settings.prompted) : null],
     ["Upscaled", settings.upscale ? `${settings.upscale} ×` : null], ["Model", settings.model], ...(settings.varied ?? []),
-    ...Object.entries(settings.options ?? {}).map(([name, value]) => [name.replaceAll("_", " "), `${value}`]), ["Not in the file", missing.join(", ")],
+    ...Object.entries(settings.options ?? {}).map(([name, value]) => [name.replaceAll("_", " "), typeof value === "string" ? value : JSON.stringify(value)]), ["Not in the file", missing.join(", ")],
     ["Made", new Date(created).toLocaleString([], { dateStyle: "medium", timeStyle: "short" })]];
   $("viewer-settings").replaceChildren(...rows.filter(([, value]) => value !== undefined && value !== null && value !== "")
     .map(([name, value]) => el("div", {}, el("dt", { textContent: name }), el("dd", { textContent: value }))));
