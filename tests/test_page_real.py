@@ -40,7 +40,7 @@ def page(server: tuple[str, ImageEngine], request: pytest.FixtureRequest) -> Ite
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         viewport = {"width": width, "height": 860}
         context = browser.new_context(viewport=viewport, color_scheme=theme, device_scale_factor=2)
-        context.set_default_timeout(30_000)
+        context.set_default_timeout(120_000)
         page = context.new_page()
         faults: list[str] = []
         page.on("pageerror", lambda error: faults.append(str(error)))

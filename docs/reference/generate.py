@@ -178,7 +178,7 @@ _LIMITS = {
 
 def metrics() -> str:
     rows = []
-    made: Mapping[str, Any] = Metrics().registry._names_to_collectors
+    made: Any = Metrics().registry._names_to_collectors
     for name, collector in made.items():
         if name == collector._name + ("_total" if collector._type == "counter" else ""):
             labels = ", ".join(f"`{label}`" for label in collector._labelnames)
