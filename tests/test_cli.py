@@ -571,16 +571,17 @@ def test_every_flag_of_the_model_reaches_load(run: Run, monkeypatch: pytest.Monk
     usual = {
         "revision": None, "variant": None, "token": None, "cache_dir": None, "local_files_only": False, "dtype": None,
         "quantize": None, "mesh": {"data": 8, "model": 1}, "safety_checker": None, "progress": False,
+        "offload": False,
     }  # fmt: skip
     assert keywords_of_load(run, monkeypatch, *call) == ("someone/model", usual)
     flags = (
         "--revision", "v2", "--variant", "fp16", "--token", "hf_x", "--cache-dir", "files", "--local-files-only",
-        "--dtype", "bfloat16", "--quantize", "int8", "--mesh", "data=2,model=2", "--safety-checker",
+        "--dtype", "bfloat16", "--quantize", "int8", "--mesh", "data=2,model=2", "--safety-checker", "--offload",
     )  # fmt: skip
     given = {
         "revision": "v2", "variant": "fp16", "token": "hf_x", "cache_dir": "files", "local_files_only": True,
         "dtype": "bfloat16", "quantize": "int8", "mesh": {"data": 2, "model": 2}, "safety_checker": True,
-        "progress": False,
+        "progress": False, "offload": True,
     }  # fmt: skip
     assert keywords_of_load(run, monkeypatch, *call, *flags) == ("someone/model", given)
     assert keywords_of_load(run, monkeypatch, *call[:-1])[1] == usual | {"progress": True}

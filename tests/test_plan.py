@@ -283,6 +283,7 @@ def test_bound_of_a_gpu() -> None:
 def test_too_large(told: Any) -> None:
     plan = told(decode=figures(temporary_bytes=10 * GIB, unpriced=["kernel.3"]))
     assert not plan.fits
+    assert plan.offloaded_bytes == 12 * GIB  # the decoder alone
     assert plan.to_dict()["why_not"] == "0.25 GiB too much on each chip"
     text = "\n".join(lines(plan))
     assert "does not fit: 0.25 GiB too much" in text

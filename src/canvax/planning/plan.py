@@ -205,6 +205,7 @@ class Plan:
                 "resident_bytes": self.resident_bytes,
                 "working_bytes": self.working_bytes,
                 "peak_bytes": self.peak_bytes,
+                "offloaded_bytes": self.offloaded_bytes,
             }
             if whole
             else None,
