@@ -88,7 +88,7 @@ def _defaults_of(networks: Networks, schedule: NoiseSchedule) -> Defaults | None
 def _entries(networks: Networks, component: str, entries: Sequence[Entry]) -> Sequence[Entry]:
     """The arrays that are read, in the layout of diffusers or in the original one.
 
-    Of the language model its eyes are not, and of the autoencoder only what one frame needs.
+    The vision encoder of the language model is not read, and of the autoencoder only what one frame needs.
     """
     if component == "vae":
         named = Names(wan_vae_rules([entry.name for entry in entries])).to_ours(entries)
@@ -124,7 +124,7 @@ def _of_one_frame(entry: Entry) -> Entry:
 
 
 def _outgoing(networks: Networks, component: str, arrays: Sequence[Outgoing]) -> Sequence[Outgoing]:
-    """The language model beside its eyes, and the autoencoder for videos."""
+    """Arrays in the layout of diffusers: the language model is a part of a larger one, the autoencoder is for videos."""
     del networks
     if component == FIRST:
         return [replace(array, name=re.sub(r"^model\.", "language_model.", array.name)) for array in arrays]

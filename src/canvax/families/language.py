@@ -45,7 +45,7 @@ def check_fit(files: ModelFiles, *, latents: tuple[int, int], text: tuple[int, i
 
 
 def language_model_entries(encoder: TextEncoder, entries: Sequence[Entry]) -> list[Entry]:
-    """The layers of a language model that are read, whether it was saved with its head and eyes or without."""
+    """The layers of a language model that are read, saved with or without its head and vision encoder."""
     assert isinstance(encoder, LanguageModel)
     layers = []
     for entry in entries:
