@@ -124,7 +124,7 @@ def _of_one_frame(entry: Entry) -> Entry:
 
 
 def _outgoing(networks: Networks, component: str, arrays: Sequence[Outgoing]) -> Sequence[Outgoing]:
-    """Arrays in the layout of diffusers: the language model is a part of a larger one, the autoencoder is for videos."""
+    """In the layout of diffusers the language model is a part of a larger one, and the autoencoder is for videos."""
     del networks
     if component == FIRST:
         return [replace(array, name=re.sub(r"^model\.", "language_model.", array.name)) for array in arrays]

@@ -183,7 +183,7 @@ _IN_A_MODEL = re.compile(r"(model\.)?(language_model\.)?(?=.)")
 
 
 def whole_name(name: str) -> str:
-    """The name that an array of a language model has in files of the model with its head, alone or beside a vision encoder."""
+    """The name that an array of a language model has in files of the whole model, with head and vision encoder."""
     if name.startswith(("lm_head.", "visual.", "model.visual.")):
         return name.removeprefix("model.")
     return _IN_A_MODEL.sub("model.", name, count=1)
