@@ -1,6 +1,6 @@
 """Pictures of the page and a short animation, with the bundled model: python -m benchmarks.page_pictures docs/images
 
-Needs playwright and a chromium (CHROMIUM names it). Starts a server of its own, or uses one: --url http://127.0.0.1:7860
+It needs playwright and chromium (or what CHROMIUM names). It starts a server, or takes that of --url http://127.0.0.1:7860.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Window(NamedTuple):
         shape: of the stack.
         axis: along which layers are stacked.
         begin: of the weight along that axis.
-        end: likewise.
+        end: of the weight along that axis, exclusive.
         swapped: whether the weight has the halves of the stack in the other order.
     """
 

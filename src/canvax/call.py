@@ -197,8 +197,8 @@ class FromFiles:
     """What flags and rows of files have in place of arguments that are images."""
 
     reference: Any = setting(
-        None, "another image that a model that edits reads, beside --image", group=IMAGE, metavar="FILE", repeats=True,
-        also=("references",),
+        None, "a further reference image for a model that edits images; the first is --image", group=IMAGE,
+        metavar="FILE", repeats=True, also=("references",),
     )  # fmt: skip
     control_from: str | None = setting(
         None, "make that of the image first: canny, invert, ...", group=CONTROL, metavar="KIND",

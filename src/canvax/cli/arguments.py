@@ -304,7 +304,7 @@ def _compile(parser: argparse.ArgumentParser) -> None:
         "--references",
         nargs="+",
         metavar="N|WxH",
-        help="for editing with reference images: how many of the image's size, or the size of each, such as 640x480",
+        help="for editing: the number of reference images, if they have the image's size, or the size of each: 640x480",
     )
     networks = parser.add_argument_group("for control images and image prompts, each flag once for each network")
     add_controlnet(networks)

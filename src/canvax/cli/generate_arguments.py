@@ -311,6 +311,9 @@ def add_quantize(group: Any) -> None:
     group.add_argument("--quantize", metavar="KIND", help="int8 or float8: large weights in 8 bits, to save memory")
 
 
+PART_FLAGS = ("vae", "text_encoder", "tokenizer")
+
+
 def source_keywords(arguments: Any) -> dict[str, Any]:
     """Return the flags of ``add_source`` as keywords of ``canvax.load``."""
     return location_keywords(arguments) | part_keywords(arguments)
@@ -324,4 +327,4 @@ def location_keywords(arguments: Any) -> dict[str, Any]:
 
 def part_keywords(arguments: Any) -> dict[str, Any]:
     """Return those that name parts."""
-    return {name: getattr(arguments, name) for name in ("vae", "text_encoder", "tokenizer")}
+    return {name: getattr(arguments, name) for name in PART_FLAGS}

@@ -180,7 +180,7 @@ def sized(calls: Sequence[Call], model: Model) -> list[Call]:
     """
     known: dict[Any, tuple[Any, Any]] = {}
     edits, step = model.networks.denoiser.edits, model.networks.size_step
-    found = []
+    resized = []
     for call in calls:
         if is_alone(call, call.options):
             key = call.image, call.height, call.width
@@ -195,8 +195,8 @@ def sized(calls: Sequence[Call], model: Model) -> list[Call]:
                 assert source is not None
                 known[key] = source.size
             call = dataclasses.replace(call, height=known[key][0], width=known[key][1])
-        found.append(call)
-    return found
+        resized.append(call)
+    return resized
 
 
 def check_table(call: Call, scheduler: Scheduler | None) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.call import Call
 from canvax.cli.adapters import flags_of, info_lines
-from canvax.cli.generate_arguments import location_keywords, part_keywords
+from canvax.cli.generate_arguments import PART_FLAGS, location_keywords, part_keywords
 from canvax.cli.image_prompts import flags_of as image_prompt_flags
 from canvax.cli.images import OF_MODEL, ZERO_SNR, recorded_model
 from canvax.cli.terminal import byte_size, command_line, complain, say, table
@@ -39,10 +39,7 @@ MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a parameter, for each dtype that a model can be loaded in."""
 
 _MEMORY_FLAGS = ("memory", "width", "height", "batch_size", "dtype", "quantize", "mesh")
-_MODEL_FLAGS = (
-    *(*_MEMORY_FLAGS, "concepts", "revision", "variant", "cache_dir", "token"),
-    *("vae", "text_encoder", "tokenizer"),
-)
+_MODEL_FLAGS = (*_MEMORY_FLAGS, "concepts", "revision", "variant", "cache_dir", "token", *PART_FLAGS)
 """What says nothing of an image or an adapter."""
 
 _NAMED = ("prompt", "num_images_per_prompt", "image", "mask", "control")

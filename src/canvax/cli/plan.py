@@ -65,7 +65,7 @@ def parse_sides(argument: str, text: str) -> tuple[int, int]:
     """The two numbers of "1024x768".
 
     Raises:
-        InputError: it is no such text.
+        InputError: the text has another form.
     """
     match = re.fullmatch(r"(\d{1,9})[x×](\d{1,9})", text.lower(), re.ASCII)
     if match is None:

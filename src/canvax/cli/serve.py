@@ -185,7 +185,7 @@ def _names(models: list[str], keywords: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_parts(parts: Mapping[str, str | None], names: Mapping[str, str]) -> None:
-    """Refuse parts of a model beside several models.
+    """Check --vae, --text-encoder and --tokenizer, which are for one served model.
 
     Raises:
         InputError, CheckpointError: a part cannot be used.

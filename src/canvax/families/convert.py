@@ -198,7 +198,7 @@ def _other_networks(ours: Networks, theirs: Networks) -> Iterator[str]:
             yield f"{name}: its parameters are not those of this kind of model"
     pairs = [("unet", ours.denoiser.cfg, theirs.denoiser.cfg), ("vae", ours.vae, theirs.vae)]
     pairs += [(name, cfg, theirs.text.parts[name]) for name, cfg in ours.text.parts.items()]
-    for name, cfg_here, other in pairs:
-        for field in (field.name for field in dataclasses.fields(cfg_here)):
-            if field not in _ALIKE and getattr(cfg_here, field) != getattr(other, field):
-                yield f"{name}: {field} is {getattr(cfg_here, field)!r}, not {getattr(other, field)!r}"
+    for name, our_cfg, other in pairs:
+        for field in (field.name for field in dataclasses.fields(our_cfg)):
+            if field not in _ALIKE and getattr(our_cfg, field) != getattr(other, field):
+                yield f"{name}: {field} is {getattr(our_cfg, field)!r}, not {getattr(other, field)!r}"

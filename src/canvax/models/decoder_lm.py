@@ -164,7 +164,7 @@ class LanguageModel:
         tap: the last layer that is read, of ``decoder_lm``.
         earlier: those before it.
         tokens: of ``canvax.models.text.TextEncoder``.
-        most: likewise.
+        most: of ``canvax.models.text.TextEncoder``.
     """
 
     cfg: DecoderConfig

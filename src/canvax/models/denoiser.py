@@ -145,6 +145,41 @@ class Denoiser(Protocol):
         ...
 
 
+class SquareDenoiser(Denoiser):
+    """A transformer whose tokens are squares of 2 x 2 latents.
+
+    Images of as many tokens share programs: how many columns of tokens an image has is the input ``columns``.
+
+    Attributes:
+        places: for adapters beside its weights, as in ``UNetDenoiser``.
+    """
+
+    places: Places | None
+
+    @property
+    def component(self) -> str:
+        return "transformer"
+
+    @property
+    def native_size(self) -> tuple[int, int]:
+        return 128, 128
+
+    @property
+    def patch(self) -> int:
+        return 2
+
+    def loop_size(self, height: int, width: int) -> tuple[int, int]:
+        return 1, height * width
+
+    def size_inputs(self, height: int, width: int) -> dict[str, int]:
+        return {"columns": width // 2}
+
+    def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Shapes:
+        if self.places is None:
+            return {}
+        return {ADAPTERS: jax.ShapeDtypeStruct((latents[0], self.places.count), jnp.float32)}
+
+
 @dataclass(frozen=True)
 class UNetDenoiser(Denoiser):
     """The UNet of Stable Diffusion 1.x, 2.x and XL.

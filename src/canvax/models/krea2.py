@@ -7,7 +7,7 @@ those of ``canvax.models.wan_vae``, its tokens squares of 2 x 2 of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,7 +18,7 @@ from canvax.errors import CheckpointError
 from canvax.kernels.outline import outlined
 from canvax.models.beside import ADAPTERS, Places, with_adapters
 from canvax.models.configs import Config, Count, Depth, Epsilon, Factor, Layers
-from canvax.models.denoiser import Denoiser, Row, Shapes
+from canvax.models.denoiser import Row, SquareDenoiser
 from canvax.models.dit import (
     Modulation,
     Rope,
@@ -41,7 +41,7 @@ from canvax.models.text import Conditions
 from canvax.nn import linear, linear_spec, with_shares, without_shares
 from canvax.params import Axis, Param, Params, Spec
 from canvax.quantize import compute_dtype
-from canvax.types import Array, DType
+from canvax.types import Array
 
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
@@ -244,43 +244,20 @@ def _block(
 
 
 @dataclass(frozen=True)
-class Krea2Denoiser(Denoiser):
+class Krea2Denoiser(SquareDenoiser):
     """The transformer inside the loop. It gives the velocity of a flow.
 
     Attributes:
         cfg: its config.
-        places: for adapters beside its weights, as in ``canvax.models.denoiser.UNetDenoiser``.
+        places: of ``SquareDenoiser``.
     """
 
     cfg: Krea2Config
     places: Places | None = None
 
     @property
-    def component(self) -> str:
-        return "transformer"
-
-    @property
     def spec(self) -> Spec:
         return krea2_spec(self.cfg)
-
-    @property
-    def native_size(self) -> tuple[int, int]:
-        return 128, 128
-
-    @property
-    def patch(self) -> int:
-        return 2
-
-    def loop_size(self, height: int, width: int) -> tuple[int, int]:
-        return 1, height * width
-
-    def size_inputs(self, height: int, width: int) -> dict[str, int]:
-        return {"columns": width // 2}
-
-    def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Shapes:
-        if self.places is None:
-            return {}
-        return {ADAPTERS: jax.ShapeDtypeStruct((latents[0], self.places.count), jnp.float32)}
 
     def prepare(
         self, p: Params, conditions: Conditions, latents: Sequence[int]

@@ -6,7 +6,7 @@ of FLUX.1's autoencoder, its captions the last but one layer of Qwen3-4B (``canv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from canvax.errors import CheckpointError
 from canvax.models.beside import ADAPTERS, Places, with_adapters
 from canvax.models.configs import Config, Count, Depth, Epsilon, Factor, Layers
-from canvax.models.denoiser import Denoiser, Row, Shapes
+from canvax.models.denoiser import Row, SquareDenoiser
 from canvax.models.dit import (
     Modulation,
     Rope,
@@ -35,7 +35,7 @@ from canvax.models.text import Conditions
 from canvax.nn import linear, linear_spec
 from canvax.params import Param, Params, Spec
 from canvax.quantize import compute_dtype
-from canvax.types import Array, DType
+from canvax.types import Array
 
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 """What the language model reads of a prompt. Its last layer but one is the caption, without the rows of padding."""
@@ -230,43 +230,20 @@ def _modulation(p: Params, time: Array) -> Modulation:
 
 
 @dataclass(frozen=True)
-class ZImageDenoiser(Denoiser):
+class ZImageDenoiser(SquareDenoiser):
     """The transformer inside the loop. It gives the velocity of a flow.
 
     Attributes:
         cfg: its config.
-        places: for adapters beside its weights, as in ``canvax.models.denoiser.UNetDenoiser``.
+        places: of ``SquareDenoiser``.
     """
 
     cfg: ZImageConfig
     places: Places | None = None
 
     @property
-    def component(self) -> str:
-        return "transformer"
-
-    @property
     def spec(self) -> Spec:
         return z_image_spec(self.cfg)
-
-    @property
-    def native_size(self) -> tuple[int, int]:
-        return 128, 128
-
-    @property
-    def patch(self) -> int:
-        return 2
-
-    def loop_size(self, height: int, width: int) -> tuple[int, int]:
-        return 1, height * width
-
-    def size_inputs(self, height: int, width: int) -> dict[str, int]:
-        return {"columns": width // 2}
-
-    def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Shapes:
-        if self.places is None:
-            return {}
-        return {ADAPTERS: jax.ShapeDtypeStruct((latents[0], self.places.count), jnp.float32)}
 
     def prepare(
         self, p: Params, conditions: Conditions, latents: Sequence[int]

@@ -235,84 +235,59 @@ FLUX2_VAE = {
     "sample_size": 1024,
 }
 
+FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000}
+SHIFT_BY_SIZE = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 256}
+
+
+def _components(transformer: str, text_encoder: str, vae: str) -> dict[str, tuple[str, str]]:
+    """The library and class of each component, as ``model_index.json`` has them."""
+    return {
+        "transformer": ("diffusers", transformer),
+        "text_encoder": ("transformers", text_encoder),
+        "tokenizer": ("transformers", "Qwen2Tokenizer"),
+        "vae": ("diffusers", vae),
+        "scheduler": ("diffusers", FLOW["_class_name"]),
+    }
+
+
 LAYOUTS: Mapping[str, Layout] = {
     "Z-Image": Layout(
         "ZImagePipeline",
-        {
-            "transformer": ("diffusers", "ZImageTransformer2DModel"),
-            "text_encoder": ("transformers", "Qwen3Model"),
-            "tokenizer": ("transformers", "Qwen2Tokenizer"),
-            "vae": ("diffusers", "AutoencoderKL"),
-            "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
-        },
+        _components("ZImageTransformer2DModel", "Qwen3Model", "AutoencoderKL"),
         Z_IMAGE_NAMES,
         re.compile(r"norm_final\.weight"),
         _z_image_config,
         {
             "text_encoder": QWEN3,
             "vae": FLUX_VAE,
-            "scheduler": {
-                "_class_name": "FlowMatchEulerDiscreteScheduler",
-                "num_train_timesteps": 1000,
-                "use_dynamic_shifting": False,
-                "shift": 3.0,
-            },
+            "scheduler": {**FLOW, "use_dynamic_shifting": False, "shift": 3.0},
         },
         {"shift": "3, that of Turbo, a guess: no array tells it from the base model, which has 6"},
     ),
     "FLUX.2": Layout(
         "Flux2KleinPipeline",
-        {
-            "transformer": ("diffusers", "Flux2Transformer2DModel"),
-            "text_encoder": ("transformers", "Qwen3ForCausalLM"),
-            "tokenizer": ("transformers", "Qwen2Tokenizer"),
-            "vae": ("diffusers", "AutoencoderKLFlux2"),
-            "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
-        },
+        _components("Flux2Transformer2DModel", "Qwen3ForCausalLM", "AutoencoderKLFlux2"),
         Names(flux2_rules()),
         re.compile(""),
         _flux2_config,
         {
             "text_encoder": QWEN3,
             "vae": FLUX2_VAE,
-            "scheduler": {
-                "_class_name": "FlowMatchEulerDiscreteScheduler",
-                "num_train_timesteps": 1000,
-                "use_dynamic_shifting": True,
-                "base_shift": 0.5,
-                "max_shift": 1.15,
-                "base_image_seq_len": 256,
-                "max_image_seq_len": 4096,
-                "shift": 3.0,
-            },
+            "scheduler": {**FLOW, **SHIFT_BY_SIZE, "max_image_seq_len": 4096, "shift": 3.0},
         },
         {"is_distilled": "by the name of the file, which has 'base' in it if it is not; no array tells"},
         index=lambda stem: {"is_distilled": "base" not in stem.lower()},
     ),
     "Krea 2": Layout(
         "Krea2Pipeline",
-        {
-            "transformer": ("diffusers", "Krea2Transformer2DModel"),
-            "text_encoder": ("transformers", "Qwen3VLModel"),
-            "tokenizer": ("transformers", "Qwen2Tokenizer"),
-            "vae": ("diffusers", "AutoencoderKLQwenImage"),
-            "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
-        },
+        _components("Krea2Transformer2DModel", "Qwen3VLModel", "AutoencoderKLQwenImage"),
         KREA2_NAMES,
         re.compile(""),
         _krea2_config,
         {
             "text_encoder": QWEN3_VL,
             "vae": {"_class_name": "AutoencoderKLQwenImage"},
-            "scheduler": {
-                "_class_name": "FlowMatchEulerDiscreteScheduler",
-                "num_train_timesteps": 1000,
-                "use_dynamic_shifting": True,
-                "base_shift": 0.5,
-                "max_shift": 1.15,
-                "base_image_seq_len": 256,
-                "max_image_seq_len": 6400,
-            },
+            "scheduler": {**FLOW, **SHIFT_BY_SIZE, "max_image_seq_len": 6400},
         },
         {"is_distilled": "by the name of the file, which has 'raw' in it if it is not; no array tells"},
         index=lambda stem: {"is_distilled": "raw" not in stem.lower(), "patch_size": 2},
