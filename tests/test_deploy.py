@@ -109,7 +109,7 @@ def test_pods_are_not_root() -> None:
     assert "USER 10001:10001" in (DEPLOY / "Dockerfile").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_steps_of_the_image(tmp_path: Path) -> None:
     """Without a container engine: the files that are copied, and the steps of its first half, in a bare environment."""
     text = (DEPLOY / "Dockerfile").read_text()

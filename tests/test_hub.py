@@ -247,6 +247,7 @@ def test_one_config(hub: HubImitation, client: Client, toy: dict[str, bytes]) ->
     assert "has no file scheduler_config.json" in absent["text"]
 
 
+@pytest.mark.slow
 def test_a_tokenizer_of_a_model(hub: HubImitation, client: Client) -> None:
     """Of a repository its files alone are fetched, from ``tokenizer``, the top or a folder; later without the Hub."""
     words = {"tokenizer.json": b"{}", "tokenizer_config.json": b"{}", "chat_template.jinja": b""}

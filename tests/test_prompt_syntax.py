@@ -296,6 +296,7 @@ def test_scheduled_texts_stand_at_their_steps(emoji: canvax.StableDiffusion) -> 
     assert heun.compilations == 0
 
 
+@pytest.mark.slow
 def test_prompts_that_are_added_up(emoji: canvax.StableDiffusion) -> None:
     """Against a loop by hand: u + s (w1 (c1 - u) + w2 (c2 - u)) and DDIM's rows."""
     got = draw(emoji, "a cat AND a red apple:0.6", sampler="ddim")

@@ -124,6 +124,7 @@ def called(ask: dict[str, Any], given: dict[str, bool], seed: int) -> list[Image
     ).images  # fmt: skip
 
 
+@pytest.mark.slow
 def test_hints_of_a_job(engine: ImageEngine) -> None:
     """Who asks a server is told of what a call of a pipeline warns of."""
     job = engine.submit(JobRequest("a (red:1.5) elephantoid", seed=1, steps=2))
@@ -396,7 +397,7 @@ def larger(image: Image.Image, **changes: Any) -> canvax.Result:
     return PIPE.upscale(image, "a red apple", **{"scale": 2.5, "seed": 5, "num_inference_steps": 20, **changes})
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_an_image_made_larger_is_that_of_the_pipeline(engine: ImageEngine) -> None:
     """Its tiles are in batches with other people's images."""
     image = apple().resize((60, 50))
@@ -638,7 +639,7 @@ def test_a_storm_of_requests_and_cancellations_loses_nothing(engine: ImageEngine
     assert all(picture.data for job in jobs if job.status is Status.DONE for picture in job.pictures)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_ten_thousand_in_the_queue_delay_nobody_else() -> None:
     engine = started(queue_images=20_000, queue_seconds=1e9)
     try:

@@ -196,7 +196,7 @@ def test_a_lora_and_nothing_else(model: Path, pictures: Path, tmp_path: Path) ->
     assert (pipe("a red picture", seed=1, **QUIET).pixels != before).any()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_another_lora_in_the_same_folder_is_refused(model: Path, pictures: Path, tmp_path: Path) -> None:
     run = training(model, pictures, tmp_path)
     assert train_lora(run, Lora(rank=2), one(), deadline=0.0) is None
@@ -263,7 +263,7 @@ def test_words_that_cannot_be(model: Path, pictures: Path, tmp_path: Path) -> No
 # DreamBooth
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_images_of_the_class_are_generated_once(model: Path, pictures: Path, tmp_path: Path) -> None:
     run = training(model, pictures, tmp_path / "run")
     folder = tmp_path / "class"
@@ -307,7 +307,7 @@ def write_pairs(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_controlnet(model: Path, tmp_path: Path) -> None:
     pairs = write_pairs(tmp_path / "pairs")
     run = training(model, pairs, tmp_path / "run")
@@ -397,7 +397,7 @@ def test_pictures_under_one_caption(pictures: Path) -> None:
 # The command
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_commands(model: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pairs = write_pairs(tmp_path / "pairs")
     shared = ["-m", str(model), "--size", "64", "--steps", "2", "-b", "8", "--json"]

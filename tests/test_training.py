@@ -314,7 +314,7 @@ def test_min_snr_weights_bound_the_weight_of_x0() -> None:
 # Gradients
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_gradients_reach_every_parameter() -> None:
     """No path through text encoder and UNet is cut, and computing blocks again changes nothing."""
     params = {"text_encoder": init_params(text_encoder_spec(TEXT), 0), "unet": init_params(unet_spec(UNET), 1)}
@@ -384,7 +384,7 @@ def test_a_new_denoiser_begins_as_a_short_one() -> None:
 # The autoencoder
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_autoencoder_learns_and_measures_like_pixels(tmp_path: Path) -> None:
     pictures = np.repeat(np.repeat(pixels(8, 4), 4, axis=1), 4, axis=2)
     plan = Plan(steps=120, batch=8, chunk=20, warmup=5, learning_rate=3e-3, average=0.9)
@@ -410,7 +410,7 @@ def test_autoencoder_learns_and_measures_like_pixels(tmp_path: Path) -> None:
     np.testing.assert_allclose(reconstruction_psnr(turned, pictures, SMALL_VAE, mesh), before, atol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_decoder_learns_whole_pictures(tmp_path: Path) -> None:
     """It gets better, mirrored pictures too; what makes latents stays, and so do they."""
     pictures = np.repeat(np.repeat(pixels(8, 4), 4, axis=1), 4, axis=2)

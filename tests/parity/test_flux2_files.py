@@ -213,6 +213,7 @@ def on_devices(pipe: canvax.StableDiffusion, others: set[int]) -> set[str]:
 
 
 @pytest.mark.parametrize("family", ["flux2", "z-image"])
+@pytest.mark.slow
 def test_offloading(family: str, folder: Path, tmp_path: Path) -> None:
     """While denoising only the transformer is on the devices, afterwards nothing, and the image is the same."""
     model = folder if family == "flux2" else build_z_image(tmp_path / "z-image")

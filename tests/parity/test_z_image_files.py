@@ -115,6 +115,7 @@ def test_single_files(files: dict[str, Path], wanted: np.ndarray, tmp_path: Path
     assert load(model, **parts(files), scheduler={"shift": 6.0}).model.defaults.num_inference_steps == 50
 
 
+@pytest.mark.slow
 def test_parts_that_are_folders(files: dict[str, Path], folder: Path, wanted: np.ndarray) -> None:
     """A part may be a folder as well; the tokenizer beside a text encoder need not be named."""
     given = parts(files, text_encoder=folder / "text_encoder", vae=folder, tokenizer=folder)
