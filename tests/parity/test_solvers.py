@@ -82,8 +82,8 @@ def cases() -> Iterator[Any]:
     """All variants, and each solver with all predictions, which meet it in two columns of its table."""
     for name, fields in VARIANTS:
         for prediction in ("epsilon",) if fields else ("epsilon", "v_prediction", "sample"):
-            slow = prediction != "epsilon" or bool(fields)
-            yield pytest.param(name, fields, prediction, marks=pytest.mark.slow if slow else ())
+            marks = () if not fields and prediction == "epsilon" else pytest.mark.slow
+            yield pytest.param(name, fields, prediction, marks=pytest.mark.weekly if prediction == "sample" else marks)
 
 
 @pytest.mark.parametrize(("name", "fields", "prediction"), list(cases()), ids=str)
