@@ -53,8 +53,8 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse_unknown(self, words: Sequence[str], *, prompts: bool = False) -> None:
         """Refuse the first flag among ``words`` that there is not, with what is meant by it."""
-        given = [word.partition("=")[0] for word in words if word.startswith("-")]
-        unknown = next((flag for flag in given if flag not in self._option_string_actions), None)
+        typed = [word.partition("=")[0] for word in words if word.startswith("-")]
+        unknown = next((flag for flag in typed if flag not in self._option_string_actions), None)
         if unknown is None or self._subparsers is not None:
             return
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]

@@ -233,9 +233,9 @@ def find_tokenizer(location: Location) -> Path:
     path = location.local()
     if path is not None:
         folder = path.parent if path.is_file() else path
-        for one in (folder, folder / "tokenizer"):
-            if (one / _TOKENIZER).is_file():
-                return one
+        for directory in (folder, folder / "tokenizer"):
+            if (directory / _TOKENIZER).is_file():
+                return directory
         cure = "name the folder of the tokenizer, or a Hub id"
         raise InputError(location.argument, location.text, f"has no {_TOKENIZER}", cure)
     location, inside = location.on_hub()
