@@ -3,8 +3,8 @@
     python -m benchmarks.transformers [z-image|flux2-klein-4b|krea-2] [--size 512] [--dtype bfloat16] [--rounds 5]
 
 Both get the same weights, tokens and text. What canvax computes once for an image (the text's projections, rotary
-tables) is timed too, since diffusers computes it in each evaluation. They take turns in one process, on the CPU with all
-its threads; a figure is the median of its turns. Outputs further apart than rounding explains are an error.
+tables) is timed too, since diffusers computes it in each evaluation. They take turns in one process on the CPU with all
+threads; a figure is the median of its turns. Outputs further apart than rounding explains are an error.
 """
 
 from __future__ import annotations
