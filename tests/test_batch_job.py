@@ -566,7 +566,7 @@ def command(file: Path, folder: Path) -> list[str]:
     return [sys.executable, "-m", "canvax", "batch", str(file), "-o", str(folder), "-b", "4", "--json"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_process_is_stopped(tmp_path: Path) -> None:
     """A real process, stopped again and again in the middle; the images are those of one that was left alone."""
     one_device = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

@@ -543,7 +543,7 @@ def test_tensorboard_is_looked_for_first(
 
 
 @with_board
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_one_process_writes_for_tensorboard(
     model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -248,6 +248,7 @@ def pipeline_of_result(folder: Path, result: Path) -> Any:
     return kind.from_pretrained(result)
 
 
+@pytest.mark.weekly
 def test_lora(xl: Path, pictures: Path, seen: dict[str, Any], tmp_path: Path) -> None:
     """Against PEFT's layers in the same places; then the file in diffusers and here gives one image."""
     folder, lora = xl, Lora(rank=4, alpha=2.0, layers="all", text=True, text_rate=5e-4)
