@@ -276,6 +276,8 @@ def test_never_replaces_a_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not replaced"):
         save_image(path, picture(), METADATA)
     assert path.read_text() == "mine"
+    save_image(path, picture(), METADATA, overwrite=True)
+    assert read_metadata(path)["seed"] == METADATA["seed"]
     assert os.listdir(tmp_path) == ["a.png"]
 
 

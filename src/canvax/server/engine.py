@@ -604,7 +604,9 @@ class ImageEngine:
             self._book.forget()
         self._tells = now + max(1.0, _TELLING * (time.monotonic() - now))
         self._metrics.models_loaded(self._models.loaded())
-        self._metrics.device_memory((jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use", 0))
+        for device in jax.local_devices():
+            if (used := (device.memory_stats() or {}).get("bytes_in_use")) is not None:  # a CPU does not tell
+                self._metrics.device_memory(device.id, used)
 
 
 def _seconds(items: Sequence[Item]) -> float:
