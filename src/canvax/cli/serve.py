@@ -187,9 +187,10 @@ def _names(models: list[str], keywords: Mapping[str, Any]) -> dict[str, str]:
     from canvax.weights.location import Location
 
     Location(**keywords)
-    for model in models:
+    names = model_names(models)
+    for model in names.values():
         Location(model).local()  # what is neither a model nor an id is refused before a start
-    return model_names(models)
+    return names
 
 
 def _check_parts(parts: Mapping[str, str | None], names: Mapping[str, str]) -> None:

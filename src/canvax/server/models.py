@@ -285,18 +285,28 @@ class ServedModel:
         )
 
 
+_NAMED = re.compile(r"([A-Za-z0-9][\w.-]{0,63})=(.+)")
+"""A model by the name that requests use, as in photo=./v1/model."""
+
+
 def model_names(models: Sequence[str]) -> dict[str, str]:
     """What each model is called in requests, and where it is. Folders on the disk are the operator's business.
+
+    Args:
+        models: folders, files and Hub ids, each alone or as ``NAME=MODEL``.
 
     Raises:
         InputError: two would have the same name.
     """
     names: dict[str, str] = {}
-    for model in models:
-        path = Path(model).expanduser()
-        name = path.resolve().name if path.is_dir() else path.stem if path.is_file() else model
+    for text in models:
+        model, path = text, Path(text).expanduser()
+        if not path.exists() and (named := _NAMED.fullmatch(text)):
+            name, model = named.groups()
+        else:
+            name = path.resolve().name if path.is_dir() else path.stem if path.is_file() else model
         if name in names:
-            raise InputError(f"{model}: there is a model {name!r} already; rename one of them")
+            raise InputError("models", text, f"would be a second {name!r}", f"name it: {name}-2={model}")
         names[name] = model
     return names
 
