@@ -378,6 +378,7 @@ class ModelCard:
         guided: whether it reads a guidance scale.
         no_guidance: the guidance scale that is none, with which no negative prompt is read.
         negative_prompt: whether it reads one with guidance.
+        prompt_weights: whether it reads weights of words, in a syntax other than plain text.
         clip_skip: layers of its text encoder that can be left out, at most.
         references: images that it can edit at once, at most; 0 if it does not edit.
         samplers: names of those that it can use; None for all.
@@ -408,6 +409,7 @@ class ModelCard:
     guided: bool = True
     no_guidance: float = 1.0
     negative_prompt: bool = True
+    prompt_weights: bool = True
     clip_skip: int = 1
     references: int = 0
     samplers: tuple[str, ...] | None = None

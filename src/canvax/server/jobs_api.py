@@ -233,7 +233,7 @@ def _rounded(seconds: float | None) -> float | None:
 def _card(card: ModelCard, *, default: bool) -> dict[str, Any]:
     names = ("native", "sizes", "any_size", "size_step", "steps", "guidance_scale", "sampler", "max_images",
              "max_steps", "tasks", "examples", "styles", "family", "guided", "no_guidance", "negative_prompt",
-             "clip_skip", "references", "samplers")  # fmt: skip
+             "prompt_weights", "clip_skip", "references", "samplers")  # fmt: skip
     fields = {name: getattr(card, name) for name in names}
     controls = [{"name": network.name, "kind": network.kind, "types": network.types} for network in card.controls]
     fields |= {"controls": controls, "ip_adapters": card.ip_adapters}

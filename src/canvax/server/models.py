@@ -259,6 +259,7 @@ class ServedModel:
     def card(self, warm: Sequence[Warm], *, any_size: bool, references: int) -> ModelCard:
         """What clients see of it; ``references``: of a request that edits, at most."""
         model, (tall, wide) = self.model, self.model.native_size
+        sizes = tuple(dict.fromkeys(size for size, _ in self.sizes(warm)))
         networks, edits = model.networks, model.networks.denoiser.edits
         config = json.dumps([model.files.index, model.revision, model.dtype, str(model.networks)], default=str)
         concepts = model.concepts.names
@@ -269,7 +270,7 @@ class ServedModel:
             id=self.name,
             family=_FAMILIES.get(model.family.name, model.family.name),
             native=(wide, tall),
-            sizes=tuple(dict.fromkeys(size for size, _ in self.sizes(warm))),
+            sizes=sizes,
             any_size=any_size,
             size_step=networks.size_step,
             steps=model.defaults.num_inference_steps,
@@ -287,9 +288,10 @@ class ServedModel:
             guided=not networks.denoiser.distilled,
             no_guidance=model.family.no_guidance,
             negative_prompt=not networks.unguided,
+            prompt_weights=not model.text.whole,
             clip_skip=model.text.max_skip,
             references=references if edits else 0,
-            samplers=usable_samplers(model),
+            samplers=usable_samplers(model, *sizes[0]),
         )
 
 

@@ -438,9 +438,9 @@ def sample(
     return check(job_request, name, model, shelf)
 
 
-def usable_samplers(model: Model) -> tuple[str, ...]:
-    """Names of the samplers that can generate images with a model."""
-    request, usable = sample("", model, *reversed(model.native_size), steps=4).request, []
+def usable_samplers(model: Model, width: int, height: int) -> tuple[str, ...]:
+    """Names of the samplers that can generate images of a size with a model."""
+    request, usable = sample("", model, width, height, steps=4).request, []
     for spec in SAMPLERS:
         with suppress(InputError):
             sampler_table(model, replace(request, sampler=spec.name))
