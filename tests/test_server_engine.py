@@ -21,6 +21,7 @@ import canvax
 from canvax.compile.monitor import compilations
 from canvax.engine.batch import Batch
 from canvax.models.configs import ClipVisionConfig
+from canvax.pipelines.hints import hints
 from canvax.pipelines.safety import SafetyChecker
 from canvax.samplers import build_table
 from canvax.server import models, writing
@@ -130,6 +131,14 @@ def test_hints_of_a_job(engine: ImageEngine) -> None:
     finished([job])
     assert {"elephantoid", "red:1.5"} == {word for word in ("elephantoid", "red:1.5") if word in " ".join(job.hints)}
     assert engine.submit(JobRequest("a red apple", seed=1, steps=2)).hints == ()
+
+
+def test_what_is_said_names_the_model_as_requests_do() -> None:
+    """The folders above it are the operator's business."""
+    served = models.ServedModel("apples", load)
+    hint = next(hints(served.model, check(JobRequest("an elephantoid"), "apples", served.model).request))
+    assert "apples" in str(hint)
+    assert "emoji" not in str(hint)
 
 
 def test_images_are_those_of_the_pipeline_in_any_company_and_nothing_compiles(engine: ImageEngine) -> None:

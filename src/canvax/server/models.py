@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -39,7 +40,10 @@ from canvax.server.policy import PATIENCE, Groups
 from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, sample, usable_samplers
 from canvax.tokenizers.concepts import STYLES
 
-_FAMILIES = {"sd": "Stable Diffusion", "sdxl": "Stable Diffusion XL"}
+_FAMILIES = {
+    "sd": "Stable Diffusion", "sdxl": "Stable Diffusion XL",
+    "flux2": "FLUX.2", "z-image": "Z-Image", "krea-2": "Krea 2",
+}  # fmt: skip
 
 _KINDS = {
     "method": "options.guidance_method",
@@ -134,7 +138,9 @@ class ServedModel:
         self._load = load
         began = time.perf_counter()
         loaded = load(name) if weights else load(name, weights=False)
-        self.model, self.programs, self.params = loaded.model, loaded.programs, loaded.params if weights else None
+        files = dataclasses.replace(loaded.model.files, name=name)  # folders on the disk are the operator's business
+        self.model, self.programs = dataclasses.replace(loaded.model, files=files), loaded.programs
+        self.params = loaded.params if weights else None
         self.safety_checker = loaded.safety_checker
         self.created = int(time.time())
         self.colours = Colours(self.model.vae.latent_channels)

@@ -46,6 +46,7 @@ export async function setCatalogue(models) {
 function showModel() {
   const card = model();
   if (!card) return;
+  $("about-model").textContent = `${card.name} · ${card.family}`;
   const sizes = sizesOf(card).map(([w, h]) => el("option", { value: `${w}x${h}`, textContent: `${w}×${h}${shapeOf(w, h)}` }));
   if (card.any_size) sizes.push(el("option", { value: "other", textContent: "Another…" }));
   $("style").replaceChildren(el("option", { value: "", textContent: "Any" }), ...card.styles.map((name) => el("option", { value: name, textContent: name })));
@@ -170,7 +171,7 @@ function setSampler(name) {
   const select = $("sampler");
   const byLabel = catalogue.samplers.find(({ label }) => label === name)?.name;
   const value = byLabel ?? name ?? "";
-  if (value === model()?.sampler) select.value = "";
+  if ([name, value].includes(model()?.sampler)) select.value = "";
   else {
     if (![...select.options].some((option) => option.value === value)) select.append(el("option", { value, textContent: value }));
     select.value = value;

@@ -313,15 +313,9 @@ function prepareFiles() {
 
 // ---- the server, its key, the theme
 
-function aboutModel() {
-  const card = composer.model();
-  return card ? `${card.name} · ${card.family}` : "";
-}
-
 async function loadModels() {
   try {
     await composer.setCatalogue(await getJson("api/models"));
-    $("about-model").textContent = aboutModel();
     const examples = composer.model()?.examples ?? [];
     $("examples").replaceChildren(...examples.slice(0, 8).map((text) => el("li", {}, el("button", {
       type: "button", textContent: text, onclick: () => { composer.apply({ prompt: text }); composer.keepDraft(); $("prompt").focus(); },
@@ -405,7 +399,6 @@ function switchTheme() {
 
 function prepareForm() {
   composer.prepareComposer();
-  $("model").addEventListener("change", () => { $("about-model").textContent = aboutModel(); });
   $("composer").addEventListener("submit", (event) => { event.preventDefault(); draw(); });
   for (const id of ["prompt", "negative"]) {
     $(id).addEventListener("keydown", (event) => {
