@@ -1056,6 +1056,10 @@ def test_a_refused_setting_is_pointed_at(site: Site) -> None:
     assert site.page.locator(".field:has(#steps-number) #form-error").is_visible()
     assert site.count(".tile") == 0
     assert site.count(".toast") == 0  # it is said once, in the form
+    site.page.fill("#guidance-number", "0.5")
+    site.draw("a red apple", wait=False)  # which need not be asked for
+    site.page.wait_for_selector(".field:has(#guidance-number) #form-error", state="visible")
+    assert len(site.stub.bodies) == 1
 
 
 def axe_script() -> str | None:

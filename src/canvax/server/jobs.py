@@ -410,7 +410,7 @@ class ModelCard:
     no_guidance: float = 1.0
     negative_prompt: bool = True
     prompt_weights: bool = True
-    clip_skip: int = 1
+    clip_skip: int = 0
     references: int = 0
     samplers: tuple[str, ...] | None = None
 

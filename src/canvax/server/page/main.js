@@ -29,6 +29,8 @@ async function draw() {
   const job = composer.settings();
   if (!job.prompt) return composer.formError("Write a prompt.", "prompt");
   if (!composer.seedIsNumber()) return composer.formError("A seed is a whole number.", "seed");
+  const wrong = composer.wrongNumber();
+  if (wrong) return composer.formError(wrong.validationMessage, null, wrong.id);
   composer.formError("");
   if (narrow.matches) showTiles();
   const files = await composer.inputFiles(job);
