@@ -153,7 +153,7 @@ function showHires(times = Number($("hires").value)) {
   const offered = [...new Set([...HIRES, times])].sort((a, b) => a - b).filter((one) => one > 1 && larger(one));
   $("hires").replaceChildren(el("option", { value: 1, textContent: "None" }), ...offered.map((one) => el("option", { value: one, textContent: `${one} ×, ${larger(one).join(" × ")}` })));
   $("hires").value = offered.includes(times) ? times : 1;
-  const why = input ? "A second pass needs a prompt alone, without an input image." : offered.length ? "" : "No larger size is ready. The server's --warm and --compile-on-demand make some.";
+  const why = input ? "A second pass needs a prompt alone, without an input image." : offered.length ? "" : "No larger size is ready. Start the server with --compile-on-demand, or with --warm and a larger size.";
   $("hires-why").textContent = why;
   $("hires-fields").hidden = Boolean(why);
   $("hires-text").textContent = $("hires").value > 1 && !why ? `${$("hires").value} ×` : "";
