@@ -280,7 +280,7 @@ class Group:
         for slot, item in seats:
             if item is not None:
                 ran = max(ran, before[slot] - self._batch.left(slot))
-                item.picture.step = len(item.table) - self._batch.left(slot)
+                item.row = len(item.table) - self._batch.left(slot)
         full = len(self.seated) == len(self._seats) or self._lanes[len(self._seats)] == 1  # a lane without work is fast
         if full and any(item.request.guided or item.request.embedded for item in self.seated):
             self.timings.learn_row(len(self._seats), took / ran)
@@ -324,7 +324,7 @@ class Group:
             self.timings.row = {batch: self.timings.row[batch] for batch in self.batches}
         self._seats = []
         for item in items:
-            item.picture.step = 0 if item.carried is None else item.carried.run.row
+            item.row = 0 if item.carried is None else item.carried.run.row
         return items
 
     def park(self) -> None:

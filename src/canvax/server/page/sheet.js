@@ -198,8 +198,9 @@ function chooseAxis(id) {
 }
 
 export function openSheet() {
-  const offered = Object.entries(AXES).filter(([name]) => name !== "strength" || currentInput());
-  for (const [id, first] of [["sheet-x", "guidance_scale"], ["sheet-y", "steps"]]) {
+  const unusable = { strength: !currentInput(), guidance_scale: !model()?.guided };
+  const offered = Object.entries(AXES).filter(([name]) => !unusable[name]);
+  for (const [id, first] of [["sheet-x", model()?.guided ? "guidance_scale" : "seed"], ["sheet-y", "steps"]]) {
     const chosen = $(id).value || first;
     $(id).replaceChildren(...offered.map(([value, { label }]) => el("option", { value, textContent: label })));
     $(id).value = offered.some(([name]) => name === chosen) ? chosen : first;
