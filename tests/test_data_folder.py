@@ -77,6 +77,15 @@ def test_a_name_of_two_files_is_refused(folder: Path) -> None:
     assert (caught.value.argument, caught.value.value) == ("lora", "twice")
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"), [("deliberate", "deliberate_v2"), ("wol", "wool"), ("nothing like these", "lists the files")]
+)
+def test_a_misspelt_name_is_answered(folder: Path, name: str, meant: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Location(name, argument="model").local()
+    assert meant in caught.value.cure
+
+
 def test_what_is_here_comes_first(folder: Path) -> None:
     Path("tiny").mkdir()
     assert Location("tiny").local() == Path("tiny")

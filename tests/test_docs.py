@@ -5,14 +5,17 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from test_reference import commands
 
 import canvax
+from canvax.cli import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -74,3 +77,23 @@ def test_tutorials(page: str, emoji: canvax.StableDiffusion, monkeypatch: pytest
         exec(block, names)
     images = [value for value in names.values() if isinstance(value, canvax.Result | Image.Image)]
     assert len(images) >= 2 - (page == "guidance")
+
+
+@pytest.mark.slow
+def test_first_images(emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every line works in an empty folder, after those before it; the page alone is only understood."""
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: emoji)
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "first-images.md"
+    for command in commands(page):
+        words = shlex.split(command)
+        if words[0] == "generate":
+            words += ["--steps", "2"]
+        assert words == ["ui"] or main(words) == 0, command
+    written = set(re.findall(r"-o (\S+\.png)", page.read_text(encoding="utf-8")))
+    assert len(written) > 8
+    assert written <= {path.name for path in tmp_path.iterdir()}
+    names: dict[str, Any] = {}
+    for block in blocks(page):
+        exec(block, names)
+    assert names["green"].size == (64, 64)

@@ -7,12 +7,13 @@ Every place where a model, an adapter or a network is named takes such a name: `
 from __future__ import annotations
 
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from canvax.errors import InputError
+from canvax.errors import InputError, did_you_mean
 from canvax.files import named_path
 
 VARIABLE = "CANVAX_DATA_DIR"
@@ -90,6 +91,19 @@ def find_named(name: str, argument: str) -> Path | None:
         files = " and ".join(str(path.relative_to(folder)) for path in paths[:3])
         raise InputError(argument, name, f"is the name of {files} in {folder}", "write the path of one")
     return paths[0] if paths else None
+
+
+def meant_by(name: str) -> str:
+    """What a name that is nothing may mean in the folder of models; "" if the user has named no folder."""
+    folder = data_folder()
+    if folder is None:
+        return ""
+    from canvax.weights.identify import listing
+
+    names = [_stem(part.path) for root in _roots(folder) for part in listing(root)]
+    part_of = next((each for each in names if name.lower() in each.lower()), None)
+    near = f"did you mean {part_of!r}?" if part_of else did_you_mean(name, names)
+    return near or f"canvax info {shlex.quote(str(folder))} lists the files there"
 
 
 def models() -> dict[str, Path]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from canvax.errors import NO_VALUE, CheckpointError, InputError, check_flag, nearest, warn
 from canvax.files import first_there, named_path
-from canvax.weights.data_folder import find_named
+from canvax.weights.data_folder import find_named, meant_by
 from canvax.weights.entries import PICKLES
 
 BUNDLED = {"emoji": Path(__file__).parent.parent / "assets" / "emoji"}
@@ -168,10 +168,10 @@ class Location:
             return "of addresses only those of repositories on huggingface.co are read: download the file, and name it"
         if "," in text:
             return "give each of several separately"
-        if self.argument != "model":
-            return ""
-        if (known := _architecture(text)) in EXAMPLES:
+        if self.argument == "model" and (known := _architecture(text)) in EXAMPLES:
             return f"it is an architecture, for canvax plan; for images pass a model, such as {EXAMPLES[known]}"
+        if (meant := meant_by(text)) or self.argument != "model":
+            return meant
         bare = text.rstrip("/")
         return "" if "/" in bare or "\\" in bare else f"bundled models: {nearest(bare, list(BUNDLED))}"
 
