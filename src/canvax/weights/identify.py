@@ -251,7 +251,7 @@ def listing(folder: Path) -> Iterator[Found]:
 
 def unreadable(path: Path) -> str:
     """What a file is that holds weights in no form that canvax opens as a model."""
-    return _by_ending(path.suffix.lower()) or "no safetensors or GGUF file"
+    return _by_ending(path.suffix.lower()) or "no safetensors file"
 
 
 def parts_missing(names: Collection[str]) -> list[str]:
