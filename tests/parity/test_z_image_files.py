@@ -126,6 +126,31 @@ def test_parts_that_are_folders(files: dict[str, Path], folder: Path, wanted: np
     np.testing.assert_array_equal(draw(pipe, guidance_scale=1.5).pixels, wanted)
 
 
+def test_gguf(
+    files: dict[str, Path], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Weights are the numbers in the files, which commands find in a folder of models."""
+    pytest.importorskip("gguf")
+    from tests.support.gguf_files import both
+
+    small, plain = both(files, arrays(folder, "text_encoder"), tmp_path, "Q8_0")
+    one, other = (load(found["model"], **parts(found)).params for found in (small, plain))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    monkeypatch.setenv("CANVAX_DATA_DIR", str(tmp_path))
+    words = ["a fox", "-m", small["model"].name, "--text-encoder", small["text_encoder"].name, "-W", "32", "-H", "32"]
+    words += ["--vae", str(files["vae"]), "--tokenizer", str(files["tokenizer"]), "--steps", "1", "--mesh", "data=1"]
+    assert main(["generate", *words, "--dtype", "float32", "-q", "-o", str(tmp_path / "a.png")]) == 0
+    for part, flag in (("model", "--model"), ("text_encoder", "--text-encoder")):
+        capsys.readouterr()
+        assert main(["info", str(small[part]), "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert (report["flag"], "Q8_0" in report["stored"]) == (flag, True)
+    with pytest.raises(canvax.CheckpointError):
+        load(small["text_encoder"], **parts(small))
+    with pytest.raises(canvax.CheckpointError):
+        load(files["model"], **parts(files, text_encoder=small["model"]))
+
+
 def test_a_transformer_alone(files: dict[str, Path]) -> None:
     """One error names all that is missing, and of the parts that are given none."""
     with pytest.raises(canvax.InputError) as caught:

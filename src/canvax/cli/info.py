@@ -25,10 +25,10 @@ from canvax.settings import as_flags, offered
 from canvax.tokenizers.concepts import Concepts
 from canvax.weights.data_folder import find_named
 from canvax.weights.entries import PICKLES, Entry
+from canvax.weights.files import open_weights
 from canvax.weights.identify import EMBEDDING, INDEX, LORA, MODEL, TRANSFORMER, Found, inspect, listing
 from canvax.weights.location import BUNDLED, Location, warn_unused_cache
 from canvax.weights.lora import adapter_info
-from canvax.weights.safetensors import open_safetensors
 
 if TYPE_CHECKING:
     from canvax.weights.files import ModelFiles
@@ -142,8 +142,8 @@ def _folder_lines(report: Mapping[str, Any]) -> list[str]:
 
 def part_info(part: Found) -> dict[str, Any]:
     """What a file is that holds a part of a model, or what goes beside one."""
-    entries = open_safetensors(part.path, plain_names=False)
-    stored = Counter(entry.dtype.name for entry in entries)
+    entries = open_weights(part.path, plain_names=False)
+    stored = Counter(entry.stored for entry in entries)
     return {
         "file": str(part.path),
         "kind": part.what,
@@ -389,7 +389,7 @@ def _weights(files: ModelFiles, component: str) -> dict[str, Any]:
     entries = [entry for entry in files.entries(component) if entry.is_float]
     dtypes: Counter[str] = Counter()
     for entry in entries:
-        dtypes[entry.dtype.name] += math.prod(entry.shape)
+        dtypes[entry.stored] += math.prod(entry.shape)
     return {
         "parameters": dtypes.total(),
         "stored": dict(dtypes),
