@@ -216,8 +216,6 @@ def _training(arguments: argparse.Namespace, usual: Plan) -> Training:
 
     names = ("steps", "batch", "accumulate", "learning_rate", "warmup", "final", "weight_decay", "average", "seed")
     plan = replace(usual, **given(**{name: getattr(arguments, name) for name in names}))
-    # A chunk must divide the steps, or the run would do more steps than were asked for.
-    plan = replace(plan, chunk=next(n for n in range(usual.chunk, 0, -1) if plan.steps % n == 0))
     return Training(
         model=arguments.model,
         pictures=arguments.pictures,
