@@ -315,6 +315,7 @@ def test_previews_are_quiet(model: Path, pictures: Path, tmp_path: Path) -> None
     run = training(model, pictures, tmp_path, prompts=("a zorp robot",))
     pipe: Any = Pipe()
     with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
         task._preview(run, Controlling(), pipe, {}, None)(3, {})
     assert not seen
     assert (tmp_path / "previews" / "0000003.png").is_file()
