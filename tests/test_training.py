@@ -80,7 +80,7 @@ def toy_loss(p: Any, samples: Any, shared: Any, key: Any) -> Any:
 
 def toy(folder: Path, plan: Plan = PLAN, mesh: Any = None, **session: Any) -> tuple[Any, bool]:
     data = {"x": np.random.default_rng(1).standard_normal((10, 3), np.float32)}
-    where = Session(folder, "toy", mesh or one_device(), save_every=0, **session)
+    where = Session(folder, "toy", mesh or one_device(), **{"save_every": 0} | session)
     return fit({"w": np.zeros(3, np.float32)}, toy_loss, data, 10, plan, where)
 
 
@@ -115,6 +115,61 @@ def test_work_after_the_last_state_is_done_again(tmp_path: Path) -> None:
         file.write(json.dumps({"step": 4, "loss": 99.0}) + '\n{"step": 6, "lo')
     toy(tmp_path / "parts")
     assert (tmp_path / "whole" / LOG).read_text() == (tmp_path / "parts" / LOG).read_text()
+
+
+def test_a_longer_run_is_as_if_it_had_been_longer_from_the_start(tmp_path: Path) -> None:
+    """At a constant learning rate; after the run, before its end, and with steps that are no multiple of a chunk."""
+    plan = replace(PLAN, final=1.0, chunk=3)
+    whole, _ = toy(tmp_path / "whole", plan)
+    toy(tmp_path / "parts", replace(plan, steps=4))
+    toy(tmp_path / "parts", replace(plan, steps=5), deadline=time.monotonic())
+    parts, finished = toy(tmp_path / "parts", plan)
+    assert finished
+    np.testing.assert_array_equal(whole["w"], parts["w"])
+    assert (tmp_path / "whole" / STATE).read_bytes() == (tmp_path / "parts" / STATE).read_bytes()
+    with refused("steps"):
+        toy(tmp_path / "parts", replace(plan, steps=7))
+
+
+def test_weights_and_previews_every_few_steps(tmp_path: Path) -> None:
+    """A run that is stopped between them saves the same ones, and its numbers stay the same."""
+    saved: list[tuple[int, float]] = []
+    previews: list[int] = []
+    steps: dict[str, Any] = {
+        "save": lambda step, params: saved.append((step, float(params["w"][0]))),
+        "save_steps": 3,
+        "preview": lambda step, _: previews.append(step),
+        "preview_steps": 5,
+    }
+    whole, _ = toy(tmp_path / "whole", **steps)
+    assert [step for step, _ in saved] == [3, 6]
+    assert previews == [5, 8]
+    plain, _ = toy(tmp_path / "plain")
+    np.testing.assert_array_equal(whole["w"], plain["w"])
+    first, saved[:] = saved.copy(), []
+    while not toy(tmp_path / "parts", deadline=time.monotonic(), **steps)[1]:
+        pass
+    assert sorted(set(saved)) == first
+    assert (tmp_path / "whole" / STATE).read_bytes() == (tmp_path / "parts" / STATE).read_bytes()
+
+
+def test_the_first_state_comes_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that is killed before it is said to begin again."""
+
+    def kill(step: int, numbers: Any) -> None:
+        if step == 6:
+            raise KeyboardInterrupt
+
+    for seconds in (30.0, 0.0):
+        monkeypatch.setattr(loop, "FIRST_STATE", seconds)
+        with pytest.raises(KeyboardInterrupt):
+            toy(tmp_path / "run", save_every=300, watch=kill)
+        assert (tmp_path / "run" / STATE).exists() == (seconds == 0)
+    assert capsys.readouterr().err.count("no state") == 1
+    toy(tmp_path / "run")
+    assert "going on from step 2 of 8" in capsys.readouterr().err
 
 
 @pytest.mark.slow

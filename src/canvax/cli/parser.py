@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any, NoReturn
 
 from canvax.errors import HintWarning, InputError, Write, did_you_mean, in_python, warn
-from canvax.familiar import CALL, LOAD
+from canvax.familiar import CALL, LOAD, TRAIN
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
             return
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         name = unknown.lstrip("-").replace("-", "_")
-        entry = CALL.get(name) or LOAD.get(name)
+        entry = CALL.get(name) or LOAD.get(name) or TRAIN.get(name)
         aliases = (f"--{each.replace('_', '-')}" for each in (name, entry.becomes if entry else ""))
         longer = [flag for flag in flags if len(unknown) > 4 and flag.startswith(unknown)]
         meant = next((alias for alias in aliases if alias in flags), "") or next(iter(longer), "")
