@@ -48,7 +48,12 @@ def test_no_example_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "images"), [("text_to_image.py", 1), ("edit_image.py", 5), ("several_devices.py", 1), ("your_loop.py", 3)]
+    ("name", "images"),
+    [
+        ("text_to_image.py", 1),
+        ("your_loop.py", 3),
+        *(pytest.param(*case, marks=pytest.mark.weekly) for case in (("edit_image.py", 5), ("several_devices.py", 1))),
+    ],
 )
 def test_scripts(run: Any, name: str, images: int) -> None:
     assert len(run(name)) == images
