@@ -226,7 +226,7 @@ class LoadedModel:
         params, mesh = self.params, self.programs.mesh
         if params is None:
             params = {part.name: abstract_params(part.spec, self.model.dtype, mesh) for part in self.model.components}
-        more = {"references": self._references(references, height, width)} if references else {}
+        more: dict[str, Any] = {"references": self._references(references, height, width)} if references else {}
         ready = self._ready(params, (height, width), batch, guidance, Display(shown=False), **more)
         weights, free = weight_bytes(self.model, self.model.dtype, mesh.shape), free_bytes(mesh)
         programs, parts = dict[str, int](), dict[str, int]()
