@@ -124,6 +124,8 @@ def test_a_file_that_is_no_part_of_a_model(tmp_path: Path) -> None:
     write(tmp_path / "a.gguf", {"conv.weight": np.ones((4, 4))})
     with pytest.raises(CheckpointError):
         open_files(Location(tmp_path / "a.gguf"))
+    with pytest.raises(CheckpointError, match=r"a\.gguf"):
+        open_files(Location(tmp_path))
 
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,7 +280,11 @@ def test_image_to_image(klein: Model) -> None:
 def test_programs_for_references_are_made_ahead(klein: Model) -> None:
     """Of their sizes, before there are images; a server's sample has the programs of a request."""
     images = [picture(165, 215), picture(HEIGHT, WIDTH, 2.0)]
-    klein.ours.compile(HEIGHT, WIDTH, 2, references=[(165, 215), (HEIGHT, WIDTH)], progress=False)
+    sizes = [(165, 215), (HEIGHT, WIDTH)]
+    klein.ours.compile(HEIGHT, WIDTH, 2, references=sizes, progress=False)
+    programs = klein.ours.memory(HEIGHT, WIDTH, 2, references=sizes).programs
+    assert programs["denoiser"] > klein.ours.memory(HEIGHT, WIDTH, 2).programs["denoiser"]
+    assert programs["image encoder"] > 0
     assert klein.draw(image=images, height=HEIGHT, width=WIDTH).compilations == 0
     asked = JobRequest("a hen", width=WIDTH, height=HEIGHT, image=images[0], references=(images[1],))
     made = sample("klein", klein.ours.model, WIDTH, HEIGHT, references=2).group

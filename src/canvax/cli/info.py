@@ -15,6 +15,7 @@ from canvax.cli.adapters import flags_of, info_lines
 from canvax.cli.generate_arguments import PART_FLAGS, location_keywords, part_keywords
 from canvax.cli.image_prompts import flags_of as image_prompt_flags
 from canvax.cli.images import OF_MODEL, ZERO_SNR, recorded_model
+from canvax.cli.plan import from_references, parse_references
 from canvax.cli.terminal import byte_size, command_line, complain, say, table
 from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count
 from canvax.files import named_path
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a parameter, for each dtype that a model can be loaded in."""
 
-_MEMORY_FLAGS = ("memory", "width", "height", "batch_size", "dtype", "quantize", "mesh")
+_MEMORY_FLAGS = ("memory", "width", "height", "batch_size", "references", "dtype", "quantize", "mesh")
 _MODEL_FLAGS = (*_MEMORY_FLAGS, "concepts", "revision", "variant", "cache_dir", "token", *PART_FLAGS)
 """What says nothing of an image or an adapter."""
 
@@ -347,7 +348,8 @@ def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
         getattr(arguments, name) or side for name, side in zip(("height", "width"), model.native_size, strict=True)
     )
     batch = arguments.batch_size or mesh.shape["data"]
-    memory = StableDiffusion(model, programs).memory(height, width, batch)
+    references = parse_references(arguments.references)
+    memory = StableDiffusion(model, programs).memory(height, width, batch, references=references)
     return {
         "platform": mesh.devices.flat[0].platform,
         "mesh": dict(mesh.shape),
@@ -356,6 +358,7 @@ def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
         "height": height,
         "width": width,
         "batch": batch,
+        "references": references if isinstance(references, int) else len(references),
         "weights": memory.weights,
         "components": {
             part.name: device_bytes(part.spec, parse_dtype(model.dtype), mesh.shape) for part in model.components
@@ -377,9 +380,9 @@ def _memory_lines(memory: Mapping[str, Any]) -> list[str]:
     if memory["free"] is not None:
         rows.append((f"free on this machine's {memory['platform']}", byte_size(memory["free"])))
     dtype = memory["dtype"] if memory["quantize"] is None else f"{memory['dtype']} with {memory['quantize']} weights"
-    images = f"{memory['batch']} image{'s' if memory['batch'] > 1 else ''}"
+    images = f"{memory['batch']} image{'s' if memory['batch'] > 1 else ''} of {memory['width']} x {memory['height']}"
     return [
-        f"{images} of {memory['width']} x {memory['height']} at once, {dtype}, mesh {mesh}:",
+        f"{images}{from_references(memory['references'])} at once, {dtype}, mesh {mesh}:",
         *table(rows, right=(1,)),
     ]
 
