@@ -484,6 +484,7 @@ def test_an_image_made_larger_leaves_the_batch_when_it_is_cancelled(engine: Imag
         ({"strength": 0.5}, 400, "invalid_value", "strength"),
         ({"options": {"callback": "os.system"}}, 400, "invalid_value", "options"),
         ({"options": {"hires": 2.0}}, 400, "size_not_ready", "options"),
+        ({"width": 4096, "options": {"hires": 8.0}}, 400, "invalid_value", "options"),
         ({"options": {"hires": 2.0}, "image": APPLE, "strength": 0.5}, 400, "invalid_value", "options"),
         ({"options": {"sampler_settings": {"eta": 1}}}, 400, "invalid_value", "options"),
         ({"options": {"guidance_steps": [1e30]}}, 400, "invalid_value", "options"),
@@ -533,7 +534,7 @@ def test_an_idle_server_forgets_its_jobs(engine: ImageEngine, monkeypatch: pytes
 def test_waits_count_that_batches_do_several_images_at_a_time(
     engine: ImageEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (group,) = engine._models._served["emoji"].groups.values()
+    group = next(iter(engine._models._served["emoji"].groups.values()))
     monkeypatch.setattr(group, "timings", Timings({1: 1.0, 4: 1.6}))
     monkeypatch.setattr(engine, "_leader", lambda: None)  # nothing begins
     alone = check(JobRequest("a dog face", steps=10), "emoji", PIPE.model).rows

@@ -102,7 +102,7 @@ def test_a_model_is_loaded_again_at_the_commit_of_its_first_load(revision: str |
 
     def load(name: str, **keywords: Any) -> Any:
         calls.append(keywords)
-        model = SimpleNamespace(revision=revision, vae=MODEL.vae)
+        model = replace(MODEL, files=replace(MODEL.files, revision=revision))
         return SimpleNamespace(model=model, programs=PIPE.programs, params={}, safety_checker=None)
 
     served = ServedModel("x", load)

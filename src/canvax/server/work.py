@@ -20,7 +20,7 @@ from canvax.errors import NO_VALUE, InputError, nearest
 from canvax.families.base import Model
 from canvax.noise import image_seeds, random_seed
 from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS
-from canvax.pipelines.generate import enlarged, metadata, sampler_table, second_pass, work
+from canvax.pipelines.generate import enlarged, larger_side, metadata, sampler_table, second_pass, work
 from canvax.pipelines.hints import idle
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.references import check_references
@@ -31,6 +31,7 @@ from canvax.samplers.specs import SAMPLERS
 from canvax.server.adapter_cache import AdapterCache, Wanted
 from canvax.server.control import check_has_networks, examples, prompts_of, publicly, with_networks
 from canvax.server.enlarged import Enlarged, cut, tile_request
+from canvax.server.images_in import MOST_PIXELS
 from canvax.server.jobs import Job, JobRequest, Picture, Rejected, Stepped, invalid
 from canvax.settings import aliases, declared
 from canvax.types import HostArray
@@ -359,7 +360,7 @@ def check(job_request: JobRequest, name: str, model: Model, shelf: AdapterCache 
             job_request, tiles = cut(job_request, model, seeds[0], check_options(_options(job_request)).noise)
         with _lock:
             request = _request(job_request, model, seeds[0])
-            larger = second_pass(model, request) if request.options.hires > 1 else None
+            larger = _second_pass(model, request) if request.options.hires > 1 else None
         first = _planned(name, model, request, shelf)
         second = Checked(larger, *_planned(name, model, larger, shelf), seeds) if larger else None
     except InputError as error:
@@ -375,6 +376,17 @@ def check(job_request: JobRequest, name: str, model: Model, shelf: AdapterCache 
     if request.options.mask_blend != "denoised":
         raise invalid("options", "options.mask_blend: 'renoised' is not offered; leave it out")
     return Checked(request, *first, seeds, tiles, adapters, shelf, second)
+
+
+def _second_pass(model: Model, request: Request) -> Request:
+    """As ``second_pass``, without the blank images, which would take memory while it waits."""
+    times = request.options.hires
+    height, width = (larger_side(model, side, times) for side in (request.height, request.width))
+    if height * width > MOST_PIXELS:
+        raise InputError("hires", times, f"makes {width} x {height} pixels, more than {MOST_PIXELS}", "use less")
+    larger = second_pass(model, request)
+    assert larger.init_images is not None
+    return replace(larger, init_images=replace(larger.init_images, images=[], whole=([], [])))
 
 
 def _planned(name: str, model: Model, request: Request, shelf: AdapterCache | None) -> tuple[SamplerTable, GroupKey]:
@@ -438,9 +450,12 @@ def sample(
     return check(job_request, name, model, shelf)
 
 
-def usable_samplers(model: Model, width: int, height: int) -> tuple[str, ...]:
-    """Names of the samplers that can generate images of a size with a model."""
-    request, usable = sample("", model, width, height, steps=4).request, []
+def usable_samplers(model: Model, width: int, height: int) -> tuple[str, ...] | None:
+    """Names of the samplers that can generate images of a size with a model; None if its own cannot."""
+    try:
+        request, usable = sample("", model, width, height, steps=4).request, []
+    except Rejected:
+        return None
     for spec in SAMPLERS:
         with suppress(InputError):
             sampler_table(model, replace(request, sampler=spec.name))

@@ -7,6 +7,9 @@ import { $, button, el, toast } from "./ui.js";
 /** What is sent of an image prompt: CLIP looks at a few hundred pixels of it. */
 const PROMPT_SIDE = 1024;
 
+/** Pixels of the longer side of a prepared control image as it is shown: thin edges outlive a scaling to this side. */
+const SHOWN_SIDE = 320;
+
 let card = null;
 
 const rows = () => [...$("adapter-list").children];
@@ -107,7 +110,7 @@ export async function showPrepared() {
   if ($("control-prepared").hidden) return;
   let text = "What the network sees";
   const made = await fitted(control.image, Number($("width").value), Number($("height").value))
-    .then((blob) => controlImage(kind, blob)).then(createImageBitmap).catch((error) => { text = error.message; });
+    .then((blob) => controlImage(kind, blob)).then((blob) => within(blob, SHOWN_SIDE)).then(createImageBitmap).catch((error) => { text = error.message; });
   if (turn !== prepared) return;
   paint($("control-prepared-canvas"), made);
   $("control-prepared-text").textContent = text;
