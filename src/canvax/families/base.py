@@ -223,8 +223,8 @@ class Model:
         """
         if not isinstance(self.networks.denoiser, UNetDenoiser):
             raise CheckpointError(
-                f"{self.name} is a {self.family.name} model, which has no UNet; ControlNets, IP-Adapters and training are "
-                "for Stable Diffusion 1.x, 2.x and XL"
+                f"{self.name} is a {self.family.name} model, which has no UNet; ControlNets, IP-Adapters and training "
+                "are for Stable Diffusion 1.x, 2.x and XL"
             )
         return self.networks.denoiser.cfg
 
