@@ -54,6 +54,7 @@ CALL: dict[str, ForeignName] = {
     **same("refiner high_noise_frac", "write denoising_end=0.8, then denoising_start=0.8 with latents=result.latents"),
     **same("output output_path outdir", "a call writes no file: write pipe(prompt).save('cat.png')"),
     **same("size", "write height=512, width=512"),
+    **same("max_sequence_length", "drop it: a prompt is read whole, up to the tokens that the model was trained for"),
     **same("prng_seed rng key", "write seed=1, an integer"),
 }  # fmt: skip
 """Arguments of a call. The fields of ``canvax.Options`` are arguments as well."""

@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     if not arguments.json:
         say(str(path))
     if not arguments.quiet:
-        complain(f"{len(calls)} images in {seconds(total)}; {report['compilations']} programs compiled")
+        complain(f"{len(calls)} images in {seconds(total)}; programs compiled: {report['compilations']}")
 
 
 def _value(name: str, text: str) -> Any:

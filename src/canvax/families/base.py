@@ -222,7 +222,10 @@ class Model:
             CheckpointError: the model has another denoiser.
         """
         if not isinstance(self.networks.denoiser, UNetDenoiser):
-            raise CheckpointError(f"{self.name}: has no UNet, and this is for models that have one")
+            raise CheckpointError(
+                f"{self.name} is a {self.family.name} model, which has no UNet; ControlNets, IP-Adapters and training "
+                "are for Stable Diffusion 1.x, 2.x and XL"
+            )
         return self.networks.denoiser.cfg
 
     @property

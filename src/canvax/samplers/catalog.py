@@ -24,6 +24,9 @@ SHAPES = ("rho", "sigma_min", "sigma_max", "steps_offset")
 IMPOSSIBLE = {
     "dpmadaptive": "DPM adaptive chooses its steps as it goes, and a table is made before; use 'DPM++ 2M'",
     "dpmfast": "DPM fast is not in the catalogue; 'DPM++ 3S' (singlestep) is its successor",
+    "ersde": "ER SDE is not in the catalogue; use 'DPM++ 2M SDE'",
+    "gradientestimation": "gradient estimation is not in the catalogue; use 'DPM++ 2M'",
+    "resmultistep": "RES multistep is not in the catalogue; use 'DPM++ 2M', which is of the same order",
     "restart": "Restart is not in the catalogue; use 'DPM++ SDE'",
 }
 

@@ -125,6 +125,8 @@ def _component(path: Path, entry: Entry, key: str, widths: Mapping[str, int]) ->
     component = _BY_KEY.get(key) or next((name for name, other in widths.items() if other == width), "")
     if component not in widths or widths[component] != width:
         known = f" ({_WIDTHS[width]})" if width in _WIDTHS else ""
+        if not widths:
+            raise CheckpointError(f"{path}: a textual inversion needs CLIP's text encoder, which this model lacks")
         expected = " and ".join(f"{size} ({name})" for name, size in widths.items())
         raise CheckpointError(
             f"{path}: {entry.name} has vectors of width {width}{known}, this model's tokens have {expected}: it was "
