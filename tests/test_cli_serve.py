@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import socket
 import stat
@@ -126,8 +127,12 @@ def test_the_page_has_one_port(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_where_images_are_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, "canvax.server")
     for arguments, folder in (
         (["ui"], "out"),
         (["ui", "--output", "mine"], "mine"),
@@ -137,7 +142,9 @@ def test_where_images_are_saved(
     ):
         _, settings = started_with(monkeypatch, *arguments, "--port", "0")
         assert settings.output == (folder and Path(folder))
-        assert (str(tmp_path / (folder or "out")) in capsys.readouterr().err) == bool(folder)
+        said = capsys.readouterr().err + caplog.text
+        assert (str(tmp_path / (folder or "out")) in said) == bool(folder)
+        caplog.clear()
     (tmp_path / "file").touch()
     for arguments in (["-o", "file"], ["-o", "a.png"], ["-o", "mine", "--no-output"]):
         assert main(["ui", "--port", "0", *arguments]) == BAD_INPUT
