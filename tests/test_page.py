@@ -1091,6 +1091,7 @@ def test_axe_finds_nothing_serious(site: Site, theme: str, width: int) -> None:
     page.emulate_media(color_scheme=theme, reduced_motion="reduce")
     page.set_viewport_size({"width": width, "height": 800})
     site.stub.controls, site.stub.ip_adapters = NETS, ("plain", "plus-face")
+    site.stub.card = {"sizes": ((64, 64), (128, 128))}
     site.open()
     found = {"empty": findings(page, axe)}
     site.draw("a red apple")
@@ -1098,6 +1099,12 @@ def test_axe_finds_nothing_serious(site: Site, theme: str, width: int) -> None:
     page.evaluate("for (const node of document.querySelectorAll('details')) node.open = true")
     page.select_option("#adapter-add", "ink")
     found["done"] = findings(page, axe)
+    site.stub.card = {"references": 3}
+    site.open()
+    for _ in range(2):
+        site.drop("#input", Image.new("RGB", (64, 64)))
+    page.wait_for_selector("#references li")
+    found["references"] = findings(page, axe)
     for name, key in (("viewer", "Enter"), ("compare", "c"), ("mask", "p"), ("sheet", "m"), ("help", "Shift+?")):
         page.focus(".tile .open")
         page.keyboard.press(key)

@@ -347,20 +347,24 @@ export function setInput(blob, mask = null, more = references) {
   return inputRead;
 }
 
-/** Add images to those that the model edits, as many as there is room for. */
-export async function takeReferences(blobs) {
-  for (const blob of blobs) {
-    if (input && references.length + 1 >= model().references) return toast(`At most ${plural(model().references, "reference image")}: remove one first.`);
-    inputRead = input ? addReference(blob) : replaceInput(blob, null, []);
-    await inputRead.catch(() => toast("This browser cannot read that image."));
-  }
-  announce(`${plural(1 + references.length, "reference image")}`);
+/** Add images to those that the model edits, as many as there is room for. One after the other: the first is the input image. */
+export function takeReferences(blobs) {
+  inputRead = whenInputRead().then(() => addReferences(blobs));
+  return inputRead;
 }
 
-async function addReference(blob) {
-  await createImageBitmap(blob);
-  references = [...references, blob];
-  return showInput();
+async function addReferences(blobs) {
+  for (const blob of blobs) {
+    if (input && references.length + 1 >= model().references) return toast(`At most ${plural(model().references, "reference image")}: remove one first.`);
+    try {
+      if (!input) await replaceInput(blob, null, []);
+      else if (await createImageBitmap(blob)) references = [...references, blob];
+    } catch {
+      toast("This browser cannot read that image.");
+    }
+  }
+  await showInput();
+  announce(plural(1 + references.length, "reference image"));
 }
 
 /** Reference image `i`, of which 0 is the input image, is taken out. */
