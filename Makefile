@@ -2,7 +2,7 @@
 #   make demo        draw pictures with the model in the package
 #   make test        run the tests: ten minutes on two cores
 # Both make their own .venv. PYTHON chooses the interpreter: make demo PYTHON=python3.13
-# Before a merge: make test-all, everything there is, within forty minutes.
+# Before a merge: make test-all, forty minutes. Each week: make test-weekly, every test there is.
 
 PYTHON ?= python3
 # The parity tests compare with PyTorch diffusers; `make test REFERENCE=no` leaves it out and skips them. With yes, a
@@ -22,7 +22,7 @@ NEWEST ?= $(shell python3.13 $(EXECUTABLE) || PYENV_VERSION=$$(pyenv latest 3.13
 # models once.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all test-slow test-bad test-page fuzz test-newest test-tpu test-wheel test-ray lint docs parity bench emoji-model clean
+.PHONY: demo test test-all test-slow test-weekly test-bad test-page fuzz test-newest test-tpu test-wheel test-ray lint docs parity bench emoji-model clean
 
 demo: .venv/runtime
 	$(BIN)/canvax generate "a red apple" "a dog face" "a lemon" "a house" "a sunflower" "an umbrella" "a fire engine" \
@@ -40,9 +40,13 @@ test-all: .venv/test-$(REFERENCE) .venv/docs
 	$(MAKE) test-newest
 	$(MAKE) test-tpu
 
-# Every test, on this Python.
+# The ordinary, the bad and the slow tests.
 test-slow: .venv/test-$(REFERENCE)
-	$(BIN)/python $(PYTEST) -m ""
+	$(BIN)/python $(PYTEST) -m "not weekly"
+
+# Tests of minutes: every row of the covering array, thousands of random server runs, kills, clients, the recipes.
+test-weekly: .venv/test-$(REFERENCE)
+	$(BIN)/python $(PYTEST) -m weekly
 
 # Bad inputs and faults, each with its answer.
 test-bad: .venv/test-$(REFERENCE)
@@ -51,7 +55,7 @@ test-bad: .venv/test-$(REFERENCE)
 # The page in a browser (the system's chromium, or the one that CHROMIUM names), and the server's own description. In an
 # environment of its own: schemathesis brings a plugin, which would be part of all tests.
 test-page: .venv-page/test
-	.venv-page/bin/python $(PYTEST) tests/test_page.py tests/test_page_real.py tests/test_server_schema.py -m ""
+	.venv-page/bin/python $(PYTEST) tests/test_page.py tests/test_page_real.py tests/test_server_schema.py -m "not weekly"
 
 # Files of strangers, made at random: FUZZ_SECONDS for each of six kinds.
 fuzz: .venv/test-$(REFERENCE)

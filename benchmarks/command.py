@@ -114,8 +114,9 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto", help="for all contenders (JAX's)")
     parser.add_argument(
-        "--against", action="append", default=[], choices=["torch", "torch-compile", "torch-compile-default"],
-        help="a peer: PyTorch diffusers, or the same compiled, to the utmost or in a minute; may be repeated",
+        "--against", action="append", default=[],
+        choices=["torch", "torch-compile", "torch-compile-default", "openvino"],
+        help="a peer: PyTorch diffusers, the same compiled to the utmost or in a minute, or OpenVINO; may be repeated",
     )  # fmt: skip
     parser.add_argument("--torch-python", metavar="PATH", help="the Python that has PyTorch (this one)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each contender (3)")

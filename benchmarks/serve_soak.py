@@ -220,7 +220,7 @@ def soak(folder: Path, options: argparse.Namespace) -> int:
     lines: list[str] = []
     assert process.stderr is not None
     threading.Thread(target=lambda: lines.extend(process.stderr or ()), daemon=True).start()
-    while not (match := re.search(r"starting on (http://\S+)", "".join(lines))):
+    while not (match := re.search(r"starting on (http://[^\s\"]+)", "".join(lines))):
         assert process.poll() is None, "".join(lines)
         time.sleep(0.1)
     base = match[1]

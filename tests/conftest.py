@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import tempfile
+from collections import Counter
 from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -52,18 +53,10 @@ OWN_CACHES = {"test_bench", "test_cache"}
 """Modules about caches, where JAX's would answer before canvax's."""
 
 
-LONG = (
-    "test_multihost", "test_server_clients", "test_server_soak", "test_server_journal_kills", "test_fleet",
-    "test_deploy", "test_training", "test_train_tasks", "test_emoji_model", "test_cli_serve", "test_batch_job",
-    "test_docs", "test_guide", "test_bench", "test_server_engine", "test_finetune", "test_features_together",
-)  # fmt: skip
-"""Modules that take a minute or more, or wait for other processes. They come first: of two workers, none may be alone
-with such a one in the end."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {name: number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
+    """Modules with the most slow tests come first: of two workers, none may be alone with a long one in the end."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("weekly"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 def pytest_collection_finish() -> None:

@@ -48,6 +48,7 @@ def find(hub: HubImitation, home: Path, *calls: dict[str, Any], **variables: str
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_hub(tmp_path: Path) -> None:
     """What is needed is fetched and nothing else, by the usual names or the one given; later without the Hub."""
     data = write(tmp_path / "a.safetensors", {"x.diff": Draw()(3)}).read_bytes()
@@ -96,7 +97,7 @@ def test_hub(tmp_path: Path) -> None:
         assert "is not in the cache" in message
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_several_devices(tmp_path: Path) -> None:
     """Weights that devices share lie as before, and are those of one device."""
     folder = write_small_checkpoint(tmp_path / "small")

@@ -284,7 +284,7 @@ def test_two_files_of_one_name(deep: str, loras: Path, tmp_path: Path) -> None:
         file_of(tmp_path / deep, "../ink")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_page(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block of docs/adapters.md runs, one after another, and generates different images."""
     page = (Path(__file__).parent.parent / "docs" / "adapters.md").read_text(encoding="utf-8")
@@ -409,6 +409,7 @@ def test_a_pickled_pipeline_loads_from_the_same_place(
 # The command
 
 
+@pytest.mark.weekly
 def test_the_command(
     folder: Path, loras: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,7 +153,7 @@ def test_prompts_name_their_own(sd: canvax.StableDiffusion, loras: Path) -> None
         pixels(sd, "a cat <lora:../loras/ink>")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_given_images_and_masks(sd: canvax.StableDiffusion, loras: Path) -> None:
     """Image to image and inpainting, in two passes, with one guidance and with none, as merged ones."""
     image, mask = np.full((64, 64, 3), 0.4, np.float32), np.zeros((64, 64), np.float32)
@@ -175,7 +175,7 @@ def test_given_images_and_masks(sd: canvax.StableDiffusion, loras: Path) -> None
         np.testing.assert_allclose(pixels(sd, **kind), wanted, atol=1e-3 if kind.get("options") is hires else 1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_rows_at_a_time(sd: canvax.StableDiffusion, loras: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Feed-forward layers of large images go by rows of one image; its adapters go with them."""
     monkeypatch.setattr("canvax.kernels.outline.LARGE_ROWS", 1)
@@ -309,7 +309,7 @@ def test_both_encoders_of_sdxl(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, np.stack(merged), atol=2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_with_a_controlnet(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path) -> None:
     """Adapters are beside the UNet's weights alone, those that came along too."""
     net = controlnet(tmp_path / "control", sd)

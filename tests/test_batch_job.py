@@ -109,6 +109,7 @@ def whole(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return files_of(folder / "out")
 
 
+@pytest.mark.slow
 def test_same_bits_in_any_company(worker: Worker, whole: dict[str, bytes], tmp_path: Path) -> None:
     """Another order, other rows beside them, a smaller remainder: the same bytes; and they are the pipeline's image."""
     rows = [row for row in some_rows(16) if row["id"] not in ("row-1", "row-6", "row-8")]
@@ -196,7 +197,7 @@ def test_what_a_safety_checker_refuses_is_black(emoji: canvax.StableDiffusion) -
             assert one.record["nsfw"] is True
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_odd_rows(emoji: canvax.StableDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a row may say means in a mixed job what it means to the pipeline."""
     monkeypatch.chdir(tmp_path)
@@ -565,7 +566,7 @@ def command(file: Path, folder: Path) -> list[str]:
     return [sys.executable, "-m", "canvax", "batch", str(file), "-o", str(folder), "-b", "4", "--json"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_process_is_stopped(tmp_path: Path) -> None:
     """A real process, stopped again and again in the middle; the images are those of one that was left alone."""
     one_device = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

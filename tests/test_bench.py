@@ -92,6 +92,7 @@ def without_site(folder: Path) -> str:
 # Measuring
 
 
+@pytest.mark.weekly
 def test_alone(bench: Bench, small: Path) -> None:
     report = bench("unet", "--model", small, "--size", "64x32")
     one = report["contenders"]["canvax"]
@@ -106,7 +107,7 @@ def test_alone(bench: Bench, small: Path) -> None:
     assert report["versions"].keys() == {"canvax", "jax", "jaxlib", "python"}
 
 
-@pytest.mark.parametrize("part", ["unet", "picture"])
+@pytest.mark.parametrize("part", ["unet", pytest.param("picture", marks=pytest.mark.weekly)])
 def test_beside_pytorch(bench: Bench, small: Path, part: str) -> None:
     """The VAE is in the picture."""
     pytest.importorskip("diffusers")
@@ -122,6 +123,7 @@ def test_beside_pytorch(bench: Bench, small: Path, part: str) -> None:
     assert theirs["versions"].keys() == {"torch", "diffusers", "transformers"}
 
 
+@pytest.mark.weekly
 def test_loading(bench: Bench, small: Path) -> None:
     pytest.importorskip("diffusers")
     report = bench("load", "--model", small, "--against", "torch", "--dtype", "bfloat16", "--cold")
@@ -134,6 +136,7 @@ def test_loading(bench: Bench, small: Path) -> None:
     assert found["torch"]["differs_by"] < 1e-6
 
 
+@pytest.mark.weekly
 def test_starting(bench: Bench, small: Path) -> None:
     report = bench("start", "--model", small, "--steps", 2)
     warm, cold = report["contenders"]["canvax"], report["contenders"]["canvax cold"]
@@ -183,6 +186,7 @@ def test_different_work_is_never_timed(tmp_path: Path) -> None:
         compare(right[:, :5])
 
 
+@pytest.mark.weekly
 def test_other_weights_are_found_out(small: Path, tmp_path: Path) -> None:
     """PyTorch given another checkpoint than canvax: the same shapes, another seed."""
     pytest.importorskip("diffusers")
@@ -198,6 +202,7 @@ def test_other_weights_are_found_out(small: Path, tmp_path: Path) -> None:
         measure(job, [Contender("torch")], 1, tell=lambda text: None)
 
 
+@pytest.mark.weekly
 def test_contenders_that_do_not_fit_together_run_alone(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "available_bytes", lambda: 0)
     said: list[str] = []
@@ -286,6 +291,7 @@ def test_this_machine_alone(tmp_path: Path, small: Path, capsys: pytest.CaptureF
     assert any(line.endswith(", 25% of the peak") for line in text)
 
 
+@pytest.mark.weekly
 def test_an_evaluation_is_as_published() -> None:
     """0.80 TFLOP for each sample of Stable Diffusion 1.5 at 512 x 512, multiply-adds as two."""
     networks, mesh = PRESETS["sd15"], make_mesh(jax.devices()[:1])

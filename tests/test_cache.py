@@ -76,6 +76,7 @@ def process(*command: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_second_process_traces_and_compiles_nothing(tmp_path: Path) -> None:
     """After `canvax compile`, which reads no weights; on two devices."""
     model = str(write_small_checkpoint(tmp_path / "sd"))

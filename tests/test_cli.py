@@ -538,7 +538,7 @@ def test_wide_tables_fit_the_terminal() -> None:
     assert table(rows, fold=24) == below
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_variant_is_kept(run: Run, tmp_path: Path) -> None:
     shutil.copytree(BUNDLED["emoji"], tmp_path / "halves")
     for weights in (tmp_path / "halves").glob("*/*.safetensors"):

@@ -237,7 +237,7 @@ def test_weights_are_shared_and_apart(base: canvax.StableDiffusion, pipe: canvax
     assert "controlnet" not in (pipe.with_controlnet(None).params or {})
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_with_an_image_and_a_second_pass(pipe: canvax.StableDiffusion) -> None:
     photo = draw(pipe).images[0]
     mask = Image.new("L", (64, 64), 0)
@@ -319,7 +319,7 @@ def test_saved_without_it(pipe: canvax.StableDiffusion, tmp_path: Path) -> None:
     assert far(draw(canvax.load(tmp_path / "saved", mesh=pipe.mesh)).latents, draw(pipe).latents) < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_other_dtypes(base: canvax.StableDiffusion, folders: list[Path]) -> None:
     mesh = make_mesh(jax.devices()[:1])
     for keywords in ({"dtype": "bfloat16"}, {"quantize": "int8"}):
@@ -514,7 +514,7 @@ def test_familiar_names(pipe: canvax.StableDiffusion, folders: list[Path]) -> No
 # The page
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_page_runs(
     base: canvax.StableDiffusion, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,7 +93,7 @@ def test_larger_by_tiles(pipe: canvax.StableDiffusion, monkeypatch: pytest.Monke
     assert [list(one) for one in seen[0]] == [["tile"]]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_beside_a_controlnet(base: canvax.StableDiffusion, folder: Path, pipe: Any, tmp_path: Path) -> None:
     mixed = base.with_controlnet([controlnet(tmp_path / "plain", base, 1), folder])
     want = draw(pipe, control={"depth": edges(1)}).latents
@@ -163,7 +163,7 @@ def test_files(base: canvax.StableDiffusion, folder: Path, pipe: Any, tmp_path: 
         base.with_controlnet(tmp_path / "part.safetensors")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_other_dtypes(base: canvax.StableDiffusion, folder: Path) -> None:
     mesh = make_mesh(jax.devices()[:1])
     changes: list[dict[str, Any]] = [{"dtype": "bfloat16"}, {"quantize": "int8"}]

@@ -107,6 +107,7 @@ def test_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pyte
     assert "--data-dir" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_finds_them(
     folder: Path, small_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -140,6 +140,7 @@ def test_rules() -> None:
 
 @pytest.mark.parametrize("model", [5, 8])
 @pytest.mark.parametrize("cfg", [SD15_UNET, SDXL_UNET], ids=["sd15", "sdxl"])
+@pytest.mark.slow
 def test_rules_of_full_models(cfg: UNetConfig, model: int) -> None:
     """Every weight that is split is split evenly, and the layers of a pair alike."""
     spec = unet_spec(cfg)

@@ -53,7 +53,7 @@ def test_code(page: Path) -> None:
                 assert all(hasattr(module, name.name) for name in node.names), ast.unparse(node)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_under_the_pipeline(emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block runs; the loop gives what the pipeline gives, the derivatives agree with each other."""
     monkeypatch.setattr(canvax, "load", lambda *_, **__: emoji)

@@ -34,7 +34,7 @@ from recipes.emoji.quality import check_measure, choose_pairs, draw_and_score, n
 from recipes.emoji.recipe import RECIPES, Run, make_model
 from recipes.emoji.vocabulary import learn_vocabulary, save_vocabulary
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.weekly
 
 DATA = Path(__file__).parent / "data" / "drawings.zip"
 

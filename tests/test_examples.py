@@ -48,12 +48,18 @@ def test_no_example_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "images"), [("text_to_image.py", 1), ("edit_image.py", 5), ("several_devices.py", 1), ("your_loop.py", 3)]
+    ("name", "images"),
+    [
+        ("text_to_image.py", 1),
+        ("your_loop.py", 3),
+        *(pytest.param(*case, marks=pytest.mark.weekly) for case in (("edit_image.py", 5), ("several_devices.py", 1))),
+    ],
 )
 def test_scripts(run: Any, name: str, images: int) -> None:
     assert len(run(name)) == images
 
 
+@pytest.mark.weekly
 def test_many_prompts(run: Any, here: Path) -> None:
     (here / "prompts.txt").write_text("".join(f"a cat with {i} eyes\n" for i in range(10)), "utf-8")
     assert len(run("many_prompts.py", "prompts.txt")) == 10
@@ -66,6 +72,7 @@ def test_server_client(run: Any) -> None:
         assert saved.info["parameters"]
 
 
+@pytest.mark.weekly
 def test_lora(run: Any, here: Path) -> None:
     draw, specs = Draw(1), canvax.load("emoji", progress=False).model.specs
     arrays = {}
@@ -76,6 +83,7 @@ def test_lora(run: Any, here: Path) -> None:
     assert first.read_bytes() != others[0].read_bytes()
 
 
+@pytest.mark.weekly
 def test_control_image(run: Any, here: Path, small_folder: Path) -> None:
     net = control_files.controlnet(here / "canny", canvax.load(small_folder, progress=False))
     photo = Image.linear_gradient("L").resize((64, 64))
@@ -84,6 +92,7 @@ def test_control_image(run: Any, here: Path, small_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tpu.ipynb", "guidance.ipynb"])
+@pytest.mark.weekly
 def test_notebooks(here: Path, name: str) -> None:
     names: dict[str, Any] = {}
     for cell in json.loads((EXAMPLES / name).read_text("utf-8"))["cells"]:

@@ -298,6 +298,7 @@ def test_the_networks_as_functions(emoji: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.parametrize("weights", [pytest.param("int8", marks=pytest.mark.slow), "embedding", "adapter", "low-rank"])
+@pytest.mark.slow
 def test_the_networks_as_functions_of_other_weights(emoji: canvax.StableDiffusion, weights: str) -> None:
     """They run with whatever a pipeline can hold, and with the low-rank factors that somebody trains beside them."""
     pipe = canvax.load("emoji", quantize="int8" if weights == "int8" else None, mesh=emoji.mesh)

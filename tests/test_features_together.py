@@ -64,7 +64,13 @@ SAMPLE = [row for row in ROWS if ordinary(row)][:1]
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=named(row), marks=[] if row in SAMPLE else pytest.mark.slow) for row in ROWS]
+    "row",
+    [
+        pytest.param(
+            row, id=named(row), marks=[] if row in SAMPLE else pytest.mark.weekly if i % 6 else pytest.mark.slow
+        )
+        for i, row in enumerate(ROWS)
+    ],
 )
 def test_an_image_is_its_arguments_alone(row: Row, studio: Studio, tmp_path: Path) -> None:
     with studio.call(row, [0, 1], row["devices"]) as (pipe, call):
@@ -117,7 +123,7 @@ BASE: dict[tuple[str, str], Row] = {
 
 def with_mark(place: int, pair: Pair) -> Any:
     of_sd = ("model", "xl") not in {item for level in pair for item in BASE.get(level, {}).items()}
-    marks = [] if place % 8 == 0 and of_sd else pytest.mark.slow
+    marks = [] if place % 8 == 0 and of_sd else pytest.mark.weekly
     return pytest.param(pair, id=" ".join(f"{name}={level}" for name, level in sorted(pair)), marks=marks)
 
 

@@ -268,7 +268,7 @@ def done(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return result
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_only_the_unet_changes(model: Path, done: Path) -> None:
     mesh = make_mesh(jax.devices()[:1])
     before, after = canvax.load(model, mesh=mesh), canvax.load(done, mesh=mesh)
@@ -283,7 +283,7 @@ def test_only_the_unet_changes(model: Path, done: Path) -> None:
     assert after.model.scheduler.config == before.model.scheduler.config
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_it_learns_from_the_pictures(model: Path, tmp_path: Path) -> None:
     """Four flat pictures are soon known; and drawing along the way leaves grids."""
     plan = Plan(steps=60, batch=4, chunk=20, warmup=0, final=1.0, average=0.0, learning_rate=1e-3)
@@ -341,7 +341,7 @@ def test_another_run_in_the_same_folder_is_refused(model: Path, tmp_path: Path) 
         finetune(given, mesh, save_dtype="fp8")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pictures = write_pictures(tmp_path / "p", "txt")
     words = ["train", "finetune", str(pictures), "-m", str(model), "-o", str(tmp_path / "run"), "--size", "64"]

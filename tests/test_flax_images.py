@@ -186,6 +186,7 @@ def test_nothing_recompiles(old: Old, copies: Params) -> None:
     assert compilations() == before
 
 
+@pytest.mark.slow
 def test_strength_is_how_much_changes(old: Old) -> None:
     pipeline, params = old
     ids, images = pipeline.prepare_inputs(PROMPTS[:B], IMAGES[:B])
@@ -336,6 +337,7 @@ def test_prepared_masks(old_inpaint: OldInpaint) -> None:
         pipeline.prepare_inputs("a fox", IMAGES[0], disc(0, (32, 64)))
 
 
+@pytest.mark.slow
 def test_every_way_inpaints_the_same(old_inpaint: OldInpaint, inpainting: Path) -> None:
     pipeline, params = old_inpaint
     ids, images, masks = stacked(*pipeline.prepare_inputs(PROMPTS, IMAGES, MASKS))

@@ -67,6 +67,7 @@ def some_refused(checked: Checked) -> tuple[dict[str, Any], list[bool]]:
     raise AssertionError("the images look alike")
 
 
+@pytest.mark.slow
 def test_the_checkpoints_own(checked: Checked) -> None:
     """Alone and on several devices: the same images, those that are refused in black, and the answers of all."""
     pipeline, params = checked

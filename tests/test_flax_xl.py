@@ -67,6 +67,7 @@ def test_prepare_inputs(old: Old) -> None:
 
 
 @pytest.mark.parametrize("negative", [*(pytest.param(given, marks=pytest.mark.slow) for given in (None, "")), "grey"])
+@pytest.mark.slow
 def test_every_way_draws_the_same(
     negative: str | None, old: Old, copies: Params, native: canvax.StableDiffusion
 ) -> None:

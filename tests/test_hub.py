@@ -247,6 +247,7 @@ def test_one_config(hub: HubImitation, client: Client, toy: dict[str, bytes]) ->
     assert "has no file scheduler_config.json" in absent["text"]
 
 
+@pytest.mark.slow
 def test_a_tokenizer_of_a_model(hub: HubImitation, client: Client) -> None:
     """Of a repository its files alone are fetched, from ``tokenizer``, the top or a folder; later without the Hub."""
     words = {"tokenizer.json": b"{}", "tokenizer_config.json": b"{}", "chat_template.jinja": b""}
@@ -564,9 +565,6 @@ def test_files_instead_of_folders(tmp_path: Path) -> None:
     (tmp_path / "models" / "checkpoints" / "dream.safetensors").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"Pass the file of a model in it, such as .*dream\.safetensors"):
         open_files(Location(tmp_path / "models"))
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match="is a GGUF file"):
-        open_files(Location(tmp_path / "model.gguf"))
     with pytest.raises(CheckpointError, match=r"not a checkpoint.*Pass one of its files"):
         open_files(Location(tmp_path))
     (tmp_path / "bare").mkdir()

@@ -58,7 +58,7 @@ def test_all_options_are_tried() -> None:
     assert VALUES.keys() == {field.name for field in dataclasses.fields(canvax.Options)} - {"progress", "callback"}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("beside", BESIDE)
 def test_an_option_does_something_or_says_that_it_does_not(emoji: canvax.StableDiffusion, beside: str) -> None:
     assert_answered(emoji, BESIDE[beside], VALUES)

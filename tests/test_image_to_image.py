@@ -63,6 +63,7 @@ def test_kept_pixels_come_back_bit_for_bit(mode: str, emoji: canvax.StableDiffus
     assert np.abs(array(got)[: SIZE // 2] - array(apple)[: SIZE // 2]).mean() > 5
 
 
+@pytest.mark.slow
 def test_masks_of_one_colour(emoji: canvax.StableDiffusion, apple: Image.Image) -> None:
     kept = draw(emoji, image=apple, mask=Image.new("L", apple.size, 0))
     np.testing.assert_array_equal(array(kept.images[0]), array(apple))

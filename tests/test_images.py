@@ -10,7 +10,6 @@ import pickle
 import stat
 import struct
 import threading
-import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from canvax.images.metadata import read_metadata, save_image, save_numbered, uni
 from canvax.samplers import CURVES, SAMPLERS, find
 from canvax.scale import work
 from canvax.server import files
+from tests.support.timing import processor_seconds
 
 METADATA: dict[str, Any] = {
     "prompt": 'café 🍎, "quoted": 日本\nsecond line',
@@ -276,6 +276,8 @@ def test_never_replaces_a_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not replaced"):
         save_image(path, picture(), METADATA)
     assert path.read_text() == "mine"
+    save_image(path, picture(), METADATA, overwrite=True)
+    assert read_metadata(path)["seed"] == METADATA["seed"]
     assert os.listdir(tmp_path) == ["a.png"]
 
 
@@ -453,9 +455,7 @@ def test_texts_that_are_no_settings(text: str) -> None:
 def test_hostile_infotext_is_quick(part: str) -> None:
     """It takes hundredths of a second; where the time grows as the square of the text it takes tens of seconds."""
     text = f"x{part * (60_000 // len(part))}y"
-    began = time.process_time()
-    from_infotext(text)
-    assert time.process_time() - began < 2
+    assert processor_seconds(lambda: from_infotext(text)) < 2
 
 
 def test_blanks_around_other_networks() -> None:
@@ -464,10 +464,16 @@ def test_blanks_around_other_networks() -> None:
 
 
 def test_blanks_and_networks_take_linear_time() -> None:
-    began = time.process_time()
-    for text in (" " * 1_000_000 + "x", "x\n" + " " * 1_000_000 + "\nx", "<lora:a:1>" * 100_000, "<lora:a " * 100_000):
-        assert len(from_infotext(f"a{text}")["prompt"]) <= len(text) + 1
-    assert time.process_time() - began < 5.0
+    def read() -> None:
+        for text in (
+            " " * 1_000_000 + "x",
+            "x\n" + " " * 1_000_000 + "\nx",
+            "<lora:a:1>" * 100_000,
+            "<lora:a " * 100_000,
+        ):
+            assert len(from_infotext(f"a{text}")["prompt"]) <= len(text) + 1
+
+    assert processor_seconds(read) < 5
 
 
 def test_latin_1_text(tmp_path: Path) -> None:

@@ -105,8 +105,7 @@ def test_nothing_recompiles(pipe: canvax.StableDiffusion) -> None:
     assert draw(pipe, image_prompt=ImagePrompt(photo(1), adapter=1), **more).compilations == 0
 
 
-@pytest.mark.parametrize("kind", ["int8", "float8"])
-@pytest.mark.parametrize("adapter", [0, 1])
+@pytest.mark.parametrize(("kind", "adapter"), [("int8", 0), ("float8", 1)])
 def test_image_prompts_of_a_quantised_model(
     base: canvax.StableDiffusion, pipe: canvax.StableDiffusion, root: Path, kind: str, adapter: int
 ) -> None:
@@ -409,7 +408,7 @@ def test_metadata(pipe: canvax.StableDiffusion) -> None:
     assert "mask_sha256" not in first[1]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_command(base: canvax.StableDiffusion, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
@@ -453,7 +452,7 @@ def test_command(base: canvax.StableDiffusion, root: Path, tmp_path: Path, capsy
         assert said in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_page_runs(base: canvax.StableDiffusion, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block of docs/ip-adapter.md, with small random adapters in place of those it names."""
     page = (Path(__file__).parent.parent / "docs" / "ip-adapter.md").read_text(encoding="utf-8")
@@ -488,7 +487,7 @@ print(json.dumps(answers))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_hub(base: canvax.StableDiffusion, root: Path, tmp_path: Path) -> None:
     """The adapter's file and the encoder that suits it, of one commit, and nothing else; later without the Hub."""
     files = {f"models/{name}": data for name, data in folder_files(root / "models").items()}

@@ -42,6 +42,7 @@ def array(image: Image.Image) -> np.ndarray:
 
 
 @pytest.mark.parametrize("method", ["pixel", "latent"])
+@pytest.mark.slow
 def test_a_second_pass_keeps_the_composition(method: Any, emoji: canvax.StableDiffusion) -> None:
     base = draw(emoji)
     larger = draw(emoji, hires=2, hires_method=method, hires_strength=0.3)
@@ -184,7 +185,7 @@ def test_what_borders_of_tiles_are_drawn_like_is_not_seen(emoji: canvax.StableDi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prompt", ["", "a fox"])
+@pytest.mark.parametrize("prompt", [pytest.param("", marks=pytest.mark.weekly), "a fox"])
 def test_no_grid(prompt: str, emoji: canvax.StableDiffusion) -> None:
     fox = draw(emoji, hires=2, num_inference_steps=20).images[0]
     result = emoji.upscale(fox, prompt, scale=3, strength=0.2, seed=4, options=canvax.Options(progress=False))

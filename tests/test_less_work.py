@@ -97,7 +97,7 @@ def test_saved_guidance_row_by_row(emoji: canvax.StableDiffusion) -> None:
     np.testing.assert_allclose(got.latents, draw(emoji).latents, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_saved_guidance_beyond_a_window(emoji: canvax.StableDiffusion, request: Any) -> None:
     got = draw(emoji, num_inference_steps=150)
     request.getfixturevalue("all_guided")
@@ -166,7 +166,7 @@ def test_deep_features_have_their_shape(emoji: canvax.StableDiffusion) -> None:
             assert (output.shape, deep.shape) == (latents, shape)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_reuse_is_near_the_full_run(emoji: canvax.StableDiffusion) -> None:
     """Nearer with every step towards all of it, and never the same."""
     prompts = ["a cat", "a red apple", "a tree"]
@@ -191,6 +191,7 @@ def test_reuse_is_data(emoji: canvax.StableDiffusion) -> None:
     assert draw(emoji, options=reusing(reuse_layers=2, reuse=4)).compilations == 0
 
 
+@pytest.mark.slow
 def test_reuse_row_by_row_and_beyond_a_window(emoji: canvax.StableDiffusion) -> None:
     for steps in (8, 75):
         row_by_row = reusing(callback=lambda step: None)
@@ -288,7 +289,7 @@ def seam(image: np.ndarray, whole: np.ndarray, edges: list[int], axis: int) -> f
     return float(steps[at].mean() / np.delete(steps, at).mean())
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("model", ["emoji", "full channels"])
 def test_tiles_show_no_seam(emoji: canvax.StableDiffusion, model: str) -> None:
     """Nowhere steeper than elsewhere: at the edges of the tiles, which are also where blending begins and ends.

@@ -58,7 +58,9 @@ def run_two(command: list[str], *rest: str) -> list[subprocess.CompletedProcess[
     return done
 
 
-@pytest.mark.parametrize("model", [2, 8])  # 1 is what test_batch and test_command_line have
+@pytest.mark.parametrize(
+    "model", [2, pytest.param(8, marks=pytest.mark.weekly)]
+)  # 1 is what test_batch and test_command_line have
 @pytest.mark.slow
 def test_two_processes(model: int, checkpoint: Path, alone: canvax.Result, tmp_path: Path) -> None:
     """The pictures of one device; 8 splits the weights over both processes, and the first answers for the images."""
@@ -96,6 +98,7 @@ def test_two_processes(model: int, checkpoint: Path, alone: canvax.Result, tmp_p
         jax.tree.map(np.testing.assert_array_equal, again.params, whole.params)
 
 
+@pytest.mark.slow
 def test_command_line(checkpoint: Path, tmp_path: Path) -> None:
     """Seeds that nobody gave are the same choice in both, and each file is named by its writer alone."""
     out = tmp_path / "out"
@@ -113,7 +116,7 @@ def test_command_line(checkpoint: Path, tmp_path: Path) -> None:
     assert "loading" not in runs[1].stderr
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_batch(checkpoint: Path, tmp_path: Path) -> None:
     """A batch job of two processes: each writes its own images, which are those of one process, and nothing is done
     twice, by whomever it was done; a row that cannot be generated is told once."""
@@ -141,6 +144,7 @@ def test_batch(checkpoint: Path, tmp_path: Path) -> None:
     assert [line["error"] for line in lines if line["id"] == "bad"] == ["width=13 is not divisible by 8; use 8 or 16"]
 
 
+@pytest.mark.slow
 def test_training(tmp_path: Path) -> None:
     """One process writes; each sends its own samples; both stop together and continue with the same numbers."""
     from tests.support import training_hosts_worker

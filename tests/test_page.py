@@ -700,6 +700,9 @@ def test_adapters_and_images_beside_the_prompt(site: Site) -> None:
     page.select_option("#image-prompt-network", "plus-face")
     assert (page.inner_text("#adapters-text"), page.inner_text("#control-text")) == ("ink 0.6", "canny 0.5")
     assert page.inner_text("#image-prompt-text") == "plus-face 0.5"
+    page.wait_for_selector("#control-prepared-canvas", state="visible")
+    size = "document.getElementById('control-prepared-canvas')"
+    assert page.evaluate(f"[{size}.width, {size}.height]") == [64, 64]
     site.draw("a red apple")
     body = site.stub.bodies[0]
     assert (body["adapters"], body["control_scale"], body["control"][0]) == ({"ink": 0.6}, 0.5, None)
@@ -721,6 +724,101 @@ def test_adapters_and_images_beside_the_prompt(site: Site) -> None:
     site.draw("a plum")
     again = site.stub.bodies[2]
     assert {name: again[name] for name in beside & again.keys()} == {name: body[name] for name in beside & body.keys()}
+
+
+@thorough
+def test_a_second_pass(site: Site) -> None:
+    """It is offered where its size is ready; what is made of its image begins from all of its pixels."""
+    site.stub.card = {"sizes": ((64, 64), (96, 64), (128, 128))}
+    site.open()
+    page = site.page
+    page.click("#hires-fold summary")
+    assert page.locator("#hires option").all_inner_texts() == ["None", "2 ×, 128 × 128"]
+    page.select_option("#hires", "2")
+    page.select_option("#hires-method", "latent")
+    page.fill("#hires-steps", "7")
+    site.draw("a red apple")
+    options = {"hires": 2, "hires_strength": 0.7, "hires_method": "latent", "hires_steps": 7}
+    assert site.stub.bodies[0]["options"] == options
+    page.select_option("#size", "96x64")
+    assert page.locator("#hires option").count() == 1
+    page.focus(".tile .open")
+    page.keyboard.press("e")
+    page.wait_for_selector(".tile[data-id] >> nth=1")
+    assert "hires" not in site.stub.bodies[1].get("options", {})
+    page.locator(".tile .open").last.focus()
+    page.keyboard.press("r")
+    page.wait_for_function("document.getElementById('hires').value === '2'")
+    site.draw("a red apple")
+    again, before = ({name: body[name] for name in ("width", "height", "options")} for body in site.stub.bodies[::2])
+    assert again == before
+
+
+@thorough
+def test_reference_images(site: Site) -> None:
+    """They are added, reordered and removed, also out of the history; a mask asks for inpainting with the first."""
+    site.stub.card = {"references": 3}
+    site.open()
+    page = site.page
+
+    def colours() -> list[Any]:
+        body = site.stub.bodies[-1]
+        sent = [text for text in (body.get("image"), *body.get("references", ())) if text]
+        return [decoded(text).convert("RGB").getpixel((0, 0)) for text in sent]
+
+    red, green, blue = (255, 0, 0), (0, 128, 0), (0, 0, 255)
+    for colour in ("red", "green", "blue", "red"):  # there is no room for the last one
+        site.drop("#input", Image.new("RGB", (64, 64), colour))
+    page.wait_for_selector("#references li >> nth=1")
+    site.draw("a red apple")
+    assert colours() == [red, green, blue]
+    assert "strength" not in site.stub.bodies[-1]
+    page.click('[aria-label="Move reference image 2 forward"]')
+    page.click('[aria-label="Remove reference image 3"]')
+    page.wait_for_selector("#references li >> nth=1", state="detached")
+    site.draw("a red apple")
+    assert colours() == [green, red]
+    page.locator(".tile .open").first.focus()
+    page.keyboard.press("u")
+    page.wait_for_selector("#references li >> nth=1")
+    site.draw("a red apple")
+    assert colours()[:2] == [green, red]
+    assert len(colours()) == 3
+    page.locator(".tile .open").last.focus()
+    page.keyboard.press("r")
+    page.wait_for_function("document.querySelectorAll('#references li').length === 2")
+    site.draw("a red apple")
+    assert colours() == [red, green, blue]
+    page.click("#input-mask")
+    page.focus("#mask-canvas")
+    page.keyboard.press("Space")
+    page.click("#mask-use")
+    page.wait_for_selector("#strength-field", state="visible")
+    site.draw("a red apple")
+    assert colours() == [red]
+    assert "mask" in site.stub.bodies[-1]
+
+
+@thorough
+def test_fields_that_the_model_cannot_use_are_not_there(site: Site) -> None:
+    site.stub.card = {
+        "guided": False, "negative_prompt": False, "prompt_weights": False, "clip_skip": 0, "samplers": ("ddim",),
+    }  # fmt: skip
+    site.open()
+    page = site.page
+    for name in ("negative", "guidance", "syntax", "clip-skip", "style"):
+        assert page.locator(f"#{name}-field").is_hidden()
+    assert page.locator("#sampler option").count() == 2
+    site.draw("a (red:1.5) apple")
+    assert page.locator("#syntax-note").is_hidden()
+    assert not {"guidance_scale", "negative_prompt", "options"} & site.stub.bodies[0].keys()
+    site.stub.card = {"no_guidance": 0.0, "guidance_scale": 0.0}
+    site.open()
+    page.wait_for_selector("#negative:disabled")
+    page.fill("#guidance-number", "0.5")
+    page.fill("#negative", "grey")
+    site.draw("a red apple")
+    assert (site.stub.bodies[1]["guidance_scale"], site.stub.bodies[1]["negative_prompt"]) == (0.5, "grey")
 
 
 @thorough
@@ -958,6 +1056,10 @@ def test_a_refused_setting_is_pointed_at(site: Site) -> None:
     assert site.page.locator(".field:has(#steps-number) #form-error").is_visible()
     assert site.count(".tile") == 0
     assert site.count(".toast") == 0  # it is said once, in the form
+    site.page.fill("#guidance-number", "0.5")
+    site.draw("a red apple", wait=False)  # which need not be asked for
+    site.page.wait_for_selector(".field:has(#guidance-number) #form-error", state="visible")
+    assert len(site.stub.bodies) == 1
 
 
 def axe_script() -> str | None:

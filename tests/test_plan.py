@@ -17,16 +17,19 @@ import canvax
 from canvax.cli import BAD_INPUT, main
 from canvax.cli.plan import lines, parse_size
 from canvax.compile.inspect import collectives
+from canvax.compile.programs import Programs
 from canvax.errors import CanvaxError, CheckpointError, InputError
 from canvax.models.denoiser import UNetDenoiser
+from canvax.models.flux2 import Flux2Config
 from canvax.models.networks import Networks
 from canvax.models.presets import PRESETS
 from canvax.models.text import clip_encoders
-from canvax.parallel.mesh import parse_mesh
+from canvax.parallel.mesh import make_mesh, parse_mesh
+from canvax.parallel.rules import abstract_params
 from canvax.params import count
 from canvax.planning import compiling
 from canvax.planning import plan as planning
-from canvax.planning.flops import count_flops
+from canvax.planning.flops import count_flops, evaluation_flops
 from canvax.planning.hlo import Module, hbm_bytes
 from canvax.planning.job import PROGRAMS, Job
 from canvax.planning.plan import Plan, architecture, check_axes
@@ -278,6 +281,31 @@ def test_bound_of_a_gpu() -> None:
     program = planning.ProgramPlan("denoise", 1, 1.0, flops=1e9, hbm_bytes=1e15, argument_bytes=3352 * 10**6)
     assert program.bound_seconds(GPUS["h100"]) == pytest.approx(1e-3)
     assert program.bound_seconds(CHIPS["v5e"]) > 1000
+
+
+def test_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are tokens of the denoiser, in its program and its work, and each of their sizes has an encoder."""
+    monkeypatch.setattr(planning, "compiler_version", lambda target: {target.compiler: "0"})
+    said = lambda job, names: iter([{"program": name, "result": figures()} for name in names])  # noqa: E731
+    monkeypatch.setattr(compiling, "_messages", said)
+    plans = {count: canvax.plan("flux2-klein-4b", "v6e:1x1", references=count) for count in (0, 2)}
+    encoder = {program.name: program.evaluations for program in plans[2].programs if program.name not in PROGRAMS}
+    assert encoder == {"image encoder 1024x1024": 2}
+    assert [program.reused for program in plans[2].programs] == [True, False, True, False]
+    assert plans[2].seconds > plans[0].seconds
+    assert "from 2 references" in lines(plans[2])[0]
+    with pytest.raises(InputError) as caught:
+        canvax.plan("tiny", "v5e:2x2", references=1)
+    assert caught.value.argument == "references"
+    cfg = Flux2Config(num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+                      joint_attention_dim=7680, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False)  # fmt: skip
+    klein, mesh = PRESETS["flux2-klein-4b"], make_mesh(jax.devices()[:1])
+    small = replace(klein, denoiser=replace(klein.denoiser, cfg=cfg))
+    params = {name: abstract_params(spec, "float32", mesh) for name, spec in small.specs().items()}
+    latents, size = small.latent_shape(1, 512, 512), (512, 512)
+    work = [evaluation_flops(Programs(small, mesh), params, latents, guided=False, references=(size,) * n)
+            for n in (0, 1, 2)]  # fmt: skip
+    assert work[2] - work[1] > work[1] - work[0] > 0  # attention
 
 
 def test_too_large(told: Any) -> None:

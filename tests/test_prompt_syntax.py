@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 import warnings
 from contextlib import suppress
 from typing import Any
@@ -21,6 +20,7 @@ from canvax.prompts.chunks import MOST_CHUNKS
 from canvax.samplers import build_table
 from canvax.samplers.table import DENOISED
 from tests.support.small_sdxl import build
+from tests.support.timing import processor_seconds
 
 SYNTAXES: Any = ("plain", "a1111", "comfy", "compel")
 STEPS = 6
@@ -296,6 +296,7 @@ def test_scheduled_texts_stand_at_their_steps(emoji: canvax.StableDiffusion) -> 
     assert heun.compilations == 0
 
 
+@pytest.mark.slow
 def test_prompts_that_are_added_up(emoji: canvax.StableDiffusion) -> None:
     """Against a loop by hand: u + s (w1 (c1 - u) + w2 (c2 - u)) and DDIM's rows."""
     got = draw(emoji, "a cat AND a red apple:0.6", sampler="ddim")
@@ -389,11 +390,13 @@ def test_no_prompt_is_too_deep_or_takes_long(opening: str, middle: str, closing:
 
     def seconds(count: int) -> float:
         prompt = opening * count + middle + closing * count
-        began = time.process_time()
-        schedule_of(prompt, 20)
-        with suppress(InputError):  # of weights that no image could have
-            fragments(prompt, syntax)
-        return time.process_time() - began
+
+        def parse() -> None:
+            schedule_of(prompt, 20)
+            with suppress(InputError):  # of weights that no image could have
+                fragments(prompt, syntax)
+
+        return processor_seconds(parse)
 
     short, long = (min(seconds(count) for _ in range(3)) for count in (1250, 5000))
     assert long < 10 * short + 0.05

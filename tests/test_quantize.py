@@ -148,7 +148,7 @@ def test_float16_holds_results_of_large_weights(name: str, platform: str) -> Non
     assert apart(got, function(whole, jnp.asarray(100 * x))) < 1e-3
 
 
-@pytest.mark.parametrize(("kind", "least"), [("int8", 40), pytest.param("float8", 28, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kind", "least"), [("int8", 40), pytest.param("float8", 28, marks=pytest.mark.weekly)])
 def test_nearly_the_same_picture(kind: str, least: float, whole: np.ndarray) -> None:
     pipe = canvax.load("emoji", quantize=kind, mesh=one_device())
     assert pipe.params is not None
@@ -178,7 +178,7 @@ def test_halves_of_the_weights_on_two_devices(whole: np.ndarray) -> None:
     assert psnr(one, whole) > 40
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_half_precision_does_not_overflow(whole: np.ndarray) -> None:
     """Weights of up to 127 are widened by their scales before they are multiplied."""
     pipe = canvax.load("emoji", dtype="float16", quantize="int8", mesh=one_device())
@@ -194,7 +194,7 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     assert not (tmp_path / "saved").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["generate", "a cat", "--quantize", "int8", "--steps", "2", "-o", "a.png", "-q"]) == 0

@@ -39,6 +39,7 @@ def rows_on_the_host(
     return run(given, lambda _, __, row: steps[row].denoised.astype(np.float64), x, np.stack(noises))
 
 
+@pytest.mark.slow
 def test_all_samplers_run_one_compiled_program(emoji: canvax.StableDiffusion) -> None:
     """One compilation of each denoiser in total: the first picture's, which makes the other two programs as well.
 

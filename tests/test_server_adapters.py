@@ -73,6 +73,7 @@ def opened(data: bytes) -> tuple[np.ndarray, dict[str, Any]]:
     return np.asarray(Image.open(io.BytesIO(data)), np.int16), metadata_in(io.BytesIO(data), Path("it"))
 
 
+@pytest.mark.slow
 def test_each_request_has_its_own(
     server: tuple[httpx.Client, ImageEngine], folder: Path, emoji: canvax.StableDiffusion
 ) -> None:
@@ -103,7 +104,7 @@ def test_each_request_has_its_own(
     assert np.abs(found[1][0] - merged).max() <= 2
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_other_apis(server: tuple[httpx.Client, ImageEngine]) -> None:
     client, _ = server
     wanted, _ = drawn(client, prompt="a red apple <lora:ink:0.8>")

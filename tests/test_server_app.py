@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
 from canvax.errors import InputError
+from canvax.images.maps import control_map
 from canvax.images.metadata import save_image
 from canvax.server import a1111, huggingface, jobs_api, openai
 from canvax.server.app import Settings
@@ -196,7 +197,7 @@ def test_images_are_turned_as_their_exif_says(site: Web, api: str) -> None:
         ({"prompt": "x", "cfg_scale": 5}, "cfg_scale"),
         ({"prompt": "x", "num_inference_steps": 5}, "num_inference_steps"),
         ({"prompt": "x", "clip_skip": 1}, "clip_skip"),
-        ({"prompt": "x", "hires": 2}, "hires"),
+        ({"prompt": "x", "reuse": 2}, "reuse"),
         ({"prompt": "x", "negative_prompt": "y", "guidance_scale": 1}, "negative_prompt"),
         ({"prompt": "x", "control_scale": 1, "options": {"control_scale": 2}}, "control_scale"),
         ({"prompt": "x", "control_from": "canny"}, "control_from"),
@@ -292,17 +293,27 @@ def test_an_image_tells_how_it_was_made(site: Web, tmp_path: Path) -> None:
 
 def test_options_that_no_job_has_are_missing(site: Web, tmp_path: Path) -> None:
     """What is told of an image can be sent as a job."""
-    options = {"hires": 2, "hires_strength": 0.4, "clip_skip": 1}
+    options = {"reuse": 2, "denoising_end": 0.4, "clip_skip": 1, "hires": 2}
     metadata = {"prompt": "a red apple", "seed": 5, "options": options}
     path = save_image(tmp_path / "a.png", Image.new("RGB", (64, 64)), metadata)
     told = site.http.post("/api/inspect", content=path.read_bytes()).json()
-    assert told["settings"]["options"] == {"clip_skip": 1}
-    assert told["missing"] == ["options.hires", "options.hires_strength"]
+    assert told["settings"]["options"] == {"clip_skip": 1, "hires": 2}
+    assert told["missing"] == ["options.reuse", "options.denoising_end"]
 
 
 @pytest.mark.parametrize("data", [b"", b"no image", picture(), picture("JPEG"), picture("WEBP"), picture()[:60]])
 def test_an_image_that_tells_nothing(site: Web, data: bytes) -> None:
     assert check_refused("own", site.http.post("/api/inspect", content=data), 400)["error"]["code"] == "no_settings"
+
+
+def test_a_control_image_is_made_before_a_job_uses_it(site: Web) -> None:
+    answer = site.http.post("/api/control/invert", content=picture())
+    image = Image.open(io.BytesIO(picture()))
+    assert answer.headers["content-type"] == "image/png"
+    assert Image.open(io.BytesIO(answer.content)).tobytes() == control_map("invert", image).tobytes()
+    for kind, data, param in (("depth", picture(), "control_from"), ("canny", b"no image", "image")):
+        told = check_refused("own", site.http.post(f"/api/control/{kind}", content=data), 400)
+        assert told["error"]["param"] == param
 
 
 def test_models_and_samplers(site: Web) -> None:

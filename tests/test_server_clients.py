@@ -92,6 +92,7 @@ def from_node(folder: Path, base: str, script: str) -> dict[str, Any]:
     return heard([node, script], base, environment)
 
 
+@pytest.mark.weekly
 def test_openai_python(folder: Path, base: str) -> None:
     said = from_python(folder, base, "new", "run_openai.py")
     assert said["images"] == said["completed"] == [PNG, PNG]
@@ -108,12 +109,14 @@ def test_openai_python(folder: Path, base: str) -> None:
     }
 
 
+@pytest.mark.weekly
 def test_litellm(folder: Path, base: str) -> None:
     said = from_python(folder, base, "old", "run_litellm.py")
     assert said["openai/mine"] == said["hosted_vllm/mine"] == [PNG, PNG]
     assert (said["edit"], said["usage"], said["error"]) == (PNG, 0, "BadRequestError")
 
 
+@pytest.mark.weekly
 def test_langchain(folder: Path, base: str) -> None:
     assert from_python(folder, base, "old", "run_langchain.py") == {"urls": ["data:image/png;base64,"] * 2}
 
@@ -131,6 +134,7 @@ def test_huggingface_hub(folder: Path, base: str) -> None:
     assert said == {name: [64, 64] for name in ("url", "root", "token", "image to image", "async")}
 
 
+@pytest.mark.weekly
 def test_openai_node(folder: Path, base: str) -> None:
     said = from_node(folder, base, "run_openai.mjs")
     assert (said["images"], said["seeds"], said["completed"], said["edit"]) == ([PNG, PNG], [7, 8], [PNG], PNG)
@@ -138,10 +142,12 @@ def test_openai_node(folder: Path, base: str) -> None:
     assert said["error"] == ["BadRequestError", 400, "prompt", True]
 
 
+@pytest.mark.weekly
 def test_ai_sdk(folder: Path, base: str) -> None:
     assert from_node(folder, base, "run_ai.mjs") == {"images": [["image/png", PNG]] * 3, "error": [400, True]}
 
 
+@pytest.mark.weekly
 def test_huggingface_inference(folder: Path, base: str) -> None:
     said = from_node(folder, base, "run_hf.mjs")
     assert (said["image"], said["edit"]) == (["image/png", PNG], PNG)

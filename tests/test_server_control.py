@@ -129,6 +129,7 @@ def called(pipe: canvax.StableDiffusion, **more: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("some", [(0, 3, 9), pytest.param(range(len(CALLS)), marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_each_request_has_its_own(
     some: Sequence[int], server: tuple[httpx.Client, ImageEngine], pipe: canvax.StableDiffusion
 ) -> None:
@@ -168,7 +169,7 @@ def test_larger_by_tiles(server: tuple[httpx.Client, ImageEngine], pipe: canvax.
     assert "control_sha256" not in told
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_types_adapters_and_several_prompts(tmp_path: Path) -> None:
     """SDXL with a ControlNet-Union beside LoRAs of clients; and what has no programs yet waits for them, if it may."""
     base = canvax.load(build(tmp_path / "sdxl"), dtype="float32", mesh=canvax.make_mesh(jax.devices()[:1]))

@@ -21,6 +21,7 @@ import canvax
 from canvax.compile.monitor import compilations
 from canvax.engine.batch import Batch
 from canvax.models.configs import ClipVisionConfig
+from canvax.pipelines.hints import hints
 from canvax.pipelines.safety import SafetyChecker
 from canvax.samplers import build_table
 from canvax.server import models, writing
@@ -56,7 +57,7 @@ def started(load: Any = load, **settings: Any) -> ImageEngine:
 def engine() -> Iterator[ImageEngine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("canvax.server.policy.WORTH_IT", 100.0)  # on a busy machine a batch may seem to gain nothing
-        engine = started()
+        engine = started(warm=(Warm(None, (1, 4)), Warm((96, 96), (1,))))
     yield engine
     engine.close()
 
@@ -124,12 +125,21 @@ def called(ask: dict[str, Any], given: dict[str, bool], seed: int) -> list[Image
     ).images  # fmt: skip
 
 
+@pytest.mark.slow
 def test_hints_of_a_job(engine: ImageEngine) -> None:
     """Who asks a server is told of what a call of a pipeline warns of."""
     job = engine.submit(JobRequest("a (red:1.5) elephantoid", seed=1, steps=2))
     finished([job])
     assert {"elephantoid", "red:1.5"} == {word for word in ("elephantoid", "red:1.5") if word in " ".join(job.hints)}
     assert engine.submit(JobRequest("a red apple", seed=1, steps=2)).hints == ()
+
+
+def test_what_is_said_names_the_model_as_requests_do() -> None:
+    """The folders above it are the operator's business."""
+    served = models.ServedModel("apples", load)
+    hint = next(hints(served.model, check(JobRequest("an elephantoid"), "apples", served.model).request))
+    assert "apples" in str(hint)
+    assert "emoji" not in str(hint)
 
 
 def test_images_are_those_of_the_pipeline_in_any_company_and_nothing_compiles(engine: ImageEngine) -> None:
@@ -396,7 +406,7 @@ def larger(image: Image.Image, **changes: Any) -> canvax.Result:
     return PIPE.upscale(image, "a red apple", **{"scale": 2.5, "seed": 5, "num_inference_steps": 20, **changes})
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_an_image_made_larger_is_that_of_the_pipeline(engine: ImageEngine) -> None:
     """Its tiles are in batches with other people's images."""
     image = apple().resize((60, 50))
@@ -424,6 +434,32 @@ def test_an_image_made_larger_is_that_of_the_pipeline(engine: ImageEngine) -> No
     assert 0 < min(apart) < max(apart)  # the whole fills up, tile by tile
 
 
+def test_a_second_pass_begins_from_the_image_of_the_first(engine: ImageEngine) -> None:
+    """As if that image were sent again, larger; nothing compiles."""
+    before, seen, asked = compilations(), [], {"prompt": "a red apple", "seed": 5, "steps": 8}
+    options = {"hires": 1.5, "hires_strength": 0.5, "hires_steps": 6}
+    small = engine.submit(JobRequest(**asked))
+    both = engine.submit(JobRequest(**asked, n=2, previews=4, options=options))
+    tell = both.tell
+    both.tell = lambda event: (seen.append(event), tell(event))[1]  # type: ignore[method-assign]
+    latent = engine.submit(JobRequest(**asked, options={**options, "hires_method": "latent"}))
+    finished([small, both, latent])
+    image = Image.open(io.BytesIO(small.pictures[0].data or b"")).resize((96, 96), Image.Resampling.LANCZOS)
+    again = {"image": image, "width": 96, "height": 96, "strength": 0.5, "steps": 6}
+    second = engine.submit(JobRequest(**{**asked, **again}, options={"strength_rule": "exact"}))
+    finished([second])
+    assert compilations() == before
+    first, other = both.pictures
+    same(second, [Image.open(io.BytesIO(first.data or b""))])
+    for picture in (other, latent.pictures[0]):
+        assert np.abs(pixels(first.data) - pixels(picture.data)).mean() > 3
+    assert (first.width, first.height, first.step, first.steps) == (96, 96, 8 + 6, 8 + 6)
+    assert (first.metadata["width"], first.metadata["options"]) == (64, options)
+    steps = [event.step for event in seen if isinstance(event, Stepped) and event.index == 0]
+    assert steps == sorted(set(steps))
+    until(lambda: {one.number for one in seen if isinstance(one, Previewed) and one.index == 0} == {0, 1, 2, 3})
+
+
 def test_an_image_made_larger_leaves_the_batch_when_it_is_cancelled(engine: ImageEngine) -> None:
     job = engine.submit(JobRequest("a red apple", image=apple(), upscale=4, seed=5, strength=1.0, steps=100))
     until(lambda: job.pictures[0].step > 30)
@@ -447,7 +483,9 @@ def test_an_image_made_larger_leaves_the_batch_when_it_is_cancelled(engine: Imag
         ({"guidance_scale": float("nan")}, 400, "invalid_value", "guidance_scale"),
         ({"strength": 0.5}, 400, "invalid_value", "strength"),
         ({"options": {"callback": "os.system"}}, 400, "invalid_value", "options"),
-        ({"options": {"hires": 2.0}}, 400, "invalid_value", "options"),
+        ({"options": {"hires": 2.0}}, 400, "size_not_ready", "options"),
+        ({"width": 4096, "options": {"hires": 8.0}}, 400, "invalid_value", "options"),
+        ({"options": {"hires": 2.0}, "image": APPLE, "strength": 0.5}, 400, "invalid_value", "options"),
         ({"options": {"sampler_settings": {"eta": 1}}}, 400, "invalid_value", "options"),
         ({"options": {"guidance_steps": [1e30]}}, 400, "invalid_value", "options"),
         ({"options": {"guidance_method": "apg"}}, 400, "not_compiled", "options"),
@@ -496,7 +534,7 @@ def test_an_idle_server_forgets_its_jobs(engine: ImageEngine, monkeypatch: pytes
 def test_waits_count_that_batches_do_several_images_at_a_time(
     engine: ImageEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (group,) = engine._models._served["emoji"].groups.values()
+    group = next(iter(engine._models._served["emoji"].groups.values()))
     monkeypatch.setattr(group, "timings", Timings({1: 1.0, 4: 1.6}))
     monkeypatch.setattr(engine, "_leader", lambda: None)  # nothing begins
     alone = check(JobRequest("a dog face", steps=10), "emoji", PIPE.model).rows
@@ -638,7 +676,7 @@ def test_a_storm_of_requests_and_cancellations_loses_nothing(engine: ImageEngine
     assert all(picture.data for job in jobs if job.status is Status.DONE for picture in job.pictures)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_ten_thousand_in_the_queue_delay_nobody_else() -> None:
     engine = started(queue_images=20_000, queue_seconds=1e9)
     try:

@@ -14,7 +14,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from canvax.server.app import Settings
 from canvax.server.guard import Guard
-from canvax.server.jobs import Rejected
+from canvax.server.jobs import Rejected, State
 from canvax.server.logs import JsonLines
 from canvax.server.rates import Rates
 from tests.support.web_site import APIS, Web, body_of, check_refused, web
@@ -106,6 +106,17 @@ def test_more_than_a_minutes_worth_leaves_a_debt(monkeypatch: pytest.MonkeyPatch
     assert rates.wait("a") == pytest.approx(70)
     rates.add("a", 12)
     assert rates.wait("a", 6) == 0
+
+
+def test_probes_are_logged_when_their_answer_changes(site: Web, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "canvax.server"):
+        for path in ("/ready", "/health", "/ready", "/health", "/api/models", "/api/models"):
+            assert site.http.get(path).status_code == 200
+        site.state = State.DRAINING
+        assert {site.http.get("/ready").status_code for _ in range(3)} == {503}
+    site.state = State.READY
+    paths = [json.loads(line)["path"] for line in caplog.messages]
+    assert paths == ["/ready", "/health", "/api/models", "/api/models", "/ready"]
 
 
 def test_every_line_of_the_log_is_json() -> None:

@@ -221,7 +221,7 @@ def submitted(http: httpx.Client, rng: random.Random, asked: dict[str, dict[str,
         asked[answer.json()["id"]] = body
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_kills_of_a_server_in_the_middle(tmp_path: Path) -> None:
     """Every accepted job ends, with the pixels that its seeds give; CANVAX_KILLS says how often it is killed."""
     rng, asked = random.Random(2), dict[str, dict[str, Any]]()

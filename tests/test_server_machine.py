@@ -508,6 +508,6 @@ def test_whatever_happens_every_job_ends(stubs: None) -> None:
     machine(40)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_whatever_happens_every_job_ends_at_length(stubs: None) -> None:
     machine(2000)

@@ -79,8 +79,12 @@ def test_a_model_on_the_disk_is_named_without_its_folders(tmp_path: Path) -> Non
     asked = [str(file), str(folder), "owner/name", "emoji"]
     assert model_names(asked) == dict(zip(["anime.v2", "photo", "owner/name", "emoji"], asked, strict=True))
     (tmp_path / "anime.v2").mkdir()
-    with pytest.raises(InputError):
+    with pytest.raises(InputError) as caught:
         model_names([str(file), str(tmp_path / "anime.v2")])
+    assert caught.value.argument == "models"
+    assert model_names([str(file), f"v2={tmp_path / 'anime.v2'}"]) == {
+        "anime.v2": str(file), "v2": str(tmp_path / "anime.v2"),
+    }  # fmt: skip
 
 
 def test_the_metadata_of_an_image_names_no_folder_of_the_server() -> None:
@@ -98,7 +102,7 @@ def test_a_model_is_loaded_again_at_the_commit_of_its_first_load(revision: str |
 
     def load(name: str, **keywords: Any) -> Any:
         calls.append(keywords)
-        model = SimpleNamespace(revision=revision, vae=MODEL.vae)
+        model = replace(MODEL, files=replace(MODEL.files, revision=revision))
         return SimpleNamespace(model=model, programs=PIPE.programs, params={}, safety_checker=None)
 
     served = ServedModel("x", load)

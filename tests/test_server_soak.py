@@ -17,7 +17,7 @@ GROWTH = 1.05
 """Of the memory between the first half and the end: caches fill in the beginning."""
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_memory_stays_what_it_was(tmp_path: Path) -> None:
     """Four clients and a journal; results are forgotten after five seconds."""

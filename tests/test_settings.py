@@ -64,7 +64,7 @@ def test_every_entry_point_takes_the_record() -> None:
     assert set(ALIASES.values()) <= {"prompt", *SETTINGS}
     schema = description(BODIES)["components"]["schemas"]["Options"]
     assert set(schema["properties"]) == set(offered(OptionRecord, "server"))
-    assert "hires" not in schema["properties"]
+    assert "reuse" not in schema["properties"]
 
 
 def test_names_are_unambiguous() -> None:

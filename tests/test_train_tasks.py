@@ -7,9 +7,11 @@ import json
 import shutil
 import struct
 import sys
+import warnings
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,7 +23,7 @@ from test_finetune import write_pictures
 
 import canvax
 from canvax.cli import main
-from canvax.errors import CanvaxError, InputError
+from canvax.errors import CanvaxError, HintWarning, InputError, warn
 from canvax.models.controlnet import ControlNet
 from canvax.nn import LOW_RANK, conv2d, conv2d_of_doubled, linear
 from canvax.parallel.mesh import make_mesh
@@ -31,9 +33,10 @@ from canvax.train.board import Board
 from canvax.train.controlnet import Controlling, train_controlnet
 from canvax.train.dreambooth import Instance, subject_of
 from canvax.train.encoding import encode_pictures
-from canvax.train.loop import LOG, Plan, Session, fit, read_log
+from canvax.train.loop import LOG, STATE, Plan, Session, check_same, facts_of, fit, read_log
 from canvax.train.lora import Lora, train_lora
 from canvax.train.pictures import read_pictures
+from canvax.train.state import save_state
 from canvax.train.task import Start, Subject, Training
 from canvax.train.textual_inversion import Inversion, train_inversion
 from canvax.weights.safetensors import open_safetensors, read_metadata
@@ -196,7 +199,7 @@ def test_a_lora_and_nothing_else(model: Path, pictures: Path, tmp_path: Path) ->
     assert (pipe("a red picture", seed=1, **QUIET).pixels != before).any()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_another_lora_in_the_same_folder_is_refused(model: Path, pictures: Path, tmp_path: Path) -> None:
     run = training(model, pictures, tmp_path)
     assert train_lora(run, Lora(rank=2), one(), deadline=0.0) is None
@@ -221,6 +224,101 @@ def test_folders_that_cannot_be(model: Path, pictures: Path, tmp_path: Path) -> 
     for folder, message in ((tmp_path / "file", "is a file"), (tmp_path / "file" / "run", "cannot be made")):
         with pytest.raises(CanvaxError, match=message):
             train_lora(training(model, pictures, folder), Lora(rank=2), one())
+
+
+def steps_without_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``train`` does around the loop: each run is over at once, and its weights stay as they were."""
+
+    def fit(start: Any, loss: Any, data: Any, samples: int, plan: Plan, session: Session, shared: Any) -> Any:
+        state, facts = session.folder / STATE, facts_of(plan, samples) | {**session.about, "total": plan.steps}
+        if state.is_file():
+            check_same(state, plan, samples, session.about)
+        save_state(state, {}, facts)
+        for step in range(plan.steps):
+            if session.save and session.saves(step, plan.steps):
+                session.save(step, start)
+        return start, True
+
+    monkeypatch.setattr(task, "_data", lambda *_, **__: ({}, {}))
+    monkeypatch.setattr(task, "fit", fit)
+
+
+def test_weights_on_the_way_and_a_longer_run(
+    model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that was written is replaced or lost."""
+    steps_without_training(monkeypatch)
+    words: list[str] = []
+
+    def go(steps: int, **changes: Any) -> None:
+        run = training(model, pictures, tmp_path, save_steps=2, plan=replace(PLAN, steps=steps, **changes))
+        train_lora(run, Lora(rank=2, title="Red"), one(), say=words.append)
+
+    def files() -> list[str]:
+        return sorted(path.name.removeprefix("pytorch_lora_weights") for path in tmp_path.glob("*.safetensors"))
+
+    go(5)
+    assert "4 of them cropped by up to 33%" in words[0]
+    assert files() == ["-000002.safetensors", "-000004.safetensors", ".safetensors"]
+    first = tmp_path / "pytorch_lora_weights-000002.safetensors"
+    assert read_metadata(first)["modelspec.title"] == read_metadata(first)["ss_output_name"] == "Red"
+    written = first.stat().st_ino
+    with pytest.raises(InputError, match="this run is finished"):
+        go(5)
+    with refused("steps"):
+        go(7, final=0.5)
+    go(7)
+    assert files() == [f"-{step:06d}.safetensors" for step in (2, 4, 5, 6)] + [".safetensors"]
+    assert first.stat().st_ino == written
+    (tmp_path / "lora" / STATE).unlink()
+    (tmp_path / "pytorch_lora_weights.safetensors").unlink()
+    with pytest.raises(InputError, match="another run"):
+        go(7)
+
+
+def test_a_lora_from_a_file(model: Path, pictures: Path, tmp_path: Path) -> None:
+    """Its factors, to the bit; those of convolutions and of both names as well."""
+    loaded = canvax.load(model, mesh=one())
+    assert loaded.params is not None
+    rng = np.random.default_rng(0)
+    for names in low_rank.FORMATS:
+        lora = Lora(rank=2, alpha=3.0, layers="all", text=True, names=names)
+        run = training(model, pictures, tmp_path / "run")
+        chosen = low_rank.targets(loaded.model.networks.specs(), "all")
+        del chosen["vae"]
+        factors = jax.tree.map(
+            lambda leaf: rng.standard_normal(leaf.shape, np.float32), low_rank.new_factors(chosen, 2, 0)
+        )
+        file = lora.save(tmp_path / f"{names}.safetensors", loaded.model, {}, factors, run)
+        again = replace(lora, start=file)
+        again.check(loaded.model, run)
+        got = again.begin(loaded.model, dict(loaded.params), run, jnp.float32).trained
+        jax.tree.map(np.testing.assert_array_equal, got, factors)
+        weaker = replace(again, alpha=1.0).begin(loaded.model, dict(loaded.params), run, jnp.float32).trained
+        some = next(iter(factors["unet"]))
+        np.testing.assert_allclose(weaker["unet"][some]["up"], 3 * factors["unet"][some]["up"], rtol=1e-6)
+    for name, value in {"rank": 3, "layers": "attention", "text": False, "start": tmp_path / "none"}.items():
+        with refused("rank" if name == "rank" else "start"):
+            replace(again, **{name: value}).check(loaded.model, run)
+
+
+def test_previews_are_quiet(model: Path, pictures: Path, tmp_path: Path) -> None:
+    """About the words that the training teaches."""
+
+    class Pipe:
+        mesh = one()
+
+        def __call__(self, prompts: Any, **_: Any) -> Any:
+            warn(HintWarning("never seen: zorp"))
+            return SimpleNamespace(images=[Image.new("RGB", (8, 8))] * len(prompts))
+
+    run = training(model, pictures, tmp_path, prompts=("a zorp robot",))
+    pipe: Any = Pipe()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        task._preview(run, Controlling(), pipe, {}, None)(3, {})
+    assert not seen
+    assert (tmp_path / "previews" / "0000003.png").is_file()
 
 
 # Textual inversion
@@ -263,7 +361,7 @@ def test_words_that_cannot_be(model: Path, pictures: Path, tmp_path: Path) -> No
 # DreamBooth
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_images_of_the_class_are_generated_once(model: Path, pictures: Path, tmp_path: Path) -> None:
     run = training(model, pictures, tmp_path / "run")
     folder = tmp_path / "class"
@@ -307,7 +405,7 @@ def write_pairs(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_controlnet(model: Path, tmp_path: Path) -> None:
     pairs = write_pairs(tmp_path / "pairs")
     run = training(model, pairs, tmp_path / "run")
@@ -397,7 +495,7 @@ def test_pictures_under_one_caption(pictures: Path) -> None:
 # The command
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_commands(model: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pairs = write_pairs(tmp_path / "pairs")
     shared = ["-m", str(model), "--size", "64", "--steps", "2", "-b", "8", "--json"]
@@ -425,6 +523,11 @@ def test_the_commands(model: Path, pictures: Path, tmp_path: Path, capsys: pytes
         (["controlnet", "{p}", "--hint-channels", "a"], "--hint-channels"),
         (["controlnet", "{p}"], "conditioning_image"),
         (["lora", "{p}", "--accumulate", "0"], "--accumulate"),
+        (["lora", "{p}", "--network-weights", "nowhere.safetensors"], "--from"),
+        (["dreambooth", "{p}", "-p", "sks", "--from", "a.safetensors"], "--from"),
+        (["lora", "{p}", "--checkpointing-steps", "0"], "--save-every"),
+        (["lora", "{p}", "--preview-every", "5"], "--preview-every"),
+        (["lora", "{p}", "--save_every_n_epochs", "1"], "--save-every"),
         (["lora", "{p}", "--empty-captions", "1"], "--empty-captions"),
         (["lora", "{p}", "--unmasked-weight", "2"], "--unmasked-weight"),
         (["dreambooth", "{p}", "-p", "sks", "--unmasked-weight", "0.5"], "--unmasked-weight"),
@@ -543,7 +646,7 @@ def test_tensorboard_is_looked_for_first(
 
 
 @with_board
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_one_process_writes_for_tensorboard(
     model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def test_they_do_what_they_were_trained_for(emoji: canvax.StableDiffusion) -> No
     assert middle.std(axis=(0, 1)).max() > 0.1
 
 
+@pytest.mark.weekly
 def test_images_follow_edges(emoji: canvax.StableDiffusion) -> None:
     """Without a prompt, of three shapes: most of each is covered, and more than without the network."""
     shapes = np.stack(

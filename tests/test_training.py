@@ -36,6 +36,7 @@ from canvax.train.encoding import encode_pictures
 from canvax.train.loop import LOG, STATE, Plan, Session, batch_indices, fit, learning_rate, read_log
 from canvax.train.objectives import add_noise, loss_weights, target_of
 from canvax.weights.location import BUNDLED
+from canvax.weights.safetensors import open_safetensors
 from recipes.emoji.autoencoder import (
     LEAST,
     VARIANCE,
@@ -80,7 +81,7 @@ def toy_loss(p: Any, samples: Any, shared: Any, key: Any) -> Any:
 
 def toy(folder: Path, plan: Plan = PLAN, mesh: Any = None, **session: Any) -> tuple[Any, bool]:
     data = {"x": np.random.default_rng(1).standard_normal((10, 3), np.float32)}
-    where = Session(folder, "toy", mesh or one_device(), save_every=0, **session)
+    where = Session(folder, "toy", mesh or one_device(), **{"save_every": 0} | session)
     return fit({"w": np.zeros(3, np.float32)}, toy_loss, data, 10, plan, where)
 
 
@@ -115,6 +116,61 @@ def test_work_after_the_last_state_is_done_again(tmp_path: Path) -> None:
         file.write(json.dumps({"step": 4, "loss": 99.0}) + '\n{"step": 6, "lo')
     toy(tmp_path / "parts")
     assert (tmp_path / "whole" / LOG).read_text() == (tmp_path / "parts" / LOG).read_text()
+
+
+def test_a_longer_run_is_as_if_it_had_been_longer_from_the_start(tmp_path: Path) -> None:
+    """At a constant learning rate, also with steps that are no multiple of a chunk."""
+    plan = replace(PLAN, final=1.0, chunk=3)
+    whole, _ = toy(tmp_path / "whole", plan)
+    toy(tmp_path / "parts", replace(plan, steps=4))
+    parts, finished = toy(tmp_path / "parts", plan)
+    assert finished
+    np.testing.assert_array_equal(whole["w"], parts["w"])
+    assert (tmp_path / "whole" / STATE).read_bytes() == (tmp_path / "parts" / STATE).read_bytes()
+    with refused("steps"):
+        toy(tmp_path / "parts", replace(plan, steps=7))
+
+
+def test_weights_and_previews_every_few_steps(tmp_path: Path) -> None:
+    """A run that is stopped between them saves the same ones, and its numbers stay the same."""
+    saved: list[tuple[int, float]] = []
+    previews: list[int] = []
+    steps: dict[str, Any] = {
+        "save": lambda step, params: saved.append((step, float(params["w"][0]))),
+        "save_steps": 3,
+        "preview": lambda step, _: previews.append(step),
+        "preview_steps": 5,
+    }
+    plan = replace(PLAN, chunk=3)
+    whole, _ = toy(tmp_path / "whole", plan, **steps)
+    assert [step for step, _ in saved] == [3, 6]
+    assert previews == [5, 8]
+    plain, _ = toy(tmp_path / "plain", plan)
+    np.testing.assert_array_equal(whole["w"], plain["w"])
+    first, saved[:] = saved.copy(), []
+    toy(tmp_path / "parts", plan, deadline=time.monotonic(), **steps)
+    toy(tmp_path / "parts", plan, **steps)
+    assert sorted(set(saved)) == first
+    assert (tmp_path / "whole" / STATE).read_bytes() == (tmp_path / "parts" / STATE).read_bytes()
+
+
+def test_the_first_state_comes_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that is killed before it is said to begin again."""
+
+    def kill(step: int, numbers: Any) -> None:
+        if step == 6:
+            raise KeyboardInterrupt
+
+    for seconds in (30.0, 0.0):
+        monkeypatch.setattr(loop, "FIRST_STATE", seconds)
+        with pytest.raises(KeyboardInterrupt):
+            toy(tmp_path / "run", save_every=300, watch=kill)
+        assert (tmp_path / "run" / STATE).exists() == (seconds == 0)
+    assert capsys.readouterr().err.count("no state") == 1
+    (step,) = (entry for entry in open_safetensors(tmp_path / "run" / STATE) if entry.name == "step")
+    assert step.read() == 2
 
 
 @pytest.mark.slow
@@ -246,8 +302,6 @@ def test_minutes_choose_the_steps_once(tmp_path: Path) -> None:
 
 def test_no_average_gives_the_parameters_themselves(tmp_path: Path) -> None:
     toy(tmp_path / "a", replace(PLAN, average=0.0))
-    from canvax.weights.safetensors import open_safetensors
-
     names = {entry.name for entry in open_safetensors(tmp_path / "a" / STATE)}
     assert "params.w" in names
     assert not any(name.startswith("average") for name in names)
@@ -314,7 +368,7 @@ def test_min_snr_weights_bound_the_weight_of_x0() -> None:
 # Gradients
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_gradients_reach_every_parameter() -> None:
     """No path through text encoder and UNet is cut, and computing blocks again changes nothing."""
     params = {"text_encoder": init_params(text_encoder_spec(TEXT), 0), "unet": init_params(unet_spec(UNET), 1)}
@@ -384,7 +438,7 @@ def test_a_new_denoiser_begins_as_a_short_one() -> None:
 # The autoencoder
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_autoencoder_learns_and_measures_like_pixels(tmp_path: Path) -> None:
     pictures = np.repeat(np.repeat(pixels(8, 4), 4, axis=1), 4, axis=2)
     plan = Plan(steps=120, batch=8, chunk=20, warmup=5, learning_rate=3e-3, average=0.9)
@@ -410,7 +464,7 @@ def test_autoencoder_learns_and_measures_like_pixels(tmp_path: Path) -> None:
     np.testing.assert_allclose(reconstruction_psnr(turned, pictures, SMALL_VAE, mesh), before, atol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_decoder_learns_whole_pictures(tmp_path: Path) -> None:
     """It gets better, mirrored pictures too; what makes latents stays, and so do they."""
     pictures = np.repeat(np.repeat(pixels(8, 4), 4, axis=1), 4, axis=2)

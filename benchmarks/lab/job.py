@@ -12,7 +12,7 @@ import numpy as np
 
 from canvax.families.base import Model
 
-PEERS = ("torch", "torch-compile", "torch-compile-default")
+PEERS = ("torch", "torch-compile", "torch-compile-default", "openvino")
 
 GUIDANCE = 5.0
 SAMPLER = "ddim"

@@ -1,9 +1,10 @@
-"""The peers of a benchmark: PyTorch diffusers, eager and compiled; see ``worker.py``.
+"""The peers of a benchmark: PyTorch diffusers, eager and compiled, and OpenVINO; see ``worker.py``.
 
 The only file here that imports PyTorch, and no other file imports this one: ``worker.py`` loads it, in a process of its
 own, in an interpreter that need not have canvax. Each gets the settings that its own documentation gives for speed, no
 more and no less: channels last; compiled, also fused projections and the compiler's settings for diffusion. These take
-many minutes for SDXL; "torch-compile-default" has the compiler's defaults, and takes one.
+many minutes for SDXL; "torch-compile-default" has the compiler's defaults, and takes one. OpenVINO converts diffusers'
+networks for processors; it is asked for short times of single calls, in the dtype of the job.
 """
 
 from __future__ import annotations
@@ -44,6 +45,53 @@ def prepare(job: Job, inputs: dict[str, np.ndarray], *, compiled: str) -> Ready:
         return result
 
     return synchronised, outputs, facts
+
+
+def prepare_openvino(job: Job, inputs: dict[str, np.ndarray]) -> Ready:
+    """The UNet or the decoder, converted and compiled."""
+    import diffusers
+    import openvino
+    import torch
+
+    if job["device"] != "cpu" or job["part"] not in ("unet", "vae"):
+        raise SystemExit("openvino takes part in unet and vae, with --device cpu")
+    began = time.perf_counter()
+    loaded = job | {"dtype": "float32"}
+    tensors = [_images(loaded, inputs["latents"])]
+    if job["part"] == "unet":
+        model = _network(diffusers.UNet2DConditionModel, loaded, "unet")
+        names = [name for name in ("timesteps", "text", "pooled", "time_ids") if name in inputs]
+        tensors += [_tensor(loaded, inputs[name]) for name in names]
+
+        def call(x: Any, timesteps: Any, text: Any, *added: Any) -> Any:
+            kinds = dict(zip(("text_embeds", "time_ids"), added, strict=True)) if added else None
+            return model(x, timesteps, encoder_hidden_states=text, added_cond_kwargs=kinds, return_dict=False)[0]
+    else:
+        model = _network(diffusers.AutoencoderKL, loaded, "vae")
+
+        def call(latents: Any) -> Any:
+            return model.decode(latents / model.config.scaling_factor, return_dict=False)[0]
+
+    class Network(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = model
+
+        def forward(self, *given: Any) -> Any:
+            return call(*given)
+
+    with torch.no_grad():
+        converted = openvino.convert_model(Network(), example_input=tuple(tensors))
+    facts = _facts(loaded, [model])
+    facts["versions"] |= {"openvino": openvino.__version__}
+    starts = time.perf_counter()
+    precision = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}[job["dtype"]]
+    compiled = openvino.compile_model(
+        converted, "CPU", {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": precision}
+    )
+    facts |= {"load_s": starts - began, "compile_s": time.perf_counter() - starts}
+    arrays = [np.ascontiguousarray(tensor.numpy()) for tensor in tensors]
+    return lambda: compiled(arrays)[0], lambda result: {"output": np.moveaxis(np.asarray(result), 1, -1)}, facts
 
 
 def once(job: Job, began: float) -> Once:
@@ -316,5 +364,6 @@ def _start(job: Job, began: float) -> Once:
 CONTENDERS = {
     "torch": SimpleNamespace(prepare=partial(prepare, compiled=""), once=once, device_peak=device_peak),
     "torch-compile": SimpleNamespace(prepare=partial(prepare, compiled="max-autotune"), device_peak=device_peak),
+    "openvino": SimpleNamespace(prepare=prepare_openvino, device_peak=device_peak),
     "torch-compile-default": SimpleNamespace(prepare=partial(prepare, compiled="default"), device_peak=device_peak),
 }

@@ -180,7 +180,7 @@ def metrics() -> str:
     rows = []
     made: Any = Metrics().registry._names_to_collectors
     for name, collector in made.items():
-        if name == collector._name + ("_total" if collector._type == "counter" else ""):
+        if hasattr(collector, "_name") and name == collector._name + ("_total" if collector._type == "counter" else ""):
             labels = ", ".join(f"`{label}`" for label in collector._labelnames)
             rows.append((f"`{name}`", collector._type, labels, collector._documentation))
     return "\n\n".join(["# Metrics", "What `/metrics` of a server gives, in Prometheus' format.",

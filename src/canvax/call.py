@@ -52,7 +52,6 @@ SDXL = "SDXL only"
 PYTHON = "Python only"
 
 _IN_PYTHON = "only Python code can give it"
-_NO_HIRES = "send the image again as image, larger"
 _BATCHED = "images in a batch stand at different steps"
 _NO_LATENTS = "latents do not go over the wire"
 
@@ -360,29 +359,26 @@ class OptionRecord:
     hires: float = setting(
         1.0, "a second pass at this many times the size, such as 2", low=1, high=8, cure="2 is usual", group=HIRES,
         flags=("--hires", "--hr-scale"), also=("hr_scale", "hires_scale"), infotext="Hires upscale",
-        closed={"server": _NO_HIRES},
     )  # fmt: skip
     hires_method: HiresMethod = setting(
         "pixel", "what the second pass enlarges: pixel (the image), or latent", group=HIRES, metavar="KIND",
-        requires="hires=2", closed={"server": _NO_HIRES},
+        requires="hires=2",
     )  # fmt: skip
     hires_strength: float | None = setting(
         None, "strength of the second pass", low=0, high=1, above=True, cure="0.4 is usual",
         unset="0.4; with latent 0.7", group=HIRES, requires="hires=2", infotext="Denoising strength",
-        closed={"server": _NO_HIRES},
     )  # fmt: skip
     hires_steps: int | None = setting(
         None, "steps of the second pass", low=1, unset="as many as the first", group=HIRES, metavar="N",
-        also=("hr_second_pass_steps",), requires="hires=2", infotext="Hires steps", closed={"server": _NO_HIRES},
+        also=("hr_second_pass_steps",), requires="hires=2", infotext="Hires steps",
     )  # fmt: skip
     hires_sampler: str | None = setting(
         None, "sampler of the second pass", unset="that of the first", cure="canvax samplers lists them", group=HIRES,
         metavar="NAME", also=("hr_sampler_name",), requires="hires=2", infotext="Hires sampler",
-        closed={"server": _NO_HIRES},
     )  # fmt: skip
     hires_prompt: str | Sequence[str] | None = setting(
         None, "prompt of the second pass", unset="that of the first", group=HIRES, metavar="TEXT", also=("hr_prompt",),
-        requires="hires=2", infotext="Hires prompt", closed={"server": _NO_HIRES},
+        requires="hires=2", infotext="Hires prompt",
     )  # fmt: skip
     denoising_start: float = setting(
         0.0, "the part of the run that is done already: latents are those of a run with this denoising_end", low=0,

@@ -76,6 +76,9 @@ LOAD: dict[str, ForeignName] = {
 }  # fmt: skip
 """Arguments of ``canvax.load``."""
 
+TRAIN: dict[str, ForeignName] = renamed_to("save_every_n_epochs", "save_every")
+"""Flags of ``canvax train``, beside the aliases that it has."""
+
 HARMLESS: dict[str, tuple[object, ...]] = {
     "feature_extractor": (None,),
     "image_encoder": (None,),

@@ -34,7 +34,7 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("script", "form"), [pytest.param("how_to", "flax", marks=pytest.mark.slow), ("negative_prompts", "torch")]
+    ("script", "form"), [pytest.param("how_to", "flax", marks=pytest.mark.weekly), ("negative_prompts", "torch")]
 )
 def test_script(script: str, form: str, tmp_path: Path) -> None:
     model = write_small_checkpoint(tmp_path / "model", form)
@@ -47,7 +47,7 @@ def test_script(script: str, form: str, tmp_path: Path) -> None:
     ("script", "form"),
     [
         pytest.param("sdxl_single", "flax", marks=pytest.mark.slow),
-        pytest.param("sdxl_single_aot", "torch", marks=pytest.mark.slow),
+        pytest.param("sdxl_single_aot", "torch", marks=pytest.mark.weekly),
     ],
 )
 def test_sdxl_script(script: str, form: str, tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def check_alike(pipes: tuple[Any, canvax.StableDiffusion], file: Path, plain: np
     assert psnr(got, before) < 40  # it does something
 
 
+@pytest.mark.slow
 def test_peft(sd: Any, tmp_path: Path) -> None:
     """Ranks that differ by layer, no alpha."""
     make = lambda draw, shape: without_alpha(Draw(int(draw.rng.integers(99))), shape)  # noqa: E731

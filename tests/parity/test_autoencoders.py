@@ -117,7 +117,7 @@ def test_tiny(name: str) -> None:
     np.testing.assert_allclose(decode_images(params, mean, cfg=cfg), np.clip(pixels, 0, 1), atol=2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_tiny_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile sees all that its middle is made of, so that nothing changes but rounding."""
     from canvax.models import decode
@@ -199,6 +199,7 @@ def test_another_autoencoder(folder: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(draw(load(folder, vae=tmp_path / "around")).pixels, got.pixels)
 
 
+@pytest.mark.slow
 def test_what_is_saved(folder: Path, tmp_path: Path) -> None:
     """The folder is that of the model as it was loaded, for PyTorch too."""
     tiny().save_pretrained(tmp_path / "taesd")
@@ -219,7 +220,7 @@ ZERO = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 
 @pytest.mark.parametrize(("prediction", "changes"), [
     ("v_prediction", ZERO),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+    *(pytest.param(*case, marks=pytest.mark.weekly) for case in (
         ("v_prediction", {}), (None, {"timestep_spacing": "trailing"}))),
 ])  # fmt: skip
 def test_schedule(prediction: str | None, changes: dict[str, Any], folder: Path, tmp_path: Path) -> None:

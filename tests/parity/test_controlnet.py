@@ -180,7 +180,9 @@ def theirs_of(changes: dict[str, Any]) -> dict[str, Any]:
     return {NAMES.get(name, name): value for name, value in changes.items()}
 
 
-@pytest.mark.parametrize(("sampler", "steps", "changes"), CASES)
+@pytest.mark.parametrize(("sampler", "steps", "changes"), [
+    pytest.param(*case, marks=() if i < 2 else pytest.mark.slow) for i, case in enumerate(CASES)
+])  # fmt: skip
 def test_same_image(sampler: str, steps: int, changes: dict[str, Any], pair: Any) -> None:
     theirs, ours = pair
     cls, config = SAMPLERS[sampler]
@@ -370,6 +372,7 @@ def test_xl(xl: Any) -> None:
 
 
 @pytest.mark.parametrize("inpaint", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_xl_with_an_image(inpaint: bool, xl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, ours = xl
     kind = "Inpaint" if inpaint else "Img2Img"

@@ -56,7 +56,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make
 
 
-@pytest.mark.parametrize("kind", ["sd1", "sd2", "xl", "refiner"])
+@pytest.mark.parametrize(
+    "kind", ["xl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sd1", "sd2", "refiner"))]
+)
 def test_both_ways_bit_for_bit(kind: str, made: Made, tmp_path: Path) -> None:
     folder, single = made(kind)
     want, got = load_file(single), load_file(canvax.convert(folder, tmp_path / "x.safetensors"))

@@ -111,6 +111,17 @@ def test_scaled_float8(files: dict[str, Path], tmp_path: Path, marker: str) -> N
     assert_same(one, other)
 
 
+def test_gguf(files: dict[str, Path], folder: Path, tmp_path: Path) -> None:
+    """Weights are the numbers in the files, those of stacked layers and of 8 bits too."""
+    pytest.importorskip("gguf")
+    from tests.support.gguf_files import both
+
+    small, plain = both(files, arrays(folder, "text_encoder"), tmp_path, "Q5_1")
+    for quantize in (None, "int8"):
+        one, other = (load(found["model"], found, quantize=quantize).params for found in (small, plain))
+        assert_same(one, other)
+
+
 def test_files_that_do_not_fit(files: dict[str, Path], tmp_path: Path) -> None:
     """Parts that are missing are named; FLUX.2 dev, a stack of a wrong size and another autoencoder are refused."""
     with pytest.raises(canvax.InputError) as caught:
@@ -213,6 +224,7 @@ def on_devices(pipe: canvax.StableDiffusion, others: set[int]) -> set[str]:
 
 
 @pytest.mark.parametrize("family", ["flux2", "z-image"])
+@pytest.mark.slow
 def test_offloading(family: str, folder: Path, tmp_path: Path) -> None:
     """While denoising only the transformer is on the devices, afterwards nothing, and the image is the same."""
     model = folder if family == "flux2" else build_z_image(tmp_path / "z-image")

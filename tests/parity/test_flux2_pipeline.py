@@ -153,6 +153,7 @@ def test_same_picture(klein: Model, height: int, width: int) -> None:
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
+@pytest.mark.slow
 def test_same_guided_picture(base: Model, guidance: float) -> None:
     asked = {"num_inference_steps": 7, "guidance_scale": guidance}
     want = base.reference(PROMPTS, base.noise(), **asked)
@@ -183,6 +184,7 @@ def test_editing(klein: Model, references: list[Any]) -> None:
         assert psnr(swapped.pixels, want) < 50
 
 
+@pytest.mark.slow
 def test_guided_editing(base: Model) -> None:
     """At the size of the first reference."""
     start, asked = base.noise(160, 208), {"num_inference_steps": 3, "guidance_scale": 4.0, "image": TWO}
@@ -278,7 +280,11 @@ def test_image_to_image(klein: Model) -> None:
 def test_programs_for_references_are_made_ahead(klein: Model) -> None:
     """Of their sizes, before there are images; a server's sample has the programs of a request."""
     images = [picture(165, 215), picture(HEIGHT, WIDTH, 2.0)]
-    klein.ours.compile(HEIGHT, WIDTH, 2, references=[(165, 215), (HEIGHT, WIDTH)], progress=False)
+    sizes = [(165, 215), (HEIGHT, WIDTH)]
+    klein.ours.compile(HEIGHT, WIDTH, 2, references=sizes, progress=False)
+    programs = klein.ours.memory(HEIGHT, WIDTH, 2, references=sizes).programs
+    assert programs["denoiser"] > klein.ours.memory(HEIGHT, WIDTH, 2).programs["denoiser"]
+    assert programs["image encoder"] > 0
     assert klein.draw(image=images, height=HEIGHT, width=WIDTH).compilations == 0
     asked = JobRequest("a hen", width=WIDTH, height=HEIGHT, image=images[0], references=(images[1],))
     made = sample("klein", klein.ours.model, WIDTH, HEIGHT, references=2).group
@@ -310,6 +316,7 @@ def test_nothing_compiles_twice(base: Model) -> None:
     assert caught.value.argument == "prompt"
 
 
+@pytest.mark.slow
 def test_sizes_of_as_many_tokens_share_the_denoiser(base: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 48 x 80, 80 x 48 and 16 x 240 pixels the denoiser is one program; each size has a decoder of its own."""
     pipe = canvax.load(base.folder, dtype="float32", mesh=base.ours.mesh)
@@ -405,6 +412,7 @@ def test_lora(klein: Model, changed: np.ndarray, tmp_path: Path, spelling: str) 
     assert psnr(got.pixels, changed) > 60
 
 
+@pytest.mark.slow
 def test_lora_beside_the_weights(klein: Model, changed: np.ndarray, tmp_path: Path) -> None:
     pipe = canvax.load(klein.folder, dtype="float32", mesh=klein.ours.mesh)
     pipe.adapters.beside(rank=4)
@@ -467,6 +475,7 @@ def test_original_names(klein: Model, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("axes", [{"data": 2}, {"model": 2}])
+@pytest.mark.slow
 def test_several_devices(klein: Model, axes: dict[str, int]) -> None:
     pipe = canvax.load(klein.folder, dtype="float32", mesh=make_mesh(jax.devices()[:2], **axes))
     asked: dict[str, Any] = {"image": ONE, "height": HEIGHT, "width": WIDTH}
@@ -516,6 +525,7 @@ def test_requests_share_a_batch_of_a_server(klein: Model, monkeypatch: pytest.Mo
         engine.close()
 
 
+@pytest.mark.slow
 def test_lines_of_a_prompt_file_read_their_images_alone(
     klein: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,7 @@ def ours(pipe: canvax.StableDiffusion, **changes: Any) -> canvax.Result:
     ],
     ids=["guided", "alone", "adaptive"],
 )
+@pytest.mark.slow
 def test_perturbed_attention(changes: dict[str, float], pair: tuple[Any, canvax.StableDiffusion]) -> None:
     theirs, pipe = pair
     theirs = diffusers.StableDiffusionPAGPipeline.from_pipe(theirs, pag_applied_layers=["mid"])

@@ -97,7 +97,7 @@ def test_same_image(name: str, strength: float, pair: Any, monkeypatch: pytest.M
     assert relative_error(got.latents, nhwc(seen[-1])) < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_old_class(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old Flax name, also with the noise of the encoding."""
     theirs, _ = pair
@@ -130,7 +130,7 @@ def test_moments(pair: Any) -> None:
     assert relative_error(deviation, nhwc(want.std) * factor) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_image_encoding(pair: Any) -> None:
     """A sample is another for each seed, and the same for the same."""
     _, ours = pair
@@ -179,6 +179,7 @@ def of_nine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Stabl
     ("strength", "sampler"),
     [(0.6, "Euler"), (1.0, "DPM++ 2M Karras")],
 )
+@pytest.mark.slow
 def test_inpainting_unet(
     strength: float, sampler: str, of_nine: tuple[Any, canvax.StableDiffusion], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,7 +191,7 @@ def test_each_image_of_a_batch_has_its_own(pair: Pair) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "plus"])
+@pytest.mark.parametrize("kind", ["plus"])
 def test_sdxl(kind: str, tmp_path: Path) -> None:
     both = Pair(build_xl(tmp_path / "model"), tmp_path, xl=True)
     pipe = both.load(kind)

@@ -103,6 +103,15 @@ def test_single_files(files: dict[str, Path], folder: Path, wanted: canvax.Stabl
     assert (pipe.model.defaults.num_inference_steps, pipe.model.scheduler.schedule.size_shift) == (28, "exponential")
 
 
+def test_gguf(files: dict[str, Path], folder: Path, tmp_path: Path) -> None:
+    """Weights are the numbers in the files. The text encoder of a GGUF file has no eyes."""
+    pytest.importorskip("gguf")
+    from tests.support.gguf_files import both
+
+    small, plain = both(files, arrays(folder, "text_encoder"), tmp_path, "Q4_0")
+    assert_same(*(load(found["model"], found) for found in (small, plain)))
+
+
 def test_files_that_do_not_fit(files: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(canvax.InputError) as caught:
         load(files["model"])

@@ -109,7 +109,9 @@ def reference_picture(theirs: Any, scheduler: str, changes: dict[str, Any], step
     return nhwc(seen["latents"]), out.images
 
 
-@pytest.mark.parametrize(("pair", "name"), CASES, indirect=["pair"])
+@pytest.mark.parametrize(("pair", "name"), [
+    pytest.param(*case, marks=() if i % 2 else pytest.mark.slow) for i, case in enumerate(CASES)
+], indirect=["pair"])  # fmt: skip
 def test_same_picture(name: str, pair: tuple[Any, canvax.StableDiffusion], monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, ours = pair
     scheduler, changes = SAMPLERS[name]

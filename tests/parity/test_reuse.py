@@ -102,6 +102,7 @@ def compare(cfg: UNetConfig, layers: int, reuse: int, sampler: str, size: tuple[
 
 
 @pytest.mark.parametrize("layers", [1, 4, 9])
+@pytest.mark.slow
 def test_some_depths(layers: int) -> None:
     assert skip_connections(SMALL_UNET) == 9
     compare(SMALL_UNET, layers, 3, "ddim", (8, 8))

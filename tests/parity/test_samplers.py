@@ -94,7 +94,10 @@ def reference_failure(name: str, fields: dict[str, Any], prediction: str, steps:
     return None
 
 
-@pytest.mark.parametrize("prediction", PREDICTIONS)
+@pytest.mark.parametrize(
+    "prediction",
+    ["epsilon", *(pytest.param(name, marks=pytest.mark.slow) for name in PREDICTIONS if name != "epsilon")],
+)
 @pytest.mark.parametrize(("name", "fields"), VARIANTS, ids=lambda value: str(value))
 def test_every_coefficient(name: str, fields: dict[str, Any], prediction: str) -> None:
     for spacing in SPACINGS:

@@ -74,6 +74,7 @@ def test_every_array_is_that_of_the_folder(kind: str, made: Made) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sd1", "xl"])
+@pytest.mark.slow
 def test_diffusers_reads_the_same_from_the_file(kind: str, made: Made) -> None:
     """The file is one that others take for what canvax takes it for."""
     folder, file = made(kind)
@@ -164,6 +165,7 @@ def test_sizes_of_the_released_models(preset: str, kind: Layout) -> None:
     assert {entry.name for entry in files.entries("vae")} == set(vae.state_dict())
 
 
+@pytest.mark.slow
 def test_what_it_predicts(made: Made, tmp_path: Path) -> None:
     arrays = load_file(made("sd2")[1])
     path = tmp_path / "x.safetensors"
@@ -220,7 +222,7 @@ def test_command_line(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     assert "epsilon" in told
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_files_of_strangers(data: st.DataObject, made: Made) -> None:

@@ -79,11 +79,11 @@ ONE_SPACING = ("LCMScheduler", "TCDScheduler")
 
 
 def cases() -> Iterator[Any]:
-    """All variants, and each solver with all predictions, which meet it in two columns of its table alone."""
+    """All variants, and each solver with all predictions, which meet it in two columns of its table."""
     for name, fields in VARIANTS:
         for prediction in ("epsilon",) if fields else ("epsilon", "v_prediction", "sample"):
-            slow = prediction == "sample" or (name in NO_SAMPLE and (bool(fields) or name.startswith("KDPM2")))
-            yield pytest.param(name, fields, prediction, marks=pytest.mark.slow if slow else ())
+            marks = () if not fields and prediction == "epsilon" else pytest.mark.slow
+            yield pytest.param(name, fields, prediction, marks=pytest.mark.weekly if prediction == "sample" else marks)
 
 
 @pytest.mark.parametrize(("name", "fields", "prediction"), list(cases()), ids=str)

@@ -226,6 +226,7 @@ def check_losses(got: list[float], want: list[float]) -> None:
     assert max(want) - min(want) > 100 * CLOSE  # they are not all the same
 
 
+@pytest.mark.weekly
 def test_the_whole_unet(xl: Path, pictures: Path, seen: dict[str, Any], tmp_path: Path) -> None:
     """With min-SNR weights, two batches an update; of SDXL the pooled text and the sizes."""
     plan = tasks.replace(PLAN, accumulate=2)
@@ -247,6 +248,7 @@ def pipeline_of_result(folder: Path, result: Path) -> Any:
     return kind.from_pretrained(result)
 
 
+@pytest.mark.weekly
 def test_lora(xl: Path, pictures: Path, seen: dict[str, Any], tmp_path: Path) -> None:
     """Against PEFT's layers in the same places; then the file in diffusers and here gives one image."""
     folder, lora = xl, Lora(rank=4, alpha=2.0, layers="all", text=True, text_rate=5e-4)
@@ -331,6 +333,7 @@ def test_names_of_kohya(xl: Path, pictures: Path, tmp_path: Path) -> None:
     check_images(xl, file)
 
 
+@pytest.mark.weekly
 def test_controlnet(xl: Path, pictures: Path, seen: dict[str, Any], tmp_path: Path) -> None:
     """Against ``ControlNetModel.from_unet``; then the folder that was written, read by diffusers."""
     result = train_controlnet(training(xl, tmp_path, pictures, flip=True), one_device())
@@ -403,6 +406,7 @@ def test_textual_inversion(xl: Path, pictures: Path, seen: dict[str, Any], tmp_p
     np.testing.assert_array_equal(fresh.text_encoder.get_input_embeddings().weight[ids].detach(), saved["<toy>"])
 
 
+@pytest.mark.weekly
 def test_dreambooth(sd: Path, pictures: Path, seen: dict[str, Any], tmp_path: Path) -> None:
     """Images of a class beside; the text encoder is trained too, at a rate of its own."""
     subject = Subject(("a photo of sks apple",), prior=pictures, prior_caption="a photo of an apple", prior_weight=0.5)
@@ -430,6 +434,7 @@ MASKED = {  # what is trained, and where its losses are
 
 
 @pytest.mark.parametrize("task", MASKED)
+@pytest.mark.weekly
 def test_masks(task: str, request: pytest.FixtureRequest, masked: Path, seen: dict[str, Any], tmp_path: Path) -> None:
     """Losses are weighted by masks at the size of the latents, by PyTorch's ``interpolate(mode="area")``."""
     name, part = MASKED[task]

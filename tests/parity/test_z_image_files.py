@@ -115,6 +115,7 @@ def test_single_files(files: dict[str, Path], wanted: np.ndarray, tmp_path: Path
     assert load(model, **parts(files), scheduler={"shift": 6.0}).model.defaults.num_inference_steps == 50
 
 
+@pytest.mark.slow
 def test_parts_that_are_folders(files: dict[str, Path], folder: Path, wanted: np.ndarray) -> None:
     """A part may be a folder as well; the tokenizer beside a text encoder need not be named."""
     given = parts(files, text_encoder=folder / "text_encoder", vae=folder, tokenizer=folder)
@@ -123,6 +124,31 @@ def test_parts_that_are_folders(files: dict[str, Path], folder: Path, wanted: np
     np.testing.assert_array_equal(draw(load(files["model"], **given), guidance_scale=1.5).pixels, wanted)
     pipe = load(folder, text_encoder=files["text_encoder"])
     np.testing.assert_array_equal(draw(pipe, guidance_scale=1.5).pixels, wanted)
+
+
+def test_gguf(
+    files: dict[str, Path], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Weights are the numbers in the files, which commands find in a folder of models."""
+    pytest.importorskip("gguf")
+    from tests.support.gguf_files import both
+
+    small, plain = both(files, arrays(folder, "text_encoder"), tmp_path, "Q8_0")
+    one, other = (load(found["model"], **parts(found)).params for found in (small, plain))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    monkeypatch.setenv("CANVAX_DATA_DIR", str(tmp_path))
+    words = ["a fox", "-m", small["model"].name, "--text-encoder", small["text_encoder"].name, "-W", "32", "-H", "32"]
+    words += ["--vae", str(files["vae"]), "--tokenizer", str(files["tokenizer"]), "--steps", "1", "--mesh", "data=1"]
+    assert main(["generate", *words, "--dtype", "float32", "-q", "-o", str(tmp_path / "a.png")]) == 0
+    for part, flag in (("model", "--model"), ("text_encoder", "--text-encoder")):
+        capsys.readouterr()
+        assert main(["info", str(small[part]), "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert (report["flag"], "Q8_0" in report["stored"]) == (flag, True)
+    with pytest.raises(canvax.CheckpointError):
+        load(small["text_encoder"], **parts(small))
+    with pytest.raises(canvax.CheckpointError):
+        load(files["model"], **parts(files, text_encoder=small["model"]))
 
 
 def test_a_transformer_alone(files: dict[str, Path]) -> None:

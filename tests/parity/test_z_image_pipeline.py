@@ -203,6 +203,7 @@ def test_nothing_compiles_twice(ours: canvax.StableDiffusion) -> None:
     assert caught.value.argument == "prompt"
 
 
+@pytest.mark.slow
 def test_sizes_of_as_many_tokens_share_the_denoiser(
     theirs: Any, ours: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +269,7 @@ def test_the_networks_are_functions_of_arrays(ours: canvax.StableDiffusion) -> N
     assert ours.denoiser(latents, 500.0, conditions).shape == latents.shape
 
 
+@pytest.mark.slow
 def test_requests_share_a_batch_of_a_server(
     folder: Path, ours: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -405,6 +407,7 @@ def test_networks_for_a_unet_are_refused(ours: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.parametrize("axes", [{"data": 2}, {"model": 2}])
+@pytest.mark.slow
 def test_several_devices(folder: Path, ours: canvax.StableDiffusion, axes: dict[str, int]) -> None:
     mesh = make_mesh(jax.devices()[:2], **axes)
     pipe = canvax.load(folder, dtype="float32", mesh=mesh)

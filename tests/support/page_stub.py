@@ -22,6 +22,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
+from canvax.images.maps import control_map
 from canvax.images.metadata import save_numbered
 from canvax.server import history
 from canvax.server.jobs import (
@@ -136,6 +137,7 @@ class Stub:
         bodies: of the jobs asked for.
         controls: the networks that read control images.
         ip_adapters: names of those that read image prompts.
+        card: what else is said of the model.
         hints: what is said of each job that is accepted.
         starting: what is said until the models are there, once each.
         folder: into which images are saved, and which the page shows.
@@ -147,6 +149,7 @@ class Stub:
         self.bodies: list[dict[str, Any]] = []
         self.controls: tuple[ControlCard, ...] = ()
         self.ip_adapters: tuple[str, ...] = ()
+        self.card: dict[str, Any] = {}
         self.hints: list[str] = []
         self.starting: list[str] = []
         routes = [
@@ -159,6 +162,7 @@ class Stub:
             Route("/api/jobs/{id}/events", self.events),
             Route("/api/jobs/{id}/images/{index:int}", self.image),
             Route("/api/inspect", self.inspect, methods=["POST"]),
+            Route("/api/control/{kind}", self.control, methods=["POST"]),
         ]
         if folder:
             routes += [self.guarded(route) for route in history.routes(folder)]
@@ -195,7 +199,8 @@ class Stub:
         self.check(request)
         if self.starting:
             raise Rejected(503, "starting", self.starting.pop(0), retry_after=1)
-        cards = [replace(card, controls=self.controls, ip_adapters=self.ip_adapters) for card in self.engine.models()]
+        usual = self.engine.models()
+        cards = [replace(card, controls=self.controls, ip_adapters=self.ip_adapters, **self.card) for card in usual]
         told = [asdict(card) | {"name": card.id, "default": i == 0} for i, card in enumerate(cards)]
         return JSONResponse({"models": told, "samplers": SAMPLERS})
 
@@ -216,6 +221,7 @@ class Stub:
         for name in ("image", "mask"):
             if body.get(name):
                 body[name] = opened(body[name])
+        body["references"] = tuple(opened(text) for text in body.get("references", ()))
         scale = {"control_scale": body.pop("control_scale")} if "control_scale" in body else {}
         body["options"] = {**body.get("options", {}), **scale}
         body.pop("control_from", None)
@@ -237,6 +243,10 @@ class Stub:
 
     async def events(self, request: Request) -> Response:
         return StreamingResponse(stream(self.found(request)), media_type="text/event-stream")
+
+    async def control(self, request: Request) -> Response:
+        image = Image.open(io.BytesIO(await request.body())).convert("RGB")
+        return Response(encoded(control_map(request.path_params["kind"], image), "png"), media_type="image/png")
 
     async def inspect(self, request: Request) -> Response:
         self.check(request)

@@ -41,7 +41,7 @@ class Served:
         found: list[str] = []
 
         def heard() -> bool:
-            found.extend(re.findall(r"starting on (http://\S+)", self.said))
+            found.extend(re.findall(r"starting on (http://[^\s\"]+)", self.said))
             assert found or self.process.poll() is None, self.said
             return bool(found)
 

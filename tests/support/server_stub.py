@@ -34,7 +34,7 @@ CARD = ModelCard(
     id="stub", family="Stable Diffusion", native=(64, 64), sizes=((64, 64), (96, 64)), any_size=False, size_step=8,
     steps=4, guidance_scale=7.5, sampler="Euler a", max_images=10, max_steps=150,
     tasks=("text-to-image", "image-to-image", "inpainting", "upscaling"), examples=("a red apple",),
-    created=1_760_000_000, sha256="ab" * 32,
+    created=1_760_000_000, sha256="ab" * 32, clip_skip=11,
 )  # fmt: skip
 
 LARGEST_SIDE, MOST_IMAGES = 1024, 64

@@ -286,6 +286,15 @@ def _derived(commands: Any, plain: Any) -> None:
     add_batch(batch)
 
 
+def _references(group: Any) -> None:
+    group.add_argument(
+        "--references",
+        nargs="+",
+        metavar="N|WxH",
+        help="for editing: the number of reference images, if they have the image's size, or the size of each: 640x480",
+    )
+
+
 def _compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="emoji, a folder, or a Hub id owner/name")
     parser.add_argument("--size", nargs="+", metavar="WxH", help="pixels, such as 1024x768 (the model's default)")
@@ -300,12 +309,7 @@ def _compile(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--image", action="store_true", help="for generate --image and --hires: the image encoder too")
     parser.add_argument("--mask", action="store_true", help="for generate --mask: its denoiser too")
-    parser.add_argument(
-        "--references",
-        nargs="+",
-        metavar="N|WxH",
-        help="for editing: the number of reference images, if they have the image's size, or the size of each: 640x480",
-    )
+    _references(parser)
     networks = parser.add_argument_group("for control images and image prompts, each flag once for each network")
     add_controlnet(networks)
     add_ip_adapter(networks)
@@ -353,6 +357,7 @@ def _memory(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-b", "--batch-size", type=int, metavar="N", help="images at once (one for each device of the data axis)"
     )
+    _references(group)
     add_dtype(group)
     group.add_argument("--mesh", metavar="AXES", help="data=4,model=2 (data over all devices)")
 
@@ -370,6 +375,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", metavar="AXES", help="devices along each axis: data=4 (all on data)")
     parser.add_argument("-b", "--batch", type=int, metavar="N", help="images at once on all chips (one on each)")
     parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels, divisible by 8 (the model's default)")
+    _references(parser)
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="UNet evaluations (50)")
     parser.add_argument("--no-guidance", action="store_true", help="plan for a guidance scale of 1: half the work")
     parser.add_argument("--dtype", metavar="DTYPE", help="dtype of weights and activations (bfloat16)")

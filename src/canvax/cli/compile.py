@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.generate_arguments import check_ip_adapters, location_keywords, part_keywords
-from canvax.cli.plan import parse_sides, parse_size
+from canvax.cli.plan import parse_references, parse_size
 from canvax.cli.terminal import byte_size, complain, say, seconds, table
 from canvax.errors import CanvaxError, check_count
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Compile the programs of each size and batch, or load them from the cache."""
     sizes = [parse_size(text) for text in arguments.size or []]
-    references = _references(arguments.references)
+    references = parse_references(arguments.references)
     from canvax.pipelines.checks import MOST_IMAGES
 
     for batch in arguments.batch:
@@ -53,17 +53,6 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         _print(built)
     if not all(program["cached"] or program["bytes"] for program in built):
         raise CanvaxError("programs were compiled and not kept; canvax cache path prints the folder for them")
-
-
-def _references(words: list[str] | None) -> int | list[tuple[int, int]]:
-    """How many reference images, or the height and width of each.
-
-    Raises:
-        InputError: they are neither.
-    """
-    if not words or (len(words) == 1 and words[0].isdecimal()):
-        return int(words[0]) if words else 0
-    return [(height, width) for width, height in (parse_sides("references", word) for word in words)]
 
 
 def open_pipeline(name: str, arguments: argparse.Namespace) -> StableDiffusion:

@@ -149,7 +149,7 @@ def _sdxl(parser: argparse.ArgumentParser) -> None:
 def _model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
-        "-m", "--model", metavar="MODEL", help="emoji (the default), a folder, a safetensors file, or a Hub id"
+        "-m", "--model", metavar="MODEL", help="emoji (the default), a folder, a safetensors or GGUF file, or a Hub id"
     )
     group.add_argument(
         "--safety-checker",

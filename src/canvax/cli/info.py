@@ -15,6 +15,7 @@ from canvax.cli.adapters import flags_of, info_lines
 from canvax.cli.generate_arguments import PART_FLAGS, location_keywords, part_keywords
 from canvax.cli.image_prompts import flags_of as image_prompt_flags
 from canvax.cli.images import OF_MODEL, ZERO_SNR, recorded_model
+from canvax.cli.plan import from_references, parse_references
 from canvax.cli.terminal import byte_size, command_line, complain, say, table
 from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count
 from canvax.files import named_path
@@ -25,10 +26,10 @@ from canvax.settings import as_flags, offered
 from canvax.tokenizers.concepts import Concepts
 from canvax.weights.data_folder import find_named
 from canvax.weights.entries import PICKLES, Entry
+from canvax.weights.files import open_weights
 from canvax.weights.identify import EMBEDDING, INDEX, LORA, MODEL, TRANSFORMER, Found, inspect, listing
 from canvax.weights.location import BUNDLED, Location, warn_unused_cache
 from canvax.weights.lora import adapter_info
-from canvax.weights.safetensors import open_safetensors
 
 if TYPE_CHECKING:
     from canvax.weights.files import ModelFiles
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a parameter, for each dtype that a model can be loaded in."""
 
-_MEMORY_FLAGS = ("memory", "width", "height", "batch_size", "dtype", "quantize", "mesh")
+_MEMORY_FLAGS = ("memory", "width", "height", "batch_size", "references", "dtype", "quantize", "mesh")
 _MODEL_FLAGS = (*_MEMORY_FLAGS, "concepts", "revision", "variant", "cache_dir", "token", *PART_FLAGS)
 """What says nothing of an image or an adapter."""
 
@@ -142,8 +143,8 @@ def _folder_lines(report: Mapping[str, Any]) -> list[str]:
 
 def part_info(part: Found) -> dict[str, Any]:
     """What a file is that holds a part of a model, or what goes beside one."""
-    entries = open_safetensors(part.path, plain_names=False)
-    stored = Counter(entry.dtype.name for entry in entries)
+    entries = open_weights(part.path, plain_names=False)
+    stored = Counter(entry.stored for entry in entries)
     return {
         "file": str(part.path),
         "kind": part.what,
@@ -347,7 +348,8 @@ def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
         getattr(arguments, name) or side for name, side in zip(("height", "width"), model.native_size, strict=True)
     )
     batch = arguments.batch_size or mesh.shape["data"]
-    memory = StableDiffusion(model, programs).memory(height, width, batch)
+    references = parse_references(arguments.references)
+    memory = StableDiffusion(model, programs).memory(height, width, batch, references=references)
     return {
         "platform": mesh.devices.flat[0].platform,
         "mesh": dict(mesh.shape),
@@ -356,6 +358,7 @@ def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
         "height": height,
         "width": width,
         "batch": batch,
+        "references": references if isinstance(references, int) else len(references),
         "weights": memory.weights,
         "components": {
             part.name: device_bytes(part.spec, parse_dtype(model.dtype), mesh.shape) for part in model.components
@@ -377,9 +380,9 @@ def _memory_lines(memory: Mapping[str, Any]) -> list[str]:
     if memory["free"] is not None:
         rows.append((f"free on this machine's {memory['platform']}", byte_size(memory["free"])))
     dtype = memory["dtype"] if memory["quantize"] is None else f"{memory['dtype']} with {memory['quantize']} weights"
-    images = f"{memory['batch']} image{'s' if memory['batch'] > 1 else ''}"
+    images = f"{memory['batch']} image{'s' if memory['batch'] > 1 else ''} of {memory['width']} x {memory['height']}"
     return [
-        f"{images} of {memory['width']} x {memory['height']} at once, {dtype}, mesh {mesh}:",
+        f"{images}{from_references(memory['references'])} at once, {dtype}, mesh {mesh}:",
         *table(rows, right=(1,)),
     ]
 
@@ -389,7 +392,7 @@ def _weights(files: ModelFiles, component: str) -> dict[str, Any]:
     entries = [entry for entry in files.entries(component) if entry.is_float]
     dtypes: Counter[str] = Counter()
     for entry in entries:
-        dtypes[entry.dtype.name] += math.prod(entry.shape)
+        dtypes[entry.stored] += math.prod(entry.shape)
     return {
         "parameters": dtypes.total(),
         "stored": dict(dtypes),

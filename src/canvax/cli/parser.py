@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any, NoReturn
 
 from canvax.errors import HintWarning, InputError, Write, did_you_mean, in_python, warn
-from canvax.familiar import CALL, LOAD
+from canvax.familiar import CALL, LOAD, TRAIN
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,13 +53,13 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse_unknown(self, words: Sequence[str], *, prompts: bool = False) -> None:
         """Refuse the first flag among ``words`` that there is not, with what is meant by it."""
-        given = [word.partition("=")[0] for word in words if word.startswith("-")]
-        unknown = next((flag for flag in given if flag not in self._option_string_actions), None)
+        typed = [word.partition("=")[0] for word in words if word.startswith("-")]
+        unknown = next((flag for flag in typed if flag not in self._option_string_actions), None)
         if unknown is None or self._subparsers is not None:
             return
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         name = unknown.lstrip("-").replace("-", "_")
-        entry = CALL.get(name) or LOAD.get(name)
+        entry = CALL.get(name) or LOAD.get(name) or TRAIN.get(name)
         aliases = (f"--{each.replace('_', '-')}" for each in (name, entry.becomes if entry else ""))
         longer = [flag for flag in flags if len(unknown) > 4 and flag.startswith(unknown)]
         meant = next((alias for alias in aliases if alias in flags), "") or next(iter(longer), "")

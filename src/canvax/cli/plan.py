@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         dtype=arguments.dtype,
         quantize=arguments.quantize,
         mesh=mesh,
+        references=parse_references(arguments.references),
         reuse=not arguments.fresh,
         announce=None if arguments.quiet else _announce,
         **source_keywords(arguments),
@@ -73,6 +74,22 @@ def parse_sides(argument: str, text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def parse_references(words: list[str] | None) -> int | list[tuple[int, int]]:
+    """How many reference images, or the height and width of each.
+
+    Raises:
+        InputError: they are neither.
+    """
+    if not words or (len(words) == 1 and words[0].isdecimal()):
+        return int(words[0]) if words else 0
+    return [(height, width) for width, height in (parse_sides("references", word) for word in words)]
+
+
+def from_references(count: int) -> str:
+    """What follows the size of an image that is generated from so many references."""
+    return f" from {count} reference{'s' if count > 1 else ''}" if count else ""
+
+
 def lines(plan: Plan) -> list[str]:
     """The plan as lines of text."""
     chip, device = plan.target.chip, plan.target.chip.device
@@ -80,7 +97,8 @@ def lines(plan: Plan) -> list[str]:
     axes = ", ".join(f"{name}={size}" for name, size in plan.mesh.items() if size > 1 or name == "data")
     images = "1 image" if plan.batch == 1 else f"{plan.batch} images"
     head = [
-        f"{plan.model} on {plan.target} ({axes}): {images} of {plan.width} x {plan.height}, {plan.steps} {guided}, "
+        f"{plan.model} on {plan.target} ({axes}): {images} of {plan.width} x {plan.height}"
+        f"{from_references(len(plan.references))}, {plan.steps} {guided}, "
         f"{plan.dtype}" + (f" with {plan.quantize} weights" if plan.quantize else ""),
         "",
     ]
@@ -116,10 +134,11 @@ def lines(plan: Plan) -> list[str]:
 
 def _row(plan: Plan, program: ProgramPlan) -> tuple[str, ...]:
     compiled = f"{program.compile_seconds:.0f} s" + (" (stored)" if program.reused else "")
+    name = _NAMES.get(program.name, program.name)
     if program.refused:
-        return (_NAMES[program.name], str(program.evaluations), *[""] * 6, compiled)
+        return (name, str(program.evaluations), *[""] * 6, compiled)
     return (
-        _NAMES[program.name],
+        name,
         str(program.evaluations),
         f"{program.flops / 1e12:.3g}",
         f"{program.hbm_bytes / 1e9:.3g}",

@@ -8,12 +8,15 @@ import logging
 import re
 import signal
 import socket
+import sys
 import threading
 import time
+import warnings
 import webbrowser
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,8 +106,13 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         history=output if opens_page else None,
     )
     with listen(arguments.host, arguments.port, spare=opens_page) as listener:
-        _log_to_stderr(quiet=arguments.quiet)
-        say: Callable[[str], None] = (lambda text: None) if arguments.quiet else complain
+        _log_to_stderr(quiet=arguments.quiet or opens_page)
+        say: Callable[[str], None] = complain
+        if not opens_page and not sys.stderr.isatty():  # a program reads it, for which every line is JSON
+            say = logging.getLogger("canvax.server").info
+            warnings.showwarning = partial(_log_warning, arguments.write)
+        if arguments.quiet:
+            say = _nothing
         journal = Journal(named_path("journal", arguments.journal)) if arguments.journal else None
         metrics = Metrics()
 
@@ -179,9 +187,10 @@ def _names(models: list[str], keywords: Mapping[str, Any]) -> dict[str, str]:
     from canvax.weights.location import Location
 
     Location(**keywords)
-    for model in models:
+    names = model_names(models)
+    for model in names.values():
         Location(model).local()  # what is neither a model nor an id is refused before a start
-    return model_names(models)
+    return names
 
 
 def _check_parts(parts: Mapping[str, str | None], names: Mapping[str, str]) -> None:
@@ -319,6 +328,15 @@ def listen(host: str, port: int | None, *, spare: bool = False) -> socket.socket
         cure = "name an address of this machine, such as 127.0.0.1"
         raise InputError("host", host, f"cannot be listened on: {reason}", cure) from None
     return listener
+
+
+def _nothing(_: str) -> None:
+    pass
+
+
+def _log_warning(write: Any, message: Warning | str, *_: Any) -> None:
+    text = message.format(write) if isinstance(message, HintWarning) else str(message)
+    logging.getLogger("canvax.server").warning("%s", text)
 
 
 def _log_to_stderr(*, quiet: bool) -> None:

@@ -23,7 +23,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "models",
         nargs="*",
         metavar="MODEL",
-        help="emoji (the default, or the first of --data-dir), folders, Hub ids owner/name",
+        help="emoji (the default, or the first of --data-dir), folders, Hub ids owner/name; NAME=MODEL: by this name",
     )
     parser.add_argument(
         "--warm", nargs="+", metavar="WxH:B,B",

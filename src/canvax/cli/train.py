@@ -46,7 +46,11 @@ def finish(task: Callable[[argparse.Namespace], Path | None], arguments: argpars
     try:
         result = task(arguments)
     except KeyboardInterrupt:
-        complain("stopped; the same command resumes from the last saved state")
+        from canvax.train.loop import STATE
+
+        saved = any(Path(arguments.output).glob(f"*/{STATE}"))
+        where = "resumes from the last saved state" if saved else "begins again: no state was saved yet"
+        complain(f"stopped; the same command {where}")
         raise
     except OSError as error:
         if error.errno not in (ENOSPC, EFBIG, EDQUOT, EROFS):
@@ -61,7 +65,8 @@ def finish(task: Callable[[argparse.Namespace], Path | None], arguments: argpars
         say(str(result))
 
 
-_WHOLE = {"steps": 10**8, "batch": MOST_IMAGES, "accumulate": 10**6, "size": MAX_SIDE, "num_class_images": MOST_IMAGES}
+_WHOLE = {"steps": 10**8, "batch": MOST_IMAGES, "accumulate": 10**6, "size": MAX_SIDE, "num_class_images": MOST_IMAGES,
+          "save_steps": 10**8, "preview_steps": 10**8}  # fmt: skip
 """The largest of the numbers that are at least 1."""
 
 _BELOW_1 = math.nextafter(1.0, 0.0)
@@ -71,11 +76,11 @@ _RANGES = {
     "final": (0.0, 1.0, "a share of the learning rate; 1 keeps it constant"),
     "weight_decay": (0.0, 1e3, "0.01 is usual"),
     "alpha": (1e-6, 1e6, "the rank is usual"),
-    "min_snr": (1e-6, 1e6, "5 is usual"),
+    "gamma": (1e-6, 1e6, "5 is usual"),
     "unmasked_weight": (0.0, 1.0, "0.1 is usual"),
     "prior_weight": (1e-6, 1e6, "1 is usual"),
     "average": (0.0, _BELOW_1, "below 1; 0.999 is usual"),
-    "empty_captions": (0.0, _BELOW_1, "below 1; 0.1 is usual"),
+    "empty": (0.0, _BELOW_1, "below 1; 0.1 is usual"),
 }
 """The least and the largest of other numbers, and a cure."""
 
@@ -103,7 +108,8 @@ def check_numbers(arguments: argparse.Namespace) -> None:
         raise InputError("warmup", arguments.warmup, f"leaves nothing of --steps {steps}", "give fewer, or more steps")
     if "text_lr" in values and not arguments.text_encoder:
         raise InputError("text_lr", NO_VALUE, "has no effect without --text-encoder", "add {text_encoder}")
-    usual = {"rank": 4, "alpha": None, "layers": "attention", "format": "peft", "trigger": None}
+    usual = {"rank": 4, "layers": "attention", "format": "peft"}
+    usual |= dict.fromkeys(("alpha", "trigger", "title", "start"))
     idle = sorted(name for name in usual.keys() & values.keys() if values[name] != usual[name])
     if idle and arguments.task == "dreambooth" and not arguments.lora:
         raise InputError(idle[0], NO_VALUE, "has no effect without --lora", "add {lora}")
@@ -151,7 +157,7 @@ def _dreambooth(arguments: argparse.Namespace) -> Path | None:
     usual = replace(LORA_PLAN if lora else PLAN, steps=400)
     training = _training(arguments, usual if lora else replace(usual, learning_rate=5e-6))
     mesh, running = make_mesh(), _running(arguments)
-    check_folder(training.folder, (lora or Whole()).target(training.folder))  # before pictures of the class are made
+    check_folder(training, lora or Whole())  # before pictures of the class are made
     subject = subject_of(instance, training, mesh, complain)
     if lora:
         return train_lora(training, lora, mesh, subject=subject, **running)
@@ -197,6 +203,8 @@ def _lora_of(arguments: argparse.Namespace) -> Lora:
         layers=arguments.layers,
         names=arguments.format,
         trigger=arguments.trigger or "",
+        title=arguments.title or "",
+        start=arguments.start,
         **_whole(arguments),
     )
 
@@ -216,8 +224,6 @@ def _training(arguments: argparse.Namespace, usual: Plan) -> Training:
 
     names = ("steps", "batch", "accumulate", "learning_rate", "warmup", "final", "weight_decay", "average", "seed")
     plan = replace(usual, **given(**{name: getattr(arguments, name) for name in names}))
-    # A chunk must divide the steps, or the run would do more steps than were asked for.
-    plan = replace(plan, chunk=next(n for n in range(usual.chunk, 0, -1) if plan.steps % n == 0))
     return Training(
         model=arguments.model,
         pictures=arguments.pictures,
@@ -226,12 +232,14 @@ def _training(arguments: argparse.Namespace, usual: Plan) -> Training:
         size=arguments.size,
         caption_column=getattr(arguments, "caption_column", "text"),
         flip=arguments.flip,
-        gamma=arguments.min_snr,
-        empty=arguments.empty_captions,
+        gamma=arguments.gamma,
+        empty=arguments.empty,
         unmasked_weight=arguments.unmasked_weight,
         remat=arguments.remat,
         dtype=None if arguments.dtype is None else parse_dtype(arguments.dtype),
         prompts=tuple(getattr(arguments, "preview", ())),
+        preview_steps=getattr(arguments, "preview_steps", None),
+        save_steps=arguments.save_steps,
         tensorboard=None if arguments.tensorboard is None else Path(arguments.tensorboard),
     )
 

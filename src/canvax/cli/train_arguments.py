@@ -149,6 +149,10 @@ def _output(parser: argparse.ArgumentParser, what: str) -> None:
         "-o", "--output", "--output-dir", required=True, metavar="FOLDER", help=f"folder of the run; {what}"
     )
     parser.add_argument(
+        "--save-every", "--checkpointing-steps", "--save-every-n-steps", "--save-steps", type=int, dest="save_steps",
+        metavar="N", help="steps between weights that are kept beside the last ones, such as ...-000500 (none)",
+    )  # fmt: skip
+    parser.add_argument(
         "--tensorboard", "--logging-dir", metavar="FOLDER", help="write curves and previews there, for TensorBoard"
     )
 
@@ -189,11 +193,12 @@ def _images(parser: argparse.ArgumentParser, *, empty: str, captioned: bool = Tr
         parser.add_argument("--caption-column", default="text", metavar="NAME", help="column of the captions (text)")
     parser.add_argument("--flip", "--random-flip", action="store_true", help="also train on mirrored images")
     parser.add_argument(
-        "--empty-captions", "--proportion-empty-prompts", type=float, default=float(empty), metavar="SHARE",
+        "--empty-captions", "--proportion-empty-prompts", type=float, dest="empty", default=float(empty),
+        metavar="SHARE",
         help=f"share of captions that are left out ({empty})",
     )  # fmt: skip
     parser.add_argument(
-        "--min-snr", "--snr-gamma", type=float, metavar="GAMMA", help="min-SNR weights, such as 5 (none)"
+        "--min-snr", "--snr-gamma", type=float, dest="gamma", metavar="GAMMA", help="min-SNR weights, such as 5 (none)"
     )
     parser.add_argument(
         "--unmasked-weight", type=float, metavar="WEIGHT",
@@ -209,6 +214,10 @@ def _images(parser: argparse.ArgumentParser, *, empty: str, captioned: bool = Tr
         parser.add_argument(
             "--preview", "--validation-prompt", action="append", default=[], metavar="PROMPT",
             help="generate this prompt during training",
+        )  # fmt: skip
+        parser.add_argument(
+            "--preview-every", "--validation-steps", "--sample-every-n-steps", type=int, dest="preview_steps",
+            metavar="N", help="steps between previews (every 15 minutes)",
         )  # fmt: skip
 
 
@@ -229,6 +238,11 @@ def _lora_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--format", default="peft", metavar="NAME", help="names in the file: peft (diffusers) or kohya")
     parser.add_argument("--trigger", metavar="WORDS", help="words that call it up, for the file's metadata")
+    parser.add_argument("--title", metavar="TEXT", help="title for the file's metadata (the name of the folder)")
+    parser.add_argument(
+        "--from", "--network-weights", dest="start", metavar="LORA",
+        help="begin with this LoRA, of the same rank and layers: a file, a folder or a Hub id",
+    )  # fmt: skip
 
 
 def _save_dtype(parser: argparse.ArgumentParser) -> None:

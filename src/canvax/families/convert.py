@@ -192,9 +192,11 @@ def _differences(model: Model, single: ModelFiles) -> Iterator[str]:
 
 
 def _other_networks(ours: Networks, theirs: Networks) -> Iterator[str]:
-    own, found = ({name: dict(flatten(spec)) for name, spec in networks.specs().items()} for networks in (ours, theirs))
-    for name, spec in own.items():
-        if spec != found[name]:
+    specs, original = (
+        {name: dict(flatten(spec)) for name, spec in networks.specs().items()} for networks in (ours, theirs)
+    )
+    for name, spec in specs.items():
+        if spec != original[name]:
             yield f"{name}: its parameters are not those of this kind of model"
     pairs = [("unet", ours.denoiser.cfg, theirs.denoiser.cfg), ("vae", ours.vae, theirs.vae)]
     pairs += [(name, cfg, theirs.text.parts[name]) for name, cfg in ours.text.parts.items()]

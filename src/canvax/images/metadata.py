@@ -38,13 +38,14 @@ _KINDS: dict[str, type] = {
 """Types of some entries, on which readers rely."""
 
 
-def save_image(path: str | Path, image: Image, metadata: Mapping[str, Any]) -> Path:
-    """Writes an image with its metadata atomically; never replaces an existing file.
+def save_image(path: str | Path, image: Image, metadata: Mapping[str, Any], *, overwrite: bool = False) -> Path:
+    """Writes an image with its metadata atomically; replaces an existing file only with ``overwrite``.
 
     Args:
         path: the new file, in an existing folder; its extension, .png, .jpg or .webp, selects the format.
         image: the image to write.
         metadata: as in ``canvax.Result.metadata``; the metadata of a grid is ``{"grid": [metadata, ...]}``.
+        overwrite: whether a file of this name is replaced.
 
     Raises:
         InputError: the file exists, even if another process created it a moment ago, or its extension is unknown.
@@ -60,7 +61,7 @@ def save_image(path: str | Path, image: Image, metadata: Mapping[str, Any]) -> P
         try:
             with open(draft, "xb") as file:
                 image.save(file, kind, **keywords)
-            _publish(draft, path)
+            os.replace(draft, path) if overwrite else _publish(draft, path)
         finally:
             with suppress(OSError, ValueError):
                 draft.unlink()

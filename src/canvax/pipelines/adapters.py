@@ -349,9 +349,9 @@ class Adapters(Mapping[str, LoadedAdapter]):
                 "places", places, f"are too few for {', '.join(adapter.name for adapter in held)}", "remove some first"
             )
         packed = [bank.pack(adapter.name, adapter.adapter, self._inner(adapter)) for adapter in held]
-        for slot, (one, arrays) in enumerate(zip(held, packed, strict=True)):
+        for slot, (packed_adapter, arrays) in enumerate(zip(held, packed, strict=True)):
             bank.put(slot, arrays)
-            one.place = slot
+            packed_adapter.place = slot
         self._bank = bank
 
     @property
@@ -475,7 +475,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             for name in gone - self._words.keys():
                 self._check_known(name)
             with_them = {word for name in gone & self._loaded.keys() for word in self._loaded[name].words}
-            merged = [one for name in gone & self._loaded.keys() if (one := self._loaded[name]).place is None]
+            merged = [held for name in gone & self._loaded.keys() if (held := self._loaded[name]).place is None]
             changed = {key for adapter in merged for key in adapter.adapter.parts}
             for name in gone:
                 self.of_folder.pop(name, None)

@@ -132,13 +132,13 @@ def is_plain(model: Model, wordings: Sequence[Wording], chunks: int) -> bool:
 
 def ids_of(model: Model, wordings: Sequence[Wording], chunks: int) -> Ids:
     """Ids [B, T] int32 of a pass, for each text encoder: of the first chunk, or of all ``chunks`` if it reads those."""
-    tokens, found = model.text.tokens * (chunks if model.text.whole else 1), {}
+    tokens, encoded = model.text.tokens * (chunks if model.text.whole else 1), {}
     for i, (name, tokenizer) in enumerate(model.tokenizers.items()):
-        found[name] = np.full((len(wordings), tokens), tokenizer.pad, np.int32)
-        for row, wording in zip(found[name], wordings, strict=True):
+        encoded[name] = np.full((len(wordings), tokens), tokenizer.pad, np.int32)
+        for row, wording in zip(encoded[name], wordings, strict=True):
             ids = [token for chunk, _ in wording[i][0].chunks for token in chunk][:tokens]
             row[: len(ids)] = ids
-    return found
+    return encoded
 
 
 class Encoded(NamedTuple):

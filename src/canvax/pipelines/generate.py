@@ -246,14 +246,7 @@ def two_passes(
             "hires", request.options.hires, "does not go with several processes: no process has all images"
         )
     first = text_to_image(model, programs, params, replace(request, on_device=False), cure, counts)
-    assert larger.init_images is not None
-    if request.options.hires_method == "latent":
-        latents = _latents_resized(first.latents, *larger.shape[1:3])
-        init = replace(larger.init_images, latents=latents)
-    else:
-        images = [resized(image, larger.height, larger.width) for image in to_pil(first.pixels)]
-        init = replace(larger.init_images, images=images, whole=(images, []))
-    second = text_to_image(model, programs, params, replace(larger, init_images=init), cure, counts)
+    second = text_to_image(model, programs, params, enlarged(larger, first.pixels, first.latents), cure, counts)
     both = {name: first.timings[name] + value for name, value in second.timings.items()}
     records, images = first.metadata, second.images
     if not request.on_device:
@@ -266,6 +259,17 @@ def two_passes(
         metadata=records,
         timings=both | {name: first.timings[name] for name in ("step", "first_step")},
     )
+
+
+def enlarged(larger: Request, pixels: HostArray, latents: HostArray) -> Request:
+    """The request of ``second_pass`` with the images [n, H, W, 3] or the latents [n, h, w, C] of the first pass."""
+    assert larger.init_images is not None
+    if larger.options.hires_method == "latent":
+        init = replace(larger.init_images, latents=_latents_resized(latents, *larger.shape[1:3]))
+    else:
+        images = [resized(image, larger.height, larger.width) for image in to_pil(pixels)]
+        init = replace(larger.init_images, images=images, whole=(images, []))
+    return replace(larger, init_images=init)
 
 
 def second_pass(model: Model, request: Request) -> Request:

@@ -170,9 +170,9 @@ def _of_words(prompts: list[str], negatives: list[str], syntax: str, added: set[
             network, "give a folder of adapters, pipe.adapters.folder or --lora-dir, or load it with pipe.adapters.load"
         )
     texts = [*prompts, *negatives]
-    found = dict.fromkeys(match[0] for text in texts for match in _WORD.finditer(text))
-    bare = {word: word.lower().removeprefix("embedding:") for word in found}
-    if free := [word for word in found if not {bare[word], bare[word].rpartition(".")[0]} & added]:
+    matches = dict.fromkeys(match[0] for text in texts for match in _WORD.finditer(text))
+    bare = {word: word.lower().removeprefix("embedding:") for word in matches}
+    if free := [word for word in matches if not {bare[word], bare[word].rpartition(".")[0]} & added]:
         yield as_text(free[0], "pipe.adapters.load_embedding or --embedding loads a textual inversion of this name")
     if network := _first(_NETWORK, negatives):
         yield as_text(network, "name adapters in the prompt", "negative_prompt")

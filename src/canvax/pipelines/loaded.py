@@ -204,7 +204,13 @@ class LoadedModel:
         }
 
     def memory(
-        self, height: int | None = None, width: int | None = None, batch: int = 1, *, guidance: bool = True
+        self,
+        height: int | None = None,
+        width: int | None = None,
+        batch: int = 1,
+        *,
+        guidance: bool = True,
+        references: int | Sequence[tuple[int, int]] = 0,
     ) -> Memory:
         """What each device needs to generate ``batch`` images at once, as the compiler says.
 
@@ -215,16 +221,18 @@ class LoadedModel:
             width: likewise.
             batch: images of one call.
             guidance: whether the guidance scale is above 1.
+            references: reference images of the call, as for ``compile``.
         """
         params, mesh = self.params, self.programs.mesh
         if params is None:
             params = {part.name: abstract_params(part.spec, self.model.dtype, mesh) for part in self.model.components}
-        ready = self._ready(params, (height, width), batch, guidance, Display(shown=False))
+        more: dict[str, Any] = {"references": self._references(references, height, width)} if references else {}
+        ready = self._ready(params, (height, width), batch, guidance, Display(shown=False), **more)
         weights, free = weight_bytes(self.model, self.model.dtype, mesh.shape), free_bytes(mesh)
         programs, parts = dict[str, int](), dict[str, int]()
         sizes = {part.name: device_bytes(part.spec, self.dtype, mesh.shape) for part in self.model.components}
         for program, executable in ready.values():
-            programs[program.name] = program_bytes(executable) or 0
+            programs[program.name] = max(programs.get(program.name, 0), program_bytes(executable) or 0)
             parts[program.name] = sum(sizes[name] for name in program.reads)
         if self.offloads:
             return Memory(0, {name: size + parts[name] for name, size in programs.items()}, free)
@@ -305,11 +313,9 @@ class LoadedModel:
         self, references: int | Sequence[tuple[int, int]], height: int | None, width: int | None
     ) -> tuple[tuple[int, int], ...]:
         """The sizes in which reference images are read."""
-        from canvax.pipelines.references import reference_sizes
+        from canvax.pipelines.references import check_editing, reference_sizes
 
-        if not self.model.networks.denoiser.edits:
-            why = f"are for models that edit, and {self.model.name} is none"
-            raise InputError("references", NO_VALUE, why, "leave them out")
+        check_editing(self.model.networks, self.model.name)
         tall, wide = self.model.native_size
         return reference_sizes(references, (height or tall, width or wide), self.model.networks.size_step)
 

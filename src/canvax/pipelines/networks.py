@@ -233,8 +233,8 @@ def with_ip_adapters(
     if files and image_encoder is not False:
         named = None if image_encoder is None or image_encoder is True else image_encoder
         encoder = find_encoder(named, nets[0], files[0], sources[0])
-        for net, one, source in zip(nets[1:], files[1:], sources[1:], strict=True):
-            find_encoder(encoder.name, net, one, source)
+        for net, opened_file, source in zip(nets[1:], files[1:], sources[1:], strict=True):
+            find_encoder(encoder.name, net, opened_file, source)
     names = [ip_adapter_name(i) for i in range(len(files))]
     cfg = encoder.cfg if encoder else None
     networks = dataclasses.replace(

@@ -422,7 +422,7 @@ def load(
         scheduler: fields of its ``scheduler_config.json`` in place of its own, such as
             ``{"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}``; or such a file.
         text_encoder: a language model in place of the model's, or that of a transformer in one file: a folder of
-            transformers, a Hub id, or a safetensors file (docs/single-files.md).
+            transformers, a Hub id, or a safetensors or GGUF file (docs/single-files.md).
         tokenizer: its tokenizer: a folder with ``tokenizer.json``, or a Hub id; by default the model's, or the
             one that lies beside ``text_encoder``.
         offload: keep weights in the host's memory, and on the devices only those of the network that runs: text

@@ -11,6 +11,7 @@ from PIL import Image
 
 from canvax.errors import NO_VALUE, InputError, check_count
 from canvax.images.inputs import fingerprint, read_images
+from canvax.models.networks import Networks
 from canvax.pipelines.checks import MAX_SIDE
 
 MOST_PIXELS = 1024 * 1024
@@ -50,6 +51,17 @@ def check_references(value: Any, step: int) -> References:
         raise InputError("image", NO_VALUE, f"has {count} reference images", f"give 1 to {MOST}")
     images = read_images("image", value, count)
     return References([[_fitted(image, step)] for image in images], [fingerprint(image) for image in images])
+
+
+def check_editing(networks: Networks, name: str) -> None:
+    """Refuse reference images for a model that reads none.
+
+    Raises:
+        InputError: naming the model.
+    """
+    if not networks.denoiser.edits:
+        why = f"are for models that edit, and {name} is none"
+        raise InputError("references", NO_VALUE, why, "leave them out")
 
 
 def reference_sizes(

@@ -96,12 +96,13 @@ class Result:
         self._check_finished()
         return GeneratedImage.of(make_grid(to_pil(self.pixels), rows, cols), {"grid": self.metadata})
 
-    def save(self, path: str | Path) -> list[Path]:
+    def save(self, path: str | Path, *, overwrite: bool = False) -> list[Path]:
         """Write each image with its metadata; returns the paths.
 
         Args:
             path: a folder, where each image gets a free name; or the name of one image, ``NAME.png``, ``.jpg`` or
                 ``.webp``.
+            overwrite: whether one image replaces a file of its name, as when a cell of a notebook runs again.
 
         Raises:
             InputError: there is no image, such a file is there already, or one name was given for several images.
@@ -112,7 +113,7 @@ class Result:
             if len(images) != 1:
                 raise InputError("path", path, f"is one file for {len(images)} images", "give a folder")
             make_folder(path.parent)
-            return [save_image(path, images[0], self.metadata[0])]
+            return [save_image(path, images[0], self.metadata[0], overwrite=overwrite)]
         if path.exists() and not path.is_dir():
             raise InputError("path", path, "is a file", "give a folder, or a name that ends in .png")
         make_folder(path)

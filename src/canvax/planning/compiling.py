@@ -15,7 +15,7 @@ from typing import Any
 
 from canvax.compile.cache import usual_path
 from canvax.errors import CanvaxError, InputError
-from canvax.planning.job import PROGRAMS, Job
+from canvax.planning.job import Job
 from canvax.planning.targets import environment, parse_target
 
 _PACKAGE = Path(__file__).parent.parent
@@ -34,17 +34,17 @@ def compile_programs(
         InputError: the compiler does not support the target.
         CanvaxError: the compiler failed.
     """
-    files = {name: cache_folder() / f"{_key(job, name, versions)}.json" for name in PROGRAMS}
+    files = {name: cache_folder() / f"{_key(job, name, versions)}.json" for name in job.programs}
     results = {}
     for name, file in files.items():
         with suppress(OSError, ValueError):
             results[name] = {**json.loads(file.read_text(encoding="utf-8")), "reused": True} if reuse else {}
     results = {name: result for name, result in results.items() if result}
-    missing = [name for name in PROGRAMS if name not in results]
+    missing = [name for name in job.programs if name not in results]
     for message in _messages(job, missing) if missing else ():
         name, result = message["program"], message.get("result")
         if announce:
-            announce(f"{NAMES[name]} for {job.target}", result and result["compile_seconds"])
+            announce(f"{NAMES.get(name, name)} for {job.target}", result and result["compile_seconds"])
         if result is not None:
             results[name] = result
             with suppress(OSError):  # on a full disk the compiled result is still returned

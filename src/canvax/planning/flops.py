@@ -26,14 +26,22 @@ def count_flops(function: Callable[..., Any], *arguments: Any) -> float:
     return _count(traced(function, *arguments))
 
 
-def evaluation_flops(programs: Programs, params: Params, latents: tuple[int, int, int, int], *, guided: bool) -> float:
+def evaluation_flops(
+    programs: Programs,
+    params: Params,
+    latents: tuple[int, int, int, int],
+    *,
+    guided: bool,
+    references: tuple[tuple[int, int], ...] = (),
+) -> float:
     """Counts the FLOPs of a denoiser evaluation on a batch of latents [B, h, w, C]; guidance doubles the batch.
 
-    ``params`` are arrays, or their shapes and dtypes.
+    ``params`` are arrays, or their shapes and dtypes; ``references`` are heights and widths of reference images.
     """
-    denoiser = programs.networks.denoiser
+    denoiser = programs.networks.denoiser_of(references=programs.networks.room(references))
     samples = latents[0] * (2 if guided else 1), *latents[1:]
-    program = programs.wanted(params, samples, Kinds(guided=(False,)))[DENOISERS[False]]
+    kinds = Kinds(guided=(False,), references=references)
+    program = programs.wanted(params, samples, kinds)[DENOISERS[False]]
     conditions = program.inputs[0].flight.prompts[0]
 
     def network(params: Params, x: Any, timestep: Any, conditions: Any) -> Any:

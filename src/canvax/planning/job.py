@@ -7,9 +7,11 @@ import pickle
 from dataclasses import dataclass
 from typing import Any, Self
 
+from canvax.compile.kinds import reference_encoder
 from canvax.models.networks import Networks
 
 PROGRAMS = ("encode", "denoise", "decode")
+"""Those of all models; reference images have encoders, one for each of their sizes."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Job:
         guided: whether guidance doubles the denoiser's batch.
         dtype: dtype of weights and activations.
         quantize: quantisation of large weights, or None.
+        references: height and width of each reference image in pixels.
     """
 
     model: Networks
@@ -37,18 +40,28 @@ class Job:
     guided: bool
     dtype: str
     quantize: str | None = None
+    references: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """The names of all programs."""
+        return (*PROGRAMS, *dict.fromkeys(map(reference_encoder, self.references)))
 
     def describe(self, program: str) -> dict[str, Any]:
         """Returns everything that determines a program."""
         same = {"program": program, "target": self.target, "mesh": self.mesh, "batch": self.batch, "dtype": self.dtype}
-        if self.quantize and program != "decode":
+        if self.quantize and program in ("encode", "denoise"):
             same["quantize"] = self.quantize
         networks, size = self.model, {"height": self.height, "width": self.width}
         if program == "encode":
             return same | {"text": repr(networks.text)}
         if program == "decode":
             return same | size | {"vae": repr(networks.vae)}
-        denoiser = {"text": repr(networks.text), "denoiser": repr(networks.denoiser)}
+        if program != "denoise":
+            return same | {"vae": repr(networks.vae)}
+        denoiser: dict[str, Any] = {"text": repr(networks.text), "denoiser": repr(networks.denoiser)}
+        if self.references:
+            denoiser["references"] = networks.room(self.references)
         return same | size | denoiser | {"guided": self.guided}
 
     def dumps(self) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from canvax._version import __version__
+from canvax.compile.kinds import reference_encoder
 from canvax.denoise import WINDOW
 from canvax.errors import NO_VALUE, CanvaxError, CheckpointError, InputError, check_count, nearest
 from canvax.families.read import family_of, read_networks
@@ -25,8 +27,9 @@ from canvax.models.presets import PRESETS
 from canvax.parallel.mesh import AXES
 from canvax.parallel.rules import device_bytes
 from canvax.pipelines.checks import check_size
+from canvax.pipelines.references import check_editing, reference_sizes
 from canvax.planning.compiling import compile_programs
-from canvax.planning.job import PROGRAMS, Job
+from canvax.planning.job import Job
 from canvax.planning.targets import Chip, Gpu, Target, parse_target
 from canvax.quantize import check_kind
 from canvax.types import DType
@@ -44,7 +47,7 @@ class ProgramPlan:
     """A program on a device. Sizes are in bytes, times in seconds.
 
     Attributes:
-        name: "encode", "denoise" or "decode".
+        name: "encode", "denoise" or "decode"; for reference images "image encoder WIDTHxHEIGHT".
         evaluations: number of runs for a batch of images; for "denoise" the number of steps.
         compile_seconds: time of compiling, now or in an earlier plan.
         reused: whether the figures come from an earlier plan.
@@ -109,8 +112,9 @@ class Plan:
         quantize: quantisation of large weights, or None.
         weights: bytes of each component's weights on each device.
         in_8_bits: bytes of all weights on each device if the large ones had 8 bits.
-        programs: the three programs.
+        programs: the three programs, and the image encoders of references.
         versions: versions of canvax, jax and the compiler.
+        references: height and width of each reference image in pixels.
     """
 
     model: str
@@ -127,6 +131,7 @@ class Plan:
     in_8_bits: int
     programs: tuple[ProgramPlan, ...]
     versions: Mapping[str, str]
+    references: tuple[tuple[int, int], ...] = ()
 
     @property
     def resident_bytes(self) -> int:
@@ -181,7 +186,7 @@ class Plan:
         chip = self.target.chip
         same = {
             name: getattr(self, name)
-            for name in ("batch", "height", "width", "steps", "guided", "dtype", "quantize", "fits")
+            for name in ("batch", "height", "width", "steps", "guided", "dtype", "quantize", "references", "fits")
         }
         programs = [
             {**dataclasses.asdict(program), "bound_seconds": program.bound_seconds(chip)} for program in self.programs
@@ -228,6 +233,7 @@ def plan(
     dtype: DType | None = None,
     quantize: str | None = None,
     mesh: Mapping[str, int] | None = None,
+    references: int | Sequence[tuple[int, int]] = 0,
     reuse: bool = True,
     announce: Announce | None = None,
     vae: str | Path | None = None,
@@ -254,6 +260,8 @@ def plan(
         dtype: dtype of weights and activations; by default bfloat16, on GPUs before Ampere float16.
         quantize: "int8" or "float8" for large weights in 8 bits.
         mesh: number of devices along ``data`` and ``model``; by default all on ``data``.
+        references: reference images that a model reads which edits: how many, each of the image's size, or the height
+            and width of each.
         reuse: use the results of earlier plans with the same versions.
         announce: called at the begin and end of each compilation.
         vae: as in ``canvax.load``; of a Hub id all is downloaded.
@@ -281,28 +289,34 @@ def plan(
     check_kind(quantize)
     overrides = Overrides.of(vae, text_encoder=text_encoder, tokenizer=tokenizer)
     networks = architecture(model, overrides, **source)
+    guided = guided and not networks.unguided
     (tall, wide), factor = networks.native_size, networks.size_step
+    height, width = check_size("height", height, tall, factor), check_size("width", width, wide, factor)
+    if references:
+        check_editing(networks, str(model))
+    read = reference_sizes(references, (height, width), factor) if references else ()
     job = Job(
         model=networks,
         target=str(aim),
         mesh=(axes["data"], axes["model"]),
         batch=batch,
-        height=check_size("height", height, tall, factor),
-        width=check_size("width", width, wide, factor),
+        height=height,
+        width=width,
         guided=guided,
         dtype=computed,
         quantize=quantize,
+        references=read,
     )
     versions = {"canvax": __version__, "jax": version("jax"), **compiler_version(aim)}
     results = compile_programs(job, versions, reuse=reuse, announce=announce)
-    evaluations = {"encode": 2 if guided else 1, "denoise": steps, "decode": 1}
-    programs = tuple(_program(name, evaluations[name], results[name]) for name in PROGRAMS)
+    evaluations = {"encode": 2 if guided else 1, "denoise": steps, "decode": 1, **Counter(map(reference_encoder, read))}
+    programs = tuple(_program(name, evaluations[name], results[name]) for name in job.programs)
     weights, small = (
         {name: device_bytes(spec, parse_dtype(computed), axes) for name, spec in networks.specs(kind).items()}
         for kind in (quantize, quantize or "int8")
     )
-    settings = (str(model), aim, axes, batch, job.height, job.width, steps, guided, computed, quantize)
-    return Plan(*settings, weights, sum(small.values()), programs=programs, versions=versions)
+    settings = (str(model), aim, axes, batch, height, width, steps, guided, computed, quantize)
+    return Plan(*settings, weights, sum(small.values()), programs=programs, versions=versions, references=read)
 
 
 def _program(name: str, evaluations: int, result: Mapping[str, Any]) -> ProgramPlan:

@@ -77,10 +77,11 @@ def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
     programs, specs = Programs(model, mesh), model.specs(job.quantize)
     params = {name: abstract_params(spec, job.dtype, mesh) for name, spec in specs.items()}
     latents = model.latent_shape(job.batch, job.height, job.width)
-    kind = {"encode": "text encoder", "denoise": DENOISERS[job.guided], "decode": "decoder"}[name]
+    kind = {"encode": "text encoder", "denoise": DENOISERS[job.guided], "decode": "decoder"}.get(name, name)
+    kinds = Kinds(guided=(job.guided,), references=job.references)
     began = time.perf_counter()
     try:
-        compiled: Any = programs.program(kind, params, latents, Kinds(guided=(job.guided,))).executable
+        compiled: Any = programs.program(kind, params, latents, kinds).executable
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -122,7 +123,10 @@ def _flops(job: Job, name: str, programs: Programs, params: Params, latents: tup
             return count_flops(partial(encode_text, cfg=model.text), params, ids, shape((), jnp.int32))
         if name == "decode":
             return count_flops(partial(decode_images, cfg=model.vae), params["vae"], shape(latents, jnp.float32))
-        return evaluation_flops(programs, params, latents, guided=job.guided)
+        if name == "denoise":
+            return evaluation_flops(programs, params, latents, guided=job.guided, references=job.references)
+        encoder = programs.wanted(params, latents, Kinds(references=job.references))[name]
+        return count_flops(encoder.function, params["vae"], *encoder.inputs)
 
 
 if __name__ == "__main__":

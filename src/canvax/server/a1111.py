@@ -500,7 +500,7 @@ def request_of(body: TextToImage, card: ModelCard, client: str) -> JobRequest:
 def _check_offered(body: TextToImage) -> None:
     """Refuse what would change the image and is not there, in place of leaving it out."""
     if body.enable_hr:
-        raise _refused("enable_hr", "a second pass at a larger size is not offered by this server yet; send false")
+        raise _refused("enable_hr", "is not offered here; send options.hires to /api/jobs, or false")
     if body.init_images and not isinstance(body, ImageToImage):
         raise _refused("init_images", "are for /sdapi/v1/img2img; send them there")
     for name in ("styles", "tiling", "restore_faces", "refiner_checkpoint", "script_name"):

@@ -58,6 +58,8 @@ CHEAP_PREVIEWS = 0.25
 _STOPPED = "the server stopped before the images were done; ask again"
 
 Batching = Literal["steps", "requests", "none"]
+Costs = tuple[tuple[float, float], ...]
+"""Of each pass of an image: seconds that it takes alone, and the engine's seconds for it where many wait."""
 
 
 @dataclass(frozen=True)
@@ -237,8 +239,7 @@ class ImageEngine:
         served = self._models.named(job_request.model)
         checked = check(job_request, served.name, served.model, served.shelf)
         with self._wake:  # what is refused is not recorded
-            alone = self._models.expected(checked)
-            self._check_room(job_request, checked, alone, self._models.cost(checked, alone))
+            self._check_room(job_request, checked, self._costs(checked))
         job = checked.job(job_request, self._cancel)
         job.hints = () if checked.tiles else tuple(map(str, hints(served.model, checked.request)))
         row = self._book.packed(job)
@@ -247,35 +248,52 @@ class ImageEngine:
                 check_ready(self.state)
                 if earlier := self._book.earlier(job_request):
                     return earlier
-                alone = self._models.expected(checked)
-                shared = self._models.cost(checked, alone)
-                self._check_room(job_request, checked, alone, shared)
+                costs = self._costs(checked)
+                self._check_room(job_request, checked, costs)
             self._book.record(job, row)  # without the lock: the engine does not wait for the disk
             with self._wake:
                 self._book.enter(job)
-                self._add(job, checked, alone, shared)
+                self._add(job, checked, costs)
                 if self.state is not State.READY:
                     self._book.fail(job, "draining", _STOPPED, resumes=True)
         job.request = without_pixels(job_request)  # the items hold what is still needed
         self._metrics.submitted(job.model)
         return job
 
-    def _add(self, job: Job, checked: Checked, alone: float, shared: float) -> None:
-        """Put the images of a job that are not done into the queue; each takes so long alone, and where many wait."""
+    def _costs(self, checked: Checked) -> Costs:
+        """The seconds of each pass of an image.
+
+        Raises:
+            Rejected: its programs are not ready; see ``ModelSet.expected``.
+        """
+        alone = self._models.expected(checked)
+        costs = ((alone, self._models.cost(checked, alone)),)
+        if checked.second is None:
+            return costs
+        try:
+            return costs + self._costs(checked.second)
+        except Rejected as refused:
+            message = f"options.hires={checked.request.options.hires:g}: {refused.message}"
+            raise Rejected(refused.status, refused.code, message, param="options") from None
+
+    def _add(self, job: Job, checked: Checked, costs: Costs) -> None:
+        """Put the images of a job that are not done into the queue."""
         arrived, job.ahead, before = time.monotonic(), len(self._queue), self._queue.seconds
         self._items[job.id] = items = []
         for picture in job.pictures:
             for item in [] if picture.status.over else checked.items(job, picture):
-                item.expected, item.shared = alone, shared
-                item.deadline = arrived + PATIENCE * alone * (len(items) + 1)
+                (item.expected, item.shared), *later = costs
+                item.later = later[0] if later else item.later
+                item.deadline = arrived + PATIENCE * _alone(costs) * (len(items) + 1)
                 items.append(item)
                 self._queue.add(item)
         job.seconds_left = before + _seconds(items)
         self._compile_missing()
         self._wake.notify_all()
 
-    def _check_room(self, job_request: JobRequest, checked: Checked, alone: float, shared: float) -> None:
+    def _check_room(self, job_request: JobRequest, checked: Checked, costs: Costs) -> None:
         """Refuse what would wait for too long, or hold too much memory meanwhile."""
+        alone, shared = _alone(costs), sum(shared for _, shared in costs)
         images, most = checked.images, self._settings.queue_images
         seconds, count = self._queue.seconds, len(self._queue)
         if size := checked.input_bytes:
@@ -359,11 +377,11 @@ class ImageEngine:
         try:
             served = self._models.named(job.model)
             checked = check(job.request, job.model, served.model, served.shelf)
-            alone = self._models.expected(checked)
+            costs = self._costs(checked)
         except Rejected as refused:
             self._book.fail(job, refused.code, str(refused))
         else:
-            self._add(job, checked, alone, self._models.cost(checked, alone))
+            self._add(job, checked, costs)
             job.request = without_pixels(job.request)
             if all(picture.status.over for picture in job.pictures):
                 self._book.end(job, Status.DONE)
@@ -525,7 +543,21 @@ class ImageEngine:
             return
         self._metrics.decoded(self._since(began))
         for (item, latents), image in zip(chosen, pixels, strict=True):
-            self._writer.image(served, item, image, latents)
+            if item.second is None:
+                self._writer.image(served, item, image, latents)
+            else:
+                self._enlarge(served, item, image, latents)
+
+    def _enlarge(self, served: ServedModel, item: Item, pixels: HostArray, latents: HostArray) -> None:
+        """An image has its first pass behind it: it waits for the second one."""
+        if item.picture.step in item.previews and not served.safety_checker:
+            self._writer.preview(served, item, pixels, latents)
+        item.enlarge(pixels, latents)
+        with self._wake:
+            if not item.over:
+                item.deadline = time.monotonic() + PATIENCE * item.left
+                self._queue.add(item)
+                self._compile_missing()
 
     # Faults, and the events that watchers get.
 
@@ -604,7 +636,13 @@ class ImageEngine:
             self._book.forget()
         self._tells = now + max(1.0, _TELLING * (time.monotonic() - now))
         self._metrics.models_loaded(self._models.loaded())
-        self._metrics.device_memory((jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use", 0))
+        for device in jax.local_devices():
+            if (used := (device.memory_stats() or {}).get("bytes_in_use")) is not None:  # a CPU does not tell
+                self._metrics.device_memory(device.id, used)
+
+
+def _alone(costs: Costs) -> float:
+    return sum(alone for alone, _ in costs)
 
 
 def _seconds(items: Sequence[Item]) -> float:

@@ -112,6 +112,7 @@ class Group:
         self._idle: Idle | None = None
         self._denoisers: dict[int, Ready] = {}
         self._lanes, self._most_lanes = dict.fromkeys(self.batches, 1), lanes
+        self._left_out: dict[int, float] = {}
         self._batch: Lanes | None = None
         self._seats: list[Item | None] = []
 
@@ -150,6 +151,7 @@ class Group:
         self.timings.row = {images: seconds for images, (seconds, _) in sorted(measured.items())}
         useful = {best_batch(self.timings.row, waiting) for waiting in range(1, max(measured) + 1)}
         self.batches = sorted({self.alone, *useful})
+        self._left_out = {images: row for images, row in self.timings.row.items() if images not in self.batches}
         self.timings.row = {images: self.timings.row[images] for images in self.batches}
         self._lanes = {images: measured[images][1] for images in self.batches}
         sizes = {images // lanes for images, lanes in self._lanes.items()}
@@ -211,8 +213,12 @@ class Group:
 
     def summary(self) -> str:
         """For people: what was measured."""
-        rows = ", ".join(f"{batch}: {1e3 * seconds:.1f} ms" for batch, seconds in self.timings.row.items())
+        rows, left_out = (
+            ", ".join(f"{batch}: {1e3 * seconds:.1f} ms" for batch, seconds in row.items())
+            for row in (self.timings.row, self._left_out)
+        )
         decode = f"decoding {1e3 * self.timings.decode:.0f} ms"
+        decode += f"; left out, since they save no time: {left_out}" if left_out else ""
         return f"{self.key.size} is warm: a step of a batch of {rows}; {decode}"
 
     def scaled(self, key: GroupKey) -> Timings:
@@ -274,7 +280,7 @@ class Group:
         for slot, item in seats:
             if item is not None:
                 ran = max(ran, before[slot] - self._batch.left(slot))
-                item.picture.step = len(item.table) - self._batch.left(slot)
+                item.row = len(item.table) - self._batch.left(slot)
         full = len(self.seated) == len(self._seats) or self._lanes[len(self._seats)] == 1  # a lane without work is fast
         if full and any(item.request.guided or item.request.embedded for item in self.seated):
             self.timings.learn_row(len(self._seats), took / ran)
@@ -318,7 +324,7 @@ class Group:
             self.timings.row = {batch: self.timings.row[batch] for batch in self.batches}
         self._seats = []
         for item in items:
-            item.picture.step = 0 if item.carried is None else item.carried.run.row
+            item.row = 0 if item.carried is None else item.carried.run.row
         return items
 
     def park(self) -> None:

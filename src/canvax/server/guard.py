@@ -34,7 +34,8 @@ _CLIENT_GONE = 499
 """What nginx logs for a client that did not wait for its answer. Nobody is sent it."""
 
 _SAFE = ("GET", "HEAD", "OPTIONS")
-_PUBLIC = ("/", "/health", "/ready")
+_PROBES = ("/health", "/ready")
+_PUBLIC = ("/", *_PROBES)
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _POLICY = (
     "default-src 'self'; img-src 'self' blob: data:; style-src 'self'; script-src 'self'; connect-src 'self'; "
@@ -77,6 +78,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, rules: Rules, wrong: Wrong, metrics: Metrics) -> None:
         self._app, self._rules, self._wrong, self._metrics = app, rules, wrong, metrics
+        self._probed: dict[str, int] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -123,7 +125,15 @@ class Guard:
             seconds = time.perf_counter() - began
             status = _CLIENT_GONE if left else status or 500
             self._metrics.request(scope["path"], status, seconds)
-            _write_log(scope, state, status, seconds)
+            if not self._as_before(scope["path"], status):
+                _write_log(scope, state, status, seconds)
+
+    def _as_before(self, path: str, status: int) -> bool:
+        """Whether a probe is answered as the last time: asked each second, it would fill the log."""
+        if path not in _PROBES:
+            return False
+        before, self._probed[path] = self._probed.get(path), status
+        return status == before
 
     def _check(self, scope: Scope, headers: Headers, state: dict[str, Any]) -> None:
         """Refuse what may not be.

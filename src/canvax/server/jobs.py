@@ -375,6 +375,13 @@ class ModelCard:
         tasks: "text-to-image", "image-to-image", "inpainting", "upscaling", "editing".
         examples: prompts that it is good at.
         styles: words that choose its style, written as ", STYLE style" behind a prompt.
+        guided: whether it reads a guidance scale.
+        no_guidance: the guidance scale that is none, with which no negative prompt is read.
+        negative_prompt: whether it reads one with guidance.
+        prompt_weights: whether it reads weights of words, in a syntax other than plain text.
+        clip_skip: layers of its text encoder that can be left out, at most.
+        references: images that it can edit at once, at most; 0 if it does not edit.
+        samplers: names of those that it can use; None for all.
         created: unix seconds.
         sha256: of its configs, weights' names and sizes; what AUTOMATIC1111 calls the hash.
         controls: the networks that read control images, in their order.
@@ -399,6 +406,13 @@ class ModelCard:
     controls: tuple[ControlCard, ...] = ()
     ip_adapters: tuple[str, ...] = ()
     styles: tuple[str, ...] = ()
+    guided: bool = True
+    no_guidance: float = 1.0
+    negative_prompt: bool = True
+    prompt_weights: bool = True
+    clip_skip: int = 0
+    references: int = 0
+    samplers: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from canvax.server.answers import (
     watched,
 )
 from canvax.server.fields import Fraction, Scale, Seed, Side
-from canvax.server.images_in import Pixels, colours, image_of_text, white_mask
+from canvax.server.images_in import Pixels, colours, image_of_bytes, image_of_text, white_mask
 from canvax.server.jobs import (
     MEDIA_TYPES,
     Changed,
@@ -175,6 +175,10 @@ def routes(engine: Engine) -> list[BaseRoute]:
         data = await request.body()
         return Response(await decoding(_inspected, data), media_type="application/json")
 
+    async def control_image(request: Request) -> Response:
+        data = await request.body()
+        return Response(await decoding(_control_image, data, request.path_params["kind"]), media_type="image/png")
+
     endpoints = [
         ("/api/models", models, ["GET"]),
         ("/api/adapters", adapters, ["GET"]),
@@ -183,6 +187,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
         ("/api/jobs/{name}/images/{index}", image, ["GET"]),
         ("/api/jobs/{name}/events", events, ["GET"]),
         ("/api/inspect", inspect, ["POST"]),
+        ("/api/control/{kind}", control_image, ["POST"]),
     ]
     return [Route(path, answering(error, endpoint), methods=methods) for path, endpoint, methods in endpoints]
 
@@ -227,7 +232,8 @@ def _rounded(seconds: float | None) -> float | None:
 
 def _card(card: ModelCard, *, default: bool) -> dict[str, Any]:
     names = ("native", "sizes", "any_size", "size_step", "steps", "guidance_scale", "sampler", "max_images",
-             "max_steps", "tasks", "examples", "styles", "family")  # fmt: skip
+             "max_steps", "tasks", "examples", "styles", "family", "guided", "no_guidance", "negative_prompt",
+             "prompt_weights", "clip_skip", "references", "samplers")  # fmt: skip
     fields = {name: getattr(card, name) for name in names}
     controls = [{"name": network.name, "kind": network.kind, "types": network.types} for network in card.controls]
     fields |= {"controls": controls, "ip_adapters": card.ip_adapters}
@@ -241,10 +247,9 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequ
         problem = f"quality={body.quality}: PNG loses nothing; leave it out, or ask for format='webp'"
         raise Rejected(400, "invalid_value", problem, param="quality")
     steady = "guidance_steps" not in (body.options or {})
-    if body.negative_prompt and steady and body.guidance_scale is not None and body.guidance_scale <= 1:
-        problem = (
-            f"negative_prompt: guidance_scale={body.guidance_scale:g} reads none; leave it out, or send more than 1"
-        )
+    if body.negative_prompt and steady and body.guidance_scale is not None and body.guidance_scale <= card.no_guidance:
+        cure = f"leave it out, or send more than {card.no_guidance:g}"
+        problem = f"negative_prompt: guidance_scale={body.guidance_scale:g} reads none; {cure}"
         raise Rejected(400, "invalid_value", problem, param="negative_prompt")
     if twice := [name for name in OPTIONS if getattr(body, name) is not None and name in (body.options or {})]:
         raise Rejected(400, "invalid_value", f"{twice[0]} is in options as well; send it once", param=twice[0])
@@ -401,6 +406,13 @@ def _inspected(data: bytes) -> bytes:
         raise Rejected(400, "no_settings", f"{unknown}{cure}") from None
     except (ValueError, RecursionError):
         raise Rejected(400, "no_settings", "the image: holds settings that cannot be read") from None
+
+
+def _control_image(data: bytes, kind: str) -> bytes:
+    """The PNG of the control image that ``control_from`` makes of an image file."""
+    file = io.BytesIO()
+    _mapped(colours("image", image_of_bytes("image", data)), kind).save(file, "png")
+    return file.getvalue()
 
 
 def recorded_in(metadata: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    ProcessCollector,
     disable_created_metrics,
     generate_latest,
 )
@@ -60,7 +61,8 @@ class Metrics:
         self._compile_seconds = count("canvax_compile_seconds_total", "Seconds of that.", ["program"])
         all_compiled = gauge("canvax_compilations", "All that JAX has compiled in this process.")
         all_compiled.set_function(monitor.compilations)
-        self._memory = gauge("canvax_device_memory_bytes", "In use on the first device, where it tells.")
+        self._memory = gauge("canvax_device_memory_bytes", "In use, for each device that tells.", ["device"])
+        ProcessCollector(registry=registry)
         self._models = gauge("canvax_models_loaded", "Models whose weights are on the devices.")
 
     def text(self) -> bytes:
@@ -133,9 +135,9 @@ class Metrics:
         self._compiled.labels(program).inc()
         self._compile_seconds.labels(program).inc(seconds)
 
-    def device_memory(self, used: int) -> None:
-        """Bytes in use."""
-        self._memory.set(used)
+    def device_memory(self, device: int, used: int) -> None:
+        """Bytes in use on a device."""
+        self._memory.labels(str(device)).set(used)
 
     def models_loaded(self, count: int) -> None:
         """Models on the devices."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -27,6 +28,7 @@ from canvax.parallel.multihost import is_spread
 from canvax.parallel.rules import abstract_params
 from canvax.params import Params
 from canvax.pipelines.checks import check_size
+from canvax.pipelines.references import MOST as MOST_REFERENCES
 from canvax.pipelines.safety import SafetyChecker
 from canvax.pipelines.texts import prompt_tokens
 from canvax.server.adapter_cache import AdapterCache, AdapterSettings
@@ -35,10 +37,13 @@ from canvax.server.files import Colours
 from canvax.server.group import Group
 from canvax.server.jobs import Job, JobRequest, ModelCard, Rejected
 from canvax.server.policy import PATIENCE, Groups
-from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, sample
+from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, sample, usable_samplers
 from canvax.tokenizers.concepts import STYLES
 
-_FAMILIES = {"sd": "Stable Diffusion", "sdxl": "Stable Diffusion XL"}
+_FAMILIES = {
+    "sd": "Stable Diffusion", "sdxl": "Stable Diffusion XL",
+    "flux2": "FLUX.2", "z-image": "Z-Image", "krea-2": "Krea 2",
+}  # fmt: skip
 
 _KINDS = {
     "method": "options.guidance_method",
@@ -133,7 +138,9 @@ class ServedModel:
         self._load = load
         began = time.perf_counter()
         loaded = load(name) if weights else load(name, weights=False)
-        self.model, self.programs, self.params = loaded.model, loaded.programs, loaded.params if weights else None
+        files = dataclasses.replace(loaded.model.files, name=name)  # folders on the disk are the operator's business
+        self.model, self.programs = dataclasses.replace(loaded.model, files=files), loaded.programs
+        self.params = loaded.params if weights else None
         self.safety_checker = loaded.safety_checker
         self.created = int(time.time())
         self.colours = Colours(self.model.vae.latent_channels)
@@ -255,9 +262,11 @@ class ServedModel:
         param = {"image_prompts": "image_prompt", "references": "image"}.get(differs[0], "options")
         return Rejected(400, "not_compiled", message, param=param)
 
-    def card(self, warm: Sequence[Warm], *, any_size: bool) -> ModelCard:
-        """What clients see of it."""
+    def card(self, warm: Sequence[Warm], *, any_size: bool, references: int) -> ModelCard:
+        """What clients see of it; ``references``: of a request that edits, at most."""
         model, (tall, wide) = self.model, self.model.native_size
+        sizes = tuple(dict.fromkeys(size for size, _ in self.sizes(warm)))
+        networks, edits = model.networks, model.networks.denoiser.edits
         config = json.dumps([model.files.index, model.revision, model.dtype, str(model.networks)], default=str)
         concepts = model.concepts.names
         examples = concepts[:: max(1, len(concepts) // _EXAMPLES)][:_EXAMPLES]
@@ -267,36 +276,53 @@ class ServedModel:
             id=self.name,
             family=_FAMILIES.get(model.family.name, model.family.name),
             native=(wide, tall),
-            sizes=tuple(dict.fromkeys(size for size, _ in self.sizes(warm))),
+            sizes=sizes,
             any_size=any_size,
-            size_step=model.networks.size_step,
+            size_step=networks.size_step,
             steps=model.defaults.num_inference_steps,
             guidance_scale=model.defaults.guidance_scale,
             sampler=model.sampler_names(None)[1],
             max_images=MOST_IMAGES,
             max_steps=MOST_STEPS,
-            tasks=(*tasks[model.is_refiner :], *(["editing"] if model.networks.denoiser.edits else [])),
+            tasks=(*tasks[model.is_refiner :], *(["editing"] if edits else [])),
             examples=tuple(examples) or ("a red apple on a wooden table", "a lighthouse at sunset, oil painting"),
             created=self.created,
             sha256=hashlib.sha256(config.encode()).hexdigest(),
             controls=controls,
             ip_adapters=ip_adapters,
             styles=STYLES if concepts else (),
+            guided=not networks.denoiser.distilled,
+            no_guidance=model.family.no_guidance,
+            negative_prompt=not networks.unguided,
+            prompt_weights=not model.text.whole,
+            clip_skip=model.text.max_skip,
+            references=references if edits else 0,
+            samplers=usable_samplers(model, *sizes[0]),
         )
+
+
+_NAMED = re.compile(r"([A-Za-z0-9][\w.-]{0,63})=(.+)")
+"""A model by the name that requests use, as in photo=./v1/model."""
 
 
 def model_names(models: Sequence[str]) -> dict[str, str]:
     """What each model is called in requests, and where it is. Folders on the disk are the operator's business.
 
+    Args:
+        models: folders, files and Hub ids, each alone or as ``NAME=MODEL``.
+
     Raises:
         InputError: two would have the same name.
     """
     names: dict[str, str] = {}
-    for model in models:
-        path = Path(model).expanduser()
-        name = path.resolve().name if path.is_dir() else path.stem if path.is_file() else model
+    for text in models:
+        model, path = text, Path(text).expanduser()
+        if not path.exists() and (named := _NAMED.fullmatch(text)):
+            name, model = named.groups()
+        else:
+            name = path.resolve().name if path.is_dir() else path.stem if path.is_file() else model
         if name in names:
-            raise InputError(f"{model}: there is a model {name!r} already; rename one of them")
+            raise InputError("models", text, f"would be a second {name!r}", f"name it: {name}-2={model}")
         names[name] = model
     return names
 
@@ -420,7 +446,10 @@ class ModelSet:
                 self._served[name] = ServedModel(name, self._load, self._adapters, self._lanes, weights=False)
             except CanvaxError as error:
                 self._say(f"{name} is left out: {error}")
-        self.cards = [served.card(self._warm, any_size=self._on_demand) for served in self._served.values()]
+        most = MOST_REFERENCES if self._on_demand else self._references
+        self.cards = [
+            served.card(self._warm, any_size=self._on_demand, references=most) for served in self._served.values()
+        ]
 
     def named(self, name: str | None) -> ServedModel:
         """The model of a name, or the default.

@@ -32,7 +32,11 @@ _FORMS = ("/v1/images/edits",)
 _FILE = {"type": "string", "contentMediaType": "application/octet-stream"}
 _FILES = {"type": "object", "properties": {"image": _FILE, "mask": _FILE}, "required": ["image"]}
 """Of a form, beside its fields."""
-_BYTES = ("/api/inspect",)
+_BYTES = {
+    "/api/inspect": "How an image was made.",
+    "/api/control/{kind}": "The control image that `control_from` makes of an image, as PNG.",
+}
+"""Paths to which a file is posted as it is."""
 _ACCEPTED = ("/api/jobs",)
 _POSTS = {
     "/api/jobs": "Begin a job.",
@@ -92,8 +96,8 @@ def description(bodies: Mapping[str, type[Struct]], *, history: bool = False) ->
         schema = {"allOf": [schema, _FILES]} if path in _FORMS else schema
         posted["requestBody"] = {"required": True, "content": {kind: {"schema": schema}}}
         paths[path] = {"post": posted}
-    for path in _BYTES:
-        posted = _operation("How an image was made.", path, "200")
+    for path, what in _BYTES.items():
+        posted = _operation(what, path, "200")
         posted["requestBody"] = {"required": True, "content": {"application/octet-stream": {}}}
         paths[path] = {"post": posted}
     for path, what in _GETS.items():

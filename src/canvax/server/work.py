@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,18 +20,21 @@ from canvax.errors import NO_VALUE, InputError, nearest
 from canvax.families.base import Model
 from canvax.noise import image_seeds, random_seed
 from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS
-from canvax.pipelines.generate import metadata, work
+from canvax.pipelines.generate import enlarged, larger_side, metadata, sampler_table, second_pass, work
 from canvax.pipelines.hints import idle
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.references import check_references
 from canvax.pipelines.request import Call, Request, make_request
 from canvax.pipelines.upscale import Tiles
 from canvax.samplers import SamplerOptions, SamplerTable, find
+from canvax.samplers.specs import SAMPLERS
 from canvax.server.adapter_cache import AdapterCache, Wanted
 from canvax.server.control import check_has_networks, examples, prompts_of, publicly, with_networks
 from canvax.server.enlarged import Enlarged, cut, tile_request
+from canvax.server.images_in import MOST_PIXELS
 from canvax.server.jobs import Job, JobRequest, Picture, Rejected, Stepped, invalid
 from canvax.settings import aliases, declared
+from canvax.types import HostArray
 
 MOST_IMAGES, MOST_STEPS = 64, 250
 """Of one job."""
@@ -55,6 +59,8 @@ NOT_OFFERED = {
 }
 """Options of a call that a server has no place for, and why."""
 
+_INVERSE = "ddim_inverse"
+"""A sampler from an image to its noise."""
 _lock = threading.Lock()  # tokenizers are not made for several threads
 _NAMES = {"num_inference_steps": "steps", "negative_prompts": "negative_prompt", "prompts": "prompt"}
 """What the arguments of a call are called in an ask."""
@@ -88,7 +94,7 @@ class Item:
         deadline: on the engine's clock.
         expected: seconds that it takes alone.
         shared: the engine's seconds for it where many wait.
-        previews: rows after which a preview is wanted.
+        previews: steps of its picture after which a preview is wanted.
         decodes: whether they are decoded; decided at the first, so that all of an image are of one kind.
         turn: see ``canvax.server.policy.Work``.
         carried: where it stands, while it has no slot; None before it is encoded.
@@ -96,6 +102,10 @@ class Item:
         whole: what it is a tile of; None where it is an image by itself. ``picture`` is its own then, not the job's.
         adapters: beside the model's weights, for this image.
         shelf: that these are from; None where the server has none.
+        second: the pass at a larger size that comes after this one; None where there is none.
+        later: as ``expected`` and ``shared``, of that pass.
+        before: rows of the pass before this one.
+        recorded: what its metadata says, where that is the request of the pass before.
     """
 
     job: Job
@@ -115,6 +125,10 @@ class Item:
     whole: Enlarged | None = None
     adapters: Wanted = field(default_factory=dict)
     shelf: AdapterCache | None = None
+    second: Checked | None = None
+    later: tuple[float, float] = (0.0, 0.0)
+    before: int = 0
+    recorded: Request | None = None
     _holds: bool = False
 
     def hold(self) -> None:
@@ -150,9 +164,20 @@ class Item:
             self.request, init_images=init, control=control, image_prompts=prompts, references=references
         )
 
+    def enlarge(self, pixels: HostArray, latents: HostArray) -> None:
+        """Its pass is over, with pixels [H, W, 3] and latents [h, w, C]: it becomes the second one."""
+        assert self.second is not None
+        request = replace(self.second.request, seeds=self.request.seeds)
+        self.recorded, self.request = self.request, enlarged(request, pixels[None], latents[None])
+        self.before, self.table, self.group = len(self.table), self.second.table, self.second.group
+        self.expected, self.shared = self.later
+        self.second, self.later, self.carried, self.decodes = None, (0.0, 0.0), None, None
+
     def inputs(self) -> Iterator[Image.Image]:
         """The decoded images that it holds."""
         yield from inputs_of(self.request)
+        if self.second:
+            yield from inputs_of(self.second.request)
         if self.whole:
             yield self.whole.source
 
@@ -164,11 +189,20 @@ class Item:
     @property
     def cost(self) -> float:
         """The engine's seconds that it still costs where many wait."""
-        return self.shared * self._undone
+        return self.shared * self._undone + self.later[1]
 
     @property
     def _undone(self) -> float:
-        return 1 - self.picture.step / max(1, len(self.table))
+        return 1 - self.row / max(1, len(self.table))
+
+    @property
+    def row(self) -> int:
+        """Rows of its table that are done."""
+        return self.picture.step - self.before
+
+    @row.setter
+    def row(self, row: int) -> None:
+        self.picture.step = self.before + row
 
     @property
     def over(self) -> bool:
@@ -182,7 +216,7 @@ class Item:
 
     def progress(self, slower: float = 1.0) -> Stepped:
         """How far it is, in the job's words; ``slower``: how many times longer a step of its batch takes than alone."""
-        left = self.left * slower
+        left = self.left * slower + self.later[0]
         if self.whole:
             self.whole.count()
             left = self.shared * sum(1 - part.step / part.steps for part in self.whole.parts)
@@ -190,7 +224,7 @@ class Item:
 
     def metadata(self, model: Model) -> dict[str, Any]:
         """What generates it again."""
-        fields = publicly(metadata(model, self.request)[0]) | {"model": self.job.model}
+        fields = publicly(metadata(model, self.recorded or self.request)[0]) | {"model": self.job.model}
         return self.whole.metadata(fields) if self.whole else fields
 
 
@@ -225,7 +259,7 @@ def may_begin(items: Iterable[Item]) -> list[Item]:
 
 
 class Checked(NamedTuple):
-    """An ask that can be carried out."""
+    """An ask that can be carried out; ``second``: with another pass, at a larger size."""
 
     request: Request
     table: SamplerTable
@@ -234,6 +268,7 @@ class Checked(NamedTuple):
     tiles: Tiles | None = None
     adapters: Wanted = MappingProxyType({})
     shelf: AdapterCache | None = None
+    second: Checked | None = None
 
     @property
     def images(self) -> int:
@@ -256,6 +291,8 @@ class Checked(NamedTuple):
     def pictures(self) -> list[Picture]:
         """Of a job."""
         whole, steps = self.tiles or self.request, len(self.table) * (len(self.tiles) if self.tiles else 1)
+        if self.second:
+            whole, steps = self.second.request, steps + len(self.second.table)
         return [Picture(i, seed, whole.width, whole.height, steps) for i, seed in enumerate(self.seeds)]
 
     def job(self, job_request: JobRequest, cancel: Callable[[Job], None]) -> Job:
@@ -278,12 +315,12 @@ class Checked(NamedTuple):
     def item(self, job: Job, picture: Picture) -> Item:
         """One image of it, with its own seeds."""
         request = replace(self.request, seeds=[picture.seed])
-        rows = len(self.table)
-        count = min(job.request.previews, rows - 1)
-        previews = tuple(sorted({round(rows * (i + 1) / (count + 1)) for i in range(count)}))
+        count = min(job.request.previews, picture.steps - 1)
+        previews = tuple(sorted({round(picture.steps * (i + 1) / (count + 1)) for i in range(count)}))
         return Item(
-            job, picture, request, self.table, self.group, job.request.client, previews=previews, **self._beside
-        )
+            job, picture, request, self.table, self.group, job.request.client, previews=previews, second=self.second,
+            **self._beside,
+        )  # fmt: skip
 
     @property
     def _beside(self) -> dict[str, Any]:
@@ -315,7 +352,7 @@ def check(job_request: JobRequest, name: str, model: Model, shelf: AdapterCache 
     check_has_networks(job_request, model)
     seed = _seed(job_request) if job_request.seed in (None, -1) else job_request.seed
     try:
-        if job_request.sampler is not None and find(job_request.sampler)[0].name == "ddim_inverse":
+        if job_request.sampler is not None and find(job_request.sampler)[0].name == _INVERSE:
             why = "goes from an image to its noise, and latents do not go over the wire; choose another sampler"
             raise invalid("sampler", f"sampler={job_request.sampler!r} {why}")
         seeds, tiles = image_seeds(seed, job_request.n), None
@@ -323,24 +360,48 @@ def check(job_request: JobRequest, name: str, model: Model, shelf: AdapterCache 
             job_request, tiles = cut(job_request, model, seeds[0], check_options(_options(job_request)).noise)
         with _lock:
             request = _request(job_request, model, seeds[0])
-        table, deep, kinds = work(model, request)
+            larger = _second_pass(model, request) if request.options.hires > 1 else None
+        first = _planned(name, model, request, shelf)
+        second = Checked(larger, *_planned(name, model, larger, shelf), seeds) if larger else None
     except InputError as error:
         raise _refusal(error) from None
     for hint in () if job_request.lenient else idle(model, request):
         raise _refusal(InputError(hint.argument, hint.value, hint.problem, "leave it out"))
-    if request.steps > MOST_STEPS or len(table) > MOST_EVALUATIONS:
-        raise invalid(
-            "steps", f"steps: {request.steps} of them, {len(table)} evaluations of the network, are more than "
-            f"{MOST_STEPS} and {MOST_EVALUATIONS}",
-        )  # fmt: skip
     if (times := request.options.settings.get("s_noise", 1)) > MOST_NOISE:
         raise invalid("options", f"options.sampler_settings: s_noise={times:g} is more than {MOST_NOISE}; 1 is usual")
     if max(request.options.seed_size or (0,)) > LARGEST_NOISE:
         raise invalid("options", f"options.seed_size: a side is longer than {LARGEST_NOISE} pixels")
     if request.composed and request.texts.parts > MOST_PARTS:
         raise invalid("prompt", f"prompt: {request.texts.parts} prompts joined by AND are more than {MOST_PARTS}")
-    if request.options.mask_blend != "denoised" or deep is not None:
+    if request.options.mask_blend != "denoised":
         raise invalid("options", "options.mask_blend: 'renoised' is not offered; leave it out")
+    return Checked(request, *first, seeds, tiles, adapters, shelf, second)
+
+
+def _second_pass(model: Model, request: Request) -> Request:
+    """As ``second_pass``, without the blank images, which would take memory while it waits."""
+    times = request.options.hires
+    height, width = (larger_side(model, side, times) for side in (request.height, request.width))
+    if height * width > MOST_PIXELS:
+        raise InputError("hires", times, f"makes {width} x {height} pixels, more than {MOST_PIXELS}", "use less")
+    larger = second_pass(model, request)
+    assert larger.init_images is not None
+    return replace(larger, init_images=replace(larger.init_images, images=[], whole=([], [])))
+
+
+def _planned(name: str, model: Model, request: Request, shelf: AdapterCache | None) -> tuple[SamplerTable, GroupKey]:
+    """The table and the group of a request.
+
+    Raises:
+        InputError: its options do not go together.
+        Rejected: it has too many steps.
+    """
+    table, _, kinds = work(model, request)
+    if request.steps > MOST_STEPS or len(table) > MOST_EVALUATIONS:
+        raise invalid(
+            "steps", f"steps: {request.steps} of them, {len(table)} evaluations of the network, are more than "
+            f"{MOST_STEPS} and {MOST_EVALUATIONS}",
+        )  # fmt: skip
     # Every size has one set of programs, in which plain images, given ones and masked ones mix.
     kinds = kinds._replace(
         guided=(True,) if kinds.parts else (True, False),
@@ -351,7 +412,7 @@ def check(job_request: JobRequest, name: str, model: Model, shelf: AdapterCache 
     kinds = with_networks(kinds, model)
     if request.embedded:
         kinds = kinds._replace(guided=(False,))
-    return Checked(request, table, GroupKey(name, request.height, request.width, kinds), seeds, tiles, adapters, shelf)
+    return table, GroupKey(name, request.height, request.width, kinds)
 
 
 def _seed(job_request: JobRequest) -> int:
@@ -387,6 +448,19 @@ def sample(
         images |= {"image": blank, "references": (blank,) * (references - 1)}
     job_request = JobRequest(prompt, width=width, height=height, steps=steps, seed=0, options=options, **images)
     return check(job_request, name, model, shelf)
+
+
+def usable_samplers(model: Model, width: int, height: int) -> tuple[str, ...] | None:
+    """Names of the samplers that can generate images of a size with a model; None if its own cannot."""
+    try:
+        request, usable = sample("", model, width, height, steps=4).request, []
+    except Rejected:
+        return None
+    for spec in SAMPLERS:
+        with suppress(InputError):
+            sampler_table(model, replace(request, sampler=spec.name))
+            usable.append(spec.name)
+    return tuple(name for name in usable if name != _INVERSE)
 
 
 def _options(job_request: JobRequest) -> Options:

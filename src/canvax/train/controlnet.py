@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from canvax.errors import NO_VALUE, InputError, check_count
 from canvax.families.base import Model
 from canvax.families.controls import control_of
+from canvax.files import temporary_folder
 from canvax.models.controlnet import ControlNet, HintConfig
 from canvax.params import Params, init_params
 from canvax.train.diffusion import CONTROL
@@ -128,8 +129,9 @@ class Controlling:
     def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
         """Writes the network in the diffusers layout."""
         part = Component(CONTROL, self._net(model).spec, "diffusers")
-        save_component(target, part, trained[CONTROL], self._config(model), dtype=self.save_dtype)
-        return target
+        with temporary_folder(target.parent) as draft:
+            save_component(draft / CONTROL, part, trained[CONTROL], self._config(model), dtype=self.save_dtype)
+            return (draft / CONTROL).rename(target)
 
 
 def train_controlnet(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, check_count, check_function, shown, warn
+from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count, check_function, shown
 from canvax.files import remove_leftovers
 from canvax.kernels.target import compiled_on
 from canvax.parallel import multihost
@@ -31,6 +31,8 @@ from canvax.train.state import TrainState, check_arrays, load_state, new_state, 
 from canvax.types import Array, HostArray
 
 STATE, LOG = "state.safetensors", "log.jsonl"
+FIRST_STATE = 30.0
+"""Seconds until the first state of a new run, where ``Session.save_every`` is longer."""
 _OVER_BATCH = PartitionSpec(None, None, "data")
 """Sharding of samples [chunk, accumulate, B, ...]."""
 
@@ -38,7 +40,7 @@ Loss = Callable[[Params, Any, Any, Array], tuple[Array, dict[str, Array]]]
 """``(params, samples, shared, key) -> (loss, values to log)``; each array of the samples is [B, ...]."""
 
 
-Program = Callable[[TrainState, Any, Any, Any], tuple[TrainState, dict[str, Any]]]
+Program = Callable[[TrainState, Any, Any, Any, Any], tuple[TrainState, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Plan:
     """The settings of a training run.
 
     Attributes:
-        steps: number of updates, rounded up to a multiple of ``chunk``.
+        steps: number of updates.
         batch: samples per update.
         learning_rate: the highest learning rate, after the warm-up.
         warmup: steps of the warm-up.
@@ -56,7 +58,7 @@ class Plan:
         clip: bound on the norm of the gradient.
         average: decay of the moving average of the parameters; 0 for no averaging.
         seed: seed of every random choice.
-        chunk: steps per call of the program.
+        chunk: most steps per call of the program; it does not change the numbers.
         accumulate: batches per update, processed one after the other to save memory; the gradients are averaged.
         rates: top-level key of the parameters -> its learning rate, where it differs.
         minutes: choose ``steps`` to take about this long; measured once, at the beginning of the run.
@@ -124,8 +126,12 @@ class Session:
         deadline: ``time.monotonic()`` at which to write the state and stop; None to run to the end.
         save_every: seconds between writing states.
         about: further settings, in plain values, that must not change when a run is resumed.
-        preview: called with the step and the averaged parameters.
+        save: called with the step and the averaged parameters, after a state of this step was written. When a run
+            resumes at that step, it is called again.
+        save_steps: steps between calls of ``save``, which is not called after the last step; None for no calls.
+        preview: called with the step and the averaged parameters, and always after the last step.
         preview_every: seconds between previews.
+        preview_steps: steps between previews, in place of ``preview_every``.
         watch: called after each chunk with the step and the logged values, including learning rate and samples per
             second.
     """
@@ -136,8 +142,11 @@ class Session:
     deadline: float | None = None
     save_every: float = 300.0
     about: Mapping[str, Any] = field(default_factory=dict)
+    save: Callable[[int, Params], None] | None = None
+    save_steps: int | None = None
     preview: Callable[[int, Params], None] | None = None
     preview_every: float = 900.0
+    preview_steps: int | None = None
     watch: Callable[[int, Mapping[str, float]], None] | None = None
 
     def __post_init__(self) -> None:
@@ -152,9 +161,21 @@ class Session:
         for what in ("save_every", "preview_every"):
             if getattr(self, what) < 0:
                 raise InputError(what, getattr(self, what), "is fewer than 0 seconds")
-        for what, arguments in (("preview", "(step, parameters)"), ("watch", "(step, numbers)")):
+        for what in ("save_steps", "preview_steps"):
             if getattr(self, what) is not None:
-                check_function(what, getattr(self, what), 2, arguments)
+                check_count(what, getattr(self, what))
+        for what, arguments in {"save": "parameters", "preview": "parameters", "watch": "numbers"}.items():
+            if getattr(self, what) is not None:
+                check_function(what, getattr(self, what), 2, f"(step, {arguments})")
+
+    def next_stop(self, done: int, steps: int, plan: Plan) -> int:
+        """Returns the step after which the program returns, of which ``done`` of ``steps`` are done."""
+        every = (plan.chunk, self.save_steps, self.preview_steps)
+        return min(steps, *(done - done % count + count for count in every if count))
+
+    def saves(self, done: int, steps: int) -> bool:
+        """Returns whether ``save`` is called after this step."""
+        return self.save is not None and bool(self.save_steps) and 0 < done < steps and done % self.save_steps == 0
 
 
 def fit(
@@ -170,7 +191,8 @@ def fit(
         data: a pytree of arrays [samples, ...]. It stays on the host; each device gets its part of the batches of a
             chunk of steps.
         samples: number of samples.
-        plan: settings of the run, which must not change when it is resumed.
+        plan: settings of the run, which must not change when it is resumed; only ``chunk`` may, and at a constant
+            learning rate ``steps`` may grow.
         session: folder, devices, deadline and callbacks.
         shared: a pytree of arrays that each step reads, replicated on every device.
 
@@ -203,18 +225,18 @@ def fit(
     progress.say("compiling")
     program = _compile(partial(_update, loss=loss, optimizer=optimizer, plan=plan), state, data, shared, plan,
                        session.mesh)  # fmt: skip
+    steps = plan.steps
     if path.is_file():
-        steps = read_facts(path)["total"]
+        steps = steps if plan.minutes is None else read_facts(path)["total"]
         state = load_state(path, state)
-    else:
-        steps = -(-plan.steps // plan.chunk) * plan.chunk
-        if plan.minutes is not None:
-            steps = _steps_in(plan, program, state, _chunk_of(data, plan.indices(0, samples), session.mesh), shared)
-        elif steps != plan.steps:
-            warn(f"steps={plan.steps} becomes {steps}, a multiple of chunk={plan.chunk}", HintWarning)
+    elif plan.minutes is not None:
+        steps = _steps_in(plan, program, state, _chunk_of(data, plan.indices(0, samples), session.mesh), shared)
     done = int(state.step)
     if spread:
-        (steps,) = multihost.agree([steps], facts_of(plan, samples), dict(session.about), done)
+        regular = (plan.chunk, session.save_steps, session.preview_steps)
+        (steps,) = multihost.agree([steps], facts_of(plan, samples), dict(session.about), done, regular)
+    if not done and read_log(session.folder / LOG):
+        progress.say("no state was saved, beginning again")
     if writes:
         remove_leftovers(session.folder)
         _cut_log(session.folder / LOG, done)
@@ -223,11 +245,16 @@ def fit(
         progress.say(f"going on from step {done} of {steps}")
     progress.begin(steps, plan.accumulate * plan.batch, done)
     saved = shown = time.monotonic()
+    if not done:
+        saved -= max(session.save_every - FIRST_STATE, 0)
+    if session.save and session.saves(done, steps):
+        session.save(done, _ema_or_params(state))
     chunk = _chunk_of(data, plan.indices(done, samples), session.mesh)
     while done < steps:
         began = time.monotonic()
-        state, metrics = program(state, chunk, shared, np.int32(steps))
-        done += plan.chunk
+        count = session.next_stop(done, steps, plan) - done
+        state, metrics = program(state, chunk, shared, np.int32(steps), np.int32(count))
+        done += count
         if done < steps:  # while the devices are busy
             chunk = _chunk_of(data, plan.indices(done, samples), session.mesh)
         _check_finite("the loss", metrics["loss"], session.name, done)
@@ -238,19 +265,24 @@ def fit(
         progress.advance(done, numbers["loss"])
         if session.watch:
             rate = float(learning_rate(jnp.int32(done - 1), jnp.int32(steps), plan))
-            pace = plan.chunk * plan.accumulate * plan.batch / max(now - began, 1e-9)
+            pace = count * plan.accumulate * plan.batch / max(now - began, 1e-9)
             session.watch(done, numbers | {"learning_rate": rate, "images_per_second": pace})
         stop = session.deadline is not None and now >= session.deadline
         due = np.array([stop, now - saved >= session.save_every, now - shown >= session.preview_every])
         if spread:  # clocks differ, and all processes must do the same
             due = multihost.any_of(due)
         stop, save, preview = due
-        if done >= steps or stop or save:
+        if session.preview_steps:
+            preview = done % session.preview_steps == 0
+        saves = session.saves(done, steps)
+        if done >= steps or stop or save or saves:
             # The loss only covers the parameters before the last update.
             _check_finite("a parameter", _largest(state.params), session.name, done)
             if writes:
                 save_state(path, state, facts)
             saved = now
+        if session.save and saves:
+            session.save(done, _ema_or_params(state))
         if session.preview and (done >= steps or preview):
             session.preview(done, _ema_or_params(state))
             shown = time.monotonic()
@@ -405,18 +437,30 @@ def _update(
 
 
 def _compile(update: Any, state: TrainState, data: Any, shared: Any, plan: Plan, mesh: Mesh) -> Program:
-    """Compiles ``(state, samples [chunk, accumulate, B, ...], shared, steps) -> (state, means of the logged values)``.
+    """Compiles ``(state, samples [chunk, accumulate, B, ...], shared, steps, count) -> (state, means of the logged
+    values)``, which makes the first ``count`` updates of a chunk.
 
-    The input state is donated. A chunk of steps is a single program, so that the device never waits for Python.
+    The input state is donated. A chunk of steps is a single program, so that the device never waits for Python; and as
+    ``count`` is data, a step has the same numbers wherever a chunk ends.
     """
     everywhere = replicated(mesh)
 
-    def chunk(state: TrainState, samples: Any, shared: Any, steps: Array) -> tuple[TrainState, dict[str, Array]]:
-        def step(state: TrainState, part: Any) -> Any:
-            return update(state, part, shared, steps)
+    def chunk(
+        state: TrainState, samples: Any, shared: Any, steps: Array, count: Array
+    ) -> tuple[TrainState, dict[str, Array]]:
+        def step(index: Any, state: TrainState) -> tuple[TrainState, dict[str, Array]]:
+            part = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), samples)
+            state, metrics = update(state, part, shared, steps)
+            return state, jax.tree.map(lambda value: jnp.mean(value, dtype=jnp.float32), metrics)
 
-        state, metrics = jax.lax.scan(step, state, samples, length=plan.chunk)
-        return state, jax.tree.map(jnp.mean, metrics)
+        def add(index: Any, carried: Any) -> Any:
+            state, total = carried
+            state, metrics = step(index, state)
+            return state, jax.tree.map(jnp.add, total, metrics)
+
+        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(step, 0, state)[1])
+        state, total = jax.lax.fori_loop(0, count, add, (state, zeros))
+        return state, jax.tree.map(lambda value: value / count, total)
 
     return compiled_on(
         mesh,
@@ -425,7 +469,8 @@ def _compile(update: Any, state: TrainState, data: Any, shared: Any, plan: Plan,
         _abstract(data, plan.chunk, plan.accumulate, plan.batch),
         shared,
         jax.ShapeDtypeStruct((), jnp.int32),
-        in_shardings=(everywhere, NamedSharding(mesh, _OVER_BATCH), everywhere, everywhere),
+        jax.ShapeDtypeStruct((), jnp.int32),
+        in_shardings=(everywhere, NamedSharding(mesh, _OVER_BATCH), everywhere, everywhere, everywhere),
         out_shardings=everywhere,
         donate_argnums=0,
     )
@@ -437,24 +482,47 @@ def _steps_in(plan: Plan, program: Any, state: TrainState, chunk: Any, shared: A
     for _ in range(2):
         copy = jax.tree.map(jnp.copy, state)
         began = time.perf_counter()
-        jax.block_until_ready(program(copy, chunk, shared, np.int32(plan.steps)))
+        jax.block_until_ready(program(copy, chunk, shared, np.int32(plan.steps), np.int32(plan.chunk)))
         seconds.append(time.perf_counter() - began)
     return max(1, int((plan.minutes or 0) * 60 / min(seconds))) * plan.chunk
 
 
 def facts_of(plan: Plan, samples: int) -> dict[str, Any]:
     """Returns the settings that must not change when a run is resumed."""
-    return {**asdict(plan), "samples": samples}
+    return {name: value for name, value in asdict(plan).items() if name != "chunk"} | {"samples": samples}
+
+
+def is_longer(path: Path, plan: Plan) -> bool:
+    """Returns whether ``plan`` has more steps than the run of a state file, and the same learning rate in those before.
+
+    Raises:
+        InputError: it has more steps, and another learning rate in those before.
+    """
+    old = read_facts(path)["steps"]
+    if plan.minutes is not None or plan.steps <= old:
+        return False
+    if plan.final != 1:
+        raise InputError(
+            "steps",
+            NO_VALUE,
+            f"was {old}, now {plan.steps}: a run whose learning rate falls until the last step cannot be made longer",
+            "choose another folder",
+        )
+    return True
 
 
 def check_same(path: Path, plan: Plan, samples: int, about: Mapping[str, Any] | None = None) -> None:
-    """Raises InputError if a state file was written with another plan or other data."""
+    """Raises InputError if a state file was written with another plan or other data; a plan may be longer."""
     # Compares values as JSON stores them; fields missing in files of earlier versions had these defaults.
     now = json.loads(json.dumps(facts_of(plan, samples) | dict(about or {})))
     old = {"accumulate": 1, "rates": {}} | read_facts(path)
-    changed = [f"{name} was {old.get(name)}, now {value}" for name, value in now.items() if old.get(name) != value]
+    changed = {name: f"was {old.get(name)}, now {value}" for name, value in now.items() if old.get(name) != value}
+    if changed.keys() == {"steps"} and is_longer(path, plan):
+        return
     if changed:
-        raise InputError(f"{path} was begun with another plan: {'; '.join(changed)}. Use the same, or another folder.")
+        (name, first), *others = changed.items()
+        cure = [*(f"{{{name}}} {words}" for name, words in others), f"use the same as in {path}, or another folder"]
+        raise InputError(name, NO_VALUE, first, "; ".join(cure))
 
 
 def _log(path: Path, step: int, metrics: Mapping[str, float]) -> None:

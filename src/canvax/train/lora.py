@@ -42,6 +42,8 @@ class Lora:
         text_rate: learning rate of the text encoders; by default that of the UNet.
         names: names of the arrays in the file: "peft" (diffusers) or "kohya" (A1111).
         trigger: trigger words to write into the file's metadata.
+        title: title in the file's metadata; by default the name of the run's folder.
+        start: a LoRA of the same rank and layers to begin with: a file, a folder or a Hub id.
         save_dtype: dtype of the file.
     """
 
@@ -52,6 +54,8 @@ class Lora:
     text_rate: float | None = None
     names: str = "peft"
     trigger: str = ""
+    title: str = ""
+    start: str | Path | None = None
     save_dtype: DType = "float32"
 
     name = "LoRA"
@@ -77,7 +81,8 @@ class Lora:
     @property
     def facts(self) -> dict[str, Any]:
         """The settings that determine the factors."""
-        return {"rank": self.rank, "alpha": self.alpha, "layers": self.layers, "text_encoder": self.text}
+        start = {} if self.start is None else {"start": str(self.start)}
+        return {"rank": self.rank, "alpha": self.alpha, "layers": self.layers, "text_encoder": self.text, **start}
 
     @property
     def rates(self) -> dict[str, float]:
@@ -90,11 +95,12 @@ class Lora:
         return folder / (FILE if self.names == "peft" else f"{folder.resolve().name}.safetensors")
 
     def check(self, model: Model, training: Training) -> None:
-        """Accepts every model."""
+        """Accepts every model; reads the factors to begin with."""
+        self._factors(model, training)
 
     def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
-        """Makes new factors; the whole model is frozen, in the dtype of the computation."""
-        factors = low_rank.new_factors(self._targets(model), self.rank, training.plan.seed)
+        """Makes the factors; the whole model is frozen, in the dtype of the computation."""
+        factors = self._factors(model, training)
         frozen = in_dtype(params, ["unet", *model.text.names], dtype)
 
         def assemble(trained: Params, frozen: Params) -> Params:
@@ -109,13 +115,14 @@ class Lora:
     def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
         """Writes the LoRA file, with the model it was trained for in its metadata."""
         base = _BASES.get(model.unet.cross_attention_dim, "")
+        title = self.title or target.parent.name
         metadata = {
             "modelspec.sai_model_spec": "1.0.0",
-            "modelspec.title": target.parent.name,
+            "modelspec.title": title,
             "modelspec.architecture": f"{base}/lora" if base else "",
             "modelspec.trigger_phrase": self.trigger,
             "ss_sd_model_name": written({"model": model.name})["model"],
-            "ss_output_name": target.parent.name,
+            "ss_output_name": title,
         }
         low_rank.write_factors(
             target,
@@ -127,6 +134,14 @@ class Lora:
             metadata={key: value for key, value in metadata.items() if value},
         )
         return target
+
+    def _factors(self, model: Model, training: Training) -> Params:
+        """Makes new factors, or reads those of ``start``."""
+        chosen = self._targets(model)
+        if self.start is None:
+            return low_rank.new_factors(chosen, self.rank, training.plan.seed)
+        specs = {"unet": model.networks.denoiser.spec, **model.text.specs}
+        return low_rank.read_factors(self.start, specs, chosen, self.rank, scale=self.scale)
 
     def _targets(self, model: Model) -> low_rank.Targets:
         specs: dict[str, Spec] = {"unet": model.networks.denoiser.spec}

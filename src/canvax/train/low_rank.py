@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from canvax.adapters import NotLowRank, low_rank
 from canvax.errors import NO_VALUE, InputError, check_count, nearest, shown
 from canvax.nn import LOW_RANK
 from canvax.params import Param, Params, Spec, flatten
 from canvax.types import DType, HostArray
 from canvax.weights.cast import parse_dtype
+from canvax.weights.location import Location
+from canvax.weights.lora import read_adapter
+from canvax.weights.open import LORA_FILES, find_adapter
 from canvax.weights.safetensors import Outgoing, write_safetensors
 from canvax.weights.save import narrowed
 
@@ -78,6 +83,45 @@ def new_factors(chosen: Targets, rank: int, seed: int) -> Params:
         return {"down": down, "up": np.zeros((rank, outputs), np.float32)}
 
     return {component: {name: new_pair(param) for name, param in of.items()} for component, of in chosen.items()}
+
+
+def read_factors(source: str | Path, specs: Mapping[str, Spec], chosen: Targets, rank: int, *, scale: float) -> Params:
+    """Reads the factors of a LoRA file, to train it further.
+
+    Args:
+        source: a file, a folder or a Hub id.
+        specs: of all components that a LoRA of the model can have factors of.
+        chosen: the weights that are trained.
+        rank: rank of the factors.
+        scale: what ``up`` x ``down`` is multiplied by; the file's may be another, and its change stays the same.
+
+    Raises:
+        InputError: the file has factors of other weights, or of another rank.
+        CheckpointError: the file is no adapter of the model.
+    """
+    (path, *_), config = find_adapter(Location(source, argument="start"), LORA_FILES)
+    parts = read_adapter(path, specs, config).parts
+    wanted = {(component, f"{name}.weight"): param for component, of in chosen.items() for name, param in of.items()}
+    if parts.keys() != wanted.keys():
+        component, name = sorted(parts.keys() ^ wanted.keys())[0]
+        has = "has" if (component, name) in parts else "lacks"
+        problem = f"{has} factors of {component}.{name}"
+        raise InputError("start", source, problem, "give the {layers} and {text_encoder} that it was trained with")
+    factors: Params = {component: {} for component in chosen}
+    for (component, name), part in parts.items():
+        param = wanted[component, name]
+        try:
+            down, up = low_rank(replace(part, scale=part.scale / scale), param.checkpoint_shapes[0])
+        except NotLowRank as error:
+            raise InputError("start", source, f"cannot be trained further: {error}", "give a LoRA") from None
+        if len(down) != rank:
+            raise InputError("rank", rank, f"is not that of {source}", f"give {{rank={len(down)}}}")
+        down = down.transpose(2, 3, 1, 0) if len(param.shape) == 4 else down.reshape(rank, -1).T
+        factors[component][name.removesuffix(".weight")] = {
+            "down": np.ascontiguousarray(down, np.float32),
+            "up": np.ascontiguousarray(up.T, np.float32),
+        }
+    return factors
 
 
 def with_factors(factors: Params, params: Params, *, scale: float) -> Params:

@@ -7,16 +7,18 @@ opening the model, reading and encoding images, the loop, previews, and resuming
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
+from glob import escape
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.errors import NO_VALUE, InputError, check_count, check_utf8
+from canvax.errors import NO_VALUE, HintWarning, InputError, check_count, check_utf8
 from canvax.families.base import Model
 from canvax.images.grid import make_grid
 from canvax.models.controlnet import ControlNet
@@ -31,9 +33,10 @@ from canvax.pipelines.result import make_folder
 from canvax.train.board import Board, check_board
 from canvax.train.diffusion import Assemble, denoising_data, denoising_loss, replaced
 from canvax.train.encoding import encode_pictures
-from canvax.train.loop import STATE, Plan, Session, check_same, fit
+from canvax.train.loop import STATE, Plan, Session, check_same, fit, is_longer
 from canvax.train.objectives import check_trainable
 from canvax.train.pictures import MASK, MASK_ENDING, Pictures, check_apart, read_pictures
+from canvax.train.state import read_facts
 from canvax.types import DType, HostArray
 from canvax.weights.cast import parse_dtype
 
@@ -60,6 +63,9 @@ class Training:
         remat: recompute activations in the backward pass, which takes less memory but more time.
         dtype: dtype of the computation; by default bfloat16 on GPU and TPU, float32 on the CPU.
         prompts: prompts of the images that are generated during training, in the folder ``previews``.
+        preview_steps: steps between previews; by default they come every 15 minutes, and always after the last step.
+        save_steps: steps between the weights that are saved during training, beside the result and called as it is,
+            with the step behind (``numbered``); by default none are.
         tensorboard: folder of curves and previews for TensorBoard; needs tensorboardX.
     """
 
@@ -76,6 +82,8 @@ class Training:
     remat: bool = False
     dtype: DType | None = None
     prompts: tuple[str, ...] = field(default=())
+    preview_steps: int | None = None
+    save_steps: int | None = None
     tensorboard: Path | None = None
 
     def __post_init__(self) -> None:
@@ -87,6 +95,12 @@ class Training:
             raise InputError("unmasked_weight", self.unmasked_weight, "must be in 0..1", "1 reads no masks")
         if self.size is not None:
             check_count("size", self.size, MAX_SIDE)
+        if self.save_steps is not None:
+            check_count("save_steps", self.save_steps)
+        if self.preview_steps is not None:
+            check_count("preview_steps", self.preview_steps)
+            if not self.prompts:
+                raise InputError("preview_steps", NO_VALUE, "has no effect without a prompt of previews")
         if self.dtype is not None:
             parse_dtype(self.dtype)
         if self.tensorboard is not None:
@@ -163,7 +177,7 @@ class Aim(Protocol):
     def rates(self) -> dict[str, float]: ...
 
     def target(self, folder: Path) -> Path:
-        """Returns the path of the result, which must not exist yet."""
+        """Returns the path of the result."""
         ...
 
     def check(self, model: Model, training: Training) -> None:
@@ -179,7 +193,7 @@ class Aim(Protocol):
         ...
 
     def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
-        """Writes the trained parameters."""
+        """Writes the trained parameters, whole or not at all."""
         ...
 
 
@@ -200,7 +214,7 @@ def train(
     deadline: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path | None:
-    """Trains from a checkpoint, or resumes the run in ``training.folder``.
+    """Trains from a checkpoint, or resumes the run in ``training.folder``, or makes it longer if it is finished.
 
     Args:
         training: the model, the images and the settings.
@@ -218,7 +232,7 @@ def train(
         CheckpointError: the model cannot be read.
     """
     target = aim.target(training.folder)
-    check_folder(training.folder, target)
+    check_folder(training, aim)
     check_pictures(training, subject)
     inputs: list[tuple[int, Pictures, Pictures | None, bool]] = []
 
@@ -239,9 +253,12 @@ def train(
     say(
         f"{len(pictures)} pictures at {size} x {size}"
         + (f", {pictures.masked} of them masked" if pictures.masked else "")
+        + _cropped(pictures)
     )
     start = aim.begin(model, params, training, dtype)  # first, since it may add tokens that captions contain
     make_folder(training.folder)  # fails before an hour's work, not after
+    if target.exists() and leads(mesh):  # the result of the run that is made longer
+        target.rename(numbered(target, read_facts(state)["total"]))
     data, shared = _data(pictures, training, model, params, mesh, masked=masked)
     if prior is not None:
         shared["prior"], _ = _data(prior, training, model, params, mesh, masked=masked)
@@ -260,22 +277,29 @@ def train(
     )
     board = Board(training.tensorboard) if training.tensorboard is not None and leads(mesh) else None
     shown = _preview(training, aim, StableDiffusion(model, programs), params, board) if training.prompts else None
+
+    def save(path: Path, trained: Params) -> None:
+        with together("saving") if is_spread(mesh) else nullcontext():
+            if leads(mesh) and not path.exists():  # a resumed run has the same weights at the same step
+                aim.save(path, model, params, trained, training)
+
     session = Session(
         training.folder / aim.part,
         aim.name,
         mesh,
         deadline=deadline,
         about=decisive,
+        save=lambda step, trained: save(numbered(target, step), trained),
+        save_steps=training.save_steps,
         preview=shown,
+        preview_steps=training.preview_steps,
         watch=board.numbers if board else None,
     )
     with closing(board) if board else nullcontext():
         trained, finished = fit(start.trained, loss, data, len(pictures), plan, session, shared)
     if not finished:
         return None
-    with together("saving") if is_spread(mesh) else nullcontext():
-        if leads(mesh):
-            aim.save(target, model, params, trained, training)
+    save(target, trained)
     return target
 
 
@@ -285,12 +309,26 @@ def _decisive(training: Training, aim: Aim) -> dict[str, Any]:
     return {**same, "model": str(training.model), **aim.facts}
 
 
-def check_folder(folder: Path, target: Path) -> None:
-    """Raises InputError if the folder is a file, or contains a finished run."""
-    if target.exists():
-        raise InputError(f"{str(target)!r} exists already: this run is finished; choose another folder.")
+def numbered(target: Path, step: int) -> Path:
+    """Returns the path of the weights of a step before the last: ``a-000500.safetensors`` beside ``a.safetensors``."""
+    return target.with_name(f"{target.stem}-{step:06d}{target.suffix}")
+
+
+def check_folder(training: Training, aim: Aim) -> None:
+    """Raises InputError if the folder is a file, or contains a finished run that ``training`` does not make longer."""
+    folder, target = training.folder, aim.target(training.folder)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{str(folder)!r} is a file; choose a folder for the run.")
+    state = folder / aim.part / STATE
+    if target.exists():
+        if not (state.is_file() and is_longer(state, training.plan)):
+            problem = f"{str(target)!r} exists already: this run is finished"
+            cure = "choose another folder, or more {steps} at a constant learning rate"
+            raise InputError("", NO_VALUE, problem, cure)
+        if (path := numbered(target, read_facts(state)["total"])).exists():
+            raise InputError(f"{str(path)!r} exists already, where {target.name} would be kept; move it away.")
+    elif not state.is_file() and (others := sorted(folder.glob(f"{escape(target.stem)}-[0-9]*[0-9]{target.suffix}"))):
+        raise InputError(f"{str(others[0])!r} is of another run; choose another folder.")
 
 
 def _check_model(training: Training, aim: Aim, model: Model) -> None:
@@ -322,7 +360,9 @@ def _preview(
         options = Options(progress=False)
         seeds = list(range(len(training.prompts)))
         shown = aim.shown(params, trained)
-        images = pipe(list(training.prompts), seed=seeds, params=shown, options=options).images
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", HintWarning)  # of words that are being taught
+            images = pipe(list(training.prompts), seed=seeds, params=shown, options=options).images
         if not leads(pipe.mesh):  # the images are split over the processes
             return
         (training.folder / "previews").mkdir(exist_ok=True)
@@ -381,6 +421,14 @@ def _read(
     if not len(pictures):
         raise InputError("pictures", source, "has no picture of the split 'train'")
     return pictures
+
+
+def _cropped(pictures: Pictures) -> str:
+    """Returns a clause on the images that lose a hundredth or more when they are cropped to a square."""
+    sides = pictures.frames[:, :2]
+    lost = 1 - sides.min(1) / sides.max(1)
+    count = int((lost >= 0.01).sum())
+    return f", {count} of them cropped by up to {lost.max():.0%}" if count else ""
 
 
 def _check_masks(training: Training, sets: Sequence[Pictures]) -> bool:

@@ -132,11 +132,13 @@ class Inversion:
     def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
         """Writes the vectors in the format of diffusers."""
         names = FILES if len(trained) > 1 else dict.fromkeys(trained, FILES["text_encoder"])
+        step = target.stem.removeprefix(Path(FILES["text_encoder"]).stem)  # empty at the end
         for part in reversed(list(trained)):  # ``target``, which marks the run as finished, is written last
             rows: HostArray = np.asarray(jax.device_get(trained[part]["rows"]))
             outgoing = Outgoing(self.token, rows.shape, rows.dtype, partial(np.asarray, rows))
             target.parent.mkdir(parents=True, exist_ok=True)
-            write_safetensors(target.parent / names[part], [outgoing], {"format": "pt"})
+            path = target.parent / names[part]
+            write_safetensors(path.with_stem(path.stem + step), [outgoing], {"format": "pt"})
         return target
 
 

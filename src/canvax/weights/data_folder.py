@@ -78,10 +78,10 @@ def find_named(name: str, argument: str) -> Path | None:
     folder = data_folder()
     if folder is None or Path(name).name != name:
         return None
-    from canvax.weights.entries import PICKLES  # JAX with it, which most commands do without
+    from canvax.weights.entries import PICKLES, WEIGHTS  # JAX with it, which most commands do without
     from canvax.weights.identify import inspect
 
-    endings = (".safetensors", ".gguf", *PICKLES)
+    endings = (*WEIGHTS, *PICKLES)
     paths = [path for root in _roots(folder) for path in _weights(root, endings) if name in (path.name, _stem(path))]
     if len(paths) > 1:
         flags = ("--lora", "--embedding") if argument == "source" else (f"--{argument.replace('_', '-')}",)

@@ -26,6 +26,9 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:+\-]*")
 
 MAX_RANK = 16
 
+WEIGHTS = (".safetensors", ".gguf")
+"""Endings of files that may hold a model or a part of one."""
+
 PICKLES = (".ckpt", ".bin", ".pt", ".pth", ".pkl", ".pickle")
 """Endings of files that are not opened, since reading them can run code."""
 
@@ -36,10 +39,12 @@ class Decode(NamedTuple):
     Attributes:
         numbers: how many numbers an item holds: 1, or those of a block.
         begin: called once per reading with the entry; returns a function (items, index of the first number) -> float32.
+        name: of the quantization, for people; "" where the dtype of the items says it.
     """
 
     numbers: int
     begin: Callable[[Entry], Callable[[HostArray, int], HostArray]]
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,11 @@ class Entry:
         return np.dtype(np.float32) if self.decode else self.dtype
 
     @property
+    def stored(self) -> str:
+        """How the numbers are stored, for people."""
+        return (self.decode.name if self.decode else "") or self.dtype.name
+
+    @property
     def is_float(self) -> bool:
         """Whether the numbers are real floating point numbers."""
         return self.number_dtype.kind in "fV"  # ml_dtypes are of kind V
@@ -96,10 +106,20 @@ class Entry:
         return replace(self, shape=shape, segments=tuple(segments), companions=companions)
 
     def columns(self, begin: int, end: int) -> Entry:
-        """A range of the last axis of a matrix, as an entry; nothing is read."""
+        """A range of the last axis of a matrix, as an entry; nothing is read.
+
+        Raises:
+            CheckpointError: the range ends inside of a block.
+        """
         rows, count = self.shape
-        size = self.dtype.itemsize
-        pieces = (self._pieces(size * (row * count + begin), size * (row * count + end)) for row in range(rows))
+        size, per = self.dtype.itemsize, self.decode.numbers if self.decode else 1
+        if begin % per or end % per:
+            raise CheckpointError(
+                f"{self.path}: array {self.name!r} is stored in blocks of {per} numbers, one of which belongs to two "
+                "layers. Take a file of another quantization."
+            )
+        starts = (row * count // per for row in range(rows))
+        pieces = (self._pieces(size * (at + begin // per), size * (at + end // per)) for at in starts)
         return replace(self, shape=(rows, end - begin), segments=tuple(name for row in pieces for name in row))
 
     def read(self) -> HostArray:
@@ -271,7 +291,7 @@ def check_head(path: Path, head: bytes) -> None:
     elif head.lstrip()[:5].lower() in (b"<!doc", b"<html"):
         fault = "is a web page, not the file that was asked for: download it again"
     elif head.startswith(b"GGUF"):
-        fault = "is a GGUF file, which canvax does not read: take the safetensors file of the model"
+        fault = "is a GGUF file under another name: let its name end in .gguf"
     else:
         return
     raise CheckpointError(f"{path}: {fault}.")

@@ -10,6 +10,7 @@ from typing import Any
 from canvax.errors import CheckpointError
 from canvax.weights.entries import Entry, with_scales
 from canvax.weights.flax_msgpack import open_flax_msgpack
+from canvax.weights.gguf import open_gguf
 from canvax.weights.safetensors import open_safetensors
 
 
@@ -109,13 +110,22 @@ class NetworkFiles:
         return {entry.name: entry.shape for entry in self.arrays}
 
 
-def open_weights(path: Path) -> list[Entry]:
-    """The arrays of a weight file of either format; no array is read.
+def open_weights(path: Path, *, plain_names: bool = True) -> list[Entry]:
+    """The arrays of a weight file of any format; no array is read.
+
+    Args:
+        path: the file, whose ending says the format.
+        plain_names: refuse names that no module has.
 
     Raises:
         CheckpointError: the file is damaged or something else.
+        InputError: a package that reads it is missing.
     """
-    return with_scales(open_flax_msgpack(path) if path.suffix == ".msgpack" else open_safetensors(path))
+    if path.suffix == ".msgpack":
+        return with_scales(open_flax_msgpack(path))
+    if path.suffix.lower() == ".gguf":
+        return open_gguf(path, plain_names=plain_names)
+    return with_scales(open_safetensors(path, plain_names=plain_names))
 
 
 def _at(name: str, revision: str | None) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from canvax.errors import CheckpointError
 from canvax.files import DAMAGED, read_json
 from canvax.tokenizers.concepts import FILE as CONCEPTS
-from canvax.weights.entries import PICKLES, Entry
+from canvax.weights.entries import PICKLES, WEIGHTS, Entry
 from canvax.weights.files import ModelFiles, open_weights
 from canvax.weights.identify import CLASSES, INDEX
 from canvax.weights.location import pickle_refused
@@ -277,7 +277,7 @@ def why_no_index(names: Collection[str], folder: Path | None = None) -> str:
             name = str(read_json(folder / "config.json").get("_class_name"))
             if (kind := CLASSES.get(name)) is not None:
                 return f"is a network alone ({name}), not a model; {kind.cure}."
-    files = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+    files = sorted(name for name in names if name.lower().endswith(WEIGHTS) and "/" not in name)
     pickles = [name for name in names if name.endswith(PICKLES)]
     if pickles and not files:
         return f"has no {INDEX}, only {pickles[0]}. {pickle_refused(pickles[0])}."

@@ -9,6 +9,7 @@
     Z-Image           layers.0.attention.qkv.weight           layers.0.attention.to_q.weight, to_k, to_v
     FLUX.2            single_blocks.0.linear1.weight          single_transformer_blocks.0.attn.to_q.weight, to_k, ...
     Krea 2            blocks.0.attn.wq.weight                 transformer_blocks.0.attn.to_q.weight
+    llama.cpp         blk.0.attn_q.weight                     model.layers.0.self_attn.q_proj.weight
 
 The first three are those of the original Stable Diffusion code, which single files have. (Rombach et al. 2022,
 "High-Resolution Image Synthesis with Latent Diffusion Models"; Ilharco et al. 2021, "OpenCLIP".) Flax files, old files
@@ -187,6 +188,27 @@ def whole_name(name: str) -> str:
     if name.startswith(("lm_head.", "visual.", "model.visual.")):
         return name.removeprefix("model.")
     return _IN_A_MODEL.sub("model.", name, count=1)
+
+
+LLAMA_CPP = Names(
+    [
+        Rule("token_embd", "model.embed_tokens"),
+        Rule("output_norm", "model.norm"),
+        Rule("output", "lm_head"),
+        *(
+            Rule(f"blk.*.{theirs}", f"model.layers.*.{ours}")
+            for theirs, ours in (
+                ("attn_norm", "input_layernorm"),
+                ("ffn_norm", "post_attention_layernorm"),
+                *((f"attn_{part}", f"self_attn.{part}_proj") for part in "qkv"),
+                ("attn_output", "self_attn.o_proj"),
+                *((f"attn_{part}_norm", f"self_attn.{part}_norm") for part in "qk"),
+                *((f"ffn_{part}", f"mlp.{part}_proj") for part in ("gate", "up", "down")),
+            )
+        ),
+    ]
+)
+"""A language model as llama.cpp stores it. It turns the queries and keys of a Llama around, and not those of a Qwen."""
 
 
 def flux2_stacks(width: int = 1, inner: int = 3) -> list[Rule]:

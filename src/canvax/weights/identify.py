@@ -7,12 +7,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from canvax.errors import CheckpointError
+from canvax.errors import CheckpointError, InputError
 from canvax.files import read_json
 from canvax.images.formats import FORMATS
 from canvax.weights.adapter_names import is_adapters, split_name
-from canvax.weights.entries import PICKLES
-from canvax.weights.safetensors import open_safetensors, read_metadata
+from canvax.weights.entries import PICKLES, WEIGHTS
+from canvax.weights.files import open_weights
+from canvax.weights.safetensors import read_metadata
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Names and shapes of the arrays of a file."""
@@ -31,7 +32,7 @@ OF_TRANSFORMERS = {
 }
 """Beginnings of names that only the transformer of a family has."""
 
-_LANGUAGE_MODEL = re.compile(r"(model\.)?(language_model\.)?layers\.0\.self_attn\.q_proj\.weight")
+_LANGUAGE_MODEL = re.compile(r"((model\.)?(language_model\.)?layers\.0\.self_attn\.q_proj|blk\.0\.attn_q)\.weight")
 _T2I = re.compile(r"adapter\.body\.0\.|body\.\d+\.(body\.\d+\.)?block1\.")
 _UNFINISHED = (".crdownload", ".part", ".partial", ".download", ".aria2", ".incomplete", ".opdownload")
 """Endings that browsers and downloaders give to files on their way."""
@@ -221,13 +222,15 @@ def inspect(path: Path) -> Found | None:
         return _inspect_folder(path)
     if what := _by_ending(path.suffix.lower()):
         return Found(path, what)
-    if path.suffix.lower() != ".safetensors":
+    if path.suffix.lower() not in WEIGHTS:
         return None
     try:
-        shapes = {entry.name: entry.shape for entry in open_safetensors(path, plain_names=False)}
-        metadata = read_metadata(path)
+        shapes = {entry.name: entry.shape for entry in open_weights(path, plain_names=False)}
+        metadata = read_metadata(path) if path.suffix.lower() == ".safetensors" else {}
     except CheckpointError:
         return Found(path, "damaged")
+    except InputError:
+        return Found(path, "a GGUF file, which needs pip install 'canvax[gguf]'")
     kind, family = identify(shapes), family_of(shapes, metadata)[0]
     if family in OTHERS.values() and kind is not LORA:
         return Found(path, "weights that canvax does not run", family)
@@ -264,7 +267,7 @@ def _by_ending(suffix: str) -> str:
         return "an image"
     if suffix in _UNFINISHED:
         return "a download that has not finished; fetch it whole"
-    return "a GGUF file" if suffix == ".gguf" else ""
+    return ""
 
 
 def _inspect_folder(folder: Path) -> Found | None:

@@ -89,11 +89,11 @@ def read_ip_adapter(files: NetworkFiles, unet: UNetConfig, tokens: int = FULL_TO
             return IPAdapter("plain", reads, width, rows // width, unet)
         if "image_proj.proj.3.weight" in shapes:
             return IPAdapter("full", shape("proj.0.weight")[1], shape("proj.3.weight")[0], tokens, unet)
-        _, own, hidden = shape("latents")
+        _, latent_width, hidden = shape("latents")
         depth = 1 + max(int(match[1]) for match in map(_RESAMPLER_LAYER.match, shapes) if match)
         heads = shape("layers.0.0.to_q.weight")[0] // HEAD
         reads, width = shape("proj_in.weight")[1], shape("proj_out.weight")[0]
-        return IPAdapter("plus", reads, width, own, unet, hidden, depth, max(1, heads))
+        return IPAdapter("plus", reads, width, latent_width, unet, hidden, depth, max(1, heads))
     except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
         raise CheckpointError(f"{files}: is no IP-Adapter that canvax knows; it lacks {error}") from None
 
@@ -130,8 +130,8 @@ def find_encoder(named: str | Path | None, adapter: IPAdapter, files: NetworkFil
         CheckpointError, HubError: it is damaged, cannot be fetched or does not suit the adapter.
     """
     if named is not None:
-        given = _like(location, named)
-        return _open_encoder(*((given, "") if given.local() else given.on_hub()), adapter, files)
+        likely = _like(location, named)
+        return _open_encoder(*((likely, "") if likely.local() else likely.on_hub()), adapter, files)
     fault = "there is no folder image_encoder beside it"
     for place in _beside(files, location):
         try:

@@ -3,6 +3,7 @@
 ComfyUI, transformers    model.layers.0.self_attn.q_proj.weight, with lm_head.weight or without
 Qwen3Model               layers.0.self_attn.q_proj.weight
 Qwen3VLModel             language_model.layers.0.self_attn.q_proj.weight, beside visual.*; with its head model. in front
+llama.cpp                blk.0.attn_q.weight, in a GGUF file
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from canvax.errors import CheckpointError
 from canvax.weights.files import NetworkFiles, open_weights
-from canvax.weights.formats import whole_name
+from canvax.weights.formats import LLAMA_CPP, whole_name
 from canvax.weights.identify import LANGUAGE_MODEL, Shapes, expect
 from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.open import open_part
@@ -29,7 +30,7 @@ def open_language_model(location: Location, usual: Mapping[str, Any]) -> Network
 
     Args:
         location: a folder of transformers, one with such a folder ``text_encoder`` in it, a Hub id with perhaps a
-            folder behind it, or a safetensors file.
+            folder behind it, or a safetensors or GGUF file.
         usual: the config of the kind of model that it is for, of which a file takes what shapes do not tell.
 
     Raises:
@@ -39,7 +40,7 @@ def open_language_model(location: Location, usual: Mapping[str, Any]) -> Network
     refuse_pickle(name)
     path = location.local()
     if path is not None and path.is_file():
-        arrays = open_weights(path)
+        arrays = LLAMA_CPP.to_ours(open_weights(path))
         shapes = {array.name: array.shape for array in arrays}
         expect(f"text_encoder={name!r}", shapes, LANGUAGE_MODEL)
         try:

@@ -12,7 +12,7 @@ from typing import Any
 from canvax.errors import NO_VALUE, CheckpointError, InputError, check_flag, nearest, warn
 from canvax.files import first_there, named_path
 from canvax.weights.data_folder import find_named, meant_by
-from canvax.weights.entries import PICKLES
+from canvax.weights.entries import PICKLES, WEIGHTS
 
 BUNDLED = {"emoji": Path(__file__).parent.parent / "assets" / "emoji"}
 """Models inside the package, by name."""
@@ -37,7 +37,7 @@ _INSIDE = {
 
 _REVISION = re.compile(r"\w[\w.\-+/]*", re.ASCII)
 _VARIANT = re.compile(r"[A-Za-z0-9_\-]+")
-_FILES = (".safetensors", ".gguf", *PICKLES)
+_FILES = (*WEIGHTS, *PICKLES)
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Location:
     """Where a model or a network is, and how to get it.
 
     Attributes:
-        name: a safetensors file, a folder, the name of either in the folder of models (``CANVAX_DATA_DIR``), a Hub id
-            ``owner/name``, perhaps with a folder or file in it behind, or a bundled model's name (``emoji``). A folder
-            of that name is reached as ``./emoji``.
+        name: a safetensors or GGUF file, a folder, the name of either in the folder of models (``CANVAX_DATA_DIR``), a
+            Hub id ``owner/name``, perhaps with a folder or file in it behind, or a bundled model's name (``emoji``). A
+            folder of that name is reached as ``./emoji``.
         revision: branch, tag or commit of a Hub id; ``main`` if not given.
         variant: which of several sets of weights, for example ``fp16``.
         token: Hub token; by default HF_TOKEN or the stored login.

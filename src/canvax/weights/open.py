@@ -13,7 +13,7 @@ from typing import Any
 
 from canvax.errors import CheckpointError, HubError, InputError
 from canvax.files import read_json
-from canvax.weights.entries import PICKLES
+from canvax.weights.entries import PICKLES, WEIGHTS
 from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
 from canvax.weights.folder import (
     OTHER_KINDS,
@@ -33,7 +33,7 @@ from canvax.weights.folder import (
     why_no_index,
 )
 from canvax.weights.hub import Commit, find_commit
-from canvax.weights.identify import INDEX, unreadable
+from canvax.weights.identify import INDEX, OF_TRANSFORMERS, TRANSFORMER, expect, unreadable
 from canvax.weights.location import Location, pickle_refused, refuse_pickle
 from canvax.weights.safetensors import open_safetensors
 from canvax.weights.single_file import open_single_file
@@ -78,13 +78,18 @@ def open_files(
     fetch: Callable[[], object] | None = None
     if path is not None and path.is_file():
         refuse_pickle(path)
-        if path.suffix.lower() != ".safetensors":
+        if path.suffix.lower() not in WEIGHTS:
             raise CheckpointError(
                 f"{name}: is {unreadable(path)}. Pass a safetensors file of a whole model, or a folder in the "
                 f"diffusers layout ({INDEX}, unet/, vae/, ...)."
             )
         location.warn_unused("revision", "variant")
         files = open_transformer_file(name, path, given)
+        if files is None and path.suffix.lower() == ".gguf":
+            expect(name, {entry.name: entry.shape for entry in open_weights(path, plain_names=False)}, TRANSFORMER)
+            raise CheckpointError(
+                f"{name}: is a GGUF file of none of {', '.join(OF_TRANSFORMERS)}; pass a safetensors file or a folder"
+            )
         files = files or open_single_file(name, path, prediction=prediction, vae="vae" not in given)
         if accept is not None:
             accept(files.index)
@@ -233,9 +238,9 @@ def find_tokenizer(location: Location) -> Path:
     path = location.local()
     if path is not None:
         folder = path.parent if path.is_file() else path
-        for one in (folder, folder / "tokenizer"):
-            if (one / _TOKENIZER).is_file():
-                return one
+        for directory in (folder, folder / "tokenizer"):
+            if (directory / _TOKENIZER).is_file():
+                return directory
         cure = "name the folder of the tokenizer, or a Hub id"
         raise InputError(location.argument, location.text, f"has no {_TOKENIZER}", cure)
     location, inside = location.on_hub()

@@ -219,7 +219,8 @@ def vae_of_file(name: str, path: Path, original: Mapping[str, Any]) -> NetworkFi
         return NetworkFiles(name, tiny, {"_class_name": "AutoencoderTiny", "latent_channels": latents, **widths})
     if any(array.name.endswith(".gamma") for array in arrays):
         shapes = {
-            array.name: array.shape for array in Names(wan_vae_rules([one.name for one in arrays])).to_ours(arrays)
+            array.name: array.shape
+            for array in Names(wan_vae_rules([stored.name for stored in arrays])).to_ours(arrays)
         }
         sizes = {"base_dim": "encoder.conv_in.bias", "z_dim": "post_quant_conv.bias"}
         if missing := [array for array in sizes.values() if array not in shapes]:

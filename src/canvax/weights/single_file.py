@@ -174,12 +174,12 @@ def single_files(
             f"{name}: is not a whole model ({kind.name}, without {error}); it may hold a part of one"
         ) from None
     tokenizers = {part.replace("text_encoder", "tokenizer"): "CLIPTokenizer" for part in kind.encoders}
-    own = {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL", "scheduler": scheduler["_class_name"]}
-    components = {**own, **classes, **tokenizers}
+    class_names = {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL", "scheduler": scheduler["_class_name"]}
+    components = {**class_names, **classes, **tokenizers}
     pipeline = kind.pipeline
     if configs["unet"]["in_channels"] == 9:
         pipeline = pipeline.replace("Pipeline", "InpaintPipeline")
-    index = {"_class_name": pipeline, **{part: ["diffusers" if part in own else "transformers", of]
+    index = {"_class_name": pipeline, **{part: ["diffusers" if part in class_names else "transformers", of]
                                          for part, of in components.items()}}  # fmt: skip
     if kind in (XL, REFINER):
         index |= {"force_zeros_for_empty_prompt": kind is XL, "requires_aesthetics_score": kind is REFINER}
@@ -255,13 +255,15 @@ def _parts(kind: Layout, arrays: Sequence[Entry]) -> dict[str, list[Entry]]:
     """The arrays of each component under our names."""
     parts = {}
     for component, start in {"unet": UNET, "vae": VAE, **kind.encoders}.items():
-        own = [replace(array, name=array.name.removeprefix(start)) for array in arrays
+        stored = [replace(array, name=array.name.removeprefix(start)) for array in arrays
                if array.name.startswith(start) and not _IGNORED.fullmatch(array.name)]  # fmt: skip
         if component in kind.encoders and kind is SD2:  # whose last layer is not used, nor its projection
-            last = max((_layer_of(array.name) for array in own), default=-1)
-            own = [array for array in own if array.name != "text_projection" and not 0 <= last == _layer_of(array.name)]
-        names = _names(kind, component, [array.name for array in own])
-        parts[component] = names.to_ours(own) if names else own
+            last = max((_layer_of(array.name) for array in stored), default=-1)
+            stored = [
+                array for array in stored if array.name != "text_projection" and not 0 <= last == _layer_of(array.name)
+            ]
+        names = _names(kind, component, [array.name for array in stored])
+        parts[component] = names.to_ours(stored) if names else stored
     return parts
 
 

@@ -1,10 +1,11 @@
-"""A transformer alone in one safetensors file, as ComfyUI has it; text encoder, tokenizer and autoencoder are given.
+"""A transformer alone in one file, as ComfyUI has it; text encoder, tokenizer and autoencoder are given.
 
     Z-Image    [model.diffusion_model.]layers.0.attention.qkv.weight
     FLUX.2     [model.diffusion_model.]single_blocks.0.linear1.weight
     Krea 2     [model.diffusion_model.]blocks.0.attn.wq.weight
 
-Sizes are read off shapes. What neither these nor the other parts tell is a fact of the family, in its ``Layout``.
+The file is a safetensors or a GGUF file. Sizes are read off shapes. What neither these nor the other parts tell is a
+fact of the family, in its ``Layout``.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from canvax.errors import CheckpointError, InputError
-from canvax.weights.entries import Entry, with_scales
-from canvax.weights.files import ModelFiles
+from canvax.weights.entries import Entry
+from canvax.weights.files import ModelFiles, open_weights
 from canvax.weights.formats import KREA2 as KREA2_NAMES
 from canvax.weights.formats import Z_IMAGE as Z_IMAGE_NAMES
 from canvax.weights.formats import flux2_rules
 from canvax.weights.identify import OF_TRANSFORMERS, UNET, Shapes, transformer_family
 from canvax.weights.rules import Names
-from canvax.weights.safetensors import open_safetensors
 
 PARTS = {"text_encoder": "FILE", "vae": "FILE", "tokenizer": "FOLDER"}
 """Arguments of ``canvax.load`` that give what such a file does not hold, and what each names."""
@@ -66,7 +66,7 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
         InputError: parts are neither in the file nor given.
         CheckpointError: the transformer is not whole.
     """
-    entries = with_scales(open_safetensors(path, plain_names=False))
+    entries = open_weights(path, plain_names=False)
     family = transformer_family({entry.name for entry in entries})
     if family not in LAYOUTS:
         return None
@@ -168,7 +168,7 @@ def _krea2_config(shapes: Shapes) -> dict[str, Any]:
         **sizes,
         "timestep_embed_dim": shapes["time_embed.linear_1.weight"][1],
         "text_hidden_dim": shapes["txt_in.norm.weight"][0],
-        "num_text_layers": shapes["text_fusion.projector.weight"][1],
+        "num_text_layers": shapes["text_fusion.projector.weight"][-1],
         "num_layerwise_text_blocks": _count(shapes, r"text_fusion\.layerwise_blocks\.(\d+)\."),
         "num_refiner_text_blocks": _count(shapes, r"text_fusion\.refiner_blocks\.(\d+)\."),
         "axes_dims_rope": [head // 4, head // 8 * 3, head // 8 * 3],  # 32, 48 and 48 of the released models

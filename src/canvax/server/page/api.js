@@ -49,6 +49,9 @@ export const deleteImage = (name) => answer(imagePath(name), { method: "DELETE" 
 export const undeleteImage = (name) => answer(imagePath(name), { method: "POST" });
 export const inspect = async (blob) => (await answer("api/inspect", { method: "POST", body: blob })).json();
 
+/** What `control_from` makes of an image. */
+export const controlImage = async (kind, blob) => (await answer(`api/control/${kind}`, { method: "POST", body: blob })).blob();
+
 export async function submitJob(body, once) {
   const headers = { "Content-Type": "application/json", "Idempotency-Key": once };
   return (await answer("api/jobs", { method: "POST", headers, body: JSON.stringify(body) })).json();

@@ -1,11 +1,14 @@
 // What goes beside the prompt: adapters with their weights, a control image and an image prompt.
-import { getJson } from "./api.js";
+import { controlImage, getJson } from "./api.js";
 import { paintRange } from "./composer.js";
-import { fitted, within } from "./pictures.js";
+import { fitted, paint, within } from "./pictures.js";
 import { $, button, el, toast } from "./ui.js";
 
 /** What is sent of an image prompt: CLIP looks at a few hundred pixels of it. */
 const PROMPT_SIDE = 1024;
+
+/** Pixels of the longer side of a prepared control image as it is shown: thin edges outlive a scaling to this side. */
+const SHOWN_SIDE = 320;
 
 let card = null;
 
@@ -52,13 +55,12 @@ class Beside {
     if (type) $("control-type").value = type;
     if (scale !== undefined) this.part("scale").value = scale;
     if (this.id === "control" && network) $("control-from").value = from;
-    const canvas = this.part("canvas");
-    [canvas.width, canvas.height] = bitmap ? [bitmap.width, bitmap.height] : [64, 64];
-    if (bitmap) canvas.getContext("2d").drawImage(bitmap, 0, 0);
+    paint(this.part("canvas"), bitmap);
     this.part("remove").hidden = !blob;
     this.part("title").textContent = blob ? this.title : "Choose an image, or drop it here";
     if (blob) $(this.id).open = true;
     showBesideText();
+    if (this.id === "control") showPrepared();
   }
 
   showTypes() {
@@ -98,6 +100,22 @@ const control = new Beside("control", "Control image");
 const prompted = new Beside("image-prompt", "Image prompt");
 const images = [control, prompted];
 
+let prepared = 0;
+
+/** The control image as the network will see it, where the server prepares it. */
+export async function showPrepared() {
+  const [turn, kind] = [++prepared, $("control-from").value];
+  $("control-prepared-text").textContent = "Preparing…";
+  $("control-prepared").hidden = !(control.image && kind);
+  if ($("control-prepared").hidden) return;
+  let text = "What the network sees";
+  const made = await fitted(control.image, Number($("width").value), Number($("height").value))
+    .then((blob) => controlImage(kind, blob)).then((blob) => within(blob, SHOWN_SIDE)).then(createImageBitmap).catch((error) => { text = error.message; });
+  if (turn !== prepared) return;
+  paint($("control-prepared-canvas"), made);
+  $("control-prepared-text").textContent = text;
+}
+
 /** The one whose fields an event was in, or undefined. */
 export const besideAt = ({ target }) => images.find(({ id }) => target.closest?.(`#${id}`));
 
@@ -106,6 +124,7 @@ export async function showBeside(model) {
   card = model;
   for (const one of images) one.offer();
   showBesideText();
+  showPrepared();
   const { adapters } = await getJson(`api/adapters?model=${encodeURIComponent(card.id)}`).catch(() => ({ adapters: [] }));
   if (card !== model) return;
   const named = ({ name, alias }) => el("option", { value: name, textContent: alias === name ? name : `${name} (${alias})` });
@@ -195,4 +214,5 @@ export function prepareBeside() {
     changed();
   });
   for (const one of images) one.prepare();
+  $("control-from").addEventListener("change", showPrepared);
 }

@@ -1,12 +1,14 @@
 // The form: what to draw and how; the input image and its mask.
-import { besideBody, besideFiles, besideSettings, prepareBeside, setAdapters, showBeside, showBesideText } from "./beside.js";
-import { canvasOf, crisp, fitted, toBlob, toDataUrl } from "./pictures.js";
+import { besideBody, besideFiles, besideSettings, prepareBeside, setAdapters, showBeside, showBesideText, showPrepared } from "./beside.js";
+import { canvasOf, crisp, fitted, paint, toBlob, toDataUrl } from "./pictures.js";
 import { preparePrompt, showSyntax } from "./prompt.js";
-import { $, button, el, plural, remember, remembered, setIcon } from "./ui.js";
+import { $, announce, button, el, plural, remember, remembered, setIcon, toast } from "./ui.js";
 
 let catalogue = { models: [], samplers: [] };
-/** {blob, mask: canvas of the input's size or null} or null. */
+/** {blob, mask: canvas of the input's size or null, original} or null. */
 let input = null;
+/** Reference images after the input image, of a model that edits. */
+let references = [];
 /** Resolved once the last chosen input image is read. */
 let inputRead = Promise.resolve();
 let lastSeed = null;
@@ -14,12 +16,12 @@ let lastSeed = null;
 let others = {};
 
 export const model = () => catalogue.models.find(({ id }) => id === $("model").value) ?? catalogue.models[0];
-export const samplers = () => catalogue.samplers;
+export const samplers = () => catalogue.samplers.filter(({ name }) => model()?.samplers?.includes(name) ?? true);
 export const samplerLabel = (name) => catalogue.samplers.find((one) => one.name === name)?.label ?? name;
 export const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
 export const currentInput = () => input;
-/** Whether the model reads the input image and begins from noise. */
-const editing = () => Boolean(model()?.tasks.includes("editing") && !input?.mask);
+/** Whether the model reads the input image, and others, and begins from noise. */
+export const editing = () => Boolean(model()?.references && !input?.mask);
 export const knows = (id) => catalogue.models.some((one) => one.id === id);
 export const hasModels = () => catalogue.models.length > 0;
 
@@ -33,7 +35,7 @@ export async function setCatalogue(models) {
   const draft = remembered("draft", {});
   const beside = showModel();
   if (draft.style) $("style").value = draft.style;
-  apply(draft);
+  apply({ options: {}, ...draft });
   for (const [id, value] of Object.entries(remembered("upscaling", {}))) $(id).value = value;
   showUpscaling();
   showLock(remembered("lock", false));
@@ -44,20 +46,25 @@ export async function setCatalogue(models) {
 function showModel() {
   const card = model();
   if (!card) return;
-  const sizes = sizesOf(card).map(([w, h]) => el("option", { value: `${w}x${h}`, textContent: `${w} × ${h}${shapeOf(w, h)}` }));
+  $("about-model").textContent = `${card.name} · ${card.family}`;
+  const sizes = sizesOf(card).map(([w, h]) => el("option", { value: `${w}x${h}`, textContent: `${w}×${h}${shapeOf(w, h)}` }));
   if (card.any_size) sizes.push(el("option", { value: "other", textContent: "Another…" }));
   $("style").replaceChildren(el("option", { value: "", textContent: "Any" }), ...card.styles.map((name) => el("option", { value: name, textContent: name })));
   $("style-field").hidden = !card.styles.length;
-  $("upscale-field").hidden = !card.tasks.includes("upscaling");
+  const usable = { negative: card.negative_prompt, guidance: card.guided, syntax: card.prompt_weights, "clip-skip": card.clip_skip, upscale: card.tasks.includes("upscaling") };
+  for (const [id, is] of Object.entries(usable)) $(`${id}-field`).hidden = !is;
+  $("clip-skip").max = card.clip_skip;
+  for (const id of ["guidance", "guidance-number"]) $(id).min = card.no_guidance;
   $("size").replaceChildren(...sizes);
   for (const id of ["width", "height"]) $(id).step = $(id).min = card.size_step;
   $("count").max = card.max_images;
   for (const id of ["steps", "steps-number"]) $(id).max = card.max_steps;
-  $("steps").max = Math.min(card.max_steps, 100);
+  $("steps").max = Math.min(card.max_steps, Math.max(20, 2 * card.steps));
   const first = el("option", { value: "", textContent: card.sampler ? `Default: ${samplerLabel(card.sampler)}` : "Default" });
-  $("sampler").replaceChildren(first, ...catalogue.samplers.map(({ name, label: text }) => el("option", { value: name, textContent: text })));
+  $("sampler").replaceChildren(first, ...samplers().map(({ name, label: text }) => el("option", { value: name, textContent: text })));
   ownSettings();
-  showStrength();
+  showInput();
+  showSyntax();
   return showBeside(card);
 }
 
@@ -90,6 +97,15 @@ function setNumber(id, value) {
   $(`${id}-number`).value = value;
   $(id).value = value;
   paintRange($(id));
+  showGuidance();
+}
+
+/** Without guidance no negative prompt is read. */
+function showGuidance() {
+  const least = model()?.no_guidance;
+  const off = Number($("guidance-number").value) <= least;
+  $("negative").disabled = off;
+  $("negative").placeholder = off ? `Needs guidance above ${least}` : "";
 }
 
 export function paintRange(range) {
@@ -110,6 +126,39 @@ function showSize() {
   const other = $("size").value === "other";
   $("width-field").hidden = $("height-field").hidden = !other;
   if (!other) [$("width").value, $("height").value] = $("size").value.split("x");
+  showHires();
+  showPrepared();
+}
+
+const HIRES = [1.5, 2, 3, 4];
+/** Of the second pass: latents that are made larger stay blurred below 0.55 or so. */
+const HIRES_STRENGTHS = { pixel: 0.4, latent: 0.7 };
+/** Times the pixels of the largest size that is ready, that a server compiles programs for. */
+const LARGEST = 4;
+
+/** The size that a second pass makes of the form's, as the server rounds it; null where that is not to be had. */
+function larger(times) {
+  const { any_size: any, size_step: step, sizes } = model();
+  const [width, height] = ["width", "height"].map((id) => {
+    const parts = (Number($(id).value) * times) / Math.max(8, step);
+    return Math.max(8, step) * (parts % 1 === 0.5 ? 2 * Math.round(parts / 2) : Math.round(parts));
+  });
+  const ready = sizes.some(([w, h]) => w === width && h === height);
+  return ready || (any && width * height <= LARGEST * Math.max(...sizes.map(([w, h]) => w * h))) ? [width, height] : null;
+}
+
+/** Which second passes there are; `times`: the one to choose. */
+function showHires(times = Number($("hires").value)) {
+  if (!model()) return;
+  const offered = [...new Set([...HIRES, times])].sort((a, b) => a - b).filter((one) => one > 1 && larger(one));
+  $("hires").replaceChildren(el("option", { value: 1, textContent: "None" }), ...offered.map((one) => el("option", { value: one, textContent: `${one} ×, ${larger(one).join(" × ")}` })));
+  $("hires").value = offered.includes(times) ? times : 1;
+  const why = input ? "A second pass needs a prompt alone, without an input image." : offered.length ? "" : "No larger size is ready. Start the server with --compile-on-demand, or with --warm and a larger size.";
+  $("hires-why").textContent = why;
+  $("hires-fields").hidden = Boolean(why);
+  $("hires-text").textContent = $("hires").value > 1 && !why ? `${$("hires").value} ×` : "";
+  $("hires-strength-out").textContent = Number($("hires-strength").value).toFixed(2);
+  paintRange($("hires-strength"));
 }
 
 /** Of the sizes that are ready, the one most like it. */
@@ -122,7 +171,7 @@ function setSampler(name) {
   const select = $("sampler");
   const byLabel = catalogue.samplers.find(({ label }) => label === name)?.name;
   const value = byLabel ?? name ?? "";
-  if (value === model()?.sampler) select.value = "";
+  if ([name, value].includes(model()?.sampler)) select.value = "";
   else {
     if (![...select.options].some((option) => option.value === value)) select.append(el("option", { value, textContent: value }));
     select.value = value;
@@ -162,11 +211,11 @@ export function settings() {
     width: number("width", card?.native[0]),
     height: number("height", card?.native[1]),
     steps: number("steps-number", card?.steps),
-    guidance_scale: number("guidance-number", card?.guidance_scale),
+    guidance_scale: card?.guided ? number("guidance-number", card.guidance_scale) : undefined,
     format: $("format").value,
     previews: $("previews").checked,
   };
-  if ($("negative").value.trim()) result.negative_prompt = $("negative").value.trim();
+  if ($("negative").value.trim() && card?.negative_prompt && !$("negative").disabled) result.negative_prompt = $("negative").value.trim();
   if (catalogue.models.length > 1) result.model = card.id;
   if ($("sampler").value) result.sampler = $("sampler").value;
   if (locked() && $("seed").value) result.seed = Number.parseInt($("seed").value, 10);
@@ -178,14 +227,20 @@ export function settings() {
 
 function optionsNow() {
   const options = { ...others };
-  if ($("syntax").value !== "plain") options.prompt_syntax = $("syntax").value;
-  if (Number($("clip-skip").value)) options.clip_skip = Number($("clip-skip").value);
+  const card = model();
+  if ($("syntax").value !== "plain" && card?.prompt_weights) options.prompt_syntax = $("syntax").value;
+  if (Number($("clip-skip").value) && card?.clip_skip) options.clip_skip = Number($("clip-skip").value);
+  if ($("hires").value > 1 && !input) {
+    Object.assign(options, { hires: Number($("hires").value), hires_strength: Number($("hires-strength").value) });
+    if ($("hires-method").value !== "pixel") options.hires_method = $("hires-method").value;
+    if (Number($("hires-steps").value)) options.hires_steps = Number($("hires-steps").value);
+  }
   return options;
 }
 
-function setOptions({ prompt_syntax: syntax = "plain", clip_skip: skip = 0, ...rest }) {
-  $("syntax").value = syntax;
-  $("clip-skip").value = skip;
+function setOptions({ prompt_syntax: syntax = "plain", clip_skip: skip = 0, hires = 1, hires_method: method = "pixel", hires_strength: strength = HIRES_STRENGTHS[method], hires_steps: steps = "", ...rest }) {
+  for (const [id, value] of Object.entries({ syntax, "clip-skip": skip, "hires-method": method, "hires-strength": strength, "hires-steps": steps })) $(id).value = value;
+  showHires(hires);
   // Those of a control image have fields.
   others = Object.fromEntries(Object.entries(rest).filter(([name]) => !name.startsWith("control_")));
   $("other-options").replaceChildren(...Object.entries(others).map(([name, value]) => el("li", { className: "chip" },
@@ -256,8 +311,9 @@ export function usedSeed(seed) {
 function showFold() {
   const { width, height, n, steps, guidance_scale: guidance } = settings();
   const { prompt_syntax: syntax, ...options } = optionsNow();
-  $("more-text").textContent = [syntax, ...Object.keys(options).map((name) => name.replaceAll("_", " "))].filter(Boolean).join(", ");
-  $("fold-text").textContent = `${plural(n, "image")} · ${width} × ${height} · ${steps} steps · guidance ${guidance}`;
+  const named = Object.keys(options).filter((name) => !name.startsWith("hires")).map((name) => name.replaceAll("_", " "));
+  $("more-text").textContent = [syntax, ...named].filter(Boolean).join(", ");
+  $("fold-text").textContent = [plural(n, "image"), `${width} × ${height}`, `${steps} steps`, ...(guidance === undefined ? [] : [`guidance ${guidance}`])].join(" · ");
 }
 
 export const keepDraft = () => {
@@ -270,10 +326,10 @@ export const keepDraft = () => {
 
 /** A function that puts back what using an image as input changes. */
 export function snapshot() {
-  const [before, { width, height }] = [input, settings()];
+  const [before, more, { width, height }] = [input, references, settings()];
   const fields = Object.fromEntries(["prompt", "negative", "strength"].map((id) => [id, $(id).value]));
   return async () => {
-    input = before;
+    [input, references] = [before, more];
     setSize(width, height);
     for (const [id, value] of Object.entries(fields)) $(id).value = value;
     await showInput();
@@ -284,47 +340,95 @@ export function snapshot() {
 
 /**
  * Use an image as input, with a mask or without. The size becomes one that is ready. Under a mask all is generated anew
- * at first; without one strength 1 would keep nothing of the image.
+ * at first; without one strength 1 would keep nothing of the image. `more`: the reference images after it.
  */
-export function setInput(blob, mask = null) {
-  inputRead = replaceInput(blob, mask);
+export function setInput(blob, mask = null, more = references) {
+  inputRead = replaceInput(blob, mask, more);
   return inputRead;
+}
+
+/** Add images to those that the model edits, as many as there is room for. */
+export async function takeReferences(blobs) {
+  for (const blob of blobs) {
+    if (input && references.length + 1 >= model().references) return toast(`At most ${plural(model().references, "reference image")}: remove one first.`);
+    inputRead = input ? addReference(blob) : replaceInput(blob, null, []);
+    await inputRead.catch(() => toast("This browser cannot read that image."));
+  }
+  announce(`${plural(1 + references.length, "reference image")}`);
+}
+
+async function addReference(blob) {
+  await createImageBitmap(blob);
+  references = [...references, blob];
+  return showInput();
+}
+
+/** Reference image `i`, of which 0 is the input image, is taken out. */
+function removeReference(i) {
+  const rest = [input.original, ...references].filter((_, at) => at !== i);
+  return i ? setReferences(rest) : setInput(rest[0] ?? null, null, rest.slice(1));
+}
+
+function setReferences([, ...more]) {
+  references = more;
+  return showInput();
+}
+
+/** Reference image `i` changes places with the one before it. */
+function moveForward(i) {
+  const all = [input.original, ...references];
+  [all[i - 1], all[i]] = [all[i], all[i - 1]];
+  return i > 1 ? setReferences(all) : setInput(all[0], null, all.slice(1));
 }
 
 /** A job that is sent at once after an image was chosen must have it. */
 export const whenInputRead = () => inputRead.catch(() => {});
 
-async function replaceInput(blob, mask) {
+async function replaceInput(blob, mask, more) {
   if (mask && !input?.mask) $("strength").value = 1;
   if (!mask && Number($("strength").value) === 1) $("strength").value = $("strength").defaultValue;
   if (!blob) {
-    input = null;
+    [input, references] = [null, []];
   } else {
     const bitmap = await createImageBitmap(blob);
     const [width, height] = mask ? [mask.width, mask.height] : nearest(bitmap.width, bitmap.height);
     setSize(width, height);
     input = { blob: await fitted(blob, width, height), mask, original: blob };
+    references = more;
   }
   await showInput();
 }
 
 async function showInput() {
-  $("input").hidden = !input;
-  if (!input) return;
-  const canvas = $("input-canvas");
-  const bitmap = await createImageBitmap(input.blob);
-  [canvas.width, canvas.height] = [bitmap.width, bitmap.height];
-  const context = canvas.getContext("2d");
-  context.drawImage(bitmap, 0, 0);
+  const [edits, most] = [editing(), model()?.references];
+  const count = input ? 1 + references.length : 0;
+  $("input").hidden = !input && !edits;
+  $("input-title").textContent = edits ? "Reference images" : input?.mask ? "Input image and mask" : "Input image";
+  $("input-hint").textContent = edits ? `${count} of ${most}, read together with the prompt` : "";
+  $("input-add").hidden = !edits || count >= most;
+  $("input-mask").hidden = $("input-remove").hidden = !input;
+  $("input-mask").textContent = input?.mask ? "Change the mask" : "Paint a mask";
+  $("input-open").ariaLabel = $("input-open").title = input ? "Paint a mask on the input image" : "Add a reference image";
+  $("references").replaceChildren(...(edits ? references.map(referenceTile) : []));
+  showStrength();
+  showHires();
+  const [canvas, bitmap] = [$("input-canvas"), input && await createImageBitmap(input.blob)];
+  paint(canvas, bitmap);
+  if (!bitmap) return;
   if (input.mask) {
+    const context = canvas.getContext("2d");
     context.globalAlpha = 0.6;
     context.drawImage(tinted(input.mask), 0, 0);
-    context.globalAlpha = 1;
   }
   crisp(canvas, bitmap.width);
-  $("input-title").textContent = input.mask ? "Input image and mask" : "Input image";
-  $("input-mask").textContent = input.mask ? "Change the mask" : "Paint a mask";
-  showStrength();
+}
+
+function referenceTile(blob, at) {
+  const [canvas, i] = [el("canvas"), at + 1];
+  createImageBitmap(blob).then((bitmap) => paint(canvas, bitmap));
+  const act = (change) => () => change(i).then(() => ($("references").children[at]?.querySelector("button") ?? $("input-add")).focus());
+  return el("li", {}, el("div", { className: "thumb", role: "img", ariaLabel: `Reference image ${i + 1}` }, canvas),
+    el("div", { className: "row tight" }, button("left", `Move reference image ${i + 1} forward`, act(moveForward)), button("close", `Remove reference image ${i + 1}`, act(removeReference))));
 }
 
 /** The mask in the accent colour. */
@@ -354,6 +458,7 @@ export async function inputFiles({ width, height }) {
   const files = await besideFiles({ width, height });
   if (!input) return files;
   files.image = await fitted(input.original, width, height);
+  if (editing() && references.length) files.references = await Promise.all(references.map((blob) => fitted(blob, width, height)));
   if (input.mask) files.mask = await maskBlob(input.mask, width, height);
   return files;
 }
@@ -363,7 +468,7 @@ export async function bodyOf(job, files) {
   const { steered, prompted, ...body } = job;
   // Each tile shows a part, and with the prompt it would become the whole thing once more. The history keeps it.
   if (job.upscale) Object.assign(body, { prompt: "", negative_prompt: undefined, guidance_scale: 1 });
-  for (const [name, blob] of Object.entries(files)) body[name] = await toDataUrl(blob);
+  for (const [name, blob] of Object.entries(files)) body[name] = await (Array.isArray(blob) ? Promise.all(blob.map(toDataUrl)) : toDataUrl(blob));
   return Object.assign(body, besideBody(job, body));
 }
 
@@ -373,9 +478,14 @@ export function showHints(hints) {
   $("hints").replaceChildren(...others.map((text) => el("li", { textContent: text })));
 }
 
-/** Say what is wrong, at its field. */
-export function formError(text, param = null) {
-  const field = { prompt: "prompt", negative_prompt: "negative", seed: "seed", n: "count", steps: "steps-number", guidance_scale: "guidance-number", sampler: "sampler", width: "size", height: "size", size: "size", adapters: "adapter-add", strength: "strength", options: "syntax", clip_skip: "clip-skip", prompt_syntax: "syntax", model: "model", control: "control-open", control_from: "control-from", control_scale: "control-scale", image_prompt: "image-prompt-open" }[param];
+/** A number that is none or out of its range, or undefined. */
+export const wrongNumber = () => [...$("composer").querySelectorAll("input[type=number]:not([hidden] *)")]
+  .find(({ validity: { badInput, rangeUnderflow, rangeOverflow } }) => badInput || rangeUnderflow || rangeOverflow);
+
+/** Say what is wrong, at its field, which has an id or is of a field of the request. */
+export function formError(text, param = null, id = null) {
+  if (param === "options") [, param = "options"] = text.match(/^options\.(\w+)/) ?? [];
+  const field = id ?? { prompt: "prompt", image: "input-open", references: "input-add", hires: "hires", hires_strength: "hires-strength", hires_steps: "hires-steps", negative_prompt: "negative", seed: "seed", n: "count", steps: "steps-number", guidance_scale: "guidance-number", sampler: "sampler", width: "size", height: "size", size: "size", adapters: "adapter-add", strength: "strength", options: "syntax", clip_skip: "clip-skip", prompt_syntax: "syntax", model: "model", control: "control-open", control_from: "control-from", control_scale: "control-scale", image_prompt: "image-prompt-open" }[param];
   for (const node of $("composer").querySelectorAll("[aria-invalid]")) {
     node.removeAttribute("aria-invalid");
     node.removeAttribute("aria-errormessage");
@@ -398,6 +508,7 @@ export function prepareComposer() {
   for (const [range, number] of LINKED) {
     $(range).addEventListener("input", () => { $(number).value = $(range).value; paintRange($(range)); });
     $(number).addEventListener("input", () => { $(range).value = $(number).value; paintRange($(range)); });
+    for (const id of [range, number]) $(id).addEventListener("input", showGuidance);
   }
   const step = (by) => {
     const value = Math.round(Number($("count").value) + by) || 1;
@@ -421,5 +532,13 @@ export function prepareComposer() {
     });
   }
   $("composer").addEventListener("input", () => { formError(""); showHints([]); showSyntax(); growAll(); keepDraft(); });
-  $("input-remove").addEventListener("click", () => { setInput(null); $("prompt").focus(); });
+  $("input-remove").addEventListener("click", () => { removeReference(0); $("prompt").focus(); });
+  $("hires-method").addEventListener("change", () => { $("hires-strength").value = HIRES_STRENGTHS[$("hires-method").value]; showHires(); });
+  for (const id of ["hires", "hires-strength"]) $(id).addEventListener("input", () => showHires());
+  for (const id of ["width", "height"]) $(id).addEventListener("change", showSize);
+  $("input-add").addEventListener("click", () => $("input-file").click());
+  $("input-file").addEventListener("change", () => {
+    takeReferences([...$("input-file").files]);
+    $("input-file").value = "";
+  });
 }

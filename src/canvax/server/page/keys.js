@@ -7,7 +7,7 @@ const TABLE = [
   ["Everywhere", [["Ctrl Enter", "Generate"], ["/", "Write the prompt"], ["h", "Go to the images"], ["s", "Search"], ["c", "Cancel the newest job"],
     ["Shift C", "Cancel all"], ["z", "Undo a deletion"], ["l", "Keep the seed, or not"], ["i", "Open an image"], ["m", "Sheet"], ["t", "Light or dark"], ["?", "This list"]]],
   ["On an image", [["Arrows", "Next image"], ["Enter", "Open"], ["x", "Select"], ["f", "Favourite"], ["v", "New seed"], ["Shift V", "Variation"],
-    ["e", "Upscale"], ["u", "Add as input"], ["p", "Paint a mask"], ["c", "Compare"], ["r", "Restore its settings"], ["d", "Save"], ["Delete", "Delete, with undo"]]],
+    ["e", "Upscale"], ["u", "Add as input or reference"], ["p", "Paint a mask"], ["c", "Compare"], ["r", "Restore its settings"], ["d", "Save"], ["Delete", "Delete, with undo"]]],
   ["In the mask editor", [["Arrows", "Move the brush"], ["Space", "Paint there"], ["Alt Arrows", "Paint along"], ["b  e", "Brush, eraser"], ["[  ]", "Smaller, larger"],
     ["+  −  0", "Zoom"], ["Ctrl Z", "Undo"], ["Ctrl Shift Z", "Redo"]]],
 ];

@@ -29,6 +29,8 @@ async function draw() {
   const job = composer.settings();
   if (!job.prompt) return composer.formError("Write a prompt.", "prompt");
   if (!composer.seedIsNumber()) return composer.formError("A seed is a whole number.", "seed");
+  const wrong = composer.wrongNumber();
+  if (wrong) return composer.formError(wrong.validationMessage, null, wrong.id);
   composer.formError("");
   if (narrow.matches) showTiles();
   const files = await composer.inputFiles(job);
@@ -42,6 +44,8 @@ function recorded({ n, previews, ...settings }) {
   const card = composer.model();
   return { model: card?.id, sampler: card?.sampler, ...settings };
 }
+
+const isTwoPasses = ({ options }) => options?.hires > 1;
 
 /** Ask for a job and show its images as they grow. */
 function start(job, files = {}, kept = {}) {
@@ -60,7 +64,7 @@ function start(job, files = {}, kept = {}) {
     const { seed, width, height, file } = task.images[index];
     gallery.doneBusy(tiles[index]);
     composer.usedSeed(seed - index);
-    const settings = { ...recorded(job), seed, width, height };
+    const settings = { ...recorded(job), seed, ...(isTwoPasses(job) ? {} : { width, height }) };
     gallery.addRecord({ id: `${task.once}-${index}`, created: task.created - index * 0.001, settings, inputs: files, blob, file, width, height }, tiles[index]);
     gallery.showQueue();
   });
@@ -132,6 +136,13 @@ function anew({ inputs, settings: { width, height, upscale, ...settings } }) {
   return { ...settings, ...size, model, sampler: settings.sampler ?? undefined, n: 1, previews: true, seed: undefined };
 }
 
+/** Those of an image itself, where a second pass made it larger. */
+function onePass({ settings, width, height }) {
+  if (!isTwoPasses(settings)) return settings;
+  const options = Object.fromEntries(Object.entries(settings.options).filter(([name]) => !name.startsWith("hires")));
+  return { ...settings, width, height, options };
+}
+
 const closeDialogs = () => { for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close(); };
 const canDo = (task) => composer.model()?.tasks.includes(task) ?? false;
 
@@ -155,27 +166,27 @@ Object.assign(viewer.viewerActions, {
     if (!canDo("image-to-image")) return toast("This model cannot start from images.");
     closeDialogs();
     const image = await blobOf(record);
-    const changed = { ...anew(record), strength: 0.4 };
+    const changed = { ...anew({ ...record, settings: onePass(record) }), strength: 0.4 };
     if (changed.upscale) changed.upscale = 1;  // it is as large as it should be
-    const { mask, ...inputs } = record.inputs ?? {};
+    const { mask, references, ...inputs } = record.inputs ?? {};
     start(changed, { ...inputs, image });
   },
   async upscale(record) {
     if (!canUpscale()) return toast("This server has no programs for the size of this model's tiles.");
     closeDialogs();
     const inputs = { image: await blobOf(record) };
-    start(anew({ inputs, settings: { ...record.settings, ...composer.upscaling() } }), inputs);
+    start(anew({ inputs, settings: { ...onePass(record), ...composer.upscaling() } }), inputs);
   },
   async use(record) {
     closeDialogs();
-    await composer.setInput(await blobOf(record));
-    composer.apply({ prompt: record.settings.prompt, negative_prompt: record.settings.negative_prompt });
+    if (composer.editing()) await composer.takeReferences([await blobOf(record)]);
+    else await useAsInput(record);
     $("prompt").focus();
-    announce("Added as input image");
   },
   async mask(record) {
+    closeDialogs();
     const back = composer.snapshot();
-    await viewer.viewerActions.use(record);
+    await useAsInput(record);
     openMask(back);
   },
   compare(record) {
@@ -190,8 +201,8 @@ Object.assign(viewer.viewerActions, {
   },
   async restore(record) {
     closeDialogs();
-    const { image, mask, ...beside } = record.inputs ?? {};
-    await composer.setInput(image ?? null, mask ? await paintedFrom(mask) : null);
+    const { image, mask, references = [], ...beside } = record.inputs ?? {};
+    await composer.setInput(image ?? null, mask ? await paintedFrom(mask) : null, references);
     $("style").value = "";  // the prompt says it
     composer.apply({ adapters: {}, options: {}, ...record.settings, lock: true });
     await restoreBeside(beside, record.settings);
@@ -202,6 +213,12 @@ Object.assign(viewer.viewerActions, {
     else announce("Settings restored");
   },
 });
+
+async function useAsInput(record) {
+  await composer.setInput(await blobOf(record));
+  composer.apply({ prompt: record.settings.prompt, negative_prompt: record.settings.negative_prompt });
+  announce("Added as input image");
+}
 
 function comparePair(...ids) {
   const pair = ids.map(gallery.byId);
@@ -241,7 +258,10 @@ const onImage = {
 
 async function openImage(file) {
   if (!file.type.startsWith("image/")) return toast("That is no image.");
-  const asInput = async () => { await composer.setInput(file).catch(() => toast("This browser cannot read that image.")); };
+  const asInput = async () => {
+    if (composer.editing()) return composer.takeReferences([file]);
+    await composer.setInput(file).catch(() => toast("This browser cannot read that image."));
+  };
   try {
     const { settings, missing } = await inspect(file);
     const { image, mask, ...rest } = settings;
@@ -262,6 +282,7 @@ async function openImage(file) {
 /** Where it was dropped or pasted decides what it is for. */
 function takeFile(event, file) {
   const beside = besideAt(event);
+  if (event.target.closest?.("#input") && composer.editing()) return composer.takeReferences([file]);
   return beside ? beside.take(file) : openImage(file);
 }
 
@@ -294,15 +315,9 @@ function prepareFiles() {
 
 // ---- the server, its key, the theme
 
-function aboutModel() {
-  const card = composer.model();
-  return card ? `${card.name} · ${card.family}` : "";
-}
-
 async function loadModels() {
   try {
     await composer.setCatalogue(await getJson("api/models"));
-    $("about-model").textContent = aboutModel();
     const examples = composer.model()?.examples ?? [];
     $("examples").replaceChildren(...examples.slice(0, 8).map((text) => el("li", {}, el("button", {
       type: "button", textContent: text, onclick: () => { composer.apply({ prompt: text }); composer.keepDraft(); $("prompt").focus(); },
@@ -386,7 +401,6 @@ function switchTheme() {
 
 function prepareForm() {
   composer.prepareComposer();
-  $("model").addEventListener("change", () => { $("about-model").textContent = aboutModel(); });
   $("composer").addEventListener("submit", (event) => { event.preventDefault(); draw(); });
   for (const id of ["prompt", "negative"]) {
     $(id).addEventListener("keydown", (event) => {
@@ -397,7 +411,8 @@ function prepareForm() {
   }
   $("fold").open = !narrow.matches;
   narrow.addEventListener("change", () => { $("fold").open = !narrow.matches; });
-  for (const id of ["input-mask", "input-open"]) $(id).addEventListener("click", () => openMask());
+  $("input-mask").addEventListener("click", () => openMask());
+  $("input-open").addEventListener("click", () => (composer.currentInput() ? openMask() : $("input-file").click()));
   $("queue-cancel").addEventListener("click", cancelAll);
   $("open-sheet").addEventListener("click", openSheet);
   $("open-theme").addEventListener("click", switchTheme);

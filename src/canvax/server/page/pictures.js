@@ -19,6 +19,14 @@ export const toDataUrl = (blob) => new Promise((resolve, reject) => {
   reader.readAsDataURL(blob);
 });
 
+/** Show an image, or nothing, on a canvas, which gets its size. */
+export function paint(canvas, bitmap) {
+  canvas.hidden = !bitmap;
+  if (!bitmap) return;
+  [canvas.width, canvas.height] = [bitmap.width, bitmap.height];
+  canvas.getContext("2d").drawImage(bitmap, 0, 0);
+}
+
 /** The image cut and scaled to fill width x height. */
 export async function fitted(blob, width, height) {
   const bitmap = await createImageBitmap(blob);

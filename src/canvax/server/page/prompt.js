@@ -17,10 +17,13 @@ const MEANT = [
   [/\([^()]+\)\d*\.\d+|\w\+{1,3}(?=[\s,]|$)/, "compel", "Compel"],
 ];
 
+/** A language model reads none. */
+const readsWeights = () => !$("syntax-field").hidden;
+
 /** Say which part of the prompt is read as text though it looks like a weight. */
 export function showSyntax() {
   const text = `${$("prompt").value}\n${$("negative").value}`;
-  const found = $("syntax").value === "plain" && MEANT.map(([pattern, syntax, label]) => [text.match(pattern)?.[0], syntax, label]).find(([part]) => part);
+  const found = readsWeights() && $("syntax").value === "plain" && MEANT.map(([pattern, syntax, label]) => [text.match(pattern)?.[0], syntax, label]).find(([part]) => part);
   $("syntax-note").hidden = !found;
   if (!found) return;
   $("syntax-found").textContent = `${found[0]} is read as text.`;
@@ -96,7 +99,7 @@ function showCompletions(area) {
 
 function onKey(event) {
   const area = event.target;
-  if ((event.ctrlKey || event.metaKey) && /^Arrow(Up|Down)$/.test(event.key)) {
+  if (readsWeights() && (event.ctrlKey || event.metaKey) && /^Arrow(Up|Down)$/.test(event.key)) {
     event.preventDefault();
     return weigh(area, event.key === "ArrowUp" ? 0.1 : -0.1);
   }

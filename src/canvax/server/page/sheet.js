@@ -18,7 +18,7 @@ const whole = (value) => Number.isInteger(value) && value >= 0;
 /** What may vary: how a value is read, what is proposed, what it does to the settings of a job. */
 const AXES = {
   guidance_scale: { label: "Guidance", read: numbers((value) => value >= 0, "guidance"), propose: () => [1, 2, 4, 8] },
-  steps: { label: "Steps", read: numbers((value) => value >= 1 && whole(value), "number of steps"), propose: () => [5, 10, 20, 40].filter((n) => n <= model().max_steps) },
+  steps: { label: "Steps", read: numbers((value) => value >= 1 && whole(value), "number of steps"), propose: () => [...new Set([0.5, 1, 2].map((times) => Math.ceil(model().steps * times)))].filter((n) => n <= model().max_steps) },
   seed: { label: "Seed", read: numbers(whole, "seed"), propose: () => [1, 2, 3, 4] },
   sampler: { label: "Sampler", read: samplerOf, propose: () => samplers().slice(0, 3).map(({ label }) => label) },
   strength: { label: "Strength", read: numbers((value) => value > 0 && value <= 1, "strength from 0 to 1"), propose: () => [0.3, 0.5, 0.7, 0.9] },
@@ -198,8 +198,9 @@ function chooseAxis(id) {
 }
 
 export function openSheet() {
-  const offered = Object.entries(AXES).filter(([name]) => name !== "strength" || currentInput());
-  for (const [id, first] of [["sheet-x", "guidance_scale"], ["sheet-y", "steps"]]) {
+  const unusable = { strength: !currentInput(), guidance_scale: !model()?.guided };
+  const offered = Object.entries(AXES).filter(([name]) => !unusable[name]);
+  for (const [id, first] of [["sheet-x", model()?.guided ? "guidance_scale" : "seed"], ["sheet-y", "steps"]]) {
     const chosen = $(id).value || first;
     $(id).replaceChildren(...offered.map(([value, { label }]) => el("option", { value, textContent: label })));
     $(id).value = offered.some(([name]) => name === chosen) ? chosen : first;

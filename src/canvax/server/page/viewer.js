@@ -1,5 +1,5 @@
 // One image, large: its settings and what can be done with it.
-import { samplerLabel, upscaling } from "./composer.js";
+import { editing, samplerLabel, upscaling } from "./composer.js";
 import { byId, listed, removeRecords, toggleFavourite } from "./gallery.js";
 import { blobOf, crisp, fileName, show as showImage } from "./pictures.js";
 import { $, announce, button, copy, el, openDialog, save } from "./ui.js";
@@ -30,6 +30,7 @@ function show() {
   $("viewer-negative").textContent = settings.negative_prompt ? `Without: ${settings.negative_prompt}` : "";
   const rows = [["Seed", settings.seed], ["Size", `${width} × ${height}`], ["Steps", settings.steps], ["Guidance", settings.upscale ? null : settings.guidance_scale],
     ["Sampler", samplerLabel(settings.sampler)], ["Strength", current.inputs?.image || missing.includes("image") ? settings.strength : null],
+    ["Reference images", current.inputs?.references && 1 + current.inputs.references.length],
     ["Adapters", Object.entries(settings.adapters ?? {}).map(([name, weight]) => `${name} ${weight?.unet ?? weight}`).join(", ")],
     ["Control", current.inputs?.control ? read(settings.steered) : null], ["Image prompt", current.inputs?.image_prompt ? read(settings.prompted) : null],
     ["Upscaled", settings.upscale ? `${settings.upscale} ×` : null], ["Model", settings.model], ...(settings.varied ?? []),
@@ -53,7 +54,7 @@ function showActions() {
   };
   const picture = [
     one("vary", "New seed", act("vary"), "v"), one("dice", "Variation", act("varyLittle"), "Shift+V"),
-    one("input", "Add as input", act("use"), "u"), one("brush", "Paint a mask", act("mask"), "p"),
+    one("input", editing() ? "Add as reference" : "Add as input", act("use"), "u"), one("brush", "Paint a mask", act("mask"), "p"),
     one("compare", "Compare", act("compare"), "c"), one("undo", "Restore settings", act("restore"), "r"),
     one("copy", "Copy the prompt", () => copy(current.settings.prompt)),
   ];
