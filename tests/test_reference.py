@@ -75,6 +75,13 @@ BETTER = {
     r"\bgoes in the end\b": "is deleted at the end",
     r"\bWho (?!comes)\w+s\b": "You can",
     r"\bin words\b": "with the reason",
+    r"\bbeside (?!the weights)": "next to, in addition to, compared with",
+    r"[.:|] Of (?!course)": "subject first: For ..., With ..., or the noun",
+    r"\bgoes on\b": "continues, resumes",
+    r"\bgoes? (?:together )?with\b": "works with",
+    r"\bfor want of\b": "without, because of",
+    r"\bmakes of\b": "the output of",
+    r"\bhad said\b": "estimated, reported",
     r"\bas there\b(?! (?:is|are))": "repeat the words",
 }
 """Words of sentences that readers had to read twice, and what to write."""
