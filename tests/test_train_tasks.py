@@ -281,9 +281,10 @@ def test_a_lora_from_a_file(model: Path, pictures: Path, tmp_path: Path) -> None
     loaded = canvax.load(model, mesh=one())
     assert loaded.params is not None
     rng = np.random.default_rng(0)
+    run = training(model, pictures, tmp_path / "run")
+    again = Lora()
     for names in low_rank.FORMATS:
         lora = Lora(rank=2, alpha=3.0, layers="all", text=True, names=names)
-        run = training(model, pictures, tmp_path / "run")
         chosen = low_rank.targets(loaded.model.networks.specs(), "all")
         del chosen["vae"]
         factors = jax.tree.map(
@@ -337,6 +338,15 @@ def test_a_word(model: Path, pictures: Path, tmp_path: Path) -> None:
     assert pipe.adapters.load_embedding(file) == ("<red-thing>",)
     state = {entry.name for entry in open_safetensors(tmp_path / "embedding" / "state.safetensors")}
     assert {name for name in state if name.startswith("params.")} == {"params.text_encoder.rows"}
+
+
+def test_files_of_a_word_on_the_way(tmp_path: Path) -> None:
+    rows = {part: {"rows": np.ones((1, 4), np.float32)} for part in ("text_encoder", "text_encoder_2")}
+    inversion = Inversion("<a>", "toy")
+    unused: Any = None
+    inversion.save(task.numbered(inversion.target(tmp_path), 500), unused, {}, rows, unused)
+    names = {"learned_embeds-000500.safetensors", "learned_embeds_2-000500.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 def test_words_that_cannot_be(model: Path, pictures: Path, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def toy_loss(p: Any, samples: Any, shared: Any, key: Any) -> Any:
 
 def toy(folder: Path, plan: Plan = PLAN, mesh: Any = None, **session: Any) -> tuple[Any, bool]:
     data = {"x": np.random.default_rng(1).standard_normal((10, 3), np.float32)}
-    where = Session(folder, "toy", mesh or one_device(), **{"save_every": 0} | session)
+    where = Session(folder, "toy", mesh or one_device(), **{"save_every": 0, **session})
     return fit({"w": np.zeros(3, np.float32)}, toy_loss, data, 10, plan, where)
 
 

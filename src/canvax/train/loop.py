@@ -58,7 +58,7 @@ class Plan:
         clip: bound on the norm of the gradient.
         average: decay of the moving average of the parameters; 0 for no averaging.
         seed: seed of every random choice.
-        chunk: most steps per call of the program; it does not change the numbers.
+        chunk: steps per call of the program, at most, and per line of the log.
         accumulate: batches per update, processed one after the other to save memory; the gradients are averaged.
         rates: top-level key of the parameters -> its learning rate, where it differs.
         minutes: choose ``steps`` to take about this long; measured once, at the beginning of the run.
@@ -175,7 +175,7 @@ class Session:
 
     def saves(self, done: int, steps: int) -> bool:
         """Returns whether ``save`` is called after this step."""
-        return self.save is not None and bool(self.save_steps) and 0 < done < steps and done % self.save_steps == 0
+        return self.save_steps is not None and 0 < done < steps and done % self.save_steps == 0
 
 
 def fit(

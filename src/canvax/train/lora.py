@@ -96,7 +96,8 @@ class Lora:
 
     def check(self, model: Model, training: Training) -> None:
         """Accepts every model; reads the factors to begin with."""
-        self._factors(model, training)
+        if self.start is not None:
+            self._factors(model, training)
 
     def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
         """Makes the factors; the whole model is frozen, in the dtype of the computation."""

@@ -327,8 +327,8 @@ def check_folder(training: Training, aim: Aim) -> None:
             raise InputError("", NO_VALUE, problem, cure)
         if (path := numbered(target, read_facts(state)["total"])).exists():
             raise InputError(f"{str(path)!r} exists already, where {target.name} would be kept; move it away.")
-    elif not state.is_file() and (others := sorted(folder.glob(f"{escape(target.stem)}-[0-9]*[0-9]{target.suffix}"))):
-        raise InputError(f"{str(others[0])!r} is of another run; choose another folder.")
+    elif not state.is_file() and (others := list(folder.glob(f"{escape(target.stem)}-{'[0-9]' * 6}{target.suffix}"))):
+        raise InputError(f"{str(min(others))!r} is of another run; choose another folder.")
 
 
 def _check_model(training: Training, aim: Aim, model: Model) -> None:
