@@ -858,7 +858,7 @@ def test_an_engine_that_only_fails_gives_up(monkeypatch: pytest.MonkeyPatch, whe
         if where == "_start_over":
             monkeypatch.setattr(engine, "_turn", fail)
         job = engine.submit(JobRequest("a red apple", steps=200))
-        until(lambda: engine.state is State.FAILED)
+        until(lambda: engine.state is State.FAILED and job.status is Status.FAILED)
         assert isinstance(engine.failure, KeyError)
         assert (job.status, job.error and job.error[0]) == (Status.FAILED, "server_error")
         with pytest.raises(Rejected) as refused:
