@@ -363,7 +363,7 @@ def test_metrics_are_valid_and_tell_no_prompt(site: Web) -> None:
     assert {"canvax_requests", "canvax_request_seconds", "canvax_jobs", "canvax_queue_images", "canvax_build_info",
             "canvax_step_seconds", "canvax_compilations"} <= set(families)  # fmt: skip
     for family in families.values():
-        assert re.fullmatch(r"canvax_[a-z_]+", family.name)
+        assert re.fullmatch(r"(canvax|process)_[a-z_]+", family.name)
         assert family.documentation
         assert len(family.samples) <= 400, family.name
     answered = {(one.labels["route"], one.labels["status"]): one.value for one in families["canvax_requests"].samples}

@@ -9,8 +9,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 from unittest.mock import ANY
 
 import numpy as np
@@ -228,6 +229,9 @@ class StubItem(Item):
     def metadata(self, model: Any) -> dict[str, Any]:
         return {}
 
+    def larger(self, request: Any, pixels: Any, latents: Any) -> Any:
+        return request
+
 
 class StubChecked:
     input_bytes, tiles = 0, True  # no images are sent, and hints are those of a real model
@@ -235,22 +239,28 @@ class StubChecked:
     def __init__(self, ask: JobRequest, name: str, model: Any = None, shelf: StubShelf | None = None) -> None:
         self.group = GroupKey(name, ask.height or SIZES[0], SIZES[0], None)  # type: ignore[arg-type]
         self.images, self.rows, self._shelf = ask.n, ask.steps or 1, shelf
+        self.table = range(self.rows)
+        self.request = SimpleNamespace(
+            guided=True, embedded=False, init_images=None, options=SimpleNamespace(**ask.options)
+        )
+        self.second: Any = None
+        if ask.options:
+            self.second = StubChecked(replace(ask, height=SIZES[-1], options={}), name, model, shelf)
 
     def job(self, ask: JobRequest, cancel: Callable[[Job], None]) -> Job:
         return Job(ask, self.group.model, self.pictures(), cancel=cancel)
 
     def pictures(self) -> list[Picture]:
-        return [Picture(i, i, SIZES[0], self.group.height, self.rows) for i in range(self.images)]
+        rows = self.rows + (self.second.rows if self.second else 0)
+        return [Picture(i, i, SIZES[0], self.group.height, rows) for i in range(self.images)]
 
     def items(self, job: Job, picture: Picture) -> list[Item]:
-        request: Any = SimpleNamespace(guided=True, embedded=False, init_images=None)
-        table: Any = range(self.rows)
-        previews = tuple(range(1, min(job.request.previews, self.rows - 1) + 1))
-        shelf: Any = self._shelf
+        previews = tuple(range(1, min(job.request.previews, picture.steps - 1) + 1))
+        request, table, shelf = cast("tuple[Any, Any, Any]", (self.request, self.table, self._shelf))
         return [
             StubItem(
                 job, picture, request, table, self.group, job.request.client, previews=previews,
-                adapters=job.request.adapters, shelf=shelf,
+                adapters=job.request.adapters, shelf=shelf, second=self.second,
             )
         ]  # fmt: skip
 
@@ -305,25 +315,25 @@ class Server(RuleBasedStateMachine):
         model=st.sampled_from(MODELS), client=st.sampled_from(("alice", "bob", "")), steps=st.integers(1, 5),
         n=st.integers(1, 2), size=st.sampled_from((0, 0, 0, 1, 2)),
         adapters=st.sets(st.sampled_from(ADAPTERS), max_size=PLACES), previews=st.integers(0, 2),
-        seconds=st.sampled_from((None, None, 20.0, 40.0)),
+        seconds=st.sampled_from((None, None, 20.0, 40.0)), hires=st.sampled_from((0, 0, 2)),
     )  # fmt: skip
     def submit(
         self, model: str, client: str, steps: int, n: int = 1, size: int = 0, adapters: Any = (), previews: int = 0,
-        seconds: float | None = None,
+        seconds: float | None = None, hires: int = 0,
     ) -> None:  # fmt: skip
         wanted = {self.adapters[model][name]: {"": 1.0} for name in adapters}
         ask = JobRequest(
             "", model=model, client=client, steps=steps, n=n, height=SIZES[size], adapters=wanted,  # type: ignore[arg-type]
-            previews=previews, seconds=seconds,
+            previews=previews, seconds=seconds, options={"hires": hires} if hires else {},
         )  # fmt: skip
-        before = sum(item.expected for item in self.engine._queue)
+        before = sum(item.expected + item.later[0] for item in self.engine._queue)
         try:
             job = self.engine.submit(ask)
         except Rejected as refused:
             assert refused.code in ("too_late", "model_unavailable"), refused.code  # noqa: PT017
             assert seconds or WORLD.fired
         else:
-            seconds = before + sum(item.expected for item in self.engine._items[job.id])
+            seconds = before + sum(item.expected + item.later[0] for item in self.engine._items[job.id])
             self.jobs.append((job, WORLD.now + 40 + 4 * seconds))
 
     @rule(

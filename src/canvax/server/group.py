@@ -52,11 +52,13 @@ class Timings:
         row: one row of the denoiser at each batch.
         encode: texts and images of one image.
         decode: one image.
+        left_out: as ``row``, for batches that save no time and are not used.
     """
 
     row: dict[int, float] = field(default_factory=dict)
     encode: float = 0.0
     decode: float = 0.0
+    left_out: dict[int, float] = field(default_factory=dict)
 
     def image(self, rows: float) -> float:
         """An image of so many rows by itself."""
@@ -112,7 +114,6 @@ class Group:
         self._idle: Idle | None = None
         self._denoisers: dict[int, Ready] = {}
         self._lanes, self._most_lanes = dict.fromkeys(self.batches, 1), lanes
-        self._left_out: dict[int, float] = {}
         self._batch: Lanes | None = None
         self._seats: list[Item | None] = []
 
@@ -151,7 +152,7 @@ class Group:
         self.timings.row = {images: seconds for images, (seconds, _) in sorted(measured.items())}
         useful = {best_batch(self.timings.row, waiting) for waiting in range(1, max(measured) + 1)}
         self.batches = sorted({self.alone, *useful})
-        self._left_out = {images: row for images, row in self.timings.row.items() if images not in self.batches}
+        self.timings.left_out = {images: row for images, row in self.timings.row.items() if images not in self.batches}
         self.timings.row = {images: self.timings.row[images] for images in self.batches}
         self._lanes = {images: measured[images][1] for images in self.batches}
         sizes = {images // lanes for images, lanes in self._lanes.items()}
@@ -215,7 +216,7 @@ class Group:
         """For people: what was measured."""
         rows, left_out = (
             ", ".join(f"{batch}: {1e3 * seconds:.1f} ms" for batch, seconds in row.items())
-            for row in (self.timings.row, self._left_out)
+            for row in (self.timings.row, self.timings.left_out)
         )
         decode = f"decoding {1e3 * self.timings.decode:.0f} ms"
         decode += f"; left out, since they save no time: {left_out}" if left_out else ""

@@ -167,11 +167,14 @@ class Item:
     def enlarge(self, pixels: HostArray, latents: HostArray) -> None:
         """Its pass is over, with pixels [H, W, 3] and latents [h, w, C]: it becomes the second one."""
         assert self.second is not None
-        request = replace(self.second.request, seeds=self.request.seeds)
-        self.recorded, self.request = self.request, enlarged(request, pixels[None], latents[None])
+        self.recorded, self.request = self.request, self.larger(self.second.request, pixels, latents)
         self.before, self.table, self.group = len(self.table), self.second.table, self.second.group
         self.expected, self.shared = self.later
         self.second, self.later, self.carried, self.decodes = None, (0.0, 0.0), None, None
+
+    def larger(self, request: Request, pixels: HostArray, latents: HostArray) -> Request:
+        """``request`` from its image."""
+        return enlarged(replace(request, seeds=self.request.seeds), pixels[None], latents[None])
 
     def inputs(self) -> Iterator[Image.Image]:
         """The decoded images that it holds."""
