@@ -159,7 +159,7 @@ def build_parser() -> Parser:
     plain = argparse.RawDescriptionHelpFormatter
     parser = Parser(
         prog="canvax",
-        description="Text to image with Stable Diffusion in JAX.",
+        description="Images from text in JAX: Stable Diffusion, Z-Image, FLUX.2 klein and Krea 2.",
         epilog=_EXAMPLES,
         formatter_class=plain,
     )
