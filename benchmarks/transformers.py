@@ -71,11 +71,12 @@ def contenders(name: str, side: int, rows: int, dtype: str) -> dict[str, Call]:
     def theirs(array: np.ndarray) -> Any:
         return torch.from_numpy(np.array(array, np.float32)).to(getattr(torch, dtype))
 
-    times, length, width = np.float32([TIME]), np.int32([rows]), np.int32([side])
+    times = jnp.array([TIME], jnp.float32)
+    length, width = jnp.array([rows]), jnp.array([side])
     spec: Spec
     if name == "flux2-klein-4b":
         spec, x, text = flux2_spec(cfg), normal(1, tokens, cfg.in_channels), normal(1, rows, cfg.joint_attention_dim)
-        none = np.zeros((1, 0, cfg.in_channels), x.dtype), np.zeros((1, 0, 4), np.int32)
+        none = jnp.zeros((1, 0, cfg.in_channels), x.dtype), jnp.zeros((1, 0, 4), jnp.int32)
         ids, words = np.pad(grid(side), ((0, 0), (0, 1))), np.pad(np.arange(rows)[:, None], ((0, 0), (3, 0)))
 
         def ours(p: Params, x: Any, text: Any) -> Any:
@@ -141,7 +142,7 @@ def in_int8(params: Params, spec: Spec, dtype: str) -> Params:
             result[name], result[scale_of(name)] = quantize(arrays[name], "int8")
         else:
             result[name] = np.asarray(jnp.asarray(arrays[name], dtype))
-    return unflatten(result.items())
+    return unflatten(result)
 
 
 def main() -> None:
