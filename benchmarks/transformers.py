@@ -1,4 +1,4 @@
-"""One evaluation of a diffusion transformer beside PyTorch diffusers: full width, fewer layers, random weights.
+"""Compare one evaluation of a diffusion transformer with PyTorch diffusers: full width, few layers, random weights.
 
     python -m benchmarks.transformers [z-image|flux2-klein-4b|krea-2] [--size 512] [--dtype bfloat16] [--rounds 5]
 
@@ -41,7 +41,7 @@ FEWER: dict[str, dict[str, int]] = {
     "flux2-klein-4b": {"num_layers": 1, "num_single_layers": 2},
     "krea-2": {"num_layers": 2, "num_refiner_text_blocks": 1},
 }
-"""Of each kind a few: both models and their copy in 8 bits fit into some gigabytes."""
+"""A few layers of each kind: both models and the copy in 8 bits fit into some gigabytes."""
 
 BOUNDS = {"float32": 1e-4, "bfloat16": 5e-2}
 """Root mean square of the difference over that of the output."""

@@ -77,7 +77,7 @@ LOAD: dict[str, ForeignName] = {
 """Arguments of ``canvax.load``."""
 
 TRAIN: dict[str, ForeignName] = renamed_to("save_every_n_epochs", "save_every")
-"""Flags of ``canvax train``, beside the aliases that it has."""
+"""Flags of ``canvax train`` that are not among its aliases."""
 
 HARMLESS: dict[str, tuple[object, ...]] = {
     "feature_extractor": (None,),

@@ -15,7 +15,7 @@ from itertools import takewhile
 from typing import Any
 
 from canvax.cli.arguments import COMMANDS, parse
-from canvax.cli.terminal import complain, emit_json, flush, hush_stdout, tolerant_streams
+from canvax.cli.terminal import complain, emit_json, flush, hush_stdout, show_warning, tolerant_streams
 from canvax.errors import CanvaxError, HintWarning, InputError
 from canvax.weights.data_folder import using
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
     report: dict[str, Any] = {}
     tolerant_streams()
     with warnings.catch_warnings():
-        warnings.showwarning = partial(_show_warning, set())
+        warnings.showwarning = partial(show_warning, set(), partial(complain, label="warning: "))
         warnings.simplefilter("always", HintWarning)
         warnings.filterwarnings("ignore", r"Image size .* exceeds limit")  # of Pillow: the error that follows says it
         try:
@@ -138,12 +138,3 @@ def _unexpected(error: Exception) -> str:
             f"not enough memory ({first[:200]}); use a smaller --batch-size, --width and --height, or --dtype bfloat16"
         )
     return f"{type(error).__name__}: {first[:500]} (set CANVAX_DEBUG=1 for the traceback)"
-
-
-def _show_warning(seen: set[str], message: Warning | str, *_: Any) -> None:
-    """Once, and not for each of a thousand prompts."""
-    if (text := str(message)) not in seen:
-        if len(seen) > 1000:  # a server lives long
-            seen.clear()
-        seen.add(text)
-        complain(text, label="warning: ")

@@ -29,7 +29,7 @@ from canvax.cli.generate_arguments import (
     source_keywords,
     with_networks,
 )
-from canvax.cli.terminal import complain
+from canvax.cli.terminal import complain, show_warning
 from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, check_count, warn
 from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file
@@ -107,12 +107,10 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     )
     with listen(arguments.host, arguments.port, spare=opens_page) as listener:
         _log_to_stderr(quiet=arguments.quiet or opens_page)
-        say: Callable[[str], None] = complain
+        say: Callable[[str], None] = (lambda text: None) if arguments.quiet else complain
         if not opens_page and not sys.stderr.isatty():  # a program reads it, for which every line is JSON
-            say = logging.getLogger("canvax.server").info
-            warnings.showwarning = partial(_log_warning, arguments.write)
-        if arguments.quiet:
-            say = _nothing
+            log = logging.getLogger("canvax.server")  # which says nothing below a warning with --quiet
+            say, warnings.showwarning = log.info, partial(show_warning, set(), log.warning)
         journal = Journal(named_path("journal", arguments.journal)) if arguments.journal else None
         metrics = Metrics()
 
@@ -328,15 +326,6 @@ def listen(host: str, port: int | None, *, spare: bool = False) -> socket.socket
         cure = "name an address of this machine, such as 127.0.0.1"
         raise InputError("host", host, f"cannot be listened on: {reason}", cure) from None
     return listener
-
-
-def _nothing(_: str) -> None:
-    pass
-
-
-def _log_warning(write: Any, message: Warning | str, *_: Any) -> None:
-    text = message.format(write) if isinstance(message, HintWarning) else str(message)
-    logging.getLogger("canvax.server").warning("%s", text)
 
 
 def _log_to_stderr(*, quiet: bool) -> None:

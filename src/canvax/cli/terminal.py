@@ -9,7 +9,7 @@ import shutil
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -33,6 +33,15 @@ def _escaped(c: str) -> str:
 def complain(message: str, *, label: str = "") -> None:
     """Print a message on stderr, with a prefix on its first line; where nobody can read it, the work goes on."""
     to_stderr(f"canvax: {label}{clean(shortened(message))}\n")
+
+
+def show_warning(seen: set[str], write: Callable[[str], None], message: Warning | str, *_: Any) -> None:
+    """Write a warning once, and not for each of a thousand prompts; for ``warnings.showwarning``."""
+    if (text := str(message)) not in seen:
+        if len(seen) > 1000:  # a server lives long
+            seen.clear()
+        seen.add(text)
+        write(text)
 
 
 def say(text: str) -> None:

@@ -150,7 +150,7 @@ def _output(parser: argparse.ArgumentParser, what: str) -> None:
     )
     parser.add_argument(
         "--save-every", "--checkpointing-steps", "--save-every-n-steps", "--save-steps", type=int, dest="save_steps",
-        metavar="N", help="steps between weights that are kept beside the last ones, such as ...-000500 (none)",
+        metavar="N", help="save the weights of every Nth step, as ...-000500 (the last ones alone)",
     )  # fmt: skip
     parser.add_argument(
         "--tensorboard", "--logging-dir", metavar="FOLDER", help="write curves and previews there, for TensorBoard"
@@ -198,8 +198,9 @@ def _images(parser: argparse.ArgumentParser, *, empty: str, captioned: bool = Tr
         help=f"share of captions that are left out ({empty})",
     )  # fmt: skip
     parser.add_argument(
-        "--min-snr", "--snr-gamma", type=float, dest="gamma", metavar="GAMMA", help="min-SNR weights, such as 5 (none)"
-    )
+        "--min-snr", "--snr-gamma", type=float, dest="gamma", metavar="GAMMA",
+        help="gamma of min-SNR loss weighting; 5 is usual (none)",
+    )  # fmt: skip
     parser.add_argument(
         "--unmasked-weight", type=float, metavar="WEIGHT",
         help="least weight of what masks leave out, 0 to 1 (0); 1 does not read masks",

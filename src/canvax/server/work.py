@@ -454,7 +454,7 @@ def sample(
 
 
 def usable_samplers(model: Model, width: int, height: int) -> tuple[str, ...] | None:
-    """Names of the samplers that can generate images of a size with a model; None if its own cannot."""
+    """Names of the samplers that can generate images of a size with a model; None if the model cannot."""
     try:
         request, usable = sample("", model, width, height, steps=4).request, []
     except Rejected:

@@ -64,8 +64,8 @@ class Training:
         dtype: dtype of the computation; by default bfloat16 on GPU and TPU, float32 on the CPU.
         prompts: prompts of the images that are generated during training, in the folder ``previews``.
         preview_steps: steps between previews; by default they come every 15 minutes, and always after the last step.
-        save_steps: steps between the weights that are saved during training, beside the result and called as it is,
-            with the step behind (``numbered``); by default none are.
+        save_steps: number of steps after which the weights are saved again during training, in the folder of the
+            result (``numbered``); None to save only the result.
         tensorboard: folder of curves and previews for TensorBoard; needs tensorboardX.
     """
 
@@ -310,7 +310,7 @@ def _decisive(training: Training, aim: Aim) -> dict[str, Any]:
 
 
 def numbered(target: Path, step: int) -> Path:
-    """Returns the path of the weights of a step before the last: ``a-000500.safetensors`` beside ``a.safetensors``."""
+    """Returns the path for the weights of an earlier step: ``a-000500.safetensors`` for ``a.safetensors``."""
     return target.with_name(f"{target.stem}-{step:06d}{target.suffix}")
 
 

@@ -289,7 +289,7 @@ def _match(files: Files, part: Component, faults: Faults) -> dict[str, tuple[Par
         elif name in matched:
             faults.ambiguous.append(f"{inside}{name}: as {matched[name].name} and as {where}")
         else:
-            matched[name] = entry = _with_rows_of_one(wanted[name], entry)
+            matched[name] = entry = _with_axes_of_one(wanted[name], entry)
             _check(f"{inside}{name}", where, wanted[name], entry, faults)
     is_flax = bool(entries) and all(entry.order == "flax" for entry in entries)
     for name, param in wanted.items():
@@ -299,7 +299,7 @@ def _match(files: Files, part: Component, faults: Faults) -> dict[str, tuple[Par
     return {name: (param, matched[name]) for name, param in wanted.items() if name in matched}
 
 
-def _with_rows_of_one(param: Param, entry: Entry) -> Entry:
+def _with_axes_of_one(param: Param, entry: Entry) -> Entry:
     """The entry in the shape of ``param`` if it lacks nothing but axes of size 1 in front, which GGUF drops."""
     for shape in accepted_shapes(param, entry):
         if shape == (1,) * (len(shape) - len(entry.shape)) + entry.shape:
