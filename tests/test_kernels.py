@@ -327,6 +327,7 @@ def test_convolution_by_tiles_on_a_cpu(dtype: jnp.dtype, at_a_time: str, monkeyp
     from canvax.parallel.mesh import make_mesh, over_batch
 
     tiles = {"all": 4 * 10, "an image": 10}.get(at_a_time, 2)
+    monkeypatch.setattr(cpu, "has_amx", lambda: False)
     for name, value in {"TILES_AT_ONCE": tiles, "MIN_TILES": 1, "TILE_CHANNELS": 32}.items():
         monkeypatch.setattr(cpu, name, value)
     height = 19 if at_a_time == "rows that do not come out even" else 18
@@ -334,6 +335,34 @@ def test_convolution_by_tiles_on_a_cpu(dtype: jnp.dtype, at_a_time: str, monkeyp
     weight = (normal(3, 3, 32, 40) / 17).astype(dtype)
     x = jax.device_put(normal(4, height, 6, 32).astype(dtype), over_batch(mesh))
     check_on_a_cpu(convolution.convolve, weight, x, mesh)
+
+
+@pytest.mark.parametrize("at_a_time", AT_A_TIME)
+def test_bfloat16_convolution_by_taps_on_a_cpu(at_a_time: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With AMX: the numbers and gradients of XLA's convolution, of nine matmuls."""
+    devices = 2
+    from canvax.parallel.mesh import make_mesh, over_batch
+
+    height = 19 if at_a_time == "rows that do not come out even" else 18
+    row = 4 * 6 * 40
+    monkeypatch.setattr(cpu, "has_amx", lambda: True)
+    monkeypatch.setattr(cpu, "TAP_CHANNELS", 32)
+    monkeypatch.setattr(cpu, "TAP_BYTES", {"all": 4 * height * row, "an image": height * row}.get(at_a_time, 2 * row))
+    mesh = make_mesh(jax.devices()[:devices])
+    weight = (normal(3, 3, 32, 40) / 17).astype(jnp.bfloat16)
+    x = jax.device_put(normal(4, height, 6, 32).astype(jnp.bfloat16), over_batch(mesh))
+    text = check_on_a_cpu(convolution.convolve, weight, x, mesh)
+    assert text.count("stablehlo.dot_general") >= 9
+
+
+@pytest.mark.parametrize(("inputs", "amx", "taps"), [(256, True, True), (128, True, False), (256, False, False)])
+def test_where_a_bfloat16_convolution_is_by_taps(
+    inputs: int, amx: bool, taps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "has_amx", lambda: amx)
+    arrays = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((3, 3, inputs, 256), (2, 64, 64, inputs)))
+    text = jax.jit(lambda weight, x: convolution.convolve(weight, x)).lower(*arrays).as_text()
+    assert ("stablehlo.gather" not in text) == taps
 
 
 @pytest.mark.parametrize(
@@ -349,8 +378,9 @@ def test_convolution_by_tiles_on_a_cpu(dtype: jnp.dtype, at_a_time: str, monkeyp
     ],
 )
 def test_where_a_convolution_on_a_cpu_is_by_tiles(
-    pixels: int, inputs: int, outputs: int, tiles: bool, of_bfloat16: bool
+    pixels: int, inputs: int, outputs: int, tiles: bool, of_bfloat16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cpu, "has_amx", lambda: False)
     for dtype, wanted in ((jnp.float32, tiles), (jnp.float16, tiles), (jnp.bfloat16, of_bfloat16)):
         shapes = ((3, 3, inputs, outputs), (2, pixels, pixels, inputs))
         given = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
