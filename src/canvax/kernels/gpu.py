@@ -1,6 +1,7 @@
 """Attention on NVIDIA GPUs: cuDNN's fused kernel, or a part of the queries at a time where cuDNN has no kernel.
 
-Both were chosen by looking at whole programs as XLA's CUDA compiler compiles them, and timed on an H100 (docs/gpu.md).
+Both were chosen by looking at whole programs as XLA's CUDA compiler compiles them, and timed on an H100
+(docs/design/experiments.md, "Kernels on a GPU").
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Kernels for TPU v4 and newer: JAX's flash attention, and convolutions as sums of matmuls, one per tap.
 
-They were chosen by the estimates of the TPU compiler (docs/tpu.md) and have not been timed on a TPU. Older generations,
-which can no longer be rented, use the plain forms.
+They were chosen by the estimates of the TPU compiler (docs/design/experiments.md, "Kernels on a TPU") and have not been
+timed on a TPU. Older generations, which can no longer be rented, use the plain forms.
 """
 
 from __future__ import annotations
