@@ -96,6 +96,7 @@ CALLS = (
 COMMANDS = (
     "generate",
     "generate x --stepz 3",
+    "generate x --size 512x512",
     "generate x --steps many",
     "generate x --steps 5000",
     "generate x --height 65",

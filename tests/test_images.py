@@ -25,7 +25,7 @@ from canvax.images import metadata as module
 from canvax.images.convert import to_pil, to_uint8, upright_rgb
 from canvax.images.formats import GeneratedImage
 from canvax.images.grid import make_grid
-from canvax.images.infotext import from_infotext, to_infotext
+from canvax.images.infotext import from_infotext, settings_left, to_infotext
 from canvax.images.metadata import read_metadata, save_image, save_numbered, unique_path
 from canvax.samplers import CURVES, SAMPLERS, find
 from canvax.scale import work
@@ -433,6 +433,7 @@ def test_a1111(tmp_path: Path) -> None:
             "<lora:x:0.5>": "",
         },
     }
+    assert settings_left(got) == {"Hires upscaler": "Latent", "<lora:x:0.5>": ""}
 
 
 def test_stable_diffusion_cpp() -> None:

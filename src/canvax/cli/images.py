@@ -17,6 +17,7 @@ from canvax.cli.generate_arguments import networks_of
 from canvax.cli.image_prompts import check_same
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
+from canvax.images.infotext import settings_left
 from canvax.images.inputs import fingerprint, read_images
 from canvax.images.metadata import check_kinds, read_metadata
 from canvax.noise import check_seed, image_seeds
@@ -380,6 +381,6 @@ def recorded_model(metadata: Mapping[str, Any]) -> Any:
 
 
 def _warn_of_losses(path: Path, metadata: Mapping[str, Any]) -> None:
-    if isinstance(other := metadata.get("other"), dict) and other:
+    if other := settings_left(metadata):
         left = ", ".join(f"{name}: {value!s:.80}" if value else str(name) for name, value in other.items())
         complain(f"{path}: settings that cannot be read are left out: {left}", label="warning: ")

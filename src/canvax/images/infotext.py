@@ -29,6 +29,7 @@ _CURVES = {
 }
 """Schedule type in lower case -> name of the curve in canvax."""
 _KEY = re.compile(r"\s*([A-Za-z][\w /+\-]*):\s*")
+_FACTS = ("Version", "Model hash", "VAE hash", "Lora hashes", "TI hashes", "Hashes")
 _NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]*>")
 """A network in a prompt, which is not text for the encoder."""
 _SIZE = r"(\d{1,6})x(\d{1,6})"
@@ -114,6 +115,12 @@ def from_infotext(text: str) -> dict[str, Any]:
         read["other"] |= dict.fromkeys(_NETWORK.findall(words), "")
         prompts[name] = without_networks(words)
     return {**prompts, **read}
+
+
+def settings_left(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of another program without a counterpart; not its version and hashes, which change no image."""
+    other = metadata.get("other")
+    return {name: value for name, value in other.items() if name not in _FACTS} if isinstance(other, dict) else {}
 
 
 def parts_of(text: str) -> tuple[str, str, dict[str, str]]:

@@ -17,6 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from canvax.errors import InputError, nearest
+from canvax.images.infotext import settings_left
 from canvax.images.maps import SETTINGS as MAPS
 from canvax.images.maps import control_map
 from canvax.images.metadata import metadata_in
@@ -443,8 +444,7 @@ def as_job(metadata: dict[str, Any]) -> dict[str, Any]:
     missing += ["image"] if "references_sha256" in recorded else []
     if recorded.get("noise") == "given":
         missing.append("latents")
-    other = recorded.get("other")
-    missing += [f"{name}: {value}" for name, value in other.items()] if isinstance(other, dict) else []
+    missing += [f"{name}: {value}" for name, value in settings_left(recorded).items()]
     return {"settings": settings, "missing": missing}
 
 
