@@ -506,6 +506,11 @@ def test_fewer_processes_finish_the_shards_of_more(tmp_path: Path) -> None:
     in_shards(tmp_path)
 
 
+def test_a_job_that_made_nothing_leaves_nothing(tmp_path: Path) -> None:
+    Output(tmp_path / "out", {"model": "emoji"}).close(done=False)
+    assert not (tmp_path / "out").exists()
+
+
 def test_another_job_is_refused(worker: Worker, tmp_path: Path) -> None:
     """Changed rows, other flags, a folder of something else, and a second process in the same folder."""
     file, folder = write(tmp_path / "rows.jsonl", some_rows(2)), tmp_path / "out"
