@@ -33,7 +33,7 @@ from canvax.images.metadata import read_metadata
 from canvax.scale.batch import Plan, run, windows
 from canvax.scale.output import Output, _locked, listed
 from canvax.scale.rows import Row, digest_of, read_rows, seed_of, settings_of
-from canvax.scale.work import Made, Worker, image_file
+from canvax.scale.work import Item, Made, Worker, image_file
 from tests.support.refusals import refused
 
 PROMPTS = ("a red apple", "a dog face", "a lemon", "a house", "a clock", "a fire engine")
@@ -195,6 +195,19 @@ def test_what_a_safety_checker_refuses_is_black(emoji: canvax.StableDiffusion) -
             assert not np.asarray(one.image).any()
             assert one.record is not None
             assert one.record["nsfw"] is True
+
+
+def test_rows_that_are_guided_in_part_share_a_batch_with_their_like_alone(worker: Worker) -> None:
+    """A batch goes from guided steps to others at once, so that its rows have one table."""
+    row = {"prompt": "a cat", "steps": 4, "guidance_interval": [0.0, 0.5]}
+
+    def key(**changes: Any) -> Any:
+        item = worker.check(Row("a", row | changes))
+        assert isinstance(item, Item)
+        return item.key
+
+    assert key(prompt="a dog", seed=3) == key()
+    assert len({key(), key(steps=3), key(guidance_scale=3.0)}) == 3
 
 
 @pytest.mark.weekly
@@ -491,6 +504,11 @@ def test_fewer_processes_finish_the_shards_of_more(tmp_path: Path) -> None:
         output.close(done=False)
     Output(tmp_path, {}, into="tar", shard_size=5).close(done=True)
     in_shards(tmp_path)
+
+
+def test_a_job_that_made_nothing_leaves_nothing(tmp_path: Path) -> None:
+    Output(tmp_path / "out", {"model": "emoji"}).close(done=False)
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_job_is_refused(worker: Worker, tmp_path: Path) -> None:

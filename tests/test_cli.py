@@ -441,11 +441,11 @@ def test_info_of_a_part(run: Run, tmp_path: Path, names: tuple[str, ...], kind: 
     assert run("info", "a.safetensors", "--prompts")[0] == BAD_INPUT
 
 
-def test_a_pickle_is_refused_with_its_name(run: Run, tmp_path: Path) -> None:
+def test_a_pickle_is_refused_with_its_name(generate: Run, run: Run, tmp_path: Path) -> None:
     (tmp_path / "wool.pt").write_bytes(b"\x80\x02.")
-    code, _, err = run("info", "wool.pt")
-    assert code != 0
-    assert "canvax convert wool.pt wool.safetensors" in err
+    for code, _, err in (run("info", "wool.pt"), generate("a cat", "--lora", "wool.pt")):
+        assert code != 0
+        assert "canvax convert wool.pt wool.safetensors" in err
 
 
 def test_a_folder_of_files_is_no_model(run: Run, tmp_path: Path) -> None:

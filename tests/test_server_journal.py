@@ -160,6 +160,14 @@ def test_how_a_job_ended_comes_back(path: Path, end: Status) -> None:
     assert after.pictures[0].data == before.pictures[0].data
 
 
+def test_a_job_that_the_book_ended_does_not_go_on(path: Path) -> None:
+    with closing(JobStore(Metrics(), Journal(path), 600.0, lambda job: None)) as book:
+        accept(book, before := job())
+        book.end(before, Status.CANCELLED)
+    (after,) = recovered(path)
+    assert after.status is Status.CANCELLED
+
+
 def test_jobs_come_back_in_the_order_in_which_they_came(path: Path) -> None:
     jobs = [job(JobRequest("a", seed=i)) for i in range(20)]
     for one in jobs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 import threading
 import time
@@ -157,6 +158,16 @@ def test_the_engine_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pyte
             held.set()
             thread.join(5)
             assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_prompts_are_logged_where_that_is_asked_for(caplog: pytest.LogCaptureFixture, asked: bool) -> None:
+    caplog.set_level(logging.INFO, "canvax.server")
+    with closing(JobStore(Metrics(), None, 600.0, lambda job: None, log_prompts=asked)) as book:
+        accept(book, one := job_of())
+        book.end(one, Status.DONE)
+    assert one.id in caplog.text
+    assert ("a secret prompt" in caplog.text) is asked
 
 
 def test_an_idle_server_forgets_in_time(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten, init_params
 from canvax.samplers.schedule import NoiseSchedule, make_betas
 from canvax.tokenizers.clip import ClipTokenizer
-from canvax.train import loop
+from canvax.train import diffusion, loop
 from canvax.train.diffusion import denoising_data, denoising_loss, new_denoiser, training_times
 from canvax.train.encoding import encode_pictures
 from canvax.train.loop import LOG, STATE, Plan, Session, batch_indices, fit, learning_rate, read_log
@@ -363,6 +363,25 @@ def test_min_snr_weights_bound_the_weight_of_x0() -> None:
     zero = NoiseSchedule.from_betas(make_betas("scaled_linear", 0.00085, 0.012, 1000), "v_prediction",
                                     zero_terminal_snr=True)  # fmt: skip
     assert loss_weights(zero, 5.0)[-1] == 1.0  # pure noise is learnt from
+
+
+def test_images_of_the_class_have_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a network that is always 0: the mean over the images, and the weight times that over the class images."""
+    monkeypatch.setattr(diffusion, "encode_text", lambda *_, **__: {})
+    monkeypatch.setattr(diffusion, "unet", lambda p, x, *_, **__: jnp.zeros_like(x))
+    tokenizer = {"text_encoder": ClipTokenizer.from_folder(BUNDLED["emoji"] / "tokenizer")}
+    latents = np.random.default_rng(0).standard_normal((4, 1, 8, 8, 4), np.float32)
+    samples, shared = denoising_data(tokenizer, latents, [["a"]] * 4, 77)
+    samples, shared = jax.tree.map(jnp.asarray, (samples, shared))
+    shared |= {"prior": jax.tree.map(lambda leaf: leaf[:3], samples)}
+
+    def loss(weight: float) -> tuple[Any, Any]:
+        found = denoising_loss(clip_encoders(TEXT), UNET, SCHEDULE, gamma=None, prior=weight)
+        return found({"unet": {}}, samples, shared, jax.random.key(0))
+
+    once, logged = loss(1.0)
+    np.testing.assert_allclose(once, 2 * logged["mse"], rtol=1e-6)
+    np.testing.assert_allclose(loss(3.0)[0] - once, 2 * (loss(2.0)[0] - once), rtol=1e-5)
 
 
 # Gradients
