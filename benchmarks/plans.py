@@ -1,4 +1,5 @@
-"""Plans for TPUs beside published figures, and for GPUs: makes the tables of docs/tpu.md and docs/gpu.md.
+"""Plans for TPUs beside published figures, and for GPUs: makes the tables of docs/tpu.md, docs/gpu.md and the pages of
+the transformer families.
 
     python benchmarks/plans.py tpu [--only v5e] [--output plans.json]
     python benchmarks/plans.py gpu
@@ -14,28 +15,48 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import canvax
 
-# (model, target, batch, side, steps, seconds published for the batch, who measured)
+
+class Case(NamedTuple):
+    """What is planned, and the seconds for the batch that ``source`` published."""
+
+    model: str
+    target: str
+    batch: int
+    side: int
+    steps: int
+    published: float | None = None
+    source: str = ""
+    guided: bool = True
+    quantize: str | None = None
+
+
 BLOG = "diffusers Flax, SDXL on TPU v5e, 2023"
 GUIDE = "diffusers Flax, Stable Diffusion guide, 2022"
-TPU: list[tuple[str, str, int, int, int, float | None, str]] = [
-    ("sd14", "tpu-v2:2x2", 8, 512, 50, 7.0, GUIDE),
-    ("sdxl", "tpu-v5e:2x2", 4, 1024, 20, 2.33, BLOG),
-    ("sdxl", "tpu-v5e:2x4", 8, 1024, 20, None, ""),
-    ("sdxl", "tpu-v4:2x2x1", 4, 1024, 20, 2.16, BLOG),
-    ("sdxl", "tpu-v5e:2x2", 8, 1024, 20, 4.99, BLOG),
-    ("sdxl", "tpu-v4:2x2x1", 8, 1024, 20, 4.17, BLOG),
-    ("sdxl", "tpu-v6e:2x2", 4, 1024, 20, None, ""),
-    ("sdxl", "tpu-v5p:2x2x1", 4, 1024, 20, None, ""),
+MAXDIFFUSION = "MaxDiffusion, 8 chips, an image on each"
+TPU = [
+    Case("sd14", "tpu-v2:2x2", 8, 512, 50, 7.0, GUIDE),
+    Case("sdxl", "tpu-v5e:2x2", 4, 1024, 20, 2.33, BLOG),
+    Case("sdxl", "tpu-v5e:2x4", 8, 1024, 20),
+    Case("sdxl", "tpu-v4:2x2x1", 4, 1024, 20, 2.16, BLOG),
+    Case("sdxl", "tpu-v5e:2x2", 8, 1024, 20, 4.99, BLOG),
+    Case("sdxl", "tpu-v4:2x2x1", 8, 1024, 20, 4.17, BLOG),
+    Case("sdxl", "tpu-v6e:2x2", 4, 1024, 20),
+    Case("sdxl", "tpu-v5p:2x2x1", 4, 1024, 20),
+    Case("flux2-klein-4b", "tpu-v6e:1x1", 1, 1024, 4, guided=False),
+    Case("z-image", "tpu-v6e:1x1", 1, 1024, 8, 2.24, MAXDIFFUSION, guided=False),
+    Case("krea-2", "tpu-v6e:1x1", 1, 1024, 8, guided=False, quantize="int8"),
+    Case("flux2-klein-4b", "tpu-v5e:1x1", 1, 1024, 4, guided=False, quantize="int8"),
+    Case("z-image", "tpu-v5e:1x1", 1, 1024, 8, guided=False, quantize="int8"),
 ]
-GPU: list[tuple[str, str, int, int, int, float | None, str]] = [
-    *(("sd15", f"gpu-{name}", 1, 512, 50, None, "") for name in ("l4", "rtx4090", "a100-40gb", "h100")),
-    *(("sdxl", f"gpu-{name}", 1, 1024, 30, None, "") for name in ("l4", "rtx4090", "a100-40gb", "h100")),
-    *(("sdxl", f"gpu-{name}", 8, 1024, 20, None, "") for name in ("l4", "a100-40gb", "h200")),
-    ("sdxl", "gpu-h100:8", 8, 1024, 30, None, ""),
+GPU = [
+    *(Case("sd15", f"gpu-{name}", 1, 512, 50) for name in ("l4", "rtx4090", "a100-40gb", "h100")),
+    *(Case("sdxl", f"gpu-{name}", 1, 1024, 30) for name in ("l4", "rtx4090", "a100-40gb", "h100")),
+    *(Case("sdxl", f"gpu-{name}", 8, 1024, 20) for name in ("l4", "a100-40gb", "h200")),
+    Case("sdxl", "gpu-h100:8", 8, 1024, 30),
 ]
 GIB = 2**30
 
@@ -48,16 +69,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="also write everything as JSON")
     arguments = parser.parse_args()
     results = []
-    for model, target, batch, side, steps, published, source in TPU if arguments.platform == "tpu" else GPU:
-        if arguments.only not in f"{model} {target} {batch}":
+    for case in TPU if arguments.platform == "tpu" else GPU:
+        if arguments.only not in f"{case.model} {case.target} {case.batch}":
             continue
-        plan = canvax.plan(
-            model, target, batch=batch, height=side, width=side, steps=steps, guided=True, announce=progress
-        )
+        sizes = {"batch": case.batch, "height": case.side, "width": case.side, "steps": case.steps}
+        how = {"guided": case.guided, "quantize": case.quantize, "announce": progress}
+        plan = canvax.plan(case.model, case.target, **sizes, **how)
         for program in plan.programs:
             if program.collectives_in_loop:
-                raise SystemExit(f"{model} on {target}: {program.collectives_in_loop} in the loop over steps")
-        results.append({**plan.to_dict(), "published_seconds": published, "published_by": source})
+                raise SystemExit(f"{case.model} on {case.target}: {program.collectives_in_loop} in the loop over steps")
+        results.append({**plan.to_dict(), "published_seconds": case.published, "published_by": case.source})
         if arguments.output:
             arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     for table in (whole(results), parts(results)):
