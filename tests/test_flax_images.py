@@ -114,7 +114,7 @@ def psnr(got: Any, want: Any) -> float:
 # Image to image
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_documented_call(folder: Path) -> None:
     """The example of the old class, on eight devices."""
     pipeline, params = FlaxStableDiffusionImg2ImgPipeline.from_pretrained(folder, dtype=jnp.bfloat16)
@@ -155,7 +155,7 @@ def test_prepared_images(old: Old) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strength", [0.5, 1.0])
+@pytest.mark.parametrize("strength", [0.5, pytest.param(1.0, marks=pytest.mark.weekly)])
 def test_every_way_draws_the_same(strength: float, old: Old, copies: Params, folder: Path) -> None:
     """jit=True, jit=False and the native pipeline, from the same noise."""
     pipeline, params = old
@@ -186,7 +186,7 @@ def test_nothing_recompiles(old: Old, copies: Params) -> None:
     assert compilations() == before
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_strength_is_how_much_changes(old: Old) -> None:
     pipeline, params = old
     ids, images = pipeline.prepare_inputs(PROMPTS[:B], IMAGES[:B])
@@ -240,7 +240,7 @@ def test_noise_of_the_encoding_is_another(old: Old, folder: Path) -> None:
     assert np.abs(draw(wide, 1) - draw(wide, 2)).max() > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_another_size_than_that_of_the_image(old: Old) -> None:
     pipeline, params = old
     ids, images = pipeline.prepare_inputs("a fox", picture(1, (96, 64)))
@@ -301,7 +301,7 @@ def test_bad_images(old: Old) -> None:
 # Inpainting
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_documented_inpainting(inpainting: Path) -> None:
     """The example of the old class, on eight devices."""
     pipeline, params = FlaxStableDiffusionInpaintPipeline.from_pretrained(inpainting)
@@ -363,7 +363,7 @@ def test_every_way_inpaints_the_same(old_inpaint: OldInpaint, inpainting: Path) 
     np.testing.assert_array_equal(pipeline(ids[1], *many, params, jax.random.key(0), **args).images, few)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_size_of_an_inpainted_image(old_inpaint: OldInpaint) -> None:
     """The model's own, as it was; masked image and mask are resized to it."""
     pipeline, params = old_inpaint

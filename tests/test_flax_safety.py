@@ -114,7 +114,7 @@ def test_answers_one_by_one(checked: Checked, folder: Path) -> None:
         extractor(images, return_tensors="pt")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_left_out_and_put_in(checked: Checked, folder: Path, tmp_path: Path) -> None:
     pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
     assert pipeline.safety_checker is pipeline.feature_extractor is None

@@ -66,7 +66,7 @@ def test_prepare_inputs(old: Old) -> None:
     assert pipeline.prepare_inputs(["a fox"] * 3).dtype == np.int32
 
 
-@pytest.mark.parametrize("negative", [*(pytest.param(given, marks=pytest.mark.slow) for given in (None, "")), "grey"])
+@pytest.mark.parametrize("negative", [*(pytest.param(given, marks=pytest.mark.weekly) for given in (None, "")), "grey"])
 @pytest.mark.slow
 def test_every_way_draws_the_same(
     negative: str | None, old: Old, copies: Params, native: canvax.StableDiffusion

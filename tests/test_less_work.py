@@ -191,7 +191,7 @@ def test_reuse_is_data(emoji: canvax.StableDiffusion) -> None:
     assert draw(emoji, options=reusing(reuse_layers=2, reuse=4)).compilations == 0
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_reuse_row_by_row_and_beyond_a_window(emoji: canvax.StableDiffusion) -> None:
     for steps in (8, 75):
         row_by_row = reusing(callback=lambda step: None)
@@ -383,7 +383,7 @@ def test_tiles_cover_an_axis(size: int) -> None:
     assert all(0 < b - a <= side - 16 for a, b in pairwise(starts))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_tiles_take_less_memory(emoji: canvax.StableDiffusion) -> None:
     shape = (1, 320, 320, LATENTS[-1])
     taken = []

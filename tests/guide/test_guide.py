@@ -46,7 +46,7 @@ def test_script(script: str, form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "form"),
     [
-        pytest.param("sdxl_single", "flax", marks=pytest.mark.slow),
+        pytest.param("sdxl_single", "flax", marks=pytest.mark.weekly),
         pytest.param("sdxl_single_aot", "torch", marks=pytest.mark.weekly),
     ],
 )

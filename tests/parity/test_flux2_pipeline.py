@@ -152,7 +152,7 @@ def test_same_picture(klein: Model, height: int, width: int) -> None:
     assert psnr(klein.reference(PROMPTS[::-1], start, num_inference_steps=4), want) < 40
 
 
-@pytest.mark.parametrize("guidance", [1.0, 4.0])
+@pytest.mark.parametrize("guidance", [pytest.param(1.0, marks=pytest.mark.weekly), 4.0])
 @pytest.mark.slow
 def test_same_guided_picture(base: Model, guidance: float) -> None:
     asked = {"num_inference_steps": 7, "guidance_scale": guidance}
@@ -474,7 +474,7 @@ def test_original_names(klein: Model, tmp_path: Path) -> None:
     np.testing.assert_array_equal(got.pixels, klein.draw().pixels)
 
 
-@pytest.mark.parametrize("axes", [{"data": 2}, {"model": 2}])
+@pytest.mark.parametrize("axes", [pytest.param({"data": 2}, marks=pytest.mark.weekly), {"model": 2}])
 @pytest.mark.slow
 def test_several_devices(klein: Model, axes: dict[str, int]) -> None:
     pipe = canvax.load(klein.folder, dtype="float32", mesh=make_mesh(jax.devices()[:2], **axes))
@@ -491,6 +491,7 @@ def test_eight_bits(klein: Model) -> None:
     assert whole >= {"proj_out", "x_embedder", "norm_out", "single_stream_modulation"}
 
 
+@pytest.mark.slow
 def test_requests_share_a_batch_of_a_server(klein: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that edit, of other proportions than the size that is ready, with prompts and seeds of their own."""
 

@@ -319,7 +319,7 @@ def test_lora(raw: Model, changed: Any, tmp_path: Path, spelling: str) -> None:
         pipe.adapters.load("style", path)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_requests_share_a_batch_of_a_server(raw: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts, steps, guidance and images to begin from are each request's."""
     asks: list[dict[str, Any]] = [

@@ -269,7 +269,7 @@ def test_the_networks_are_functions_of_arrays(ours: canvax.StableDiffusion) -> N
     assert ours.denoiser(latents, 500.0, conditions).shape == latents.shape
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_requests_share_a_batch_of_a_server(
     folder: Path, ours: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,7 +406,7 @@ def test_networks_for_a_unet_are_refused(ours: canvax.StableDiffusion) -> None:
         _ = ours.model.unet
 
 
-@pytest.mark.parametrize("axes", [{"data": 2}, {"model": 2}])
+@pytest.mark.parametrize("axes", [pytest.param({"data": 2}, marks=pytest.mark.weekly), {"model": 2}])
 @pytest.mark.slow
 def test_several_devices(folder: Path, ours: canvax.StableDiffusion, axes: dict[str, int]) -> None:
     mesh = make_mesh(jax.devices()[:2], **axes)
