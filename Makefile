@@ -65,13 +65,17 @@ test-page: .venv-page/test
 fuzz: .venv/test-$(REFERENCE)
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-1200} $(BIN)/python -m pytest tests/test_fuzz.py -m ""
 
-# Without the references, which have been compared with already, and without features that use JAX as others do: weekly,
-# .github/workflows runs these too.
-LEFT_OUT := prompt_syntax ip_adapter quantize less_work own_code sampler_programs larger many_prompts server_control \
-	server_adapters adapters_beside adapters_at_work controlnet controlnet_union
+# Each use of JAX, numpy, Pillow and tokenizers once, and of Python what changes: kernels, models, samplers, programs and
+# their cache, meshes, noise, files, the command line, a server, training, processes that are joined. Weekly,
+# .github/workflows runs all ordinary tests so.
+NEW := attention batch cache cli cli_process defaults devices golden images kernels layers new_family noise norms pipeline \
+	plan prompts sampler_programs samplers server_dialects server_engine settings step_noise tokenizer training \
+	transformer_models weights
+NEWEST_PYTHON := REFERENCE=no .venv-newest/bin/python
 test-newest:
 	$(if $(NEWEST),$(MAKE) .venv-newest/test,@echo "no python3.13 here: not tested with the newest Python and JAX")
-	$(if $(NEWEST),REFERENCE=no .venv-newest/bin/python $(PYTEST) $(LEFT_OUT:%=--ignore tests/test_%.py))
+	$(if $(NEWEST),$(NEWEST_PYTHON) $(PYTEST) $(NEW:%=tests/test_%.py))
+	$(if $(NEWEST),$(NEWEST_PYTHON) -m pytest tests/test_multihost.py -m "slow and not weekly")
 
 # libtpu needs no TPU to compile for one.
 test-tpu: .venv/tpu
