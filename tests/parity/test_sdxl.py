@@ -249,6 +249,7 @@ def test_same_picture(sampler: str, case: str, base: tuple[Any, canvax.StableDif
     assert psnr(got.pixels, images) >= 60
 
 
+@pytest.mark.slow
 def test_second_negative_prompt_alone(base: tuple[Any, canvax.StableDiffusion]) -> None:
     """It is used, with an empty first one; diffusers takes zeros for both unless it is told the empty one."""
     theirs, ours = base
