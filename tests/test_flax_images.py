@@ -27,6 +27,8 @@ from canvax.types import Params
 from tests.support import small_checkpoint
 from tests.support.small_checkpoint import write_small_checkpoint
 
+pytestmark = pytest.mark.slow  # test_flax_api has the common part
+
 D, B, STEPS, SIZE = 2, 2, 4, 64
 LATENTS = (B, 4, 8, 8)
 QUIET = canvax.Options(progress=False)
@@ -154,7 +156,6 @@ def test_prepared_images(old: Old) -> None:
     assert set(np.unique(pipeline.prepare_inputs("a fox", black_and_white)[1])) == {-1, 1}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strength", [0.5, pytest.param(1.0, marks=pytest.mark.weekly)])
 def test_every_way_draws_the_same(strength: float, old: Old, copies: Params, folder: Path) -> None:
     """jit=True, jit=False and the native pipeline, from the same noise."""
@@ -337,7 +338,6 @@ def test_prepared_masks(old_inpaint: OldInpaint) -> None:
         pipeline.prepare_inputs("a fox", IMAGES[0], disc(0, (32, 64)))
 
 
-@pytest.mark.slow
 def test_every_way_inpaints_the_same(old_inpaint: OldInpaint, inpainting: Path) -> None:
     pipeline, params = old_inpaint
     ids, images, masks = stacked(*pipeline.prepare_inputs(PROMPTS, IMAGES, MASKS))
