@@ -7,12 +7,15 @@
 PYTHON ?= python3
 # The parity tests compare with PyTorch diffusers; `make test REFERENCE=no` leaves it out and skips them. With yes, a
 # reference that is missing is a failure (tests/conftest.py reads the variable).
-# pip's ordinary Linux build of PyTorch is large. To use the CPU build, install it into .venv before `make test`.
+# The ordinary Linux build of PyTorch is large. To use the CPU build, install it into .venv before `make test`.
 REFERENCE ?= yes
 export REFERENCE
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# uv installs in a tenth of pip's time. The wheels that pip was pointed to are uv's too, a CPU build of PyTorch say.
+UV := $(BIN)/uv
+INSTALL := $(UV) pip install --quiet --python
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 # The newest Python that canvax supports, for which pip chooses the newest JAX. Empty where there is none.
 EXECUTABLE := -c 'import sys; print(sys.executable)' 2>/dev/null
@@ -31,10 +34,11 @@ demo: .venv/runtime
 test: .venv/test-$(REFERENCE)
 	$(BIN)/python $(PYTEST)
 
-# The linters and the pages, side by side, since each uses one processor; the same tests and the slow ones; the browser;
-# the newest Python and JAX; the TPU's compiler. Each ends with its own count.
+# The linters and the pages, side by side, since each uses one processor, while the other environments are downloaded;
+# the same tests and the slow ones; the browser; the newest Python and JAX; the TPU's compiler. Each ends with its own
+# count.
 test-all: .venv/test-$(REFERENCE) .venv/docs
-	$(MAKE) -j 2 lint docs
+	$(MAKE) -j 4 lint docs .venv-page/test $(if $(NEWEST),.venv-newest/test)
 	$(MAKE) test-slow
 	$(MAKE) test-page
 	$(MAKE) test-newest
@@ -61,13 +65,17 @@ test-page: .venv-page/test
 fuzz: .venv/test-$(REFERENCE)
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-1200} $(BIN)/python -m pytest tests/test_fuzz.py -m ""
 
-# Without the references, which have been compared with already, and without features that use JAX as others do: weekly,
-# .github/workflows runs these too.
-LEFT_OUT := prompt_syntax ip_adapter quantize less_work own_code sampler_programs larger many_prompts server_control \
-	server_adapters adapters_beside adapters_at_work controlnet controlnet_union
+# Each use of JAX, numpy, Pillow and tokenizers once, and of Python what changes: kernels, models, samplers, programs and
+# their cache, meshes, noise, files, the command line, a server, training, processes that are joined. Weekly,
+# .github/workflows runs all ordinary tests so.
+NEW := attention batch cache cli cli_process defaults devices golden images kernels layers new_family noise norms pipeline \
+	plan prompts sampler_programs samplers server_dialects server_engine settings step_noise tokenizer training \
+	transformer_models weights
+NEWEST_PYTHON := REFERENCE=no .venv-newest/bin/python
 test-newest:
 	$(if $(NEWEST),$(MAKE) .venv-newest/test,@echo "no python3.13 here: not tested with the newest Python and JAX")
-	$(if $(NEWEST),REFERENCE=no .venv-newest/bin/python $(PYTEST) $(LEFT_OUT:%=--ignore tests/test_%.py))
+	$(if $(NEWEST),$(NEWEST_PYTHON) $(PYTEST) $(NEW:%=tests/test_%.py))
+	$(if $(NEWEST),$(NEWEST_PYTHON) -m pytest tests/test_multihost.py -m "slow and not weekly")
 
 # libtpu needs no TPU to compile for one.
 test-tpu: .venv/tpu
@@ -112,50 +120,49 @@ emoji-model: .venv/train out/emoji.zip
 out/emoji.zip: | .venv/train
 	$(BIN)/python -m recipes.emoji data $@
 
-.venv/bin/python:
+$(UV):
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "canvax needs Python 3.11 or newer; make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 
-.venv/runtime: pyproject.toml | .venv/bin/python
-	$(PIP) --editable .
+.venv/runtime: pyproject.toml | $(UV)
+	$(INSTALL) .venv --editable .
 	touch $@
 
-.venv/train: pyproject.toml | .venv/bin/python
-	$(PIP) --editable '.[train]'
+.venv/train: pyproject.toml | $(UV)
+	$(INSTALL) .venv --editable '.[train]'
 	touch $@ .venv/runtime
 
-.venv/test-no: pyproject.toml | .venv/bin/python
-	$(PIP) --editable '.[test]'
+.venv/test-no: pyproject.toml | $(UV)
+	$(INSTALL) .venv --editable '.[test]'
 	touch $@ .venv/runtime
 
-.venv/test-yes: pyproject.toml | .venv/bin/python
-	$(PIP) --editable '.[test,reference]'
-	$(PIP) --no-deps k-diffusion==0.1.1.post1  # only its formulas: what it imports for training is not needed
-	$(PIP) --no-deps compel==2.4.0  # only its prompts: not the notebooks that it asks for
+.venv/test-yes: pyproject.toml | $(UV)
+	$(INSTALL) .venv --editable '.[test,reference]'
+	$(INSTALL) .venv --no-deps k-diffusion==0.1.1.post1  # only its formulas: what it imports for training is not needed
+	$(INSTALL) .venv --no-deps compel==2.4.0  # only its prompts: not the notebooks that it asks for
 	touch $@ .venv/runtime .venv/test-no
 
-.venv/docs: pyproject.toml | .venv/bin/python
-	$(PIP) --editable '.[docs]'
+.venv/docs: pyproject.toml | $(UV)
+	$(INSTALL) .venv --editable '.[docs]'
 	touch $@ .venv/runtime
 
 .venv/tpu: pyproject.toml | .venv/test-$(REFERENCE)
-	$(PIP) --editable '.[tpu]'
+	$(INSTALL) .venv --editable '.[tpu]'
 	touch $@ .venv/runtime
 
-.venv-page/test: pyproject.toml
-	$(PYTHON) -m venv .venv-page
-	.venv-page/bin/python -m pip install --quiet --disable-pip-version-check uv  # in a tenth of the time
-	.venv-page/bin/uv pip install --quiet --python .venv-page/bin/python --editable '.[page]'
+.venv-page/test: pyproject.toml | $(UV)
+	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv-page
+	$(INSTALL) .venv-page --editable '.[page]'
 	touch $@
 
 .venv/ray: pyproject.toml | .venv/test-$(REFERENCE)
-	$(PIP) --editable '.[ray]'
+	$(INSTALL) .venv --editable '.[ray]'
 	touch $@ .venv/runtime
 
-.venv-newest/test: pyproject.toml
-	$(NEWEST) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check uv
-	.venv-newest/bin/uv pip install --quiet --python .venv-newest/bin/python --upgrade --editable '.[test]'
+.venv-newest/test: pyproject.toml | $(UV)
+	$(UV) venv --quiet --allow-existing --python $(NEWEST) .venv-newest
+	$(INSTALL) .venv-newest --upgrade --editable '.[test]'
 	touch $@
 
 clean:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 import canvax
 from canvax.params import flatten
 from tests.support.adapter_files import Draw, layers, lora, write
+from tests.support.forks import run_fork
 from tests.support.hub_imitation import HubImitation, Repository
 from tests.support.small_checkpoint import write_small_checkpoint
 
@@ -41,11 +40,7 @@ def find(hub: HubImitation, home: Path, *calls: dict[str, Any], **variables: str
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     env = {**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1",
            "NO_PROXY": "127.0.0.1", **variables}  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], input=json.dumps(calls), env=env, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_fork(SCRIPT, calls, env, home.parent / "fork")[0]
 
 
 @pytest.mark.slow

@@ -260,7 +260,7 @@ def test_arguments(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path) -> N
             sd("a cat", adapters=asked, **STEPS)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_pickled_pipeline_brings_them(sd: canvax.StableDiffusion, loras: Path) -> None:
     sd.adapters.beside(rank=RANK, places=2)
     sd.adapters.load("ink", loras / "ink.safetensors", 0.6, beside=True)
@@ -270,7 +270,7 @@ def test_a_pickled_pipeline_brings_them(sd: canvax.StableDiffusion, loras: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["mesh", "int8"])
+@pytest.mark.parametrize("form", [pytest.param("mesh", marks=pytest.mark.weekly), "int8"])
 def test_split_and_quantised_weights(form: str, folder: Path, loras: Path, sd: canvax.StableDiffusion) -> None:
     """On eight devices, the weights split over some; and beside weights of 8 bits, which keep their bits."""
     mesh = {"mesh": canvax.make_mesh(jax.devices()[:8], data=4, model=2)}
@@ -294,7 +294,7 @@ def test_split_and_quantised_weights(form: str, folder: Path, loras: Path, sd: c
     np.testing.assert_allclose(found, np.stack(alone), atol=2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_both_encoders_of_sdxl(tmp_path: Path) -> None:
     pipe = canvax.load(build(tmp_path / "xl"), mesh=canvax.make_mesh(jax.devices()[:1]))
     ink = adapter(tmp_path / "ink.safetensors", pipe, 0)

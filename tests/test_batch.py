@@ -47,7 +47,8 @@ IMAGES = [
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(1, id="one device"), pytest.param(2, id="two devices", marks=pytest.mark.slow)]
+    scope="module",
+    params=[pytest.param(1, id="one device"), pytest.param(2, id="two devices", marks=pytest.mark.weekly)],
 )
 def pipe(request: pytest.FixtureRequest) -> canvax.StableDiffusion:
     return canvax.load("emoji", mesh=make_mesh(jax.devices()[: request.param]), progress=False)

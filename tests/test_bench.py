@@ -149,6 +149,7 @@ def test_starting(bench: Bench, small: Path) -> None:
     assert report["ours"] == medians[-1]
 
 
+@pytest.mark.weekly
 def test_a_table_for_people(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["text", "--model", str(small), "--device", "cpu", "--rounds", "1", "--quiet"], run=run) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -212,6 +213,7 @@ def test_contenders_that_do_not_fit_together_run_alone(small: Path, monkeypatch:
     assert all("alone" in line for line in said)
 
 
+@pytest.mark.weekly
 def test_a_contender_that_fails_says_why(small: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(small, broken)
@@ -224,6 +226,7 @@ def test_a_contender_that_fails_says_why(small: Path, tmp_path: Path) -> None:
     assert sys.platform != "linux" or set(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.weekly
 def test_ended_from_outside_it_leaves_nothing(small: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "unet", "--model", str(small), "--device", "cpu"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)})
@@ -259,7 +262,7 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypa
 # canvax alone
 
 
-@pytest.mark.parametrize("guidance", [5.0, 1.0])
+@pytest.mark.parametrize("guidance", [pytest.param(5.0, marks=pytest.mark.weekly), 1.0])
 def test_this_machine_alone(tmp_path: Path, small: Path, capsys: pytest.CaptureFixture[str], guidance: float) -> None:
     """Images a second, compiling apart, and FLOPs of an evaluation, of which a model without guidance needs half."""
     folder = shutil.copytree(small, tmp_path / "model")

@@ -295,7 +295,7 @@ def port_of(process: int) -> int:
 @slow
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for words in (["./empty"], ["no-such-model"], ["--warm", "65x64"], ["--mesh", "data=3"]):
+    for words in (["./empty"], ["--mesh", "data=3"]):
         with serving(*words, "--journal", "jobs.db", cwd=tmp_path) as served:
             assert served.ended() in (BAD_INPUT, FAILED), served.said
             assert served.lines[-1].startswith("canvax: error: ")

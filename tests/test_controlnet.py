@@ -165,7 +165,7 @@ def test_a_batch_is_each_image_alone(pipe: canvax.StableDiffusion) -> None:
         assert together.metadata[i]["control_sha256"] == alone.metadata[0]["control_sha256"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_on_several_devices(base: canvax.StableDiffusion, folders: list[Path], pipe: canvax.StableDiffusion) -> None:
     shape = (2, 2)
     mesh = make_mesh(jax.devices()[:4], data=shape[0], model=shape[1])

@@ -138,7 +138,7 @@ def test_rules() -> None:
     assert placement(gated, {"data": 2}).shape == placement(gated, {"model": 3}).shape == (64, 512)
 
 
-@pytest.mark.parametrize("model", [5, 8])
+@pytest.mark.parametrize("model", [pytest.param(5, marks=pytest.mark.weekly), 8])
 @pytest.mark.parametrize("cfg", [SD15_UNET, SDXL_UNET], ids=["sd15", "sdxl"])
 @pytest.mark.slow
 def test_rules_of_full_models(cfg: UNetConfig, model: int) -> None:

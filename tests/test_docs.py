@@ -68,7 +68,9 @@ def test_under_the_pipeline(emoji: canvax.StableDiffusion, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["prompts", "image-to-image", "guidance"])
+@pytest.mark.parametrize(
+    "page", ["prompts", *(pytest.param(page, marks=pytest.mark.weekly) for page in ("image-to-image", "guidance"))]
+)
 def test_tutorials(page: str, emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block runs, one after another, and generates images."""
     monkeypatch.setattr(canvax, "load", lambda *_, **__: emoji)

@@ -51,8 +51,10 @@ def test_no_example_is_forgotten() -> None:
     ("name", "images"),
     [
         ("text_to_image.py", 1),
-        ("your_loop.py", 3),
-        *(pytest.param(*case, marks=pytest.mark.weekly) for case in (("edit_image.py", 5), ("several_devices.py", 1))),
+        *(
+            pytest.param(*case, marks=pytest.mark.weekly)
+            for case in (("your_loop.py", 3), ("edit_image.py", 5), ("several_devices.py", 1))
+        ),
     ],
 )
 def test_scripts(run: Any, name: str, images: int) -> None:
@@ -65,6 +67,7 @@ def test_many_prompts(run: Any, here: Path) -> None:
     assert len(run("many_prompts.py", "prompts.txt")) == 10
 
 
+@pytest.mark.weekly
 def test_server_client(run: Any) -> None:
     with generating() as (url, _):
         (image,) = run("server_client.py", url)

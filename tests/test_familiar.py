@@ -297,7 +297,10 @@ def test_the_networks_as_functions(emoji: canvax.StableDiffusion) -> None:
     np.testing.assert_allclose(both[0], emoji.denoiser(noise, 500, conditions)[0], atol=1e-4)
 
 
-@pytest.mark.parametrize("weights", [pytest.param("int8", marks=pytest.mark.slow), "embedding", "adapter", "low-rank"])
+@pytest.mark.parametrize(
+    "weights",
+    ["low-rank", *(pytest.param(kind, marks=pytest.mark.weekly) for kind in ("int8", "embedding", "adapter"))],
+)
 @pytest.mark.slow
 def test_the_networks_as_functions_of_other_weights(emoji: canvax.StableDiffusion, weights: str) -> None:
     """They run with whatever a pipeline can hold, and with the low-rank factors that somebody trains beside them."""

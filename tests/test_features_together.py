@@ -67,7 +67,7 @@ SAMPLE = [row for row in ROWS if ordinary(row)][:1]
     "row",
     [
         pytest.param(
-            row, id=named(row), marks=[] if row in SAMPLE else pytest.mark.weekly if i % 6 else pytest.mark.slow
+            row, id=named(row), marks=[] if row in SAMPLE else pytest.mark.weekly if i % 12 else pytest.mark.slow
         )
         for i, row in enumerate(ROWS)
     ],

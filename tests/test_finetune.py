@@ -26,7 +26,7 @@ from canvax.train.pictures import read_pictures
 from canvax.train.task import Training
 from recipes.emoji.__main__ import run as recipe
 from tests.support.refusals import refused
-from tests.support.small_checkpoint import write_small_checkpoint
+from tests.support.small_checkpoint import SHALLOW_UNET, write_small_checkpoint
 
 PLAN = Plan(steps=4, batch=2, chunk=2, warmup=0, final=1.0, average=0.0)
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
@@ -50,7 +50,7 @@ def write_pictures(folder: Path, form: str = "jsonl") -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_checkpoint(tmp_path_factory.mktemp("model") / "sd")
+    return write_small_checkpoint(tmp_path_factory.mktemp("model") / "sd", unet=SHALLOW_UNET)
 
 
 # Pictures

@@ -140,7 +140,7 @@ def test_negative_prompts(old: Old, copies: Params) -> None:
         assert (np.abs(images - plain).max() > 0.01) == changes
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_guidance_in_every_form(old: Old, copies: Params) -> None:
     pipeline, _ = old
 
@@ -157,7 +157,7 @@ def test_guidance_in_every_form(old: Old, copies: Params) -> None:
     np.testing.assert_allclose(draw(np.array([[1.0], [3.0]]))[0], off[0], atol=1e-4)
 
 
-@pytest.mark.parametrize("ahead", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["call", "_generate"])
+@pytest.mark.parametrize("ahead", [False, pytest.param(True, marks=pytest.mark.weekly)], ids=["call", "_generate"])
 def test_every_image_has_its_own_guidance(ahead: bool, old: Old, copies: Params) -> None:
     """Guidance [D, B]: each image is the one that a call with its scale for all images draws in its place."""
     pipeline, _ = old

@@ -24,6 +24,8 @@ from canvax.parallel.mesh import make_mesh
 from tests.support.control_files import adapter, controlnet
 from tests.support.small_checkpoint import write_small_checkpoint
 
+pytestmark = pytest.mark.slow  # test_flax_api has the common part
+
 
 def edges(seed: int, size: tuple[int, int] = (64, 64)) -> Image.Image:
     lines = np.random.default_rng(seed).random((size[1] // 8, size[0] // 8)) > 0.7
@@ -50,7 +52,6 @@ def loaded(folders: tuple[Path, Path]) -> tuple[Any, Any]:
     return pipe, params
 
 
-@pytest.mark.slow
 def test_documented_example(loaded: tuple[Any, Any], folders: tuple[Path, Path]) -> None:
     """As in diffusers' documentation of the class, line by line."""
     pipe, params = loaded

@@ -27,6 +27,8 @@ from canvax.types import Params
 from tests.support import small_checkpoint
 from tests.support.small_checkpoint import write_small_checkpoint
 
+pytestmark = pytest.mark.slow  # test_flax_api has the common part
+
 D, B, STEPS, SIZE = 2, 2, 4, 64
 LATENTS = (B, 4, 8, 8)
 QUIET = canvax.Options(progress=False)
@@ -114,7 +116,7 @@ def psnr(got: Any, want: Any) -> float:
 # Image to image
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_documented_call(folder: Path) -> None:
     """The example of the old class, on eight devices."""
     pipeline, params = FlaxStableDiffusionImg2ImgPipeline.from_pretrained(folder, dtype=jnp.bfloat16)
@@ -154,8 +156,7 @@ def test_prepared_images(old: Old) -> None:
     assert set(np.unique(pipeline.prepare_inputs("a fox", black_and_white)[1])) == {-1, 1}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strength", [0.5, 1.0])
+@pytest.mark.parametrize("strength", [0.5, pytest.param(1.0, marks=pytest.mark.weekly)])
 def test_every_way_draws_the_same(strength: float, old: Old, copies: Params, folder: Path) -> None:
     """jit=True, jit=False and the native pipeline, from the same noise."""
     pipeline, params = old
@@ -186,7 +187,7 @@ def test_nothing_recompiles(old: Old, copies: Params) -> None:
     assert compilations() == before
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_strength_is_how_much_changes(old: Old) -> None:
     pipeline, params = old
     ids, images = pipeline.prepare_inputs(PROMPTS[:B], IMAGES[:B])
@@ -240,7 +241,7 @@ def test_noise_of_the_encoding_is_another(old: Old, folder: Path) -> None:
     assert np.abs(draw(wide, 1) - draw(wide, 2)).max() > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_another_size_than_that_of_the_image(old: Old) -> None:
     pipeline, params = old
     ids, images = pipeline.prepare_inputs("a fox", picture(1, (96, 64)))
@@ -301,7 +302,7 @@ def test_bad_images(old: Old) -> None:
 # Inpainting
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_documented_inpainting(inpainting: Path) -> None:
     """The example of the old class, on eight devices."""
     pipeline, params = FlaxStableDiffusionInpaintPipeline.from_pretrained(inpainting)
@@ -337,7 +338,6 @@ def test_prepared_masks(old_inpaint: OldInpaint) -> None:
         pipeline.prepare_inputs("a fox", IMAGES[0], disc(0, (32, 64)))
 
 
-@pytest.mark.slow
 def test_every_way_inpaints_the_same(old_inpaint: OldInpaint, inpainting: Path) -> None:
     pipeline, params = old_inpaint
     ids, images, masks = stacked(*pipeline.prepare_inputs(PROMPTS, IMAGES, MASKS))
@@ -363,7 +363,7 @@ def test_every_way_inpaints_the_same(old_inpaint: OldInpaint, inpainting: Path) 
     np.testing.assert_array_equal(pipeline(ids[1], *many, params, jax.random.key(0), **args).images, few)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_size_of_an_inpainted_image(old_inpaint: OldInpaint) -> None:
     """The model's own, as it was; masked image and mask are resized to it."""
     pipeline, params = old_inpaint

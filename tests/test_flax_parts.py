@@ -72,7 +72,7 @@ def test_own_loop_draws_the_same(name: str, old: Old, folder: Path) -> None:
     np.testing.assert_allclose(images.clip(0, 1), want.images, atol=2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_own_loop_of_sdxl(old_xl: OldXL) -> None:
     pipeline, params = old_xl
     ids, key = pipeline.prepare_inputs(["a fox", "a map"]), jax.random.key(3)

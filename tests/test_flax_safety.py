@@ -23,6 +23,8 @@ from canvax.flax_api import (
 from canvax.pipelines.safety import COMPONENT, SafetyChecker, safety_spec
 from tests.support.small_checkpoint import CHECKER, write_small_checker, write_small_checkpoint
 
+pytestmark = pytest.mark.slow  # test_flax_api has the common part
+
 PROMPTS = ["a fox in the snow", "a bridge", "a teapot", "a map"]
 Checked = tuple[FlaxStableDiffusionPipeline, dict[str, Any]]
 
@@ -67,7 +69,6 @@ def some_refused(checked: Checked) -> tuple[dict[str, Any], list[bool]]:
     raise AssertionError("the images look alike")
 
 
-@pytest.mark.slow
 def test_the_checkpoints_own(checked: Checked) -> None:
     """Alone and on several devices: the same images, those that are refused in black, and the answers of all."""
     pipeline, params = checked
@@ -114,7 +115,7 @@ def test_answers_one_by_one(checked: Checked, folder: Path) -> None:
         extractor(images, return_tensors="pt")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_left_out_and_put_in(checked: Checked, folder: Path, tmp_path: Path) -> None:
     pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
     assert pipeline.safety_checker is pipeline.feature_extractor is None

@@ -17,6 +17,8 @@ from canvax.types import Params
 from tests.support.small_checkpoint import write_small_checkpoint
 from tests.support.small_sdxl import build, build_refiner
 
+pytestmark = pytest.mark.slow  # test_flax_api has the common part
+
 D, B, STEPS = 2, 2, 4
 LATENTS = (B, 4, 8, 8)
 QUIET = canvax.Options(progress=False)
@@ -66,8 +68,7 @@ def test_prepare_inputs(old: Old) -> None:
     assert pipeline.prepare_inputs(["a fox"] * 3).dtype == np.int32
 
 
-@pytest.mark.parametrize("negative", [*(pytest.param(given, marks=pytest.mark.slow) for given in (None, "")), "grey"])
-@pytest.mark.slow
+@pytest.mark.parametrize("negative", [*(pytest.param(given, marks=pytest.mark.weekly) for given in (None, "")), "grey"])
 def test_every_way_draws_the_same(
     negative: str | None, old: Old, copies: Params, native: canvax.StableDiffusion
 ) -> None:
@@ -147,7 +148,6 @@ def test_nothing_recompiles(old: Old, copies: Params) -> None:
     assert compilations() == before
 
 
-@pytest.mark.slow
 def test_other_sizes_are_told_to_the_model(old: Old, native: canvax.StableDiffusion) -> None:
     pipeline, params = old
     given = np.random.default_rng(1).standard_normal((1, 4, 8, 12), np.float32)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 SPEED = Speed({1: 0.02, 2: 0.03, 4: 0.05}, encode=0.01, decode=0.05, between=0.002)
 
 
-@pytest.mark.parametrize("busy", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("busy", [0.6, *(pytest.param(busy, marks=pytest.mark.weekly) for busy in (0.3, 0.8))])
 def test_one_at_a_time_waits_as_theory_says(busy: float) -> None:
     """Poisson arrivals, equal work, one server: Pollaczek and Khinchin's mean for M/D/1."""
     speed = Speed({1: 0.02}, encode=0.01, between=0.005)

@@ -70,7 +70,7 @@ def test_pictures_are_those_of_the_last_release(dtype: str, sampler: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.weekly)])
 def test_16_bits_are_nearly_32(dtype: str, sampler: str) -> None:
     for got, want in zip(generated(dtype, sampler), generated("float32", sampler), strict=True):
         assert 35 <= psnr(got, want) < 100

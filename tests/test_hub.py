@@ -6,8 +6,6 @@ import dataclasses
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +27,7 @@ from canvax.weights.open import open_files
 from canvax.weights.save import save_component
 from tests.support.bundled import TEXT_WIDTH
 from tests.support.checkpoints import INDEX, raw_safetensors, toy_params, write_checkpoint, write_frame, write_json
+from tests.support.forks import run_fork
 from tests.support.hub_imitation import HubImitation, Repository, folder_files
 
 # huggingface_hub reads HF_* when it is imported, so what depends on them runs in a process of its own.
@@ -85,7 +84,7 @@ print(json.dumps(answers))
 
 
 class Client:
-    """Opens models in a fresh process that knows no hub but the imitation."""
+    """Opens models in a process of its own that knows no hub but the imitation."""
 
     def __init__(self, url: str, home: Path) -> None:
         self.url, self.home = url, home
@@ -99,16 +98,12 @@ class Client:
             "HF_HOME": str(self.home),
             "HF_HUB_ETAG_TIMEOUT": "2",
             "HF_HUB_DISABLE_TELEMETRY": "1",
-            "TQDM_POSITION": "-1",  # progress bars even though stderr is not a terminal
+            "TQDM_POSITION": "-1",
             "NO_PROXY": "127.0.0.1",
             **variables,
         }
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT], input=json.dumps(calls), env=env, capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stderr
-        self.stderr = done.stderr
-        return json.loads(done.stdout)
+        answers, self.stderr = run_fork(SCRIPT, calls, env, self.home.parent / "fork")
+        return answers
 
 
 @pytest.fixture

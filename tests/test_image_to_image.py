@@ -96,7 +96,7 @@ def test_each_image_of_a_batch_has_its_own(emoji: canvax.StableDiffusion, apple:
         np.testing.assert_allclose(both.latents[i], alone.latents[0], atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_on_many_devices(emoji: canvax.StableDiffusion, apple: Image.Image) -> None:
     pipe = canvax.load("emoji", mesh=make_mesh(jax.devices()[:2]))
     given = {"image": apple, "mask": half(), "strength": 0.75, "num_inference_steps": 4, "seed": 1, "progress": False}

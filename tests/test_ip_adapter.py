@@ -150,7 +150,7 @@ def test_company_changes_nothing(pipe: canvax.StableDiffusion) -> None:
         assert far(one, other) < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_two_devices(root: Path, pipe: canvax.StableDiffusion) -> None:
     model = 2
     own = canvax.load(root / "base", mesh=make_mesh(jax.devices()[:2], model=model))

@@ -41,7 +41,7 @@ def array(image: Image.Image) -> np.ndarray:
 # A second pass
 
 
-@pytest.mark.parametrize("method", ["pixel", "latent"])
+@pytest.mark.parametrize("method", ["pixel", pytest.param("latent", marks=pytest.mark.weekly)])
 @pytest.mark.slow
 def test_a_second_pass_keeps_the_composition(method: Any, emoji: canvax.StableDiffusion) -> None:
     base = draw(emoji)

@@ -105,15 +105,15 @@ def test_saved_guidance_beyond_a_window(emoji: canvax.StableDiffusion, request: 
 
 
 @pytest.mark.slow
-def test_saved_guidance_compiles_one_program_more(emoji: canvax.StableDiffusion) -> None:
+def test_saved_guidance_compiles_one_program_more(small: canvax.StableDiffusion) -> None:
     """The first of a size makes the decoder and one denoiser, an interval one more, and then nothing does."""
     size = {"height": 72, "width": 56}
-    counts = [draw(emoji, **size, options=options).compilations for options in (QUIET, INTERVAL)]
+    counts = [draw(small, **size, options=options).compilations for options in (QUIET, INTERVAL)]
     assert counts[0] in (2, 3)  # another test may have compiled the text encoder, which knows no size
     assert counts[1] == 1
     other = dataclasses.replace(QUIET, guidance_steps=(1.0, 4.0, 1.0, 3.0))
-    assert draw(emoji, **size, num_inference_steps=4, options=other).compilations == 0
-    assert draw(emoji, **size, guidance_scale=1.0).compilations == 0
+    assert draw(small, **size, num_inference_steps=4, options=other).compilations == 0
+    assert draw(small, **size, guidance_scale=1.0).compilations == 0
 
 
 def reusing(**changes: Any) -> canvax.Options:
@@ -181,17 +181,17 @@ def test_reuse_is_near_the_full_run(emoji: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.slow
-def test_reuse_is_data(emoji: canvax.StableDiffusion) -> None:
+def test_reuse_is_data(small: canvax.StableDiffusion) -> None:
     """How often and in which sampler compiles nothing; how deep does, once."""
-    draw(emoji, options=reusing())
+    draw(small, options=reusing())
     for options in (reusing(reuse=2), reusing(reuse=5)):
-        assert draw(emoji, options=options).compilations == 0
-    assert draw(emoji, sampler="Heun", num_inference_steps=20, options=reusing()).compilations == 0
-    assert draw(emoji, options=reusing(reuse_layers=2)).compilations == 1
-    assert draw(emoji, options=reusing(reuse_layers=2, reuse=4)).compilations == 0
+        assert draw(small, options=options).compilations == 0
+    assert draw(small, sampler="Heun", num_inference_steps=20, options=reusing()).compilations == 0
+    assert draw(small, options=reusing(reuse_layers=2)).compilations == 1
+    assert draw(small, options=reusing(reuse_layers=2, reuse=4)).compilations == 0
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_reuse_row_by_row_and_beyond_a_window(emoji: canvax.StableDiffusion) -> None:
     for steps in (8, 75):
         row_by_row = reusing(callback=lambda step: None)
@@ -383,7 +383,7 @@ def test_tiles_cover_an_axis(size: int) -> None:
     assert all(0 < b - a <= side - 16 for a, b in pairwise(starts))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_tiles_take_less_memory(emoji: canvax.StableDiffusion) -> None:
     shape = (1, 320, 320, LATENTS[-1])
     taken = []

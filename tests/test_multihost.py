@@ -98,7 +98,7 @@ def test_two_processes(model: int, checkpoint: Path, alone: canvax.Result, tmp_p
         jax.tree.map(np.testing.assert_array_equal, again.params, whole.params)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_command_line(checkpoint: Path, tmp_path: Path) -> None:
     """Seeds that nobody gave are the same choice in both, and each file is named by its writer alone."""
     out = tmp_path / "out"

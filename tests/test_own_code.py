@@ -196,7 +196,7 @@ def test_a_mask_and_a_second_pass_on_the_devices(emoji: canvax.StableDiffusion) 
         np.testing.assert_array_equal(got.images, want.images)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_several_devices(emoji: canvax.StableDiffusion) -> None:
     """Keys, a table, guidance and arrays of one's own together, from an image."""
     pipe = canvax.load("emoji", mesh=make_mesh(jax.devices()[:2]))

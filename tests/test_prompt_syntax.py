@@ -257,7 +257,7 @@ def test_nothing_compiles_for_weights_syntax_and_schedules(emoji: canvax.StableD
         seen.append(result.latents)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_chunks_of_a_batch_do_not_meet(emoji: canvax.StableDiffusion) -> None:
     """A short prompt gives the image that it gives alone, beside one of two chunks and with a long negative."""
     prompts = ["a cat", "a dog BREAK a (red:1.2) house"]
@@ -267,7 +267,7 @@ def test_chunks_of_a_batch_do_not_meet(emoji: canvax.StableDiffusion) -> None:
     assert draw(emoji, [prompts[1], "a fox"]).compilations == 0
 
 
-@pytest.mark.parametrize("counts", [(3, 4), pytest.param((5, 8), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("counts", [(3, 4), pytest.param((5, 8), marks=pytest.mark.weekly)])
 def test_nothing_compiles_for_chunks_within_a_bucket(counts: tuple[int, int], emoji: canvax.StableDiffusion) -> None:
     few, many = (
         draw(emoji, " BREAK ".join(["a red apple", "a dog", "a cat", "a fox"] * 2)[:count]) for count in counts

@@ -93,7 +93,7 @@ def test_scheduler_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
     assert pipe.model.scheduler.options.steps_offset == 0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.weekly)])
 def test_low_precision(dtype: str, folder: Path, base: canvax.StableDiffusion) -> None:
     pipe = canvax.load(folder, dtype=dtype, mesh=make_mesh(jax.devices()[:1]))
     options = {"prompt_2": "a dog", "original_size": (1083, 1081)}

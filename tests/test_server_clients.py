@@ -121,6 +121,7 @@ def test_langchain(folder: Path, base: str) -> None:
     assert from_python(folder, base, "old", "run_langchain.py") == {"urls": ["data:image/png;base64,"] * 2}
 
 
+@pytest.mark.weekly
 def test_webuiapi(folder: Path, base: str) -> None:
     said = from_python(folder, base, "old", "run_webuiapi.py")
     assert (said["images"], said["seeds"]) == ([[64, 64], [64, 64]], [1003, 1004])

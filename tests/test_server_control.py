@@ -128,7 +128,7 @@ def called(pipe: canvax.StableDiffusion, **more: Any) -> np.ndarray:
     return np.asarray(pipe(**call, seed=3, progress=False)[0], np.int16)
 
 
-@pytest.mark.parametrize("some", [(0, 3, 9), pytest.param(range(len(CALLS)), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("some", [(0, 3, 9), pytest.param(range(len(CALLS)), marks=pytest.mark.weekly)])
 @pytest.mark.slow
 def test_each_request_has_its_own(
     some: Sequence[int], server: tuple[httpx.Client, ImageEngine], pipe: canvax.StableDiffusion

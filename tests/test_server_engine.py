@@ -709,10 +709,13 @@ def test_ten_thousand_in_the_queue_delay_nobody_else() -> None:
 
 
 @pytest.mark.slow
-def test_eight_devices_generate_the_same() -> None:
-    engine = started(lambda name: canvax.load(name, progress=False), warm=(Warm(None, (8, 16)),))
+@pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.weekly)])
+def test_several_devices_generate_the_same(devices: int) -> None:
+    mesh = canvax.make_mesh(jax.devices()[:devices])
+    batches = (devices,) if devices == 2 else (8, 16)
+    engine = started(lambda name: canvax.load(name, progress=False, mesh=mesh), warm=(Warm(None, batches),))
     try:
-        jobs = [engine.submit(JobRequest("a red apple", seed=i, steps=3 + i)) for i in range(12)]
+        jobs = [engine.submit(JobRequest("a red apple", seed=i, steps=3 + i)) for i in range(devices + devices // 2)]
         finished(jobs)
         for i, job in enumerate(jobs):
             same(job, PIPE("a red apple", seed=i, num_inference_steps=3 + i, options=QUIET).images)

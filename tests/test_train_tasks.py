@@ -41,7 +41,7 @@ from canvax.train.task import Start, Subject, Training
 from canvax.train.textual_inversion import Inversion, train_inversion
 from canvax.weights.safetensors import open_safetensors, read_metadata
 from tests.support.refusals import refused
-from tests.support.small_checkpoint import write_small_checkpoint
+from tests.support.small_checkpoint import SHALLOW_UNET, write_small_checkpoint
 
 PLAN = Plan(steps=4, batch=2, chunk=2, warmup=0, final=1.0, average=0.0, learning_rate=1e-3)
 QUIET = {"num_inference_steps": 2, "progress": False}
@@ -49,7 +49,7 @@ QUIET = {"num_inference_steps": 2, "progress": False}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_checkpoint(tmp_path_factory.mktemp("model") / "sd")
+    return write_small_checkpoint(tmp_path_factory.mktemp("model") / "sd", unet=SHALLOW_UNET)
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,11 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("script", "form"), [pytest.param("how_to", "flax", marks=pytest.mark.weekly), ("negative_prompts", "torch")]
+    ("script", "form"),
+    [
+        pytest.param("how_to", "flax", marks=pytest.mark.weekly),
+        pytest.param("negative_prompts", "torch", marks=pytest.mark.slow),
+    ],
 )
 def test_script(script: str, form: str, tmp_path: Path) -> None:
     model = write_small_checkpoint(tmp_path / "model", form)
@@ -46,7 +50,7 @@ def test_script(script: str, form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "form"),
     [
-        pytest.param("sdxl_single", "flax", marks=pytest.mark.slow),
+        pytest.param("sdxl_single", "flax", marks=pytest.mark.weekly),
         pytest.param("sdxl_single_aot", "torch", marks=pytest.mark.weekly),
     ],
 )

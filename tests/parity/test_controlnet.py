@@ -181,7 +181,8 @@ def theirs_of(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("sampler", "steps", "changes"), [
-    pytest.param(*case, marks=() if i < 2 else pytest.mark.slow) for i, case in enumerate(CASES)
+    pytest.param(*case, marks=(() if i < 2 else pytest.mark.slow if i == 3 else pytest.mark.weekly))
+    for i, case in enumerate(CASES)
 ])  # fmt: skip
 def test_same_image(sampler: str, steps: int, changes: dict[str, Any], pair: Any) -> None:
     theirs, ours = pair
@@ -371,7 +372,7 @@ def test_xl(xl: Any) -> None:
     assert psnr(got.pixels, want) >= 60
 
 
-@pytest.mark.parametrize("inpaint", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inpaint", [False, pytest.param(True, marks=pytest.mark.weekly)])
 @pytest.mark.slow
 def test_xl_with_an_image(inpaint: bool, xl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, ours = xl

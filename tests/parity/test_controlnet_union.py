@@ -119,7 +119,8 @@ CASES: list[tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("types", "their_options", "own"), [
-    pytest.param(*case, marks=() if i < 2 else pytest.mark.slow) for i, case in enumerate(CASES)
+    pytest.param(*case, marks=(() if i < 2 else pytest.mark.slow if i == 2 else pytest.mark.weekly))
+    for i, case in enumerate(CASES)
 ])  # fmt: skip
 def test_same_image(types: dict[str, int], their_options: dict[str, Any], own: dict[str, Any], pair: Any) -> None:
     theirs, ours = pair

@@ -152,7 +152,7 @@ def test_same_picture(klein: Model, height: int, width: int) -> None:
     assert psnr(klein.reference(PROMPTS[::-1], start, num_inference_steps=4), want) < 40
 
 
-@pytest.mark.parametrize("guidance", [1.0, 4.0])
+@pytest.mark.parametrize("guidance", [pytest.param(1.0, marks=pytest.mark.weekly), 4.0])
 @pytest.mark.slow
 def test_same_guided_picture(base: Model, guidance: float) -> None:
     asked = {"num_inference_steps": 7, "guidance_scale": guidance}
@@ -245,6 +245,7 @@ def inpainting(monkeypatch: pytest.MonkeyPatch, model: Model) -> Any:
     return pipe
 
 
+@pytest.mark.slow
 def test_inpainting(base: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The image is a reference as well, as there."""
     image, mask = picture(HEIGHT, WIDTH), np.zeros((HEIGHT, WIDTH), np.uint8)
@@ -277,6 +278,7 @@ def test_image_to_image(klein: Model) -> None:
     assert relative_error(got.latents, x) < 1e-4
 
 
+@pytest.mark.slow
 def test_programs_for_references_are_made_ahead(klein: Model) -> None:
     """Of their sizes, before there are images; a server's sample has the programs of a request."""
     images = [picture(165, 215), picture(HEIGHT, WIDTH, 2.0)]
@@ -402,7 +404,9 @@ def changed(klein: Model) -> np.ndarray:
     return klein.reference(PROMPTS, klein.noise(), pipe, num_inference_steps=2)
 
 
-@pytest.mark.parametrize("spelling", ["peft", "bfl", "kohya"])
+@pytest.mark.parametrize(
+    "spelling", ["peft", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bfl", "kohya"))]
+)
 def test_lora(klein: Model, changed: np.ndarray, tmp_path: Path, spelling: str) -> None:
     assert psnr(klein.draw().pixels, changed) < 40
     pipe = klein.ours
@@ -468,13 +472,14 @@ def original(folder: Path, into: Path) -> Path:
     return into
 
 
+@pytest.mark.slow
 def test_original_names(klein: Model, tmp_path: Path) -> None:
     pipe = canvax.load(original(klein.folder, tmp_path / "original"), dtype="float32", mesh=klein.ours.mesh)
     got = pipe(PROMPTS, latents=klein.noise(), height=HEIGHT, width=WIDTH, num_inference_steps=2, options=QUIET)
     np.testing.assert_array_equal(got.pixels, klein.draw().pixels)
 
 
-@pytest.mark.parametrize("axes", [{"data": 2}, {"model": 2}])
+@pytest.mark.parametrize("axes", [pytest.param({"data": 2}, marks=pytest.mark.weekly), {"model": 2}])
 @pytest.mark.slow
 def test_several_devices(klein: Model, axes: dict[str, int]) -> None:
     pipe = canvax.load(klein.folder, dtype="float32", mesh=make_mesh(jax.devices()[:2], **axes))
@@ -483,6 +488,7 @@ def test_several_devices(klein: Model, axes: dict[str, int]) -> None:
     assert psnr(got.pixels, klein.draw(**asked).pixels) > 60
 
 
+@pytest.mark.slow
 def test_eight_bits(klein: Model) -> None:
     pipe = canvax.load(klein.folder, dtype="float32", quantize="int8", mesh=klein.ours.mesh)
     got = pipe(PROMPTS, latents=klein.noise(), height=HEIGHT, width=WIDTH, num_inference_steps=2, options=QUIET)
@@ -491,6 +497,7 @@ def test_eight_bits(klein: Model) -> None:
     assert whole >= {"proj_out", "x_embedder", "norm_out", "single_stream_modulation"}
 
 
+@pytest.mark.slow
 def test_requests_share_a_batch_of_a_server(klein: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that edit, of other proportions than the size that is ready, with prompts and seeds of their own."""
 
@@ -547,6 +554,7 @@ def test_lines_of_a_prompt_file_read_their_images_alone(
             np.testing.assert_allclose(np.asarray(got, np.int16), np.asarray(alone, np.int16), atol=1)
 
 
+@pytest.mark.slow
 def test_references_on_the_command_line(
     klein: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,8 +50,8 @@ def ours(pipe: canvax.StableDiffusion, **changes: Any) -> canvax.Result:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"pag_scale": 3.0},
-        pytest.param({"pag_scale": 3.0, "guidance_scale": 1.0}, marks=pytest.mark.slow),
+        pytest.param({"pag_scale": 3.0}, marks=pytest.mark.weekly),
+        pytest.param({"pag_scale": 3.0, "guidance_scale": 1.0}, marks=pytest.mark.weekly),
         {"pag_scale": 3.0, "pag_adaptive_scale": 0.002},
     ],
     ids=["guided", "alone", "adaptive"],

@@ -177,7 +177,7 @@ def of_nine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Stabl
 
 @pytest.mark.parametrize(
     ("strength", "sampler"),
-    [(0.6, "Euler"), (1.0, "DPM++ 2M Karras")],
+    [(0.6, "Euler"), pytest.param(1.0, "DPM++ 2M Karras", marks=pytest.mark.weekly)],
 )
 @pytest.mark.slow
 def test_inpainting_unet(

@@ -225,6 +225,7 @@ def test_nothing_compiles_twice(raw: Model, monkeypatch: pytest.MonkeyPatch) -> 
     assert psnr(got.pixels, want) > 60
 
 
+@pytest.mark.slow
 def test_long_prompts(raw: Model) -> None:
     """As many tokens as in the reference; whatever its bucket, an image is the same."""
     long = "the fox and the hen, " * 60
@@ -257,6 +258,7 @@ def test_what_does_not_fit(raw: Model, tmp_path: Path, part: str, changes: dict[
 @pytest.mark.parametrize(("axes", "changes", "least"), [
     ({"data": 2, "model": 2}, {"dtype": "float32"}, 60), ({}, {"dtype": "bfloat16", "quantize": "int8"}, 30),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_devices_and_dtypes(raw: Model, axes: dict[str, int], changes: dict[str, Any], least: float) -> None:
     pipe = canvax.load(raw.folder, mesh=make_mesh(jax.devices()[: 4 if axes else 1], **axes), **changes)
     start = {"latents": noise(), "height": HEIGHT, "width": WIDTH, "options": QUIET}
@@ -297,7 +299,9 @@ def changed(raw: Model) -> tuple[np.ndarray, dict[str, str]]:
     return want, {name: theirs[i] for i, name in enumerate(changes())}
 
 
-@pytest.mark.parametrize("spelling", ["peft", "comfy", "kohya"])
+@pytest.mark.parametrize(
+    "spelling", ["peft", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("comfy", "kohya"))]
+)
 def test_lora(raw: Model, changed: Any, tmp_path: Path, spelling: str) -> None:
     """Merged, and with names of the authors beside the weights; an array that is not used is an error."""
     want, names = changed
@@ -319,7 +323,7 @@ def test_lora(raw: Model, changed: Any, tmp_path: Path, spelling: str) -> None:
         pipe.adapters.load("style", path)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_requests_share_a_batch_of_a_server(raw: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts, steps, guidance and images to begin from are each request's."""
     asks: list[dict[str, Any]] = [

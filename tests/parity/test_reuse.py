@@ -101,7 +101,7 @@ def compare(cfg: UNetConfig, layers: int, reuse: int, sampler: str, size: tuple[
         assert relative_error(got[row], want[row]) <= 1e-4, row
 
 
-@pytest.mark.parametrize("layers", [1, 4, 9])
+@pytest.mark.parametrize("layers", [1, *(pytest.param(count, marks=pytest.mark.weekly) for count in (4, 9))])
 @pytest.mark.slow
 def test_some_depths(layers: int) -> None:
     assert skip_connections(SMALL_UNET) == 9
@@ -111,13 +111,13 @@ def test_some_depths(layers: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("reuse", "sampler"),
-    [(2, "heun"), (4, "dpmpp_2m")],
+    [(2, "heun"), pytest.param(4, "dpmpp_2m", marks=pytest.mark.weekly)],
 )
 def test_schedules_and_samplers(reuse: int, sampler: str) -> None:
     compare(SMALL_UNET, 2, reuse, sampler, (8, 8))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_odd_sizes_and_other_blocks() -> None:
     cfg = dataclasses.replace(
         SMALL_UNET,

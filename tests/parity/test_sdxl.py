@@ -249,6 +249,7 @@ def test_same_picture(sampler: str, case: str, base: tuple[Any, canvax.StableDif
     assert psnr(got.pixels, images) >= 60
 
 
+@pytest.mark.slow
 def test_second_negative_prompt_alone(base: tuple[Any, canvax.StableDiffusion]) -> None:
     """It is used, with an empty first one; diffusers takes zeros for both unless it is told the empty one."""
     theirs, ours = base
@@ -276,8 +277,10 @@ def exploding(latents: np.ndarray, sigma: float) -> np.ndarray:
     return latents * np.hypot(1, sigma)
 
 
-@pytest.mark.parametrize("end", [0.8, 0.5])
-@pytest.mark.parametrize("sampler", SCHEDULERS)
+@pytest.mark.parametrize(
+    ("sampler", "end"),
+    [("Euler", 0.8), *(pytest.param(*case, marks=pytest.mark.weekly) for case in (("Euler", 0.5), ("DPM++ 2M", 0.8)))],
+)
 @pytest.mark.slow
 def test_hand_over(
     sampler: str, end: float, base: tuple[Any, canvax.StableDiffusion], refiner: tuple[Any, canvax.StableDiffusion]
@@ -315,7 +318,7 @@ FEW_STEPS: dict[str, tuple[str, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", FEW_STEPS)
+@pytest.mark.parametrize("name", ["turbo", pytest.param("lightning", marks=pytest.mark.weekly)])
 @pytest.mark.slow
 def test_few_steps(name: str, base: tuple[Any, canvax.StableDiffusion], tmp_path: Path) -> None:
     """Guidance off and trailing timesteps, as the checkpoint's own scheduler says."""
@@ -380,8 +383,14 @@ def photo(seed: int) -> Image.Image:
 FURTHER = SCHEDULERS | {"DDIM": ("DDIMScheduler", {"clip_sample": False})}
 
 
-@pytest.mark.parametrize(("strength", "sampler"), [(0.3, "Euler"), (0.5, "DPM++ 2M")])
-@pytest.mark.parametrize("model", ["base", "refiner"])
+@pytest.mark.parametrize(
+    ("model", "strength", "sampler"),
+    [
+        ("refiner", 0.3, "Euler"),
+        pytest.param("refiner", 0.5, "DPM++ 2M", marks=pytest.mark.weekly),
+        pytest.param("base", 0.5, "DPM++ 2M", marks=pytest.mark.weekly),
+    ],
+)
 @pytest.mark.slow
 def test_image_to_image(
     model: str, strength: float, sampler: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -433,7 +442,9 @@ def painter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Stabl
     return load(folder, "StableDiffusionXLInpaintPipeline")
 
 
-@pytest.mark.parametrize(("strength", "sampler"), [(0.75, "Euler"), (1.0, "DPM++ 2M")])
+@pytest.mark.parametrize(
+    ("strength", "sampler"), [(0.75, "Euler"), pytest.param(1.0, "DPM++ 2M", marks=pytest.mark.weekly)]
+)
 @pytest.mark.slow
 def test_inpainting_unet(
     strength: float, sampler: str, painter: tuple[Any, canvax.StableDiffusion], monkeypatch: pytest.MonkeyPatch

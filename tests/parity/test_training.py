@@ -323,6 +323,7 @@ def check_images(folder: Path, file: Path, trained: Any = None) -> None:
     assert psnr(got, plain) < 40
 
 
+@pytest.mark.weekly
 def test_names_of_kohya(xl: Path, pictures: Path, tmp_path: Path) -> None:
     plan = tasks.replace(PLAN, steps=6, learning_rate=0.02)
     lora = Lora(rank=2, alpha=2.0, text=True, names="kohya", trigger="apple")

@@ -168,6 +168,7 @@ def test_image_to_image(theirs: Any, ours: canvax.StableDiffusion, monkeypatch: 
     assert psnr(draw(ours, **asked | {"strength": None}).pixels, want) < 40  # the image matters
 
 
+@pytest.mark.slow
 def test_inpainting(theirs: Any, ours: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
     start, image, mask = noise(), picture(), np.zeros((HEIGHT, WIDTH), np.uint8)
     mask[:, 40:] = 255
@@ -269,7 +270,7 @@ def test_the_networks_are_functions_of_arrays(ours: canvax.StableDiffusion) -> N
     assert ours.denoiser(latents, 500.0, conditions).shape == latents.shape
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_requests_share_a_batch_of_a_server(
     folder: Path, ours: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,7 +361,9 @@ def changed(folder: Path, theirs: Any) -> tuple[np.ndarray, np.ndarray]:
     return reference(pipe, PROMPTS, noise(), **asked), reference(theirs, PROMPTS, noise(), **asked)
 
 
-@pytest.mark.parametrize("spelling", ["peft", "comfy", "kohya"])
+@pytest.mark.parametrize(
+    "spelling", ["peft", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("comfy", "kohya"))]
+)
 def test_lora(folder: Path, changed: Any, tmp_path: Path, spelling: str) -> None:
     want, without = changed
     assert psnr(want, without) < 40
@@ -369,6 +372,7 @@ def test_lora(folder: Path, changed: Any, tmp_path: Path, spelling: str) -> None
     assert psnr(draw(pipe, guidance_scale=0.0).pixels, want) > 60
 
 
+@pytest.mark.slow
 def test_lora_beside_the_weights(folder: Path, changed: Any, tmp_path: Path) -> None:
     pipe = canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
     pipe.adapters.beside(rank=4)
@@ -396,6 +400,7 @@ def original(folder: Path, into: Path) -> Path:
     return into
 
 
+@pytest.mark.slow
 def test_original_names(folder: Path, ours: canvax.StableDiffusion, tmp_path: Path) -> None:
     pipe = canvax.load(original(folder, tmp_path / "original"), dtype="float32", mesh=ours.mesh)
     np.testing.assert_array_equal(draw(pipe).pixels, draw(ours).pixels)
@@ -406,7 +411,7 @@ def test_networks_for_a_unet_are_refused(ours: canvax.StableDiffusion) -> None:
         _ = ours.model.unet
 
 
-@pytest.mark.parametrize("axes", [{"data": 2}, {"model": 2}])
+@pytest.mark.parametrize("axes", [pytest.param({"data": 2}, marks=pytest.mark.weekly), {"model": 2}])
 @pytest.mark.slow
 def test_several_devices(folder: Path, ours: canvax.StableDiffusion, axes: dict[str, int]) -> None:
     mesh = make_mesh(jax.devices()[:2], **axes)
@@ -414,6 +419,7 @@ def test_several_devices(folder: Path, ours: canvax.StableDiffusion, axes: dict[
     assert psnr(draw(pipe, guidance_scale=2.0).pixels, draw(ours, guidance_scale=2.0).pixels) > 60
 
 
+@pytest.mark.slow
 def test_eight_bits(folder: Path, ours: canvax.StableDiffusion) -> None:
     pipe = canvax.load(folder, dtype="float32", quantize="int8", mesh=ours.mesh)
     assert psnr(draw(pipe).pixels, draw(ours).pixels) > 40

@@ -7,12 +7,11 @@ from dataclasses import replace
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
 from canvax.models.text import clip_encoders
-from tests.support.small_checkpoint import TEXT, UNET, VAE
+from tests.support.small_checkpoint import SHALLOW_UNET, TEXT, VAE
 
 ONE_LEVEL = {"down_block_types": ("DownEncoderBlock2D",), "up_block_types": ("UpDecoderBlock2D",)}
-SHALLOW = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
 TINY = Networks(
-    UNetDenoiser(replace(UNET, block_out_channels=(32,), **SHALLOW)),
+    UNetDenoiser(SHALLOW_UNET),
     replace(VAE, block_out_channels=(32,), **ONE_LEVEL),
     clip_encoders(TEXT),
 )
