@@ -12,10 +12,11 @@ REFERENCE ?= yes
 export REFERENCE
 
 BIN := .venv/bin
-# uv installs in a tenth of pip's time. The wheels that pip was pointed to are uv's too, a CPU build of PyTorch say.
+# uv installs in a tenth of pip's time. It does not read pip's settings, so it is passed pip's folder of wheels: a CPU
+# build of PyTorch, say.
 UV := $(BIN)/uv
 INSTALL := $(UV) pip install --quiet --python
-export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
 
 # The newest Python that canvax supports, for which pip chooses the newest JAX. Empty where there is none.
 EXECUTABLE := -c 'import sys; print(sys.executable)' 2>/dev/null

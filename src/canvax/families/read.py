@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from canvax.errors import CheckpointError, HintWarning, InputError, nearest, warn
-from canvax.families.base import Family, Model, read_defaults
+from canvax.families.base import Defaults, Family, Model, read_defaults
 from canvax.families.flux2 import FLUX2
 from canvax.families.krea2 import KREA2
 from canvax.families.sd import SD
 from canvax.families.sdxl import SDXL
 from canvax.families.z_image import Z_IMAGE
 from canvax.models.networks import Networks
-from canvax.samplers import from_scheduler_config
+from canvax.samplers import Scheduler, from_scheduler_config
 from canvax.samplers.config import KNOWN_CLASSES
 from canvax.tokenizers.concepts import Concepts
 from canvax.types import DType
@@ -63,6 +63,32 @@ def read_networks(files: ModelFiles) -> Networks:
     return family_of(files.index).read(files)
 
 
+def _read_scheduler(files: ModelFiles) -> Scheduler:
+    family = family_of(files.index)
+    try:
+        scheduler = from_scheduler_config(family.scheduler_config(_scheduler_config(files)))
+    except InputError as error:
+        raise CheckpointError(f"{files}: {error}") from error
+    return replace(
+        scheduler, schedule=replace(family.schedule(files, scheduler.schedule), even_times=family.even_times)
+    )
+
+
+def _defaults_of(files: ModelFiles, networks: Networks, scheduler: Scheduler) -> Defaults:
+    family = family_of(files.index)
+    usual = family.defaults_of(networks, scheduler.schedule) or family.defaults
+    return read_defaults(files.folder() / "canvax.json", usual)
+
+
+def read_usual(files: ModelFiles, networks: Networks) -> Defaults:
+    """The steps and the guidance scale of a call that names none.
+
+    Raises:
+        CheckpointError: as ``read_model``.
+    """
+    return _defaults_of(files, networks, _read_scheduler(files))
+
+
 def read_model(files: ModelFiles, dtype: DType, quantize: str | None = None) -> Model:
     """Configs, tokenizers and schedule of a checkpoint.
 
@@ -76,20 +102,14 @@ def read_model(files: ModelFiles, dtype: DType, quantize: str | None = None) -> 
             f"{files}: canvax does not use its {', '.join(extra)}; images may be others than it was made for",
             HintWarning,
         )
-    try:
-        scheduler = from_scheduler_config(family.scheduler_config(_scheduler_config(files)))
-    except InputError as error:
-        raise CheckpointError(f"{files}: {error}") from error
-    schedule = replace(family.schedule(files, scheduler.schedule), even_times=family.even_times)
-    scheduler = replace(scheduler, schedule=schedule)
-    usual = family.defaults_of(networks, scheduler.schedule)
+    scheduler = _read_scheduler(files)
     return Model(
         files=files,
         family=family,
         networks=networks,
         tokenizers={encoder.component: family.tokenizer(files, encoder) for encoder in networks.text.encoders},
         scheduler=scheduler,
-        defaults=read_defaults(files.folder() / "canvax.json", usual or family.defaults),
+        defaults=_defaults_of(files, networks, scheduler),
         dtype=np.dtype(dtype).name,
         quantize=quantize,
         concepts=Concepts.of(files.folder()),
