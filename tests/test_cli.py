@@ -20,6 +20,7 @@ from PIL.PngImagePlugin import PngInfo
 from safetensors.numpy import save_file
 
 import canvax
+from canvax import cli
 from canvax.cli import BAD_INPUT, FAILED, INTERRUPTED, main
 from canvax.cli.arguments import parse
 from canvax.cli.images import SETTINGS, gather
@@ -439,6 +440,28 @@ def test_info_of_a_part(run: Run, tmp_path: Path, names: tuple[str, ...], kind: 
     assert report["bytes"] == len(names) * 2 * 768 * 4
     assert flag in run("info", "a.safetensors")[1]
     assert run("info", "a.safetensors", "--prompts")[0] == BAD_INPUT
+
+
+@pytest.mark.parametrize(
+    ("packages", "vendor", "platforms"),
+    [
+        (["libtpu"], "0x8086", "cpu"),
+        (["libtpu"], "0x1ae0", None),  # a TPU
+        (["libtpu", "jax_cuda13_plugin"], "0x8086", None),
+        ([], "0x8086", None),
+    ],
+)
+def test_libtpu_without_a_tpu_is_not_loaded(
+    packages: list[str], vendor: str, platforms: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "0000:00:00.0").mkdir()
+    (tmp_path / "0000:00:00.0" / "vendor").write_text(f"{vendor}\n")
+    monkeypatch.setattr(cli, "PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(cli, "find_spec", lambda name: name in packages or None)
+    monkeypatch.setenv("JAX_PLATFORMS", "")  # what was there comes back after the test
+    monkeypatch.delenv("JAX_PLATFORMS")
+    cli.without_missing_tpu()
+    assert os.environ.get("JAX_PLATFORMS") == platforms
 
 
 def test_a_pickle_is_refused_with_its_name(generate: Run, run: Run, tmp_path: Path) -> None:

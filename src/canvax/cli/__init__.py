@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from canvax.cli.arguments import COMMANDS, parse
@@ -28,6 +30,10 @@ _LISTING = (["samplers"], ["info"], ["cache"])
 
 _OF_OTHERS = ("batch", "serve", "ui")
 """Commands whose images are asked for in rows and requests, which say ``mask_mode`` themselves."""
+
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+GOOGLE = "0x1ae0"
+"""The vendor of TPUs, by which JAX looks for them."""
 
 Command = Callable[[list[str], dict[str, Any]], None]
 """Runs arguments and fills a dict, the report, as it goes, so that the report is of use after a failure too."""
@@ -78,6 +84,7 @@ def main(argv: Sequence[str] | None = None, run: Command | None = None) -> int:
 
 def _dispatch(arguments: list[str], report: dict[str, Any]) -> None:
     chosen = parse(arguments)
+    without_missing_tpu()
     if chosen.command not in _OF_OTHERS:
         show = warnings.showwarning
 
@@ -91,6 +98,17 @@ def _dispatch(arguments: list[str], report: dict[str, Any]) -> None:
     except InputError as error:
         error.args = (" ".join(error.format(chosen.write).split()),)
         raise
+
+
+def without_missing_tpu() -> None:
+    """Keep JAX from loading libtpu where there is no TPU: ``canvax plan`` needs it, but it writes errors to stderr."""
+    if "JAX_PLATFORMS" in os.environ or find_spec("libtpu") is None:
+        return
+    if find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin"):
+        return  # JAX_PLATFORMS with a GPU that is missing would be an error
+    with suppress(OSError):
+        if all(path.read_text().strip() != GOOGLE for path in PCI_DEVICES.glob("*/vendor")):
+            os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 def _guarded(run: Command, arguments: list[str], report: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:

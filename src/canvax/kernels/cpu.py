@@ -203,7 +203,8 @@ def _by_taps(weight: Array, x: Array) -> Array:
         padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
         padded = jax.lax.dynamic_slice_in_dim(padded, first, rows + 2, axis=1)
         taps = [(padded[:, i : i + rows, j : j + w], weight[i, j]) for i in range(3) for j in range(3)]
-        return sum(jnp.matmul(*tap, preferred_element_type=jnp.float32) for tap in taps).astype(x.dtype)
+        products = [jnp.matmul(*tap, preferred_element_type=jnp.float32) for tap in taps]
+        return sum(products[1:], products[0]).astype(x.dtype)
 
     return in_strips(x, weight.shape[-1], part, TAP_BYTES)
 
