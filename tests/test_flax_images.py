@@ -24,8 +24,7 @@ from canvax.flax_api import (
 from canvax.flax_api.keys import encoding_noise, host_draw
 from canvax.parallel.mesh import make_mesh
 from canvax.types import Params
-from tests.support import small_checkpoint
-from tests.support.small_checkpoint import write_small_checkpoint
+from tests.support.small_checkpoint import UNET, write_small_checkpoint
 
 pytestmark = pytest.mark.slow  # test_flax_api has the common part
 
@@ -81,9 +80,8 @@ def copies(old: Old) -> Params:
 
 @pytest.fixture(scope="module")
 def inpainting(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(small_checkpoint, "UNET", dataclasses.replace(small_checkpoint.UNET, in_channels=9))
-        return write_small_checkpoint(tmp_path_factory.mktemp("old") / "inpainting")
+    unet = dataclasses.replace(UNET, in_channels=9)
+    return write_small_checkpoint(tmp_path_factory.mktemp("old") / "inpainting", unet=unet)
 
 
 @pytest.fixture(scope="module")

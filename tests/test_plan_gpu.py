@@ -26,8 +26,8 @@ from canvax.parallel.mesh import AXES
 from canvax.parallel.rules import abstract_params
 from canvax.planning.hlo import Module
 from canvax.planning.targets import GPUS, parse_target
-from tests.support.small_checkpoint import UNET
-from tests.support.tiny_preset import SHALLOW, TINY
+from tests.support.small_checkpoint import SHALLOW_UNET, UNET
+from tests.support.tiny_preset import TINY
 
 pytestmark = pytest.mark.skipif(
     not any(find_spec(name) for name in ("jax_cuda13_plugin", "jax_cuda12_plugin")),
@@ -60,7 +60,7 @@ def test_plan(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
 @pytest.fixture(scope="module")
 def denoiser() -> str:
     """The text of a denoiser for two GPUs, whose heads are 8 wide."""
-    unet = replace(UNET, block_out_channels=(64,), attention_head_dim=8, norm_num_groups=4, **SHALLOW)
+    unet = replace(SHALLOW_UNET, block_out_channels=(64,), attention_head_dim=8, norm_num_groups=4)
     model = replace(TINY, denoiser=UNetDenoiser(unet))
     mesh = Mesh(np.asarray(gpus(2), dtype=object).reshape(2, 1), AXES)
     params = {name: abstract_params(spec, jnp.dtype("bfloat16"), mesh) for name, spec in model.specs().items()}
