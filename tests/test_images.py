@@ -434,6 +434,7 @@ def test_a1111(tmp_path: Path) -> None:
         },
     }
     assert settings_left(got) == {"Hires upscaler": "Latent", "<lora:x:0.5>": ""}
+    assert settings_left({"other": {"TI hashes": "bad: 1", "User": "me", "Version": "1"}}) == {"TI hashes": "bad: 1"}
 
 
 def test_stable_diffusion_cpp() -> None:

@@ -19,6 +19,7 @@ from canvax.cli.plan import lines, parse_size
 from canvax.compile.inspect import collectives
 from canvax.compile.programs import Programs
 from canvax.errors import CanvaxError, CheckpointError, InputError
+from canvax.families.read import read_model
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.flux2 import Flux2Config
 from canvax.models.networks import Networks
@@ -34,6 +35,8 @@ from canvax.planning.hlo import Module, hbm_bytes
 from canvax.planning.job import PROGRAMS, Job
 from canvax.planning.plan import Plan, architecture, check_axes
 from canvax.planning.targets import CHIPS, GIB, GPUS, parse_target
+from canvax.weights.location import Location
+from canvax.weights.open import open_files
 from tests.support.refusals import refused
 from tests.support.small_checkpoint import TEXT, UNET, VAE, write_small_checkpoint
 from tests.support.tiny_preset import TINY
@@ -390,6 +393,40 @@ def test_only_configs_of_a_folder_are_read(tmp_path: Path) -> None:
     (folder / "unet" / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json"):
         architecture(folder)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans without a compiler."""
+    monkeypatch.setattr(planning, "compiler_version", lambda target: {target.compiler: "0"})
+    monkeypatch.setattr(
+        planning, "compile_programs", lambda job, *_, **__: dict.fromkeys(job.programs, figures(reused=False))
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "steps", "guided"),
+    [("sd15", 50, True), ("z-image", 50, True), ("krea-2", 28, True), ("flux2-klein-4b", 4, False)],
+)
+@pytest.mark.usefixtures("compiled")
+def test_steps_and_guidance_of_presets(model: str, steps: int, guided: bool) -> None:
+    plan = canvax.plan(model, "v5e:1x1")
+    assert (plan.steps, plan.guided) == (steps, guided)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_steps_and_guidance_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are those of a call that names none, unless the plan names others."""
+    folder = write_small_checkpoint(tmp_path / "model")
+    (folder / "canvax.json").write_text('{"num_inference_steps": 8, "guidance_scale": 1}', encoding="utf-8")
+    usual = read_model(open_files(Location(folder), weights=False), "float32").defaults
+    plan = canvax.plan(folder, "v5e:1x1")
+    assert (plan.steps, plan.guided) == (usual.num_inference_steps, False) == (8, False)
+    plan = canvax.plan(folder, "v5e:1x1", steps=3, guided=True)
+    assert (plan.steps, plan.guided) == (3, True)
+    assert main(["plan", str(folder), "--target", "v5e:1x1", "--json", "-q"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["steps"], report["guided"]) == (8, False)
 
 
 @pytest.mark.parametrize("text", ["1024", "1024x", "1024x768px", "x", "-8x8"])

@@ -374,10 +374,10 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--mesh", metavar="AXES", help="devices along each axis: data=4 (all on data)")
     parser.add_argument("-b", "--batch", type=int, metavar="N", help="images at once on all chips (one on each)")
-    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels, divisible by 8 (the model's default)")
+    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels, such as 1024x768 (the model's default)")
     _references(parser)
-    parser.add_argument("--steps", type=int, default=50, metavar="N", help="UNet evaluations (50)")
-    parser.add_argument("--no-guidance", action="store_true", help="plan for a guidance scale of 1: half the work")
+    parser.add_argument("--steps", type=int, metavar="N", help="evaluations of the denoiser (the model's default)")
+    parser.add_argument("--no-guidance", action="store_true", help="plan for images without guidance: half the work")
     parser.add_argument("--dtype", metavar="DTYPE", help="dtype of weights and activations (bfloat16)")
     add_quantize(parser)
     parser.add_argument("--fresh", action="store_true", help="compile again, even if an earlier result is stored")
@@ -388,7 +388,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
 
 def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="emoji", metavar="MODEL", help="emoji, a folder, or a Hub id")
-    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels (the model's default)")
+    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels, such as 1024x768 (the model's default)")
     parser.add_argument("-b", "--batch", type=int, default=1, metavar="N", help="images at once (1)")
     parser.add_argument("--steps", type=int, metavar="N", help="sampler steps (the model's default)")
     parser.add_argument("--tasks", action="store_true", help="also image to image and inpainting, as ratios")

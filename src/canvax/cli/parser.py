@@ -23,9 +23,10 @@ class Parser(argparse.ArgumentParser):
         """Raise InputError."""
         flag = message.removeprefix("argument ").partition(":")[0].split("/")[-1]
         action = self._option_string_actions.get(flag)
-        if message.endswith("expected one argument"):
-            what = action.help if action and action.help else "a value"
-            message += f": {what}; one that starts with - is written --flag=VALUE"
+        if action and ": expected " in message:
+            form = " ".join([action.metavar] if isinstance(action.metavar, str) else action.metavar or ["VALUE"])
+            one = "one that starts with - is written --flag=VALUE"
+            message += f": {action.help or 'a value'}; {one if action.nargs is None else f'write {flag} {form}'}"
         if message.startswith("the following arguments are required"):  # other programs' flags may stand for them
             self._refuse_unknown([word for word in self._words if word.startswith("--")])
         raise InputError(f"{message} (see: {self.prog} --help)")

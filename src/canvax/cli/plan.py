@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         height=height,
         width=width,
         steps=arguments.steps,
-        guided=not arguments.no_guidance,
+        guided=False if arguments.no_guidance else None,
         dtype=arguments.dtype,
         quantize=arguments.quantize,
         mesh=mesh,

@@ -29,7 +29,8 @@ _CURVES = {
 }
 """Schedule type in lower case -> name of the curve in canvax."""
 _KEY = re.compile(r"\s*([A-Za-z][\w /+\-]*):\s*")
-_FACTS = ("Version", "Model hash", "VAE hash", "Lora hashes", "TI hashes", "Hashes")
+_FACTS = ("Version", "Model hash", "VAE hash", "Lora hashes", "Hashes", "User", "Created Date")
+"""What changes no image. "TI hashes" is not among them: only it says that an embedding was in the prompt."""
 _NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]*>")
 """A network in a prompt, which is not text for the encoder."""
 _SIZE = r"(\d{1,6})x(\d{1,6})"

@@ -20,7 +20,13 @@ from canvax._version import __version__
 from canvax.compile.kinds import reference_encoder
 from canvax.denoise import WINDOW
 from canvax.errors import NO_VALUE, CanvaxError, CheckpointError, InputError, check_count, nearest
-from canvax.families.read import family_of, read_networks
+from canvax.families.base import Family
+from canvax.families.flux2 import DISTILLED, FLUX2
+from canvax.families.krea2 import KREA2
+from canvax.families.read import family_of, read_networks, read_usual
+from canvax.families.sd import SD
+from canvax.families.sdxl import SDXL
+from canvax.families.z_image import Z_IMAGE
 from canvax.files import named_path
 from canvax.models.networks import Networks
 from canvax.models.presets import PRESETS
@@ -228,8 +234,8 @@ def plan(
     batch: int | None = None,
     height: int | None = None,
     width: int | None = None,
-    steps: int = 50,
-    guided: bool = True,
+    steps: int | None = None,
+    guided: bool | None = None,
     dtype: DType | None = None,
     quantize: str | None = None,
     mesh: Mapping[str, int] | None = None,
@@ -255,8 +261,8 @@ def plan(
         batch: images at once on all devices together; by default one per device.
         height: height in pixels, divisible by 8; by default the size the model was trained for.
         width: width in pixels, divisible by 8; by default the size the model was trained for.
-        steps: number of evaluations of the denoiser.
-        guided: whether the guidance scale is above 1.
+        steps: number of evaluations of the denoiser; by default the steps of a call that names none.
+        guided: whether images are generated with guidance; by default as in a call that names no guidance scale.
         dtype: dtype of weights and activations; by default bfloat16, on GPUs before Ampere float16.
         quantize: "int8" or "float8" for large weights in 8 bits.
         mesh: number of devices along ``data`` and ``model``; by default all on ``data``.
@@ -284,12 +290,12 @@ def plan(
     if batch % axes["data"]:
         up = -(-batch // axes["data"]) * axes["data"]
         raise InputError("batch", batch, f"cannot be split over data={axes['data']} devices", f"use {up}")
-    check_count("steps", steps)
     computed = parse_dtype(aim.chip.half if dtype is None else dtype, quantizes=True).name
     check_kind(quantize)
     overrides = Overrides.of(vae, text_encoder=text_encoder, tokenizer=tokenizer)
-    networks = architecture(model, overrides, **source)
-    guided = guided and not networks.unguided
+    networks, usual_steps, usually_guided = _open(model, overrides, **source)
+    steps = check_count("steps", usual_steps if steps is None else steps)
+    guided = (usually_guided if guided is None else guided) and not networks.unguided
     (tall, wide), factor = networks.native_size, networks.size_step
     height, width = check_size("height", height, tall, factor), check_size("width", width, wide, factor)
     if references:
@@ -347,12 +353,18 @@ def check_axes(mesh: Mapping[str, int] | None, devices: int, target: Target) -> 
 
 def architecture(model: str | Path, overrides: Overrides | None = None, **source: Any) -> Networks:
     """Returns the networks of a preset, a file, a folder or a Hub id, without reading weights."""
-    overrides = overrides or Overrides()
+    return _open(model, overrides or Overrides(), **source)[0]
+
+
+def _open(model: str | Path, overrides: Overrides, **source: Any) -> tuple[Networks, int, bool]:
+    """Returns the networks, and the steps and the guidance of a call that names neither."""
     if isinstance(model, str) and model in PRESETS:
         Location(model, **source).warn_unused("revision", "cache_dir")
         for name, part in overrides.parts.items():
             raise InputError(name, part, f"does not go with the preset {model}", "leave it out")
-        return PRESETS[model]
+        networks, family = PRESETS[model], _FAMILIES.get(model, SD)
+        usual = DISTILLED if networks.denoiser.distilled else family.defaults
+        return networks, usual.num_inference_steps, usual.guidance_scale > family.no_guidance
     try:
         files = open_files(
             Location(model, progress=False, **source), accept=family_of, weights=False, given=overrides.parts
@@ -366,8 +378,19 @@ def architecture(model: str | Path, overrides: Overrides | None = None, **source
                 "model", model, "is no preset, folder or Hub id", f"{nearest(model, names)} Presets: {', '.join(names)}"
             ) from error
         raise
-    return read_networks(files)
+    networks = read_networks(files)
+    usual = read_usual(files, networks)
+    return networks, usual.num_inference_steps, usual.guidance_scale > family_of(files.index).no_guidance
 
+
+_FAMILIES: dict[str, Family] = {
+    "sdxl": SDXL,
+    "sdxl-refiner": SDXL,
+    "z-image": Z_IMAGE,
+    "flux2-klein-4b": FLUX2,
+    "krea-2": KREA2,
+}
+"""The families of presets that are not Stable Diffusion 1.x or 2.x."""
 
 _COMPILERS = {"tpu": ("libtpu", "libtpu-nightly"), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
 
