@@ -70,8 +70,7 @@ fuzz: .venv/test-$(REFERENCE)
 # their cache, meshes, noise, files, the command line, a server, training, processes that are joined. Weekly,
 # .github/workflows runs all ordinary tests so.
 NEW := attention batch cache cli cli_process defaults devices golden images kernels layers new_family noise norms pipeline \
-	plan prompts sampler_programs samplers server_dialects server_engine settings step_noise tokenizer training \
-	transformer_models weights
+	plan prompts sampler_programs samplers server_app settings step_noise tokenizer training transformer_models weights
 NEWEST_PYTHON := REFERENCE=no .venv-newest/bin/python
 test-newest:
 	$(if $(NEWEST),$(MAKE) .venv-newest/test,@echo "no python3.13 here: not tested with the newest Python and JAX")
