@@ -25,8 +25,8 @@ class Parser(argparse.ArgumentParser):
         action = self._option_string_actions.get(flag)
         if action and ": expected " in message:
             form = " ".join([action.metavar] if isinstance(action.metavar, str) else action.metavar or ["VALUE"])
-            one = "one that starts with - is written --flag=VALUE"
-            message += f": {action.help or 'a value'}; {one if action.nargs is None else f'write {flag} {form}'}"
+            hyphen = "one that starts with - is written --flag=VALUE"
+            message += f": {action.help or 'a value'}; {hyphen if action.nargs is None else f'write {flag} {form}'}"
         if message.startswith("the following arguments are required"):  # other programs' flags may stand for them
             self._refuse_unknown([word for word in self._words if word.startswith("--")])
         raise InputError(f"{message} (see: {self.prog} --help)")
