@@ -16,7 +16,9 @@ BIN := .venv/bin
 # build of PyTorch, say.
 UV := $(BIN)/uv
 INSTALL := $(UV) pip install --quiet --python
-export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
+ifndef UV_FIND_LINKS
+export UV_FIND_LINKS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
+endif
 
 # The newest Python that canvax supports, for which pip chooses the newest JAX. Empty where there is none.
 EXECUTABLE := -c 'import sys; print(sys.executable)' 2>/dev/null
@@ -35,7 +37,7 @@ demo: .venv/runtime
 test: .venv/test-$(REFERENCE)
 	$(BIN)/python $(PYTEST)
 
-# The linters and the pages, side by side, since each uses one processor, while the other environments are downloaded;
+# The linters and the documentation, side by side, since each uses one processor, while the other environments are downloaded;
 # the same tests and the slow ones; the browser; the newest Python and JAX; the TPU's compiler. Each ends with its own
 # count.
 test-all: .venv/test-$(REFERENCE) .venv/docs
@@ -67,8 +69,8 @@ fuzz: .venv/test-$(REFERENCE)
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-1200} $(BIN)/python -m pytest tests/test_fuzz.py -m ""
 
 # Each use of JAX, numpy, Pillow and tokenizers once, and of Python what changes: kernels, models, samplers, programs and
-# their cache, meshes, noise, files, the command line, a server, training, processes that are joined. Weekly,
-# .github/workflows runs all ordinary tests so.
+# their cache, meshes, noise, files, the command line, a server, training, several processes in one run. Each week,
+# .github/workflows runs all ordinary tests on that Python.
 NEW := attention batch cache cli cli_process defaults devices golden images kernels layers new_family noise norms pipeline \
 	plan prompts sampler_programs samplers server_app settings step_noise tokenizer training transformer_models weights
 NEWEST_PYTHON := REFERENCE=no .venv-newest/bin/python

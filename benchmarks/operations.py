@@ -48,10 +48,11 @@ class Operation(NamedTuple):
         shape: for the table.
         times: how often a guided evaluation does it.
         flops: of the plain method.
-        ours: of JAX arrays.
-        theirs: of tensors, which may have another layout.
-        inputs: arrays, channels last.
-        layouts: for each input, the order of axes that PyTorch wants.
+        ours: canvax's function of JAX arrays.
+        theirs: PyTorch's function of tensors.
+        inputs: arrays for canvax, channels last.
+        layouts: for each input, the order of its axes in PyTorch.
+        back: the order of axes that makes PyTorch's output that of canvax.
     """
 
     kind: str
@@ -62,6 +63,7 @@ class Operation(NamedTuple):
     theirs: Callable[..., Any]
     inputs: list[np.ndarray]
     layouts: list[tuple[int, ...]]
+    back: tuple[int, ...]
 
 
 def operations(rng: np.random.Generator) -> Iterator[Operation]:
@@ -70,16 +72,15 @@ def operations(rng: np.random.Generator) -> Iterator[Operation]:
     def normal(*shape: int, fan_in: int = 1) -> np.ndarray:
         return rng.standard_normal(shape, np.float32) / np.float32(fan_in**0.5)
 
-    image, kernel, plain = (0, 3, 1, 2), (3, 2, 0, 1), (0, 1)
+    image, kernel, plain, pixels = (0, 3, 1, 2), (3, 2, 0, 1), (0, 1), (0, 2, 3, 1)
     for rows, inner, outer, times in [
         (2048, 2048, 2048, 0), (8192, 320, 320, 40), (2048, 640, 640, 40), (512, 1280, 1280, 40), (8192, 320, 2560, 5),
         (8192, 1280, 320, 5), (2048, 640, 5120, 5), (2048, 2560, 640, 5), (512, 1280, 10240, 5), (512, 5120, 1280, 5),
     ]:  # fmt: skip
         inputs = [normal(rows, inner), normal(inner, outer, fan_in=inner)]
         flops = 2.0 * rows * inner * outer
-        yield Operation(
-            "matmul", f"{rows} x {inner} x {outer}", times, flops, matmul, F.linear, inputs, [plain, (1, 0)]
-        )
+        shape = f"{rows} x {inner} x {outer}"
+        yield Operation("matmul", shape, times, flops, matmul, F.linear, inputs, [plain, (1, 0)], plain)
     for side, inner, outer, stride, times in [
         (64, 320, 320, 1, 7), (64, 640, 320, 1, 2), (64, 960, 320, 1, 1), (32, 640, 640, 1, 6), (32, 1280, 640, 1, 1),
         (32, 1920, 640, 1, 1), (16, 1280, 1280, 1, 6), (16, 2560, 1280, 1, 2), (8, 1280, 1280, 1, 11),
@@ -95,7 +96,7 @@ def operations(rng: np.random.Generator) -> Iterator[Operation]:
         def convolved(weight: Any, x: Any, stride: int = stride) -> Any:
             return F.conv2d(x, weight, padding=1, stride=stride)
 
-        yield Operation("convolution", shape, times, flops, strided, convolved, inputs, [kernel, image])
+        yield Operation("convolution", shape, times, flops, strided, convolved, inputs, [kernel, image], pixels)
     for side, width in [(8, 1280), (16, 1280), (32, 640)]:
         inputs = [normal(3, 3, width, width, fan_in=9 * width), normal(2, side, side, width)]
 
@@ -104,15 +105,16 @@ def operations(rng: np.random.Generator) -> Iterator[Operation]:
 
         flops = 2 * 2 * (2 * side) ** 2 * 9.0 * width**2
         shape = f"{side} x {side}, {width}"
-        yield Operation("doubled convolution", shape, 1, flops, convolve_doubled, enlarged, inputs, [kernel, image])
+        layouts = [kernel, image]
+        yield Operation("doubled convolution", shape, 1, flops, convolve_doubled, enlarged, inputs, layouts, pixels)
     for tokens, keys, width, times in [
         (4096, 4096, 40, 5), (1024, 1024, 80, 5), (256, 256, 160, 5), (4096, 77, 40, 5), (1024, 77, 80, 5),
     ]:  # fmt: skip
         inputs = [normal(2, count, 8, width) for count in (tokens, keys, keys)]
         flops = 4.0 * 2 * tokens * keys * 8 * width
         shape = f"{tokens} x {keys}, 8 heads of {width}"
-        heads = [(0, 2, 1, 3)] * 3
-        yield Operation("attention", shape, times, flops, attention, F.scaled_dot_product_attention, inputs, heads)
+        heads, theirs = (0, 2, 1, 3), F.scaled_dot_product_attention
+        yield Operation("attention", shape, times, flops, attention, theirs, inputs, [heads] * 3, heads)
     for side, width, times in [(64, 320, 13), (32, 640, 11), (16, 1280, 11)]:
         inputs = [normal(2, side, side, width), normal(width), normal(width)]
 
@@ -124,7 +126,8 @@ def operations(rng: np.random.Generator) -> Iterator[Operation]:
 
         flops, layouts = 8.0 * inputs[0].size, [image, (0,), (0,)]
         shape = f"{side} x {side} x {width}"
-        yield Operation("group norm, SiLU", shape, times, flops, normalized, normalized_by_torch, inputs, layouts)
+        kind, theirs = "group norm, SiLU", normalized_by_torch
+        yield Operation(kind, shape, times, flops, normalized, theirs, inputs, layouts, pixels)
 
 
 def compare(operation: Operation, dtype: str, rounds: int) -> tuple[float, float]:
@@ -140,13 +143,9 @@ def compare(operation: Operation, dtype: str, rounds: int) -> tuple[float, float
     elif "convolution" in operation.kind:
         theirs[0] = theirs[0].contiguous(memory_format=torch.channels_last)
     program = compiled_on(make_mesh(jax.devices()[:1]), operation.ours, *ours)
-    want = operation.theirs(*theirs).float()
-    if operation.layouts[-1] == (0, 3, 1, 2) or operation.kind.startswith("group"):
-        want = want.permute(0, 2, 3, 1)
-    elif operation.kind == "attention":
-        want = want.transpose(1, 2)
-    difference = np.asarray(program(*ours), np.float32) - want.numpy()
-    far = float(np.sqrt(np.mean(difference**2) / np.mean(want.numpy() ** 2)))
+    want = operation.theirs(*theirs).float().permute(operation.back).numpy()
+    difference = np.asarray(program(*ours), np.float32) - want
+    far = float(np.sqrt(np.mean(difference**2) / np.mean(want**2)))
     if not far < BOUNDS[dtype]:
         raise SystemExit(f"{operation.kind} {operation.shape}: the outputs differ by {far:.1e}")
     calls = [lambda: jax.block_until_ready(program(*ours)), lambda: operation.theirs(*theirs)]

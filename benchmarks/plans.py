@@ -1,5 +1,4 @@
-"""Plans for TPUs beside published figures, and for GPUs: makes the tables of docs/tpu.md, docs/gpu.md and the pages of
-the transformer families.
+"""Compile programs for TPUs and GPUs that are not here, for the tables of docs/tpu.md and docs/gpu.md.
 
     python benchmarks/plans.py tpu [--only v5e] [--output plans.json]
     python benchmarks/plans.py gpu
@@ -72,9 +71,17 @@ def main() -> None:
     for case in TPU if arguments.platform == "tpu" else GPU:
         if arguments.only not in f"{case.model} {case.target} {case.batch}":
             continue
-        sizes = {"batch": case.batch, "height": case.side, "width": case.side, "steps": case.steps}
-        how = {"guided": case.guided, "quantize": case.quantize, "announce": progress}
-        plan = canvax.plan(case.model, case.target, **sizes, **how)
+        plan = canvax.plan(
+            case.model,
+            case.target,
+            batch=case.batch,
+            height=case.side,
+            width=case.side,
+            steps=case.steps,
+            guided=case.guided,
+            quantize=case.quantize,
+            announce=progress,
+        )
         for program in plan.programs:
             if program.collectives_in_loop:
                 raise SystemExit(f"{case.model} on {case.target}: {program.collectives_in_loop} in the loop over steps")

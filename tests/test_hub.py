@@ -84,7 +84,7 @@ print(json.dumps(answers))
 
 
 class Client:
-    """Opens models in a process of its own that knows no hub but the imitation."""
+    """Opens models in a separate process, which downloads from the imitation of the Hub."""
 
     def __init__(self, url: str, home: Path) -> None:
         self.url, self.home = url, home

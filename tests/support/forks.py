@@ -1,4 +1,4 @@
-"""Programs in processes that need not import canvax and JAX, a second each: forks of one that has."""
+"""Runs programs as forks of a process that has imported canvax and JAX: each import would take a second."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ assert "huggingface_hub" not in sys.modules
 for line in sys.stdin:
     code, variables, folder = json.loads(line)
     if (child := os.fork()) == 0:
-        code_of_exit = 1
+        exit_code = 1
         try:
             for number, name in enumerate(("in", "out", "err")):
                 os.dup2(os.open(f"{folder}/{name}", os.O_RDWR | os.O_CREAT), number)
@@ -28,12 +28,12 @@ for line in sys.stdin:
             os.environ.update(variables)
             exec(code, {"__name__": "__main__"})
             sys.stdout.flush()
-            code_of_exit = 0
+            exit_code = 0
         except BaseException:
             traceback.print_exc()
         finally:
             sys.stderr.flush()
-            os._exit(code_of_exit)
+            os._exit(exit_code)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
@@ -49,8 +49,8 @@ def run_fork(code: str, calls: Any, variables: Mapping[str, str], folder: Path) 
     assert parent.stdout is not None
     parent.stdin.write(json.dumps([code, dict(variables), str(folder)]) + "\n")
     parent.stdin.flush()
-    code_of_exit, errors = parent.stdout.readline().strip(), (folder / "err").read_text()
-    assert code_of_exit == "0", errors
+    exit_code, errors = parent.stdout.readline().strip(), (folder / "err").read_text()
+    assert exit_code == "0", errors
     return json.loads((folder / "out").read_text()), errors
 
 

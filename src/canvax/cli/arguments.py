@@ -295,9 +295,12 @@ def _references(group: Any) -> None:
     )
 
 
+_SIZE_HELP = "width x height in pixels, for example 1024x768 (by default the model's size)"
+
+
 def _compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="emoji, a folder, or a Hub id owner/name")
-    parser.add_argument("--size", nargs="+", metavar="WxH", help="pixels, such as 1024x768 (the model's default)")
+    parser.add_argument("--size", nargs="+", metavar="WxH", help=_SIZE_HELP)
     parser.add_argument("-b", "--batch", nargs="+", type=int, default=[1], metavar="N", help="images at once (1)")
     parser.add_argument("--no-guidance", action="store_true", help="for guidance scales of 1 or less")
     parser.add_argument(
@@ -374,7 +377,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--mesh", metavar="AXES", help="devices along each axis: data=4 (all on data)")
     parser.add_argument("-b", "--batch", type=int, metavar="N", help="images at once on all chips (one on each)")
-    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels, such as 1024x768 (the model's default)")
+    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help=_SIZE_HELP)
     _references(parser)
     parser.add_argument("--steps", type=int, metavar="N", help="evaluations of the denoiser (the model's default)")
     parser.add_argument("--no-guidance", action="store_true", help="plan for images without guidance: half the work")
@@ -388,7 +391,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
 
 def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="emoji", metavar="MODEL", help="emoji, a folder, or a Hub id")
-    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels, such as 1024x768 (the model's default)")
+    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help=_SIZE_HELP)
     parser.add_argument("-b", "--batch", type=int, default=1, metavar="N", help="images at once (1)")
     parser.add_argument("--steps", type=int, metavar="N", help="sampler steps (the model's default)")
     parser.add_argument("--tasks", action="store_true", help="also image to image and inpainting, as ratios")

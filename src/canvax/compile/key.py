@@ -20,6 +20,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from canvax._version import __version__
+from canvax.kernels.target import processor
 
 PLUGINS = (
     *("libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
@@ -143,17 +144,12 @@ def cores() -> int:
 @cache
 def _cpu() -> dict[str, Any]:
     """What XLA compiles for on the CPU. Instructions that a CPU lacks would end the process, not raise."""
-    processor: dict[str, Any] = {"machine": platform.machine(), "cores": cores()}
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0]
-    except OSError:
-        return processor | {"processor": platform.processor(), "host": platform.node()}  # this machine alone
+    described: dict[str, Any] = {"machine": platform.machine(), "cores": cores()}
+    reported = processor()
+    if not reported:
+        return described | {"processor": platform.processor(), "host": platform.node()}  # this machine alone
     keys = ("model name", "cpu family", "model", "stepping", "flags", "Features", "CPU implementer", "CPU part", "isa")
-    for line in text.splitlines():
-        name, _, value = (part.strip() for part in line.partition(":"))
-        if name in keys:
-            processor[name] = value
-    return processor
+    return described | {name: value for name, value in reported.items() if name in keys}
 
 
 def _mesh(mesh: Mesh) -> list[Any]:

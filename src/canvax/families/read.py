@@ -63,6 +63,12 @@ def read_networks(files: ModelFiles) -> Networks:
     return family_of(files.index).read(files)
 
 
+def family_of_preset(name: str) -> Family:
+    """Returns the family of a preset of ``canvax.models.presets``."""
+    others = {"sdxl": SDXL, "sdxl-refiner": SDXL, "z-image": Z_IMAGE, "flux2-klein-4b": FLUX2, "krea-2": KREA2}
+    return others.get(name, SD)
+
+
 def _read_scheduler(files: ModelFiles) -> Scheduler:
     family = family_of(files.index)
     try:

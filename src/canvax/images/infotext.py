@@ -119,7 +119,7 @@ def from_infotext(text: str) -> dict[str, Any]:
 
 
 def settings_left(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of another program without a counterpart; not its version and hashes, which change no image."""
+    """Returns another program's settings that canvax cannot use, except versions and hashes, which change no image."""
     other = metadata.get("other")
     return {name: value for name, value in other.items() if name not in _FACTS} if isinstance(other, dict) else {}
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -136,6 +138,17 @@ def target_capability() -> float:
     """Returns the compute capability of the target, e.g. 9.0; 0.0 unless it is an NVIDIA GPU."""
     target = _target.value
     return _number(target.capability if target else _capability(jax.devices()[0]))
+
+
+@cache
+def processor() -> dict[str, str]:
+    """Returns what Linux reports of the first processor in ``/proc/cpuinfo``, such as "flags"; nothing elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def half_of(device: Any) -> str:

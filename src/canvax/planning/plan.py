@@ -20,13 +20,9 @@ from canvax._version import __version__
 from canvax.compile.kinds import reference_encoder
 from canvax.denoise import WINDOW
 from canvax.errors import NO_VALUE, CanvaxError, CheckpointError, InputError, check_count, nearest
-from canvax.families.base import Family
-from canvax.families.flux2 import DISTILLED, FLUX2
-from canvax.families.krea2 import KREA2
-from canvax.families.read import family_of, read_networks, read_usual
-from canvax.families.sd import SD
-from canvax.families.sdxl import SDXL
-from canvax.families.z_image import Z_IMAGE
+from canvax.families.base import Defaults, Family
+from canvax.families.flux2 import DISTILLED
+from canvax.families.read import family_of, family_of_preset, read_networks, read_usual
 from canvax.files import named_path
 from canvax.models.networks import Networks
 from canvax.models.presets import PRESETS
@@ -290,12 +286,17 @@ def plan(
     if batch % axes["data"]:
         up = -(-batch // axes["data"]) * axes["data"]
         raise InputError("batch", batch, f"cannot be split over data={axes['data']} devices", f"use {up}")
+    if steps is not None:
+        check_count("steps", steps)
     computed = parse_dtype(aim.chip.half if dtype is None else dtype, quantizes=True).name
     check_kind(quantize)
     overrides = Overrides.of(vae, text_encoder=text_encoder, tokenizer=tokenizer)
-    networks, usual_steps, usually_guided = _open(model, overrides, **source)
-    steps = check_count("steps", usual_steps if steps is None else steps)
-    guided = (usually_guided if guided is None else guided) and not networks.unguided
+    networks, family, usual = _open(model, overrides, **source)
+    if steps is None:
+        steps = usual.num_inference_steps
+    if guided is None:
+        guided = usual.guidance_scale > family.no_guidance
+    guided = guided and not networks.unguided
     (tall, wide), factor = networks.native_size, networks.size_step
     height, width = check_size("height", height, tall, factor), check_size("width", width, wide, factor)
     if references:
@@ -356,15 +357,14 @@ def architecture(model: str | Path, overrides: Overrides | None = None, **source
     return _open(model, overrides or Overrides(), **source)[0]
 
 
-def _open(model: str | Path, overrides: Overrides, **source: Any) -> tuple[Networks, int, bool]:
-    """Returns the networks, and the steps and the guidance of a call that names neither."""
+def _open(model: str | Path, overrides: Overrides, **source: Any) -> tuple[Networks, Family, Defaults]:
+    """Returns the networks, their family, and the default steps and guidance scale."""
     if isinstance(model, str) and model in PRESETS:
         Location(model, **source).warn_unused("revision", "cache_dir")
         for name, part in overrides.parts.items():
             raise InputError(name, part, f"does not go with the preset {model}", "leave it out")
-        networks, family = PRESETS[model], _FAMILIES.get(model, SD)
-        usual = DISTILLED if networks.denoiser.distilled else family.defaults
-        return networks, usual.num_inference_steps, usual.guidance_scale > family.no_guidance
+        networks, family = PRESETS[model], family_of_preset(model)
+        return networks, family, DISTILLED if networks.denoiser.distilled else family.defaults
     try:
         files = open_files(
             Location(model, progress=False, **source), accept=family_of, weights=False, given=overrides.parts
@@ -379,18 +379,8 @@ def _open(model: str | Path, overrides: Overrides, **source: Any) -> tuple[Netwo
             ) from error
         raise
     networks = read_networks(files)
-    usual = read_usual(files, networks)
-    return networks, usual.num_inference_steps, usual.guidance_scale > family_of(files.index).no_guidance
+    return networks, family_of(files.index), read_usual(files, networks)
 
-
-_FAMILIES: dict[str, Family] = {
-    "sdxl": SDXL,
-    "sdxl-refiner": SDXL,
-    "z-image": Z_IMAGE,
-    "flux2-klein-4b": FLUX2,
-    "krea-2": KREA2,
-}
-"""The families of presets that are not Stable Diffusion 1.x or 2.x."""
 
 _COMPILERS = {"tpu": ("libtpu", "libtpu-nightly"), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
 
