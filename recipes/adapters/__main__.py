@@ -13,10 +13,9 @@ import argparse
 from pathlib import Path
 
 from canvax.train.pictures import read_pictures
-from recipes.adapters.sets import write_edges, write_night, write_one
+from recipes.adapters.sets import SIZE, write_edges, write_night, write_one
 from recipes.adapters.sheets import covered, draw_sheets
 
-SIZE = 64
 CAPTIONS = 4
 """Of each drawing at night: those that name its style, which the model follows best."""
 

@@ -24,21 +24,25 @@ from recipes.emoji.drawings import render_one
 ONE = "rainbow flag"
 """The drawing of the textual inversion."""
 
+SIZE = 256
+"""Pixels of a picture along each side."""
+
 SKY, STAR = (24, 24, 84), (255, 244, 190)
 """Colours of the night."""
 
 STARS = ((6, 8), (14, 54), (30, 4), (48, 58), (56, 12), (4, 34))
-"""Where the stars are, in a drawing of 64 pixels. With a sky of its own for each drawing, images came out blurred."""
+"""Where the stars are, in sixty-fourths of a side. With a sky of its own for each drawing, images came out blurred."""
 
 LIGHT = (0.80, 0.82, 0.96)
 """Share of each colour that is left of a drawing at night."""
 
 
 def night(pixels: HostArray) -> HostArray:
-    """A drawing [64, 64, 3] uint8 on white, before a night sky."""
+    """A drawing [H, W, 3] uint8 on white, before a night sky."""
     sky = np.broadcast_to(np.array(SKY), pixels.shape).copy()
+    unit = pixels.shape[0] // 64
     for row, column in STARS:
-        sky[row - 1 : row + 2, column - 1 : column + 2] = STAR
+        sky[unit * (row - 1) : unit * (row + 2), unit * (column - 1) : unit * (column + 2)] = STAR
     share = background(pixels)[..., None]
     return (share * sky + (1 - share) * pixels * np.array(LIGHT)).astype(np.uint8)
 

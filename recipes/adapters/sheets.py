@@ -12,7 +12,7 @@ import canvax
 from canvax.images.convert import upright_rgb
 from canvax.train.pictures import Pictures
 from canvax.types import HostArray
-from recipes.adapters.sets import background, edges
+from recipes.adapters.sets import SIZE, background, edges
 
 QUIET = canvax.Options(progress=False)
 PROMPTS = (
@@ -54,7 +54,7 @@ def night_rows(file: Path) -> list[HostArray]:
 def word_rows(folder: Path) -> list[HostArray]:
     """What it was trained on, and images with the word."""
     paths = sorted((folder / "one").glob("*.png"))
-    shown = [np.asarray(upright_rgb(Image.open(path)).resize((64, 64))) for path in paths]
+    shown = [np.asarray(upright_rgb(Image.open(path)).resize((SIZE, SIZE))) for path in paths]
     pipe = canvax.load("emoji")
     blank = [np.full_like(shown[0], 255)] * (len(WITH_WORD) - len(shown))
     pipe.adapters.load_embedding(folder / "trained" / "rainbow-flag" / "learned_embeds.safetensors")
@@ -75,7 +75,7 @@ def edge_rows(folder: Path) -> list[HostArray]:
     ]  # fmt: skip
 
 
-def covered(folder: Path, drawings: Pictures, count: int = 64) -> dict[str, float]:
+def covered(folder: Path, drawings: Pictures, count: int = 64, model: str | Path = "emoji") -> dict[str, float]:
     """How well images cover the drawings whose edges were given: intersection over union of what is not background.
 
     For ``count`` drawings, with their first captions and with empty ones, without and with the network. A network that
@@ -85,7 +85,7 @@ def covered(folder: Path, drawings: Pictures, count: int = 64) -> dict[str, floa
     true = drawings.pixels[chosen]
     control = [Image.fromarray(edges(image)) for image in true]
     captions = [str(drawings.captions[i][0]) for i in chosen]
-    pipes = {"without": canvax.load("emoji"), "with": canvax.load("emoji", controlnet=folder)}
+    pipes = {"without": canvax.load(model), "with": canvax.load(model, controlnet=folder)}
     found = {}
     said: dict[str, list[str]] = {"captions": captions, "no prompt": [""] * count}
     for text, prompts in said.items():
@@ -113,8 +113,6 @@ def pixels_of(
 
 
 def save(path: Path, rows: Sequence[HostArray]) -> None:
-    """Rows of images as one, of double size."""
-    whole = np.concatenate([np.concatenate(list(row), axis=1) for row in rows])
-    Image.fromarray(whole).resize((2 * whole.shape[1], 2 * whole.shape[0]), Image.Resampling.NEAREST).save(
-        path, optimize=True
-    )
+    """Rows of images as one, of half size."""
+    whole = Image.fromarray(np.concatenate([np.concatenate(list(row), axis=1) for row in rows]))
+    whole.resize((whole.width // 2, whole.height // 2), Image.Resampling.LANCZOS).save(path, optimize=True)

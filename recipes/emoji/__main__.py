@@ -71,7 +71,7 @@ def _train(tasks: Any) -> None:
     )
     parser.add_argument("data", metavar="FILE.zip", help="what the task data wrote")
     parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="the run; the model is in its model/")
-    parser.add_argument("--recipe", metavar="NAME", help="gpu (128 pixels), cpu (64 pixels) or smoke (by the device)")
+    parser.add_argument("--recipe", metavar="NAME", help="gpu, cpu or smoke (by the device)")
     parser.add_argument(
         "--start", metavar="FOLDER", help="a finished model, to train further; its vocabulary and latents stay"
     )
@@ -84,6 +84,8 @@ def _train(tasks: Any) -> None:
     parser.add_argument(
         "--decoder-steps", type=int, metavar="N", help="of its decoder on whole pictures (the recipe's)"
     )
+    parser.add_argument("--pieces-steps", type=int, metavar="N", help="of the larger autoencoder on pieces")
+    parser.add_argument("--whole-steps", type=int, metavar="N", help="of the larger autoencoder on whole pictures")
     run_flags(parser)
 
 
@@ -107,6 +109,9 @@ def _make(arguments: argparse.Namespace) -> Path | None:
         autoencoder=replace(recipe.autoencoder, **shared, **vae),
         decoder=replace(recipe.decoder, **shared, **given(steps=arguments.decoder_steps)),
         diffusion=replace(recipe.diffusion, **shared, **denoiser),
+        edges=replace(recipe.edges, **shared),
+        pieces=replace(recipe.pieces, **shared, **given(steps=arguments.pieces_steps)),
+        whole=replace(recipe.whole, **shared, **given(steps=arguments.whole_steps)),
     )
     task = Run(
         recipe,

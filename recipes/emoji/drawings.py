@@ -31,7 +31,7 @@ from recipes.emoji.captions import STYLES, captions
 
 LICENCES = "LICENCES.txt"
 
-SIZE = 128
+SIZE = 256
 """Pixels of a rendered drawing along each side."""
 
 HELD_OUT = 0.05

@@ -1,10 +1,10 @@
-"""Does the emoji model draw what it is told? Trained pairs, held-out pairs, the autoencoder, and the measure itself.
+"""Does the emoji model draw what it is told? Concepts, styles, colours, pairs, counts, seeds, and the measure itself.
 
     python -m recipes.emoji data out/emoji.zip
     python -m recipes.emoji quality --data out/emoji.zip --model emoji --output out/quality
 
-The bars: of 300 trained (concept, style) pairs at least 90 % of the concepts and 85 % of concepts with style; of the
-held-out pairs at least 60 % of the concepts; 30 dB for held-out drawings through the autoencoder.
+Held-out styles are (concept, style) pairs that training never shows, held-out colours and pairs are likewise
+combinations that it leaves out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,10 +27,41 @@ from canvax.models.configs import VaeConfig
 from canvax.train.loop import LOG, read_log
 from canvax.train.pictures import Pictures, read_pictures
 from recipes.emoji.autoencoder import reconstruction_psnr
-from recipes.emoji.quality import Score, check_measure, choose_pairs, draw_and_score
+from recipes.emoji.captions import plain_caption
+from recipes.emoji.quality import (
+    Score,
+    check_measure,
+    choose_pairs,
+    draw,
+    draw_and_score,
+    score_colours,
+    score_places,
+    spread,
+)
+from recipes.emoji.variations import (
+    COLOURS,
+    bare,
+    count_captions,
+    held_out_colour,
+    held_out_pair,
+    main_colour,
+    pair_captions,
+    plural,
+)
 
-NOVEL = ("a blue banana", "a cat and a pizza", "a green heart with a rocket", "a purple elephant", "two apples")
-BARS = {"trained, concept": 0.90, "trained, concept and style": 0.85, "held out, concept": 0.60, "VAE dB": 30.0}
+NOVEL = (
+    "a blue banana", "a purple elephant", "a green apple", "a pink pig face", "a red car", "a yellow umbrella",
+    "a cat and a pizza", "a dog and a balloon", "an apple and a lemon", "two apples", "three stars", "two cats",
+)  # fmt: skip
+"""Combinations that no drawing has."""
+
+OPEN = ("a house", "a flower", "a dog", "a fish", "a car", "a tree", "a cat face", "a rocket", "an owl", "a cake")
+"""Prompts that leave the style open, for the spread over seeds."""
+
+BARS = {
+    "trained, concept": 0.97, "trained, concept and style": 0.95, "held-out style, concept": 0.60,
+    "seen colours": 0.9, "held-out colours": 0.7, "pairs": 0.6, "counts": 0.6,
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -38,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="emoji")
     parser.add_argument("--trained", type=int, default=300, help="trained pairs (300)")
     parser.add_argument("--held-out", type=int, help="held-out pairs (all)")
+    parser.add_argument("--combined", type=int, default=100, help="prompts of each kind of combination (100)")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--guidance", type=float)
     parser.add_argument("--sampler")
@@ -75,10 +108,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures = {
         "trained, concept": scores["trained"].concepts,
         "trained, concept and style": scores["trained"].both,
-        "held out, concept": scores["held out"].concepts,
+        "held-out style, concept": scores["held out"].concepts,
         "VAE dB": float(psnr.mean()),
     }
+    keywords = how | {"seed": options.seed, "batch": options.batch, "progress": _line}
+    if options.combined:
+        figures |= _combined(pipe, drawings, options.combined, **keywords)
+    print("\r" + "; ".join(f"{name}: {value:.3f}" for name, value in figures.items()))
     for name, bar in BARS.items():
+        if name not in figures:
+            continue
         print(f"{'reached' if figures[name] >= bar else 'MISSED ':<8} {name}: {figures[name]:.3f} (bar {bar})")
     device = jax.devices()[0].device_kind
     print(f"{len(trained) + len(held_out)} pictures in {seconds:.0f} s on {device}")
@@ -86,11 +125,55 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.output.mkdir(parents=True, exist_ok=True)
         for name, score in scores.items():
             _grid(score, drawings).save(options.output / f"{name.replace(' ', '-')}.png")
-        novel = pipe([text for text in NOVEL for _ in range(4)], seed=list(range(4)) * len(NOVEL), **how).pixels
-        _tiled(novel, 4).save(options.output / "novel.png")
+        novel = draw(pipe, [text for text in NOVEL for _ in range(4)], batch=options.batch, **how)
+        _tiled(novel, 8).save(options.output / "novel.png")
         if options.runs:
             _losses(options.runs).save(options.output / "losses.png", optimize=True)
         (options.output / "figures.json").write_text(json.dumps({**figures, "seconds": seconds}, indent=2) + "\n")
+
+
+def _combined(pipe: Any, drawings: Pictures, count: int, **how: Any) -> dict[str, float]:
+    """Shares of right colours, pairs and counts, and the spread over seeds."""
+    rng, figures = np.random.default_rng(11), {}
+    train = [i for i, row in enumerate(drawings.rows) if row.get("split") == "train"]
+    order = [train[i] for i in rng.permutation(len(train))]
+    mains = {i: main_colour(drawings.pixels[i]) for i in order[: 20 * count]}
+    asked: dict[bool, list[tuple[int, str]]] = {False: [], True: []}
+    for i, main in mains.items():
+        colour = str(rng.choice(list(COLOURS)))
+        if main is not None and colour != main.name:
+            asked[held_out_colour(drawings.rows[i]["label"], colour)].append((i, colour))
+    for held_out, name in ((False, "seen colours"), (True, "held-out colours")):
+        chosen = asked[held_out][:count]
+        prompts = [_styled(f"{c} {bare(drawings.rows[i]['label'])}", drawings.rows[i]) for i, c in chosen]
+        in_colour, right = score_colours(draw(pipe, prompts, **how), chosen, drawings)
+        figures |= {name: right, f"{name}, colour alone": in_colour}
+    of_style: dict[str, list[int]] = {}
+    for i in order:
+        of_style.setdefault(drawings.rows[i]["style"], []).append(i)
+    held = [
+        (a, b)
+        for members in of_style.values()
+        for a, b in zip(members[::2], members[1::2], strict=False)
+        if held_out_pair(_name(drawings, a), _name(drawings, b))
+    ][:count]
+    prompts = [pair_captions(_name(drawings, a), _name(drawings, b), drawings.rows[a]["style"])[0] for a, b in held]
+    figures["halves of pairs"], figures["pairs"] = score_places(draw(pipe, prompts, **how), held, drawings)
+    countable = [i for i in order if plural(_name(drawings, i))][:count]
+    several = [(i,) * (2 + k % 2) for k, i in enumerate(countable)]
+    prompts = [count_captions(len(g), _name(drawings, g[0]), drawings.rows[g[0]]["style"])[0] for g in several]
+    figures["parts of counts"], figures["counts"] = score_places(draw(pipe, prompts, **how), several, drawings)
+    pictures = draw(pipe, [text for text in OPEN for _ in range(8)], **how)
+    figures["spread"] = spread(pictures.reshape(len(OPEN), 8, *pictures.shape[1:]))
+    return figures
+
+
+def _name(drawings: Pictures, index: int) -> str:
+    return str(drawings.rows[index]["label"]).lower()
+
+
+def _styled(name: str, row: dict[str, Any]) -> str:
+    return plain_caption(name, row["style"])
 
 
 def _losses(runs: Sequence[Path], smooth: int = 5) -> Image.Image:

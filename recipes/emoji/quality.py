@@ -1,7 +1,7 @@
 """How well a model draws what it was told: the nearest true drawing to each of its pictures.
 
 Pictures are compared at 32 x 32 pixels after a 3 x 3 binomial blur, by squared differences, where the picture may lie a
-pixel off: a drawing is the same drawing a little to the side. :func:`check_measure` says how far to trust that.
+pixel off, or be mirrored: it is the same drawing. :func:`check_measure` says how far to trust that.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from canvax.pipelines.pipeline import StableDiffusion
 from canvax.train.pictures import Pictures
 from canvax.types import HostArray
 from recipes.emoji.captions import plain_caption
+from recipes.emoji.enlarge import reduced
+from recipes.emoji.variations import main_colour, places, recoloured
 
 SIDE = 32
 REACH = 1
@@ -65,15 +67,28 @@ def draw_and_score(
         keywords: more arguments of the pipeline: steps, guidance, sampler, options.
     """
     prompts = [plain_caption(drawings.rows[i]["label"], drawings.rows[i]["style"]) for i in asked]
+    return score(draw(pipe, prompts, seed=seed, batch=batch, progress=progress, **keywords), asked, drawings)
+
+
+def draw(
+    pipe: StableDiffusion,
+    prompts: Sequence[str],
+    *,
+    seed: int = 0,
+    batch: int = 16,
+    progress: Callable[[str], None] = lambda _: None,
+    **keywords: object,
+) -> HostArray:
+    """A picture of each prompt, [N, H, W, 3] float32 in 0..1; picture i has seed ``seed + i``."""
     parts = []
-    for start in range(0, len(asked), batch):
+    for start in range(0, len(prompts), batch):
         texts = prompts[start : start + batch]
         seeds = list(range(seed + start, seed + start + len(texts)))
         missing = batch - len(texts)  # one size of batch is one compilation
         result = pipe(texts + texts[-1:] * missing, seed=seeds + seeds[-1:] * missing, **keywords)  # type: ignore[arg-type]
         parts.append(result.pixels[: len(texts)])
         progress(f"{start + len(texts)} of {len(prompts)} pictures")
-    return score(np.concatenate(parts), asked, drawings)
+    return np.concatenate(parts)
 
 
 def score(pictures: HostArray, asked: Sequence[int], drawings: Pictures) -> Score:
@@ -87,15 +102,73 @@ def score(pictures: HostArray, asked: Sequence[int], drawings: Pictures) -> Scor
 
 def nearest(pictures: HostArray, drawings: HostArray) -> HostArray:
     """Index of the nearest of ``drawings`` [M, H, W, 3] uint8 to each of ``pictures`` [N, H, W, 3] in 0..1."""
-    true = _features(drawings.astype(np.float32) / 255, (0, 0))
+    parts = np.array_split(drawings, -(-len(drawings) // 256))
+    true = np.concatenate([_features(part.astype(np.float32) / 255, (0, 0)) for part in parts])
     lengths = np.square(true).sum(1)
     distances = np.full((len(pictures), len(true)), np.inf, np.float32)
     for i in range(-REACH, REACH + 1):
         for j in range(-REACH, REACH + 1):
-            drawn = _features(pictures, (i, j))
-            distance = np.square(drawn).sum(1)[:, None] + lengths - 2 * drawn @ true.T
-            distances = np.minimum(distances, distance)
+            for form in (pictures, pictures[:, :, ::-1]):
+                drawn = _features(form, (i, j))
+                distance = np.square(drawn).sum(1)[:, None] + lengths - 2 * drawn @ true.T
+                distances = np.minimum(distances, distance)
     return distances.argmin(1)
+
+
+def score_colours(pictures: HostArray, asked: Sequence[tuple[int, str]], drawings: Pictures) -> tuple[float, float]:
+    """Shares of pictures in the colour that was asked for, and of those that also show the right thing.
+
+    Args:
+        pictures: [N, H, W, 3] float32 in 0..1.
+        asked: the drawing and the colour of each.
+        drawings: all true drawings. They are compared in the colour that was asked for, if they can have it.
+    """
+    mains = [main_colour(pixels) for pixels in drawings.pixels]
+    in_colour = np.zeros(len(asked), bool)
+    right = np.zeros(len(asked), bool)
+    for colour in {colour for _, colour in asked}:
+        coloured = [
+            pixels if main is None or main.name == colour else recoloured(pixels, main, colour)
+            for pixels, main in zip(reduced(drawings.pixels, drawings.pixels.shape[1] // 64), mains, strict=True)
+        ]
+        which = [i for i, (_, wanted) in enumerate(asked) if wanted == colour]
+        found = nearest(pictures[which], np.stack(coloured))
+        for i, index in zip(which, found, strict=True):
+            main = main_colour((255 * pictures[i] + 0.5).astype(np.uint8))
+            in_colour[i] = main is not None and main.name == colour
+            right[i] = in_colour[i] and _label(drawings, index) == _label(drawings, asked[i][0])
+    return float(in_colour.mean()), float(right.mean())
+
+
+def score_places(pictures: HostArray, asked: Sequence[Sequence[int]], drawings: Pictures) -> tuple[float, float]:
+    """Shares of places where the right thing is, and of pictures where it is at all places.
+
+    Args:
+        pictures: [N, H, W, 3] float32 in 0..1.
+        asked: the drawings of each picture, as :func:`~recipes.emoji.variations.side_by_side` places them.
+        drawings: all true drawings.
+    """
+    half = pictures.shape[1] // 2
+    shares = []
+    for picture, wanted in zip(pictures, asked, strict=True):
+        parts = [picture[top : top + half, left : left + half] for top, left in places(len(wanted), 2 * half)]
+        found = nearest(np.stack(parts), drawings.pixels)
+        shares.append(np.mean([_label(drawings, a) == _label(drawings, b) for a, b in zip(found, wanted, strict=True)]))
+    return float(np.mean(shares)), float(np.mean(np.array(shares) == 1))
+
+
+def spread(pictures: HostArray) -> float:
+    """Mean distance between pictures of a prompt with other seeds [P, S, H, W, 3], in the metric of :func:`nearest`."""
+    distances = []
+    for of_prompt in pictures:
+        features = _features(of_prompt, (0, 0))
+        apart = np.sqrt(np.square(features[:, None] - features).mean(-1))
+        distances.append(apart[np.triu_indices(len(apart), 1)].mean())
+    return float(np.mean(distances))
+
+
+def _label(drawings: Pictures, index: int) -> str:
+    return str(drawings.rows[index]["label"])
 
 
 def check_measure(drawings: Pictures, asked: Sequence[int], *, seed: int = 0) -> dict[str, Score]:

@@ -1,4 +1,4 @@
-"""The recipe of the model in the package: vocabulary, autoencoder, latents, diffusion, finished folder.
+"""The recipe of the model in the package: vocabulary, autoencoder, diffusion, larger autoencoder, finished folder.
 
 Each stage leaves its state in the run's folder, so the same call goes on where the last one stopped.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ from recipes.emoji.autoencoder import (
 )
 from recipes.emoji.captions import FORMS
 from recipes.emoji.drawings import LICENCES, licences
+from recipes.emoji.enlarge import enlarged, reduced, train_pieces, train_whole
+from recipes.emoji.variations import variations
 from recipes.emoji.vocabulary import learn_vocabulary, save_vocabulary
 
 PREVIEW = (
@@ -63,13 +66,21 @@ class Recipe:
 
     Attributes:
         size: pixels of a picture along each side.
+        enlarge: how many times larger the pictures are than those that the autoencoder learns first; a power of two.
         crop: pixels of the pieces that the autoencoder learns from.
         autoencoder: plan of the autoencoder.
         decoder: plan of its decoder alone, on whole pictures.
         diffusion: plan of text encoder and UNet.
+        edges: plan of the levels that enlarge, on pieces.
+        pieces: plan of the larger decoder, on pieces.
+        whole: plan of the larger autoencoder, on whole pictures.
+        variations: number of pictures of each kind of :class:`~recipes.emoji.variations.Variation`.
+        decoded: likewise, of those that the larger autoencoder learns from.
+        repeats: how often the drawings are there beside the variations.
         shift: pixels by which the drawings are moved about, in latents of their own; 0 to leave them where they are.
         channels: of the UNet's levels; the first, where there are most pixels, has no attention.
-        vae_channels: of the autoencoder's levels; each but the last halves the picture.
+        vae_channels: of the first autoencoder's levels; each but the last halves the picture.
+        edge_channels: of the levels that enlarge, the largest picture first.
         latent_channels: numbers at each place of the latents.
         kl: weight of the autoencoder's divergence.
         forms: how many of the captions of each drawing are learnt from. The last two, a tag and a style, suit many
@@ -85,9 +96,17 @@ class Recipe:
     autoencoder: Plan
     decoder: Plan
     diffusion: Plan
+    edges: Plan
+    pieces: Plan
+    whole: Plan
     shift: int
+    enlarge: int
+    variations: Mapping[str, int] = field(default_factory=dict)
+    decoded: Mapping[str, int] = field(default_factory=dict)
+    repeats: int = 1
     channels: tuple[int, ...] = (64, 128, 144)
     vae_channels: tuple[int, ...] = (32, 64, 128)
+    edge_channels: tuple[int, ...] = ()
     latent_channels: int = 4
     kl: float = KL
     forms: int = FORMS
@@ -99,7 +118,8 @@ class Recipe:
     @property
     def design(self) -> Design:
         """The model it makes."""
-        lower, vae_levels = len(self.channels) - 1, len(self.vae_channels)
+        lower, vae_channels = len(self.channels) - 1, (*self.edge_channels, *self.vae_channels)
+        vae_levels = len(vae_channels)
         unet = UNetConfig(
             sample_size=self.size // 2 ** (vae_levels - 1),
             in_channels=self.latent_channels,
@@ -116,7 +136,7 @@ class Recipe:
             latent_channels=self.latent_channels,
             down_block_types=("DownEncoderBlock2D",) * vae_levels,
             up_block_types=("UpDecoderBlock2D",) * vae_levels,
-            block_out_channels=self.vae_channels,
+            block_out_channels=vae_channels,
             norm_num_groups=math.gcd(16, *self.vae_channels),
             scaling_factor=1.0,
         )
@@ -129,6 +149,11 @@ class Recipe:
             eos_token_id=self.vocabulary - 1,
         )
         return Design(text, unet, vae, SCHEDULER, {"num_inference_steps": 20, "guidance_scale": 2.0})
+
+    @property
+    def small(self) -> Recipe:
+        """The recipe of the model before its autoencoder is enlarged."""
+        return replace(self, size=self.size // self.enlarge, enlarge=1, edge_channels=())
 
     @property
     def dtype(self) -> DType:
@@ -152,32 +177,50 @@ SCHEDULER = {
 }
 """The noise of Stable Diffusion with zero terminal SNR (Lin et al. 2024), drawn with DDIM."""
 
+CRITIC = {"critic": 4e-3}
+"""Learning rate of the critic, which must learn faster than the decoder that it judges."""
+
+SIZES: dict[str, Any] = {
+    "size": 256,
+    "enlarge": 4,
+    "crop": 32,
+    "shift": 0,
+    "channels": (64, 192),
+    "vae_channels": (24, 48, 80, 112),
+    "edge_channels": (16, 24),
+    "latent_channels": 32,
+    "kl": 5e-5,
+    "forms": 16,
+    "focus": (0.4, 1.2),
+    "variations": {"mirrored": 3_000, "coloured": 4_500, "pair": 3_000, "count": 1_500},
+    "decoded": {"coloured": 600, "pair": 300, "count": 100},
+    "repeats": 2,
+}
+"""The model in the package."""
+
 RECIPES = {
     "gpu": Recipe(
-        size=128,
-        crop=64,
+        **SIZES,
         autoencoder=Plan(steps=12_000, batch=128, learning_rate=1e-3, chunk=100),
         decoder=Plan(steps=3_000, batch=32, learning_rate=3e-4, chunk=50),
         diffusion=Plan(steps=20_000, batch=512, learning_rate=1.5e-3, average=0.9995, chunk=50),
-        shift=2,
+        edges=Plan(steps=500, batch=64, learning_rate=2e-3, chunk=20, warmup=50, average=0.99, final=0.1),
+        pieces=Plan(steps=8_000, batch=64, learning_rate=1e-3, rates=CRITIC, chunk=20, warmup=50),
+        whole=Plan(steps=4_000, batch=32, learning_rate=5e-4, rates=CRITIC, chunk=10, warmup=50),
         mixed=True,
     ),
     "cpu": Recipe(
-        size=64,
-        crop=32,
+        **SIZES,
         autoencoder=Plan(steps=5_500, batch=16, learning_rate=1e-3, chunk=50),
         decoder=Plan(steps=4_000, batch=8, learning_rate=3e-4, chunk=20, warmup=100),
         diffusion=Plan(steps=40_000, batch=32, learning_rate=1e-3, average=0.999, chunk=50),
-        shift=0,
-        channels=(64, 192),
-        vae_channels=(24, 48, 80, 112),
-        latent_channels=32,
-        kl=5e-5,
-        forms=16,
-        focus=(0.4, 1.2),
+        edges=Plan(steps=600, batch=8, learning_rate=2e-3, chunk=10, warmup=50, average=0.99, final=0.1),
+        pieces=Plan(steps=3_000, batch=8, learning_rate=1e-3, rates=CRITIC, chunk=10, warmup=50, average=0.995),
+        whole=Plan(steps=3_000, batch=4, learning_rate=5e-4, rates=CRITIC, chunk=10, warmup=50, average=0.99),
     ),
     "smoke": Recipe(
-        size=32,
+        size=64,
+        enlarge=2,
         crop=16,
         autoencoder=Plan(steps=8, batch=8, chunk=4, warmup=2),
         decoder=Plan(steps=4, batch=8, chunk=4, warmup=2),
@@ -185,11 +228,21 @@ RECIPES = {
         shift=1,
         channels=(16, 16, 16),
         vae_channels=(8, 8, 8),
+        edge_channels=(8,),
+        edges=Plan(steps=4, batch=8, chunk=4, warmup=2),
+        pieces=Plan(steps=4, batch=8, chunk=4, warmup=2),
+        whole=Plan(steps=4, batch=8, chunk=4, warmup=2),
+        variations={"mirrored": 4, "coloured": 4, "pair": 4, "count": 4},
+        decoded={"coloured": 2, "pair": 2},
         width=16,
         vocabulary=700,
     ),
 }
-"""By name: ``gpu`` makes 128-pixel pictures, ``cpu`` 64-pixel ones, ``smoke`` nothing to look at, in seconds."""
+"""By name: ``gpu`` and ``cpu`` make the same model; ``smoke`` nothing to look at, in seconds."""
+
+
+REDRAWN, STEPS = (0.7,), 10
+"""Strengths, and steps of a whole run, with which the denoiser redraws what the larger decoder learns from."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +256,8 @@ class Run:
         mesh: the devices.
         deadline: ``time.monotonic()`` at which to stop, to go on another time.
         say: told what is going on.
-        start: a finished model of this recipe, whose text encoder, UNet and decoder are trained further, or None. Its
-            vocabulary and latents stay as they are.
+        start: a finished model of this recipe, or one whose autoencoder is yet to be enlarged; its text encoder and
+            UNet are trained further. Its vocabulary and latents stay as they are. None to begin with nothing.
     """
 
     recipe: Recipe
@@ -233,21 +286,30 @@ def make_model(run: Run, *, dtype: DType = "float16") -> Path | None:
     target = run.folder / "model"
     if target.exists():
         return target
-    pictures = read_pictures(run.data, run.recipe.size)
-    train = pictures.split("train")
-    run.say(f"{len(pictures)} drawings of {run.recipe.size} pixels, {len(pictures) - len(train)} of them held out")
+    drawings = read_pictures(run.data, run.recipe.size)
+    train, held_out = drawings.split("train"), drawings.split("test")
+    run.say(f"{len(drawings)} drawings of {run.recipe.size} pixels, {len(held_out)} of them held out")
     recipe = _with_vocabulary(run, train)
     start = _started(run, recipe)
-    held_out = pictures.split("test")
-    vae, finished = _autoencoder(run, recipe, train, start)
+    larger = recipe.enlarge > 1 and (start is None or _levels(start["vae"]) < len(recipe.design.vae.block_out_channels))
+    first, smaller = (recipe.small, partial(reduced, factor=recipe.enlarge)) if larger else (recipe, lambda x: x)
+    small = replace(train, pixels=smaller(train.pixels))
+    if start is None:
+        vae, finished = _autoencoder(run, first, small)
+        if not finished:
+            return None
+        vae, finished = _decoder(run, first, small, smaller(held_out.pixels), vae)
+        if not finished:
+            return None
+    else:
+        vae = start["vae"]
+    denoiser, finished = _diffusion(run, first, small, vae, start)
     if not finished:
         return None
-    vae, finished = _decoder(run, recipe, train, held_out, vae)
-    if not finished:
-        return None
-    denoiser, finished = _diffusion(run, recipe, train, vae, start)
-    if not finished:
-        return None
+    if larger:
+        vae, finished = _enlarged(run, recipe, train, held_out, vae, denoiser)
+        if not finished:
+            return None
     pipe = open_skeleton(run.folder / "skeleton", run.mesh)
     save_model(pipe, target, {**denoiser, "vae": vae}, dtype)
     if zipfile.is_zipfile(run.data):
@@ -272,7 +334,20 @@ def _with_vocabulary(run: Run, train: Pictures) -> Recipe:
     recipe = replace(run.recipe, vocabulary=tokenizer.backend.get_vocab_size())
     check_tokenizer(tokenizer, recipe.design.text)
     write_skeleton(folder, recipe.design)
+    if recipe.enlarge > 1:
+        small = _skeleton(run, recipe.small)
+        shutil.copytree(folder / "tokenizer", small / "tokenizer", dirs_exist_ok=True)
+        write_skeleton(small, recipe.small.design)
     return recipe
+
+
+def _skeleton(run: Run, recipe: Recipe) -> Path:
+    """Folder of all of a model but its weights: the whole one, or that before its autoencoder is enlarged."""
+    return run.folder / ("skeleton" if recipe.size == run.recipe.size else "small")
+
+
+def _levels(vae: Params) -> int:
+    return len(vae["decoder"]["up_blocks"])
 
 
 def _started(run: Run, recipe: Recipe) -> Params | None:
@@ -281,20 +356,18 @@ def _started(run: Run, recipe: Recipe) -> Params | None:
         return None
     checkpoint, _, params = open_model(run.start, dtype=jnp.float32, mesh=run.mesh, progress=False)
     design = recipe.design
-    if (checkpoint.text.parts.get(FIRST), checkpoint.unet, checkpoint.vae) != (design.text, design.unet, design.vae):
+    sizes = checkpoint.text.parts.get(FIRST), checkpoint.unet
+    if sizes != (design.text, design.unet) or checkpoint.vae not in (design.vae, recipe.small.design.vae):
         raise InputError(f"start = {str(run.start)!r} is a model of other sizes than the recipe's")
     return params
 
 
-def _autoencoder(run: Run, recipe: Recipe, train: Pictures, start: Params | None) -> tuple[Params, bool]:
+def _autoencoder(run: Run, recipe: Recipe, train: Pictures) -> tuple[Params, bool]:
     """The autoencoder in the metric of pixels; a finished one is read, and its training not compiled again."""
     cfg, path = recipe.design.vae, run.folder / "vae.safetensors"
     if path.is_file():
         check_same(path, recipe.autoencoder, len(train))
         return load_state(path, jax.device_put(init_params(vae_spec(cfg), 0), replicated(run.mesh))), True
-    if start is not None:
-        save_state(path, start["vae"], facts_of(recipe.autoencoder, len(train)))
-        return start["vae"], True
     params, finished = train_autoencoder(
         train.pixels,
         cfg,
@@ -312,7 +385,7 @@ def _autoencoder(run: Run, recipe: Recipe, train: Pictures, start: Params | None
     return params, True
 
 
-def _decoder(run: Run, recipe: Recipe, train: Pictures, held_out: Pictures, vae: Params) -> tuple[Params, bool]:
+def _decoder(run: Run, recipe: Recipe, train: Pictures, held_out: HostArray, vae: Params) -> tuple[Params, bool]:
     """The autoencoder with its decoder trained on whole pictures; likewise."""
     cfg, path = recipe.design.vae, run.folder / "decoder.safetensors"
     if path.is_file():
@@ -327,19 +400,23 @@ def _decoder(run: Run, recipe: Recipe, train: Pictures, held_out: Pictures, vae:
     return params, True
 
 
-def _shown(vae: Params, held_out: Pictures, run: Run, recipe: Recipe) -> str:
+def _shown(vae: Params, held_out: HostArray, run: Run, recipe: Recipe) -> str:
     """Mean PSNR of the autoencoder on drawings that it has not seen."""
-    return (
-        f"{reconstruction_psnr(vae, held_out.pixels, recipe.design.vae, run.mesh).mean():.2f}" if len(held_out) else "?"
-    )
+    return f"{reconstruction_psnr(vae, held_out, recipe.design.vae, run.mesh).mean():.2f}" if len(held_out) else "?"
 
 
 def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Params | None) -> tuple[Params, bool]:
+    """Text encoder and UNet, on small drawings and variations of them."""
     design = recipe.design
-    pipe = open_skeleton(run.folder / "skeleton", run.mesh)
+    pipe = open_skeleton(_skeleton(run, recipe), run.mesh)
     (tokenizer,) = pipe.model.tokenizers.values()
-    latents = _latents(run, recipe, train.pixels, vae)
-    data, shared = denoising_data({FIRST: tokenizer}, latents, [texts[: recipe.forms] for texts in train.captions], 77)
+    more = list(variations(train, recipe.variations))
+    run.say(f"{recipe.repeats} x {len(train)} drawings and {len(more)} variations")
+    latents = _latents(run, recipe, np.concatenate([train.pixels, *(v.pixels[None] for v in more)]), vae)
+    latents = np.concatenate([*[latents[: len(train)]] * recipe.repeats, latents[len(train) :]])
+    captions = [*(list(train.captions) * recipe.repeats), *(v.captions for v in more)]
+    texts = [of_one[: recipe.forms] for of_one in captions]
+    data, shared = denoising_data({FIRST: tokenizer}, latents, texts, 77)
 
     def preview(step: int, params: Params) -> None:
         options = Options(progress=False)
@@ -356,7 +433,7 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Pa
         begin = new_denoiser(design.text, design.unet, recipe.diffusion.seed)
     else:
         begin = {name: start[name] for name in (FIRST, "unet")}
-    return fit(begin, loss, data, len(train), recipe.diffusion, run.session("diffusion", preview=preview), shared)
+    return fit(begin, loss, data, len(texts), recipe.diffusion, run.session("diffusion", preview=preview), shared)
 
 
 def _latents(run: Run, recipe: Recipe, pixels: HostArray, vae: Params) -> HostArray:
@@ -373,3 +450,49 @@ def _latents(run: Run, recipe: Recipe, pixels: HostArray, vae: Params) -> HostAr
     with written(path) as temporary, temporary.open("wb") as file:
         np.save(file, latents)
     return latents
+
+
+def _enlarged(
+    run: Run, recipe: Recipe, train: Pictures, held_out: Pictures, small: Params, denoiser: Params
+) -> tuple[Params, bool]:
+    """The autoencoder of large pictures, which also sees latents as the denoiser makes them."""
+    configs = recipe.small.design.vae, recipe.design.vae
+    more = list(variations(train, recipe.decoded))
+    pictures = replace(train, pixels=np.concatenate([train.pixels, *(v.pixels[None] for v in more)]))
+    captions = [of_one[0] for of_one in [*train.captions, *(v.captions for v in more)]]
+    latents = _versions(run, recipe, pictures.pixels, captions, {**denoiser, "vae": small})
+    vae, data, how = enlarged(small, *configs), (pictures.pixels, latents), {"dtype": recipe.dtype}
+    for name, plan, new in (("edges", recipe.edges, True), ("pieces", recipe.pieces, False)):
+        vae, finished = train_pieces(
+            vae, small, *data, configs, plan, run.session(name), crop=recipe.crop, new=new, **how
+        )  # fmt: skip
+        if not finished:
+            return vae, False
+    vae, finished = train_whole(vae, *data, configs[1], recipe.whole, run.session("whole"), **how)
+    if finished:
+        run.say(f"autoencoder: {_shown(vae, held_out.pixels, run, recipe)} dB on held-out drawings")
+    return {name: part for name, part in vae.items() if name != "critic"}, finished
+
+
+def _versions(run: Run, recipe: Recipe, pixels: HostArray, captions: list[str], params: Params) -> HostArray:
+    """Latents of each picture, and as the denoiser redraws them: [N, V, h, w, C] in float16."""
+    path, design = run.folder / "versions.npy", recipe.small.design
+    if path.is_file():
+        return np.load(path)
+    run.say(f"redrawing {len(pixels)} pictures")
+    small = reduced(pixels, recipe.enlarge)
+    pipe = open_skeleton(_skeleton(run, recipe.small), run.mesh)
+    versions = [encode_pictures(params["vae"], small, design.vae, run.mesh)]
+    for strength in REDRAWN:
+        parts = [
+            pipe(
+                captions[i : i + 32], image=list(small[i : i + 32]), strength=strength, num_inference_steps=STEPS,
+                seed=i, params=params, output_type="latent", options=Options(progress=False),
+            ).latents
+            for i in range(0, len(small), 32)
+        ]  # fmt: skip
+        versions.append(np.concatenate(parts))
+    stacked = np.stack(versions, axis=1).astype(np.float16)
+    with written(path) as temporary, temporary.open("wb") as file:
+        np.save(file, stacked)
+    return stacked

@@ -54,7 +54,7 @@ def vae_decode(p: Params, latents: Array, cfg: VaeConfig) -> Array:
     Returns:
         [B, 8h, 8w, 3] in about -1..1 (8 is ``cfg.factor``).
     """
-    return _rise(p["decoder"], _middle(p, latents, cfg), cfg)
+    return _rise(p["decoder"], vae_middle(p, latents, cfg), cfg)
 
 
 def vae_decode_tiled(p: Params, latents: Array, cfg: VaeConfig, *, tile: int = 1024, overlap: int = 128) -> Array:
@@ -76,7 +76,7 @@ def vae_decode_tiled(p: Params, latents: Array, cfg: VaeConfig, *, tile: int = 1
         [B, 8h, 8w, 3].
     """
     height, width = latents.shape[1:3]
-    h = _middle(p, latents, cfg, rows=divisor(height, ATTENTION_QUERIES // width))
+    h = vae_middle(p, latents, cfg, rows=divisor(height, ATTENTION_QUERIES // width))
     part = partial(_rise, p["decoder"], cfg=cfg)
     sides = (tile // cfg.factor, overlap // cfg.factor)
     return in_tiles(part, h, (height, width), *sides, 1, cfg.factor, cfg.out_channels).astype(latents.dtype)
@@ -150,7 +150,7 @@ def _unscaled(latents: Array, cfg: VaeConfig) -> Array:
     return latents if cfg.latents_mean is None else latents + jnp.asarray(cfg.latents_mean, latents.dtype)
 
 
-def _middle(p: Params, latents: Array, cfg: VaeConfig, rows: int | None = None) -> Array:
+def vae_middle(p: Params, latents: Array, cfg: VaeConfig, rows: int | None = None) -> Array:
     """From latents to the features that the picture rises from, of the same height and width."""
     z = _unscaled(latents, cfg)
     if cfg.use_post_quant_conv:
@@ -161,13 +161,17 @@ def _middle(p: Params, latents: Array, cfg: VaeConfig, rows: int | None = None) 
 
 def _rise(p: Params, h: Array, cfg: VaeConfig) -> Array:
     """From features [B, h, w, C] to pixels [B, 8h, 8w, 3]."""
-    for i in range(len(cfg.block_out_channels)):
-        block = p["up_blocks"][str(i)]
+    return vae_head(p, up_blocks(p["up_blocks"], h, cfg), cfg)
+
+
+def up_blocks(p: Params, h: Array, cfg: VaeConfig) -> Array:
+    """Features after the decoder's blocks of these numbers, which may be some of all."""
+    for i in sorted(p, key=int):
         with jax.named_scope(f"decoder_up_{i}"):
-            h = _resnets(block, h, cfg)
-            if "upsamplers" in block:
-                h = upsample(block["upsamplers"]["0"], h, 2 * h.shape[1], 2 * h.shape[2])
-    return _head(p, h, cfg)
+            h = _resnets(p[i], h, cfg)
+            if "upsamplers" in p[i]:
+                h = upsample(p[i]["upsamplers"]["0"], h, 2 * h.shape[1], 2 * h.shape[2])
+    return h
 
 
 def vae_encode(p: Params, images: Array, cfg: VaeConfig) -> tuple[Array, Array]:
@@ -191,19 +195,22 @@ def vae_encode_tiled(
 
 def _fall(p: Params, images: Array, cfg: VaeConfig) -> Array:
     """From pixels [B, 8h, 8w, 3] to features [B, h, w, C]."""
-    h = conv2d(p["conv_in"], images)
-    for i in range(len(cfg.block_out_channels)):
-        block = p["down_blocks"][str(i)]
+    return down_blocks(p["down_blocks"], conv2d(p["conv_in"], images), cfg)
+
+
+def down_blocks(p: Params, h: Array, cfg: VaeConfig) -> Array:
+    """Features after the encoder's blocks of these numbers, which may be some of all."""
+    for i in sorted(p, key=int):
         with jax.named_scope(f"encoder_down_{i}"):
-            h = _resnets(block, h, cfg)
-            if "downsamplers" in block:
-                h = downsample(block["downsamplers"]["0"], h, padding=(0, 1))
+            h = _resnets(p[i], h, cfg)
+            if "downsamplers" in p[i]:
+                h = downsample(p[i]["downsamplers"]["0"], h, padding=(0, 1))
     return h
 
 
 def _moments(p: Params, h: Array, cfg: VaeConfig, rows: int | None = None) -> tuple[Array, Array]:
     encoder = p["encoder"]
-    moments = _head(encoder, _mid_block(encoder["mid_block"], h, cfg, rows), cfg)
+    moments = vae_head(encoder, _mid_block(encoder["mid_block"], h, cfg, rows), cfg)
     if cfg.use_quant_conv:
         moments = linear(p["quant_conv"], moments)
     mean, logvar = jnp.split(moments, 2, axis=-1)
@@ -279,6 +286,7 @@ def _mid_block(p: Params, h: Array, cfg: VaeConfig, rows: int | None = None) -> 
         return resnet_block(p["resnets"]["1"], h, None, groups=cfg.norm_num_groups, eps=NORM_EPS)
 
 
-def _head(p: Params, h: Array, cfg: VaeConfig) -> Array:
+def vae_head(p: Params, h: Array, cfg: VaeConfig) -> Array:
+    """The last normalisation and convolution of the encoder or the decoder."""
     norm = {"groups": cfg.norm_num_groups, "eps": NORM_EPS}
     return conv2d(p["conv_out"], group_norm(p["conv_norm_out"], h, **norm, activation=jax.nn.silu))
