@@ -112,7 +112,7 @@ def check(arguments: argparse.Namespace) -> None:
     another, and 3 % of speed are 10 % of a percentile.
     """
     mix, port = MIXES["alike"], _free_port()
-    command = ["-m", "canvax", "serve", "emoji", "--port", str(port), "--no-keys", "--warm", "64x64:1,2,4,8"]
+    command = ["-m", "canvax", "serve", "emoji", "--port", str(port), "--no-keys", "--warm", "256x256:1,2,4,8"]
     command += ["--queue-images", "100000", "--queue-seconds", "100000"]
     with tempfile.NamedTemporaryFile("w+") as said:
         process = subprocess.Popen([sys.executable, *command], stdout=said, stderr=said)
@@ -218,7 +218,7 @@ def _pace(speed: Speed, looked: Sequence[tuple[float, Times]]) -> Callable[[floa
 
 
 def _warm(said: str) -> Speed:
-    """The figures of the line "64x64 is warm: a step of a batch of 1: 10.2 ms, 2: 16.9 ms; decoding 13 ms"."""
+    """The figures of the line "256x256 is warm: a step of a batch of 1: 10.2 ms, 2: 16.9 ms; decoding 13 ms"."""
     match = re.search(r"is warm: a step of a batch of (.*); decoding ([\d.]+) ms", said)
     assert match, said
     row = {int(batch): float(ms) / 1e3 for batch, ms in re.findall(r"(\d+): ([\d.]+) ms", match[1])}

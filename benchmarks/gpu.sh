@@ -23,7 +23,7 @@ export CANVAX_CACHE_DIR=$MODELS/programs
 
 if [ "$SMALL" = yes ]; then
     DEVICE=cpu; DTYPE=float32; TRY=(--small)
-    size() { echo 64x64; }
+    size() { echo 256x256; }
     steps() { echo 4; }
     folder() { echo emoji; }
 else

@@ -251,7 +251,7 @@ def _flax_sharded() -> Drawn:
 def _flax_generate() -> Drawn:
     pipe, params = flax_pipeline()
     generate = jax.jit(pipe._generate, static_argnums=(3, 4, 5, 9))
-    given = (pipe.prepare_inputs([APPLE]), params, jax.random.PRNGKey(3), 4, 64, 64, jnp.float32(5.0), None, None)
+    given = (pipe.prepare_inputs([APPLE]), params, jax.random.PRNGKey(3), 4, 256, 256, jnp.float32(5.0), None, None)
     return Drawn(generate(*given, True), generate(*given, False))
 
 

@@ -40,7 +40,7 @@ class Generation(BaseModel):
 
     prompt: str
     n: int = 1
-    size: str = "64x64"
+    size: str = "256x256"
     seed: int = 0
     steps: int = 20
     guidance_scale: float = 7.5

@@ -213,7 +213,7 @@ def soak(folder: Path, options: argparse.Namespace) -> int:
     """Run the whole test in ``folder``; returns the exit code."""
     memory = prepare(folder)
     flags = ["serve", "emoji", str(folder / "copy"), "--port", "0", "--memory", f"{memory // 1000}KB"]
-    flags += ["--keys", str(folder / "keys.txt"), "--lora-dir", str(folder / "loras"), "--warm", "64x64:1,2,4"]
+    flags += ["--keys", str(folder / "keys.txt"), "--lora-dir", str(folder / "loras"), "--warm", "256x256:1,2,4"]
     flags += ["--journal", str(folder / "jobs.db"), "--keep-seconds", "20", "--drain-seconds", str(DRAIN)]
     command = [sys.executable, "-m", "benchmarks.serve_soak", "--fault-every", str(options.fault_every), "--server"]
     process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)

@@ -9,6 +9,7 @@ import tempfile
 from collections import Counter
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
@@ -35,12 +36,23 @@ import pytest
 from jax._src import compiler
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+from canvax.weights.location import BUNDLED
+from tests.support.bundled import PACKAGED
+
+# Most tests of the bundled model decode its latents to 64 x 64 pixels, with the autoencoder that its larger one was
+# made of, for a tenth of the work. Processes that tests start, and tests that ask for ``packaged``, have the model of
+# users.
+with_small_vae = tempfile.TemporaryDirectory(prefix="canvax-emoji-", ignore_cleanup_errors=True)
+for part in PACKAGED.iterdir():
+    small = Path(__file__).parent / "data" / "small" / "vae"
+    Path(with_small_vae.name, part.name).symlink_to(small if part.name == "vae" else part)
+BUNDLED["emoji"] = Path(with_small_vae.name)
+
 if os.environ.get("REFERENCE") == "yes":  # the Makefile has installed all that is compared with: missing is a failure
     pytest.importorskip = importlib.import_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     import canvax
 
@@ -118,8 +130,14 @@ def use_folder(folder: str | None) -> None:
 
 @pytest.fixture(scope="module")
 def emoji(compiling: None) -> canvax.StableDiffusion:
-    """The bundled model on one device, shared by the modules whose programs are compiled alike."""
-    return _emoji(jax.config.values["jax_disable_most_optimizations"])
+    """The bundled model with its small autoencoder, shared by the modules whose programs are compiled alike."""
+    return _loaded("emoji", jax.config.values["jax_disable_most_optimizations"])
+
+
+@pytest.fixture(scope="module")
+def packaged(compiling: None) -> canvax.StableDiffusion:
+    """The bundled model as users have it, likewise."""
+    return _loaded(PACKAGED, jax.config.values["jax_disable_most_optimizations"])
 
 
 @pytest.fixture(scope="session")
@@ -135,23 +153,15 @@ def small(compiling: None, small_folder: Path) -> canvax.StableDiffusion:
     """``small_folder`` on one device. Each module has its own adapters and parameters; programs are shared."""
     import dataclasses
 
-    shared = _small(small_folder, jax.config.values["jax_disable_most_optimizations"])
+    shared = _loaded(small_folder, jax.config.values["jax_disable_most_optimizations"])
     pipe = dataclasses.replace(shared, params=jax.tree.map(lambda leaf: leaf, shared.params))
     pipe._made_by.update(shared._made_by)
     return pipe
 
 
 @cache
-def _small(folder: Path, quick: bool) -> canvax.StableDiffusion:
+def _loaded(model: str | Path, quick: bool) -> canvax.StableDiffusion:
     import canvax
     from canvax.parallel.mesh import make_mesh
 
-    return canvax.load(folder, mesh=make_mesh(jax.devices()[:1]), progress=False)
-
-
-@cache
-def _emoji(quick: bool) -> canvax.StableDiffusion:
-    import canvax
-    from canvax.parallel.mesh import make_mesh
-
-    return canvax.load("emoji", mesh=make_mesh(jax.devices()[:1]))
+    return canvax.load(model, mesh=make_mesh(jax.devices()[:1]), progress=False)

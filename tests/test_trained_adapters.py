@@ -54,29 +54,29 @@ def test_sizes() -> None:
     assert (FILES / "edges" / "diffusion_pytorch_model.safetensors").stat().st_size < 8e6
 
 
-def test_they_do_what_they_were_trained_for(emoji: canvax.StableDiffusion) -> None:
+def test_they_do_what_they_were_trained_for(packaged: canvax.StableDiffusion) -> None:
     options = canvax.Options(progress=False)
-    plain = emoji("a rocket", seed=3, options=options).pixels
-    emoji.adapters.load("night", FILES / "night.safetensors")
-    dark = emoji("a rocket", seed=3, options=options).pixels
-    emoji.adapters.remove()
-    corners = (slice(None), slice(0, 4), slice(20, 40))
+    plain = packaged("a rocket", seed=3, options=options).pixels
+    assert plain.shape == (1, 256, 256, 3)
+    packaged.adapters.load("night", FILES / "night.safetensors")
+    dark = packaged("a rocket", seed=3, options=options).pixels
+    packaged.adapters.remove()
+    corners = (slice(None), slice(0, 16), slice(80, 160))
     assert plain[corners].mean() > 0.9
     assert dark[corners].mean() < 0.5
-    words = emoji.adapters.load_embedding(FILES / "rainbow-flag.safetensors")
+    words = packaged.adapters.load_embedding(FILES / "rainbow-flag.safetensors")
     assert words == ("<rainbow-flag>",)
-    flag = emoji("<rainbow-flag>", seed=3, options=options).pixels[0]
-    emoji.adapters.remove()
-    middle = flag[20:44, 8:56]
+    flag = packaged("<rainbow-flag>", seed=3, options=options).pixels[0]
+    packaged.adapters.remove()
+    middle = flag[80:176, 32:224]
     assert middle.std(axis=(0, 1)).max() > 0.1
 
 
 @pytest.mark.weekly
-def test_images_follow_edges(emoji: canvax.StableDiffusion) -> None:
+def test_images_follow_edges(packaged: canvax.StableDiffusion) -> None:
     """Without a prompt, of three shapes: most of each is covered, and more than without the network."""
-    shapes = np.stack(
-        [np.asarray(image) for image in emoji(["a gem stone", "an umbrella", "a red apple"], seed=3).images]
-    )
+    prompts = ["a gem stone", "an umbrella", "a red apple"]
+    shapes = np.stack([np.asarray(image) for image in packaged(prompts, seed=3).images])
     drawings = Pictures(shapes, [["a thing"]] * 3, [{}] * 3, np.zeros((3, 4), np.int32))
-    found = covered(FILES / "edges", drawings, 3)
+    found = covered(FILES / "edges", drawings, 3, model=packaged.model.files.folder())
     assert found["no prompt, with the network"] > max(0.8, found["no prompt, without the network"] + 0.1)

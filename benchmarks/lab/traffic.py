@@ -30,7 +30,7 @@ class Mix:
     """What people ask for: values, each with how often it is asked for.
 
     Attributes:
-        sizes: such as 64x64.
+        sizes: such as 256x256.
         steps: of the sampler.
         samplers: names that canvax and diffusers both have (not DPM++ 2M Karras: diffusers 0.42 fails at 30 steps of it
             where the terminal SNR is zero).
@@ -48,14 +48,18 @@ class Mix:
 _SAMPLERS = (("DPM++ 2M", 4.0), ("Euler a", 3.0), ("UniPC", 2.0), ("DDIM", 1.0))
 MIXES = {
     "default": Mix(
-        sizes=(("64x64", 4.0), ("96x64", 1.0)),
+        sizes=(("256x256", 4.0), ("384x256", 1.0)),
         steps=((4, 2.0), (10, 3.0), (20, 4.0), (30, 1.0)),
         samplers=_SAMPLERS,
         guidance=((4.0, 6.0), (2.0, 2.0), (1.0, 2.0)),
         counts=((1, 9.0), (2, 1.0)),
     ),
     "alike": Mix(
-        sizes=(("64x64", 1.0),), steps=((20, 1.0),), samplers=_SAMPLERS[:1], guidance=((4.0, 1.0),), counts=((1, 1.0),)
+        sizes=(("256x256", 1.0),),
+        steps=((20, 1.0),),
+        samplers=_SAMPLERS[:1],
+        guidance=((4.0, 1.0),),
+        counts=((1, 1.0),),
     ),
 }
 MIXES["middling"] = replace(MIXES["default"], sizes=(("512x512", 1.0),), steps=((20, 1.0), (30, 1.0)))

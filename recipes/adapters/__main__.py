@@ -5,6 +5,7 @@ python -m recipes.adapters data out/emoji.zip -o out/adapters
 python -m recipes.adapters commands -o out/adapters
 python -m recipes.adapters sheets -o out/adapters --images docs/images
 python -m recipes.adapters measure out/emoji.zip -o out/adapters
+python -m recipes.adapters hints out/emoji.zip --model SMALL --network NETWORK -o out/adapters
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 from pathlib import Path
 
 from canvax.train.pictures import read_pictures
+from recipes.adapters.hints import with_larger_hints
 from recipes.adapters.sets import SIZE, write_edges, write_night, write_one
 from recipes.adapters.sheets import covered, draw_sheets
 
@@ -27,7 +29,7 @@ canvax train lora {0}/night -o {0}/trained/night --layers all --rank 8 --alpha 1
     --warmup 50 --final-lr 0.02 --min-snr 5 --ema 0.99 --empty-captions 0.1 --save-dtype float16
 canvax train textual-inversion {0}/one -o {0}/trained/rainbow-flag --token "<rainbow-flag>" --initializer "rainbow" \\
     --vectors 4 --learn word --steps 1000 -b 8 --lr 5e-3
-canvax train controlnet {0}/edges -o {0}/trained/edges --hint-channels 8,16,24,32 --steps 7000 -b 8 --lr 2e-3 \\
+canvax train controlnet {0}/edges -o {0}/trained/edges --hint-channels 8,8,8,16,24,32 --steps 7000 -b 8 --lr 2e-3 \\
     --warmup 50 --final-lr 0.02 --min-snr 5 --empty-captions 0.5 --ema 0.998 --save-dtype float16
 """.strip()
 """How the files in ``files`` and the sheets were made."""
@@ -47,7 +49,11 @@ def main() -> None:
     sheets.add_argument("--images", required=True, metavar="FOLDER")
     measure = tasks.add_parser("measure", help="how well images follow edges of drawings that no training saw")
     measure.add_argument("drawings", metavar="FILE.zip", help="as for data")
-    for one in (data, commands, sheets, measure):
+    hints = tasks.add_parser("hints", help="make a ControlNet of small images read images four times as large")
+    hints.add_argument("drawings", metavar="FILE.zip", help="as for data")
+    hints.add_argument("--model", required=True, metavar="FOLDER", help="the model of small images")
+    hints.add_argument("--network", required=True, metavar="FOLDER", help="its ControlNet")
+    for one in (data, commands, sheets, measure, hints):
         one.add_argument("-o", "--output", required=True, metavar="FOLDER")
     chosen = parser.parse_args()
     folder = Path(chosen.output)
@@ -62,6 +68,9 @@ def main() -> None:
         held_out = read_pictures(chosen.drawings, SIZE).split("test")
         for name, share in covered(folder / "trained" / "edges" / "controlnet", held_out).items():
             print(f"{share:.3f}  {name}")
+    elif chosen.task == "hints":
+        drawings = read_pictures(chosen.drawings, SIZE).split("train")
+        print(with_larger_hints(chosen.model, Path(chosen.network), drawings.pixels[::4], folder))
     else:
         draw_sheets(folder, Path(chosen.images))
 

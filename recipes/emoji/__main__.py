@@ -3,6 +3,7 @@
 python -m recipes.emoji data out/emoji.zip
 python -m recipes.emoji train out/emoji.zip --output out/emoji-model
 python -m recipes.emoji quality --data out/emoji.zip --model out/emoji-model/model
+python -m recipes.emoji sheets --output docs/images
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from canvax.parallel.mesh import make_mesh
 from recipes.emoji import measure
 from recipes.emoji.drawings import prepare_drawings
 from recipes.emoji.recipe import RECIPES, Run, make_model
+from recipes.emoji.sheets import write_sheets
 
 DATA_HELP = """
 Fetches five npm packages with npm, from the registry that npm is configured for, renders the drawings and writes them
@@ -40,9 +42,16 @@ def run(arguments: Sequence[str], report: dict[str, Any]) -> None:
     tasks = parser.add_subparsers(dest="task", metavar="TASK", required=True)
     _data(tasks)
     _train(tasks)
+    sheets = tasks.add_parser("sheets", help="generate images for the docs with the model in the package")
+    sheets.add_argument("-o", "--output", required=True, metavar="FOLDER", help="where to put them")
+    sheets.add_argument("-m", "--model", default="emoji", help="another model (emoji)")
+    sheets.add_argument("--json", action="store_true", help="print one JSON object")
     chosen = parser.parse_args(arguments)
     if chosen.task == "train":
         finish(_make, chosen, report)
+        return
+    if chosen.task == "sheets":
+        report |= {"output": [str(path) for path in write_sheets(Path(chosen.output), chosen.model)], "finished": True}
         return
     path = prepare_drawings(chosen.output, packages=chosen.packages, progress=complain)
     report |= {"output": str(path), "finished": True}

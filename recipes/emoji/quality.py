@@ -124,12 +124,13 @@ def score_colours(pictures: HostArray, asked: Sequence[tuple[int, str]], drawing
         drawings: all true drawings. They are compared in the colour that was asked for, if they can have it.
     """
     mains = [main_colour(pixels) for pixels in drawings.pixels]
+    small = reduced(drawings.pixels, max(1, drawings.pixels.shape[1] // 64))
     in_colour = np.zeros(len(asked), bool)
     right = np.zeros(len(asked), bool)
     for colour in {colour for _, colour in asked}:
         coloured = [
             pixels if main is None or main.name == colour else recoloured(pixels, main, colour)
-            for pixels, main in zip(reduced(drawings.pixels, drawings.pixels.shape[1] // 64), mains, strict=True)
+            for pixels, main in zip(small, mains, strict=True)
         ]
         which = [i for i, (_, wanted) in enumerate(asked) if wanted == colour]
         found = nearest(pictures[which], np.stack(coloured))
@@ -149,12 +150,13 @@ def score_places(pictures: HostArray, asked: Sequence[Sequence[int]], drawings: 
         drawings: all true drawings.
     """
     half = pictures.shape[1] // 2
-    shares = []
-    for picture, wanted in zip(pictures, asked, strict=True):
-        parts = [picture[top : top + half, left : left + half] for top, left in places(len(wanted), 2 * half)]
-        found = nearest(np.stack(parts), drawings.pixels)
-        shares.append(np.mean([_label(drawings, a) == _label(drawings, b) for a, b in zip(found, wanted, strict=True)]))
-    return float(np.mean(shares)), float(np.mean(np.array(shares) == 1))
+    corners = [(i, place) for i, wanted in enumerate(asked) for place in places(len(wanted), 2 * half)]
+    parts = [pictures[i, top : top + half, left : left + half] for i, (top, left) in corners]
+    found = nearest(np.stack(parts), drawings.pixels)
+    wanted = [index for of_one in asked for index in of_one]
+    right = np.array([_label(drawings, a) == _label(drawings, b) for a, b in zip(found, wanted, strict=True)])
+    owner = np.array([i for i, _ in corners])
+    return float(right.mean()), float(np.mean([right[owner == i].all() for i in range(len(asked))]))
 
 
 def spread(pictures: HostArray) -> float:

@@ -6,11 +6,14 @@ import json
 
 from canvax.weights.location import BUNDLED
 
-UNET = json.loads((BUNDLED["emoji"] / "unet" / "config.json").read_text())
+PACKAGED = BUNDLED["emoji"]
+"""Its folder in the package; see conftest.py for what ``BUNDLED`` has during the tests."""
+
+UNET = json.loads((PACKAGED / "unet" / "config.json").read_text())
 LATENTS = (UNET["sample_size"], UNET["sample_size"], UNET["in_channels"])
 """Shape of the latents of one picture."""
 
 TEXT_WIDTH = UNET["cross_attention_dim"]
 
-VOCABULARY = json.loads((BUNDLED["emoji"] / "text_encoder" / "config.json").read_text())["vocab_size"]
+VOCABULARY = json.loads((PACKAGED / "text_encoder" / "config.json").read_text())["vocab_size"]
 """Entries of its tokenizer, which small models of the tests have too."""

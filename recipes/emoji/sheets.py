@@ -1,0 +1,128 @@
+"""The pictures of the docs that the bundled model draws.
+
+python -m recipes.emoji sheets -o docs/images
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+import canvax
+from canvax.types import HostArray
+
+SIXTY = (
+    "a red apple", "a dog face", "a lemon", "a house", "a sunflower", "an umbrella", "a fire engine", "a clock",
+    "a Christmas tree", "a cat", "a pizza", "a hamburger", "a rocket", "an octopus", "a panda", "a fox", "a rose",
+    "a guitar", "a bicycle", "a sailboat", "a snowman", "a castle", "an owl", "a penguin", "a cactus", "a tomato",
+    "a strawberry", "a birthday cake", "an ice cream", "a crown", "a key", "a pencil", "a book", "a bell", "a fish",
+    "a butterfly", "a rainbow", "the sun with a face", "a grinning face", "an alien", "a robot", "a ghost",
+    "a rocket in the style of noto", "a rocket in the style of fluent flat", "a cat face in the style of twemoji",
+    "a cat face in the style of fluent", "a blue banana", "a purple elephant", "a green apple", "a pink car",
+    "a yellow umbrella", "a red fish", "a cat and a pizza", "a dog and a balloon", "an apple and a lemon",
+    "two apples", "three stars", "two cats", "three cherries", "a blue house",
+)  # fmt: skip
+"""Prompts of the sheet that shows what the model can do, and what it cannot."""
+
+QUIET = canvax.Options(progress=False)
+
+
+def write_sheets(folder: Path, model: str | Path = "emoji") -> list[Path]:
+    """Write ``emoji-sixty.webp``, ``emoji-grid.png``, ``image-to-image.png``, ``larger.png`` and ``guidance.png``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pipe = canvax.load(model, progress=False)
+    sixty = drawn(pipe, SIXTY)
+    sheets = {
+        "emoji-sixty.webp": tiled(sixty, 10, 128),
+        "emoji-grid.png": tiled(sixty[:32], 8, 128),
+        "image-to-image.png": image_to_image(pipe),
+        "larger.png": larger(pipe),
+        "guidance.png": guidance(pipe),
+    }
+    for name, sheet in sheets.items():
+        sheet.save(folder / name, optimize=True, quality=85)
+    return [folder / name for name in sheets]
+
+
+def drawn(pipe: canvax.StableDiffusion, prompts: Sequence[str]) -> HostArray:
+    """A picture of each prompt, the i-th with seed i + 1: [N, H, W, 3] uint8."""
+    found: list[HostArray] = []
+    for i in range(0, len(prompts), 10):
+        some = list(prompts[i : i + 10])
+        found += (np.asarray(image) for image in pipe(some, seed=range(i + 1, i + 1 + len(some)), options=QUIET).images)
+    return np.stack(found)
+
+
+def image_to_image(pipe: canvax.StableDiffusion) -> Image.Image:
+    """A lemon that becomes a tangerine, by strength; an apple whose upper part is another's."""
+    lemon = pipe("a lemon", seed=2, options=QUIET).images[0]
+    strengths = (0.3, 0.5, 0.7, 0.8, 0.9)
+    first = [lemon] + [
+        pipe("a tangerine", image=lemon, strength=strength, seed=2, options=QUIET).images[0] for strength in strengths
+    ]
+    apple = pipe("a red apple", seed=1, options=QUIET).images[0]
+    mask = np.zeros((apple.height, apple.width), np.uint8)
+    mask[: apple.height // 2] = 255
+    second = [apple, Image.fromarray(mask).convert("RGB")] + [
+        pipe("a green apple", image=apple, mask=mask, strength=strength, seed=seed, options=QUIET).images[0]
+        for strength, seed in ((1.0, 1), (0.8, 1), (1.0, 2), (0.8, 2))
+    ]
+    return tiled([*first, *second], 6, 160)
+
+
+def larger(pipe: canvax.StableDiffusion) -> Image.Image:
+    """Outpainting, second passes, variations."""
+    house = pipe("a house", seed=4, options=QUIET).images[0]
+    wide = [
+        pipe("a house", image=house, outpaint="left=64,right=64", seed=seed, options=QUIET).images[0] for seed in (1, 2)
+    ]
+    fox = {"prompt": "a fox", "seed": 4, "options": QUIET}
+    seconds = [
+        pipe(**fox).images[0],
+        *(pipe(**fox, hires=2, hires_strength=strength).images[0] for strength in (0.2, 0.4)),
+        pipe(**fox, hires=2, hires_method="latent", hires_strength=0.7).images[0],
+        pipe(**fox, height=512, width=512).images[0],
+    ]
+    others = [
+        pipe(**fox, variation_seed=9, variation_strength=strength).images[0] for strength in (0.1, 0.3, 0.5, 0.7, 1.0)
+    ]
+    rows = [[house, *wide], seconds, others]
+    return stacked([[image.resize((160 * image.width // image.height, 160)) for image in row] for row in rows])
+
+
+def guidance(pipe: canvax.StableDiffusion) -> Image.Image:
+    """Scales 3 and 10 with each kind of guidance, a row for each prompt."""
+    kinds = ("cfg", "cfg_zero", "apg")
+    images = [
+        pipe(prompt, seed=1, guidance_scale=scale, guidance_method=kind, options=QUIET).images[0]
+        for prompt in ("a fox", "a bicycle", "a red apple")
+        for scale in (3.0, 10.0)
+        for kind in kinds
+    ]
+    return tiled(images, 6, 128)
+
+
+def tiled(images: Sequence[Image.Image | HostArray], columns: int, side: int) -> Image.Image:
+    """Images in rows, each ``side`` pixels wide and high."""
+    small = [
+        (image if isinstance(image, Image.Image) else Image.fromarray(image)).convert("RGB").resize((side, side))
+        for image in images
+    ]
+    return stacked([small[i : i + columns] for i in range(0, len(small), columns)])
+
+
+def stacked(rows: Sequence[Sequence[Image.Image]]) -> Image.Image:
+    """Rows of images of one height, from the left, on white."""
+    width = max(sum(image.width for image in row) for row in rows)
+    sheet = Image.new("RGB", (width, sum(row[0].height for row in rows)), "white")
+    top = 0
+    for row in rows:
+        left = 0
+        for image in row:
+            sheet.paste(image, (left, top))
+            left += image.width
+        top += row[0].height
+    return sheet
