@@ -44,8 +44,8 @@ from tests.support.bundled import PACKAGED
 # users.
 with_small_vae = tempfile.TemporaryDirectory(prefix="canvax-emoji-", ignore_cleanup_errors=True)
 for part in PACKAGED.iterdir():
-    small = Path(__file__).parent / "data" / "small" / "vae"
-    Path(with_small_vae.name, part.name).symlink_to(small if part.name == "vae" else part)
+    source = Path(__file__).parent / "data" / "small" / "vae" if part.name == "vae" else part
+    Path(with_small_vae.name, part.name).symlink_to(source)
 BUNDLED["emoji"] = Path(with_small_vae.name)
 
 if os.environ.get("REFERENCE") == "yes":  # the Makefile has installed all that is compared with: missing is a failure

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -44,6 +45,7 @@ from recipes.emoji.quality import (
 from recipes.emoji.recipe import RECIPES, Run, make_model
 from recipes.emoji.variations import (
     COLOURS,
+    MainColour,
     coloured_captions,
     count_captions,
     held_out_colour,
@@ -246,7 +248,7 @@ def test_a_larger_autoencoder_begins_with_the_small_one(smoke: Path) -> None:
     before = init_params(vae_spec(small), 1)
     larger = enlarged(before, small, cfg)
     jax.tree.map(lambda leaf, param: None, larger, init_params(vae_spec(cfg), 0))  # the same parameters
-    latents = np.random.default_rng(0).standard_normal((1, 8, 8, 4), np.float32)
+    latents = jnp.asarray(np.random.default_rng(0).standard_normal((1, 8, 8, 4), np.float32))
     features = vae_middle(before, latents, small)
     np.testing.assert_array_equal(vae_middle(larger, latents, cfg), features)
     old = {i: {"resnets": larger["decoder"]["up_blocks"][i]["resnets"]} for i in ("2",)}
@@ -277,12 +279,18 @@ def test_a_larger_autoencoder_begins_with_the_small_one(smoke: Path) -> None:
 def test_colours_are_changed_and_named() -> None:
     """The main colour becomes the named one; white and other colours stay."""
     pictures = read_pictures(DATA, 64)
-    mains = [main_colour(pixels) for pixels in pictures.pixels]
+
+    def named(pixels: np.ndarray) -> MainColour:
+        main = main_colour(pixels)
+        assert main is not None
+        return main
+
     apples = [i for i, row in enumerate(pictures.rows) if row["label"] == "red apple"]
-    assert all(mains[i] is not None and mains[i].name == "red" for i in apples)
+    mains = {i: named(pictures.pixels[i]) for i in apples}
+    assert {main.name for main in mains.values()} == {"red"}
     for colour in COLOURS:
         made = [(recoloured(pictures.pixels[i], mains[i], colour), i) for i in apples]
-        names = [main_colour(pixels).name for pixels, _ in made]
+        names = [named(pixels).name for pixels, _ in made]
         assert names.count(colour) >= 3, (colour, names)
         for pixels, i in made:
             white = (pictures.pixels[i] == 255).all(-1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from PIL import Image
@@ -31,20 +32,20 @@ QUIET = canvax.Options(progress=False)
 
 
 def write_sheets(folder: Path, model: str | Path = "emoji") -> list[Path]:
-    """Write ``emoji-sixty.webp``, ``emoji-grid.png``, ``image-to-image.png``, ``larger.png`` and ``guidance.png``."""
+    """Write ``emoji-sixty``, ``emoji-grid``, ``image-to-image``, ``larger`` and ``guidance``, each as WebP."""
     folder.mkdir(parents=True, exist_ok=True)
     pipe = canvax.load(model, progress=False)
     sixty = drawn(pipe, SIXTY)
     sheets = {
-        "emoji-sixty.webp": tiled(sixty, 10, 128),
-        "emoji-grid.png": tiled(sixty[:32], 8, 128),
-        "image-to-image.png": image_to_image(pipe),
-        "larger.png": larger(pipe),
-        "guidance.png": guidance(pipe),
+        "emoji-sixty": tiled(list(sixty), 10, 128),
+        "emoji-grid": tiled(list(sixty[:32]), 8, 128),
+        "image-to-image": image_to_image(pipe),
+        "larger": larger(pipe),
+        "guidance": guidance(pipe),
     }
     for name, sheet in sheets.items():
-        sheet.save(folder / name, optimize=True, quality=85)
-    return [folder / name for name in sheets]
+        sheet.save(folder / f"{name}.webp", quality=90)
+    return [folder / f"{name}.webp" for name in sheets]
 
 
 def drawn(pipe: canvax.StableDiffusion, prompts: Sequence[str]) -> HostArray:
@@ -57,20 +58,25 @@ def drawn(pipe: canvax.StableDiffusion, prompts: Sequence[str]) -> HostArray:
 
 
 def image_to_image(pipe: canvax.StableDiffusion) -> Image.Image:
-    """A lemon that becomes a tangerine, by strength; an apple whose upper part is another's."""
+    """A lemon that becomes a tangerine, by strength; an apple whose upper part is another's, by mask."""
     lemon = pipe("a lemon", seed=2, options=QUIET).images[0]
-    strengths = (0.3, 0.5, 0.7, 0.8, 0.9)
+    strengths = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
     first = [lemon] + [
         pipe("a tangerine", image=lemon, strength=strength, seed=2, options=QUIET).images[0] for strength in strengths
     ]
     apple = pipe("a red apple", seed=1, options=QUIET).images[0]
-    mask = np.zeros((apple.height, apple.width), np.uint8)
-    mask[: apple.height // 2] = 255
-    second = [apple, Image.fromarray(mask).convert("RGB")] + [
-        pipe("a green apple", image=apple, mask=mask, strength=strength, seed=seed, options=QUIET).images[0]
-        for strength, seed in ((1.0, 1), (0.8, 1), (1.0, 2), (0.8, 2))
-    ]
-    return tiled([*first, *second], 6, 160)
+    rows = np.arange(apple.height)[:, None] / apple.height
+    modes: dict[Literal["hard", "soft", "graded"], HostArray] = {
+        "hard": rows < 0.5, "soft": 2.5 - 4 * rows, "graded": 1 - rows
+    }  # fmt: skip
+    second = [apple, Image.fromarray(np.repeat(255 * modes["hard"].astype(np.uint8), apple.width, axis=1))]
+    for mode, ramp in modes.items():
+        mask = np.repeat((255 * np.clip(ramp, 0, 1)).astype(np.uint8), apple.width, axis=1)
+        options = canvax.Options(progress=False, mask_mode=mode)
+        for strength in (1.0, 0.8):
+            made = pipe("a green apple", image=apple, mask=mask, strength=strength, seed=1, options=options)
+            second.append(made.images[0])
+    return tiled([*first, *second], 8, 128)
 
 
 def larger(pipe: canvax.StableDiffusion) -> Image.Image:

@@ -7,7 +7,7 @@ company. Some combinations are held out, so that it can be measured whether the 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,7 +61,7 @@ class Variation:
     kind: str
 
 
-def variations(drawings: Pictures, counts: dict[str, int], seed: int = 0) -> Iterator[Variation]:
+def variations(drawings: Pictures, counts: Mapping[str, int], seed: int = 0) -> Iterator[Variation]:
     """Makes ``counts`` pictures of each kind; the same ones every time.
 
     Args:
@@ -77,7 +77,7 @@ def variations(drawings: Pictures, counts: dict[str, int], seed: int = 0) -> Ite
         yield Variation(drawings.pixels[i][:, ::-1], drawings.captions[i], "mirrored")
     coloured = 0
     for i in _order(rng, len(drawings), 100 * counts.get("coloured", 0)):
-        if coloured == counts["coloured"]:
+        if coloured == counts.get("coloured", 0):
             break
         row, colour = drawings.rows[i], str(rng.choice(list(COLOURS)))
         main = main_colour(drawings.pixels[i])
