@@ -33,11 +33,11 @@ OUTLINES = (
 
 
 def draw_sheets(folder: Path, images: Path) -> None:
-    """Write ``adapters-night.png``, ``adapters-word.png`` and ``adapters-edges.png``."""
+    """Write ``adapters-night.webp``, ``adapters-word.webp`` and ``adapters-edges.webp``."""
     images.mkdir(parents=True, exist_ok=True)
-    save(images / "adapters-night.png", night_rows(folder / "trained" / "night" / "pytorch_lora_weights.safetensors"))
-    save(images / "adapters-word.png", word_rows(folder))
-    save(images / "adapters-edges.png", edge_rows(folder / "trained" / "edges" / "controlnet"))
+    save(images / "adapters-night.webp", night_rows(folder / "trained" / "night" / "pytorch_lora_weights.safetensors"))
+    save(images / "adapters-word.webp", word_rows(folder))
+    save(images / "adapters-edges.webp", edge_rows(folder / "trained" / "edges" / "controlnet"))
 
 
 def night_rows(file: Path) -> list[HostArray]:
@@ -115,4 +115,4 @@ def pixels_of(
 def save(path: Path, rows: Sequence[HostArray]) -> None:
     """Rows of images as one, of half size."""
     whole = Image.fromarray(np.concatenate([np.concatenate(list(row), axis=1) for row in rows]))
-    whole.resize((whole.width // 2, whole.height // 2), Image.Resampling.LANCZOS).save(path, optimize=True)
+    whole.resize((whole.width // 2, whole.height // 2), Image.Resampling.LANCZOS).save(path, quality=90)
