@@ -130,7 +130,8 @@ def test_an_open_loop_waits_for_nobody() -> None:
 
 
 def test_who_watches_sees_previews_first(tmp_path: Path) -> None:
-    due = requests(25.0, 0.5, clients=3, seed=0, previews=0.5)
+    mix = replace(MIXES["default"], sizes=(("64x64", 4.0), ("96x64", 1.0)))  # those that the stub has
+    due = requests(25.0, 0.5, clients=3, seed=0, previews=0.5, mix=mix)
     with stub(tmp_path, pace=0.01) as (base, engine):
         answers = asyncio.run(open_loop(base, due, KEYS))
     assert {answer.status for answer in answers} == {200}
