@@ -74,9 +74,12 @@ def test_they_do_what_they_were_trained_for(packaged: canvax.StableDiffusion) ->
 
 @pytest.mark.weekly
 def test_images_follow_edges(packaged: canvax.StableDiffusion) -> None:
-    """Without a prompt, of three shapes: most of each is covered, and more than without the network."""
-    prompts = ["a gem stone", "an umbrella", "a red apple"]
+    """Without a prompt, of twelve shapes: most of each is covered, and more than without the network."""
+    prompts = [
+        "a gem stone", "an umbrella", "a red apple", "a cat face", "a house", "a rocket", "a lemon", "a red heart",
+        "a penguin", "a cactus", "a bell", "a mushroom",
+    ]  # fmt: skip
     shapes = np.stack([np.asarray(image) for image in packaged(prompts, seed=3).images])
-    drawings = Pictures(shapes, [["a thing"]] * 3, [{}] * 3, np.zeros((3, 4), np.int32))
-    found = covered(FILES / "edges", drawings, 3, model=packaged.model.files.folder())
+    drawings = Pictures(shapes, [["a thing"]] * 12, [{}] * 12, np.zeros((12, 4), np.int32))
+    found = covered(FILES / "edges", drawings, 12, model=packaged.model.files.folder())
     assert found["no prompt, with the network"] > max(0.8, found["no prompt, without the network"] + 0.1)
