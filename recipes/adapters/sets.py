@@ -31,7 +31,8 @@ SKY, STAR = (24, 24, 84), (255, 244, 190)
 """Colours of the night."""
 
 STARS = ((6, 8), (14, 54), (30, 4), (48, 58), (56, 12), (4, 34))
-"""Where the stars are, in sixty-fourths of a side. With a sky of its own for each drawing, images came out blurred."""
+"""Row and column of each star, in sixty-fourths of a side. All drawings have the same sky: with different skies, images
+came out blurred."""
 
 LIGHT = (0.80, 0.82, 0.96)
 """Share of each colour that is left of a drawing at night."""

@@ -24,8 +24,11 @@ from canvax.train.objectives import cast
 from canvax.types import Array, DType, HostArray
 
 OUTLINES = 0.5
-"""Weight of the differences between neighbouring pixels beside the pixels. Both errors are absolute: where an edge may
-be here or there, the median of the pictures is an edge, and their mean a blur."""
+"""Weight of the error of differences between neighbouring pixels, where the error of pixels has weight 1.
+
+Both errors are absolute: if the place of an edge is uncertain, the median of all pictures has a sharp edge, and their
+mean a blur.
+"""
 
 CRITICISM = 0.03
 """Weight of the critic's opinion."""
@@ -124,7 +127,10 @@ def train_whole(
     *,
     dtype: DType = jnp.float32,
 ) -> tuple[Params, bool]:
-    """Train encoder and decoder further on whole pictures, whose normalisations have other statistics; likewise."""
+    """Train encoder and decoder further on whole pictures: group norms see other statistics there than in pieces.
+
+    Arguments and result are those of :func:`train_pieces`.
+    """
     loss = partial(_whole_loss, cfg=cfg, dtype=dtype)
     return fit(p, loss, {"pixels": pixels, "latents": latents}, len(pixels), plan, session)
 

@@ -3,8 +3,8 @@
     python -m recipes.emoji data out/emoji.zip
     python -m recipes.emoji quality --data out/emoji.zip --model emoji --output out/quality
 
-Held-out styles are (concept, style) pairs that training never shows, held-out colours and pairs are likewise
-combinations that it leaves out.
+Training leaves out the held-out styles, colours and pairs: no image shows these concepts in that style, in that
+colour or together.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from PIL import Image
 
 import canvax
 from benchmarks.lab.chart import line_chart
+from canvax.images.convert import to_pil
+from canvax.images.grid import make_grid
 from canvax.models.configs import VaeConfig
 from canvax.train.loop import LOG, read_log
 from canvax.train.pictures import Pictures, read_pictures
@@ -126,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, score in scores.items():
             _grid(score, drawings).save(options.output / f"{name.replace(' ', '-')}.png")
         novel = draw(pipe, [text for text in NOVEL for _ in range(4)], batch=options.batch, **how)
-        _tiled(novel, 8).save(options.output / "novel.png")
+        make_grid(to_pil(novel), cols=8).save(options.output / "novel.png")
         if options.runs:
             _losses(options.runs).save(options.output / "losses.png", optimize=True)
         (options.output / "figures.json").write_text(json.dumps({**figures, "seconds": seconds}, indent=2) + "\n")
@@ -145,7 +147,8 @@ def _combined(pipe: Any, drawings: Pictures, count: int, **how: Any) -> dict[str
             asked[held_out_colour(drawings.rows[i]["label"], colour)].append((i, colour))
     for held_out, name in ((False, "seen colours"), (True, "held-out colours")):
         chosen = asked[held_out][:count]
-        prompts = [_styled(f"{c} {bare(drawings.rows[i]['label'])}", drawings.rows[i]) for i, c in chosen]
+        rows = [(drawings.rows[i], colour) for i, colour in chosen]
+        prompts = [plain_caption(f"{colour} {bare(row['label'])}", row["style"]) for row, colour in rows]
         in_colour, right = score_colours(draw(pipe, prompts, **how), chosen, drawings)
         figures |= {name: right, f"{name}, colour alone": in_colour}
     of_style: dict[str, list[int]] = {}
@@ -170,10 +173,6 @@ def _combined(pipe: Any, drawings: Pictures, count: int, **how: Any) -> dict[str
 
 def _name(drawings: Pictures, index: int) -> str:
     return str(drawings.rows[index]["label"]).lower()
-
-
-def _styled(name: str, row: dict[str, Any]) -> str:
-    return plain_caption(name, row["style"])
 
 
 def _losses(runs: Sequence[Path], smooth: int = 5) -> Image.Image:
@@ -202,11 +201,4 @@ def _grid(score: Score, drawings: Pictures, rows: int = 8, columns: int = 8) -> 
     count = min(rows * columns, len(score.asked))
     true = drawings.pixels[score.asked[:count]].astype(np.float32) / 255
     pairs = np.stack([score.pictures[:count], true], axis=1).reshape(-1, *true.shape[1:])
-    return _tiled(pairs, 2 * columns)
-
-
-def _tiled(pictures: np.ndarray, columns: int) -> Image.Image:
-    missing = -len(pictures) % columns
-    filled = np.concatenate([pictures, np.ones((missing, *pictures.shape[1:]), np.float32)])
-    rows = [np.concatenate(list(row), axis=1) for row in filled.reshape(-1, columns, *pictures.shape[1:])]
-    return Image.fromarray((255 * np.concatenate(rows, axis=0) + 0.5).astype(np.uint8))
+    return make_grid(to_pil(pairs), cols=2 * columns)

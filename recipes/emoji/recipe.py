@@ -75,8 +75,8 @@ class Recipe:
         pieces: plan of the larger decoder, on pieces.
         whole: plan of the larger autoencoder, on whole pictures.
         variations: number of pictures of each kind of :class:`~recipes.emoji.variations.Variation`.
-        decoded: likewise, of those that the larger autoencoder learns from.
-        repeats: how often the drawings are there beside the variations.
+        decoded: number of pictures of each kind of variation that the larger autoencoder learns from.
+        repeats: copies of each drawing among the training data of text encoder and UNet.
         shift: pixels by which the drawings are moved about, in latents of their own; 0 to leave them where they are.
         channels: of the UNet's levels; the first, where there are most pixels, has no attention.
         vae_channels: of the first autoencoder's levels; each but the last halves the picture.
@@ -447,6 +447,11 @@ def _latents(run: Run, recipe: Recipe, pixels: HostArray, vae: Params) -> HostAr
     run.say(f"encoding {len(pixels)} drawings in {len(moves)} places each")
     forms = [encode_pictures(vae, moved(pixels, move), cfg, run.mesh).astype(np.float16) for move in moves]
     latents = np.stack(forms, axis=1)
+    return _saved(path, latents)
+
+
+def _saved(path: Path, latents: HostArray) -> HostArray:
+    """Writes an array and returns it."""
     with written(path) as temporary, temporary.open("wb") as file:
         np.save(file, latents)
     return latents
@@ -492,7 +497,4 @@ def _versions(run: Run, recipe: Recipe, pixels: HostArray, captions: list[str], 
             for i in range(0, len(small), 32)
         ]  # fmt: skip
         versions.append(np.concatenate(parts))
-    stacked = np.stack(versions, axis=1).astype(np.float16)
-    with written(path) as temporary, temporary.open("wb") as file:
-        np.save(file, stacked)
-    return stacked
+    return _saved(path, np.stack(versions, axis=1).astype(np.float16))

@@ -13,7 +13,10 @@ import numpy as np
 from PIL import Image
 
 import canvax
+from canvax.images.convert import to_pil
+from canvax.images.grid import make_grid
 from canvax.types import HostArray
+from recipes.emoji.quality import draw
 
 SIXTY = (
     "a red apple", "a dog face", "a lemon", "a house", "a sunflower", "an umbrella", "a fire engine", "a clock",
@@ -35,10 +38,10 @@ def write_sheets(folder: Path, model: str | Path = "emoji") -> list[Path]:
     """Write ``emoji-sixty``, ``emoji-grid``, ``image-to-image``, ``larger`` and ``guidance``, each as WebP."""
     folder.mkdir(parents=True, exist_ok=True)
     pipe = canvax.load(model, progress=False)
-    sixty = drawn(pipe, SIXTY)
+    sixty = to_pil(draw(pipe, SIXTY, seed=1, options=QUIET))
     sheets = {
-        "emoji-sixty": tiled(list(sixty), 10, 128),
-        "emoji-grid": tiled(list(sixty[:32]), 8, 128),
+        "emoji-sixty": tiled(sixty, 10, 128),
+        "emoji-grid": tiled(sixty[:32], 8, 128),
         "image-to-image": image_to_image(pipe),
         "larger": larger(pipe),
         "guidance": guidance(pipe),
@@ -46,15 +49,6 @@ def write_sheets(folder: Path, model: str | Path = "emoji") -> list[Path]:
     for name, sheet in sheets.items():
         sheet.save(folder / f"{name}.webp", quality=90)
     return [folder / f"{name}.webp" for name in sheets]
-
-
-def drawn(pipe: canvax.StableDiffusion, prompts: Sequence[str]) -> HostArray:
-    """A picture of each prompt, the i-th with seed i + 1: [N, H, W, 3] uint8."""
-    found: list[HostArray] = []
-    for i in range(0, len(prompts), 10):
-        some = list(prompts[i : i + 10])
-        found += (np.asarray(image) for image in pipe(some, seed=range(i + 1, i + 1 + len(some)), options=QUIET).images)
-    return np.stack(found)
 
 
 def image_to_image(pipe: canvax.StableDiffusion) -> Image.Image:
@@ -111,17 +105,13 @@ def guidance(pipe: canvax.StableDiffusion) -> Image.Image:
     return tiled(images, 6, 128)
 
 
-def tiled(images: Sequence[Image.Image | HostArray], columns: int, side: int) -> Image.Image:
+def tiled(images: Sequence[Image.Image], columns: int, side: int) -> Image.Image:
     """Images in rows, each ``side`` pixels wide and high."""
-    small = [
-        (image if isinstance(image, Image.Image) else Image.fromarray(image)).convert("RGB").resize((side, side))
-        for image in images
-    ]
-    return stacked([small[i : i + columns] for i in range(0, len(small), columns)])
+    return make_grid([image.convert("RGB").resize((side, side)) for image in images], cols=columns)
 
 
 def stacked(rows: Sequence[Sequence[Image.Image]]) -> Image.Image:
-    """Rows of images of one height, from the left, on white."""
+    """Rows of images of one height and any widths, from the left, on white."""
     width = max(sum(image.width for image in row) for row in rows)
     sheet = Image.new("RGB", (width, sum(row[0].height for row in rows)), "white")
     top = 0
