@@ -22,8 +22,8 @@ from typing import Any
 
 from PIL import Image
 
-PROMPTS = ("a cactus, fluent style", "a hamburger, noto style", "a pizza, twemoji style", "a sunflower, fluent style",
-           "a unicorn, noto style", "a dog face, noto style", "a red apple, fluent style")  # fmt: skip
+PROMPTS = ("a cactus, fluent style", "a cat face, twemoji style", "a pizza, twemoji style", "a sunflower, fluent style",
+           "a rocket, fluent flat style", "a dog face, noto style", "a red apple, fluent style")  # fmt: skip
 PORT = 7868
 WIDE, NARROW = (1280, 800), (390, 800)
 FRAME = 0.12

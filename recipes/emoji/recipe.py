@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import shutil
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -192,9 +193,9 @@ SIZES: dict[str, Any] = {
     "kl": 5e-5,
     "forms": 16,
     "focus": (0.4, 1.2),
-    "variations": {"mirrored": 3_000, "coloured": 4_500, "pair": 3_000, "count": 1_500},
+    "variations": {"mirrored": 7_000, "coloured": 16_000, "pair": 12_000, "count": 6_000},
     "decoded": {"coloured": 600, "pair": 300, "count": 100},
-    "repeats": 2,
+    "repeats": 8,
 }
 """The model in the package."""
 
@@ -410,11 +411,9 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Pa
     design = recipe.design
     pipe = open_skeleton(_skeleton(run, recipe), run.mesh)
     (tokenizer,) = pipe.model.tokenizers.values()
-    more = list(variations(train, recipe.variations))
-    run.say(f"{recipe.repeats} x {len(train)} drawings and {len(more)} variations")
-    latents = _latents(run, recipe, np.concatenate([train.pixels, *(v.pixels[None] for v in more)]), vae)
+    latents, captions = _latents(run, recipe, train, vae)
     latents = np.concatenate([*[latents[: len(train)]] * recipe.repeats, latents[len(train) :]])
-    captions = [*(list(train.captions) * recipe.repeats), *(v.captions for v in more)]
+    captions = [*captions[: len(train)] * recipe.repeats, *captions[len(train) :]]
     texts = [of_one[: recipe.forms] for of_one in captions]
     data, shared = denoising_data({FIRST: tokenizer}, latents, texts, 77)
 
@@ -436,18 +435,38 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Pa
     return fit(begin, loss, data, len(texts), recipe.diffusion, run.session("diffusion", preview=preview), shared)
 
 
-def _latents(run: Run, recipe: Recipe, pixels: HostArray, vae: Params) -> HostArray:
-    """Latents of every drawing, moved about: [N, V, h, w, C] in float16, whose rounding is below their own noise."""
+def _latents(run: Run, recipe: Recipe, train: Pictures, vae: Params) -> tuple[HostArray, list[Sequence[str]]]:
+    """Latents of every drawing and variation, moved about: [N, V, h, w, C]; and their captions.
+
+    They are float16, whose rounding is below their own noise.
+    """
     path, cfg = run.folder / "latents.npy", recipe.design.vae
     moves, side = shifts(1, recipe.shift) if recipe.shift else [(0, 0)], recipe.size // cfg.factor
-    if path.is_file():
-        kept = np.load(path)
-        if kept.shape == (len(pixels), len(moves), side, side, cfg.latent_channels):
-            return kept
-    run.say(f"encoding {len(pixels)} drawings in {len(moves)} places each")
-    forms = [encode_pictures(vae, moved(pixels, move), cfg, run.mesh).astype(np.float16) for move in moves]
-    latents = np.stack(forms, axis=1)
-    return _saved(path, latents)
+    kept = np.load(path) if path.is_file() else None
+    run.say(f"{'reading' if path.is_file() else 'encoding'} the latents of drawings and variations")
+    captions: list[Sequence[str]] = []
+    parts = []
+    for pixels, texts in _groups(train, recipe.variations):
+        captions += texts
+        if kept is None:
+            forms = [encode_pictures(vae, moved(pixels, move), cfg, run.mesh).astype(np.float16) for move in moves]
+            parts.append(np.stack(forms, axis=1))
+    shape = (len(captions), len(moves), side, side, cfg.latent_channels)
+    if kept is None:
+        return _saved(path, np.concatenate(parts)), captions
+    if kept.shape != shape:
+        raise CheckpointError(f"{path}: latents {list(kept.shape)}, not {list(shape)}; delete it to encode anew")
+    return kept, captions
+
+
+def _groups(
+    train: Pictures, counts: Mapping[str, int], size: int = 2_000
+) -> Iterator[tuple[HostArray, list[Sequence[str]]]]:
+    """Pixels and captions of all drawings, then of ``size`` variations at a time, which would not all fit in memory."""
+    yield train.pixels, list(train.captions)
+    more = variations(train, counts)
+    while group := list(islice(more, size)):
+        yield np.stack([v.pixels for v in group]), [v.captions for v in group]
 
 
 def _saved(path: Path, latents: HostArray) -> HostArray:
