@@ -412,10 +412,10 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Pa
     pipe = open_skeleton(_skeleton(run, recipe), run.mesh)
     (tokenizer,) = pipe.model.tokenizers.values()
     latents, captions = _latents(run, recipe, train, vae)
-    latents = np.concatenate([*[latents[: len(train)]] * recipe.repeats, latents[len(train) :]])
-    captions = [*captions[: len(train)] * recipe.repeats, *captions[len(train) :]]
     texts = [of_one[: recipe.forms] for of_one in captions]
     data, shared = denoising_data({FIRST: tokenizer}, latents, texts, 77)
+    count = len(train)
+    data = jax.tree.map(lambda rows: np.concatenate([*[rows[:count]] * recipe.repeats, rows[count:]]), data)
 
     def preview(step: int, params: Params) -> None:
         options = Options(progress=False)
@@ -432,18 +432,19 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Pa
         begin = new_denoiser(design.text, design.unet, recipe.diffusion.seed)
     else:
         begin = {name: start[name] for name in (FIRST, "unet")}
-    return fit(begin, loss, data, len(texts), recipe.diffusion, run.session("diffusion", preview=preview), shared)
+    session = run.session("diffusion", preview=preview)
+    return fit(begin, loss, data, len(data["latents"]), recipe.diffusion, session, shared)
 
 
 def _latents(run: Run, recipe: Recipe, train: Pictures, vae: Params) -> tuple[HostArray, list[Sequence[str]]]:
-    """Latents of every drawing and variation, moved about: [N, V, h, w, C]; and their captions.
+    """Latents of the drawings, then of their variations, [N, V, h, w, C] float16, and the captions of each.
 
-    They are float16, whose rounding is below their own noise.
+    V is the number of places that each picture is moved to.
     """
     path, cfg = run.folder / "latents.npy", recipe.design.vae
     moves, side = shifts(1, recipe.shift) if recipe.shift else [(0, 0)], recipe.size // cfg.factor
     kept = np.load(path) if path.is_file() else None
-    run.say(f"{'reading' if path.is_file() else 'encoding'} the latents of drawings and variations")
+    run.say(f"{'encoding' if kept is None else 'reading'} the latents of drawings and variations")
     captions: list[Sequence[str]] = []
     parts = []
     for pixels, texts in _groups(train, recipe.variations):
@@ -462,7 +463,7 @@ def _latents(run: Run, recipe: Recipe, train: Pictures, vae: Params) -> tuple[Ho
 def _groups(
     train: Pictures, counts: Mapping[str, int], size: int = 2_000
 ) -> Iterator[tuple[HostArray, list[Sequence[str]]]]:
-    """Pixels and captions of all drawings, then of ``size`` variations at a time, which would not all fit in memory."""
+    """Pixels and captions of all drawings, then of ``size`` variations at a time: all of them may not fit in memory."""
     yield train.pixels, list(train.captions)
     more = variations(train, counts)
     while group := list(islice(more, size)):
@@ -481,11 +482,10 @@ def _enlarged(
 ) -> tuple[Params, bool]:
     """The autoencoder of large pictures, which also sees latents as the denoiser makes them."""
     configs = recipe.small.design.vae, recipe.design.vae
-    more = list(variations(train, recipe.decoded))
-    pictures = replace(train, pixels=np.concatenate([train.pixels, *(v.pixels[None] for v in more)]))
-    captions = [of_one[0] for of_one in [*train.captions, *(v.captions for v in more)]]
-    latents = _versions(run, recipe, pictures.pixels, captions, {**denoiser, "vae": small})
-    vae, data, how = enlarged(small, *configs), (pictures.pixels, latents), {"dtype": recipe.dtype}
+    parts, texts = zip(*_groups(train, recipe.decoded), strict=True)
+    pixels, captions = np.concatenate(parts), [of_one[0] for group in texts for of_one in group]
+    latents = _versions(run, recipe, pixels, captions, {**denoiser, "vae": small})
+    vae, data, how = enlarged(small, *configs), (pixels, latents), {"dtype": recipe.dtype}
     for name, plan, new in (("edges", recipe.edges, True), ("pieces", recipe.pieces, False)):
         vae, finished = train_pieces(
             vae, small, *data, configs, plan, run.session(name), crop=recipe.crop, new=new, **how
