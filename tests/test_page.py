@@ -790,7 +790,7 @@ def test_reference_images(site: Site) -> None:
     site.draw("a red apple")
     assert colours() == [red, green, blue]
     page.click("#input-mask")
-    page.focus("#mask-canvas")
+    page.locator("#mask-canvas:focus").wait_for()  # the editor opens when the image is decoded
     page.keyboard.press("Space")
     page.click("#mask-use")
     page.wait_for_selector("#strength-field", state="visible")
