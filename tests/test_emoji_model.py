@@ -53,6 +53,8 @@ from recipes.emoji.variations import (
     main_colour,
     pair_captions,
     plural,
+    posed,
+    posed_captions,
     recoloured,
     side_by_side,
     variations,
@@ -219,9 +221,18 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
         archive.writestr("concepts.json", '{"🍎": ["red apple", "fruit"]}')
     run = Run(RECIPES["smoke"], data, folder, make_mesh(jax.devices()[:1]))
     assert make_model(replace(run, deadline=0.0)) is None
+    for changed in ({"kl": 1.0}, {"variations": {}}):
+        with pytest.raises(InputError) as refusal:
+            make_model(replace(run, recipe=replace(run.recipe, **changed)))
+        assert (refusal.value.argument, next(iter(changed)) in refusal.value.problem) == ("output", True)
     model = make_model(run)
     assert model == folder / "model"
-    assert make_model(run) == model  # nothing is left to do
+    (model / "LICENCES.txt").unlink()  # a process that was killed between the last two files
+    assert make_model(run) == model
+    assert (model / "LICENCES.txt").is_file()
+    with pytest.raises(InputError) as refusal:
+        make_model(replace(run, start=model))
+    assert "start" in refusal.value.problem
     return folder
 
 
@@ -236,7 +247,7 @@ def test_the_recipe_makes_a_model(smoke: Path) -> None:
 def test_its_latents_are_uncorrelated(smoke: Path) -> None:
     from recipes.emoji.autoencoder import VARIANCE
 
-    latents = np.load(smoke / "latents.npy")[:46].astype(np.float32)  # those of the drawings, without variations
+    latents = np.load(smoke / "latents" / "000.npy").astype(np.float32)  # those of the drawings, without variations
     covariance = np.cov(latents.reshape(-1, latents.shape[-1]), rowvar=False)
     np.testing.assert_allclose(np.diag(covariance).mean(), VARIANCE, rtol=0.05)  # they are float16 on disk
     np.testing.assert_allclose(covariance, np.diag(np.diag(covariance)), atol=0.02 * covariance.max())
@@ -329,6 +340,40 @@ def test_variations_leave_out_what_is_held_out() -> None:
     assert all(
         np.array_equal(a.pixels, b.pixels) and a.captions == b.captions for a, b in zip(made, again, strict=True)
     )
+
+
+def test_posed_drawings_are_whole_and_where_they_should_be() -> None:
+    square = np.arange(192, dtype=np.uint8).reshape(8, 8, 3)
+    np.testing.assert_allclose(posed(square, 90, 1, np.zeros(2)), np.rot90(square, -1), atol=1)
+    mark = np.full((64, 64, 3), 255, np.uint8)
+    mark[10:50, 20:60] = (200, 0, 0)
+
+    def bounds(pixels: np.ndarray) -> list[int]:
+        rows, columns = np.nonzero((pixels < 250).any(-1))
+        return [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+
+    assert bounds(mark) == [20, 10, 60, 50]
+    assert bounds(posed(mark, 0, 0.5, np.array([0.25, 1]))) == [11, 44, 31, 64]
+    for degrees in (-25, 25):
+        left, top, right, bottom = bounds(posed(mark, degrees, 1, np.array([1, 0])))
+        assert (right, top) == (64, 0)
+        assert abs(right - left - 40 * 1.329) < 2  # cos 25 + sin 25 degrees
+        assert abs(bottom - top - 40 * 1.329) < 2
+
+
+def test_posed_drawings_have_no_held_out_colours() -> None:
+    """One in another colour has a caption that names none."""
+    pictures = read_pictures(DATA, 64)
+    seen: dict[str, set[str]] = {}
+    for variation in variations(pictures, {"posed": 500}):
+        main = main_colour(variation.pixels)
+        if main is not None:
+            seen.setdefault(variation.captions[1], set()).add(main.name)
+    assert seen["red apple"] == {"red"}
+    shown = seen["apple"]
+    assert len(shown) > 3
+    assert not {colour for colour in shown if held_out_colour("apple", colour)}
+    assert posed_captions("apple", "noto", True, False)[4:] == ["a tilted apple", "a tilted apple in the style of noto"]
 
 
 def test_pairs_and_counts_are_where_the_measure_looks() -> None:

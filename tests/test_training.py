@@ -43,9 +43,7 @@ from recipes.emoji.autoencoder import (
     _pixel_gram,
     decode_latents,
     in_pixel_metric,
-    moved,
     reconstruction_psnr,
-    shifts,
     train_autoencoder,
     train_decoder,
 )
@@ -508,12 +506,3 @@ def test_encoding_fills_up_batches() -> None:
     assert whole.shape == (3, 4, 4, 4)
     np.testing.assert_allclose(whole[:1], encode_pictures(params, pictures[:1], VAE, mesh), rtol=1e-4, atol=1e-5)
     assert decode_latents(params, whole, VAE, mesh).shape == pictures.shape
-
-
-def test_drawings_are_moved_about() -> None:
-    pictures = pixels(2, 8)
-    down = np.concatenate([pictures[:, :1], pictures[:, :-1]], axis=1)
-    np.testing.assert_array_equal(moved(pictures, (1, 0)), down)
-    np.testing.assert_array_equal(moved(pictures, (0, -1))[:, :, :-1], pictures[:, :, 1:])
-    assert shifts(1, 2)[0] == (0, 0)
-    assert len(set(shifts(1, 2))) == 9

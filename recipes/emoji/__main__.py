@@ -42,6 +42,9 @@ def run(arguments: Sequence[str], report: dict[str, Any]) -> None:
     tasks = parser.add_subparsers(dest="task", metavar="TASK", required=True)
     _data(tasks)
     _train(tasks)
+    measure.add_flags(
+        tasks.add_parser("quality", help="measure how well a model draws what it is told", description=measure.__doc__)
+    )
     sheets = tasks.add_parser("sheets", help="generate images for the docs with the model in the package")
     sheets.add_argument("-o", "--output", required=True, metavar="FOLDER", help="where to put them")
     sheets.add_argument("-m", "--model", default="emoji", help="another model (emoji)")
@@ -52,6 +55,9 @@ def run(arguments: Sequence[str], report: dict[str, Any]) -> None:
         return
     if chosen.task == "sheets":
         report |= {"output": [str(path) for path in write_sheets(Path(chosen.output), chosen.model)], "finished": True}
+        return
+    if chosen.task == "quality":
+        report |= {"figures": measure.measure(chosen), "finished": True}
         return
     path = prepare_drawings(chosen.output, packages=chosen.packages, progress=complain)
     report |= {"output": str(path), "finished": True}
@@ -135,7 +141,4 @@ def _make(arguments: argparse.Namespace) -> Path | None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["quality"]:
-        measure.main(sys.argv[2:])
-    else:
-        sys.exit(main(run=run))
+    sys.exit(main(run=run))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -219,18 +218,3 @@ def _decoder(cfg: VaeConfig, mesh: Mesh) -> Any:
         return jnp.clip(vae_decode(p, latents, cfg) / 2 + 0.5, 0.0, 1.0)
 
     return jitted(decode, mesh)
-
-
-def moved(pixels: HostArray, shift: tuple[int, int]) -> HostArray:
-    """Pictures [N, H, W, 3] moved down and to the right by ``shift`` pixels; the rim is repeated."""
-    for axis, by in zip((1, 2), shift, strict=True):
-        if by:
-            size = pixels.shape[axis]
-            pixels = np.take(pixels, np.clip(np.arange(size) - by, 0, size - 1), axis=axis)
-    return pixels
-
-
-def shifts(reach: int, step: int) -> Sequence[tuple[int, int]]:
-    """All moves of up to ``reach`` times ``step`` pixels along both axes, none first."""
-    moves = [(i * step, j * step) for i in range(-reach, reach + 1) for j in range(-reach, reach + 1)]
-    return sorted(moves, key=lambda move: (abs(move[0]) + abs(move[1]), move))

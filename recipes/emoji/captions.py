@@ -14,7 +14,7 @@ FORMS = 20
 WRAPPINGS = (
     "a picture of {one}", "a drawing of {one}", "a photo of {one}", "a painting of {one}", "an icon of {one}",
     "an illustration of {one}", "a slice of {name}", "a piece of {name}", "a bit of {name}", "a pair of {name}",
-    "a small {name}", "a big {name}", "a cute {name}", "a happy {name}", "a nice {name}", "an old {name}",
+    "a good {name}", "a big {name}", "a cute {name}", "a happy {name}", "a nice {name}", "an old {name}",
     "a simple {name}", "a beautiful {name}", "one {name}", "the {name}", "my {name}", "this is {one}",
     "please draw {one}", "{one} on a table", "{one} on a white background", "{one} in the morning",
     "{one}, high quality", "{one} for my friend",

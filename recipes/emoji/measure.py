@@ -1,8 +1,5 @@
 """Does the emoji model draw what it is told? Concepts, styles, colours, pairs, counts, seeds, and the measure itself.
 
-    python -m recipes.emoji data out/emoji.zip
-    python -m recipes.emoji quality --data out/emoji.zip --model emoji --output out/quality
-
 Training leaves out the held-out styles, colours and pairs: no image shows these concepts in that style, in that
 colour or together.
 """
@@ -66,8 +63,8 @@ BARS = {
 }  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare what :func:`measure` reads."""
     parser.add_argument("--data", required=True, type=Path, help="what the task data wrote")
     parser.add_argument("--model", default="emoji")
     parser.add_argument("--trained", type=int, default=300, help="trained pairs (300)")
@@ -80,8 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--runs", type=Path, nargs="*", default=[], help="folders of training, for a chart of losses")
     parser.add_argument("--output", type=Path, help="folder for grids and figures")
-    options = parser.parse_args(arguments)
 
+
+def measure(options: argparse.Namespace) -> dict[str, float]:
+    """Print the figures of a model, write them and the grids to ``options.output``, and return them."""
     pipe = canvax.load(options.model, progress=False)
     assert pipe.params is not None
     drawings = read_pictures(options.data, pipe.model.native_size[0])
@@ -132,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.runs:
             _losses(options.runs).save(options.output / "losses.png", optimize=True)
         (options.output / "figures.json").write_text(json.dumps({**figures, "seconds": seconds}, indent=2) + "\n")
+    return figures
 
 
 def _combined(pipe: Any, drawings: Pictures, count: int, **how: Any) -> dict[str, float]:
@@ -139,12 +139,16 @@ def _combined(pipe: Any, drawings: Pictures, count: int, **how: Any) -> dict[str
     rng, figures = np.random.default_rng(11), {}
     train = [i for i, row in enumerate(drawings.rows) if row.get("split") == "train"]
     order = [train[i] for i in rng.permutation(len(train))]
-    mains = {i: main_colour(drawings.pixels[i]) for i in order[: 20 * count]}
+    mains = {i: main_colour(drawings.pixels[i]) for i in order}
+    natural = {(bare(drawings.rows[i]["label"]), main.name) for i, main in mains.items() if main is not None}
     asked: dict[bool, list[tuple[int, str]]] = {False: [], True: []}
     for i, main in mains.items():
         colour = str(rng.choice(list(COLOURS)))
-        if main is not None and colour != main.name:
-            asked[held_out_colour(drawings.rows[i]["label"], colour)].append((i, colour))
+        label = drawings.rows[i]["label"]
+        if main is None or colour == main.name:
+            continue
+        if not (held_out := held_out_colour(label, colour)) or (bare(label), colour) not in natural:
+            asked[held_out].append((i, colour))
     for held_out, name in ((False, "seen colours"), (True, "held-out colours")):
         chosen = asked[held_out][:count]
         rows = [(drawings.rows[i], colour) for i, colour in chosen]
@@ -159,7 +163,8 @@ def _combined(pipe: Any, drawings: Pictures, count: int, **how: Any) -> dict[str
         for members in of_style.values()
         for a, b in zip(members[::2], members[1::2], strict=False)
         if held_out_pair(_name(drawings, a), _name(drawings, b))
-    ][:count]
+    ]
+    held = [held[i] for i in rng.permutation(len(held))[:count]]  # of all styles
     prompts = [pair_captions(_name(drawings, a), _name(drawings, b), drawings.rows[a]["style"])[0] for a, b in held]
     figures["halves of pairs"], figures["pairs"] = score_places(draw(pipe, prompts, **how), held, drawings)
     countable = [i for i in order if plural(_name(drawings, i))][:count]

@@ -1,15 +1,18 @@
 """The recipe of the model in the package: vocabulary, autoencoder, diffusion, larger autoencoder, finished folder.
 
-Each stage leaves its state in the run's folder, so the same call goes on where the last one stopped.
+Each stage leaves its state in the run's folder, so the same call goes on where the last one stopped. ``run.json`` in it
+says what must stay the same.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
+import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,7 +25,7 @@ from jax.sharding import Mesh
 from PIL import Image
 
 from canvax.errors import CheckpointError, InputError
-from canvax.files import written
+from canvax.files import read_json, written
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
 from canvax.models.text import FIRST, clip_encoders
 from canvax.models.vae import vae_spec
@@ -38,13 +41,12 @@ from canvax.train.loop import Plan, Session, check_same, facts_of, fit
 from canvax.train.pictures import Pictures, read_pictures
 from canvax.train.state import load_state, save_state
 from canvax.types import DType, HostArray
+from canvax.weights.save import write_json
 from recipes.emoji.assemble import Design, check_tokenizer, open_skeleton, save_model, write_skeleton
 from recipes.emoji.autoencoder import (
     KL,
     in_pixel_metric,
-    moved,
     reconstruction_psnr,
-    shifts,
     train_autoencoder,
     train_decoder,
 )
@@ -78,7 +80,6 @@ class Recipe:
         variations: number of pictures of each kind of :class:`~recipes.emoji.variations.Variation`.
         decoded: number of pictures of each kind of variation that the larger autoencoder learns from.
         repeats: copies of each drawing among the training data of text encoder and UNet.
-        shift: pixels by which the drawings are moved about, in latents of their own; 0 to leave them where they are.
         channels: of the UNet's levels; the first, where there are most pixels, has no attention.
         vae_channels: of the first autoencoder's levels; each but the last halves the picture.
         edge_channels: of the levels that enlarge, the largest picture first.
@@ -100,7 +101,6 @@ class Recipe:
     edges: Plan
     pieces: Plan
     whole: Plan
-    shift: int
     enlarge: int
     variations: Mapping[str, int] = field(default_factory=dict)
     decoded: Mapping[str, int] = field(default_factory=dict)
@@ -185,7 +185,6 @@ SIZES: dict[str, Any] = {
     "size": 256,
     "enlarge": 4,
     "crop": 32,
-    "shift": 0,
     "channels": (64, 192),
     "vae_channels": (24, 48, 80, 112),
     "edge_channels": (16, 24),
@@ -193,7 +192,7 @@ SIZES: dict[str, Any] = {
     "kl": 5e-5,
     "forms": 16,
     "focus": (0.4, 1.2),
-    "variations": {"mirrored": 7_000, "coloured": 16_000, "pair": 12_000, "count": 6_000},
+    "variations": {"mirrored": 5_000, "coloured": 20_000, "pair": 12_000, "count": 6_000, "posed": 14_000},
     "decoded": {"coloured": 600, "pair": 300, "count": 100},
     "repeats": 8,
 }
@@ -226,14 +225,13 @@ RECIPES = {
         autoencoder=Plan(steps=8, batch=8, chunk=4, warmup=2),
         decoder=Plan(steps=4, batch=8, chunk=4, warmup=2),
         diffusion=Plan(steps=8, batch=8, chunk=4, warmup=2),
-        shift=1,
         channels=(16, 16, 16),
         vae_channels=(8, 8, 8),
         edge_channels=(8,),
         edges=Plan(steps=4, batch=8, chunk=4, warmup=2),
         pieces=Plan(steps=4, batch=8, chunk=4, warmup=2),
         whole=Plan(steps=4, batch=8, chunk=4, warmup=2),
-        variations={"mirrored": 4, "coloured": 4, "pair": 4, "count": 4},
+        variations={"mirrored": 4, "coloured": 4, "pair": 4, "count": 4, "posed": 4},
         decoded={"coloured": 2, "pair": 2},
         width=16,
         vocabulary=700,
@@ -281,13 +279,14 @@ def make_model(run: Run, *, dtype: DType = "float16") -> Path | None:
         The model's folder, or None if the deadline came first.
 
     Raises:
-        InputError: the folder holds a run of another recipe, or ``run.start`` is a model of one.
+        InputError: the folder holds a run with other sizes, data or start, or ``run.start`` is a model of other sizes.
         CheckpointError: ``run.start`` cannot be read.
     """
-    target = run.folder / "model"
-    if target.exists():
+    target, drawings = run.folder / "model", read_pictures(run.data, run.recipe.size)
+    _check_same_run(run, drawings)
+    if (target / LICENCES).is_file():  # the last file that is written
+        run.say(f"{target} is finished")
         return target
-    drawings = read_pictures(run.data, run.recipe.size)
     train, held_out = drawings.split("train"), drawings.split("test")
     run.say(f"{len(drawings)} drawings of {run.recipe.size} pixels, {len(held_out)} of them held out")
     recipe = _with_vocabulary(run, train)
@@ -311,14 +310,30 @@ def make_model(run: Run, *, dtype: DType = "float16") -> Path | None:
         vae, finished = _enlarged(run, recipe, train, held_out, vae, denoiser)
         if not finished:
             return None
-    pipe = open_skeleton(run.folder / "skeleton", run.mesh)
-    save_model(pipe, target, {**denoiser, "vae": vae}, dtype)
-    if zipfile.is_zipfile(run.data):
-        with zipfile.ZipFile(run.data) as archive:
-            if CONCEPTS in archive.namelist():
-                archive.extract(CONCEPTS, target)
-    (target / LICENCES).write_text(f"Weights: Apache-2.0. Drawings that they were trained on:\n\n{licences()}")
+    if not target.exists():
+        pipe = open_skeleton(run.folder / "skeleton", run.mesh)
+        save_model(pipe, target, {**denoiser, "vae": vae}, dtype)
+    with written(target / LICENCES) as path:
+        path.write_text(f"Weights: Apache-2.0. Drawings that they were trained on:\n\n{licences()}")
     return target
+
+
+def _check_same_run(run: Run, drawings: Pictures) -> None:
+    """Write what must not change while the run goes on, or compare with it."""
+    sizes = {
+        name: value for name, value in asdict(run.recipe).items() if not isinstance(getattr(run.recipe, name), Plan)
+    }
+    start = None if run.start is None else str(run.start.resolve())
+    now = json.loads(json.dumps({"data": drawings.digest(), "start": start, **sizes}))
+    path = run.folder / "run.json"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, now)
+        return
+    before = read_json(path)
+    if changed := sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name)):
+        problem = f"holds a run with another {', '.join(changed)}"
+        raise InputError("output", str(run.folder), problem, "choose another folder")
 
 
 def _with_vocabulary(run: Run, train: Pictures) -> Recipe:
@@ -335,6 +350,10 @@ def _with_vocabulary(run: Run, train: Pictures) -> Recipe:
     recipe = replace(run.recipe, vocabulary=tokenizer.backend.get_vocab_size())
     check_tokenizer(tokenizer, recipe.design.text)
     write_skeleton(folder, recipe.design)
+    if zipfile.is_zipfile(run.data):
+        with zipfile.ZipFile(run.data) as archive:
+            if CONCEPTS in archive.namelist():
+                archive.extract(CONCEPTS, folder)
     if recipe.enlarge > 1:
         small = _skeleton(run, recipe.small)
         shutil.copytree(folder / "tokenizer", small / "tokenizer", dirs_exist_ok=True)
@@ -412,6 +431,8 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Pa
     pipe = open_skeleton(_skeleton(run, recipe), run.mesh)
     (tokenizer,) = pipe.model.tokenizers.values()
     latents, captions = _latents(run, recipe, train, vae)
+    if latents is None:
+        return {}, False
     texts = [of_one[: recipe.forms] for of_one in captions]
     data, shared = denoising_data({FIRST: tokenizer}, latents, texts, 77)
     count = len(train)
@@ -436,28 +457,26 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Pa
     return fit(begin, loss, data, len(data["latents"]), recipe.diffusion, session, shared)
 
 
-def _latents(run: Run, recipe: Recipe, train: Pictures, vae: Params) -> tuple[HostArray, list[Sequence[str]]]:
-    """Latents of the drawings, then of their variations, [N, V, h, w, C] float16, and the captions of each.
+def _latents(run: Run, recipe: Recipe, train: Pictures, vae: Params) -> tuple[HostArray | None, list[Sequence[str]]]:
+    """Latents of the drawings, then of their variations, [N, 1, h, w, C] float16, and the captions of each.
 
-    V is the number of places that each picture is moved to.
+    There are no latents if the deadline came first; those that were made are kept.
     """
-    path, cfg = run.folder / "latents.npy", recipe.design.vae
-    moves, side = shifts(1, recipe.shift) if recipe.shift else [(0, 0)], recipe.size // cfg.factor
-    kept = np.load(path) if path.is_file() else None
-    run.say(f"{'encoding' if kept is None else 'reading'} the latents of drawings and variations")
+    folder, cfg = run.folder / "latents", recipe.design.vae
+    folder.mkdir(parents=True, exist_ok=True)
+    run.say("encoding drawings and variations, but those whose latents are there")
     captions: list[Sequence[str]] = []
     parts = []
-    for pixels, texts in _groups(train, recipe.variations):
+    for number, (pixels, texts) in enumerate(_groups(train, recipe.variations)):
         captions += texts
-        if kept is None:
-            forms = [encode_pictures(vae, moved(pixels, move), cfg, run.mesh).astype(np.float16) for move in moves]
-            parts.append(np.stack(forms, axis=1))
-    shape = (len(captions), len(moves), side, side, cfg.latent_channels)
-    if kept is None:
-        return _saved(path, np.concatenate(parts)), captions
-    if kept.shape != shape:
-        raise CheckpointError(f"{path}: latents {list(kept.shape)}, not {list(shape)}; delete it to encode anew")
-    return kept, captions
+        path = folder / f"{number:03d}.npy"
+        if path.is_file():
+            parts.append(np.load(path))
+        elif run.deadline is not None and time.monotonic() > run.deadline:
+            return None, captions
+        else:
+            parts.append(_saved(path, encode_pictures(vae, pixels, cfg, run.mesh).astype(np.float16)[:, None]))
+    return np.concatenate(parts), captions
 
 
 def _groups(

@@ -1,7 +1,8 @@
-"""More pictures from the drawings, with captions that say what was changed: colours, pairs, counts, mirror images.
+"""More pictures from the drawings, with captions that say what was changed: colours, pairs, counts, poses, mirrors.
 
-A drawing alone teaches a model that a banana is yellow and stands alone. Here colours have names, and things have
-company. Some combinations are held out, so that it can be measured whether the model has learned to combine.
+A drawing alone teaches a model that a banana is yellow, stands upright in the middle and has no company. Here colours
+have names, things have company, and a caption that leaves style, colour and pose open has pictures in all of them. Some
+combinations are held out, so that it can be measured whether the model has learned to combine.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from PIL import Image
 
 from canvax.train.pictures import Pictures
 from canvax.types import HostArray
@@ -40,6 +42,12 @@ _REACH, _RAMP = 32.0, 14.0
 _LEAST_CHROMA = 0.05
 """OKLab chroma below which a pixel counts as grey."""
 
+TURN, SMALLEST = 25.0, 0.6
+"""Degrees to either side by which a posed drawing is turned, and its least size."""
+
+TILTED, SMALL = 10.0, 0.7
+"""Degrees from which on captions may say "tilted", and the size below which they may say "small"."""
+
 _TO_CONES = np.array([[0.4122214708, 0.5363325363, 0.0514459929], [0.2119034982, 0.6806995451, 0.1073969566],
                       [0.0883024619, 0.2817188376, 0.6299787005]])  # fmt: skip
 _TO_LAB = np.array([[0.2104542553, 0.7936177850, -0.0040720468], [1.9779984951, -2.4285922050, 0.4505937099],
@@ -53,7 +61,7 @@ class Variation:
     Attributes:
         pixels: [H, W, 3] uint8.
         captions: what it shows, in several forms.
-        kind: "mirrored", "coloured", "pair" or "count".
+        kind: "mirrored", "coloured", "pair", "count" or "posed".
     """
 
     pixels: HostArray
@@ -99,6 +107,14 @@ def variations(drawings: Pictures, counts: Mapping[str, int], seed: int = 0) -> 
         row, number = drawings.rows[countable[i]], int(rng.integers(2, 4))
         picture = side_by_side([drawings.pixels[countable[i]]] * number)
         yield Variation(picture, count_captions(number, row["label"].lower(), row["style"]), "count")
+    for i in _order(rng, len(drawings), counts.get("posed", 0)):
+        pixels, label, style = drawings.pixels[i], drawings.rows[i]["label"].lower(), drawings.rows[i]["style"]
+        colour, main = str(rng.choice(list(COLOURS))), main_colour(pixels) if rng.random() < 0.5 else None
+        if main is not None and colour != main.name and not held_out_colour(label, colour):
+            pixels, label = recoloured(pixels, main, colour), bare(label)
+        degrees, scale = float(rng.uniform(-TURN, TURN)), float(rng.uniform(SMALLEST, 1))
+        picture = posed(pixels, degrees, scale, rng.uniform(0.1, 0.9, 2))
+        yield Variation(picture, posed_captions(label, style, abs(degrees) > TILTED, scale < SMALL), "posed")
 
 
 def _order(rng: np.random.Generator, size: int, count: int) -> Iterator[int]:
@@ -178,6 +194,31 @@ def places(count: int, size: int) -> list[tuple[int, int]]:
     return [(half // 2, 0), (half // 2, half)] if count == 2 else [(0, 0), (0, half), (half, half // 2)]
 
 
+def posed(pixels: HostArray, degrees: float, scale: float, place: HostArray) -> HostArray:
+    """The drawing turned, made smaller and moved on white, with all of it in the picture.
+
+    Args:
+        pixels: [H, H, 3] uint8.
+        degrees: clockwise.
+        scale: of the largest size that fits and is not larger than the drawing.
+        place: left and top, as shares of the room that is left.
+    """
+    size = len(pixels)
+    cos, sin = np.cos(np.deg2rad(degrees)), np.sin(np.deg2rad(degrees))
+    turn = np.array([[cos, -sin], [sin, cos]])
+    shown = (np.argwhere((pixels < 250).any(-1))[:, ::-1] + 0.5) @ turn.T
+    half = 0.5 * (abs(cos) + abs(sin))  # of a turned pixel
+    low, high = shown.min(0) - half, shown.max(0) + half
+    scale *= min(1.0, size / (high - low).max())
+    corner = place * (size - scale * (high - low)) - scale * low
+    back = turn.T / scale
+    affine = np.concatenate([back, -(back @ corner)[:, None]], axis=1)
+    image = Image.fromarray(pixels).transform(
+        (size, size), Image.Transform.AFFINE, affine.ravel().tolist(), Image.Resampling.BICUBIC, fillcolor="white"
+    )
+    return np.asarray(image)
+
+
 def held_out_colour(label: str, colour: str) -> bool:
     """Whether training never sees this thing in this colour, if it is not its own: a seventh of all."""
     return zlib.crc32(f"{bare(label)}/{colour}".encode()) % 7 == 0
@@ -214,6 +255,14 @@ def count_captions(number: int, label: str, style: str) -> list[str]:
     return _with_styles(
         [f"{word} {things}", f"{number} {things}", f"{word} {things}", f"a picture of {word} {things}"], style
     )
+
+
+def posed_captions(label: str, style: str, tilted: bool, small: bool) -> list[str]:
+    """Captions of a thing in a pose; most leave its style open."""
+    thing = with_article(label)
+    poses = [text for text, true in ((f"a tilted {label}", tilted), (f"a small {label}", small)) if true]
+    in_style = [f"{text} in the style of {style}" for text in poses]
+    return [thing, label, f"a picture of {thing}", f"an emoji of {thing}", *poses, *in_style]
 
 
 def _with_styles(plain: Sequence[str], style: str) -> list[str]:
