@@ -71,7 +71,7 @@ def convergence(pipe: canvax.StableDiffusion) -> dict[str, list[tuple[float, flo
     for name in (*(f"{name} karras" for name in CONVERGENT), "dpmpp_2m"):
         spec, implied = find(name)
         settings = {"set_alpha_to_one": True} if "set_alpha_to_one" in spec.settings else {}
-        label = spec.label.replace("-Solver", "") if "sigmas" in implied else f"{spec.label}, trailing"
+        label = spec.label if "sigmas" in implied else f"{spec.label}, trailing"
         for steps in CONVERGENCE_STEPS:
             evaluations = len(build_table(pipe.model.scheduler, steps, sampler=name))
             latents = draw(pipe, name, steps, **settings).latents

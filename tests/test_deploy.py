@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from canvax.cli.arguments import parse
+from canvax.compile import cache
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -107,6 +108,20 @@ def test_pods_are_not_root() -> None:
     assert pod["securityContext"]["runAsNonRoot"]
     assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"]
     assert "USER 10001:10001" in (DEPLOY / "Dockerfile").read_text()
+
+
+def test_compiled_programs_outlive_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next container has the volume /cache and an empty home."""
+    for name in ("CANVAX_CACHE_DIR", "CANVAX_CACHE_SECRET"):
+        monkeypatch.delenv(name, raising=False)
+    for name, path in re.findall(r"(\w+)=(/cache\S*)", (DEPLOY / "Dockerfile").read_text()):
+        monkeypatch.setenv(name, f"{tmp_path}{path}")
+    program = tmp_path / "cache" / "canvax" / "program"
+    program.parent.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "first"))
+    assert cache.write(program, {"key": "key"}, b"executable")
+    monkeypatch.setenv("HOME", str(tmp_path / "second"))
+    assert cache.read(program, "key") == b"executable"
 
 
 @pytest.mark.weekly

@@ -47,17 +47,26 @@ _POSTS = {
     "/sdapi/v1/options": "Choose the model, as A1111's clients do.",
     "/sdapi/v1/png-info": "How an image was made, as A1111's clients read it.",
 }
+_BARE = {
+    "/sdapi/v1/interrupt": "Cancel the job that runs, as A1111's clients do.",
+    "/sdapi/v1/skip": "The same.",
+    "/sdapi/v1/refresh-loras": "Look for new adapters.",
+}
+"""Paths to which nothing is posted."""
 _GETS = {
     "/api/models": "Models and samplers.",
+    "/api/adapters": "Adapters of a model.",
     "/api/jobs/{name}": "A job.",
     "/api/jobs/{name}/events": "Its events, as they happen.",
     "/api/jobs/{name}/images/{index}": "One of its images.",
     "/v1/models": "Models, as OpenAI's clients read them.",
+    "/v1/models/{name}": "A model, as OpenAI's clients read it.",
     "/sdapi/v1/progress": "How far A1111's clients are.",
     "/sdapi/v1/options": "Settings, as A1111's clients read them.",
     "/sdapi/v1/samplers": "Samplers, as A1111's clients read them.",
     "/sdapi/v1/schedulers": "Sigma schedules, as A1111's clients read them.",
     "/sdapi/v1/sd-models": "Models, as A1111's clients read them.",
+    "/sdapi/v1/loras": "Adapters, as A1111's clients read them.",
     "/health": "Whether the server works: 503 when its engine is dead or makes no progress.",
     "/ready": "Whether it can generate.",
     "/metrics": "Prometheus metrics.",
@@ -100,6 +109,8 @@ def description(bodies: Mapping[str, type[Struct]], *, history: bool = False) ->
         posted = _operation(what, path, "200")
         posted["requestBody"] = {"required": True, "content": {"application/octet-stream": {}}}
         paths[path] = {"post": posted}
+    for path, what in _BARE.items():
+        paths[path] = {"post": _operation(what, path, "200")}
     for path, what in _GETS.items():
         paths.setdefault(path, {})["get"] = _operation(what, path, "200")
     paths["/api/jobs/{name}"]["delete"] = _operation("Cancel a job.", "/api/jobs/{name}", "200")
