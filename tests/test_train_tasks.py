@@ -344,9 +344,21 @@ def test_files_of_a_word_on_the_way(tmp_path: Path) -> None:
     rows = {part: {"rows": np.ones((1, 4), np.float32)} for part in ("text_encoder", "text_encoder_2")}
     inversion = Inversion("<a>", "toy")
     unused: Any = None
-    inversion.save(task.numbered(inversion.target(tmp_path), 500), unused, {}, rows, unused)
+    inversion.save(task.numbered(inversion.files(tmp_path)[0], 500), unused, {}, rows, unused)
     names = {"learned_embeds-000500.safetensors", "learned_embeds_2-000500.safetensors"}
     assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_a_longer_run_keeps_both_files_of_a_word(
+    model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps_without_training(monkeypatch)
+    for steps in (5, 7):
+        run = training(model, pictures, tmp_path, plan=replace(PLAN, steps=steps))
+        train_inversion(run, Inversion("<red-thing>", "picture"), one())
+        (tmp_path / "learned_embeds_2.safetensors").write_text(f"of a second encoder, {steps} steps")
+    assert (tmp_path / "learned_embeds-000005.safetensors").is_file()
+    assert (tmp_path / "learned_embeds_2-000005.safetensors").read_text() == "of a second encoder, 5 steps"
 
 
 def test_words_that_cannot_be(model: Path, pictures: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,9 +75,9 @@ class Controlling:
         """No component has a special learning rate."""
         return {}
 
-    def target(self, folder: Path) -> Path:
+    def files(self, folder: Path) -> Sequence[Path]:
         """Returns the folder of the ControlNet's config and weights."""
-        return folder / CONTROL
+        return [folder / CONTROL]
 
     def check(self, model: Model, training: Training) -> None:
         """Refuses previews, and ``widths`` that do not match the model."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,9 @@ class Whole:
         """The learning rate of the text encoders, if it is set."""
         return dict.fromkeys(("text_encoder", "text_encoder_2"), self.text_rate) if self.text_rate else {}
 
-    def target(self, folder: Path) -> Path:
+    def files(self, folder: Path) -> Sequence[Path]:
         """Returns the folder of the finished model."""
-        return folder / "model"
+        return [folder / "model"]
 
     def check(self, model: Model, training: Training) -> None:
         """Accepts every model."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,9 +90,9 @@ class Lora:
         has_rate = self.text and self.text_rate is not None
         return dict.fromkeys(("text_encoder", "text_encoder_2"), self.text_rate or 0.0) if has_rate else {}
 
-    def target(self, folder: Path) -> Path:
+    def files(self, folder: Path) -> Sequence[Path]:
         """Returns the path of the LoRA file."""
-        return folder / (FILE if self.names == "peft" else f"{folder.resolve().name}.safetensors")
+        return [folder / (FILE if self.names == "peft" else f"{folder.resolve().name}.safetensors")]
 
     def check(self, model: Model, training: Training) -> None:
         """Accepts every model; reads the factors to begin with."""

@@ -252,10 +252,3 @@ def _peft_settings(factors: Params, chosen: Targets, rank: int, alpha: float) ->
         names = {name if component == "unet" else name.rpartition(".")[2] for name in chosen[component]}
         settings[f"{component}.target_modules"] = sorted(names)
     return settings
-
-
-def count(factors: Params) -> int:
-    """Counts the trained numbers."""
-    _check_factors(factors, factors)
-    pairs = (pair for of in factors.values() for pair in of.values())
-    return sum(math.prod(np.shape(leaf)) for pair in pairs for leaf in pair.values())

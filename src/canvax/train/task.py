@@ -176,8 +176,8 @@ class Aim(Protocol):
     @property
     def rates(self) -> dict[str, float]: ...
 
-    def target(self, folder: Path) -> Path:
-        """Returns the path of the result."""
+    def files(self, folder: Path) -> Sequence[Path]:
+        """Returns the paths of the result; the first one is written last."""
         ...
 
     def check(self, model: Model, training: Training) -> None:
@@ -231,7 +231,7 @@ def train(
         InputError: an argument is invalid, the model or an image cannot be used, or the folder contains another run.
         CheckpointError: the model cannot be read.
     """
-    target = aim.target(training.folder)
+    target, *others = aim.files(training.folder)
     check_folder(training, aim)
     check_pictures(training, subject)
     inputs: list[tuple[int, Pictures, Pictures | None, bool]] = []
@@ -258,7 +258,8 @@ def train(
     start = aim.begin(model, params, training, dtype)  # first, since it may add tokens that captions contain
     make_folder(training.folder)  # fails before an hour's work, not after
     if target.exists() and leads(mesh):  # the result of the run that is made longer
-        target.rename(numbered(target, read_facts(state)["total"]))
+        for path in (*(path for path in others if path.exists()), target):
+            path.rename(numbered(path, read_facts(state)["total"]))
     data, shared = _data(pictures, training, model, params, mesh, masked=masked)
     if prior is not None:
         shared["prior"], _ = _data(prior, training, model, params, mesh, masked=masked)
@@ -316,7 +317,7 @@ def numbered(target: Path, step: int) -> Path:
 
 def check_folder(training: Training, aim: Aim) -> None:
     """Raises InputError if the folder is a file, or contains a finished run that ``training`` does not make longer."""
-    folder, target = training.folder, aim.target(training.folder)
+    folder, target = training.folder, aim.files(training.folder)[0]
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{str(folder)!r} is a file; choose a folder for the run.")
     state = folder / aim.part / STATE

@@ -78,9 +78,9 @@ class Inversion:
         """No component has a special learning rate."""
         return {}
 
-    def target(self, folder: Path) -> Path:
-        """Returns the file of the first text encoder's vectors; SDXL's second has another file in the same folder."""
-        return folder / FILES["text_encoder"]
+    def files(self, folder: Path) -> Sequence[Path]:
+        """Returns the file of the first text encoder's vectors, and that of SDXL's second."""
+        return [folder / name for name in FILES.values()]
 
     def check(self, model: Model, training: Training) -> None:
         """Refuses a word without initial values, and a word that is already a token of the model."""
