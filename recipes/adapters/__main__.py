@@ -5,16 +5,19 @@ python -m recipes.adapters data out/emoji.zip -o out/adapters
 python -m recipes.adapters commands -o out/adapters
 python -m recipes.adapters sheets -o out/adapters --images docs/images
 python -m recipes.adapters measure out/emoji.zip -o out/adapters
-python -m recipes.adapters hints out/emoji.zip --model SMALL --network NETWORK -o out/adapters
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from canvax.cli import main
+from canvax.cli.arguments import Parser
 from canvax.train.pictures import read_pictures
-from recipes.adapters.hints import with_larger_hints
 from recipes.adapters.sets import SIZE, write_edges, write_night, write_one
 from recipes.adapters.sheets import covered, draw_sheets
 
@@ -32,12 +35,12 @@ canvax train textual-inversion {0}/one -o {0}/trained/rainbow-flag --token "<rai
 canvax train controlnet {0}/edges -o {0}/trained/edges --hint-channels 8,8,8,16,24,32 --steps 7000 -b 8 --lr 2e-3 \\
     --warmup 50 --final-lr 0.02 --min-snr 5 --empty-captions 0.5 --ema 0.998 --save-dtype float16
 """.strip()
-"""How the files in ``files`` and the sheets were made."""
+"""How the files in ``files`` and the sheets are made."""
 
 
-def main() -> None:
+def run(arguments: Sequence[str], report: dict[str, Any]) -> None:
     """Parse the arguments and do the task."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m recipes.adapters", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     tasks = parser.add_subparsers(dest="task", required=True)
@@ -49,31 +52,25 @@ def main() -> None:
     sheets.add_argument("--images", required=True, metavar="FOLDER")
     measure = tasks.add_parser("measure", help="how well images follow edges of drawings that no training saw")
     measure.add_argument("drawings", metavar="FILE.zip", help="as for data")
-    hints = tasks.add_parser("hints", help="make a ControlNet of small images read images four times as large")
-    hints.add_argument("drawings", metavar="FILE.zip", help="as for data")
-    hints.add_argument("--model", required=True, metavar="FOLDER", help="the model of small images")
-    hints.add_argument("--network", required=True, metavar="FOLDER", help="its ControlNet")
-    for one in (data, commands, sheets, measure, hints):
-        one.add_argument("-o", "--output", required=True, metavar="FOLDER")
-    chosen = parser.parse_args()
+    for task in (data, commands, sheets, measure):
+        task.add_argument("-o", "--output", required=True, metavar="FOLDER")
+    chosen = parser.parse_args(arguments)
+    report["task"] = chosen.task
     folder = Path(chosen.output)
     if chosen.task == "commands":
         print(COMMANDS.format(folder))
     elif chosen.task == "data":
         drawings = read_pictures(chosen.drawings, SIZE).split("train")
+        write_one(folder / "one", None if chosen.packages is None else Path(chosen.packages))  # first: it needs npm
         write_night(drawings.select(range(0, len(drawings), 3)), folder / "night", CAPTIONS)
         write_edges(drawings, folder / "edges", ALL_CAPTIONS)
-        write_one(folder / "one", None if chosen.packages is None else Path(chosen.packages))
     elif chosen.task == "measure":
         held_out = read_pictures(chosen.drawings, SIZE).split("test")
         for name, share in covered(folder / "trained" / "edges" / "controlnet", held_out).items():
             print(f"{share:.3f}  {name}")
-    elif chosen.task == "hints":
-        drawings = read_pictures(chosen.drawings, SIZE).split("train")
-        print(with_larger_hints(chosen.model, Path(chosen.network), drawings.pixels[::4], folder))
     else:
         draw_sheets(folder, Path(chosen.images))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(run=run))

@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 from canvax.errors import InputError
+from canvax.files import temporary_folder
 from canvax.images.maps import control_map
 from canvax.train.pictures import METADATA, Pictures
 from canvax.types import HostArray
@@ -99,6 +100,8 @@ def edges(pixels: HostArray) -> HostArray:
 
 def write_one(folder: Path, packages: Path | None) -> Path:
     """``ONE``, which the model was not trained on (flags were left out), in each style; it needs no captions."""
+    if folder.exists():
+        raise InputError(f"{folder} exists already; choose another folder, or delete it")
     pictures = render_one(ONE, packages)
     folder.mkdir(parents=True)
     for style, picture in pictures.items():
@@ -109,11 +112,13 @@ def write_one(folder: Path, packages: Path | None) -> Path:
 def _write(folder: Path, rows: Callable[[], Iterator[tuple[dict[str, Any], dict[str, HostArray]]]]) -> Path:
     if folder.exists():
         raise InputError(f"{folder} exists already; choose another folder, or delete it")
-    folder.mkdir(parents=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     lines = []
-    for row, files in rows():
-        for name, pixels in files.items():
-            Image.fromarray(pixels).save(folder / name)
-        lines.append(json.dumps(row) + "\n")
-    (folder / METADATA).write_text("".join(lines), encoding="utf-8")
+    with temporary_folder(folder.parent) as build:
+        for row, files in rows():
+            for name, pixels in files.items():
+                Image.fromarray(pixels).save(build / name)
+            lines.append(json.dumps(row) + "\n")
+        (build / METADATA).write_text("".join(lines), encoding="utf-8")
+        build.rename(folder)
     return folder
