@@ -9,7 +9,7 @@ STYLES = ("noto", "twemoji", "fluent", "fluent flat")
 """The drawing styles, as captions and prompts name them."""
 
 FORMS = 20
-"""Captions of each drawing. Training draws one of the first ``Recipe.forms`` at random; the vocabulary is learnt from all."""
+"""Captions of each drawing. Training draws one of the first ``Recipe.forms``; the vocabulary is learnt from all."""
 
 WRAPPINGS = (
     "a picture of {one}", "a drawing of {one}", "a photo of {one}", "a painting of {one}", "an icon of {one}",
