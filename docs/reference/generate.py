@@ -124,7 +124,8 @@ def http_api() -> str:
     schemas = document["components"]["schemas"]
     parts = [
         "# HTTP API",
-        "The same as `/openapi.json` of a running server, which leaves out aliases and routes without an effect. [A server and a page](../serving.md) explains how to use it. "
+        "The same as `/openapi.json` of a running server, which leaves out aliases and routes without an effect. "
+        "[A server and a page](../serving.md) explains how to use it. "
         "`/api/images` is there with `canvax ui` alone.",
     ]
     rows = [
