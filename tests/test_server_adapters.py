@@ -97,7 +97,8 @@ def test_each_request_has_its_own(
     ]
     assert found[1][1]["adapters"]["ink"]["file"] == "ink.safetensors"  # not where the operator keeps it
     different = [pixels for pixels, _ in found[:5]]
-    assert all(np.abs(a - b).max() > 20 for i, a in enumerate(different) for b in different[:i])
+    apart = [int(np.abs(a - b).max()) for i, a in enumerate(different) for b in different[:i]]
+    assert min(apart) > 10  # levels; the same image comes within one
     emoji.adapters.load("ink", folder / "ink.safetensors", 0.8)
     merged = np.asarray(emoji("a red apple", seed=3, num_inference_steps=3)[0], np.int16)
     emoji.adapters.remove()
