@@ -30,7 +30,7 @@ class Mix:
     """What people ask for: values, each with how often it is asked for.
 
     Attributes:
-        sizes: of the images, WIDTHxHEIGHT in pixels, such as "256x256".
+        sizes: image sizes as WIDTHxHEIGHT in pixels, such as "256x256".
         steps: of the sampler.
         samplers: names that canvax and diffusers both have (not DPM++ 2M Karras: diffusers 0.42 fails at 30 steps of it
             where the terminal SNR is zero).

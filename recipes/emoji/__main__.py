@@ -43,7 +43,7 @@ def run(arguments: Sequence[str], report: dict[str, Any]) -> None:
     _data(tasks)
     _train(tasks)
     measure.add_flags(
-        tasks.add_parser("quality", help="measure how well a model draws what it is told", description=measure.__doc__)
+        tasks.add_parser("quality", help="measure how well images match their prompts", description=measure.__doc__)
     )
     sheets = tasks.add_parser("sheets", help="generate images for the docs with the model in the package")
     sheets.add_argument("-o", "--output", required=True, metavar="FOLDER", help="where to put them")

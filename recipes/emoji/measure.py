@@ -1,4 +1,4 @@
-"""Does the emoji model draw what it is told? Concepts, styles, colours, pairs, counts, seeds, and the measure itself.
+"""How well images of the emoji model match their prompts: concepts, styles, colours, pairs, counts, seeds.
 
 Training leaves out the held-out styles, colours and pairs: no image shows these concepts in that style, in that
 colour or together.

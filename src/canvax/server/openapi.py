@@ -49,7 +49,7 @@ _POSTS = {
 }
 _BARE = {
     "/sdapi/v1/interrupt": "Cancel the job that runs, as A1111's clients do.",
-    "/sdapi/v1/skip": "The same.",
+    "/sdapi/v1/skip": "Cancel the job that runs, as `interrupt` does.",
     "/sdapi/v1/refresh-loras": "Look for new adapters.",
 }
 """Paths to which nothing is posted."""
