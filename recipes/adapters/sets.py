@@ -100,8 +100,7 @@ def edges(pixels: HostArray) -> HostArray:
 
 def write_one(folder: Path, packages: Path | None) -> Path:
     """``ONE``, which the model was not trained on (flags were left out), in each style; it needs no captions."""
-    if folder.exists():
-        raise InputError(f"{folder} exists already; choose another folder, or delete it")
+    _check_new(folder)
     pictures = render_one(ONE, packages)
     folder.mkdir(parents=True)
     for style, picture in pictures.items():
@@ -110,8 +109,7 @@ def write_one(folder: Path, packages: Path | None) -> Path:
 
 
 def _write(folder: Path, rows: Callable[[], Iterator[tuple[dict[str, Any], dict[str, HostArray]]]]) -> Path:
-    if folder.exists():
-        raise InputError(f"{folder} exists already; choose another folder, or delete it")
+    _check_new(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     lines = []
     with temporary_folder(folder.parent) as build:
@@ -122,3 +120,8 @@ def _write(folder: Path, rows: Callable[[], Iterator[tuple[dict[str, Any], dict[
         (build / METADATA).write_text("".join(lines), encoding="utf-8")
         build.rename(folder)
     return folder
+
+
+def _check_new(folder: Path) -> None:
+    if folder.exists():
+        raise InputError(f"{folder} exists already; choose another folder, or delete it")
