@@ -79,7 +79,7 @@ def test_each_request_has_its_own(
 ) -> None:
     """Six clients at once with three adapters in two places: all images as alone, and nothing compiled."""
     client, _ = server
-    asked = ["", "<lora:ink:0.8>", "<lora:clay:1>", "<lora:wool-v1:0.5>", "<lora:ink:0.5><lora:clay:0.5>", ""]
+    asked = ["", "<lora:ink:0.8>", "<lora:clay:1>", "<lora:wool-v1:0.5>", "<lora:ink:0.5><lora:clay:1>", ""]
     with counting() as counts, ThreadPoolExecutor(6) as pool:
         found = list(pool.map(lambda tags: drawn(client, prompt=f"a red apple {tags}"), asked))
         alone = [drawn(client, prompt=f"a red apple {tags}") for tags in asked]
@@ -92,13 +92,12 @@ def test_each_request_has_its_own(
         {"ink": 0.8},
         {"clay": 1.0},
         {"wool": 0.5},
-        {"ink": 0.5, "clay": 0.5},
+        {"ink": 0.5, "clay": 1.0},
         {},
     ]
     assert found[1][1]["adapters"]["ink"]["file"] == "ink.safetensors"  # not where the operator keeps it
     different = [pixels for pixels, _ in found[:5]]
-    apart = [int(np.abs(a - b).max()) for i, a in enumerate(different) for b in different[:i]]
-    assert min(apart) > 10  # levels; the same image comes within one
+    assert all(np.abs(a - b).max() > 20 for i, a in enumerate(different) for b in different[:i])
     emoji.adapters.load("ink", folder / "ink.safetensors", 0.8)
     merged = np.asarray(emoji("a red apple", seed=3, num_inference_steps=3)[0], np.int16)
     emoji.adapters.remove()
