@@ -11,6 +11,9 @@ STYLES = ("noto", "twemoji", "fluent", "fluent flat")
 FORMS = 20
 """Captions of each drawing. Training draws one of the first ``Recipe.forms``; the vocabulary is learnt from all."""
 
+PLAIN = slice(10, 12)
+"""Which of them are the label alone."""
+
 WRAPPINGS = (
     "a picture of {one}", "a drawing of {one}", "a photo of {one}", "a painting of {one}", "an icon of {one}",
     "an illustration of {one}", "a slice of {name}", "a piece of {name}", "a bit of {name}", "a pair of {name}",

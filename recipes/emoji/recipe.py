@@ -50,7 +50,7 @@ from recipes.emoji.autoencoder import (
     train_autoencoder,
     train_decoder,
 )
-from recipes.emoji.captions import FORMS
+from recipes.emoji.captions import FORMS, PLAIN
 from recipes.emoji.drawings import LICENCES, licences
 from recipes.emoji.enlarge import enlarged, reduced, train_pieces, train_whole
 from recipes.emoji.variations import variations
@@ -87,6 +87,8 @@ class Recipe:
         kl: weight of the autoencoder's divergence.
         forms: how many of the captions of each drawing are learnt from. The last two, a tag and a style, suit many
             drawings, and the two before leave the style open.
+        plain: how many more times a drawing has each of its two captions that are its label alone. Most prompts are like
+            them, and they are the hardest captions: drawings of all styles have them.
         width: of the text encoder.
         vocabulary: entries of the tokenizer.
         focus: where the training times lie, see :func:`denoising_loss`.
@@ -111,6 +113,7 @@ class Recipe:
     latent_channels: int = 4
     kl: float = KL
     forms: int = FORMS
+    plain: int = 0
     width: int = 160
     vocabulary: int = 2500
     focus: tuple[float, float] | None = None
@@ -433,9 +436,10 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Pa
     latents, captions = _latents(run, recipe, train, vae)
     if latents is None:
         return {}, False
-    texts = [of_one[: recipe.forms] for of_one in captions]
-    data, shared = denoising_data({FIRST: tokenizer}, latents, texts, 77)
     count = len(train)
+    texts = [[*of_one[: recipe.forms], *of_one[PLAIN] * recipe.plain] for of_one in captions[:count]]
+    texts += [list(of_one[: recipe.forms]) for of_one in captions[count:]]
+    data, shared = denoising_data({FIRST: tokenizer}, latents, texts, 77)
     data = jax.tree.map(lambda rows: np.concatenate([*[rows[:count]] * recipe.repeats, rows[count:]]), data)
 
     def preview(step: int, params: Params) -> None:
