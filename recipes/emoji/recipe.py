@@ -87,8 +87,8 @@ class Recipe:
         kl: weight of the autoencoder's divergence.
         forms: how many of the captions of each drawing are learnt from. The last two, a tag and a style, suit many
             drawings, and the two before leave the style open.
-        plain: how many more times a drawing has each of its two captions that are its label alone. Most prompts are like
-            them, and they are the hardest captions: drawings of all styles have them.
+        plain: how many more times a drawing has each of its two captions that are its label alone. Most prompts are
+            like them, and they are the hardest captions: drawings of all styles have them.
         width: of the text encoder.
         vocabulary: entries of the tokenizer.
         focus: where the training times lie, see :func:`denoising_loss`.
@@ -437,7 +437,7 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Pa
     if latents is None:
         return {}, False
     count = len(train)
-    texts = [[*of_one[: recipe.forms], *of_one[PLAIN] * recipe.plain] for of_one in captions[:count]]
+    texts = [[*of_one[: recipe.forms], *list(of_one[PLAIN]) * recipe.plain] for of_one in captions[:count]]
     texts += [list(of_one[: recipe.forms]) for of_one in captions[count:]]
     data, shared = denoising_data({FIRST: tokenizer}, latents, texts, 77)
     data = jax.tree.map(lambda rows: np.concatenate([*[rows[:count]] * recipe.repeats, rows[count:]]), data)

@@ -27,6 +27,7 @@ from canvax.weights.entries import Entry
 from canvax.weights.files import ModelFiles, NetworkFiles
 from canvax.weights.formats import whole_name
 from canvax.weights.load import Component
+from canvax.weights.rules import Rule
 from canvax.weights.safetensors import Outgoing
 from canvax.weights.save import narrowed, save_checkpoint
 
@@ -103,6 +104,11 @@ def _as_stored(networks: Networks, component: str, arrays: Arrays) -> Arrays:
     return arrays
 
 
+def _no_stacks(networks: Networks) -> Sequence[Rule]:
+    del networks
+    return ()
+
+
 def _no_numbers(model: Model, height: int, width: int, options: Mapping[str, Any]) -> tuple[Numbers, Numbers]:
     del model, height, width, options
     return {}, {}
@@ -128,6 +134,7 @@ class Family:
         copied: components whose files are needed to save them, since what is read of an array is a part of it.
         outgoing: the arrays of a component under the names of its spec as diffusers stores them, from these and what
             else is in its files: layers of a language model that are not read, all arrays of those in ``copied``.
+        stacks: the layers of a transformer that diffusers stores as one.
         unused_options: options that mean nothing to a model, and why.
         numbers: conditions of the prompt and of the negative prompt beside the texts, for an image of a height and a
             width and the options that were given.
@@ -149,6 +156,7 @@ class Family:
     entries: Callable[[Networks, str, Sequence[Entry]], Sequence[Entry]] = _as_stored
     copied: tuple[str, ...] = ()
     outgoing: Callable[[Networks, str, Sequence[Outgoing]], Sequence[Outgoing]] = _as_stored
+    stacks: Callable[[Networks], Sequence[Rule]] = _no_stacks
     unused_options: Callable[[Model], Mapping[str, str]] = _nothing
     numbers: Callable[[Model, int, int, Mapping[str, Any]], tuple[Numbers, Numbers]] = _no_numbers
     zero_empty_negative: Callable[[ModelFiles], bool] = _no
@@ -224,7 +232,7 @@ class Model:
         if not isinstance(self.networks.denoiser, UNetDenoiser):
             raise CheckpointError(
                 f"{self.name} is a {self.family.name} model, which has no UNet; ControlNets, IP-Adapters and training "
-                "are for Stable Diffusion 1.x, 2.x and XL"
+                "other than of a LoRA are for Stable Diffusion 1.x, 2.x and XL"
             )
         return self.networks.denoiser.cfg
 

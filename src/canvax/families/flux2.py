@@ -24,7 +24,7 @@ from canvax.tokenizers.chat import ChatTokenizer
 from canvax.weights.entries import Entry
 from canvax.weights.files import ModelFiles
 from canvax.weights.formats import flux2_rules, flux2_stacks, vae_rules
-from canvax.weights.rules import Names
+from canvax.weights.rules import Names, Rule
 from canvax.weights.safetensors import Outgoing
 
 CLASSES = {
@@ -89,11 +89,15 @@ def _entries(networks: Networks, component: str, entries: Sequence[Entry]) -> Se
 
 def _outgoing(networks: Networks, component: str, arrays: Sequence[Outgoing]) -> Sequence[Outgoing]:
     if component == "transformer":
-        return Names(flux2_stacks(*_widths(networks))).to_theirs(arrays)
+        return Names(_stacks(networks)).to_theirs(arrays)
     if component == "vae":  # a count of training batches, which diffusers looks for
         zero = np.zeros((), np.int64)
         return [*arrays, *(Outgoing(name, zero.shape, zero.dtype, lambda: zero) for name in UNUSED)]
     return arrays
+
+
+def _stacks(networks: Networks) -> Sequence[Rule]:
+    return flux2_stacks(*_widths(networks))
 
 
 def _widths(networks: Networks) -> tuple[int, int]:
@@ -113,5 +117,6 @@ FLUX2 = Family(
     mu=empirical_mu,
     entries=_entries,
     outgoing=_outgoing,
+    stacks=_stacks,
     unused_options=unused_options,
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import jax
@@ -23,6 +25,19 @@ LARGE_ROWS = 1024 * 1024
 
 
 Result = TypeVar("Result")
+
+_RECOMPUTED: ContextVar[bool] = ContextVar("recomputed", default=False)
+
+
+@contextmanager
+def recomputed(recompute: bool) -> Iterator[None]:
+    """Within it, gradients of ``outlined`` blocks recompute what a block computed, and keep its inputs alone (Chen et
+    al. 2016)."""
+    token = _RECOMPUTED.set(recompute)
+    try:
+        yield
+    finally:
+        _RECOMPUTED.reset(token)
 
 
 def outlined(function: Callable[..., Result]) -> Callable[..., Result]:
@@ -46,10 +61,14 @@ def outlined(function: Callable[..., Result]) -> Callable[..., Result]:
 
     @wraps(function)
     def block(*arrays: Any, **static: Any) -> Result:
-        if target_platform() != "cpu":
-            return function(*arrays, **static)
-        with set_xla_metadata(inlineable="false"):
-            return call((target_mesh(), replaced()), tuple(static.items()), *arrays)
+        if target_platform() == "cpu":
+            compute = partial(call, (target_mesh(), replaced()), tuple(static.items()))
+        else:
+            compute = partial(function, **static)
+        if _RECOMPUTED.get():
+            compute = jax.checkpoint(compute)
+        with set_xla_metadata(inlineable="false") if target_platform() == "cpu" else nullcontext():
+            return compute(*arrays)
 
     return block
 

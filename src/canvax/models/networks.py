@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from canvax.models.beside import Places
 from canvax.models.controlled import Control, Controlled
 from canvax.models.decode import Autoencoder, autoencoder_of
-from canvax.models.denoiser import Denoiser, Perturbed, Reusing
+from canvax.models.denoiser import Denoiser, Perturbed, Reusing, UNetDenoiser
 from canvax.models.text import IMAGE_ENCODER, TextEncoders
 from canvax.params import Spec
 from canvax.quantize import quantized_specs
@@ -157,4 +157,5 @@ class Networks:
     @property
     def size_numbers(self) -> int:
         """How many numbers about an image the denoiser is conditioned on, SDXL's ``time_ids``; 0 for none."""
-        return self.denoiser.cfg.time_ids(self.text.pooled_width)
+        unet = isinstance(self.denoiser, UNetDenoiser)
+        return self.denoiser.cfg.time_ids(self.text.pooled_width) if unet else 0

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
+
 from canvax.errors import NO_VALUE, CheckpointError, InputError
 from canvax.files import MAX_JSON, read_bytes
+from canvax.types import HostArray
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -64,3 +67,15 @@ class ChatTokenizer:
             return self.backend.encode(self.template.format(text), add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError):
             raise InputError("prompt", NO_VALUE, f"is not valid Unicode: {text!r}", "pass valid Unicode") from None
+
+    def __call__(self, texts: Sequence[str], *, length: int) -> HostArray:
+        """Returns the ids of prompts, padded to ``length``: int32 [B, T].
+
+        Raises:
+            InputError: a prompt has more tokens.
+        """
+        rows = [self.ids(text) for text in texts]
+        for text, row in zip(texts, rows, strict=True):
+            if len(row) > length:
+                raise InputError("prompt", text[:60], f"has {len(row)} tokens, more than {length}", "shorten it")
+        return np.array([row + [self.pad] * (length - len(row)) for row in rows], np.int32)

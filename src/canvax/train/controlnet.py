@@ -57,6 +57,7 @@ class Controlling:
 
     name = "ControlNet"
     part = "control"
+    for_transformers = False
 
     def __post_init__(self) -> None:
         parse_dtype(self.save_dtype, "save_dtype")
@@ -122,7 +123,7 @@ class Controlling:
         hint["conv_out"] = jax.tree.map(np.zeros_like, hint["conv_out"])
         return Start({CONTROL: initial}, in_dtype(params, ["unet", *model.text.names], dtype), control=net)
 
-    def shown(self, params: Params, trained: Params) -> Params:
+    def shown(self, model: Model, params: Params, trained: Params) -> Params:
         """Returns ``params``: there are no previews (see ``check``)."""
         return params
 

@@ -16,16 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from canvax.errors import InputError, check_count
+from canvax.kernels.outline import recomputed
 from canvax.models.clip import text_encoder_spec
 from canvax.models.configs import ClipTextConfig, UNetConfig
 from canvax.models.controlnet import ControlNet
+from canvax.models.denoiser import Denoiser
 from canvax.models.text import FIRST, Conditions, TextEncoders, encode_text
 from canvax.models.unet import Residuals, Special, unet, unet_spec
 from canvax.params import Params, init_params
 from canvax.samplers.schedule import NoiseSchedule
+from canvax.tokenizers.chat import ChatTokenizer
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.train.loop import Loss
-from canvax.train.objectives import add_noise, cast, check_trainable, loss_weights, squared_error, target_of
+from canvax.train.objectives import add_noise, cast, check_trainable, flow, loss_weights, squared_error, target_of
 from canvax.types import Array, DType, HostArray
 from canvax.weights.cast import parse_dtype
 
@@ -60,7 +63,7 @@ def _zero_branches(p: Params) -> None:
             _zero_branches(value)
 
 
-def caption_ids(tokenizer: ClipTokenizer, captions: Sequence[Sequence[str]], length: int) -> HostArray:
+def caption_ids(tokenizer: ClipTokenizer | ChatTokenizer, captions: Sequence[Sequence[str]], length: int) -> HostArray:
     """Returns the ids of each image's captions, int32 [N, M, T]; an image with fewer than M captions repeats them."""
     check_count("length", length)
     if length < 2 or not captions or not all(captions):
@@ -73,7 +76,7 @@ def caption_ids(tokenizer: ClipTokenizer, captions: Sequence[Sequence[str]], len
 
 
 def denoising_data(
-    tokenizers: Mapping[str, ClipTokenizer],
+    tokenizers: Mapping[str, ClipTokenizer | ChatTokenizer],
     latents: HostArray,
     captions: Sequence[Sequence[str]],
     length: int,
@@ -177,7 +180,7 @@ class Objective:
     """The settings of ``denoising_loss``, which documents them."""
 
     text: TextEncoders
-    unet: UNetConfig
+    network: UNetConfig | Denoiser
     schedule: NoiseSchedule
     gamma: float | None = 5.0
     focus: tuple[float, float] | None = None
@@ -200,12 +203,12 @@ class Objective:
             raise InputError("focus", self.focus, "is not a mean and a spread of more than 0")
 
 
-def denoising_loss(text: TextEncoders, unet: UNetConfig, schedule: NoiseSchedule, **options: Any) -> Loss:
+def denoising_loss(text: TextEncoders, network: UNetConfig | Denoiser, schedule: NoiseSchedule, **options: Any) -> Loss:
     """Returns the loss of a text-to-image model as a function of the trained parameters.
 
     Args:
         text: configs of the text encoders.
-        unet: config of the UNet.
+        network: config of the UNet, or another denoiser.
         schedule: the noise schedule and the prediction type.
         options: fields of ``Objective``. ``gamma``: bound of the min-SNR weights, None for no weights. ``focus``: mean
             and standard deviation of the logit of the training time as a fraction of the schedule, a logit-normal
@@ -222,9 +225,9 @@ def denoising_loss(text: TextEncoders, unet: UNetConfig, schedule: NoiseSchedule
         InputError: the schedule or prediction type cannot be trained, see ``check_trainable``.
     """
     check_trainable(schedule)
-    alphas = jnp.asarray(schedule.alphas_cumprod, jnp.float32)
-    objective = Objective(text, unet, schedule, **options)
-    return partial(_denoising_loss, tables=(alphas, loss_weights(schedule, objective.gamma)), objective=objective)
+    levels = jnp.asarray(schedule.sigmas if schedule.is_flow else schedule.alphas_cumprod, jnp.float32)
+    objective = Objective(text, network, schedule, **options)
+    return partial(_denoising_loss, tables=(levels, loss_weights(schedule, objective.gamma)), objective=objective)
 
 
 def training_times(
@@ -263,21 +266,46 @@ def _denoising_loss(
     tables: tuple[Array, Array],
     objective: Objective,
 ) -> tuple[Array, dict[str, Array]]:
-    alphas, weights = tables
+    levels, weights = tables
     x0, ids, conditions, times, noise, mask = draw(
-        samples, shared, key, alphas.size, focus=objective.focus, empty=objective.empty
+        samples, shared, key, levels.size, focus=objective.focus, empty=objective.empty
     )
     p = cast(objective.assemble(p, shared.get("frozen", {})), objective.dtype)
     hints = conditions.pop("control", None)
     encoded: Any = {**encode_text(p, ids, jnp.int32(0), cfg=objective.text), **conditions}
-    noisy = add_noise(x0, noise, alphas[times]).astype(objective.dtype)
-    residuals = None if hints is None else _residuals(p[CONTROL], noisy, times, encoded, hints, objective)
-    special = Special(remat=objective.remat)
-    output = unet(p["unet"], noisy, times, cfg=objective.unet, special=special, residuals=residuals, **encoded)
-    errors = squared_error(output, target_of(x0, noise, alphas[times], objective.schedule.prediction_type), mask)
+    level, schedule = levels[times], objective.schedule
+    if schedule.is_flow:
+        noisy, target = flow(x0, noise, level)
+        timestep = level * schedule.num_train_timesteps
+    else:
+        noisy = add_noise(x0, noise, level)
+        target, timestep = target_of(x0, noise, level, schedule.prediction_type), times
+    noisy = noisy.astype(objective.dtype)
+    if isinstance(objective.network, UNetConfig):
+        residuals = None if hints is None else _residuals(p[CONTROL], noisy, timestep, encoded, hints, objective)
+        special = Special(remat=objective.remat)
+        cfg = objective.network
+        output = unet(p["unet"], noisy, timestep, cfg=cfg, special=special, residuals=residuals, **encoded)
+    else:
+        output = _evaluated(p, noisy, timestep, encoded, objective.network, remat=objective.remat)
+    errors = squared_error(output, target, mask)
     weighted = (weights[times] * errors).reshape(-1, len(samples["latents"])).mean(1)
     loss = weighted[0] if "prior" not in shared else weighted[0] + objective.prior * weighted[1]
     return loss, {"mse": errors.mean()}
+
+
+def _evaluated(
+    p: Params, noisy: Array, timestep: Array, encoded: Conditions, network: Denoiser, *, remat: bool
+) -> Array:
+    """Returns the output of a denoiser for latents [B, h, w, C], as the loop of a pipeline evaluates it."""
+    batch, height, width, channels = noisy.shape
+    sizes = {name: jnp.full(batch, size) for name, size in network.size_inputs(height, width).items()}
+    x = noisy.reshape(batch, *network.loop_size(height, width), channels)
+    p = p[network.component]
+    with recomputed(remat):
+        prepared = network.prepare(p, {**encoded, **sizes}, x.shape)
+        output, _ = network.apply(p, x, {"timestep": timestep}, prepared, None)
+    return output.reshape(noisy.shape)
 
 
 def _residuals(

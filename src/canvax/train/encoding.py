@@ -12,20 +12,22 @@ from jax.sharding import Mesh
 
 from canvax.errors import NO_VALUE, InputError, check_count, check_function
 from canvax.kernels.target import compiling_on
-from canvax.models.configs import AutoencoderConfig, TinyConfig, VaeConfig
-from canvax.models.vae import vae_encode
+from canvax.models.configs import AutoencoderConfig, TinyConfig
+from canvax.models.decode import Autoencoder, autoencoder_of
 from canvax.parallel.mesh import over_batch, padded_batch, replicated
 from canvax.params import Params
 from canvax.types import Array, HostArray
 
 
-def encode_pictures(p: Params, pixels: HostArray, cfg: AutoencoderConfig, mesh: Mesh, *, batch: int = 32) -> HostArray:
-    """Encodes images to the means of their latents, scaled for the UNet: [N, h, w, C] float32.
+def encode_pictures(
+    p: Params, pixels: HostArray, cfg: AutoencoderConfig | Autoencoder, mesh: Mesh, *, batch: int = 32
+) -> HostArray:
+    """Encodes images to the means of their latents, scaled for the denoiser: [N, h, w, C] float32.
 
     Args:
         p: parameters of the autoencoder.
         pixels: images [N, H, W, 3] uint8.
-        cfg: config of the autoencoder.
+        cfg: the autoencoder, or its config.
         mesh: the devices.
         batch: images encoded at once.
 
@@ -39,7 +41,7 @@ def encode_pictures(p: Params, pixels: HostArray, cfg: AutoencoderConfig, mesh: 
         raise InputError(
             "vae", NO_VALUE, "is an AutoencoderTiny, which is for looking", "train with the model's autoencoder"
         )
-    return by_batches(_encoder(cfg, mesh), p, pixels, mesh, padded_batch(batch, mesh))
+    return by_batches(_encoder(autoencoder_of(cfg), mesh), p, pixels, mesh, padded_batch(batch, mesh))
 
 
 def as_input(pixels: Array) -> Array:
@@ -48,12 +50,12 @@ def as_input(pixels: Array) -> Array:
 
 
 @lru_cache(maxsize=4)
-def _encoder(cfg: VaeConfig, mesh: Mesh) -> Any:
+def _encoder(autoencoder: Autoencoder, mesh: Mesh) -> Any:
     """Returns the compiled encoder; cached, since a new function would be compiled again for every set of images."""
 
     def encode(p: Params, images: Array) -> Array:
-        mean, _ = vae_encode(p, as_input(images), cfg)
-        return (mean - cfg.shift) / cfg.scale
+        mean, _ = autoencoder.encode(p, images.astype(jnp.float32) / 255)
+        return mean
 
     return jitted(encode, mesh)
 

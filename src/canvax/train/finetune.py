@@ -33,6 +33,7 @@ class Whole:
 
     name = "fine-tuning"
     part = "unet"
+    for_transformers = False
 
     def __post_init__(self) -> None:
         check_rate(self.text, self.text_rate)
@@ -61,7 +62,7 @@ class Whole:
         trained = {name: jax.device_get(params.pop(name)) for name in names}
         return Start(trained, {name: params[name] for name in model.text.names if name in params})
 
-    def shown(self, params: Params, trained: Params) -> Params:
+    def shown(self, model: Model, params: Params, trained: Params) -> Params:
         """Returns the parameters with the trained components."""
         return {**params, **trained}
 

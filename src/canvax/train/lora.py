@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from canvax.errors import InputError, check_count, nearest
 from canvax.families.base import Model
 from canvax.images.formats import written
+from canvax.models.denoiser import UNetDenoiser
 from canvax.params import Params, Spec
 from canvax.train import low_rank
 from canvax.train.low_rank import FORMATS, LAYERS
@@ -60,6 +61,7 @@ class Lora:
 
     name = "LoRA"
     part = "lora"
+    for_transformers = True
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
@@ -95,27 +97,35 @@ class Lora:
         return [folder / (FILE if self.names == "peft" else f"{folder.resolve().name}.safetensors")]
 
     def check(self, model: Model, training: Training) -> None:
-        """Accepts every model; reads the factors to begin with."""
+        """Refuses what only Stable Diffusion has; reads the factors to begin with."""
+        if model.networks.denoiser.component != "unet":
+            if self.text:
+                raise InputError("text", True, f"is for CLIP, and {model.name} reads a language model", "leave it out")
+            if self.names != "peft":
+                cure = "give {names='peft'}"
+                raise InputError("names", self.names, f"is not there for {model.family.name} models", cure)
         if self.start is not None:
             self._factors(model, training)
 
     def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
         """Makes the factors; the whole model is frozen, in the dtype of the computation."""
         factors = self._factors(model, training)
-        frozen = in_dtype(params, ["unet", *model.text.names], dtype)
+        frozen = in_dtype(params, [model.networks.denoiser.component, *model.text.names], dtype)
+        chosen = self._targets(model)
 
         def assemble(trained: Params, frozen: Params) -> Params:
-            return low_rank.with_factors(trained, frozen, scale=self.scale)
+            return low_rank.with_factors(trained, frozen, chosen, scale=self.scale)
 
         return Start(factors, frozen, assemble)
 
-    def shown(self, params: Params, trained: Params) -> Params:
+    def shown(self, model: Model, params: Params, trained: Params) -> Params:
         """Returns the parameters with the factors merged into them."""
-        return low_rank.merged(trained, params, scale=self.scale)
+        return low_rank.merged(trained, params, self._targets(model), scale=self.scale)
 
     def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
         """Writes the LoRA file, with the model it was trained for in its metadata."""
-        base = _BASES.get(model.unet.cross_attention_dim, "")
+        denoiser = model.networks.denoiser
+        base = _BASES.get(denoiser.cfg.cross_attention_dim, "") if isinstance(denoiser, UNetDenoiser) else ""
         title = self.title or target.parent.name
         metadata = {
             "modelspec.sai_model_spec": "1.0.0",
@@ -141,12 +151,15 @@ class Lora:
         chosen = self._targets(model)
         if self.start is None:
             return low_rank.new_factors(chosen, self.rank, training.plan.seed)
-        specs = {"unet": model.networks.denoiser.spec, **model.text.specs}
+        denoiser = model.networks.denoiser
+        specs = {denoiser.component: denoiser.spec, **model.text.specs}
         return low_rank.read_factors(self.start, specs, chosen, self.rank, scale=self.scale)
 
     def _targets(self, model: Model) -> low_rank.Targets:
-        specs: dict[str, Spec] = {"unet": model.networks.denoiser.spec}
-        return low_rank.targets(specs | (model.text.specs if self.text else {}), self.layers)
+        networks = model.networks
+        specs: dict[str, Spec] = {networks.denoiser.component: networks.denoiser.spec}
+        specs |= model.text.specs if self.text else {}
+        return low_rank.targets(specs, self.layers, model.family.stacks(networks))
 
 
 def train_lora(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,54 +18,114 @@ import numpy as np
 from canvax.adapters import NotLowRank, low_rank
 from canvax.errors import NO_VALUE, InputError, check_count, nearest, shown
 from canvax.nn import LOW_RANK
-from canvax.params import Param, Params, Spec, flatten
+from canvax.params import Param, Params, Spec, flatten, halves_first, pairs_together
 from canvax.types import DType, HostArray
 from canvax.weights.cast import parse_dtype
 from canvax.weights.location import Location
 from canvax.weights.lora import read_adapter
 from canvax.weights.open import LORA_FILES, find_adapter
+from canvax.weights.rules import Names, Rule
 from canvax.weights.safetensors import Outgoing, write_safetensors
 from canvax.weights.save import narrowed
 
 LAYERS: Mapping[str, str] = {
     "attention": "queries, keys, values and outputs of all attention",
     "transformer": "attention, feed-forward and the projections around them",
-    "all": "every matrix and convolution of the UNet's blocks",
+    "all": "every matrix and convolution of the blocks of the UNet or the transformer",
 }
-"""The layers of the UNet that have factors. In a text encoder: with "attention" its attention, otherwise also its
+"""The layers of the denoiser that have factors. In a text encoder: with "attention" its attention, otherwise also its
 feed-forward."""
 
 _ATTENTION = (".to_q", ".to_k", ".to_v", ".to_out.0")
+_OF_TRANSFORMER = (
+    *(*_ATTENTION, ".to_gate", ".to_add_out", ".add_q_proj", ".add_k_proj", ".add_v_proj"),
+    *(".to_qkv_mlp_proj", ".attn.to_out"),
+)
+_FEED_FORWARD = (".ff.", ".ff_context.", ".feed_forward.")
+_IN_BLOCK = re.compile(r"\.\d+\.")
 _OF_TEXT = (".q_proj", ".k_proj", ".v_proj", ".out_proj")
 _KOHYA = {"unet": "lora_unet_", "text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"}
 
 FORMATS = ("peft", "kohya")
 """Array names in a file: those of diffusers and PEFT, or of kohya and A1111."""
 
-Targets = dict[str, dict[str, Param]]
-"""Component -> dotted name of a layer -> its weight, for the weights that have factors."""
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer with one pair of factors: a weight, or several that diffusers stores as one.
+
+    Attributes:
+        parts: the weights by their dotted names, in the order in which they are stacked.
+        axis: 0 if their outputs are stacked, 1 if their inputs are.
+    """
+
+    parts: Mapping[str, Param]
+    axis: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole in memory: kernel, inputs, outputs."""
+        shapes = [param.shape for param in self.parts.values()]
+        *kernel, inputs, outputs = shapes[0]
+        if self.axis:
+            return *kernel, sum(shape[-2] for shape in shapes), outputs
+        return *kernel, inputs, sum(shape[-1] for shape in shapes)
+
+    def split(self, pair: Mapping[str, Any]) -> Iterator[tuple[str, Param, Any, Any]]:
+        """Yields name, declaration, ``down`` and ``up`` of each weight."""
+        end = 0
+        for name, param in self.parts.items():
+            begin, end = end, end + param.shape[-2 if self.axis else -1]
+            down, up = pair["down"], pair["up"]
+            if len(self.parts) > 1:
+                down, up = (down[begin:end], up) if self.axis else (down, up[:, begin:end])
+            yield name, param, down, up
 
 
-def targets(specs: Mapping[str, Spec], layers: str) -> Targets:
-    """Selects the weights of these components that get factors; ``layers`` is a key of ``LAYERS``."""
+Targets = dict[str, dict[str, Layer]]
+"""Component -> dotted name of a layer in diffusers, for the layers that have factors."""
+
+
+def targets(specs: Mapping[str, Spec], layers: str, stacks: Sequence[Rule] = ()) -> Targets:
+    """Selects the layers of these components that get factors.
+
+    Args:
+        specs: of the components.
+        layers: a key of ``LAYERS``.
+        stacks: the layers of a transformer that diffusers stores as one.
+    """
     if layers not in LAYERS:
         raise InputError("layers", layers, "is not known", nearest(layers, list(LAYERS)))
-    return {component: dict(_targets(component, spec, layers)) for component, spec in specs.items()}
+    return {component: dict(_targets(component, spec, layers, Names(stacks))) for component, spec in specs.items()}
 
 
-def _targets(component: str, spec: Spec, layers: str) -> Iterator[tuple[str, Param]]:
-    for name, param in flatten(spec):
-        module = name.removesuffix(".weight")
-        if name == module or param.layout == "plain":
-            continue
+def _targets(component: str, spec: Spec, layers: str, stacks: Names) -> Iterator[tuple[str, Layer]]:
+    declared = {
+        name.removesuffix(".weight"): param
+        for name, param in flatten(spec)
+        if name.endswith(".weight") and param.layout != "plain"
+    }
+    whole = {
+        name: Layer({part: declared[part] for part in parts}, rule.axis)
+        for module in declared
+        for name, parts, rule in stacks.theirs(module)
+    }
+    stacked = {part for layer in whole.values() for part in layer.parts}
+    whole |= {module: Layer({module: param}) for module, param in declared.items() if module not in stacked}
+    for name, layer in whole.items():
         if component == "unet":
-            attention = module.endswith(_ATTENTION)
-            transformer = ".attentions." in module
-            block = module.startswith(("down_blocks.", "mid_block.", "up_blocks."))
-            if {"attention": attention, "transformer": transformer, "all": block}[layers]:
-                yield module, param
-        elif module.endswith(_OF_TEXT) or (layers != "attention" and ".mlp." in module):
-            yield module, param
+            attention = name.endswith(_ATTENTION)
+            transformer = ".attentions." in name
+            block = name.startswith(("down_blocks.", "mid_block.", "up_blocks."))
+        elif component == "transformer":
+            attention = name.endswith(_OF_TRANSFORMER)
+            transformer = attention or any(part in name for part in _FEED_FORWARD)
+            block = bool(_IN_BLOCK.search(name))
+        else:
+            attention = name.endswith(_OF_TEXT)
+            transformer = block = attention or ".mlp." in name
+        if {"attention": attention, "transformer": transformer, "all": block}[layers]:
+            yield name, layer
 
 
 def new_factors(chosen: Targets, rank: int, seed: int) -> Params:
@@ -76,13 +138,13 @@ def new_factors(chosen: Targets, rank: int, seed: int) -> Params:
         raise InputError("seed", seed, "is not a whole number of at least 0")
     rng = np.random.default_rng(seed)
 
-    def new_pair(param: Param) -> dict[str, HostArray]:
-        *kernel, inputs, outputs = param.shape
+    def new_pair(layer: Layer) -> dict[str, HostArray]:
+        *kernel, inputs, outputs = layer.shape
         bound = (math.prod(kernel) * inputs) ** -0.5
         down = rng.uniform(-bound, bound, (*kernel, inputs, rank)).astype(np.float32)
         return {"down": down, "up": np.zeros((rank, outputs), np.float32)}
 
-    return {component: {name: new_pair(param) for name, param in of.items()} for component, of in chosen.items()}
+    return {component: {name: new_pair(layer) for name, layer in of.items()} for component, of in chosen.items()}
 
 
 def read_factors(source: str | Path, specs: Mapping[str, Spec], chosen: Targets, rank: int, *, scale: float) -> Params:
@@ -101,51 +163,65 @@ def read_factors(source: str | Path, specs: Mapping[str, Spec], chosen: Targets,
     """
     (path, *_), config = find_adapter(Location(source, argument="start"), LORA_FILES)
     parts = read_adapter(path, specs, config).parts
-    wanted = {(component, f"{name}.weight"): param for component, of in chosen.items() for name, param in of.items()}
-    if parts.keys() != wanted.keys():
-        component, name = sorted(parts.keys() ^ wanted.keys())[0]
+    wanted = {(component, f"{part}.weight") for component, of in chosen.items() for layer in of.values()
+              for part in layer.parts}  # fmt: skip
+    if parts.keys() != wanted:
+        component, name = sorted(parts.keys() ^ wanted)[0]
         has = "has" if (component, name) in parts else "lacks"
         problem = f"{has} factors of {component}.{name}"
         raise InputError("start", source, problem, "give the {layers} and {text_encoder} that it was trained with")
     factors: Params = {component: {} for component in chosen}
-    for (component, name), part in parts.items():
-        param = wanted[component, name]
-        try:
-            down, up = low_rank(replace(part, scale=part.scale / scale), param.checkpoint_shapes[0])
-        except NotLowRank as error:
-            raise InputError("start", source, f"cannot be trained further: {error}", "give a LoRA") from None
-        if len(down) != rank:
-            raise InputError("rank", rank, f"is not that of {source}", f"give {{rank={len(down)}}}")
-        down = down.transpose(2, 3, 1, 0) if len(param.shape) == 4 else down.reshape(rank, -1).T
-        factors[component][name.removesuffix(".weight")] = {
-            "down": np.ascontiguousarray(down, np.float32),
-            "up": np.ascontiguousarray(up.T, np.float32),
-        }
+    for component, of in chosen.items():
+        for name, layer in of.items():
+            pairs = []
+            for module, param in layer.parts.items():
+                part = parts[component, f"{module}.weight"]
+                try:
+                    down, up = low_rank(replace(part, scale=part.scale / scale), param.checkpoint_shapes[0])
+                except NotLowRank as error:
+                    raise InputError("start", source, f"cannot be trained further: {error}", "give a LoRA") from None
+                if len(down) != rank:
+                    raise InputError("rank", rank, f"is not that of {source}", f"give {{rank={len(down)}}}")
+                down = down.transpose(2, 3, 1, 0) if len(param.shape) == 4 else down.reshape(rank, -1).T
+                pairs.append((down, (halves_first(up, param.pairs) if param.pairs else up).T))
+            factors[component][name] = _joined(layer, pairs, source)
     return factors
 
 
-def with_factors(factors: Params, params: Params, *, scale: float) -> Params:
+def _joined(layer: Layer, pairs: Sequence[tuple[HostArray, HostArray]], source: str | Path) -> dict[str, HostArray]:
+    """Returns the factors of a layer from those of its weights."""
+    downs, ups = zip(*pairs, strict=True)
+    if any(not np.array_equal(one, other) for one, other in pairwise(ups if layer.axis else downs)):
+        raise InputError("start", source, f"has different factors for {', '.join(layer.parts)}", "give another LoRA")
+    down = np.concatenate(downs) if layer.axis else downs[0]
+    up = ups[0] if layer.axis else np.concatenate(ups, axis=1)
+    return {"down": np.ascontiguousarray(down, np.float32), "up": np.ascontiguousarray(up, np.float32)}
+
+
+def with_factors(factors: Params, params: Params, chosen: Targets, *, scale: float) -> Params:
     """Returns the parameters with the factors added to the layers, in the form that ``canvax.nn`` reads."""
     result = dict(params)
     _check_factors(factors, params)
     for component, of in factors.items():
         tree = _copied(params[component])
         for name, pair in of.items():
-            _layer(tree, name)[LOW_RANK] = {"down": pair["down"], "up": pair["up"] * scale}
+            for part, _, down, up in chosen[component][name].split(pair):
+                _layer(tree, part)[LOW_RANK] = {"down": down, "up": up * scale}
         result[component] = tree
     return result
 
 
-def merged(factors: Params, params: Params, *, scale: float) -> Params:
+def merged(factors: Params, params: Params, chosen: Targets, *, scale: float) -> Params:
     """Returns the parameters with the factors merged into the weights, as a pipeline's programs need them."""
     _check_factors(factors, params)
     result = dict(params)
     for component, of in factors.items():
         tree = _copied(params[component])
         for name, pair in of.items():
-            layer = _layer(tree, name)
-            added = jnp.einsum("...r,ro->...o", pair["down"], pair["up"]) * scale
-            layer["weight"] = (layer["weight"] + added).astype(layer["weight"].dtype)
+            for part, _, down, up in chosen[component][name].split(pair):
+                layer = _layer(tree, part)
+                added = jnp.einsum("...r,ro->...o", down, up) * scale
+                layer["weight"] = (layer["weight"] + added).astype(layer["weight"].dtype)
         result[component] = tree
     return result
 
@@ -194,7 +270,7 @@ def write_factors(
 ) -> None:
     """Writes a LoRA file for PyTorch diffusers and PEFT (``names`` "peft"), or for kohya's tools and A1111 ("kohya").
 
-    The change of a weight is alpha / rank x up down.
+    The change of a weight is alpha / rank x up down. Names of kohya are for Stable Diffusion alone.
     """
     dtype = parse_dtype(dtype)
     if names not in FORMATS:
@@ -219,14 +295,14 @@ def write_factors(
     write_safetensors(path, outgoing, text)
 
 
-def stored(param: Param, pair: Mapping[str, Any]) -> tuple[HostArray, HostArray]:
+def stored(layer: Layer, pair: Mapping[str, Any]) -> tuple[HostArray, HostArray]:
     """Converts both factors to the layout of files: (r, in, kh, kw) and (out, r, 1, 1), or (r, in) and (out, r)."""
-    down, up = np.asarray(pair["down"], np.float32), np.asarray(pair["up"], np.float32)
+    down = np.asarray(pair["down"], np.float32)
     down = np.ascontiguousarray(down.transpose(3, 2, 0, 1) if down.ndim == 4 else down.T)
-    up = np.ascontiguousarray(up.T)
-    if len(param.checkpoint_shapes[0]) == 4:
-        down, up = down.reshape(*down.shape[:2], *param.checkpoint_shapes[0][2:]), up[:, :, None, None]
-    return down, up
+    ups = [pairs_together(up.T, param.pairs) if param.pairs else up.T for _, param, _, up in layer.split(pair)]
+    up = np.ascontiguousarray(ups[0] if layer.axis else np.concatenate(ups), np.float32)
+    kernel = next(iter(layer.parts.values())).checkpoint_shapes[0][2:]
+    return (down.reshape(*down.shape[:2], *kernel), up[:, :, None, None]) if kernel else (down, up)
 
 
 def _named(
@@ -249,6 +325,7 @@ def _peft_settings(factors: Params, chosen: Targets, rank: int, alpha: float) ->
     for component in factors:
         settings[f"{component}.r"], settings[f"{component}.lora_alpha"] = rank, alpha
         # For text encoders only the last part of the name: versions of transformers differ in the rest.
-        names = {name if component == "unet" else name.rpartition(".")[2] for name in chosen[component]}
+        text = component not in ("unet", "transformer")
+        names = {name.rpartition(".")[2] if text else name for name in chosen[component]}
         settings[f"{component}.target_modules"] = sorted(names)
     return settings

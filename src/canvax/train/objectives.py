@@ -13,22 +13,13 @@ from canvax.samplers.schedule import NoiseSchedule
 from canvax.types import Array
 from canvax.weights.cast import parse_dtype
 
-TARGETS = ("epsilon", "v_prediction", "sample")
-
 
 def check_trainable(schedule: NoiseSchedule) -> None:
-    """Refuses models whose noise or target this module does not implement.
+    """Refuses models whose noise this module does not implement.
 
     Raises:
-        InputError: it is a flow model, has EDM preconditioning, or has no numbered timesteps.
+        InputError: it has EDM preconditioning, or no numbered timesteps.
     """
-    if schedule.prediction_type not in TARGETS:
-        raise InputError(
-            "prediction_type",
-            schedule.prediction_type,
-            "of the scheduler config cannot be trained yet",
-            f"trainable: {', '.join(TARGETS)}",
-        )
     if schedule.sigma_data is not None or schedule.timestep_unit != "index":
         raise InputError(
             "the scheduler config is of an EDM or IPNDM class, which cannot be trained yet; trainable are those "
@@ -43,7 +34,7 @@ def add_noise(x0: Array, noise: Array, alphas_cumprod: Array) -> Array:
 
 
 def target_of(x0: Array, noise: Array, alphas_cumprod: Array, prediction_type: str) -> Array:
-    """Returns the training target of a prediction type in TARGETS: eps, v (Salimans and Ho 2022, section 4) or x0."""
+    """Returns the training target of a diffusion: eps, v (Salimans and Ho 2022, section 4) or x0."""
     a = alphas_cumprod[:, None, None, None]
     if prediction_type == "epsilon":
         return noise
@@ -52,8 +43,16 @@ def target_of(x0: Array, noise: Array, alphas_cumprod: Array, prediction_type: s
     return x0
 
 
+def flow(x0: Array, noise: Array, t: Array) -> tuple[Array, Array]:
+    """Returns x_t of a rectified flow, (1 - t) x_0 + t eps, and its velocity eps - x_0 (Liu et al. 2022); t is [B]."""
+    t = t[:, None, None, None]
+    return (1.0 - t) * x0 + t * noise, noise - x0
+
+
 def loss_weights(schedule: NoiseSchedule, gamma: float | None) -> Array:
     """Returns the weight of the loss at each training timestep [num_train_timesteps] float32; 1 if ``gamma`` is None.
+
+    A flow has no such weights.
 
     Min-SNR (Hang et al. 2023, section 3.4) weights the loss on x0 by min(SNR, gamma), where SNR is a / (1 - a). This
     equals min(SNR, gamma) / SNR on eps and min(SNR, gamma) / (SNR + 1) on v. On v the weight would vanish at pure
@@ -61,6 +60,8 @@ def loss_weights(schedule: NoiseSchedule, gamma: float | None) -> Array:
     (SNR + 1), which is 1 up to the bound.
     """
     a = jnp.asarray(schedule.alphas_cumprod, jnp.float32)
+    if gamma is not None and schedule.is_flow:
+        raise InputError("gamma", gamma, "is for diffusions, and the model is a flow", "give None")
     if gamma is None:
         return jnp.ones_like(a)
     snr = a / jnp.maximum(1.0 - a, 1e-8)

@@ -49,15 +49,15 @@ class Training:
     """The model, the images and the settings of a training.
 
     Attributes:
-        model: a folder in the diffusers layout, a single file, a bundled model or a Hub id; Stable Diffusion 1.x, 2.x
-            or XL.
+        model: a folder in the diffusers layout, a single file, a bundled model or a Hub id. Stable Diffusion 1.x, 2.x
+            or XL; for a LoRA also Z-Image, FLUX.2 or Krea 2, which is loaded in ``dtype``.
         pictures: folder or zip file of images, with captions unless the kind of training defines them.
         folder: folder of the run's state and result.
         plan: steps, batch size, learning rate and similar settings.
         size: side of the images in pixels; by default the size the model was trained for.
         caption_column: column of captions in ``metadata.jsonl`` or ``metadata.csv``.
         flip: also train on the mirror image of every image.
-        gamma: bound of the min-SNR weights, None for no weights.
+        gamma: bound of the min-SNR weights, None for no weights; flow models have none.
         empty: fraction of empty captions.
         unmasked_weight: minimum weight of positions outside a mask, by default 0; with 1 masks are not read.
         remat: recompute activations in the backward pass, which takes less memory but more time.
@@ -162,6 +162,7 @@ class Aim(Protocol):
         part: subfolder of the run's state.
         facts: settings that must not change when a run is resumed.
         rates: component -> its learning rate, where it differs.
+        for_transformers: whether it also trains models without a UNet.
     """
 
     @property
@@ -176,6 +177,9 @@ class Aim(Protocol):
     @property
     def rates(self) -> dict[str, float]: ...
 
+    @property
+    def for_transformers(self) -> bool: ...
+
     def files(self, folder: Path) -> Sequence[Path]:
         """Returns the paths of the result; the first one is written last."""
         ...
@@ -188,7 +192,7 @@ class Aim(Protocol):
         """Returns the initial state. Trained parameters may be removed from ``params``, so that there is one copy."""
         ...
 
-    def shown(self, params: Params, trained: Params) -> Params:
+    def shown(self, model: Model, params: Params, trained: Params) -> Params:
         """Returns the parameters for generating previews."""
         ...
 
@@ -239,9 +243,12 @@ def train(
     def check(model: Model) -> None:  # before weights are downloaded
         inputs.append(_read_inputs(training, aim, subject, model))
 
-    model, programs, params = open_model(training.model, dtype="float32", mesh=mesh, check=check)
-    ((size, pictures, prior, masked),) = inputs
     dtype = default_dtype(mesh, training=True) if training.dtype is None else training.dtype
+    model, *_ = open_model(training.model, dtype="float32", mesh=mesh, check=check, weights=False)
+    ((size, pictures, prior, masked),) = inputs
+    # A frozen transformer in float32 would take the memory that its gradients need.
+    stored = "float32" if model.networks.denoiser.component == "unet" else dtype
+    model, programs, params = open_model(training.model, dtype=stored, mesh=mesh)
     plan = replace(training.plan, rates={**training.plan.rates, **aim.rates})
     decisive = {"size": size, "dtype": np.dtype(dtype).name, "pictures": pictures.digest(), **_decisive(training, aim)}
     if prior is not None:
@@ -260,13 +267,14 @@ def train(
     if target.exists() and leads(mesh):  # the result of the run that is made longer
         for path in (*(path for path in others if path.exists()), target):
             path.rename(numbered(path, read_facts(state)["total"]))
-    data, shared = _data(pictures, training, model, params, mesh, masked=masked)
+    length = _text_length(model, [pictures] if prior is None else [pictures, prior])
+    data, shared = _data(pictures, training, model, params, mesh, length, masked=masked)
     if prior is not None:
-        shared["prior"], _ = _data(prior, training, model, params, mesh, masked=masked)
+        shared["prior"], _ = _data(prior, training, model, params, mesh, length, masked=masked)
     shared["frozen"] = start.frozen
     loss = denoising_loss(
         model.text,
-        model.unet,
+        model.unet if model.networks.denoiser.component == "unet" else model.networks.denoiser,
         model.scheduler.schedule,
         gamma=training.gamma,
         empty=training.empty,
@@ -334,14 +342,15 @@ def check_folder(training: Training, aim: Aim) -> None:
 
 def _check_model(training: Training, aim: Aim, model: Model) -> None:
     """Refuses models that cannot be trained, in general or in this way, and invalid preview prompts."""
-    check_trainable(model.scheduler.schedule)
-    if model.unet.in_channels != model.vae.latent_channels:
-        raise InputError(
-            "model",
-            NO_VALUE,
-            f"has a UNet of {model.unet.in_channels} channels (an inpainting model), which cannot be trained yet",
-            f"take one of {model.vae.latent_channels}",
-        )
+    schedule = model.scheduler.schedule
+    check_trainable(schedule)
+    if training.gamma is not None and schedule.is_flow:
+        raise InputError("gamma", training.gamma, f"is not for {model.name}, a flow model", "leave it out")
+    if not aim.for_transformers and model.networks.denoiser.component != "unet":
+        problem = f"is a {model.family.name} model, of which a LoRA can be trained and nothing else"
+        raise InputError("model", training.model, problem, "train a LoRA")
+    if model.networks.inpaints:
+        raise InputError("model", NO_VALUE, "has a UNet for inpainting, which cannot be trained yet", "take another")
     if model.networks.embeds_guidance:
         raise InputError(
             "model", NO_VALUE, "was distilled to take its guidance scale as an input, which cannot be trained yet"
@@ -360,7 +369,7 @@ def _preview(
     def preview(step: int, trained: Params) -> None:
         options = Options(progress=False)
         seeds = list(range(len(training.prompts)))
-        shown = aim.shown(params, trained)
+        shown = aim.shown(pipe.model, params, trained)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", HintWarning)  # of words that are being taught
             images = pipe(list(training.prompts), seed=seeds, params=shown, options=options).images
@@ -403,8 +412,9 @@ def _read_inputs(
 def size_of(training: Training, model: Model) -> int:
     """Returns the side of the images; raises InputError if the model does not support it."""
     size = check_count("size", training.size or model.native_size[0], MAX_SIDE)
-    if size % (2 * model.vae.factor):
-        raise InputError("size", size, f"must be divisible by {2 * model.vae.factor}")
+    step = 2 * model.vae.factor if model.networks.denoiser.component == "unet" else model.networks.size_step
+    if size % step:
+        raise InputError("size", size, f"must be divisible by {step}")
     return size
 
 
@@ -470,8 +480,27 @@ def _mask(pictures: Pictures, factor: int, least: float) -> HostArray:
     return np.maximum(cells.mean((2, 4), dtype=np.float32) / 255, np.float32(least))
 
 
+def _text_length(model: Model, sets: Sequence[Pictures]) -> int:
+    """Returns how many tokens captions are padded to: as many as the text encoder reads, or those of the longest.
+
+    Raises:
+        InputError: a caption has more tokens than a language model reads.
+    """
+    text = model.text
+    if not text.whole:
+        return text.tokens
+    (tokenizer,) = model.tokenizers.values()
+    captions = {caption for pictures in sets for of_one in pictures.captions for caption in of_one}
+    counts = {caption: len(tokenizer.ids(model.concepts.spelled(caption))) for caption in captions}
+    longest = max(counts, key=lambda caption: counts[caption])
+    if counts[longest] > text.most:
+        problem = f"is a caption of {counts[longest]} tokens, more than {text.most}"
+        raise InputError("caption", longest[:60], problem, "shorten it")
+    return -(-counts[longest] // text.tokens) * text.tokens
+
+
 def _data(
-    pictures: Pictures, training: Training, model: Model, params: Params, mesh: Mesh, *, masked: bool
+    pictures: Pictures, training: Training, model: Model, params: Params, mesh: Mesh, length: int, *, masked: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Encodes all images and captions, and returns the samples and shared data of ``denoising_data``."""
     forms = [slice(None), slice(None, None, -1)][: 1 + training.flip]
@@ -491,7 +520,7 @@ def _data(
         model.tokenizers,
         np.stack(latents, axis=1),
         [[model.concepts.spelled(text) for text in texts] for texts in pictures.captions],
-        model.text.tokens,
+        length,
         time_ids=time_ids,
         control=control,
         mask=mask,

@@ -59,6 +59,7 @@ class Inversion:
 
     name = "textual inversion"
     part = "embedding"
+    for_transformers = False
 
     def __post_init__(self) -> None:
         check_token(self.token)
@@ -125,7 +126,7 @@ class Inversion:
             result[part] = {**params[part], "text_model": {**model, "embeddings": embeddings}}
         return result
 
-    def shown(self, params: Params, trained: Params) -> Params:
+    def shown(self, model: Model, params: Params, trained: Params) -> Params:
         """Returns the parameters with the word's current vectors."""
         return self._with_rows(trained, params)
 
