@@ -235,6 +235,11 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return self._pipe.model
 
     @property
+    def denoiser(self) -> str:
+        """The component whose weights ``<lora:name:0.5:0.8>`` gives second."""
+        return self._model.networks.denoiser.component
+
+    @property
     def _mesh(self) -> Mesh:
         return self._pipe.mesh
 
@@ -508,7 +513,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         Raises:
             InputError: there is no such adapter in the folder, or prompts of one call name different ones.
         """
-        words, tags = take_tags([prompt] if isinstance(prompt, str) else prompt)
+        words, tags = take_tags([prompt] if isinstance(prompt, str) else prompt, self.denoiser)
         with self._pipe.changing:
             before = {name: adapter.weight for name, adapter in self._loaded.items()}
             weights: dict[str, Any] = {}
@@ -677,7 +682,7 @@ def shares_of(
             "load with pipe.adapters.load(name, file, beside=True), or set weights for all images with "
             "pipe.adapters.set",
         )
-    prompt, tags = _without_tags(prompt, read=adapters.folder is not None)
+    prompt, tags = _without_tags(prompt, adapters)
     usual = _as_set(adapters, bank) if as_set else {}
     images = [
         usual
@@ -710,14 +715,14 @@ def shares_of(
     return prompt, None if nothing else Shares(bank.places, bank.snapshot(), weights, records)
 
 
-def _without_tags(prompt: Any, *, read: bool) -> tuple[Any, list[Tags]]:
+def _without_tags(prompt: Any, adapters: Adapters) -> tuple[Any, list[Tags]]:
     """The prompts without the adapters that they name, and these; an entry for each prompt."""
     if isinstance(prompt, Mapping):  # encoded already
         return prompt, [{}] * len(prompt.get("text", [None]))
     prompts: Any = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(prompts, list | tuple) or not all(isinstance(prompt, str) for prompt in prompts):
         return prompt, [{}]  # which is refused elsewhere
-    tags = [tags_of(prompt) if read else {} for prompt in prompts]
+    tags = [{} if adapters.folder is None else tags_of(prompt, adapters.denoiser) for prompt in prompts]
     words = [without_networks(prompt) if tag else prompt for prompt, tag in zip(prompts, tags, strict=True)]
     return words[0] if isinstance(prompt, str) else words, tags
 
