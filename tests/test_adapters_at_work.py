@@ -92,6 +92,8 @@ def test_metadata_tells_of_adapters(sd: canvax.StableDiffusion, loras: Path) -> 
     assert len(entry["sha256"]) == 64
     assert sd.params is not None
     assert "adapters" not in sd("a cat", params=dict(sd.params), **STEPS).metadata[0]  # which may be any
+    sd.adapters.set({"ink": {"text_encoder": 0}})  # and 1 of the rest
+    assert sd("a cat", **STEPS).metadata[0]["adapters"]["ink"]["weight"] == {"text_encoder": 0}
     sd.adapters.set({})
     assert "adapters" not in sd("a cat", **STEPS).metadata[0]
 

@@ -108,6 +108,11 @@ class LoadedAdapter:
         matches = [name for name in self.weights if not name or path == name or path.startswith(f"{name}.")]
         return self.weights[max(matches, key=len)] if matches else 1.0
 
+    @property
+    def acts(self) -> bool:
+        """Whether its weight for any parameter is not 0."""
+        return any(map(self.factor, self.adapter.parts))
+
 
 class AdapterFiles:
     """The files of a folder of adapters by their names.
@@ -560,7 +565,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         active = {
             adapter.name: {"file": adapter.source, "weight": adapter.weight, "sha256": adapter.sha256}
             for adapter in self._loaded.values()
-            if adapter.place is None and any(adapter.weights.values())
+            if adapter.place is None and adapter.acts
         }
         result: dict[str, Any] = {"adapters": active} if active else {}
         return result | (
@@ -708,11 +713,14 @@ def shares_of(
     places = {name: place for name, adapter in adapters.items() if (place := adapter.place) is not None}
     weights = share_rows(images, places, bank)
     records = [
-        {name: _recorded(adapters[name], weight, bank) for name, weight in image.items() if any(weight.values())}
-        for image in images
+        {
+            name: _recorded(adapters[name], weight, bank)
+            for name, weight in image.items()
+            if any(weights[component][i, places[name]] for component, _ in adapters[name].adapter.parts)
+        }
+        for i, image in enumerate(images)
     ]
-    nothing = not any(array.any() for array in weights.values())
-    return prompt, None if nothing else Shares(bank.places, bank.snapshot(), weights, records)
+    return prompt, Shares(bank.places, bank.snapshot(), weights, records) if any(records) else None
 
 
 def _without_tags(prompt: Any, adapters: Adapters) -> tuple[Any, list[Tags]]:
@@ -749,7 +757,7 @@ def _there(weight: float | dict[str, float], bank: Bank) -> float | dict[str, fl
 
 
 def _as_set(adapters: Adapters, bank: Bank) -> OwnAdapters:
-    held = [adapter for adapter in adapters.values() if adapter.place is not None and any(adapter.weights.values())]
+    held = [adapter for adapter in adapters.values() if adapter.place is not None and adapter.acts]
     return {adapter.name: parted(adapter.weights, bank.components)[1] for adapter in held}
 
 
