@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 import canvax
 from canvax.compile.monitor import counting
 from canvax.errors import HintWarning, InputError
+from canvax.parallel.place import HOST
 from canvax.pipelines.adapters import file_of
 from tests.support.adapter_files import Draw, layers, lora, write
 from tests.support.control_files import controlnet
@@ -92,6 +93,8 @@ def test_metadata_tells_of_adapters(sd: canvax.StableDiffusion, loras: Path) -> 
     assert len(entry["sha256"]) == 64
     assert sd.params is not None
     assert "adapters" not in sd("a cat", params=dict(sd.params), **STEPS).metadata[0]  # which may be any
+    sd.adapters.set({"ink": {"text_encoder": 0}})  # and 1 of the rest
+    assert sd("a cat", **STEPS).metadata[0]["adapters"]["ink"]["weight"] == {"text_encoder": 0}
     sd.adapters.set({})
     assert "adapters" not in sd("a cat", **STEPS).metadata[0]
 
@@ -104,7 +107,8 @@ def test_prompts_name_adapters(sd: canvax.StableDiffusion, loras: Path) -> None:
     with pytest.warns(HintWarning, match="<lora:ink:0.5>"):
         as_text = pixels(sd, "a cat <lora:ink:0.5>")
     sd.adapters.folder = loras
-    np.testing.assert_array_equal(pixels(sd, "a cat <lora:ink:0.5>"), wanted)
+    for tag in ("<lora:ink:0.5>", "<Lora:ink:0.5>"):
+        np.testing.assert_array_equal(pixels(sd, f"a cat {tag}"), wanted)
     with pytest.warns(HintWarning, match="<lora:ink:1>"):
         sd("a cat", "a dog <lora:ink:1>", **STEPS)
     np.testing.assert_array_equal(pixels(sd, ["a <lora:ink-v1:0.5> cat"]), wanted)  # by the name of its trainer
@@ -341,11 +345,8 @@ def test_pipelines_over_the_same_weights_change_their_own(
     assert np.abs(pixels(other) - plain).max() > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["a control-LoRA", "a difference"])
-def test_the_order_of_adapters_and_networks_changes_nothing(
-    kind: str, sd: canvax.StableDiffusion, loras: Path, tmp_path: Path
-) -> None:
-    """A network that adds to the UNet's weights adds to the trained ones."""
+def adding(kind: str, sd: canvax.StableDiffusion, tmp_path: Path) -> Path:
+    """A file with a network that adds to the UNet's weights."""
     arrays = load_file(controlnet(tmp_path / "net", sd) / "diffusion_pytorch_model.safetensors")
     if kind == "a difference":
         arrays["difference"] = np.zeros(1, np.float32)
@@ -359,18 +360,37 @@ def test_the_order_of_adapters_and_networks_changes_nothing(
                 factors |= {f"{module}.up": draw(len(array), 2), f"{module}.down": draw(2, *array.shape[1:])}
         arrays = own | factors
         arrays["lora_controlnet"] = np.zeros(1, np.float32)
-    file = write(tmp_path / "net.safetensors", arrays)
-    shown = np.random.default_rng(0).random((64, 64, 3), np.float32)
+    return write(tmp_path / "net.safetensors", arrays)
+
+
+SHOWN = np.random.default_rng(0).random((64, 64, 3), np.float32)
+
+
+@pytest.mark.parametrize("kind", ["a control-LoRA", "a difference"])
+def test_the_order_of_adapters_and_networks_changes_nothing(
+    kind: str, sd: canvax.StableDiffusion, loras: Path, tmp_path: Path
+) -> None:
+    """A network that adds to the UNet's weights adds to the trained ones."""
+    file = adding(kind, sd, tmp_path)
     first = sd.with_controlnet(file)
     first.adapters.load("ink", loras / "ink.safetensors")
     sd.adapters.load("ink", loras / "ink.safetensors")
     second = sd.with_controlnet(file)
-    made = [pipe("a cat", control=shown, **STEPS) for pipe in (first, second)]
+    made = [pipe("a cat", control=SHOWN, **STEPS) for pipe in (first, second)]
     np.testing.assert_array_equal(made[0].latents, made[1].latents)
     assert made[0].metadata == made[1].metadata
     sd.adapters.remove()
-    third = sd.with_controlnet(file)("a cat", control=shown, **STEPS)
+    third = sd.with_controlnet(file)("a cat", control=SHOWN, **STEPS)
     assert np.abs(third.latents - made[0].latents).max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["a control-LoRA", "a difference"])
+def test_networks_wait_in_the_hosts_memory(kind: str, sd: canvax.StableDiffusion, folder: Path, tmp_path: Path) -> None:
+    file = adding(kind, sd, tmp_path)
+    waiting = canvax.load(folder, mesh=sd.mesh, offload=True).with_controlnet(file)
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(waiting.params)} == {HOST}
+    want, got = (pixels(pipe, control=SHOWN) for pipe in (sd.with_controlnet(file), waiting))
+    np.testing.assert_array_equal(got, want)
 
 
 def test_threads_with_prompts_that_name_adapters(sd: canvax.StableDiffusion, loras: Path) -> None:

@@ -131,6 +131,21 @@ def test_weights_of_blocks_are_those_of_merging(sd: canvax.StableDiffusion, lora
     np.testing.assert_allclose(pixels(sd), merged, atol=1e-4)
 
 
+def test_a_weight_of_0_for_one_network_alone(sd: canvax.StableDiffusion, loras: Path) -> None:
+    """Of what is not named there it is 1."""
+    table = {"text_encoder": 0}
+    sd.adapters.load("clay", loras / "clay.safetensors", table)
+    merged = pixels(sd)
+    sd.adapters.remove()
+    sd.adapters.load("clay", loras / "clay.safetensors", table, beside=True)
+    for asked in (None, {"clay": table}):
+        result = sd("a cat", adapters=asked, seed=1, **STEPS)
+        np.testing.assert_allclose(result.pixels, merged, atol=1e-4)
+        assert result.metadata[0]["adapters"]["clay"]["weight"] == table
+    off = sd("a cat", adapters={"clay": {**table, "unet": 0}}, seed=1, **STEPS)
+    assert "adapters" not in off.metadata[0]
+
+
 def test_prompts_name_their_own(sd: canvax.StableDiffusion, loras: Path) -> None:
     """``<lora:...>`` may differ; of a folder the one that was not used for longest makes room."""
     sd.adapters.beside(rank=RANK, places=2)

@@ -731,6 +731,33 @@ def announced(shown: str) -> dict[str, set[str]]:
     return found
 
 
+def test_a_default_call_is_what_is_prepared(
+    emoji: canvax.StableDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With guidance or without, as the model's default scale is, and with what an inpainting model reads."""
+    asked: list[Kinds] = []
+    monkeypatch.setattr(Programs, "ready", lambda self, params, latents, kinds, announce: asked.append(kinds) or {})
+    folder = write_small_checkpoint(tmp_path / "inpainting", unet=dataclasses.replace(UNET, in_channels=9))
+    from_zero = dataclasses.replace(emoji.model.family, no_guidance=0.0)
+    turbo, guided = (
+        dataclasses.replace(
+            emoji.model, family=from_zero, defaults=dataclasses.replace(emoji.model.defaults, guidance_scale=scale)
+        )
+        for scale in (0.0, 1.0)
+    )
+    for pipe in (
+        emoji,
+        dataclasses.replace(emoji, model=turbo),
+        dataclasses.replace(emoji, model=guided),
+        canvax.load(folder, mesh=emoji.mesh),
+    ):
+        pipe.compile()
+        pipe.memory()
+        wanted = generate.work(pipe.model, make_request(pipe.model, Call("a cat")))[2]
+        assert asked == [wanted, wanted]
+        asked.clear()
+
+
 def test_compile_returns_what_it_did(
     folder: Path, emoji: canvax.StableDiffusion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 import canvax
-from canvax.pipelines.hints import idle
+from canvax.pipelines.hints import hints, idle
 from canvax.pipelines.request import Call, make_request
 from tests.support.small_sdxl import build
 
@@ -83,6 +83,11 @@ def test_what_a_second_pass_reads(emoji: canvax.StableDiffusion) -> None:
     assert names(image_encoding="sample") == ["image_encoding"]
     assert names(image_encoding="sample", hires=1.5) == []
     assert names(mask_fill="noise") == ["mask_fill"]
+
+
+def test_adapters_named_in_a_second_prompt(emoji: canvax.StableDiffusion) -> None:
+    call = Call("a cat", options=canvax.Options(hires=2, hires_prompt="a dog <lora:ink:1>"))
+    assert [hint.argument for hint in hints(emoji.model, make_request(emoji.model, call))] == ["hires_prompt"]
 
 
 def assert_answered(pipe: canvax.StableDiffusion, beside: Mapping[str, Any], values: Mapping[str, Any]) -> None:

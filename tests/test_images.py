@@ -402,9 +402,13 @@ def test_local_folders_are_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_other_networks_are_named_and_left_out() -> None:
-    told = from_infotext("a cat <lora:fur:0.8> on a mat\nNegative prompt: <lyco:x>\nSteps: 3, Sampler: Euler, Seed: 1")
+    told = from_infotext(
+        "a cat <lora:fur:0.8> on a mat\nNegative prompt: <Lyco:x>\n"
+        'Steps: 3, Sampler: Euler, Seed: 1, Hires upscale: 2, Hires prompt: "a dog, <lora:ink:1>"'
+    )
     assert (told["prompt"], told["negative_prompt"]) == ("a cat on a mat", "")
-    assert told["other"] == {"<lora:fur:0.8>": "", "<lyco:x>": ""}
+    assert told["options"]["hires_prompt"] == "a dog,"
+    assert told["other"] == {"<lora:fur:0.8>": "", "<Lyco:x>": "", "<lora:ink:1>": ""}
 
 
 def test_a1111(tmp_path: Path) -> None:

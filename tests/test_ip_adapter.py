@@ -36,6 +36,7 @@ from canvax.models.blocks import _transformer_block, attention_spec, transformer
 from canvax.models.ip_adapter import attentions_to_text
 from canvax.models.presets import SD15_UNET, SDXL_UNET
 from canvax.parallel.mesh import make_mesh
+from canvax.parallel.place import HOST
 from canvax.params import init_params
 from canvax.pipelines.image_prompts import layer_scales
 from canvax.scale.data import _Settings as cluster_rows
@@ -103,6 +104,16 @@ def test_nothing_recompiles(pipe: canvax.StableDiffusion) -> None:
         found.append(result.latents)
     more = {"sampler": "Heun", "num_inference_steps": 70, "guidance_scale": 3.0}
     assert draw(pipe, image_prompt=ImagePrompt(photo(1), adapter=1), **more).compilations == 0
+
+
+def test_adapters_wait_in_the_hosts_memory(
+    base: canvax.StableDiffusion, pipe: canvax.StableDiffusion, root: Path
+) -> None:
+    files = [root / "models" / f"{name}.safetensors" for name in ("plain", "plus")]
+    waiting = canvax.load(root / "base", mesh=base.mesh, offload=True).with_ip_adapter(files)
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(waiting.params)} == {HOST}
+    want, got = (draw(each, image_prompt=ImagePrompt(photo(1), adapter=1)).latents for each in (pipe, waiting))
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize(("kind", "adapter"), [("int8", 0), ("float8", 1)])

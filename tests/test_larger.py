@@ -18,8 +18,9 @@ from canvax.cli import BAD_INPUT, main
 from canvax.images.grid import make_sheet
 from canvax.models.configs import ClipVisionConfig
 from canvax.noise import initial_noise, pasted_in_the_middle, slerp
+from canvax.pipelines.generate import metadata, second_pass
 from canvax.pipelines.prepare import noise_of
-from canvax.pipelines.request import Call
+from canvax.pipelines.request import Call, make_request
 from canvax.pipelines.safety import SafetyChecker
 from canvax.pipelines.upscale import Tiles, fade, starts
 from tests.support.refusals import refused
@@ -68,6 +69,21 @@ def test_each_image_is_recorded_with_its_second_prompt(emoji: canvax.StableDiffu
         emoji, told["prompt"], seed=told["seed"], num_inference_steps=2, options=canvax.Options(**told["options"])
     )
     np.testing.assert_allclose(alone.latents[0], both.latents[1], atol=1e-4)
+
+
+def test_second_prompts_for_several_images_of_each(emoji: canvax.StableDiffusion) -> None:
+    options = canvax.Options(hires=2, hires_prompt=["a red fox", "a red cat"])
+    request = make_request(emoji.model, Call(["a fox", "a cat"], num_images_per_prompt=2, options=options))
+    recorded = [one["options"]["hires_prompt"] for one in metadata(emoji.model, request)]
+    assert recorded == ["a red fox"] * 2 + ["a red cat"] * 2
+    one, two, three, four = second_pass(emoji.model, request).texts.stages[0].parts[0]
+    assert one == two != three == four
+
+
+def test_a_second_prompt_after_an_encoded_one(emoji: canvax.StableDiffusion) -> None:
+    settings: dict[str, Any] = {"hires": 2, "hires_steps": 2, "num_inference_steps": 2, "hires_prompt": "a red cat"}
+    got, want = (draw(emoji, prompt, **settings).latents for prompt in (emoji.encode("a fox"), "a fox"))
+    np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 def test_the_second_pass_is_image_to_image(emoji: canvax.StableDiffusion) -> None:

@@ -296,6 +296,21 @@ def test_scheduled_texts_stand_at_their_steps(emoji: canvax.StableDiffusion) -> 
     assert heun.compilations == 0
 
 
+def test_scheduled_texts_of_a_part_of_a_run(emoji: canvax.StableDiffusion) -> None:
+    """Steps are counted from the beginning of the whole run, or of the steps that strength leaves."""
+
+    def latents(prompt: str, **part: Any) -> np.ndarray:
+        return draw(emoji, prompt, sampler="ddim", **part).latents
+
+    begun: dict[str, Any] = {"denoising_end": 0.5}
+    np.testing.assert_array_equal(latents("[a red apple:a dog:0.6]", **begun), latents("a red apple", **begun))
+    rest: dict[str, Any] = {"denoising_start": 0.5, "latents": latents("a red apple", **begun)}
+    np.testing.assert_array_equal(latents("[a red apple:a dog:0.2]", **rest), latents("a dog", **rest))
+    image: dict[str, Any] = {"image": np.full((64, 64, 3), 0.5, np.float32), "strength": 0.5}
+    first, second, both = (latents(text, **image) for text in ("a red apple", "a dog", "[a red apple:a dog:1]"))
+    assert all(np.abs(both - other).max() > 1e-3 for other in (first, second))
+
+
 @pytest.mark.slow
 def test_prompts_that_are_added_up(emoji: canvax.StableDiffusion) -> None:
     """Against a loop by hand: u + s (w1 (c1 - u) + w2 (c2 - u)) and DDIM's rows."""

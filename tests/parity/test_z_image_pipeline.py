@@ -25,7 +25,9 @@ import canvax  # noqa: E402
 from canvax.compile.programs import load_or_compile  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
+from canvax.pipelines.adapters import shares_of  # noqa: E402
 from canvax.samplers import build_table  # noqa: E402
+from canvax.server.adapter_cache import AdapterCache, AdapterSettings  # noqa: E402
 from canvax.server.engine import EngineSettings, ImageEngine  # noqa: E402
 from canvax.server.group import Group  # noqa: E402
 from canvax.server.jobs import JobRequest, State  # noqa: E402
@@ -378,6 +380,23 @@ def test_lora_beside_the_weights(folder: Path, changed: Any, tmp_path: Path) -> 
     pipe.adapters.beside(rank=4)
     pipe.adapters.load("style", lora(tmp_path / "style.safetensors", "comfy"), beside=True)
     assert psnr(draw(pipe, guidance_scale=0.0).pixels, changed[0]) > 60
+
+
+def test_prompts_name_weights_of_the_transformer(folder: Path, tmp_path: Path) -> None:
+    """In place of those of a UNet: of merged adapters, of those beside the weights, and of a server's."""
+    pipe = canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
+    lora(tmp_path / "style.safetensors", "peft")
+    pipe.adapters.folder = tmp_path
+    for tag in ("<lora:style:1:0.5>", "<lora:style:unet=0.5>"):
+        with pipe.adapters.named_in(tag):
+            assert pipe.adapters["style"].weights == {"transformer": 0.5}
+        cache = AdapterCache(pipe.model, pipe.mesh, AdapterSettings(tmp_path))
+        assert [weights["transformer"] for weights in cache.wanted(tag, {})[1].values()] == [0.5]
+    pipe.adapters.remove()
+    pipe.adapters.beside(rank=4)
+    _, shares = shares_of(pipe.adapters, tag, None, 1, as_set=True)
+    assert shares is not None
+    np.testing.assert_array_equal(shares.weights["transformer"], [[0.5, 0, 0, 0]])
 
 
 def original(folder: Path, into: Path) -> Path:

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
                 height,
                 width,
                 batch,
-                guidance=not arguments.no_guidance,
+                guidance=False if arguments.no_guidance else None,
                 reuse_layers=arguments.reuse_layers,
                 image=arguments.image,
                 mask=arguments.mask,

@@ -31,7 +31,7 @@ _CURVES = {
 _KEY = re.compile(r"\s*([A-Za-z][\w /+\-]*):\s*")
 _FACTS = ("Version", "Model hash", "VAE hash", "Lora hashes", "Hashes", "User", "Created Date")
 """What changes no image. "TI hashes" is not among them: only it says that an embedding was in the prompt."""
-_NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]*>")
+NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]*>", re.IGNORECASE)
 """A network in a prompt, which is not text for the encoder."""
 _SIZE = r"(\d{1,6})x(\d{1,6})"
 _UPSCALERS = ("", "latent", "lanczos")
@@ -110,12 +110,12 @@ def _quote(value: Any) -> str:
 def from_infotext(text: str) -> dict[str, Any]:
     """Parses a text to the keys of ``canvax.Result.metadata``; ``other`` has the settings without a key in canvax."""
     prompt, negative, settings = parts_of(text)
-    prompts = {"prompt": prompt, "negative_prompt": negative}
-    read = _read_settings(settings)
-    for name, words in prompts.items():
-        read["other"] |= dict.fromkeys(_NETWORK.findall(words), "")
-        prompts[name] = without_networks(words)
-    return {**prompts, **read}
+    read = {"prompt": prompt, "negative_prompt": negative, **_read_settings(settings)}
+    for table, name in ((read, "prompt"), (read, "negative_prompt"), (read["options"], "hires_prompt")):
+        if name in table:
+            read["other"] |= dict.fromkeys(NETWORK.findall(table[name]), "")
+            table[name] = without_networks(table[name])
+    return read
 
 
 def settings_left(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def without_networks(prompt: str) -> str:
 
     It uses no regular expression for repeated blanks, which would take quadratic time on thousands of blanks.
     """
-    parts = _NETWORK.split(prompt)
+    parts = NETWORK.split(prompt)
     parts[1:] = [part.lstrip(" ") for part in parts[1:]]
     parts[:-1] = [part.rstrip(" ") for part in parts[:-1]]
     return "\n".join(line.rstrip(" ") for line in " ".join(parts).split("\n")).strip()

@@ -28,6 +28,11 @@ def waits(params: Any) -> bool:
     return getattr(getattr(params, "sharding", None), "memory_kind", None) == HOST
 
 
+def kind_of(params: Any) -> str | None:
+    """Returns the kind of memory that a component's arrays are in; None for the devices'."""
+    return HOST if waits(params) else None
+
+
 def on_devices(params: Any) -> Any:
     """Returns a component with copies on the devices of those arrays that wait in the host's memory."""
     if not waits(params):

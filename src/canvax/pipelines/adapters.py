@@ -108,6 +108,11 @@ class LoadedAdapter:
         matches = [name for name in self.weights if not name or path == name or path.startswith(f"{name}.")]
         return self.weights[max(matches, key=len)] if matches else 1.0
 
+    @property
+    def acts(self) -> bool:
+        """Whether its weight for any parameter is not 0."""
+        return any(map(self.factor, self.adapter.parts))
+
 
 class AdapterFiles:
     """The files of a folder of adapters by their names.
@@ -233,6 +238,11 @@ class Adapters(Mapping[str, LoadedAdapter]):
     @property
     def _model(self) -> Model:
         return self._pipe.model
+
+    @property
+    def denoiser(self) -> str:
+        """The component whose weights ``<lora:name:0.5:0.8>`` gives second."""
+        return self._model.networks.denoiser.component
 
     @property
     def _mesh(self) -> Mesh:
@@ -508,7 +518,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         Raises:
             InputError: there is no such adapter in the folder, or prompts of one call name different ones.
         """
-        words, tags = take_tags([prompt] if isinstance(prompt, str) else prompt)
+        words, tags = take_tags([prompt] if isinstance(prompt, str) else prompt, self.denoiser)
         with self._pipe.changing:
             before = {name: adapter.weight for name, adapter in self._loaded.items()}
             weights: dict[str, Any] = {}
@@ -555,7 +565,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         active = {
             adapter.name: {"file": adapter.source, "weight": adapter.weight, "sha256": adapter.sha256}
             for adapter in self._loaded.values()
-            if adapter.place is None and any(adapter.weights.values())
+            if adapter.place is None and adapter.acts
         }
         result: dict[str, Any] = {"adapters": active} if active else {}
         return result | (
@@ -677,7 +687,7 @@ def shares_of(
             "load with pipe.adapters.load(name, file, beside=True), or set weights for all images with "
             "pipe.adapters.set",
         )
-    prompt, tags = _without_tags(prompt, read=adapters.folder is not None)
+    prompt, tags = _without_tags(prompt, adapters)
     usual = _as_set(adapters, bank) if as_set else {}
     images = [
         usual
@@ -703,21 +713,24 @@ def shares_of(
     places = {name: place for name, adapter in adapters.items() if (place := adapter.place) is not None}
     weights = share_rows(images, places, bank)
     records = [
-        {name: _recorded(adapters[name], weight, bank) for name, weight in image.items() if any(weight.values())}
-        for image in images
+        {
+            name: _recorded(adapters[name], weight, bank)
+            for name, weight in image.items()
+            if any(weights[component][i, places[name]] for component, _ in adapters[name].adapter.parts)
+        }
+        for i, image in enumerate(images)
     ]
-    nothing = not any(array.any() for array in weights.values())
-    return prompt, None if nothing else Shares(bank.places, bank.snapshot(), weights, records)
+    return prompt, Shares(bank.places, bank.snapshot(), weights, records) if any(records) else None
 
 
-def _without_tags(prompt: Any, *, read: bool) -> tuple[Any, list[Tags]]:
+def _without_tags(prompt: Any, adapters: Adapters) -> tuple[Any, list[Tags]]:
     """The prompts without the adapters that they name, and these; an entry for each prompt."""
     if isinstance(prompt, Mapping):  # encoded already
         return prompt, [{}] * len(prompt.get("text", [None]))
     prompts: Any = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(prompts, list | tuple) or not all(isinstance(prompt, str) for prompt in prompts):
         return prompt, [{}]  # which is refused elsewhere
-    tags = [tags_of(prompt) if read else {} for prompt in prompts]
+    tags = [{} if adapters.folder is None else tags_of(prompt, adapters.denoiser) for prompt in prompts]
     words = [without_networks(prompt) if tag else prompt for prompt, tag in zip(prompts, tags, strict=True)]
     return words[0] if isinstance(prompt, str) else words, tags
 
@@ -744,7 +757,7 @@ def _there(weight: float | dict[str, float], bank: Bank) -> float | dict[str, fl
 
 
 def _as_set(adapters: Adapters, bank: Bank) -> OwnAdapters:
-    held = [adapter for adapter in adapters.values() if adapter.place is not None and any(adapter.weights.values())]
+    held = [adapter for adapter in adapters.values() if adapter.place is not None and adapter.acts]
     return {adapter.name: parted(adapter.weights, bank.components)[1] for adapter in held}
 
 

@@ -222,6 +222,7 @@ def encode(
             prompts.insert(0, conditions_for(stage.negatives, request.embeds[1], negative=True))
         return tuple(prompts)
 
-    first, *rest = request.texts.stages
-    steps = table.step - table.step[0]
-    return Encoded(at(first), {int(np.argmax(steps >= stage.step)): at(stage) for stage in rest})
+    steps = table.step - (request.init_images.skipped if request.init_images else 0)
+    # Of the stages that begin at or before the first row, the last one holds.
+    stages = {int(np.argmax(steps >= stage.step)): stage for stage in request.texts.stages if stage.step <= steps[-1]}
+    return Encoded(at(stages.pop(0)), {row: at(stage) for row, stage in stages.items()})

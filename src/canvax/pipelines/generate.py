@@ -28,7 +28,7 @@ from canvax.parallel.memory import check_least, check_programs
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import local_rows, map_parts, put
 from canvax.params import Params
-from canvax.pipelines.checks import MAX_SIDE, check_latents, check_second, check_steps, is_tiled
+from canvax.pipelines.checks import MAX_SIDE, check_latents, check_steps, is_tiled
 from canvax.pipelines.options import Step
 from canvax.pipelines.prepare import keeps, prepare
 from canvax.pipelines.request import InitImages, Request, entry
@@ -296,9 +296,9 @@ def second_pass(model: Model, request: Request) -> Request:
     strength = STRENGTHS[options.hires_method] if options.hires_strength is None else options.hires_strength
     whole, skipped = steps_of_strength(strength, steps, "exact", most)
     # A text that changes on the way has become its last one.
-    texts = replace(request.texts, stages=[replace(request.texts.stages[-1], step=0)])
+    texts, embeds = replace(request.texts, stages=[replace(request.texts.stages[-1], step=0)]), request.embeds
     if options.hires_prompt is not None:
-        prompts = check_second("hires_prompt", options.hires_prompt, request.prompts, 1)
+        prompts, embeds = request.hires_prompts, (None, embeds[1])
         texts = read_texts(model, (prompts, prompts), (request.negatives, request.negatives_2), options, steps)
     blank = [Image.new("RGB", (width, height))]
     larger = replace(
@@ -310,6 +310,7 @@ def second_pass(model: Model, request: Request) -> Request:
         sampler=request.sampler if options.hires_sampler is None else options.hires_sampler,
         latents=None,
         texts=texts,
+        embeds=embeds,
         init_images=InitImages(blank, [], strength, {}, (blank, []), [], whole, skipped),
     )
     try:
@@ -405,7 +406,7 @@ def _options_of_images(request: Request) -> list[dict[str, Any]]:
     """The options of each image: of a list of prompts, its own."""
     changed = request.options.changed()
     second = {"prompt_2": request.prompts_2, "negative_prompt_2": request.negatives_2}
-    second["hires_prompt"] = check_second("hires_prompt", request.options.hires_prompt, request.prompts, 1)
+    second["hires_prompt"] = request.hires_prompts
     return [
         changed | {name: values[i] for name, values in second.items() if name in changed}
         for i in range(len(request.prompts))

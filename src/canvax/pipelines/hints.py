@@ -10,6 +10,7 @@ import numpy as np
 from canvax import settings
 from canvax.errors import NO_VALUE, HintWarning, warn
 from canvax.families.base import Model
+from canvax.images.infotext import NETWORK
 from canvax.pipelines.generate import larger_side, sampler_table, work
 from canvax.pipelines.request import InitImages, Request
 from canvax.prompts import words_of
@@ -35,7 +36,6 @@ _WORDS = re.compile(
 )
 """What A1111 reads as more than words, beside weights."""
 _COMPEL = re.compile(r"(?<![\w+-])[^\W\d_]{2,40}(?:\+\+|--)+(?=[\s,.)]|$)")
-_NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]{1,80}>", re.IGNORECASE)
 _WORD = re.compile(r"<[^\s<>:|=-][^\s<>:|]{0,40}>|\bembedding:[^\s,()<>\[\]:]{1,80}", re.IGNORECASE)
 """How the words of textual inversions are mostly written, and ComfyUI's way to name their files."""
 
@@ -156,26 +156,34 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
     if times > 1 and side * times != (larger := larger_side(model, side, times)):
         problem = f"makes {larger} of {side} pixels: sizes are multiples of {max(8, model.networks.size_step)}"
         yield HintWarning("hires", times, problem)
-    yield from _of_words(list(prompts), list(filter(None, dict.fromkeys(request.negatives))), syntax, added)
+    negatives = list(filter(None, dict.fromkeys(request.negatives)))
+    second = [prompt for prompt in dict.fromkeys(request.hires_prompts) if prompt not in prompts]
+    yield from _of_words(list(prompts), negatives, second, syntax, added)
 
 
-def _of_words(prompts: list[str], negatives: list[str], syntax: str, added: set[str]) -> Iterator[HintWarning]:
-    """Parts of the prompts that are read as text, most likely by mistake; ``added`` are words of textual inversions."""
+def _of_words(
+    prompts: list[str], negatives: list[str], second: list[str], syntax: str, added: set[str]
+) -> Iterator[HintWarning]:
+    """Parts of the prompts that are read as text, most likely by mistake.
+
+    ``second`` are prompts of a second pass; ``added`` are words of textual inversions.
+    """
 
     def as_text(words: str, cure: str, name: str = "prompt") -> HintWarning:
         return HintWarning(name, NO_VALUE, f"has {words}, which is read as text", cure)
 
-    if network := _first(_NETWORK, prompts):
+    if network := _first(NETWORK, prompts):
         yield as_text(
             network, "give a folder of adapters, pipe.adapters.folder or --lora-dir, or load it with pipe.adapters.load"
         )
-    texts = [*prompts, *negatives]
+    texts = [*prompts, *negatives, *second]
     matches = dict.fromkeys(match[0] for text in texts for match in _WORD.finditer(text))
     bare = {word: word.lower().removeprefix("embedding:") for word in matches}
     if free := [word for word in matches if not {bare[word], bare[word].rpartition(".")[0]} & added]:
         yield as_text(free[0], "pipe.adapters.load_embedding or --embedding loads a textual inversion of this name")
-    if network := _first(_NETWORK, negatives):
-        yield as_text(network, "name adapters in the prompt", "negative_prompt")
+    for name, elsewhere in (("negative_prompt", negatives), ("hires_prompt", second)):
+        if network := _first(NETWORK, elsewhere):
+            yield as_text(network, "name adapters in the prompt", name)
     if syntax == "plain" and (weight := _first(_WEIGHT, texts)):
         yield as_text(weight, "{prompt_syntax='a1111'} reads it as a weight")
     elif syntax == "plain" and (words := _first(_WORDS, (text for text in texts if not text.isupper()))):

@@ -209,7 +209,7 @@ class LoadedModel:
         width: int | None = None,
         batch: int = 1,
         *,
-        guidance: bool = True,
+        guidance: bool | None = None,
         references: int | Sequence[tuple[int, int]] = 0,
     ) -> Memory:
         """What each device needs to generate ``batch`` images at once, as the compiler says.
@@ -220,7 +220,7 @@ class LoadedModel:
             height: pixels; by default the size the model was trained for.
             width: likewise.
             batch: images of one call.
-            guidance: whether the guidance scale is above 1.
+            guidance: whether the images are guided; by default as in a call that names no guidance scale.
             references: reference images of the call, as for ``compile``.
         """
         params, mesh = self.params, self.programs.mesh
@@ -250,7 +250,7 @@ class LoadedModel:
         width: int | None = None,
         batch: int = 1,
         *,
-        guidance: bool = True,
+        guidance: bool | None = None,
         reuse_layers: int = 0,
         image: bool = False,
         mask: bool = False,
@@ -268,7 +268,8 @@ class LoadedModel:
             height: pixels; by default the size the model was trained for.
             width: likewise.
             batch: number of images, rounded up to the number of devices.
-            guidance: with it on; a guidance scale of 1 or less is another program.
+            guidance: whether the images are guided, which is another program; by default as in a call that names no
+                guidance scale.
             reuse_layers: for ``options.reuse``: ``options.reuse_layers``, which is 1 unless you change it.
             image: for calls with an image, second passes and ``upscale`` too: the image encoder.
             mask: for calls with a mask: the denoiser that keeps parts of an image.
@@ -324,22 +325,25 @@ class LoadedModel:
         params: Params,
         size: tuple[Any, Any],
         batch: int,
-        guided: bool,
+        guided: bool | None,
         display: Display,
         *,
         image: bool = False,
         **more: Any,
     ) -> Ready:
         """The programs of a size in pixels and a batch."""
-        (tall, wide), factor = self.model.native_size, self.model.networks.size_step
+        model, networks = self.model, self.model.networks
+        (tall, wide), factor = model.native_size, networks.size_step
         height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
         images = padded_batch(check_count("batch", batch, MOST_IMAGES), self.programs.mesh)
         way = "tiled" if is_tiled(height, width) else "whole"
-        guides = (guided and not self.model.networks.unguided,)
+        if guided is None:
+            guided = model.defaults.guidance_scale > model.family.no_guidance
+        guides, reads = (guided and not networks.unguided,), image or networks.inpaints
         return self.programs.ready(
             params,
-            self.model.networks.latent_shape(images, height, width),
-            Kinds(guided=guides, decoder=way, image_encoder=way if image else None, **more),
+            networks.latent_shape(images, height, width),
+            Kinds(guided=guides, decoder=way, image_encoder=way if reads else None, **more),
             display.announce,
         )
 

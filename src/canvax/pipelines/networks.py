@@ -26,6 +26,7 @@ from canvax.models.ip_adapter import ImageEncoder
 from canvax.models.networks import Networks
 from canvax.models.text import IMAGE_ENCODER
 from canvax.parallel.memory import check_weights
+from canvax.parallel.place import kind_of, on_devices
 from canvax.parallel.rules import abstract_params, device_bytes, place
 from canvax.params import Param, Params, flatten, unflatten
 from canvax.types import Array, HostArray
@@ -138,7 +139,7 @@ def with_controls(
 
         def placed(param: Param, array: HostArray, files: ControlFiles = files) -> Array:
             check_finite(files, array)
-            return place(param, array, mesh)
+            return place(param, array, mesh, kind_of(params))
 
         if files.pairs:
             kept[part.name] = control_lora(part, files, unet(), model, placed)
@@ -158,12 +159,15 @@ def whole_of(loaded: Params, unet: Params, files: ControlFiles, model: Model) ->
     base = dict(flatten(unet))
 
     def total(name: str, leaf: Array) -> Array:
-        if name not in base:
-            return leaf
-        both = leaf.astype(jnp.float32) + base[name].astype(jnp.float32)
-        return jax.device_put(both.astype(leaf.dtype), leaf.sharding)
+        return _sum(leaf, base[name], leaf) if name in base else leaf
 
     return unflatten({name: total(name, leaf) for name, leaf in flatten(loaded)})
+
+
+def _sum(one: Array, other: Array, like: Array) -> Array:
+    """The sum of two weights, in the dtype of ``like`` and where that is."""
+    both = on_devices(one).astype(jnp.float32) + on_devices(other).astype(jnp.float32)
+    return jax.device_put(both.astype(like.dtype), like.sharding)
 
 
 EncoderName = str | Path | bool | None
@@ -268,7 +272,7 @@ def _loaded(model: Model, programs: Programs, params: Params, names: Sequence[st
             by_name[part.name],
             [part],
             dtype=model.dtype,
-            place=lambda param, array: place(param, array, mesh),
+            place=lambda param, array: place(param, array, mesh, kind_of(params)),
             finite=(part.name,),
         )
         kept[part.name] = loaded[part.name]
@@ -314,9 +318,7 @@ def control_lora(
             continue
         weights[name] = base[name]
         if name in files.pairs:
-            added = placed(param, _delta(name, param, files))
-            both = added.astype(jnp.float32) + base[name].astype(jnp.float32)
-            weights[name] = jax.device_put(both.astype(base[name].dtype), base[name].sharding)
+            weights[name] = _sum(placed(param, _delta(name, param, files)), base[name], base[name])
     return unflatten({name: weights[name] for name in declared})
 
 

@@ -73,6 +73,7 @@ class Request:
     options: Options
     prompts_2: list[str]
     negatives_2: list[str]
+    hires_prompts: list[str]
     zeros: bool
     embedded: bool
     no_guidance: float
@@ -189,6 +190,7 @@ def make_request(model: Model, call: Call) -> Request:
         shape=shape,
         prompts_2=prompts_2,
         negatives_2=negatives_2,
+        hires_prompts=check_second("hires_prompt", options.hires_prompt, prompts, per_prompt),
         options=options,
         zeros=(negative, options.negative_prompt_2) == (None, None) and model.zeros_for_no_negative,
         embedded=model.networks.unguided,

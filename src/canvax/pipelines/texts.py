@@ -289,15 +289,15 @@ def has_tags(prompt: Any) -> bool:
     return any(isinstance(prompt, str) and TAG.search(prompt) for prompt in prompts)
 
 
-def take_tags(prompts: Sequence[str]) -> tuple[list[str], Tags]:
-    """The prompts without their tags, and the adapters that they all name.
+def take_tags(prompts: Sequence[str], denoiser: str) -> tuple[list[str], Tags]:
+    """The prompts without their tags, and the adapters that they all name, with weights as by ``tags_of``.
 
     Raises:
         InputError: they name different ones, or a weight is no number.
     """
     if not prompts:
         raise InputError("prompt", [], "holds no prompt", "give at least one")
-    tags_by_prompt = [tags_of(prompt) for prompt in prompts]
+    tags_by_prompt = [tags_of(prompt, denoiser) for prompt in prompts]
     if any(tags != tags_by_prompt[0] for tags in tags_by_prompt):
         raise InputError(
             "prompts",
@@ -308,11 +308,11 @@ def take_tags(prompts: Sequence[str]) -> tuple[list[str], Tags]:
     return [without_networks(prompt) for prompt in prompts], tags_by_prompt[0]
 
 
-def tags_of(prompt: str) -> Tags:
-    """The adapters that a prompt names, with their weights.
+def tags_of(prompt: str, denoiser: str) -> Tags:
+    """The adapters that a prompt names, with their weights; ``denoiser`` is the model's component.
 
-    ``<lora:name>``, ``<lora:name:0.8>``, ``<lora:name:0.5:0.8>`` for the text encoders and the UNet, and ``te=`` and
-    ``unet=`` in place of these places.
+    ``<lora:name>``, ``<lora:name:0.8>``, ``<lora:name:0.5:0.8>`` for the text encoders and the denoiser, and ``te=``
+    and ``unet=`` in place of these places.
     """
     tags: Tags = {}
     for name, rest in TAG.findall(prompt):
@@ -331,7 +331,7 @@ def tags_of(prompt: str) -> Tags:
         unet = places.get("unet", text)
         if name.strip() in tags:
             raise InputError("prompt", NO_VALUE, f"names the adapter {name!r} twice (<lora:...>)", "once is enough")
-        tags[name.strip()] = text if text == unet else {"text_encoder": text, "text_encoder_2": text, "unet": unet}
+        tags[name.strip()] = text if text == unet else {"text_encoder": text, "text_encoder_2": text, denoiser: unet}
     return tags
 
 

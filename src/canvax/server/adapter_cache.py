@@ -238,7 +238,7 @@ class AdapterCache:
                 name: {part: w for part, w in weight.items() if part in components}
                 if isinstance(weight, dict)
                 else weight
-                for name, weight in tags_of(prompt).items()
+                for name, weight in tags_of(prompt, self._model.networks.denoiser.component).items()
             }
             weights = {name: per_image(name, weight, components) for name, weight in {**tags, **adapters}.items()}
         except InputError as fault:
