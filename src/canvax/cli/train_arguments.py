@@ -54,7 +54,8 @@ def _lora(tasks: Any) -> None:
         tasks,
         "lora",
         "train a LoRA on your own images",
-        "Train low-rank factors beside the weights of a checkpoint (1.x, 2.x, XL) on captioned images. The file loads "
+        "Train low-rank factors beside the weights of a checkpoint (Stable Diffusion 1.x, 2.x and XL, Z-Image, FLUX.2 "
+        "klein, Krea 2) on captioned images. The file loads "
         "in canvax, in PyTorch diffusers, and with --format kohya in A1111 and its relatives.",
         "captioned images",
         _CAPTIONED,
