@@ -342,6 +342,18 @@ def test_a_running_job_survives_a_reload(site: Site) -> None:
     assert site.page.input_value("#prompt") == "a red apple"
 
 
+@thorough
+def test_a_job_that_the_server_forgot_is_asked_for_once_more(site: Site) -> None:
+    forgotten = {"error": {"message": "No such job.", "code": "job_not_found"}}
+    site.page.route("**/events", lambda route: route.fulfill(status=404, json=forgotten), times=1)
+    site.draw("a red apple")
+    assert len(site.stub.bodies) == 2
+    site.open()
+    site.idle()
+    assert site.count(".tile[data-id]") == 1  # the first job is not followed again
+    assert len(site.stub.bodies) == 2
+
+
 # A large image takes the browser a moment to read, and the user may send the form before that.
 SLOW_IMAGES = """() => {
   const read = window.createImageBitmap;

@@ -200,8 +200,9 @@ export class Task extends EventTarget {
     if (error.status === 404 && this.id && !this.again) {  // the server began anew: ask once more
       this.again = true;
       this.id = null;
+      await unfinished.delete(this.once).catch(() => {});
       this.once = newId();
-      return;
+      return this.#keep();
     }
     this.message = error.message;
     this.#tell("refused", error);
