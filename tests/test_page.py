@@ -310,6 +310,12 @@ def test_history_is_the_folder_of_images(saving: Site) -> None:
     site.open()
     site.page.click("#favourites")
     assert captions.all_inner_texts() == before[2:]
+    site.page.click("#favourites")
+    site.page.locator(".tile .open").first.focus()
+    site.page.keyboard.press("e")
+    site.page.wait_for_selector(".tile[data-id] >> nth=4")
+    site.open()
+    assert site.count(".tile") == 5  # also the image whose file has no prompt
 
 
 @thorough

@@ -44,10 +44,10 @@ const sort = () => records.sort((a, b) => b.created - a.created);
 /** The next images of the server's folder. What the browser keeps of an image has its inputs, too. */
 async function loadOlder() {
   const page = await olderImages(older);
-  const here = new Set(records.map(({ file, settings }) => `${file} ${settings.prompt}`));
+  const here = new Set(records.map(({ file, settings }) => `${file} ${settings.seed}`));  // the prompt may differ
   for (const { file, ...image } of page.images) {
     image.settings.prompt ??= "";
-    if (here.has(`${file} ${image.settings.prompt}`)) continue;
+    if (here.has(`${file} ${image.settings.seed}`)) continue;
     records.push({ id: `file:${encodeURIComponent(file)}`, favourite: false, ...image, file });
   }
   older = page.next;
