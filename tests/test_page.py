@@ -13,6 +13,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from canvax.images.metadata import save_numbered
 from canvax.server import history
 from canvax.server.jobs import ControlCard, Rejected
 from tests.support.page_stub import PAGE, PaintedEngine, Stub, encoded
+from tests.support.server_stub import CARD
 
 HTML = (PAGE / "index.html").read_text()
 SCRIPTS = {path.name: path.read_text() for path in PAGE.glob("*.js")}
@@ -837,6 +839,23 @@ def test_fields_that_the_model_cannot_use_are_not_there(site: Site) -> None:
     page.fill("#negative", "grey")
     site.draw("a red apple")
     assert (site.stub.bodies[1]["guidance_scale"], site.stub.bodies[1]["negative_prompt"]) == (0.5, "grey")
+
+
+@thorough
+def test_two_models(site: Site) -> None:
+    """What belongs to a model stays with its images, whichever is chosen meanwhile."""
+    page, engine = site.page, site.stub.engine
+    engine.cards = (CARD, replace(CARD, id="other", sampler="DDIM", no_guidance=0.0))
+    site.open()
+    page.select_option("#model", "other")
+    with engine.turn:
+        site.draw("a red apple", wait=False)
+        page.wait_for_selector(".tile.busy >> text=Waiting")
+        page.select_option("#model", "stub")
+    site.idle()
+    page.focus(".tile .open")
+    page.keyboard.press("Enter")
+    assert {"other", "DDIM"} <= set(page.locator("#viewer-settings dd").all_inner_texts())
 
 
 @thorough

@@ -49,7 +49,10 @@ class StubEngine:
         refusal: raised for the next jobs, if not None.
         pace: seconds of a step.
         fails: what the next jobs fail with, code and message.
+        cards: of its models.
     """
+
+    cards: tuple[ModelCard, ...] = (CARD,)
 
     def __init__(self, *, pace: float = 0.0, metrics: Metrics | None = None, journal: Journal | None = None) -> None:
         self.asks: list[JobRequest] = []
@@ -60,7 +63,7 @@ class StubEngine:
         self.book = JobStore(metrics or Metrics(), journal, 600.0, lambda job: None)
 
     def models(self) -> Sequence[ModelCard]:
-        return (CARD,)
+        return self.cards
 
     def adapters(self, model: str | None, *, refresh: bool = False) -> Sequence[AdapterCard]:
         return (AdapterCard("ink", "ink-v1", "ink.safetensors"),)
@@ -69,7 +72,7 @@ class StubEngine:
         self.asks.append(ask)
         if self.refusal:
             raise self.refusal
-        if ask.model not in (None, CARD.id):
+        if ask.model not in (None, *(card.id for card in self.cards)):
             raise Rejected(
                 404, "model_not_found", f"model={ask.model!r} is not served here; ask for 'stub'", param="model"
             )

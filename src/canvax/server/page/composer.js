@@ -15,7 +15,9 @@ let lastSeed = null;
 /** Options of a restored image that have no field: sent as they are. */
 let others = {};
 
-export const model = () => catalogue.models.find(({ id }) => id === $("model").value) ?? catalogue.models[0];
+/** The card of a model; without a model, that of the first, which is the default. */
+export const cardOf = (id) => catalogue.models.find((one) => one.id === id) ?? catalogue.models[0];
+export const model = () => cardOf($("model").value);
 export const samplers = () => catalogue.samplers.filter(({ name }) => model()?.samplers?.includes(name) ?? true);
 export const samplerLabel = (name) => catalogue.samplers.find((one) => one.name === name)?.label ?? name;
 export const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
@@ -30,7 +32,7 @@ const LINKED = [["steps", "steps-number"], ["guidance", "guidance-number"]];
 export async function setCatalogue(models) {
   catalogue = models;
   $("model").replaceChildren(...models.models.map(({ id, name }) => el("option", { value: id, textContent: name })));
-  $("model").value = models.models.find((one) => one.default)?.id ?? models.models[0]?.id;
+  $("model").value = cardOf()?.id;
   $("model-field").hidden = models.models.length < 2;
   const draft = remembered("draft", {});
   const beside = showModel();

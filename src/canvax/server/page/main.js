@@ -41,8 +41,8 @@ async function draw() {
 
 /** The settings as they are kept with an image: with what the model's card decided. */
 function recorded({ n, previews, ...settings }) {
-  const card = composer.model();
-  return { model: card?.id, sampler: card?.sampler, ...settings };
+  const card = composer.cardOf(settings.model);
+  return { ...settings, model: settings.model ?? card?.id, sampler: settings.sampler ?? card?.sampler };
 }
 
 const isTwoPasses = ({ options }) => options?.hires > 1;
