@@ -845,9 +845,16 @@ def test_fields_that_the_model_cannot_use_are_not_there(site: Site) -> None:
 def test_two_models(site: Site) -> None:
     """What belongs to a model stays with its images, whichever is chosen meanwhile."""
     page, engine = site.page, site.stub.engine
-    engine.cards = (CARD, replace(CARD, id="other", sampler="DDIM", no_guidance=0.0))
+    engine.cards = (CARD, replace(CARD, id="other", sampler="DDIM", no_guidance=0.0, styles=("flat",)))
+    engine.shelf = {"other": engine.shelf["stub"], "stub": ()}
     site.open()
     page.select_option("#model", "other")
+    page.click("#adapters summary")
+    page.select_option("#adapter-add", "ink")
+    page.select_option("#style", "flat")
+    site.stub.slow = {"other": 0.2}
+    site.open()
+    assert (page.input_value("#style"), page.inner_text("#adapters-text")) == ("flat", "ink 1")
     with engine.turn:
         site.draw("a red apple", wait=False)
         page.wait_for_selector(".tile.busy >> text=Waiting")
@@ -855,7 +862,22 @@ def test_two_models(site: Site) -> None:
     site.idle()
     page.focus(".tile .open")
     page.keyboard.press("Enter")
-    assert {"other", "DDIM"} <= set(page.locator("#viewer-settings dd").all_inner_texts())
+    assert {"other", "DDIM", "ink 1"} <= set(page.locator("#viewer-settings dd").all_inner_texts())
+    page.click("#viewer-actions >> text=Restore settings")
+    site.draw("a red apple")
+    assert (site.stub.bodies[1]["model"], site.stub.bodies[1]["adapters"]) == ("other", {"ink": 1})
+    site.open()
+    assert page.inner_text("#adapters-text") == "ink 1"
+    engine.shelf["stub"] = engine.shelf["other"]
+    page.click("#adapters summary")
+    page.fill("#adapter-ink", "0.5")
+    page.select_option("#model", "stub")
+    page.locator(".tile .open").first.focus()
+    page.keyboard.press("r")  # which waits for the list of the other model
+    page.wait_for_function("document.getElementById('model').value === 'other'")
+    page.select_option("#model", "stub")
+    page.wait_for_timeout(400)
+    assert page.inner_text("#adapters-text") == "ink 0.5"
 
 
 @thorough

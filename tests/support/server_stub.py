@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from PIL import Image
@@ -50,9 +50,11 @@ class StubEngine:
         pace: seconds of a step.
         fails: what the next jobs fail with, code and message.
         cards: of its models.
+        shelf: adapters of each.
     """
 
     cards: tuple[ModelCard, ...] = (CARD,)
+    shelf: Mapping[str, Sequence[AdapterCard]] = {CARD.id: (AdapterCard("ink", "ink-v1", "ink.safetensors"),)}
 
     def __init__(self, *, pace: float = 0.0, metrics: Metrics | None = None, journal: Journal | None = None) -> None:
         self.asks: list[JobRequest] = []
@@ -66,7 +68,7 @@ class StubEngine:
         return self.cards
 
     def adapters(self, model: str | None, *, refresh: bool = False) -> Sequence[AdapterCard]:
-        return (AdapterCard("ink", "ink-v1", "ink.safetensors"),)
+        return self.shelf[model or CARD.id]
 
     def submit(self, ask: JobRequest) -> Job:
         self.asks.append(ask)

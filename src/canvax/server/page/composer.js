@@ -35,14 +35,13 @@ export async function setCatalogue(models) {
   $("model").value = cardOf()?.id;
   $("model-field").hidden = models.models.length < 2;
   const draft = remembered("draft", {});
-  const beside = showModel();
+  showModel();
+  const applied = apply({ options: {}, adapters: {}, ...draft });
   if (draft.style) $("style").value = draft.style;
-  apply({ options: {}, ...draft });
   for (const [id, value] of Object.entries(remembered("upscaling", {}))) $(id).value = value;
   showUpscaling();
   showLock(remembered("lock", false));
-  await beside;
-  setAdapters(draft.adapters ?? {});
+  await applied;
 }
 
 function showModel() {
@@ -67,7 +66,7 @@ function showModel() {
   ownSettings();
   showInput();
   showSyntax();
-  return showBeside(card);
+  showBeside(card);
 }
 
 const SHAPES = [[1, 1], [4, 3], [3, 2], [16, 9], [3, 4], [2, 3], [9, 16]];
@@ -257,8 +256,8 @@ function setOptions({ prompt_syntax: syntax = "plain", clip_skip: skip = 0, hire
 /** How images are upscaled. */
 export const upscaling = () => ({ upscale: Number($("upscale-by").value), strength: Number($("upscale-strength").value) });
 
-/** What stands in the form becomes these settings; what they do not say stays. */
-export function apply(given) {
+/** What stands in the form becomes these settings; what they do not say stays. Adapters come last, once they are listed. */
+export async function apply(given) {
   if (given.model && catalogue.models.some(({ id }) => id === given.model) && given.model !== $("model").value) {
     $("model").value = given.model;
     showModel();
@@ -272,7 +271,6 @@ export function apply(given) {
   if (given.n) $("count").value = given.n;
   if (given.format) $("format").value = given.format;
   if (given.strength !== undefined && given.strength !== null) $("strength").value = given.strength;
-  if (given.adapters) setAdapters(given.adapters);
   if (given.options) setOptions(given.options);
   if (given.seed !== undefined && given.seed !== null) $("seed").value = given.seed;
   if (given.lock !== undefined) showLock(given.lock);
@@ -280,6 +278,7 @@ export function apply(given) {
   showFold();
   showSyntax();
   growAll();
+  if (given.adapters) await setAdapters(given.adapters);
 }
 
 function showStrength() {

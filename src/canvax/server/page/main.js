@@ -1,6 +1,6 @@
 // The page: what belongs together is put together here.
 import { Gone, Refused, getJson, inspect, key } from "./api.js";
-import { besideAt, restoreBeside } from "./beside.js";
+import { adaptersListed, besideAt, restoreBeside } from "./beside.js";
 import * as composer from "./composer.js";
 import { compare, prepareCompare } from "./compare.js";
 import * as gallery from "./gallery.js";
@@ -26,6 +26,7 @@ function showTiles() {
 
 async function draw() {
   await composer.whenInputRead();
+  await adaptersListed();
   const job = composer.settings();
   if (!job.prompt) return composer.formError("Write a prompt.", "prompt");
   if (!composer.seedIsNumber()) return composer.formError("A seed is a whole number.", "seed");
@@ -204,7 +205,7 @@ Object.assign(viewer.viewerActions, {
     const { image, mask, references = [], ...beside } = record.inputs ?? {};
     await composer.setInput(image ?? null, mask ? await paintedFrom(mask) : null, references);
     $("style").value = "";  // the prompt says it
-    composer.apply({ adapters: {}, options: {}, ...record.settings, lock: true });
+    await composer.apply({ adapters: {}, options: {}, ...record.settings, lock: true });
     await restoreBeside(beside, record.settings);
     composer.keepDraft();
     $("prompt").focus();
@@ -266,7 +267,7 @@ async function openImage(file) {
     const { settings, missing } = await inspect(file);
     const { image, mask, ...rest } = settings;
     $("style").value = "";
-    composer.apply({ options: {}, ...rest, n: 1, lock: settings.seed !== undefined });
+    await composer.apply({ options: {}, ...rest, n: 1, lock: settings.seed !== undefined });
     composer.keepDraft();
     $("prompt").focus();
     const lost = missing.slice(0, 8).join(", ");
