@@ -878,6 +878,10 @@ def test_two_models(site: Site) -> None:
     page.select_option("#model", "stub")
     page.wait_for_timeout(400)
     assert page.inner_text("#adapters-text") == "ink 0.5"
+    page.locator(".tile .open").first.focus()
+    page.keyboard.press("e")
+    page.wait_for_selector(".tile[data-id] >> nth=2")
+    assert (site.stub.bodies[2]["model"], site.stub.bodies[2]["guidance_scale"]) == ("other", 0)
 
 
 @thorough

@@ -472,7 +472,7 @@ export async function inputFiles({ width, height }) {
 export async function bodyOf(job, files) {
   const { steered, prompted, ...body } = job;
   // Each tile shows a part, and with the prompt it would become the whole thing once more. The history keeps it.
-  if (job.upscale) Object.assign(body, { prompt: "", negative_prompt: undefined, guidance_scale: 1 });
+  if (job.upscale) Object.assign(body, { prompt: "", negative_prompt: undefined, guidance_scale: cardOf(job.model)?.no_guidance ?? 1 });
   for (const [name, blob] of Object.entries(files)) body[name] = await (Array.isArray(blob) ? Promise.all(blob.map(toDataUrl)) : toDataUrl(blob));
   return Object.assign(body, besideBody(job, body));
 }
