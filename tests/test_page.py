@@ -99,6 +99,8 @@ def test_every_icon_is_drawn() -> None:
 
 # ---- in a browser
 
+NETS = (ControlCard("edges", "controlnet"), ControlCard("all", "union", ("depth", "canny")))
+
 browser_only = pytest.mark.skipif(
     not CHROMIUM or importlib.util.find_spec("playwright") is None,
     reason="wants playwright and a chromium (or its path in CHROMIUM)",
@@ -678,13 +680,27 @@ def test_mask_undo_erase_and_keys(site: Site) -> None:
 
 @thorough
 def test_a_dropped_image_brings_its_settings(site: Site) -> None:
+    site.stub.controls = NETS[:1]
+    site.open()
     site.draw("a red apple")
     data = site.stub.engine.accepted[0].pictures[0].data
+    site.page.locator(".tile .open").first.focus()
+    site.page.keyboard.press("p")
+    site.page.locator("#mask-canvas:focus").wait_for()
+    site.page.keyboard.press("Space")
+    site.page.click("#mask-use")
+    site.page.wait_for_selector("text=Change the mask")
+    site.drop("#control", Image.new("RGB", (64, 64)))
+    site.page.wait_for_selector("#control-remove", state="visible")
+    site.page.click("#adapters summary")
+    site.page.select_option("#adapter-add", "ink")
     site.page.fill("#prompt", "")
     site.page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
     site.page.wait_for_selector("text=Settings restored")
     assert site.page.input_value("#prompt") == "a red apple"
     assert site.page.get_attribute("#seed-lock", "aria-pressed") == "true"
+    site.draw("a red apple")
+    assert not {"image", "mask", "control", "adapters"} & site.stub.bodies[1].keys()
     data = encoded(Image.new("RGB", (64, 64)), "png", {"prompt": "a fox", "options": {"clip_skip": 1}})
     site.page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
     site.page.wait_for_selector("#more-text >> text=clip skip", state="attached")
@@ -692,9 +708,6 @@ def test_a_dropped_image_brings_its_settings(site: Site) -> None:
     site.drop("body", Image.new("RGB", (64, 64)))
     site.page.wait_for_selector("#input", state="visible")
     assert site.page.locator("#drop").is_hidden()
-
-
-NETS = (ControlCard("edges", "controlnet"), ControlCard("all", "union", ("depth", "canny")))
 
 
 @browser_only

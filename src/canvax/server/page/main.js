@@ -202,18 +202,22 @@ Object.assign(viewer.viewerActions, {
   },
   async restore(record) {
     closeDialogs();
-    const { image, mask, references = [], ...beside } = record.inputs ?? {};
-    await composer.setInput(image ?? null, mask ? await paintedFrom(mask) : null, references);
-    $("style").value = "";  // the prompt says it
-    await composer.apply({ adapters: {}, options: {}, ...record.settings, lock: true });
-    await restoreBeside(beside, record.settings);
-    composer.keepDraft();
-    $("prompt").focus();
+    await restored({ ...record.settings, lock: true }, record.inputs);
     const { missing = [] } = record;
     if (missing.length) toast(`Settings restored, without ${missing.join(", ")}.`);
     else announce("Settings restored");
   },
 });
+
+/** The form becomes these settings and inputs, without what they do not say. */
+async function restored(settings, { image = null, mask, references = [], ...beside } = {}) {
+  await composer.setInput(image, mask ? await paintedFrom(mask) : null, references);
+  $("style").value = "";  // the prompt says it
+  await composer.apply({ adapters: {}, options: {}, ...settings });
+  await restoreBeside(beside, settings);
+  composer.keepDraft();
+  $("prompt").focus();
+}
 
 async function useAsInput(record) {
   await composer.setInput(await blobOf(record));
@@ -266,10 +270,7 @@ async function openImage(file) {
   try {
     const { settings, missing } = await inspect(file);
     const { image, mask, ...rest } = settings;
-    $("style").value = "";
-    await composer.apply({ options: {}, ...rest, n: 1, lock: settings.seed !== undefined });
-    composer.keepDraft();
-    $("prompt").focus();
+    await restored({ ...rest, n: 1, lock: settings.seed !== undefined });
     const lost = missing.slice(0, 8).join(", ");
     toast(`Settings restored${lost && `, without ${lost}`}.`, [["Add as input too", asInput]]);
   } catch (error) {
