@@ -1034,9 +1034,11 @@ def test_keyboard_only(site: Site) -> None:
 
 @thorough
 def test_a_full_queue_is_tried_again(site: Site) -> None:
-    site.stub.engine.refusal = Rejected(429, "queue_full", "The queue is full.", retry_after=2)
+    site.stub.engine.refusal = Rejected(503, "draining", "the server is shutting down", retry_after=1)
     site.draw("a red apple", wait=False)
-    site.page.wait_for_selector("text=The queue is full. Next try in")
+    site.page.wait_for_selector(".tile >> text=the server is shutting down")
+    site.stub.engine.refusal = Rejected(429, "queue_full", "2 images wait", retry_after=1)
+    site.page.wait_for_selector(".tile >> text=The queue is full. Next try in")
     site.stub.engine.refusal = None
     site.page.wait_for_selector(".tile[data-id]")
 

@@ -241,8 +241,10 @@ export function showBusy(tile, preview = null) {
 function textOf(task, image) {
   if (task.status === "failed") return task.message || "Failed.";
   if (task.status === "waiting") {
-    if (task.why === "full") return `The queue is full. Next try in ${duration(Math.max(1, (task.retryAt - Date.now()) / 1000))}.`;
-    return task.why === "key" ? "Waiting for an API key." : "Waiting for the server.";
+    if (task.why === "key") return "Waiting for an API key.";
+    if (task.why === "gone") return "Waiting for the server.";
+    const next = `Next try in ${duration(Math.max(1, (task.retryAt - Date.now()) / 1000))}`;
+    return task.why === "full" ? `The queue is full. ${next}.` : `${next}: ${task.message}`;
   }
   if (task.status === "running") {
     const left = task.secondsLeft === null ? "" : `${duration(task.secondsLeft)} left`;

@@ -98,6 +98,7 @@ function tellChange(task) {
   if (task.status === "failed") announce(`Failed: ${task.message}`);
   if (task.status !== "waiting") return;
   if (task.why === "key") askKey(task.message);
+  else if (task.why === "later") announce(`Trying again: ${task.message}`);
   else announce(task.why === "full" ? "The queue is full. Trying again." : "The server does not answer. Trying again.");
 }
 
