@@ -300,13 +300,15 @@ def test_history_is_the_folder_of_images(saving: Site) -> None:
     site.page.keyboard.press("Shift+V")
     site.page.wait_for_selector(".tile[data-id] >> nth=3")
     assert decoded(site.stub.bodies[-1]["image"]).size == (64, 64)
+    (folder / "deleted").mkdir()
+    for path in folder.glob("*.png"):  # others of the same names
+        (folder / "deleted" / path.name).touch()
     site.page.locator(".tile .open").nth(3).focus()
     site.page.keyboard.press("Delete")
     site.page.wait_for_selector(".toast >> text=folder")
     assert len(list(folder.glob("*.png"))) == 3
     site.page.keyboard.press("z")
     site.page.wait_for_selector(".tile[data-id] >> nth=3")
-    site.page.wait_for_timeout(200)
     assert len(list(folder.glob("*.png"))) == 4
     site.page.locator(".tile .open").nth(3).focus()
     site.page.keyboard.press("f")

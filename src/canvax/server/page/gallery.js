@@ -103,7 +103,7 @@ export async function removeRecords(ids) {
     $("tiles").querySelector(`[data-id="${id}"]`)?.remove();
     await kept.delete(id).catch(() => {});
   }
-  deleting = Promise.all(inFolder(gone).map((file) => deleteImage(file).catch(() => {})));
+  deleting = Promise.all(inFolder(gone).map((record) => moved(record, deleteImage).catch(() => {})));
   refresh();
   (next?.querySelector(".target") ?? (focused ? $("history") : null))?.focus();
   deleted = gone;
@@ -111,17 +111,23 @@ export async function removeRecords(ids) {
   toast(`${plural(gone.length, "image")} ${where}.`, [["Undo", undoDelete]]);
 }
 
-const inFolder = (some) => some.flatMap(({ file }) => (file && hasFolder() ? [file] : []));
+const inFolder = (some) => some.filter(({ file }) => file && hasFolder());
+
+/** The server moves the file of a record, which may have another name then. */
+async function moved(record, move) {
+  record.file = await move(record.file);
+  forgetUrl(record.id);
+}
 
 export async function undoDelete() {
   const gone = deleted;
   deleted = [];
   if (!gone.length) return;
+  await deleting;
+  for (const record of inFolder(gone)) await moved(record, undeleteImage).catch((error) => announce(error.message));
+  for (const record of gone) if (record.blob) await kept.put(record).catch(() => {});
   records = [...records, ...gone];
   sort();
-  for (const record of gone) if (record.blob) await kept.put(record).catch(() => {});
-  await deleting;
-  for (const file of inFolder(gone)) await undeleteImage(file).catch((error) => announce(error.message));
   render();
   $("toasts").replaceChildren();
   announce(`${plural(gone.length, "image")} back`);
