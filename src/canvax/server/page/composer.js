@@ -86,7 +86,7 @@ function shapeOf(width, height) {
 }
 
 /** Size, steps, guidance and sampler as the model's card has them. */
-export function ownSettings() {
+function ownSettings() {
   const card = model();
   setSize(...card.native);
   setNumber("steps", card.steps);
@@ -163,7 +163,7 @@ function showHires(times = Number($("hires").value)) {
 }
 
 /** Of the sizes that are ready, the one most like it. */
-export function nearest(width, height) {
+function nearest(width, height) {
   const distance = ([w, h]) => Math.abs(Math.log((w / h) / (width / height))) * 4 + Math.abs(Math.log((w * h) / (width * height)));
   return [...model().sizes].sort((a, b) => distance(a) - distance(b))[0] ?? model().native;
 }
@@ -194,7 +194,7 @@ function showLock(locked) {
 }
 
 export const seedIsNumber = () => !locked() || /^\d*$/.test($("seed").value.trim());
-export const locked = () => $("seed-lock").ariaPressed === "true";
+const locked = () => $("seed-lock").ariaPressed === "true";
 export const toggleLock = () => {
   if (!locked() && !$("seed").value) $("seed").value = lastSeed ?? randomSeed();
   showLock(!locked());
@@ -293,7 +293,7 @@ function showUpscaling() {
 }
 
 /** The text areas are as high as their text. */
-export function growAll() {
+function growAll() {
   for (const id of ["prompt", "negative"]) {
     const area = $(id);
     area.style.height = "auto";
@@ -437,7 +437,7 @@ function referenceTile(blob, at) {
 }
 
 /** The mask in the accent colour. */
-export function tinted(mask) {
+function tinted(mask) {
   const canvas = canvasOf(mask.width, mask.height);
   const context = canvas.getContext("2d");
   context.drawImage(mask, 0, 0);

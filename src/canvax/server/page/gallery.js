@@ -4,7 +4,7 @@ import { connection, tasks } from "./tasks.js";
 import { images as kept, newId } from "./store.js";
 import { blobOf, crisp, fileName, forgetUrl, show } from "./pictures.js";
 import { zipped } from "./zip.js";
-import { $, announce, button, duration, el, icon, plural, save, setIcon, toast } from "./ui.js";
+import { $, announce, button, duration, el, icon, plural, save, toast } from "./ui.js";
 
 const PAGE = 60;
 let records = [];
@@ -145,7 +145,7 @@ export async function toggleFavourite(id) {
 }
 
 /** Show all tiles anew: after a search, a reload, more of them. */
-export function render() {
+function render() {
   const found = listed();
   const waiting = [...busy.keys()].filter((tile) => tile.isConnected || !tile.dataset.removed);
   for (const tile of $("tiles").querySelectorAll("[data-id]")) {
@@ -296,7 +296,7 @@ function showSelection() {
   $("selection-compare").title = selected.size === 2 ? "" : "Select two to compare";
 }
 
-export function setCurrent(tile) {
+function setCurrent(tile) {
   if (!tile) return;
   for (const node of $("tiles").querySelectorAll('[tabindex="0"]')) node.tabIndex = -1;
   for (const node of tile.querySelectorAll("button")) node.tabIndex = 0;
