@@ -13,6 +13,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from canvax.images.metadata import save_numbered
 from canvax.server import history
 from canvax.server.jobs import ControlCard, Rejected
 from tests.support.page_stub import PAGE, PaintedEngine, Stub, encoded
+from tests.support.server_stub import CARD
 
 HTML = (PAGE / "index.html").read_text()
 SCRIPTS = {path.name: path.read_text() for path in PAGE.glob("*.js")}
@@ -96,6 +98,8 @@ def test_every_icon_is_drawn() -> None:
 
 
 # ---- in a browser
+
+NETS = (ControlCard("edges", "controlnet"), ControlCard("all", "union", ("depth", "canny")))
 
 browser_only = pytest.mark.skipif(
     not CHROMIUM or importlib.util.find_spec("playwright") is None,
@@ -296,13 +300,15 @@ def test_history_is_the_folder_of_images(saving: Site) -> None:
     site.page.keyboard.press("Shift+V")
     site.page.wait_for_selector(".tile[data-id] >> nth=3")
     assert decoded(site.stub.bodies[-1]["image"]).size == (64, 64)
+    (folder / "deleted").mkdir()
+    for path in folder.glob("*.png"):  # others of the same names
+        (folder / "deleted" / path.name).touch()
     site.page.locator(".tile .open").nth(3).focus()
     site.page.keyboard.press("Delete")
     site.page.wait_for_selector(".toast >> text=folder")
     assert len(list(folder.glob("*.png"))) == 3
     site.page.keyboard.press("z")
     site.page.wait_for_selector(".tile[data-id] >> nth=3")
-    site.page.wait_for_timeout(200)
     assert len(list(folder.glob("*.png"))) == 4
     site.page.locator(".tile .open").nth(3).focus()
     site.page.keyboard.press("f")
@@ -310,6 +316,12 @@ def test_history_is_the_folder_of_images(saving: Site) -> None:
     site.open()
     site.page.click("#favourites")
     assert captions.all_inner_texts() == before[2:]
+    site.page.click("#favourites")
+    site.page.locator(".tile .open").first.focus()
+    site.page.keyboard.press("e")
+    site.page.wait_for_selector(".tile[data-id] >> nth=4")
+    site.open()
+    assert site.count(".tile") == 5  # also the image whose file has no prompt
 
 
 @thorough
@@ -340,6 +352,18 @@ def test_a_running_job_survives_a_reload(site: Site) -> None:
     site.page.wait_for_selector(".tile[data-id]")
     assert len(site.stub.bodies) == 1
     assert site.page.input_value("#prompt") == "a red apple"
+
+
+@thorough
+def test_a_job_that_the_server_forgot_is_asked_for_once_more(site: Site) -> None:
+    forgotten = {"error": {"message": "No such job.", "code": "job_not_found"}}
+    site.page.route("**/events", lambda route: route.fulfill(status=404, json=forgotten), times=1)
+    site.draw("a red apple")
+    assert len(site.stub.bodies) == 2
+    site.open()
+    site.idle()
+    assert site.count(".tile[data-id]") == 1  # the first job is not followed again
+    assert len(site.stub.bodies) == 2
 
 
 # A large image takes the browser a moment to read, and the user may send the form before that.
@@ -658,13 +682,27 @@ def test_mask_undo_erase_and_keys(site: Site) -> None:
 
 @thorough
 def test_a_dropped_image_brings_its_settings(site: Site) -> None:
+    site.stub.controls = NETS[:1]
+    site.open()
     site.draw("a red apple")
     data = site.stub.engine.accepted[0].pictures[0].data
+    site.page.locator(".tile .open").first.focus()
+    site.page.keyboard.press("p")
+    site.page.locator("#mask-canvas:focus").wait_for()
+    site.page.keyboard.press("Space")
+    site.page.click("#mask-use")
+    site.page.wait_for_selector("text=Change the mask")
+    site.drop("#control", Image.new("RGB", (64, 64)))
+    site.page.wait_for_selector("#control-remove", state="visible")
+    site.page.click("#adapters summary")
+    site.page.select_option("#adapter-add", "ink")
     site.page.fill("#prompt", "")
     site.page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
     site.page.wait_for_selector("text=Settings restored")
     assert site.page.input_value("#prompt") == "a red apple"
     assert site.page.get_attribute("#seed-lock", "aria-pressed") == "true"
+    site.draw("a red apple")
+    assert not {"image", "mask", "control", "adapters"} & site.stub.bodies[1].keys()
     data = encoded(Image.new("RGB", (64, 64)), "png", {"prompt": "a fox", "options": {"clip_skip": 1}})
     site.page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
     site.page.wait_for_selector("#more-text >> text=clip skip", state="attached")
@@ -672,9 +710,6 @@ def test_a_dropped_image_brings_its_settings(site: Site) -> None:
     site.drop("body", Image.new("RGB", (64, 64)))
     site.page.wait_for_selector("#input", state="visible")
     assert site.page.locator("#drop").is_hidden()
-
-
-NETS = (ControlCard("edges", "controlnet"), ControlCard("all", "union", ("depth", "canny")))
 
 
 @browser_only
@@ -822,6 +857,49 @@ def test_fields_that_the_model_cannot_use_are_not_there(site: Site) -> None:
 
 
 @thorough
+def test_two_models(site: Site) -> None:
+    """What belongs to a model stays with its images, whichever is chosen meanwhile."""
+    page, engine = site.page, site.stub.engine
+    engine.cards = (CARD, replace(CARD, id="other", sampler="DDIM", no_guidance=0.0, styles=("flat",)))
+    engine.shelf = {"other": engine.shelf["stub"], "stub": ()}
+    site.open()
+    page.select_option("#model", "other")
+    page.click("#adapters summary")
+    page.select_option("#adapter-add", "ink")
+    page.select_option("#style", "flat")
+    site.stub.slow = {"other": 0.2}
+    site.open()
+    assert (page.input_value("#style"), page.inner_text("#adapters-text")) == ("flat", "ink 1")
+    with engine.turn:
+        site.draw("a red apple", wait=False)
+        page.wait_for_selector(".tile.busy >> text=Waiting")
+        page.select_option("#model", "stub")
+    site.idle()
+    page.focus(".tile .open")
+    page.keyboard.press("Enter")
+    assert {"other", "DDIM", "ink 1"} <= set(page.locator("#viewer-settings dd").all_inner_texts())
+    page.click("#viewer-actions >> text=Restore settings")
+    site.draw("a red apple")
+    assert (site.stub.bodies[1]["model"], site.stub.bodies[1]["adapters"]) == ("other", {"ink": 1})
+    site.open()
+    assert page.inner_text("#adapters-text") == "ink 1"
+    engine.shelf["stub"] = engine.shelf["other"]
+    page.click("#adapters summary")
+    page.fill("#adapter-ink", "0.5")
+    page.select_option("#model", "stub")
+    page.locator(".tile .open").first.focus()
+    page.keyboard.press("r")  # which waits for the list of the other model
+    page.wait_for_function("document.getElementById('model').value === 'other'")
+    page.select_option("#model", "stub")
+    page.wait_for_timeout(400)
+    assert page.inner_text("#adapters-text") == "ink 0.5"
+    page.locator(".tile .open").first.focus()
+    page.keyboard.press("e")
+    page.wait_for_selector(".tile[data-id] >> nth=2")
+    assert (site.stub.bodies[2]["model"], site.stub.bodies[2]["guidance_scale"]) == ("other", 0)
+
+
+@thorough
 def test_an_image_beside_the_prompt_is_dropped_or_pasted_where_it_belongs(site: Site) -> None:
     site.stub.controls, site.stub.ip_adapters = NETS[:1], ("plain",)
     site.open()
@@ -958,9 +1036,11 @@ def test_keyboard_only(site: Site) -> None:
 
 @thorough
 def test_a_full_queue_is_tried_again(site: Site) -> None:
-    site.stub.engine.refusal = Rejected(429, "queue_full", "The queue is full.", retry_after=2)
+    site.stub.engine.refusal = Rejected(503, "draining", "the server is shutting down", retry_after=1)
     site.draw("a red apple", wait=False)
-    site.page.wait_for_selector("text=The queue is full. Next try in")
+    site.page.wait_for_selector(".tile >> text=the server is shutting down")
+    site.stub.engine.refusal = Rejected(429, "queue_full", "2 images wait", retry_after=1)
+    site.page.wait_for_selector(".tile >> text=The queue is full. Next try in")
     site.stub.engine.refusal = None
     site.page.wait_for_selector(".tile[data-id]")
 

@@ -100,7 +100,22 @@ def test_a_deleted_image_can_come_back(site: tuple[Web, Path], folder: Path) -> 
     assert names(http.get("/api/images"))[1] == "00001-1.png"
     http.delete("/api/images/00001-1.png")
     write(folder / "00001-1.png", seed=7)
-    assert http.post("/api/images/00001-1.png").status_code == 409  # which would replace it
+    assert http.post("/api/images/00001-1.png").json() == {"name": "00001-1-1.png"}
+    assert (folder / "00001-1-1.png").read_bytes() == data
+
+
+def test_images_of_one_name_are_deleted_side_by_side(site: tuple[Web, Path], folder: Path) -> None:
+    http, path = site[0].http, folder / "00001-1.png"
+    files = {}
+    for seed in (7, 8):
+        write(path, seed=seed)
+        data = path.read_bytes()
+        files[http.delete("/api/images/00001-1.png").json()["name"]] = data
+    assert len(files) == 2
+    assert {file.name: file.read_bytes() for file in (folder / "deleted").iterdir()} == files
+    for name, data in files.items():
+        there = http.post(f"/api/images/{name}").json()["name"]
+        assert (folder / there).read_bytes() == data
 
 
 def test_a_grid_is_a_sheet_with_the_settings_of_its_first_image(site: tuple[Web, Path], folder: Path) -> None:

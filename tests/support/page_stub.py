@@ -139,6 +139,7 @@ class Stub:
         ip_adapters: names of those that read image prompts.
         card: what else is said of the model.
         hints: what is said of each job that is accepted.
+        slow: seconds that listing the adapters of a model takes.
         starting: what is said until the models are there, once each.
         folder: into which images are saved, and which the page shows.
     """
@@ -151,6 +152,7 @@ class Stub:
         self.ip_adapters: tuple[str, ...] = ()
         self.card: dict[str, Any] = {}
         self.hints: list[str] = []
+        self.slow: dict[str, float] = {}
         self.starting: list[str] = []
         routes = [
             Route("/", self.page),
@@ -206,7 +208,9 @@ class Stub:
 
     async def adapters(self, request: Request) -> Response:
         self.check(request)
-        cards = self.engine.adapters(request.query_params.get("model"))
+        model = request.query_params.get("model")
+        await asyncio.sleep(self.slow.get(model or "", 0))
+        cards = self.engine.adapters(model)
         return JSONResponse({"adapters": [{"name": one.name, "alias": one.alias} for one in cards]})
 
     async def submit(self, request: Request) -> Response:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from PIL import Image
@@ -49,7 +49,12 @@ class StubEngine:
         refusal: raised for the next jobs, if not None.
         pace: seconds of a step.
         fails: what the next jobs fail with, code and message.
+        cards: of its models.
+        shelf: adapters of each.
     """
+
+    cards: tuple[ModelCard, ...] = (CARD,)
+    shelf: Mapping[str, Sequence[AdapterCard]] = {CARD.id: (AdapterCard("ink", "ink-v1", "ink.safetensors"),)}
 
     def __init__(self, *, pace: float = 0.0, metrics: Metrics | None = None, journal: Journal | None = None) -> None:
         self.asks: list[JobRequest] = []
@@ -60,16 +65,16 @@ class StubEngine:
         self.book = JobStore(metrics or Metrics(), journal, 600.0, lambda job: None)
 
     def models(self) -> Sequence[ModelCard]:
-        return (CARD,)
+        return self.cards
 
     def adapters(self, model: str | None, *, refresh: bool = False) -> Sequence[AdapterCard]:
-        return (AdapterCard("ink", "ink-v1", "ink.safetensors"),)
+        return self.shelf[model or CARD.id]
 
     def submit(self, ask: JobRequest) -> Job:
         self.asks.append(ask)
         if self.refusal:
             raise self.refusal
-        if ask.model not in (None, CARD.id):
+        if ask.model not in (None, *(card.id for card in self.cards)):
             raise Rejected(
                 404, "model_not_found", f"model={ask.model!r} is not served here; ask for 'stub'", param="model"
             )

@@ -56,12 +56,12 @@ def routes(folder: Path) -> list[BaseRoute]:
     async def restore(request: Request) -> Response:
         return await moved(request, _restored)
 
-    async def moved(request: Request, move: Callable[[Path, str], None]) -> Response:
+    async def moved(request: Request, move: Callable[[Path, str], str]) -> Response:
         try:
-            await decoding(move, folder, request.path_params["name"])
+            name = await decoding(move, folder, request.path_params["name"])
         except OSError as fault:
             raise Rejected(409, "not_moved", f"the file cannot be moved: {fault.strerror}") from None
-        return json_answer({"name": request.path_params["name"]})
+        return json_answer({"name": name})
 
     named = "/api/images/{name}"
     endpoints = [
@@ -139,14 +139,21 @@ def _read(folder: Path, name: str) -> tuple[bytes, str]:
     return path.read_bytes(), f"image/{FORMATS[path.suffix.lower()].lower()}"
 
 
-def _deleted(folder: Path, name: str) -> None:
+def _deleted(folder: Path, name: str) -> str:
     path, bin_ = _file(folder, name), folder / _DELETED
     bin_.mkdir(exist_ok=True)
-    os.replace(path, bin_ / name)
+    return _moved(path, bin_)
 
 
-def _restored(folder: Path, name: str) -> None:
-    path = _file(folder / _DELETED, name)
-    if (folder / name).exists():
-        raise Rejected(409, "exists", f"there is another image {name!r:.80}")
+def _restored(folder: Path, name: str) -> str:
+    return _moved(_file(folder / _DELETED, name), folder)
+
+
+def _moved(path: Path, folder: Path) -> str:
+    """Move an image into a folder; its name there, with a number if another image has its own."""
+    name, number = path.name, 0
+    while (folder / name).exists():
+        number += 1
+        name = f"{path.stem}-{number}{path.suffix}"
     os.rename(path, folder / name)
+    return name

@@ -77,8 +77,8 @@ _HISTORY = {
         "get",
     ): "Images in the folder of `canvax ui`, 60 at a time, newest first; `after` is `next` of the answer before.",
     ("/api/images/{name}", "get"): "One of these images.",
-    ("/api/images/{name}", "delete"): "Move it into the folder `deleted`.",
-    ("/api/images/{name}", "post"): "Move it back.",
+    ("/api/images/{name}", "delete"): "Move it into the folder `deleted`. The answer has its `name` there.",
+    ("/api/images/{name}", "post"): "Move it back, by its name in `deleted`. The answer has its `name` then.",
 }
 """What a server with a page over a folder of images has as well."""
 _NUMBERS = ("index",)

@@ -45,8 +45,10 @@ const imagePath = (name) => `api/images/${encodeURIComponent(name)}`;
 export const imageAddress = (name) => at(imagePath(name)).href;
 export const imageFile = (name) => getBlob(imagePath(name));
 export const olderImages = (after) => getJson(`api/images${after ? `?after=${encodeURIComponent(after)}` : ""}`);
-export const deleteImage = (name) => answer(imagePath(name), { method: "DELETE" });
-export const undeleteImage = (name) => answer(imagePath(name), { method: "POST" });
+const move = async (name, method) => (await (await answer(imagePath(name), { method })).json()).name;
+/** Move an image into the folder "deleted", or by its name there back: its name where it is then. */
+export const deleteImage = (name) => move(name, "DELETE");
+export const undeleteImage = (name) => move(name, "POST");
 export const inspect = async (blob) => (await answer("api/inspect", { method: "POST", body: blob })).json();
 
 /** What `control_from` makes of an image. */

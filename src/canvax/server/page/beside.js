@@ -11,6 +11,8 @@ const PROMPT_SIDE = 1024;
 const SHOWN_SIDE = 320;
 
 let card = null;
+/** Resolved once the adapters of the chosen model are listed. */
+let listing = Promise.resolve();
 
 const rows = () => [...$("adapter-list").children];
 const changed = () => $("adapter-list").dispatchEvent(new Event("input", { bubbles: true }));
@@ -120,17 +122,23 @@ export async function showPrepared() {
 export const besideAt = ({ target }) => images.find(({ id }) => target.closest?.(`#${id}`));
 
 /** The adapters and networks of a model, by its card. */
-export async function showBeside(model) {
+export function showBeside(model) {
   card = model;
   for (const one of images) one.offer();
   showBesideText();
   showPrepared();
-  const { adapters } = await getJson(`api/adapters?model=${encodeURIComponent(card.id)}`).catch(() => ({ adapters: [] }));
+  listing = listAdapters(model);
+}
+
+export const adaptersListed = () => listing;
+
+async function listAdapters(model) {
+  const { adapters } = await getJson(`api/adapters?model=${encodeURIComponent(model.id)}`).catch(() => ({ adapters: [] }));
   if (card !== model) return;
   const named = ({ name, alias }) => el("option", { value: name, textContent: alias === name ? name : `${name} (${alias})` });
   $("adapter-add").replaceChildren(el("option", { value: "", textContent: "Add an adapter…" }), ...adapters.map(named));
   $("adapters").hidden = !adapters.length;
-  setAdapters(adaptersNow());
+  showAdapters(adaptersNow());
 }
 
 function addAdapter(name, weight = 1) {
@@ -149,8 +157,15 @@ function addAdapter(name, weight = 1) {
   return input;
 }
 
-/** Weights by name; those of adapters that are not there are left out. */
-export function setAdapters(weights) {
+/** Weights by name, once the model's adapters are listed, unless another model is chosen meanwhile. */
+export async function setAdapters(weights) {
+  const mine = listing;
+  await mine;
+  if (mine === listing) showAdapters(weights);
+}
+
+/** Those of adapters that are not there are left out. */
+function showAdapters(weights) {
   const known = new Set([...$("adapter-add").options].map(({ value }) => value));
   $("adapter-list").replaceChildren();
   for (const [name, weight] of Object.entries(weights)) if (known.has(name)) addAdapter(name, weight);

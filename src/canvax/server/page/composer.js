@@ -15,7 +15,9 @@ let lastSeed = null;
 /** Options of a restored image that have no field: sent as they are. */
 let others = {};
 
-export const model = () => catalogue.models.find(({ id }) => id === $("model").value) ?? catalogue.models[0];
+/** The card of a model; without a model, that of the first, which is the default. */
+export const cardOf = (id) => catalogue.models.find((one) => one.id === id) ?? catalogue.models[0];
+export const model = () => cardOf($("model").value);
 export const samplers = () => catalogue.samplers.filter(({ name }) => model()?.samplers?.includes(name) ?? true);
 export const samplerLabel = (name) => catalogue.samplers.find((one) => one.name === name)?.label ?? name;
 export const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
@@ -30,17 +32,16 @@ const LINKED = [["steps", "steps-number"], ["guidance", "guidance-number"]];
 export async function setCatalogue(models) {
   catalogue = models;
   $("model").replaceChildren(...models.models.map(({ id, name }) => el("option", { value: id, textContent: name })));
-  $("model").value = models.models.find((one) => one.default)?.id ?? models.models[0]?.id;
+  $("model").value = cardOf()?.id;
   $("model-field").hidden = models.models.length < 2;
   const draft = remembered("draft", {});
-  const beside = showModel();
+  showModel();
+  const applied = apply({ options: {}, adapters: {}, ...draft });
   if (draft.style) $("style").value = draft.style;
-  apply({ options: {}, ...draft });
   for (const [id, value] of Object.entries(remembered("upscaling", {}))) $(id).value = value;
   showUpscaling();
   showLock(remembered("lock", false));
-  await beside;
-  setAdapters(draft.adapters ?? {});
+  await applied;
 }
 
 function showModel() {
@@ -65,7 +66,7 @@ function showModel() {
   ownSettings();
   showInput();
   showSyntax();
-  return showBeside(card);
+  showBeside(card);
 }
 
 const SHAPES = [[1, 1], [4, 3], [3, 2], [16, 9], [3, 4], [2, 3], [9, 16]];
@@ -85,7 +86,7 @@ function shapeOf(width, height) {
 }
 
 /** Size, steps, guidance and sampler as the model's card has them. */
-export function ownSettings() {
+function ownSettings() {
   const card = model();
   setSize(...card.native);
   setNumber("steps", card.steps);
@@ -162,7 +163,7 @@ function showHires(times = Number($("hires").value)) {
 }
 
 /** Of the sizes that are ready, the one most like it. */
-export function nearest(width, height) {
+function nearest(width, height) {
   const distance = ([w, h]) => Math.abs(Math.log((w / h) / (width / height))) * 4 + Math.abs(Math.log((w * h) / (width * height)));
   return [...model().sizes].sort((a, b) => distance(a) - distance(b))[0] ?? model().native;
 }
@@ -193,7 +194,7 @@ function showLock(locked) {
 }
 
 export const seedIsNumber = () => !locked() || /^\d*$/.test($("seed").value.trim());
-export const locked = () => $("seed-lock").ariaPressed === "true";
+const locked = () => $("seed-lock").ariaPressed === "true";
 export const toggleLock = () => {
   if (!locked() && !$("seed").value) $("seed").value = lastSeed ?? randomSeed();
   showLock(!locked());
@@ -255,8 +256,8 @@ function setOptions({ prompt_syntax: syntax = "plain", clip_skip: skip = 0, hire
 /** How images are upscaled. */
 export const upscaling = () => ({ upscale: Number($("upscale-by").value), strength: Number($("upscale-strength").value) });
 
-/** What stands in the form becomes these settings; what they do not say stays. */
-export function apply(given) {
+/** What stands in the form becomes these settings; what they do not say stays. Adapters come last, once they are listed. */
+export async function apply(given) {
   if (given.model && catalogue.models.some(({ id }) => id === given.model) && given.model !== $("model").value) {
     $("model").value = given.model;
     showModel();
@@ -270,7 +271,6 @@ export function apply(given) {
   if (given.n) $("count").value = given.n;
   if (given.format) $("format").value = given.format;
   if (given.strength !== undefined && given.strength !== null) $("strength").value = given.strength;
-  if (given.adapters) setAdapters(given.adapters);
   if (given.options) setOptions(given.options);
   if (given.seed !== undefined && given.seed !== null) $("seed").value = given.seed;
   if (given.lock !== undefined) showLock(given.lock);
@@ -278,6 +278,7 @@ export function apply(given) {
   showFold();
   showSyntax();
   growAll();
+  if (given.adapters) await setAdapters(given.adapters);
 }
 
 function showStrength() {
@@ -292,7 +293,7 @@ function showUpscaling() {
 }
 
 /** The text areas are as high as their text. */
-export function growAll() {
+function growAll() {
   for (const id of ["prompt", "negative"]) {
     const area = $(id);
     area.style.height = "auto";
@@ -436,7 +437,7 @@ function referenceTile(blob, at) {
 }
 
 /** The mask in the accent colour. */
-export function tinted(mask) {
+function tinted(mask) {
   const canvas = canvasOf(mask.width, mask.height);
   const context = canvas.getContext("2d");
   context.drawImage(mask, 0, 0);
@@ -471,7 +472,7 @@ export async function inputFiles({ width, height }) {
 export async function bodyOf(job, files) {
   const { steered, prompted, ...body } = job;
   // Each tile shows a part, and with the prompt it would become the whole thing once more. The history keeps it.
-  if (job.upscale) Object.assign(body, { prompt: "", negative_prompt: undefined, guidance_scale: 1 });
+  if (job.upscale) Object.assign(body, { prompt: "", negative_prompt: undefined, guidance_scale: cardOf(job.model)?.no_guidance ?? 1 });
   for (const [name, blob] of Object.entries(files)) body[name] = await (Array.isArray(blob) ? Promise.all(blob.map(toDataUrl)) : toDataUrl(blob));
   return Object.assign(body, besideBody(job, body));
 }

@@ -4,7 +4,7 @@ import { connection, tasks } from "./tasks.js";
 import { images as kept, newId } from "./store.js";
 import { blobOf, crisp, fileName, forgetUrl, show } from "./pictures.js";
 import { zipped } from "./zip.js";
-import { $, announce, button, duration, el, icon, plural, save, setIcon, toast } from "./ui.js";
+import { $, announce, button, duration, el, icon, plural, save, toast } from "./ui.js";
 
 const PAGE = 60;
 let records = [];
@@ -44,10 +44,10 @@ const sort = () => records.sort((a, b) => b.created - a.created);
 /** The next images of the server's folder. What the browser keeps of an image has its inputs, too. */
 async function loadOlder() {
   const page = await olderImages(older);
-  const here = new Set(records.map(({ file, settings }) => `${file} ${settings.prompt}`));
+  const here = new Set(records.map(({ file, settings }) => `${file} ${settings.seed}`));  // the prompt may differ
   for (const { file, ...image } of page.images) {
     image.settings.prompt ??= "";
-    if (here.has(`${file} ${image.settings.prompt}`)) continue;
+    if (here.has(`${file} ${image.settings.seed}`)) continue;
     records.push({ id: `file:${encodeURIComponent(file)}`, favourite: false, ...image, file });
   }
   older = page.next;
@@ -103,7 +103,7 @@ export async function removeRecords(ids) {
     $("tiles").querySelector(`[data-id="${id}"]`)?.remove();
     await kept.delete(id).catch(() => {});
   }
-  deleting = Promise.all(inFolder(gone).map((file) => deleteImage(file).catch(() => {})));
+  deleting = Promise.all(inFolder(gone).map((record) => moved(record, deleteImage).catch(() => {})));
   refresh();
   (next?.querySelector(".target") ?? (focused ? $("history") : null))?.focus();
   deleted = gone;
@@ -111,17 +111,23 @@ export async function removeRecords(ids) {
   toast(`${plural(gone.length, "image")} ${where}.`, [["Undo", undoDelete]]);
 }
 
-const inFolder = (some) => some.flatMap(({ file }) => (file && hasFolder() ? [file] : []));
+const inFolder = (some) => some.filter(({ file }) => file && hasFolder());
+
+/** The server moves the file of a record, which may have another name then. */
+async function moved(record, move) {
+  record.file = await move(record.file);
+  forgetUrl(record.id);
+}
 
 export async function undoDelete() {
   const gone = deleted;
   deleted = [];
   if (!gone.length) return;
+  await deleting;
+  for (const record of inFolder(gone)) await moved(record, undeleteImage).catch((error) => announce(error.message));
+  for (const record of gone) if (record.blob) await kept.put(record).catch(() => {});
   records = [...records, ...gone];
   sort();
-  for (const record of gone) if (record.blob) await kept.put(record).catch(() => {});
-  await deleting;
-  for (const file of inFolder(gone)) await undeleteImage(file).catch((error) => announce(error.message));
   render();
   $("toasts").replaceChildren();
   announce(`${plural(gone.length, "image")} back`);
@@ -139,7 +145,7 @@ export async function toggleFavourite(id) {
 }
 
 /** Show all tiles anew: after a search, a reload, more of them. */
-export function render() {
+function render() {
   const found = listed();
   const waiting = [...busy.keys()].filter((tile) => tile.isConnected || !tile.dataset.removed);
   for (const tile of $("tiles").querySelectorAll("[data-id]")) {
@@ -241,8 +247,10 @@ export function showBusy(tile, preview = null) {
 function textOf(task, image) {
   if (task.status === "failed") return task.message || "Failed.";
   if (task.status === "waiting") {
-    if (task.why === "full") return `The queue is full. Next try in ${duration(Math.max(1, (task.retryAt - Date.now()) / 1000))}.`;
-    return task.why === "key" ? "Waiting for an API key." : "Waiting for the server.";
+    if (task.why === "key") return "Waiting for an API key.";
+    if (task.why === "gone") return "Waiting for the server.";
+    const next = `Next try in ${duration(Math.max(1, (task.retryAt - Date.now()) / 1000))}`;
+    return task.why === "full" ? `The queue is full. ${next}.` : `${next}: ${task.message}`;
   }
   if (task.status === "running") {
     const left = task.secondsLeft === null ? "" : `${duration(task.secondsLeft)} left`;
@@ -288,7 +296,7 @@ function showSelection() {
   $("selection-compare").title = selected.size === 2 ? "" : "Select two to compare";
 }
 
-export function setCurrent(tile) {
+function setCurrent(tile) {
   if (!tile) return;
   for (const node of $("tiles").querySelectorAll('[tabindex="0"]')) node.tabIndex = -1;
   for (const node of tile.querySelectorAll("button")) node.tabIndex = 0;

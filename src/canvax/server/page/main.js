@@ -1,6 +1,6 @@
 // The page: what belongs together is put together here.
 import { Gone, Refused, getJson, inspect, key } from "./api.js";
-import { besideAt, restoreBeside } from "./beside.js";
+import { adaptersListed, besideAt, restoreBeside } from "./beside.js";
 import * as composer from "./composer.js";
 import { compare, prepareCompare } from "./compare.js";
 import * as gallery from "./gallery.js";
@@ -26,6 +26,7 @@ function showTiles() {
 
 async function draw() {
   await composer.whenInputRead();
+  await adaptersListed();
   const job = composer.settings();
   if (!job.prompt) return composer.formError("Write a prompt.", "prompt");
   if (!composer.seedIsNumber()) return composer.formError("A seed is a whole number.", "seed");
@@ -41,8 +42,8 @@ async function draw() {
 
 /** The settings as they are kept with an image: with what the model's card decided. */
 function recorded({ n, previews, ...settings }) {
-  const card = composer.model();
-  return { model: card?.id, sampler: card?.sampler, ...settings };
+  const card = composer.cardOf(settings.model);
+  return { ...settings, model: settings.model ?? card?.id, sampler: settings.sampler ?? card?.sampler };
 }
 
 const isTwoPasses = ({ options }) => options?.hires > 1;
@@ -97,6 +98,7 @@ function tellChange(task) {
   if (task.status === "failed") announce(`Failed: ${task.message}`);
   if (task.status !== "waiting") return;
   if (task.why === "key") askKey(task.message);
+  else if (task.why === "later") announce(`Trying again: ${task.message}`);
   else announce(task.why === "full" ? "The queue is full. Trying again." : "The server does not answer. Trying again.");
 }
 
@@ -201,18 +203,22 @@ Object.assign(viewer.viewerActions, {
   },
   async restore(record) {
     closeDialogs();
-    const { image, mask, references = [], ...beside } = record.inputs ?? {};
-    await composer.setInput(image ?? null, mask ? await paintedFrom(mask) : null, references);
-    $("style").value = "";  // the prompt says it
-    composer.apply({ adapters: {}, options: {}, ...record.settings, lock: true });
-    await restoreBeside(beside, record.settings);
-    composer.keepDraft();
-    $("prompt").focus();
+    await restored({ ...record.settings, lock: true }, record.inputs);
     const { missing = [] } = record;
     if (missing.length) toast(`Settings restored, without ${missing.join(", ")}.`);
     else announce("Settings restored");
   },
 });
+
+/** The form becomes these settings and inputs, without what they do not say. */
+async function restored(settings, { image = null, mask, references = [], ...beside } = {}) {
+  await composer.setInput(image, mask ? await paintedFrom(mask) : null, references);
+  $("style").value = "";  // the prompt says it
+  await composer.apply({ adapters: {}, options: {}, ...settings });
+  await restoreBeside(beside, settings);
+  composer.keepDraft();
+  $("prompt").focus();
+}
 
 async function useAsInput(record) {
   await composer.setInput(await blobOf(record));
@@ -265,10 +271,7 @@ async function openImage(file) {
   try {
     const { settings, missing } = await inspect(file);
     const { image, mask, ...rest } = settings;
-    $("style").value = "";
-    composer.apply({ options: {}, ...rest, n: 1, lock: settings.seed !== undefined });
-    composer.keepDraft();
-    $("prompt").focus();
+    await restored({ ...rest, n: 1, lock: settings.seed !== undefined });
     const lost = missing.slice(0, 8).join(", ");
     toast(`Settings restored${lost && `, without ${lost}`}.`, [["Add as input too", asInput]]);
   } catch (error) {
