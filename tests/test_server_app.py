@@ -25,7 +25,7 @@ from canvax.images.maps import control_map
 from canvax.images.metadata import save_image
 from canvax.server import a1111, huggingface, jobs_api, openai
 from canvax.server.app import Settings
-from canvax.server.guard import allowed_hosts
+from canvax.server.guard import LARGEST_QUESTION, allowed_hosts
 from canvax.server.jobs import Changed, Job, JobRequest, Picture, Rejected, State, Status, Stepped
 from canvax.server.keys import Keys
 from canvax.server.rates import Rates
@@ -311,6 +311,9 @@ def test_a_control_image_is_made_before_a_job_uses_it(site: Web) -> None:
     image = Image.open(io.BytesIO(picture()))
     assert answer.headers["content-type"] == "image/png"
     assert Image.open(io.BytesIO(answer.content)).tobytes() == control_map("invert", image).tobytes()
+    large = picture(size=(320, 320), compress_level=0)
+    assert len(large) > LARGEST_QUESTION
+    assert site.http.post("/api/control/invert", content=large).status_code == 200
     for kind, data, param in (("depth", picture(), "control_from"), ("canny", b"no image", "image")):
         told = check_refused("own", site.http.post(f"/api/control/{kind}", content=data), 400)
         assert told["error"]["param"] == param
