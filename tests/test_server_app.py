@@ -29,7 +29,8 @@ from canvax.server.guard import LARGEST_QUESTION, allowed_hosts
 from canvax.server.jobs import Changed, Job, JobRequest, Picture, Rejected, State, Status, Stepped
 from canvax.server.keys import Keys
 from canvax.server.rates import Rates
-from tests.support.server_stub import CARD, StubEngine
+from tests.support.server_stub import CARD, StubEngine, accept
+from tests.support.serving import until
 from tests.support.web_site import APIS, Web, b64, body_of, check_refused, events, heard, picture, request, web
 
 ALICE, BOB = "alices-long-secret", "bobs-even-longer-secret"
@@ -230,6 +231,23 @@ def test_events_begin_with_the_state_and_end_with_the_job(site: Web) -> None:
     # later it says the same in short
     again = [name for name, _ in events(site.http.get(f"/api/jobs/{job['id']}/events").text)]
     assert again == ["job", "image", "image", "done"]
+
+
+def test_events_tell_how_many_are_ahead(site: Web) -> None:
+    job = Job(JobRequest("x"), "stub", [Picture(0, 0, 64, 64, 4)], cancel=lambda job: None)
+    accept(site.engine.book, job)
+    with site.http.stream("GET", f"/api/jobs/{job.id}/events") as answer:
+        parts = answer.iter_text()
+        text = next(parts)
+        until(lambda: bool(job._watchers))
+        for ahead in (2, 1):
+            job.ahead = ahead
+            job.tell(Changed(Status.QUEUED))
+            text += next(parts)
+        site.engine.book.end(job, Status.CANCELLED)
+        text += "".join(parts)
+    told = [(name, data["ahead"]) for name, data in events(text)]
+    assert told == [("job", 0), ("job", 2), ("job", 1), ("cancelled", 0)]
 
 
 def test_a_job_goes_on_when_its_watcher_leaves(site: Web) -> None:

@@ -360,7 +360,7 @@ def _image_prompt(value: str | NewPrompt | list[NewPrompt] | None, pixels: Pixel
 async def _events(job: Job) -> AsyncIterator[bytes]:
     """Server-sent events; begins with how the job is, and what is done already."""
     sent: set[int] = set()
-    began = Changed(job.status)
+    began = None if job.status.over else Changed(job.status)
     yield sent_event("job", job_json(job))
     async for event in watched(job):
         if event is None:
@@ -371,8 +371,9 @@ async def _events(job: Job) -> AsyncIterator[bytes]:
                 sent.add(picture.index)
                 yield sent_event("image", _image_json(job, picture))
         late = isinstance(event, Stepped | Previewed) and event.index in sent
-        if not (late or isinstance(event, Finished) or (event == began and not began.status.over)):
+        if not (late or isinstance(event, Finished) or event == began):
             yield _as_sent(job, event)
+        began = None  # later ones of the same status say how many are ahead
 
 
 def _as_sent(job: Job, event: Event) -> bytes:
