@@ -294,9 +294,8 @@ def plan(
     networks, family, usual = _open(model, overrides, **source)
     if steps is None:
         steps = usual.num_inference_steps
-    if guided is None:
-        guided = usual.guidance_scale > family.no_guidance
-    guided = guided and not networks.unguided
+    usually = family.guides(networks, usual.guidance_scale)
+    guided = usually if guided is None else guided and not networks.unguided
     (tall, wide), factor = networks.native_size, networks.size_step
     height, width = check_size("height", height, tall, factor), check_size("width", width, wide, factor)
     if references:
