@@ -57,12 +57,11 @@ from canvax.server.jobs import (
     Rejected,
     Stepped,
 )
-from canvax.server.work import LONGEST_PROMPT, MOST_IMAGES, MOST_STEPS, NOT_OFFERED
+from canvax.server.work import INVERSE, LONGEST_PROMPT, MOST_IMAGES, MOST_STEPS, NOT_OFFERED
 
 PREVIEWS = 8
 """Of an image, where a client wants any."""
 
-_NOT_FOR_TEXT = ("ddim_inverse",)
 _FIELDS = {
     "prompt": "prompt", "negative_prompt": "negative_prompt", "seed": "seed", "width": "width", "height": "height",
     "num_inference_steps": "steps", "guidance_scale": "guidance_scale", "sampler": "sampler", "strength": "strength",
@@ -130,9 +129,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
     async def models(_: Request) -> Response:
         cards = [_card(card, default=i == 0) for i, card in enumerate(engine.models())]
         samplers = [
-            {"name": spec.name, "label": spec.label, "when": spec.when}
-            for spec in SAMPLERS
-            if spec.name not in _NOT_FOR_TEXT
+            {"name": spec.name, "label": spec.label, "when": spec.when} for spec in SAMPLERS if spec.name != INVERSE
         ]
         return json_answer({"models": cards, "samplers": samplers})
 
