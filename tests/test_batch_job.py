@@ -284,6 +284,7 @@ BAD = {
     "steps": '{"prompt": "a", "steps": [2]}',
     "eta": '{"prompt": "a", "eta": {"a": 1}}',
     "cannot be read": '{"prompt": "a", "image": "no.png"}',
+    "--lora": '{"prompt": "a <lora:ink:0.8>"}',
 }
 
 

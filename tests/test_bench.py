@@ -26,10 +26,10 @@ from benchmarks.lab.measure import _compare, measure
 from benchmarks.lab.models import preset_bytes, write_random
 from benchmarks.lab.process import Contender
 from canvax.cli import BAD_INPUT, INTERRUPTED, main
-from canvax.cli.bench import lines
+from canvax.cli.bench import _figures, lines
 from canvax.compile.programs import Programs
 from canvax.errors import CanvaxError, InputError
-from canvax.families.read import read_model
+from canvax.families.read import FAMILIES, read_model
 from canvax.kernels.target import compiling_for
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
@@ -292,6 +292,32 @@ def test_this_machine_alone(tmp_path: Path, small: Path, capsys: pytest.CaptureF
         assert all(ratio > 0 for task in report["tasks"].values() for ratio in task.values())
     assert "2 images of 64 x 32, 3 steps of ddim" in text[0]
     assert any(line.endswith(", 25% of the peak") for line in text)
+
+
+@pytest.mark.parametrize(
+    ("scale", "none", "unguided", "guided"),
+    [(5.0, 1.0, False, True), (1.0, 1.0, False, False), (1.0, 0.0, False, True), (0.0, 0.0, False, False),
+     (8.0, 1.0, True, False)],
+)  # fmt: skip
+def test_guidance_is_that_of_the_model(
+    scale: float, none: float, unguided: bool, guided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``none`` is the scale without guidance; an ``unguided`` model reads the scale itself, or none."""
+    seen = []
+    monkeypatch.setattr("canvax.planning.flops.evaluation_flops", lambda *_, guided: seen.append(guided) or 1.0)
+    networks = SimpleNamespace(latent_shape=lambda *sides: (*sides, 4), unguided=unguided)
+    family = replace(FAMILIES[0], no_guidance=none)
+    pipe = SimpleNamespace(
+        model=SimpleNamespace(name="model", dtype="float32", family=family, networks=networks),
+        programs=SimpleNamespace(mesh=make_mesh(jax.devices()[:1])),
+        params={},
+        memory=lambda *_, guidance: SimpleNamespace(total=seen.append(guidance)),
+    )
+    metadata = {"width": 64, "height": 64, "num_inference_steps": 2, "sampler": "ddim", "guidance_scale": scale}
+    timings = {"total": 1.0, "step": 0.1, "compile": 1.0}
+    result = SimpleNamespace(metadata=[metadata], timings=timings, compilations=0)
+    _figures(pipe, [result, result], 1)
+    assert seen == [guided, guided]
 
 
 @pytest.mark.weekly

@@ -333,11 +333,23 @@ def _left(pixels: np.ndarray) -> int:
         ["a", "b", "--x", "steps=1"],
         ["a", "--x", "seed=" + ",".join(map(str, range(500)))],
         ["--x", "steps=1"],
+        ["a", "--x", "width=64,96"],
+        ["a", "--x", "steps=1,2", "--y", "hires=1,2"],
+        ["a", "--x", "steps=1,2", "--batch-size", "0"],
+        ["a", "--x", "steps=1,2", "--preview", "now.txt"],
     ],
 )
-def test_bad_sheets(words: list[str], here: Path) -> None:
+def test_bad_sheets(words: list[str], here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: pytest.fail("a model is loaded"))
     assert main(["sheet", *words]) == BAD_INPUT
     assert not list(here.iterdir())
+
+
+def test_images_of_a_sheet_have_one_size(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("canvax.cli.sheet.generate_all", lambda *_, **__: pytest.fail("an image is generated"))
+    for side in (64, 96):
+        Image.new("RGB", (side, side)).save(f"{side}.png")
+    assert main(["sheet", "a fox", "--x", "image=64.png,96.png", "-q"]) == BAD_INPUT
 
 
 def test_upscale_command(here: Path, emoji: canvax.StableDiffusion, capsys: pytest.CaptureFixture[str]) -> None:
@@ -394,6 +406,9 @@ def test_preview(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         final = np.concatenate([array(fox), array(cat)], axis=1)
     assert np.abs(seen[-1] - final).mean() < 3 < np.abs(seen[0] - final).mean()
     assert not list(here.glob(".canvax-*"))
+    seen.clear()
+    assert main(["sheet", "a fox", "--x", "seed=1,2", "--steps", "8", "-q", "-o", "out", "--preview", "now.png"]) == 0
+    assert {image.shape for image in seen} == {(64, 128, 3)}
     Path("now.png").write_text("mine")
     assert main([*words, "-o", "more", "--preview", "now.png"]) == BAD_INPUT
     assert main([*words, "-o", "more", "--preview", "nowhere/now.png"]) == BAD_INPUT

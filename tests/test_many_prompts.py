@@ -41,6 +41,24 @@ def run(
     return call
 
 
+@pytest.fixture
+def interrupted(run: Run, emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> canvax.StableDiffusion:
+    """The model of commands, with Ctrl-C in its third batch."""
+
+    class Interrupted(canvax.StableDiffusion):
+        calls = 0
+
+        def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+            Interrupted.calls += 1
+            if Interrupted.calls == 3:
+                raise KeyboardInterrupt
+            return super().__call__(*arguments, **keywords)
+
+    pipe = Interrupted(emoji.model, emoji.programs, emoji.params)
+    monkeypatch.setattr(canvax, "load", lambda *_, **__: pipe)
+    return pipe
+
+
 def rows_file(rows: Sequence[dict[str, Any] | str], name: str = "rows.jsonl") -> str:
     Path(name).write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return name
@@ -134,18 +152,7 @@ def test_one_bad_line_stops_all_before_any_image(run: Run, monkeypatch: pytest.M
     assert os.listdir() == ["rows.jsonl"]
 
 
-def test_ctrl_c_keeps_whole_batches(run: Run, emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted(canvax.StableDiffusion):
-        calls = 0
-
-        def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-            Interrupted.calls += 1
-            if Interrupted.calls == 3:
-                raise KeyboardInterrupt
-            return super().__call__(*arguments, **keywords)
-
-    pipe = Interrupted(emoji.model, emoji.programs, emoji.params)
-    monkeypatch.setattr(canvax, "load", lambda *_, **__: pipe)
+def test_ctrl_c_keeps_whole_batches(run: Run, interrupted: canvax.StableDiffusion) -> None:
     code, out, err = run("generate", "a cat", "-n", 7, "-b", 2, "-s", 1, "--grid", *FAST)
     assert (code, out.split()) == (INTERRUPTED, [f"out/0000{i}-{i + 1}.png" for i in range(4)])
     assert err == "canvax: cancelled; finished images are kept\n"
@@ -163,6 +170,17 @@ def test_cells_of_a_sheet(run: Run, emoji: canvax.StableDiffusion) -> None:
     order = [(0, 0), (1, 0), (0, 1), (1, 1)]
     sheet = make_sheet([results[i].images[j] for i, j in order], ["steps 2", "steps 3"], ["a cat", "a dog"])
     metadata = {"grid": [results[i].metadata[j] for i, j in order], "seed": 4}
+    assert Path("out/00000-4.png").read_bytes() == as_saved(sheet, metadata)
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_ctrl_c_keeps_the_cells_of_a_sheet(run: Run, emoji: canvax.StableDiffusion) -> None:
+    code, out, _ = run("sheet", "a cat", "--x", "steps=2,3", "--y", "sampler=Euler,DPM++ 2M", "-s", 4, "-q")
+    assert (code, out) == (INTERRUPTED, "out/00000-4.png\n")
+    done = [emoji("a cat", num_inference_steps=steps, sampler="Euler", seed=4, progress=False) for steps in (2, 3)]
+    cells = [*(result.images[0] for result in done), *[Image.new("RGB", (64, 64), "white")] * 2]
+    sheet = make_sheet(cells, ["steps 2", "steps 3"], ["Euler", "DPM++ 2M"])
+    metadata = {"grid": [result.metadata[0] for result in done], "seed": 4}
     assert Path("out/00000-4.png").read_bytes() == as_saved(sheet, metadata)
 
 

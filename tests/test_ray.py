@@ -221,6 +221,24 @@ def test_imagine() -> None:
         assert http.get("/imagine?prompt=x", headers={"Host": "evil.example"}).status_code in (403, 421)
 
 
+def test_actors_load_as_the_flags_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from canvax.cli import main
+
+    given: dict[str, Any] = {}
+
+    def on_ray(_: Any, arguments: dict[str, Any], **__: Any) -> Any:
+        given.update(arguments)
+        return lambda rows, count: iter(())
+
+    monkeypatch.setattr("canvax.scale.data.ray_module", lambda: None)
+    monkeypatch.setattr("canvax.scale.data.on_ray", on_ray)
+    (tmp_path / "rows.txt").write_text("a cat\n")
+    words = ["batch", str(tmp_path / "rows.txt"), "-o", str(tmp_path / "out"), "--ray", "--dtype", "float32"]
+    for flags in ([], ["--offload"]):
+        assert main([*words, *flags]) == 0
+        assert (given["load"]["dtype"], given["load"]["offload"]) == ("float32", bool(flags))
+
+
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed here")
 def test_without_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from canvax.cli import main

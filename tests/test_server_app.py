@@ -25,11 +25,12 @@ from canvax.images.maps import control_map
 from canvax.images.metadata import save_image
 from canvax.server import a1111, huggingface, jobs_api, openai
 from canvax.server.app import Settings
-from canvax.server.guard import allowed_hosts
+from canvax.server.guard import LARGEST_QUESTION, allowed_hosts
 from canvax.server.jobs import Changed, Job, JobRequest, Picture, Rejected, State, Status, Stepped
 from canvax.server.keys import Keys
 from canvax.server.rates import Rates
-from tests.support.server_stub import CARD, StubEngine
+from tests.support.server_stub import CARD, StubEngine, accept
+from tests.support.serving import until
 from tests.support.web_site import APIS, Web, b64, body_of, check_refused, events, heard, picture, request, web
 
 ALICE, BOB = "alices-long-secret", "bobs-even-longer-secret"
@@ -232,6 +233,23 @@ def test_events_begin_with_the_state_and_end_with_the_job(site: Web) -> None:
     assert again == ["job", "image", "image", "done"]
 
 
+def test_events_tell_how_many_are_ahead(site: Web) -> None:
+    job = Job(JobRequest("x"), "stub", [Picture(0, 0, 64, 64, 4)], cancel=lambda job: None)
+    accept(site.engine.book, job)
+    with site.http.stream("GET", f"/api/jobs/{job.id}/events") as answer:
+        parts = answer.iter_text()
+        text = next(parts)
+        until(lambda: bool(job._watchers))
+        for ahead in (2, 1):
+            job.ahead = ahead
+            job.tell(Changed(Status.QUEUED))
+            text += next(parts)
+        site.engine.book.end(job, Status.CANCELLED)
+        text += "".join(parts)
+    told = [(name, data["ahead"]) for name, data in events(text)]
+    assert told == [("job", 0), ("job", 2), ("job", 1), ("cancelled", 0)]
+
+
 def test_a_job_goes_on_when_its_watcher_leaves(site: Web) -> None:
     site.engine.pace = 0.03
     job = site.submit()
@@ -311,6 +329,9 @@ def test_a_control_image_is_made_before_a_job_uses_it(site: Web) -> None:
     image = Image.open(io.BytesIO(picture()))
     assert answer.headers["content-type"] == "image/png"
     assert Image.open(io.BytesIO(answer.content)).tobytes() == control_map("invert", image).tobytes()
+    large = picture(size=(320, 320), compress_level=0)
+    assert len(large) > LARGEST_QUESTION
+    assert site.http.post("/api/control/invert", content=large).status_code == 200
     for kind, data, param in (("depth", picture(), "control_from"), ("canny", b"no image", "image")):
         told = check_refused("own", site.http.post(f"/api/control/{kind}", content=data), 400)
         assert told["error"]["param"] == param

@@ -410,6 +410,16 @@ def larger(image: Image.Image, **changes: Any) -> canvax.Result:
     return PIPE.upscale(image, "a red apple", **{"scale": 2.5, "seed": 5, "num_inference_steps": 20, **changes})
 
 
+def test_a_job_of_a_journal_keeps_the_seed_that_was_told(engine: ImageEngine) -> None:
+    ask = JobRequest("a red apple", image=APPLE.copy(), upscale=1.5, strength=0.5, steps=2)
+    job = check(ask, "emoji", PIPE.model).job(ask, lambda job: None)
+    with engine._wake:
+        engine._book.enter(job)
+        engine._resume(job)
+    finished([job])
+    assert job.pictures[0].metadata["seed"] == job.pictures[0].seed
+
+
 @pytest.mark.weekly
 def test_an_image_made_larger_is_that_of_the_pipeline(engine: ImageEngine) -> None:
     """Its tiles are in batches with other people's images."""

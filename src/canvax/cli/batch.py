@@ -204,8 +204,8 @@ def _on_ray(arguments: argparse.Namespace, plan: Plan, source: Source, most: int
         raise InputError(
             "mesh", NO_VALUE, "does not go with --ray: each model has all devices that Ray gives it", "leave it out"
         )
-    access = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
-    load = {**{name: getattr(source, name) for name in OF_MODEL}, **access}
+    passed = ("token", "cache_dir", "local_files_only", "offload")
+    load = {name: getattr(source, name) for name in OF_MODEL} | {name: getattr(arguments, name) for name in passed}
     load |= {"scheduler": ZERO_SNR} if source.zero_snr else {}
     load |= {"controlnet": list(source.controlnet)} if source.controlnet else {}
     settings = {"batch_size": arguments.batch_size, "most": most, "quality": arguments.quality}

@@ -89,7 +89,8 @@ def _figures(pipe: Any, results: list[Any], batch: int) -> dict[str, Any]:
     seconds = [timings["total"] for timings in warm]
     median, evaluation = statistics.median(seconds), statistics.median(timings["step"] for timings in warm)
     metadata, model, devices = results[0].metadata[0], pipe.model, pipe.programs.mesh.devices
-    height, width, guided = metadata["height"], metadata["width"], metadata["guidance_scale"] > 1
+    height, width = metadata["height"], metadata["width"]
+    guided = model.family.guides(model.networks, metadata["guidance_scale"])
     with compiling_for("none"):  # count the FLOPs of the plain model, whatever kernels the device uses
         latents = model.networks.latent_shape(batch, height, width)
         flops = evaluation_flops(pipe.programs, pipe.params, latents, guided=guided) / evaluation

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     if spread:
         calls = _with_common_seeds(calls)
     where = Destination.checked(arguments, calls)
-    _check_batch_size(arguments.batch_size)
+    check_batch_size(arguments.batch_size)
     preview = None if arguments.preview is None else new_image("preview", arguments.preview)
     if spread and preview is not None:
         raise InputError(
@@ -186,7 +186,8 @@ def _size(call: Call) -> tuple[int | None, int | None]:
     return height, width
 
 
-def _check_batch_size(size: int | None) -> None:
+def check_batch_size(size: int | None) -> None:
+    """Refuse what no batch can have."""
     if size is not None and not 1 <= size <= 1_000_000:
         raise InputError("batch_size", size, "is not a whole number in 1..1000000")
 

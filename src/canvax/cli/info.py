@@ -34,8 +34,6 @@ from canvax.weights.lora import adapter_info
 if TYPE_CHECKING:
     from canvax.weights.files import ModelFiles
 
-"""Suffixes of image files, whose metadata is read."""
-
 MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a parameter, for each dtype that a model can be loaded in."""
 

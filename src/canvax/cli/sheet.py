@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from canvax.cli.generate import Destination, check_against_model, description, generate_all, load_model
+from PIL import Image
+
+from canvax.call import Call
+from canvax.cli.generate import (
+    Destination,
+    check_against_model,
+    check_batch_size,
+    description,
+    generate_all,
+    load_model,
+)
 from canvax.cli.images import ALIASES, SETTINGS, gather, sized
+from canvax.cli.preview import previews
 from canvax.cli.terminal import complain, say, seconds
 from canvax.errors import NO_VALUE, InputError, nearest
+from canvax.images.formats import new_image
 from canvax.images.grid import make_sheet
 from canvax.noise import check_seed
 from canvax.settings import plain_value
@@ -74,25 +87,42 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         arguments.prompts = [cells[0]["prompt"]]
     seed = check_seed(arguments.seed)
     calls, source = gather(arguments, [{"seed": seed} | cell for cell in cells])
+    _check_sizes(calls, axes)
     where = Destination.checked(arguments, calls[:1])
+    check_batch_size(arguments.batch_size)
+    preview = None if arguments.preview is None else new_image("preview", arguments.preview)
     check_against_model(arguments, calls, source)
     pipe = load_model(arguments, source)
     report |= description(pipe) | {"files": [], "compilations": 0, "metadata": []}
-    total, made = 0.0, {}
+    total, made = 0.0, dict[int, tuple[Image.Image, Mapping[str, Any]]]()
     calls = sized(calls, pipe.model)
-    for batch, result in generate_all(pipe, calls, arguments):
-        report["compilations"] += result.compilations
-        total += result.timings["total"]
-        made |= zip(map(id, batch), zip(result.images, result.metadata, strict=True), strict=False)
-    ordered = [made[id(call)] for call in calls]
-    report["metadata"] = [metadata for _, metadata in ordered]
-    sheet = make_sheet([image for image, _ in ordered], across.labels(), down.labels() if down else [])
-    path = where.save(sheet, {"grid": report["metadata"], "seed": seed})
-    report["files"].append(str(path))
-    if not arguments.json:
-        say(str(path))
+    _check_sizes(calls, axes)
+    try:
+        with previews(pipe, preview) as callback:
+            for batch, result in generate_all(pipe, calls, arguments, callback):
+                report["compilations"] += result.compilations
+                total += result.timings["total"]
+                made |= zip(map(id, batch), zip(result.images, result.metadata, strict=True), strict=False)
+    finally:  # an interrupted sheet has white cells
+        if made:
+            size = next(iter(made.values()))[0].size
+            ordered = [made.get(id(call), (Image.new("RGB", size, "white"), {})) for call in calls]
+            report["metadata"] = [metadata for _, metadata in ordered if metadata]
+            sheet = make_sheet([image for image, _ in ordered], across.labels(), down.labels() if down else [])
+            path = where.save(sheet, {"grid": report["metadata"], "seed": seed})
+            report["files"].append(str(path))
+            if not arguments.json:
+                say(str(path))
     if not arguments.quiet:
         complain(f"{len(calls)} images in {seconds(total)}; programs compiled: {report['compilations']}")
+
+
+def _check_sizes(calls: Sequence[Call], axes: Sequence[Axis]) -> None:
+    """Refuse cells of different sizes, as far as these are known; calls are row by row."""
+    sizes = [(call.height, call.width, call.options.hires) for call in calls]
+    if len({*sizes}) > 1:
+        axis = axes[0] if len({*sizes[: len(axes[0].values)]}) > 1 else axes[1]
+        raise InputError(axis.name, NO_VALUE, "makes images of different sizes along an axis", "make a sheet for each")
 
 
 def _value(name: str, text: str) -> Any:

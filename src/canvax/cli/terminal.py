@@ -59,7 +59,7 @@ def _print(text: str) -> None:
 
 
 def flush(text: str = "") -> None:
-    """Write what stdout still holds, and ``more``.
+    """Write what stdout still holds, and ``text``.
 
     Raises:
         CanvaxError: it takes no more.

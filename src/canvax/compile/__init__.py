@@ -1,1 +1,1 @@
-"""Every jit boundary of the library is here or in ``pipelines/``."""
+"""The compiled programs of a model: their inputs, their cache on disk, and what is measured of them."""

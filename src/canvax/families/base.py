@@ -162,6 +162,10 @@ class Family:
     zero_empty_negative: Callable[[ModelFiles], bool] = _no
     is_refiner: Callable[[ModelFiles], bool] = _no
 
+    def guides(self, networks: Networks, scale: float) -> bool:
+        """Whether one prompt at a guidance scale also needs the negative prompt, which doubles the denoiser's batch."""
+        return scale > self.no_guidance and not networks.unguided
+
 
 @dataclass(frozen=True, eq=False)
 class Model:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from functools import cached_property
 
+from canvax.compile.inspect import COLLECTIVES
 from canvax.planning.targets import Chip
 
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "token": 0}
@@ -22,7 +23,6 @@ _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _KERNEL = re.compile(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"')
-_SCOPE = re.compile(r'op_name="([^"]*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _ROLES = "calls|to_apply|body|condition|branch_computations|true_computation|false_computation"
 _CALLED = re.compile(rf"({_ROLES})=(%[\w.\-]+|\{{[^}}]*\}})")
@@ -183,7 +183,7 @@ class Module:
             if kernel := _KERNEL.search(instruction.rest):
                 return max(int(kernel[1]) / self.chip.flops, int(kernel[2]) / self.chip.bandwidth)
             return None
-        return None if instruction.opcode.removesuffix("-start") in _COLLECTIVES else 0.0
+        return None if instruction.opcode.removesuffix("-start") in COLLECTIVES else 0.0
 
     def _trips(self, loop: Instruction, computation: Computation) -> int | None:
         """Returns a loop's iterations if the compiler states them or the condition compares a counter to a constant."""
@@ -250,11 +250,6 @@ def _runs_kernel(instruction: Instruction) -> bool:
     return instruction.opcode not in _FREE and (
         instruction.opcode != "custom-call" or _KERNELS.search(instruction.rest) is not None
     )
-
-
-_COLLECTIVES = frozenset({
-    *("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute", "collective-broadcast"),
-})  # fmt: skip
 
 
 def hbm_bytes(shape: str) -> float:

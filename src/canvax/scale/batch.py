@@ -194,11 +194,11 @@ def run(
         future.result()
 
 
-def windows(run_rows: Callable[[Iterable[Row]], Iterator[Results]], size: int = WINDOW) -> Generate:
+def windows(run_rows: Callable[[Iterable[Row]], Iterator[Results]]) -> Generate:
     """Return a function that generates rows a window at a time, so that long files need little memory."""
 
     def generate(rows: Iterator[Row], _: int) -> Iterator[Results]:
-        while window := list(islice(rows, size)):
+        while window := list(islice(rows, WINDOW)):
             yield from run_rows(window)
 
     return generate

@@ -27,6 +27,7 @@ from canvax.pipelines.image_prompts import image_prompt_argument, image_prompts_
 from canvax.pipelines.options import Options
 from canvax.pipelines.prepare import noise_of
 from canvax.pipelines.request import Call, Request, make_request
+from canvax.pipelines.texts import has_tags
 from canvax.samplers import SamplerTable
 from canvax.scale.rows import ARGUMENTS, OPTIONS, Row, digest_of, settings_of
 from canvax.settings import declared
@@ -298,6 +299,9 @@ class Worker:
         return Made(item.row, item.digest, record, GeneratedImage.of(image, record))
 
     def _item(self, row: Row, digest: str, call: Call) -> Item:
+        if has_tags(call.prompt):
+            why = "names an adapter, but a batch has the same adapters for all rows"
+            raise InputError("prompt", call.prompt, why, "write --lora FILE:0.8 instead")
         request, options = make_request(self._pipe.model, joined([call])), call.options
         table, deep, kinds = self._work(request)
         noise = noise_of(request) if options.variation_strength or options.seed_size else None

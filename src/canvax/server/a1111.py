@@ -48,9 +48,8 @@ from canvax.server.answers import (
 from canvax.server.fields import Fraction, Scale, Seed, SideOrNone, Steps
 from canvax.server.images_in import MOST_PIXELS, bytes_of_text, colours, image_of_text, white_mask
 from canvax.server.jobs import Engine, Event, Job, JobRequest, ModelCard, Picture, Previewed, Rejected, Status
-from canvax.server.work import MOST_IMAGES
+from canvax.server.work import INVERSE, MOST_IMAGES
 
-_NOT_FOR_TEXT = ("ddim_inverse",)
 _FIELDS = {
     "guidance_scale": "cfg_scale",
     "sampler": "sampler_name",
@@ -385,7 +384,7 @@ def _samplers() -> list[dict[str, Any]]:
     return [
         {"name": spec.label, "aliases": [name for name in spec.spellings if name != spec.label], "options": {}}
         for spec in SAMPLERS
-        if spec.name not in _NOT_FOR_TEXT
+        if spec.name != INVERSE
     ]
 
 

@@ -333,13 +333,13 @@ def _events(job: Job) -> AsyncGenerator[Event, None]:
     return cast(AsyncGenerator[Event, None], job.watch())
 
 
-async def watched(job: Job, pause: float | None = None) -> AsyncIterator[Event | None]:
-    """What happens to a job; None after each ``pause`` seconds in which nothing did."""
+async def watched(job: Job) -> AsyncIterator[Event | None]:
+    """What happens to a job; None after each ``PAUSE`` seconds in which nothing did."""
     async with aclosing(_events(job)) as events:
         coming = asyncio.ensure_future(anext(events, None))
         try:
             while True:
-                done, _ = await asyncio.wait({coming}, timeout=PAUSE if pause is None else pause)
+                done, _ = await asyncio.wait({coming}, timeout=PAUSE)
                 if not done:
                     yield None
                     continue

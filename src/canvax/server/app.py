@@ -34,7 +34,7 @@ _APIS: dict[str, ModuleType] = {
 """Whose errors are answered where."""
 
 _WITH_IMAGES = (
-    "/api/jobs", "/api/inspect", "/v1/images/edits", "/images/edits", "/openai/", "/sdapi/v1/txt2img",
+    "/api/jobs", "/api/control/", "/api/inspect", "/v1/images/edits", "/images/edits", "/openai/", "/sdapi/v1/txt2img",
     "/sdapi/v1/img2img", "/sdapi/v1/png-info", "/models/", "/hf",
 )  # fmt: skip
 

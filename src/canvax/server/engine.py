@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -376,7 +376,8 @@ class ImageEngine:
         """Go on with a job of a server that was killed."""
         try:
             served = self._models.named(job.model)
-            checked = check(job.request, job.model, served.model, served.shelf)
+            known = replace(job.request, seed=job.pictures[0].seed)  # which clients were told
+            checked = check(known, job.model, served.model, served.shelf)
             costs = self._costs(checked)
         except Rejected as refused:
             self._book.fail(job, refused.code, str(refused))

@@ -57,12 +57,11 @@ from canvax.server.jobs import (
     Rejected,
     Stepped,
 )
-from canvax.server.work import LONGEST_PROMPT, MOST_IMAGES, MOST_STEPS, NOT_OFFERED
+from canvax.server.work import INVERSE, LONGEST_PROMPT, MOST_IMAGES, MOST_STEPS, NOT_OFFERED
 
 PREVIEWS = 8
 """Of an image, where a client wants any."""
 
-_NOT_FOR_TEXT = ("ddim_inverse",)
 _FIELDS = {
     "prompt": "prompt", "negative_prompt": "negative_prompt", "seed": "seed", "width": "width", "height": "height",
     "num_inference_steps": "steps", "guidance_scale": "guidance_scale", "sampler": "sampler", "strength": "strength",
@@ -130,9 +129,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
     async def models(_: Request) -> Response:
         cards = [_card(card, default=i == 0) for i, card in enumerate(engine.models())]
         samplers = [
-            {"name": spec.name, "label": spec.label, "when": spec.when}
-            for spec in SAMPLERS
-            if spec.name not in _NOT_FOR_TEXT
+            {"name": spec.name, "label": spec.label, "when": spec.when} for spec in SAMPLERS if spec.name != INVERSE
         ]
         return json_answer({"models": cards, "samplers": samplers})
 
@@ -360,7 +357,7 @@ def _image_prompt(value: str | NewPrompt | list[NewPrompt] | None, pixels: Pixel
 async def _events(job: Job) -> AsyncIterator[bytes]:
     """Server-sent events; begins with how the job is, and what is done already."""
     sent: set[int] = set()
-    began = Changed(job.status)
+    began = None if job.status.over else Changed(job.status)
     yield sent_event("job", job_json(job))
     async for event in watched(job):
         if event is None:
@@ -371,8 +368,9 @@ async def _events(job: Job) -> AsyncIterator[bytes]:
                 sent.add(picture.index)
                 yield sent_event("image", _image_json(job, picture))
         late = isinstance(event, Stepped | Previewed) and event.index in sent
-        if not (late or isinstance(event, Finished) or (event == began and not began.status.over)):
+        if not (late or isinstance(event, Finished) or event == began):
             yield _as_sent(job, event)
+        began = None  # later ones of the same status say how many are ahead
 
 
 def _as_sent(job: Job, event: Event) -> bytes:

@@ -59,8 +59,9 @@ NOT_OFFERED = {
 }
 """Options of a call that a server has no place for, and why."""
 
-_INVERSE = "ddim_inverse"
-"""A sampler from an image to its noise."""
+INVERSE = "ddim_inverse"
+"""A sampler from an image to its noise, which no API offers."""
+
 _lock = threading.Lock()  # tokenizers are not made for several threads
 _NAMES = {"num_inference_steps": "steps", "negative_prompts": "negative_prompt", "prompts": "prompt"}
 """What the arguments of a call are called in an ask."""
@@ -355,7 +356,7 @@ def check(job_request: JobRequest, name: str, model: Model, shelf: AdapterCache 
     check_has_networks(job_request, model)
     seed = _seed(job_request) if job_request.seed in (None, -1) else job_request.seed
     try:
-        if job_request.sampler is not None and find(job_request.sampler)[0].name == _INVERSE:
+        if job_request.sampler is not None and find(job_request.sampler)[0].name == INVERSE:
             why = "goes from an image to its noise, and latents do not go over the wire; choose another sampler"
             raise invalid("sampler", f"sampler={job_request.sampler!r} {why}")
         seeds, tiles = image_seeds(seed, job_request.n), None
@@ -463,7 +464,7 @@ def usable_samplers(model: Model, width: int, height: int) -> tuple[str, ...] | 
         with suppress(InputError):
             sampler_table(model, replace(request, sampler=spec.name))
             usable.append(spec.name)
-    return tuple(name for name in usable if name != _INVERSE)
+    return tuple(name for name in usable if name != INVERSE)
 
 
 def _options(job_request: JobRequest) -> Options:
