@@ -307,7 +307,7 @@ def test_previews_are_quiet(model: Path, pictures: Path, tmp_path: Path) -> None
     """About the words that the training teaches."""
 
     class Pipe:
-        mesh = one()
+        mesh, model = one(), None
 
         def __call__(self, prompts: Any, **_: Any) -> Any:
             warn(HintWarning("never seen: zorp"))
