@@ -83,7 +83,8 @@ def convert(
         raise InputError("output", output, "exists already", "choose another name, or pass overwrite=True")
     check_writable("output", output.parent if single else output)
     path, origin = named_path("model", model), Location(model, **source)
-    warn_unused_cache(origin.cache_dir, model)
+    overrides = Overrides.of(vae, text_encoder=text_encoder, tokenizer=tokenizer)
+    warn_unused_cache(origin.cache_dir, model, *overrides.parts.values())
     if path.is_file() and _is_pickle(path):
         origin.warn_unused("revision", "variant")
         if not single:
@@ -94,7 +95,6 @@ def convert(
                 "name one ending in .safetensors",
             )
         return _from_pickle(path, output, dtype)
-    overrides = Overrides.of(vae, text_encoder=text_encoder, tokenizer=tokenizer)
     files = overrides.apply(open_files(origin, accept=_of_a_family, given=overrides.parts), **source)
     opened = read_model(files, np.float32)
     params = stored_components(files, opened.components)

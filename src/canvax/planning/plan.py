@@ -369,7 +369,7 @@ def _open(model: str | Path, overrides: Overrides, **source: Any) -> tuple[Netwo
             Location(model, progress=False, **source), accept=family_of, weights=False, given=overrides.parts
         )
         files = overrides.apply(files, progress=False, **source)
-        warn_unused_cache(source.get("cache_dir"), model)
+        warn_unused_cache(source.get("cache_dir"), model, *overrides.parts.values())
     except CheckpointError as error:
         if isinstance(model, str) and "/" not in model and not named_path("model", model).exists():
             names = [*PRESETS, *BUNDLED]
