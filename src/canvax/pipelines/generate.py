@@ -281,7 +281,8 @@ def second_pass(model: Model, request: Request) -> Request:
     options = request.options
     if request.init_images is not None:
         cure = "pipe.upscale(image, prompt) and canvax upscale IMAGE make one larger"
-        raise InputError("hires", options.hires, "cannot be combined with an image", cure)
+        given = "an image" if request.init_images.fingerprints else f"{model.name}, an inpainting model"
+        raise InputError("hires", options.hires, f"cannot be combined with {given}", cure)
     if options.denoising_start or options.denoising_end < 1:
         raise InputError(
             "hires", options.hires, "cannot be combined with denoising_start or denoising_end", "leave one out"
