@@ -67,8 +67,8 @@ def read_control(files: ControlFiles, model: Model) -> Control:
     """
     if not (config := files.config):
         try:
-            read = controlnet_config if files.kind == "controlnet" else adapter_config
-            config = read(files.shapes, model.unet)
+            adapter = files.kind == "adapter"
+            config = adapter_config(files.shapes) if adapter else controlnet_config(files.shapes, model.unet)
         except (KeyError, IndexError, ValueError, StopIteration) as error:
             raise CheckpointError(f"{files}: is not a whole network, it lacks {error}") from None
     return control_of(str(files), files.kind, config, model)
@@ -161,9 +161,8 @@ def _union_config(shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def adapter_config(shapes: Shapes, base: UNetConfig) -> dict[str, Any]:
+def adapter_config(shapes: Shapes) -> dict[str, Any]:
     """The config of a T2I-Adapter from its arrays."""
-    del base
     count = numbered(shapes, r"adapter\.body\.(\d+)\.")
     resnets = numbered(shapes, r"adapter\.body\.0\.resnets\.(\d+)\.")
     if "adapter.conv_in.weight" in shapes:
