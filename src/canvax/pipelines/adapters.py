@@ -952,7 +952,7 @@ class Merging:
 
 
 def _replaced(params: Params, arrays_by_key: Mapping[Key, Mapping[str, Array]]) -> Params:
-    """``params`` with the arrays of ``found``, by component and name."""
+    """``params`` with the arrays of ``arrays_by_key``, by component and name."""
     changed = {component for component, _ in arrays_by_key}
     new = {name: _copied(tree) if name in changed else tree for name, tree in params.items()}
     for (component, _), arrays in arrays_by_key.items():

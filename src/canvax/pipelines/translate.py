@@ -53,7 +53,7 @@ def place_of(name: str) -> str:
 
 
 def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of a call, given its ``own`` and ``others``.
+    """The keywords of a call, given its ``arguments`` and ``others``.
 
     Fields of ``canvax.Options`` may be given as arguments of the call.
 
@@ -216,7 +216,7 @@ def _seeds(generator: Any) -> Any:
 
 
 def loader(table: Mapping[str, ForeignName], arguments: Sequence[str], kind: str, page: str = PAGE) -> Translate:
-    """How the keywords of a function that loads a model are translated: by ``table``; ``own`` are those it has."""
+    """How the keywords of a function that loads a model are translated, by ``table``; it has ``arguments``."""
 
     def translate(own_keywords: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
         for name, value in renamed(own_keywords, others, table).items():
