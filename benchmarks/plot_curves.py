@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.lab.chart import line_chart
-from canvax.samplers import CURVES, Scheduler, build_table, from_scheduler_config
+from canvax.samplers import CURVES, build_table, find, from_scheduler_config
 from canvax.samplers.options import SPACINGS
 
 STABLE_DIFFUSION = {
@@ -26,16 +26,17 @@ STABLE_DIFFUSION = {
 """The noise schedule of Stable Diffusion 1.x, 2.x and XL."""
 
 
-def plot_curves(scheduler: Scheduler, curves: Sequence[str], steps: int) -> Image.Image:
+def plot_curves(curves: Sequence[str], steps: int, sampler: str = "euler") -> Image.Image:
     """Two charts side by side: sigma and timestep of each step. ``curves`` are names of sigma curves or spacings."""
+    scheduler = from_scheduler_config(STABLE_DIFFUSION)
     sigmas, timesteps = {}, {}
     for name in curves:
         chosen: dict[str, Any] = {"spacing": name, "sigmas": "automatic"} if name in SPACINGS else {"sigmas": name}
-        table = build_table(scheduler, steps, **chosen)
+        table = build_table(scheduler, steps, sampler=sampler, **chosen)
         begins = np.searchsorted(table.step, np.arange(table.step[-1] + 1))
         sigmas[name] = list(enumerate(table.sigma[begins]))
         timesteps[name] = list(enumerate(table.timestep[begins]))
-    title = f"{steps} steps of {scheduler.spec.label}"
+    title = f"{steps} steps of {find(sampler)[0].label}"
     left = line_chart(sigmas, title=title, x_label="step", y_label="sigma", log_y=True)
     right = line_chart(timesteps, title=title, x_label="step", y_label="timestep")
     image = Image.new("RGB", (left.width + right.width, left.height), "white")
@@ -52,8 +53,7 @@ def main() -> None:
     parser.add_argument("--sampler", default="euler")
     parser.add_argument("--output", type=Path, default=Path("schedules.png"))
     options = parser.parse_args()
-    scheduler = from_scheduler_config(STABLE_DIFFUSION, sampler=options.sampler)
-    plot_curves(scheduler, options.curves, options.steps).save(options.output)
+    plot_curves(options.curves, options.steps, options.sampler).save(options.output)
 
 
 if __name__ == "__main__":

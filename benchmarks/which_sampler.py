@@ -17,8 +17,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 import canvax
 from benchmarks.lab.chart import line_chart
-from benchmarks.plot_curves import STABLE_DIFFUSION, plot_curves
-from canvax.samplers import SAMPLERS, build_table, find, from_scheduler_config
+from benchmarks.plot_curves import plot_curves
+from canvax.samplers import SAMPLERS, build_table, find
 
 PROMPTS = ("a red apple", "a cat")
 SEED = 1
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, points in lines.items():
         print(f"| {name} |", " | ".join(f"{distance:.3f} ({evaluations})" for evaluations, distance in points), "|")
     shown = ["leading", "trailing", "karras", "exponential", "normal", "sgm_uniform", "beta", "kl_optimal", "ays"]
-    plot_curves(from_scheduler_config(STABLE_DIFFUSION), shown, 20).save(folder / "schedules.png", optimize=True)
+    plot_curves(shown, 20).save(folder / "schedules.png", optimize=True)
     sheet = grid(pipe).quantize(256, dither=Image.Dither.NONE)
     sheet.save(folder / "samplers-grid.png", optimize=True)
 

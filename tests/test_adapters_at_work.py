@@ -134,8 +134,10 @@ def test_prompts_name_adapters(sd: canvax.StableDiffusion, loras: Path) -> None:
 def test_a_pickled_pipeline_brings_its_adapters(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path) -> None:
     sd.adapters.load("ink", loras / "ink.safetensors", weight=0.5)
     sd.adapters.load_embedding(write(tmp_path / "w.safetensors", {"<wool>": Draw()(2, 48)}))
+    sd.adapters.folder = loras
     other = pickle.loads(pickle.dumps(sd))
     assert other.adapters["ink"].weight == 0.5
+    assert other.adapters.folder == loras
     assert other.adapters.words == ("<wool>",)
     assert other.params is not None
     assert sd.params is not None

@@ -346,6 +346,7 @@ METHODS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "save none": (lambda pipe: pipe.save(None), "folder"),  # pyright: ignore[reportArgumentType]
     "overwrite": (lambda pipe: pipe.save("m", overwrite="no"), "overwrite"),  # pyright: ignore[reportArgumentType]
     "convert": (lambda _: canvax.convert("emoji", ""), "output"),
+    "convert from": (lambda _: canvax.convert("emoji", "new", revison="main"), "revison"),
     "mesh": (lambda _: canvax.make_mesh(data=0), "data"), "model axis": (lambda _: canvax.make_mesh(model=3), "mesh"),
     "devices": (lambda pipe: canvax.make_mesh(pipe.devices * 2), "devices"),
     "compile": (lambda pipe: pipe.compile(batch=10**9), "batch"), "memory": (lambda pipe: pipe.memory(batch=0), "batch"),
@@ -356,6 +357,7 @@ METHODS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "timesteps": (lambda pipe: pipe.denoiser(LATENTS, [1, 2, 3], CONDITIONS), "timestep"), "conditions": (lambda pipe: pipe.denoiser(LATENTS, 5, {}), "conditions"),
     "scaled": (lambda pipe: pipe.upscale(Image.new("RGB", (64, 64)), "a", scale=99), "scale"), "prompts": (lambda pipe: pipe.upscale(Image.new("RGB", (64, 64)), ["a"]), "prompt"),  # pyright: ignore
     "network": (lambda pipe: pipe.with_controlnet(""), "controlnet"), "adapter": (lambda pipe: pipe.with_ip_adapter(""), "ip_adapter"),
+    "scale of an adapter": (lambda pipe: pipe.with_ip_adapter("x.safetensors", scale=0.6), "scale"),
     "places": (lambda pipe: pipe.adapters.beside(None, -1), "places"), "target": (lambda _: canvax.plan("emoji", "nope"), "target"),
     "result": (lambda pipe: pipe("a", num_inference_steps=1, progress=False).save(""), "path"),
     "steps": (lambda _: build_table(from_scheduler_config({"_class_name": "DDIMScheduler"}), 0), "steps"),

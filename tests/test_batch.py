@@ -14,13 +14,14 @@ import pytest
 import canvax
 from canvax.compile.kinds import DENOISERS, Compiled, Kinds
 from canvax.compile.monitor import compilations
-from canvax.engine.batch import Batch, ParkedImage
+from canvax.engine.batch import Batch
 from canvax.engine.lanes import Lanes, side_by_side
 from canvax.errors import InputError
 from canvax.noise import initial_noise, seed_keys
 from canvax.parallel.mesh import make_mesh
 from canvax.samplers import SamplerTable, build_table
 from tests.support.bundled import LATENTS
+from tests.support.parked import parked
 
 QUIET = canvax.Options(progress=False)
 
@@ -88,7 +89,7 @@ def admit(pipe: canvax.StableDiffusion, batch: Any, slot: int, image: Image) -> 
     (noise,) = initial_noise([image.seed], LATENTS)
     texts = ["", image.prompt] if image.guidance > 1 else [image.prompt]
     prompts, key = tuple(encoded(pipe, text) for text in texts), seed_keys([image.seed])[0]
-    batch.join({slot: ParkedImage.begin(noise, prompts, key, table_of(pipe, image))})
+    batch.join({slot: parked(noise, prompts, key, table_of(pipe, image))})
 
 
 class InLanes(Lanes):
@@ -191,7 +192,7 @@ def test_both_denoisers_share_the_rows(pipe: canvax.StableDiffusion) -> None:
         batch._denoisers = {half: watched(program, half, called) for half, program in batch._denoisers.items()}
         (noise,) = initial_noise([image.seed], LATENTS)
         prompts = encoded(pipe, ""), encoded(pipe, image.prompt)
-        batch.join({1: ParkedImage.begin(noise, prompts, seed_keys([image.seed])[0], table)})
+        batch.join({1: parked(noise, prompts, seed_keys([image.seed])[0], table)})
         while not batch.step(64):
             pass
         guided_calls.append(called)
@@ -223,7 +224,7 @@ def test_an_image_may_start_at_a_later_row(pipe: canvax.StableDiffusion) -> None
     row = len(table) - len(build_table(pipe.model.scheduler, image.steps, sampler=image.sampler, start=0.5))
     batch = batch_of(pipe, 2)
     prompts, key = (encoded(pipe, ""), encoded(pipe, image.prompt)), seed_keys([image.seed])[0]
-    batch.join({0: ParkedImage.begin(half.latents[0], prompts, key, table, row=row)})
+    batch.join({0: parked(half.latents[0], prompts, key, table, row=row)})
     while not batch.step(64):
         pass
     same(batch.take(0), alone(pipe, image))

@@ -38,6 +38,7 @@ from canvax.scale.work import Worker
 from canvax.weights.location import BUNDLED
 from tests.support.control_files import adapter, config_of, controlnet, union
 from tests.support.drawing import draw, far
+from tests.support.parked import parked
 from tests.support.refusals import refused
 from tests.support.small_checkpoint import UNET
 from tests.support.small_sdxl import build
@@ -195,7 +196,7 @@ def test_company_changes_nothing(pipe: canvax.StableDiffusion) -> None:
         )
         noise, key = initial_noise([seed], LATENTS)[0], seed_keys([seed])[0]
         column = strengths(pipe.model, control, chosen, len(table))
-        return ParkedImage.begin(noise, prompts, key, table, columns={"control": column})
+        return parked(noise, prompts, key, table, columns={"control": column})
 
     batch.join({0: carried(1, 6, control_end=0.5)})
     batch.step(2)

@@ -149,6 +149,15 @@ def test_every_argument_of_load_has_an_answer() -> None:
                 canvax.load("emoji", **{name: 7})  # type: ignore[call-arg]
 
 
+def test_errors_know_each_argument_of_load() -> None:
+    for name in inspect.signature(canvax.load).parameters:
+        assert place_of(name), name
+    with pytest.raises(canvax.InputError, match=r"canvax\.load"):
+        translate_call({}, {"offload": True})
+    with pytest.raises(canvax.InputError, match="'offload'"):
+        canvax.load("emoji", ofload=True)  # type: ignore[call-arg]
+
+
 def test_harmless_arguments_of_load() -> None:
     harmless = {"image_encoder": None, "use_safetensors": True, "requires_safety_checker": False, "device_map": None}
     assert translate_load({"model": "emoji"}, harmless) == {"model": "emoji"}

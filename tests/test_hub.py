@@ -16,14 +16,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save_file
 
+from canvax.cli import main
 from canvax.errors import CheckpointError, InputError
+from canvax.families.convert import convert
 from canvax.models.configs import TinyConfig
 from canvax.models.tiny import tiny_spec
 from canvax.params import init_params
+from canvax.planning.plan import architecture
 from canvax.weights.hub import within
 from canvax.weights.load import Component
 from canvax.weights.location import BUNDLED, Location, warn_unused_cache
 from canvax.weights.open import open_files
+from canvax.weights.overrides import Overrides
 from canvax.weights.save import save_component
 from tests.support.bundled import TEXT_WIDTH
 from tests.support.checkpoints import INDEX, raw_safetensors, toy_params, write_checkpoint, write_frame, write_json
@@ -507,6 +511,17 @@ def test_bundled_model_and_local_folders(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(InputError) as caught:
         Location(cache_dir=tmp_path / "emoji" / "model_index.json" / "cache")
     assert caught.value.argument == "cache_dir"
+
+
+def test_a_part_on_the_hub_has_use_for_cache_dir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing warns that it is ignored; warnings are errors here."""
+    monkeypatch.setattr(Overrides, "apply", lambda self, files, **_: files)
+    convert("emoji", tmp_path / "out", vae="someone/vae", cache_dir=tmp_path)
+    architecture(BUNDLED["emoji"], Overrides.of("someone/vae"), cache_dir=tmp_path)
+    assert main(["info", "emoji", "--vae", "someone/vae", "--cache-dir", str(tmp_path)]) == 0
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

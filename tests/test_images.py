@@ -314,7 +314,6 @@ def test_free_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("00000-7.png", "00004-9.jpg", "grid-00009-1.png", "notes.txt"):
         (tmp_path / name).touch()
     assert unique_path(tmp_path, 7).name == "00005-7.png"
-    assert unique_path(tmp_path, 7, 12).name == "00012-7.png"
     assert unique_path(tmp_path, 7, prefix="grid-").name == "grid-00010-7.png"
     (tmp_path / "999999999-x.png").touch()
     assert unique_path(tmp_path, 7).name == "00005-7.png"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import canvax
 from canvax.cli import BAD_INPUT, main
 from canvax.images.grid import make_sheet
 from canvax.models.configs import ClipVisionConfig
+from canvax.models.denoiser import UNetDenoiser
 from canvax.noise import initial_noise, pasted_in_the_middle, slerp
 from canvax.pipelines.generate import metadata, second_pass
 from canvax.pipelines.prepare import noise_of
@@ -111,6 +113,17 @@ def test_the_second_pass_is_image_to_image(emoji: canvax.StableDiffusion) -> Non
 def test_bad_input(changes: dict[str, Any], argument: str, emoji: canvax.StableDiffusion) -> None:
     with refused(argument):
         draw(emoji, **changes)
+
+
+def test_an_inpainting_model_has_no_second_pass(emoji: canvax.StableDiffusion) -> None:
+    """Without an image the error names the model."""
+    config = emoji.model.networks.denoiser.cfg  # type: ignore[attr-defined]
+    denoiser = UNetDenoiser(replace(config, in_channels=2 * config.out_channels + 1))
+    model = replace(emoji.model, networks=replace(emoji.model.networks, denoiser=denoiser))
+    with pytest.raises(canvax.InputError) as caught:
+        second_pass(model, make_request(model, Call("a fox", options=canvax.Options(hires=2))))
+    assert caught.value.argument == "hires"
+    assert model.name in caught.value.problem
 
 
 # Variations

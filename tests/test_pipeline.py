@@ -339,6 +339,7 @@ def test_nothing_to_save(emoji: canvax.StableDiffusion, tmp_path: Path) -> None:
     with pytest.raises(canvax.InputError, match=r"go on from result\.latents"):
         result.save(tmp_path / "out")
     assert result.images == list(result) == result[:1] == []
+    assert result._repr_png_() is dataclasses.replace(result, images=result.latents)._repr_png_() is None  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
 
 

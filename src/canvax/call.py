@@ -132,12 +132,12 @@ class Call:
         flags=("-N", "--negative-prompt", "--negative"), also=("negative", "neg_prompt"),
     )  # fmt: skip
     height: int | None = setting(
-        None, "divisible by 8", low=8, high=MAX_SIDE, unset="the model's default", group=SUBJECT, metavar="PIXELS",
-        flags=("-H", "--height"), also=("H",),
+        None, "a multiple of 8, 16 or 32, as the model needs", low=8, high=MAX_SIDE, unset="the model's default",
+        group=SUBJECT, metavar="PIXELS", flags=("-H", "--height"), also=("H",),
     )  # fmt: skip
     width: int | None = setting(
-        None, "divisible by 8", low=8, high=MAX_SIDE, unset="the model's default", group=SUBJECT, metavar="PIXELS",
-        flags=("-W", "--width"), also=("W",),
+        None, "a multiple of 8, 16 or 32, as the model needs", low=8, high=MAX_SIDE, unset="the model's default",
+        group=SUBJECT, metavar="PIXELS", flags=("-W", "--width"), also=("W",),
     )  # fmt: skip
     num_inference_steps: int | None = setting(
         None, "sampler steps, at most the 1000 of the model's noise schedule", low=1, cure="20 to 50 is usual",
@@ -146,8 +146,9 @@ class Call:
     )  # fmt: skip
     guidance_scale: float | None = setting(
         None,
-        "how closely to follow the prompt; 1 or less turns guidance off, which halves the work and is another program",
-        low=-MOST_GUIDANCE, high=MOST_GUIDANCE, cure="7.5 is usual, 1 or less switches it off",
+        "how closely to follow the prompt; 1 or less (0 for Z-Image and Krea 2) turns guidance off, which halves the "
+        "work and is another program",
+        low=-MOST_GUIDANCE, high=MOST_GUIDANCE, cure="7.5 is usual",
         unset="the model's default, else 7.5", group=SAMPLING, metavar="G",
         flags=("-g", "--guidance-scale", "--guidance", "--cfg-scale", "--cfg"), also=("cfg", "cfg_scale", "guidance"),
         infotext="CFG scale",

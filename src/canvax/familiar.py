@@ -259,7 +259,7 @@ def accepts(
 
 
 def renamed(arguments: dict[str, Any], others: Mapping[str, Any], table: Mapping[str, ForeignName]) -> dict[str, Any]:
-    """Put what only has another name here under that name into ``own``; returns what is left of ``others``.
+    """Put what only has another name here under that name into ``arguments``; returns what is left of ``others``.
 
     Raises:
         InputError: one thing is given under two names.

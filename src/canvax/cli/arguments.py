@@ -302,7 +302,7 @@ def _compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="emoji, a folder, or a Hub id owner/name")
     parser.add_argument("--size", nargs="+", metavar="WxH", help=_SIZE_HELP)
     parser.add_argument("-b", "--batch", nargs="+", type=int, default=[1], metavar="N", help="images at once (1)")
-    parser.add_argument("--no-guidance", action="store_true", help="for guidance scales of 1 or less")
+    parser.add_argument("--no-guidance", action="store_true", help="for images without guidance")
     parser.add_argument(
         "--reuse-layers",
         type=int,

@@ -263,7 +263,7 @@ def _files(arguments: argparse.Namespace) -> ModelFiles:
 
     try:
         files = open_source(True)
-        warn_unused_cache(arguments.cache_dir, arguments.what)
+        warn_unused_cache(arguments.cache_dir, arguments.what, *overrides.parts.values())
         return files
     except CanvaxError:
         if arguments.local_files_only or os.path.lexists(arguments.what) or not Location(arguments.what).repository:

@@ -64,31 +64,6 @@ class ParkedImage(NamedTuple):
     flight: InFlight
     run: Run
 
-    @classmethod
-    def begin(
-        cls,
-        latents: HostArray,
-        prompts: Prompts,
-        key: HostArray,
-        table: SamplerTable,
-        row: int = 0,
-        columns: Mapping[str, HostArray] | None = None,
-    ) -> ParkedImage:
-        """An image from its noise.
-
-        Args:
-            latents: [h, w, C] float32: noise of unit variance, or for a ``row`` after the first x before that row.
-            prompts: each [1, ...]; the prompt alone for an image without guidance, whose table has scale 1.
-            key: threefry key words [2] uint32.
-            table: its sampler.
-            row: the row to begin with.
-            columns: as in ``Run``.
-        """
-        state = np.zeros((1, SLOTS, *latents.shape), np.float32)
-        state[0, 0] = latents * np.float32(table.init_scale) if row == 0 else latents
-        run = Run(table, guided_rows(table, guided=len(prompts) > 1), row, columns=columns or {})
-        return cls(InFlight(state, prompts, np.asarray(key)[None]), run)
-
 
 class Batch:
     """B slots of one size on devices.

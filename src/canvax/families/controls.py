@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +14,8 @@ from canvax.models.controlnet import ControlNet
 from canvax.models.controlnet_union import UnionNet
 from canvax.models.t2i_adapter import FULL, LIGHT, XL, T2IAdapter, fault_for
 from canvax.weights.controlnet import ControlFiles, ControlKind, is_union
-
-_FAMILIES = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 2048: "Stable Diffusion XL"}
-"""By the width of their text."""
+from canvax.weights.formats import numbered
+from canvax.weights.identify import BASES
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -69,8 +67,8 @@ def read_control(files: ControlFiles, model: Model) -> Control:
     """
     if not (config := files.config):
         try:
-            read = controlnet_config if files.kind == "controlnet" else adapter_config
-            config = read(files.shapes, model.unet)
+            adapter = files.kind == "adapter"
+            config = adapter_config(files.shapes) if adapter else controlnet_config(files.shapes, model.unet)
         except (KeyError, IndexError, ValueError, StopIteration) as error:
             raise CheckpointError(f"{files}: is not a whole network, it lacks {error}") from None
     return control_of(str(files), files.kind, config, model)
@@ -98,8 +96,8 @@ def check_family(name: str, config: UNetConfig, model: Model) -> None:
     if got == wanted:
         return
     apart = [f"{what} {got[what]} in place of {wanted[what]}" for what in got if got[what] != wanted[what]]
-    made = _FAMILIES.get(config.cross_attention_dim)
-    kind = _FAMILIES.get(base.cross_attention_dim, "another kind")
+    made = BASES.get(config.cross_attention_dim)
+    kind = BASES.get(base.cross_attention_dim, "another kind")
     belongs = f"is a ControlNet for {made}" if made and made != kind else "is a ControlNet for another kind of model"
     raise CheckpointError(
         f"{name}: {belongs}, and {model.name} is {kind if made != kind else 'not that'} ({'; '.join(apart)}). "
@@ -109,13 +107,13 @@ def check_family(name: str, config: UNetConfig, model: Model) -> None:
 
 def controlnet_config(shapes: Shapes, base: UNetConfig) -> dict[str, Any]:
     """The config of a ControlNet from its arrays; what they do not tell, such as heads, is as in the ``base``."""
-    levels = _count(shapes, r"down_blocks\.(\d+)\.")
+    levels = numbered(shapes, r"down_blocks\.(\d+)\.")
     widths = [shapes[f"down_blocks.{i}.resnets.0.conv1.weight"][0] for i in range(levels)]
-    depths = [_count(shapes, rf"down_blocks\.{i}\.attentions\.0\.transformer_blocks\.(\d+)\.") for i in range(levels)]
-    middle = _count(shapes, r"mid_block\.attentions\.0\.transformer_blocks\.(\d+)\.")
+    depths = [numbered(shapes, rf"down_blocks\.{i}\.attentions\.0\.transformer_blocks\.(\d+)\.") for i in range(levels)]
+    middle = numbered(shapes, r"mid_block\.attentions\.0\.transformer_blocks\.(\d+)\.")
     text = sorted(shape[1] for name, shape in shapes.items() if name.endswith("attn2.to_k.weight"))
     projections = [len(shape) for name, shape in shapes.items() if name.endswith("proj_in.weight")]
-    hints = _count(shapes, r"controlnet_cond_embedding\.blocks\.(\d+)\.")
+    hints = numbered(shapes, r"controlnet_cond_embedding\.blocks\.(\d+)\.")
     first = shapes["controlnet_cond_embedding.conv_in.weight"]
     width = text[0] if text else base.cross_attention_dim
     same = levels == len(base.block_out_channels)
@@ -124,7 +122,7 @@ def controlnet_config(shapes: Shapes, base: UNetConfig) -> dict[str, Any]:
     config = {
         "in_channels": shapes["conv_in.weight"][1],
         "block_out_channels": widths,
-        "layers_per_block": _one([_count(shapes, rf"down_blocks\.{i}\.resnets\.(\d+)\.") for i in range(levels)]),
+        "layers_per_block": _one([numbered(shapes, rf"down_blocks\.{i}\.resnets\.(\d+)\.") for i in range(levels)]),
         "down_block_types": ["CrossAttnDownBlock2D" if depth else "DownBlock2D" for depth in depths],
         "transformer_layers_per_block": _one(own_depths),
         "mid_block_type": "UNetMidBlock2DCrossAttn" if middle else "UNetMidBlock2D",
@@ -157,17 +155,16 @@ def _union_config(shapes: Shapes) -> dict[str, Any]:
     return {
         "num_control_type": types,
         "num_trans_channel": width,
-        "num_trans_layer": _count(shapes, r"transformer_layes\.(\d+)\."),
+        "num_trans_layer": numbered(shapes, r"transformer_layes\.(\d+)\."),
         "num_proj_channel": shapes["spatial_ch_projs.weight"][0],
         "addition_time_embed_dim": shapes["control_add_embedding.linear_1.weight"][1] // types,
     }
 
 
-def adapter_config(shapes: Shapes, base: UNetConfig) -> dict[str, Any]:
+def adapter_config(shapes: Shapes) -> dict[str, Any]:
     """The config of a T2I-Adapter from its arrays."""
-    del base
-    count = _count(shapes, r"adapter\.body\.(\d+)\.")
-    resnets = _count(shapes, r"adapter\.body\.0\.resnets\.(\d+)\.")
+    count = numbered(shapes, r"adapter\.body\.(\d+)\.")
+    resnets = numbered(shapes, r"adapter\.body\.0\.resnets\.(\d+)\.")
     if "adapter.conv_in.weight" in shapes:
         kind, inputs = FULL, shapes["adapter.conv_in.weight"][1]
         channels = [shapes[f"adapter.body.{i}.resnets.0.block1.weight"][0] for i in range(count)]
@@ -186,9 +183,3 @@ def adapter_config(shapes: Shapes, base: UNetConfig) -> dict[str, Any]:
 def _one(values: list[int]) -> int | list[int]:
     """One number where all are the same, as configs have it."""
     return values[0] if len(set(values)) == 1 else values
-
-
-def _count(names: Collection[str], pattern: str) -> int:
-    """How many of a numbered list there are."""
-    matches = (re.match(pattern, name) for name in names)
-    return 1 + max((int(match[1]) for match in matches if match), default=-1)

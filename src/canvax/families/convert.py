@@ -26,7 +26,7 @@ from canvax.weights.cast import parse_dtype
 from canvax.weights.entries import PICKLES, check_head, is_pickle, open_weight_file
 from canvax.weights.files import ModelFiles
 from canvax.weights.load import stored_components
-from canvax.weights.location import Location, warn_unused_cache
+from canvax.weights.location import Location, check_source, warn_unused_cache
 from canvax.weights.open import open_files
 from canvax.weights.overrides import Overrides
 from canvax.weights.pickled import Pickled, read_pickled
@@ -63,7 +63,8 @@ def convert(
         vae: the autoencoder to use in place of the model's, or the one that a file lacks, as in ``canvax.load``.
         text_encoder: the language model, in the same way.
         tokenizer: the tokenizer of the language model, in the same way.
-        source: see ``canvax.weights.location.Location``.
+        source: ``revision``, ``variant``, ``token``, ``cache_dir``, ``local_files_only`` and ``progress`` as in
+            ``canvax.load``.
 
     Returns:
         ``output``.
@@ -82,8 +83,11 @@ def convert(
     if single and os.path.lexists(output) and not overwrite:
         raise InputError("output", output, "exists already", "choose another name, or pass overwrite=True")
     check_writable("output", output.parent if single else output)
+    known = ("revision", "variant", "token", "cache_dir", "local_files_only", "progress")
+    check_source(source, "model", *known)
     path, origin = named_path("model", model), Location(model, **source)
-    warn_unused_cache(origin.cache_dir, model)
+    overrides = Overrides.of(vae, text_encoder=text_encoder, tokenizer=tokenizer)
+    warn_unused_cache(origin.cache_dir, model, *overrides.parts.values())
     if path.is_file() and _is_pickle(path):
         origin.warn_unused("revision", "variant")
         if not single:
@@ -94,7 +98,6 @@ def convert(
                 "name one ending in .safetensors",
             )
         return _from_pickle(path, output, dtype)
-    overrides = Overrides.of(vae, text_encoder=text_encoder, tokenizer=tokenizer)
     files = overrides.apply(open_files(origin, accept=_of_a_family, given=overrides.parts), **source)
     opened = read_model(files, np.float32)
     params = stored_components(files, opened.components)

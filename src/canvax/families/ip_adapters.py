@@ -9,10 +9,8 @@ from canvax.families.base import Model
 from canvax.models.configs import ClipVisionConfig
 from canvax.models.ip_adapter import IPAdapter
 from canvax.weights.files import NetworkFiles
+from canvax.weights.identify import BASES
 from canvax.weights.ip_adapter import FULL_TOKENS, count_layers, read_ip_adapter
-
-_FAMILIES = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 2048: "Stable Diffusion XL"}
-"""By the width of their text."""
 
 
 def component_name(index: int) -> str:
@@ -28,7 +26,7 @@ def ip_adapter_of(files: NetworkFiles, model: Model) -> IPAdapter:
     """
     adapter = read_ip_adapter(files, model.unet)
     wanted, layers = model.unet.cross_attention_dim, count_layers(files.shapes)
-    made, kind = _FAMILIES.get(adapter.width, "another kind of model"), _FAMILIES.get(wanted, "another kind")
+    made, kind = BASES.get(adapter.width, "another kind of model"), BASES.get(wanted, "another kind")
     if adapter.width != wanted:
         raise CheckpointError(
             f"{files}: is an IP-Adapter for {made}, and {model.name} is {kind if kind != made else 'not that'} (tokens "

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -17,6 +17,8 @@ from canvax.files import open_regular
 from canvax.images.convert import upright_mask, upright_rgb
 from canvax.images.formats import FORMATS
 from canvax.types import HostArray
+
+T = TypeVar("T")
 
 LONGEST = 8
 """Aspect ratio above which ``clip_square`` crops an image before it resizes."""
@@ -57,6 +59,11 @@ def _entries(name: str, value: Any, count: int) -> Sequence[Any]:
             name, NO_VALUE, f"has {len(values)} entries for {count} images", "give one for all, or one for each"
         )
     return values
+
+
+def entry(values: Sequence[T], index: int) -> T:
+    """That of one image of the call, of one for all or one for each."""
+    return values[index if len(values) > 1 else 0]
 
 
 def fingerprint(image: Image.Image) -> str:

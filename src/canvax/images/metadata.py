@@ -91,8 +91,8 @@ MOST = 10**9 - 1
 """Larger numbers in file names are not counters, but e.g. dates."""
 
 
-def unique_path(folder: str | Path, seed: int, index: int = 0, *, prefix: str = "") -> Path:
-    """Returns a free name ``00001-SEED.png`` in a folder: above the highest number there, and at least ``index``.
+def unique_path(folder: str | Path, seed: int, *, prefix: str = "") -> Path:
+    """Returns a free name ``00001-SEED.png`` in a folder: above the highest number there.
 
     Each ``prefix`` is counted separately.
 
@@ -107,7 +107,7 @@ def unique_path(folder: str | Path, seed: int, index: int = 0, *, prefix: str = 
         raise InputError(f"{folder}: {why}; choose another folder") from None
     numbered = re.compile(re.escape(prefix) + r"(\d{5,9})-")
     numbers = [int(match[1]) + 1 for match in map(numbered.match, names) if match and int(match[1]) < MOST]
-    return folder / f"{prefix}{max([index, *numbers]):05d}-{seed}.png"
+    return folder / f"{prefix}{max(numbers, default=0):05d}-{seed}.png"
 
 
 def save_numbered(

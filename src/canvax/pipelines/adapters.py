@@ -545,6 +545,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         """Calls that load the same again: a method, its positional arguments and its keywords."""
         places = self._bank and self._bank.places
         calls: list[tuple[Any, ...]] = [("beside", (places.rank, places.count, places.layers), {})] if places else []
+        calls += [("__setattr__", ("folder", self._folder), {})] if self._folder else []
         for adapter in self._loaded.values():
             keywords = {**adapter.source_keywords, "beside": adapter.place is not None}
             calls.append(("load", (adapter.name, adapter.source, adapter.weight), keywords))
@@ -951,7 +952,7 @@ class Merging:
 
 
 def _replaced(params: Params, arrays_by_key: Mapping[Key, Mapping[str, Array]]) -> Params:
-    """``params`` with the arrays of ``found``, by component and name."""
+    """``params`` with the arrays of ``arrays_by_key``, by component and name."""
     changed = {component for component, _ in arrays_by_key}
     new = {name: _copied(tree) if name in changed else tree for name, tree in params.items()}
     for (component, _), arrays in arrays_by_key.items():

@@ -124,7 +124,7 @@ def check_side(argument: str, name: str, side: int, factor: int) -> None:
 
 
 def check_steps(value: Any, listed: int | None, default: int, most: int) -> int:
-    """Number of steps: as given, as the user's ``own`` levels or timesteps make, or the model's default."""
+    """Number of steps: as given, as levels or timesteps that are ``listed`` make, or the model's default."""
     if (value := plain(value, "num_inference_steps")) is None:
         return listed or default
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= most:
@@ -142,7 +142,7 @@ def check_steps(value: Any, listed: int | None, default: int, most: int) -> int:
 def check_guidance(scale: Any, default: float) -> float:
     """Guidance scale: a number that leaves an image; beyond ``MOST_GUIDANCE`` there is none."""
     several = isinstance(scale, list | tuple) or getattr(scale, "ndim", 0)
-    cure = "give one for each step with {guidance_steps}" if several else "7.5 is usual, 1 or less switches it off"
+    cure = "give one for each step with {guidance_steps}" if several else "7.5 is usual"
     guidance = default if scale is None else check_number("guidance_scale", scale, cure)
     if abs(guidance) > MOST_GUIDANCE:
         raise InputError("guidance_scale", guidance, f"is beyond {MOST_GUIDANCE}", cure)

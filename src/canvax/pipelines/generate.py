@@ -22,6 +22,7 @@ from canvax.errors import NO_VALUE, Cancelled, CanvaxError, InputError, shown
 from canvax.families.base import Model
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
+from canvax.images.inputs import entry
 from canvax.images.masks import resized
 from canvax.parallel import multihost
 from canvax.parallel.memory import check_least, check_programs
@@ -31,7 +32,7 @@ from canvax.params import Params
 from canvax.pipelines.checks import MAX_SIDE, check_latents, check_steps, is_tiled
 from canvax.pipelines.options import Step
 from canvax.pipelines.prepare import keeps, prepare
-from canvax.pipelines.request import InitImages, Request, entry
+from canvax.pipelines.request import InitImages, Request
 from canvax.pipelines.result import Clock, Display, Result
 from canvax.pipelines.texts import read_texts
 from canvax.samplers import SAMPLERS, SamplerSpec, SamplerTable, build_table
@@ -281,7 +282,8 @@ def second_pass(model: Model, request: Request) -> Request:
     options = request.options
     if request.init_images is not None:
         cure = "pipe.upscale(image, prompt) and canvax upscale IMAGE make one larger"
-        raise InputError("hires", options.hires, "cannot be combined with an image", cure)
+        given = "an image" if request.init_images.fingerprints else f"{model.name}, an inpainting model"
+        raise InputError("hires", options.hires, f"cannot be combined with {given}", cure)
     if options.denoising_start or options.denoising_end < 1:
         raise InputError(
             "hires", options.hires, "cannot be combined with denoising_start or denoising_end", "leave one out"

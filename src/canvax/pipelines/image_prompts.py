@@ -18,7 +18,7 @@ from canvax.compile.programs import Programs
 from canvax.engine.batch import filled
 from canvax.errors import NO_VALUE, InputError
 from canvax.families.base import Model
-from canvax.images.inputs import clip_square, fingerprint, read_images
+from canvax.images.inputs import clip_square, entry, fingerprint, read_images
 from canvax.images.masks import resized, rounded
 from canvax.models.clip_vision import MEAN
 from canvax.models.ip_adapter import ImageKV, IPAdapter, attentions_to_text, masked_levels
@@ -148,9 +148,9 @@ class ImagePrompts:
         names = list(self.adapters)
         records = []
         for prompt in self.prompts:
-            record = {"adapter": names.index(prompt.component), "scale": _entry(prompt.raw_scales, index)}
-            record |= {"sha256": _entry(prompt.marks, index)}
-            records.append(record | ({"mask_sha256": _entry(prompt.mask_marks, index)} if prompt.mask_marks else {}))
+            record = {"adapter": names.index(prompt.component), "scale": entry(prompt.raw_scales, index)}
+            record |= {"sha256": entry(prompt.marks, index)}
+            records.append(record | ({"mask_sha256": entry(prompt.mask_marks, index)} if prompt.mask_marks else {}))
         return records
 
 
@@ -384,7 +384,7 @@ def encode_image_prompts(
             kv = []
             for layer in range(len(net.attentions)):
                 pair = (
-                    np.stack([np.stack([_entry(layers, i)[layer][at] for layers in each]) for i in range(count)])
+                    np.stack([np.stack([entry(layers, i)[layer][at] for layers in each]) for i in range(count)])
                     for at in (0, 1)
                 )
                 kv.append(tuple(filled(array, batch) for array in pair))
@@ -467,7 +467,7 @@ def mask_levels(
     for tall, wide in masked_levels(net.unet, latents):
         rows, columns = bicubic(height, tall), bicubic(width, wide)
         small = [[(rows @ mask @ columns.T).reshape(-1) for mask in group] for group in pixels]
-        levels.append(np.stack([np.stack([_entry(group, i) for group in small], -1) for i in range(count)]))
+        levels.append(np.stack([np.stack([entry(group, i) for group in small], -1) for i in range(count)]))
     return [level.astype(np.float32) for level in levels]
 
 
@@ -490,11 +490,6 @@ def _first(output: Any) -> HostArray:
 
 def _spread(rows: HostArray, count: int) -> HostArray:
     return np.broadcast_to(rows, (count, *rows.shape[1:])) if len(rows) == 1 else rows
-
-
-def _entry(values: Sequence[Any], index: int) -> Any:
-    """That of one image of the call, of one for all or one for each."""
-    return values[index if len(values) > 1 else 0]
 
 
 NONE = "none"

@@ -15,7 +15,7 @@ import numpy as np
 
 from canvax.compile.kinds import PromptKind
 from canvax.compile.programs import Programs
-from canvax.errors import NO_VALUE, CheckpointError, InputError, nearest
+from canvax.errors import NO_VALUE, CheckpointError, InputError
 from canvax.families.base import Model
 from canvax.families.controls import component_name as control_name
 from canvax.families.controls import control_of, read_control
@@ -33,12 +33,12 @@ from canvax.types import Array, HostArray
 from canvax.weights.controlnet import ControlFiles, ControlKind, open_control
 from canvax.weights.ip_adapter import EncoderFiles, check_ip_adapter, find_encoder, open_ip_adapter
 from canvax.weights.load import Component, check_finite, load_components
-from canvax.weights.location import Location
+from canvax.weights.location import Location, check_source
 
 MOST = 8
 """Networks of one pipeline: a call evaluates each of them in each step."""
 
-_OF_SOURCE = ("token", "cache_dir", "local_files_only", "progress", "variant")
+_OF_SOURCE = ("token", "cache_dir", "local_files_only", "progress")
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +69,7 @@ def control_sources(controlnet: Any, **source: Any) -> list[Location]:
         raise InputError(
             "controlnet", NO_VALUE, f"has {len(names)} entries", f"a pipeline takes {MOST}, of which a call uses some"
         )
-    if unknown := sorted(source.keys() - set(_OF_SOURCE)):
-        raise InputError(unknown[0], NO_VALUE, "is not an argument beside controlnet", nearest(unknown[0], _OF_SOURCE))
+    check_source(source, "controlnet", "variant", *_OF_SOURCE)
     return [Location(os.fspath(name), argument="controlnet", **source) for name in names]
 
 
@@ -205,6 +204,7 @@ def ip_adapter_sources(ip_adapter: Any, image_encoder: Any, **source: Any) -> li
     if "subfolder" in source:
         example = "'owner/name/folder/file.safetensors'"
         raise InputError("subfolder", source["subfolder"], "is a part of the name here", f"write {example}")
+    check_source(source, "ip_adapter", "weight_name", "revision", *_OF_SOURCE)
     return [Location(os.fspath(name), argument="ip_adapter", **source) for name in names]
 
 

@@ -200,11 +200,11 @@ class StableDiffusion(LoadedModel):
         Args:
             prompt: what to show; a list gives an image of each. What ``encode`` returned does as well.
             negative_prompt: what to keep away from; one for all, or one for each prompt; likewise.
-            height: pixels, divisible by 8; by default the size the model was trained for.
+            height: pixels, a multiple of 8, 16 or 32, as the model needs; by default the size that it was trained for.
             width: likewise.
             num_inference_steps: steps of the sampler; by default the model's, else 50.
-            guidance_scale: how closely to follow the prompt; 1 or less switches guidance off and halves the work. By
-                default the model's, else 7.5, and 5 for SDXL.
+            guidance_scale: how closely to follow the prompt; 1 or less (0 for Z-Image and Krea 2) switches guidance off
+                and halves the work. By default the model's, else 7.5, and 5 for SDXL.
             num_images_per_prompt: images for each prompt.
             seed: image i of the call uses ``seed + i``; a list gives each image its own; None or -1 chooses one. A JAX
                 key stands for a seed, an array of keys for a list of seeds (docs/seeds.md).
@@ -398,7 +398,8 @@ def load(
     """Load a model, ready to draw.
 
     Args:
-        model: "emoji" (in the package), a folder in the diffusers layout, or a Hub id "owner/name".
+        model: "emoji" (in the package), a folder in the diffusers layout, a safetensors or GGUF file, or a Hub id
+            "owner/name".
         dtype: dtype of weights and activations; by default bfloat16 on TPU and GPU (float16 before Ampere), float32 on
             the CPU.
         quantize: "int8" or "float8": keep the large weights of text encoders and UNet in 8 bits, which saves memory and

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from PIL import Image
@@ -15,7 +15,7 @@ from canvax.call import MAX_SIDE, Call
 from canvax.denoise import Known
 from canvax.errors import NO_VALUE, InputError, refuse_tracers
 from canvax.families.base import Model
-from canvax.images.inputs import MOST_PIXELS, fingerprint, read_images
+from canvax.images.inputs import MOST_PIXELS, entry, fingerprint, read_images
 from canvax.images.masks import (
     Box,
     around,
@@ -364,8 +364,6 @@ def check_start(
 STRENGTH, STRENGTH_OF_MASKED = 0.8, 1.0
 """How much of the run is done if the call does not say: of a whole image, and of a masked one."""
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, eq=False)
 class InitImages:
@@ -502,11 +500,6 @@ def masked_everywhere(height: int, width: int) -> InitImages:
     """What an inpainting model generates an image from that begins with nothing: grey, all of it masked."""
     grey, white = [Image.new("RGB", (width, height), (128, 128, 128))], [Image.new("L", (width, height), 255)]
     return InitImages(grey, white, 1.0, {}, (grey, white), [])
-
-
-def entry(values: Sequence[T], index: int) -> T:
-    """That of one image of the call, of one for all or one for each."""
-    return values[index if len(values) > 1 else 0]
 
 
 def _given_options(options: Options) -> list[tuple[str, Any]]:

@@ -81,7 +81,7 @@ class Result:
 
     def _repr_png_(self) -> bytes | None:
         """What a notebook shows: all images in one."""
-        if not len(self.images):
+        if not len(self.pixels):
             return None
         buffer = BytesIO()
         make_grid(to_pil(self.pixels)).save(buffer, "PNG")

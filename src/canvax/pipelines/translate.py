@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import numpy as np
@@ -23,9 +25,6 @@ Output = Literal["pil", "np", "numpy", "jax", "latent"]
 """Kinds of ``Result.images``."""
 _OWN = tuple(declared(Options))
 _ARGUMENTS = (*declared(Call), "params", "adapters", "output_type")
-_LOAD = ("model", "dtype", "quantize", "revision", "variant", "token", "cache_dir", "local_files_only", "mesh")
-_LOAD += ("precision", "safety_checker", "progress", "controlnet", "vae", "prediction_type", "scheduler")
-_LOAD += ("text_encoder", "tokenizer")
 _SPECIAL = ("generator", "return_dict", "timesteps", "callback_on_step_end", "guess_mode")
 _SPECIAL += ("callback_on_step_end_tensor_inputs", "prompt_embeds", "pooled_prompt_embeds")
 _SPECIAL += ("negative_prompt_embeds", "negative_pooled_prompt_embeds", "ip_adapter_image", "ip_adapter_image_embeds")
@@ -36,17 +35,25 @@ GIVEN = CALL | {
 """What errors of a call name otherwise than its caller."""
 
 
+@cache
+def load_arguments() -> tuple[str, ...]:
+    """The arguments of ``canvax.load``."""
+    from canvax.pipelines.pipeline import load  # which imports this module
+
+    return tuple(signature(load).parameters)
+
+
 def place_of(name: str) -> str:
     """Where something is given that is no attribute of a pipeline; empty where it is given nowhere."""
     if name in _ARGUMENTS or name in _OWN or (name in CALL and CALL[name].becomes):
         return f"it is an argument of a call: pipe(prompt, {name}=...)"
     if name in CALL:
         return CALL[name].answer
-    return f"it is an argument of canvax.load: canvax.load(model, {name}=...)" if name in _LOAD else ""
+    return f"it is an argument of canvax.load: canvax.load(model, {name}=...)" if name in load_arguments() else ""
 
 
 def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of a call, given its ``own`` and ``others``.
+    """The keywords of a call, given its ``arguments`` and ``others``.
 
     Fields of ``canvax.Options`` may be given as arguments of the call.
 
@@ -66,7 +73,7 @@ def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[st
     for name in left:
         if name in _OWN or name in _SPECIAL:
             continue
-        if name in _LOAD and name not in CALL:
+        if name in load_arguments() and name not in CALL:
             raise InputError(f"{name} belongs to the model, not to a call: canvax.load(model, {name}=...)")
         takes = f"it takes {', '.join(_ARGUMENTS)} and the fields of canvax.Options"
         raise InputError(answer(name, CALL, [*_ARGUMENTS, *_OWN, *_SPECIAL], "an argument of a call", takes=takes))
@@ -209,7 +216,7 @@ def _seeds(generator: Any) -> Any:
 
 
 def loader(table: Mapping[str, ForeignName], arguments: Sequence[str], kind: str, page: str = PAGE) -> Translate:
-    """How the keywords of a function that loads a model are translated: by ``table``; ``own`` are those it has."""
+    """How the keywords of a function that loads a model are translated, by ``table``; it has ``arguments``."""
 
     def translate(own_keywords: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
         for name, value in renamed(own_keywords, others, table).items():
@@ -223,4 +230,6 @@ def loader(table: Mapping[str, ForeignName], arguments: Sequence[str], kind: str
     return translate
 
 
-translate_load = loader(LOAD, _LOAD, "an argument of canvax.load")
+def translate_load(arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of ``canvax.load``, given its ``arguments`` and ``others``."""
+    return loader(LOAD, load_arguments(), "an argument of canvax.load")(arguments, others)

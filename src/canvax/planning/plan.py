@@ -255,8 +255,9 @@ def plan(
         target: a TPU with its chips along each axis, e.g. "tpu-v5e:2x2" (v2, v3, v4, v5e, v5p, v6e), or a GPU of
             ``canvax.planning.targets.GPUS`` with a number, e.g. "gpu-h100:8".
         batch: images at once on all devices together; by default one per device.
-        height: height in pixels, divisible by 8; by default the size the model was trained for.
-        width: width in pixels, divisible by 8; by default the size the model was trained for.
+        height: height in pixels, a multiple of 8, 16 or 32, as the model needs; by default the size that it was
+            trained for.
+        width: width in pixels, likewise.
         steps: number of evaluations of the denoiser; by default the steps of a call that names none.
         guided: whether images are generated with guidance; by default as in a call that names no guidance scale.
         dtype: dtype of weights and activations; by default bfloat16, on GPUs before Ampere float16.
@@ -369,7 +370,7 @@ def _open(model: str | Path, overrides: Overrides, **source: Any) -> tuple[Netwo
             Location(model, progress=False, **source), accept=family_of, weights=False, given=overrides.parts
         )
         files = overrides.apply(files, progress=False, **source)
-        warn_unused_cache(source.get("cache_dir"), model)
+        warn_unused_cache(source.get("cache_dir"), model, *overrides.parts.values())
     except CheckpointError as error:
         if isinstance(model, str) and "/" not in model and not named_path("model", model).exists():
             names = [*PRESETS, *BUNDLED]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from canvax.errors import FLOAT32_MAX, NO_VALUE, InputError, did_you_mean, nearest, shown
-from canvax.samplers.config import ALIASES, CLASS_DEFAULTS, RELATIVES, faults_of, options_of, schedule_of
+from canvax.samplers.config import ALIASES, CLASS_DEFAULTS, faults_of, options_of, schedule_of
 from canvax.samplers.curve_names import CURVES, NAMES
 from canvax.samplers.options import SamplerOptions, check_option, falling, fault_of
 from canvax.samplers.schedule import NoiseSchedule
@@ -103,26 +103,21 @@ def curve_named(name: str) -> str:
     return _SUFFIXES[_plain(name)]
 
 
-def from_scheduler_config(config: Mapping[str, Any], *, sampler: str | None = None) -> Scheduler:
-    """Reads a scheduler_config.json. The InputError lists all unsupported fields and values together.
-
-    sampler: the default sampler instead of the file's class. It is required if canvax has no solver for that class
-    (`RELATIVES`), whose noise schedule it can still read.
-    """
+def from_scheduler_config(config: Mapping[str, Any]) -> Scheduler:
+    """Reads a scheduler_config.json. The InputError lists all unsupported fields and values together."""
     config = _table_of(config)
     name = config.get("_class_name")
     stem = str(name).removeprefix("Flax")
     stem = ALIASES.get(stem, stem)
-    if stem not in CLASS_DEFAULTS and (sampler is None or stem not in RELATIVES):
-        cure = "name a sampler, such as sampler='DPM++ 2M', to use this model" if stem in RELATIVES else ""
-        cure = cure or did_you_mean(stem, list(CLASS_DEFAULTS)).removesuffix("?")
+    if stem not in CLASS_DEFAULTS:
+        cure = did_you_mean(stem, list(CLASS_DEFAULTS)).removesuffix("?")
         raise InputError(
             "_class_name",
             name,
             "of the scheduler config is not supported",
             f"{cure and f'{cure}; '}supported are the classes that canvax samplers lists",
         )
-    spec, implied = find(stem if sampler is None else sampler)
+    spec, implied = find(stem)
     options = _read(config, spec, implied)
     return Scheduler(schedule_of(config, stem), _as_configured(spec, options), options, dict(config))
 

@@ -158,10 +158,7 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
 ALIASES = {"DDIMParallelScheduler": "DDIMScheduler", "DDPMParallelScheduler": "DDPMScheduler"}
 """Classes whose tables equal those of another class."""
 
-RELATIVES = frozenset({"DPMSolverMultistepInverseScheduler"})
-"""Classes without a solver here, whose files describe the same kind of noise schedule."""
-
-KNOWN_CLASSES = frozenset({*CLASS_DEFAULTS, *ALIASES, *RELATIVES})
+KNOWN_CLASSES = frozenset({*CLASS_DEFAULTS, *ALIASES})
 """Every scheduler class whose files are read."""
 
 # Fields of other classes. A config keeps them when its class was changed; the current class ignores them.

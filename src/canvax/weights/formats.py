@@ -335,7 +335,7 @@ def wan_vae_rules(names: Collection[str]) -> list[Rule]:
         rules += [Rule(f"{side}.{theirs}", f"{side}.{ours}") for theirs, ours in parts.items()]
         blocks += [(f"{side}.middle.{2 * i}", f"{side}.mid_block.resnets.{i}") for i in range(2)]
     each = 1 + min(_numbers(names, r"decoder\.upsamples\.(\d+)\.resample\."), default=3)
-    for i in range(min(1 + max(_numbers(names, r"decoder\.upsamples\.(\d+)\."), default=-1), _MOST)):
+    for i in range(min(numbered(names, r"decoder\.upsamples\.(\d+)\."), _MOST)):
         level, place = f"decoder.up_blocks.{i // each}", i % each
         if place == each - 1:
             rules.append(Rule(f"decoder.upsamples.{i}", f"{level}.upsamplers.0"))
@@ -389,6 +389,11 @@ def accepted_shapes(param: Param, entry: Entry) -> tuple[tuple[int, ...], ...]:
         both = (param.shape, (1, 1, *param.shape))
         return both if param.layout == "linear" else both[::-1]
     return (param.shape,)
+
+
+def numbered(names: Collection[str], pattern: str) -> int:
+    """How many of a numbered list there are."""
+    return 1 + max(_numbers(names, pattern), default=-1)
 
 
 def _numbers(names: Collection[str], pattern: str) -> set[int]:

@@ -71,8 +71,8 @@ def check_ip_adapter(location: Location) -> None:
     check_adapter(location, ())
 
 
-def read_ip_adapter(files: NetworkFiles, unet: UNetConfig, tokens: int = FULL_TOKENS) -> IPAdapter:
-    """The adapter that arrays are of; ``tokens`` of an image for the kind that reads all of CLIP's.
+def read_ip_adapter(files: NetworkFiles, unet: UNetConfig) -> IPAdapter:
+    """The adapter that arrays are of.
 
     Raises:
         CheckpointError: it is none that canvax knows.
@@ -88,7 +88,7 @@ def read_ip_adapter(files: NetworkFiles, unet: UNetConfig, tokens: int = FULL_TO
             (width,) = shape("norm.weight")
             return IPAdapter("plain", reads, width, rows // width, unet)
         if "image_proj.proj.3.weight" in shapes:
-            return IPAdapter("full", shape("proj.0.weight")[1], shape("proj.3.weight")[0], tokens, unet)
+            return IPAdapter("full", shape("proj.0.weight")[1], shape("proj.3.weight")[0], FULL_TOKENS, unet)
         _, latent_width, hidden = shape("latents")
         depth = 1 + max(int(match[1]) for match in map(_RESAMPLER_LAYER.match, shapes) if match)
         heads = shape("layers.0.0.to_q.weight")[0] // HEAD

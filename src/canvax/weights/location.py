@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,16 @@ def warn_unused_cache(cache_dir: str | Path | None, *names: str | Path) -> None:
     """Warn of a folder for the Hub's files where none of the models, networks and parts that are named is there."""
     if cache_dir is not None and all(name in BUNDLED or os.path.lexists(Path(name).expanduser()) for name in names):
         warn(f"cache_dir={str(cache_dir)!r:.80} is ignored: {' and '.join(map(str, names))!s:.200} is not on the Hub")
+
+
+def check_source(source: Mapping[str, Any], argument: str, *known: str) -> None:
+    """Refuse keywords beside an argument that are not known parts of a ``Location``.
+
+    Raises:
+        InputError: naming the first.
+    """
+    for name in sorted(source.keys() - set(known)):
+        raise InputError(name, NO_VALUE, f"is not an argument beside {argument}", nearest(name, known))
 
 
 def refuse_pickle(path: str | Path) -> None:

@@ -27,7 +27,6 @@ from canvax.weights.cast import cast_into
 from canvax.weights.folder import DEFAULTS, PLAIN_FILES, STEMS, config_file
 from canvax.weights.identify import INDEX
 from canvax.weights.load import Component
-from canvax.weights.location import check_variant
 from canvax.weights.safetensors import Outgoing, write_safetensors
 
 MAX_SHARD = 10_000_000_000
@@ -43,55 +42,36 @@ def save_component(
     config: Mapping[str, Any],
     *,
     dtype: DType | None = None,
-    variant: str | None = None,
-    overwrite: bool = False,
-    max_shard_bytes: int = MAX_SHARD,
     rest: Sequence[Outgoing] = (),
-) -> list[Path]:
+) -> None:
     """Write one component's weights and ``config.json`` into ``folder``.
 
     Args:
-        folder: the component's own folder (``.../unet``), made if it is not there.
+        folder: the component's own folder (``.../unet``), which is made.
         component: name, spec and kind, as for loading.
         params: nested dict with exactly the spec's parameters.
         config: what to write as ``config.json``.
         dtype: dtype of the written arrays; each array's own if not given.
-        variant: put into the file names, for example ``fp16``.
-        overwrite: replace files that are there already.
-        max_shard_bytes: split into shards above this size.
         rest: arrays of the component that canvax does not read.
 
-    Returns:
-        The written files.
-
     Raises:
-        InputError: a file exists already, or params do not fit the spec; nothing has been written then.
+        InputError: params do not fit the spec; nothing has been written then.
     """
-    check_variant(variant)
     folder = Path(folder)
     outgoing = component.outgoing([*outgoing_of(component, params, dtype), *rest])
-    shards = _shards(outgoing, max_shard_bytes)
-    infix = f".{variant}" if variant else ""
-    stem = f"{STEMS[component.kind]}{infix}"
+    shards, stem = _shards(outgoing), STEMS[component.kind]
     names = [f"{stem}.safetensors"]
-    index = None
     if len(shards) > 1:
         names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-        index = folder / f"{STEMS[component.kind]}.safetensors.index{infix}.json"
-    targets = [*(folder / name for name in names), *([index] if index else []), folder / "config.json"]
-    if not overwrite:
-        _refuse_existing(targets)
     folder.mkdir(parents=True, exist_ok=True)
     for name, shard in zip(names, shards, strict=True):
         write_safetensors(folder / name, shard, _METADATA)
-    if index:
+    if len(shards) > 1:
         where = {array.name: name for name, shard in zip(names, shards, strict=True) for array in shard}
         total = sum(array.nbytes for array in outgoing)
-        write_json(index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        write_json(folder / f"{stem}.safetensors.index.json", index)
     write_json(folder / "config.json", config)
-    if overwrite:
-        _drop_other_forms(folder, {target.name for target in targets})
-    return targets
 
 
 def save_checkpoint(
@@ -103,7 +83,6 @@ def save_checkpoint(
     configs: Mapping[str, Mapping[str, Any]],
     copy_from: Callable[[str], Path] | None = None,
     dtype: DType | None = None,
-    variant: str | None = None,
     overwrite: bool = False,
     rest: Mapping[str, Sequence[Outgoing]] | None = None,
 ) -> Path:
@@ -122,7 +101,6 @@ def save_checkpoint(
         copy_from: gives the folder of a component, of which tokenizer files are copied; of "", that of the model, of
             which ``canvax.json`` and ``concepts.json`` are.
         dtype: dtype of the written arrays; each array's own if not given.
-        variant: put into the weight file names.
         overwrite: write into a folder that is not empty, replacing files of the same names.
         rest: arrays of each component that canvax does not read.
 
@@ -145,7 +123,7 @@ def save_checkpoint(
         for part in components:
             config = _with_dtype(_without_flax(configs[part.name]), params[part.name], dtype)
             other = (rest or {}).get(part.name, ())
-            save_component(build / part.name, part, params[part.name], config, dtype=dtype, variant=variant, rest=other)
+            save_component(build / part.name, part, params[part.name], config, dtype=dtype, rest=other)
         if "scheduler" in configs:
             (build / "scheduler").mkdir()
             write_json(build / "scheduler" / config_file("scheduler"), _without_flax(configs["scheduler"]))
@@ -251,24 +229,17 @@ def _whole(leaf: Any) -> HostArray:
     return out
 
 
-def _shards(arrays: Sequence[Outgoing], limit: int) -> list[list[Outgoing]]:
-    """Split in order, so that no part exceeds ``limit`` bytes unless a single array does."""
+def _shards(arrays: Sequence[Outgoing]) -> list[list[Outgoing]]:
+    """Split in order, so that no part exceeds ``MAX_SHARD`` unless a single array does."""
     shards: list[list[Outgoing]] = [[]]
     size = 0
     for array in arrays:
-        if shards[-1] and size + array.nbytes > limit:
+        if shards[-1] and size + array.nbytes > MAX_SHARD:
             shards.append([])
             size = 0
         shards[-1].append(array)
         size += array.nbytes
     return shards
-
-
-def _refuse_existing(targets: Sequence[Path]) -> None:
-    existing = [target for target in targets if target.exists()]
-    if existing:
-        cure = "choose another folder, or pass {overwrite=True}"
-        raise InputError("folder", str(existing[0].parent), f"has a file {existing[0].name}", cure)
 
 
 def _check_parts(names: Sequence[str], params: Params, configs: Mapping[str, Any]) -> None:
@@ -344,19 +315,10 @@ def _move_into_place(build: Path, folder: Path) -> None:
 
 
 def _drop_other_forms(folder: Path, written: Collection[str]) -> None:
-    """Remove weights of an older save that would be read in place of those just written.
-
-    One file, or shards with an index, of the same name and variant.
-    """
+    """Remove weights of an older save, one file or shards, that would be read in place of those just written."""
     for stem in STEMS.values():
-        for name in written:
-            match = re.fullmatch(rf"{stem}(\.[^.]+)?(-\d{{5}}-of-\d{{5}})?\.safetensors", name)
-            if match is None:
-                continue
-            infix = match[1] or ""
-            shard = re.compile(rf"{stem}{re.escape(infix)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+        form = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
+        if any(map(form.fullmatch, written)):
             for old in list(folder.iterdir()):
-                if old.name not in written and (
-                    shard.fullmatch(old.name) or old.name == f"{stem}.safetensors.index{infix}.json"
-                ):
+                if old.name not in written and form.fullmatch(old.name):
                     old.unlink()

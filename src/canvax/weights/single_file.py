@@ -8,7 +8,7 @@ What is written has the names of the original Stable Diffusion code, which A1111
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 from canvax.errors import CheckpointError, warn
 from canvax.weights.entries import Entry, with_scales
 from canvax.weights.files import ModelFiles
-from canvax.weights.formats import OPEN_CLIP, unet_rules, vae_rules
+from canvax.weights.formats import OPEN_CLIP, numbered, unet_rules, vae_rules
 from canvax.weights.identify import BASES, MODEL, UNET, VAE, expect, parts_missing
 from canvax.weights.rules import Names
 from canvax.weights.safetensors import Outgoing, open_safetensors, read_metadata
@@ -274,19 +274,19 @@ def _layer_of(name: str) -> int:
 
 
 def _unet_config(kind: Layout, shapes: Mapping[str, tuple[int, ...]], prediction: str) -> dict[str, Any]:
-    levels = _count(shapes, r"down_blocks\.(\d+)\.")
+    levels = numbered(shapes, r"down_blocks\.(\d+)\.")
     widths = [shapes[f"down_blocks.{i}.resnets.0.conv1.weight"][0] for i in range(levels)]
-    depths = [_count(shapes, rf"down_blocks\.{i}\.attentions\.0\.transformer_blocks\.(\d+)\.") for i in range(levels)]
+    depths = [numbered(shapes, rf"down_blocks\.{i}\.attentions\.0\.transformer_blocks\.(\d+)\.") for i in range(levels)]
     first = min(name for name in shapes if name.endswith("attn2.to_k.weight"))
     has = [depth > 0 for depth in depths]
-    middle = _count(shapes, r"mid_block\.attentions\.0\.transformer_blocks\.(\d+)\.")
+    middle = numbered(shapes, r"mid_block\.attentions\.0\.transformer_blocks\.(\d+)\.")
     deep = {depth for depth in (*depths, middle) if depth}
     config = {
         "_class_name": "UNet2DConditionModel",
         "in_channels": shapes["conv_in.weight"][1],
         "out_channels": shapes["conv_out.weight"][0],
         "block_out_channels": widths,
-        "layers_per_block": _count(shapes, r"down_blocks\.0\.resnets\.(\d+)\."),
+        "layers_per_block": numbered(shapes, r"down_blocks\.0\.resnets\.(\d+)\."),
         "down_block_types": ["CrossAttnDownBlock2D" if attends else "DownBlock2D" for attends in has],
         "up_block_types": ["CrossAttnUpBlock2D" if attends else "UpBlock2D" for attends in reversed(has)],
         "cross_attention_dim": shapes[first][1],
@@ -319,7 +319,7 @@ def _text_config(kind: Layout, shapes: Mapping[str, tuple[int, ...]], name: str,
         "vocab_size": vocabulary,
         "hidden_size": width,
         "intermediate_size": shapes["encoder.layers.0.mlp.fc1.weight"][0],
-        "num_hidden_layers": _count(shapes, r"encoder\.layers\.(\d+)\."),
+        "num_hidden_layers": numbered(shapes, r"encoder\.layers\.(\d+)\."),
         "num_attention_heads": max(1, width // 64),
         "max_position_embeddings": shapes["embeddings.position_embedding.weight"][0],
         "hidden_act": "gelu" if name in kind.open_clip else "quick_gelu",
@@ -349,7 +349,7 @@ def vae_config(shapes: Mapping[str, tuple[int, ...]], rest: Mapping[str, Any]) -
     """The config of an autoencoder from its arrays, and what they do not tell; of none at all the latter."""
     if not shapes:
         return {"_class_name": "AutoencoderKL", **rest}
-    levels = _count(shapes, r"encoder\.down_blocks\.(\d+)\.")
+    levels = numbered(shapes, r"encoder\.down_blocks\.(\d+)\.")
     widths = [shapes[f"encoder.down_blocks.{i}.resnets.0.conv1.weight"][0] for i in range(levels)]
     of_decoder = [shapes[f"decoder.up_blocks.{i}.resnets.0.conv1.weight"][0] for i in reversed(range(levels))]
     return {
@@ -358,7 +358,7 @@ def vae_config(shapes: Mapping[str, tuple[int, ...]], rest: Mapping[str, Any]) -
         "block_out_channels": widths,
         "down_block_types": ["DownEncoderBlock2D"] * levels,
         "up_block_types": ["UpDecoderBlock2D"] * levels,
-        "layers_per_block": _count(shapes, r"encoder\.down_blocks\.0\.resnets\.(\d+)\."),
+        "layers_per_block": numbered(shapes, r"encoder\.down_blocks\.0\.resnets\.(\d+)\."),
         "latent_channels": shapes["decoder.conv_in.weight"][1],
         **rest,
     }
@@ -382,9 +382,3 @@ def _prediction(arrays: Sequence[Entry], kind: Layout, metadata: Mapping[str, st
 
 def _any(names: Collection[str], start: str) -> bool:
     return any(name.startswith(start) for name in names)
-
-
-def _count(names: Collection[str], pattern: str) -> int:
-    """How many of a numbered list there are."""
-    match: Callable[[str], re.Match[str] | None] = re.compile(pattern).match
-    return 1 + max((int(hit[1]) for hit in map(match, names) if hit), default=-1)

@@ -21,7 +21,7 @@ from canvax.weights.entries import Entry
 from canvax.weights.files import ModelFiles, open_weights
 from canvax.weights.formats import KREA2 as KREA2_NAMES
 from canvax.weights.formats import Z_IMAGE as Z_IMAGE_NAMES
-from canvax.weights.formats import flux2_rules
+from canvax.weights.formats import flux2_rules, numbered
 from canvax.weights.identify import OF_TRANSFORMERS, UNET, Shapes, transformer_family
 from canvax.weights.rules import Names
 
@@ -102,11 +102,6 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
     )
 
 
-def _count(shapes: Shapes, pattern: str) -> int:
-    """How many of a numbered list there are."""
-    return 1 + max((int(match[1]) for match in map(re.compile(pattern).match, shapes) if match), default=-1)
-
-
 def _z_image_config(shapes: Shapes) -> dict[str, Any]:
     width, features = shapes["all_x_embedder.2-1.weight"]
     head = shapes["layers.0.attention.norm_q.weight"][0]
@@ -115,8 +110,8 @@ def _z_image_config(shapes: Shapes) -> dict[str, Any]:
         "_class_name": "ZImageTransformer2DModel",
         "in_channels": features // 4,
         "dim": width,
-        "n_layers": _count(shapes, r"layers\.(\d+)\."),
-        "n_refiner_layers": _count(shapes, r"noise_refiner\.(\d+)\."),
+        "n_layers": numbered(shapes, r"layers\.(\d+)\."),
+        "n_refiner_layers": numbered(shapes, r"noise_refiner\.(\d+)\."),
         "n_heads": width // head,
         "n_kv_heads": width // head,
         "cap_feat_dim": shapes["cap_embedder.0.weight"][0],
@@ -139,8 +134,8 @@ def _flux2_config(shapes: Shapes) -> dict[str, Any]:
     return {
         "_class_name": "Flux2Transformer2DModel",
         "in_channels": features,
-        "num_layers": _count(shapes, r"transformer_blocks\.(\d+)\."),
-        "num_single_layers": _count(shapes, r"single_transformer_blocks\.(\d+)\."),
+        "num_layers": numbered(shapes, r"transformer_blocks\.(\d+)\."),
+        "num_single_layers": numbered(shapes, r"single_transformer_blocks\.(\d+)\."),
         "attention_head_dim": head,
         "num_attention_heads": width // head,
         "joint_attention_dim": shapes["context_embedder.weight"][1],
@@ -163,14 +158,14 @@ def _krea2_config(shapes: Shapes) -> dict[str, Any]:
     head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
     return {
         "_class_name": "Krea2Transformer2DModel",
-        "num_layers": _count(shapes, r"transformer_blocks\.(\d+)\."),
+        "num_layers": numbered(shapes, r"transformer_blocks\.(\d+)\."),
         "attention_head_dim": head,
         **sizes,
         "timestep_embed_dim": shapes["time_embed.linear_1.weight"][1],
         "text_hidden_dim": shapes["txt_in.norm.weight"][0],
         "num_text_layers": shapes["text_fusion.projector.weight"][-1],
-        "num_layerwise_text_blocks": _count(shapes, r"text_fusion\.layerwise_blocks\.(\d+)\."),
-        "num_refiner_text_blocks": _count(shapes, r"text_fusion\.refiner_blocks\.(\d+)\."),
+        "num_layerwise_text_blocks": numbered(shapes, r"text_fusion\.layerwise_blocks\.(\d+)\."),
+        "num_refiner_text_blocks": numbered(shapes, r"text_fusion\.refiner_blocks\.(\d+)\."),
         "axes_dims_rope": [head // 4, head // 8 * 3, head // 8 * 3],  # 32, 48 and 48 of the released models
         "rope_theta": 1000.0,
         "norm_eps": 1e-5,
