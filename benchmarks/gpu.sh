@@ -7,7 +7,8 @@
 #     SMALL=yes benchmarks/gpu.sh           try it on any machine: the bundled model in place of the large ones
 #
 # Each part ends after LIMIT seconds (300) whatever happens, and writes $OUT/PART.json (out/gpu); what a part printed is
-# in $OUT/PART.log. PYTHON has JAX for CUDA, PyTorch, diffusers and what canvax needs. Random weights go to $MODELS (out/models),
+# in $OUT/PART.log. A part whose JSON is there is not run again;
+# what a failed one printed stays in $OUT/PART.out. PYTHON has JAX for CUDA, PyTorch, diffusers and what canvax needs. Random weights go to $MODELS (out/models),
 # 7 GB for SDXL, and stay there for the next time, as do compiled programs: what compiling takes is in "start".
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -109,8 +110,10 @@ part_sd15() { beside picture sd15 512x512 50 1 torch $(compiled sd15); }
 part_vae() { beside vae sdxl 1024x1024 1 1 torch; }
 part_unet() { beside unet sdxl 1024x1024 1 1 torch; }
 part_batch() { beside picture sdxl 1024x1024 30 8; }
-part_profile() { "$PYTHON" -m benchmarks.gpu_profile --model "$(folder sdxl)" --size "$(size 1024x1024)" --steps 4 \
-    --dtype "$DTYPE" --json "$OUT/profile.json" --hlo "$OUT/hlo" 1>&2; }
+profile() { "$PYTHON" -m benchmarks.gpu_profile --model "$(folder sdxl)" --size "$(size 1024x1024)" --steps 4 --batch "$2" \
+    --dtype "$DTYPE" --json "$OUT/$1.json" --hlo "$OUT/hlo-$1" 1>&2; }
+part_profile() { profile profile 1; }
+part_profile8() { profile profile8 8; }
 part_variants() { [ "$SMALL" = yes ] || "$PYTHON" -m benchmarks.gpu_variants --model "$(folder sdxl)" --dtype "$DTYPE" \
     --json "$OUT/variants.json" 1>&2; }
 part_variants15() { [ "$SMALL" = yes ] || "$PYTHON" -m benchmarks.gpu_variants --model "$(folder sd15)" --size 512x512 \
@@ -122,18 +125,19 @@ part_server15() { load sd15 middling "1 4 8" "1 16" 15; }
 part_parity() { JAX_DEFAULT_MATMUL_PRECISION=highest "$PYTHON" -m benchmarks.parity_full_size --families sd15 1>&2; }
 
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(machine checks warm profile sdxl sd15 variants variants15 vae batch server server15 start compiled unet
+[ ${#parts[@]} -gt 0 ] || parts=(machine checks warm profile profile8 sdxl sd15 variants variants15 vae batch server server15 start compiled unet
     check_xl parity)
 failed=0
 for part in "${parts[@]}"; do
+    [ ! -s "$OUT/$part.json" ] || { echo "$part: $OUT/$part.json is there"; continue; }
     began=$SECONDS
     # An exported function in a shell of its own, so that timeout can end it and all that it started.
-    export -f "part_$part" all_of beside load warm compiled size steps folder
+    export -f "part_$part" all_of beside load warm compiled profile size steps folder
     export PYTHON OUT MODELS DEVICE DTYPE SMALL
     try="${TRY[*]-}" timeout --kill-after=10 "$LIMIT" bash -c "TRY=(\$try); part_$part" >"$OUT/$part.out" 2>"$OUT/$part.log"
     code=$?
-    if [ -s "$OUT/$part.out" ]; then mv "$OUT/$part.out" "$OUT/$part.json"; else rm -f "$OUT/$part.out"; fi
     [ $code -eq 0 ] || failed=1
+    if [ ! -s "$OUT/$part.out" ]; then rm -f "$OUT/$part.out"; elif [ $code -eq 0 ]; then mv "$OUT/$part.out" "$OUT/$part.json"; fi
     echo "$part: exit $code, $((SECONDS - began)) s; $(tail -c 300 "$OUT/$part.log" | tail -1)"
 done
 exit $failed
