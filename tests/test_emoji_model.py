@@ -42,7 +42,7 @@ from recipes.emoji.quality import (
     score_colours,
     score_places,
 )
-from recipes.emoji.recipe import RECIPES, Run, make_model
+from recipes.emoji.recipe import RECIPES, Run, learnt_captions, make_model
 from recipes.emoji.variations import (
     COLOURS,
     MainColour,
@@ -86,6 +86,9 @@ def test_captions_of_a_drawing() -> None:
     assert all("apple" in text for text in texts[:-2])
     assert texts[0] == plain_caption("red apple", "noto")
     assert len(captions("cat", [], "fluent flat")) == FORMS
+    (learnt,) = learnt_captions(RECIPES["cpu"], [texts])
+    assert learnt[:16] == texts[:16]
+    assert Counter(learnt)["red apple"] == Counter(learnt)["a red apple"] == 9
 
 
 def test_the_split_hides_one_style_of_a_concept() -> None:

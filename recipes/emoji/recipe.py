@@ -194,6 +194,7 @@ SIZES: dict[str, Any] = {
     "latent_channels": 32,
     "kl": 5e-5,
     "forms": 16,
+    "plain": 8,
     "focus": (0.4, 1.2),
     "variations": {"mirrored": 7_000, "coloured": 16_000, "pair": 12_000, "count": 6_000},
     "decoded": {"coloured": 600, "pair": 300, "count": 100},
@@ -437,8 +438,7 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Pa
     if latents is None:
         return {}, False
     count = len(train)
-    texts = [[*of_one[: recipe.forms], *list(of_one[PLAIN]) * recipe.plain] for of_one in captions[:count]]
-    texts += [list(of_one[: recipe.forms]) for of_one in captions[count:]]
+    texts = learnt_captions(recipe, captions[:count]) + [list(of_one[: recipe.forms]) for of_one in captions[count:]]
     data, shared = denoising_data({FIRST: tokenizer}, latents, texts, 77)
     data = jax.tree.map(lambda rows: np.concatenate([*[rows[:count]] * recipe.repeats, rows[count:]]), data)
 
@@ -459,6 +459,11 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Pa
         begin = {name: start[name] for name in (FIRST, "unet")}
     session = run.session("diffusion", preview=preview)
     return fit(begin, loss, data, len(data["latents"]), recipe.diffusion, session, shared)
+
+
+def learnt_captions(recipe: Recipe, captions: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The captions that training draws from, of each drawing."""
+    return [[*of_one[: recipe.forms], *list(of_one[PLAIN]) * recipe.plain] for of_one in captions]
 
 
 def _latents(run: Run, recipe: Recipe, train: Pictures, vae: Params) -> tuple[HostArray | None, list[Sequence[str]]]:
