@@ -72,7 +72,7 @@ _WHOLE = {"steps": 10**8, "batch": MOST_IMAGES, "accumulate": 10**6, "size": MAX
 _BELOW_1 = math.nextafter(1.0, 0.0)
 _RANGES = {
     "learning_rate": (1e-12, 1e3, "1e-4 is usual"),
-    "text_lr": (1e-12, 1e3, "1e-5 is usual"),
+    "text_rate": (1e-12, 1e3, "1e-5 is usual"),
     "final": (0.0, 1.0, "a share of the learning rate; 1 keeps it constant"),
     "weight_decay": (0.0, 1e3, "0.01 is usual"),
     "alpha": (1e-6, 1e6, "the rank is usual"),
@@ -106,8 +106,8 @@ def check_numbers(arguments: argparse.Namespace) -> None:
     steps = values.get("steps", _STEPS[arguments.task])
     if values.get("warmup", 0) >= steps:
         raise InputError("warmup", arguments.warmup, f"leaves nothing of --steps {steps}", "give fewer, or more steps")
-    if "text_lr" in values and not arguments.text_encoder:
-        raise InputError("text_lr", NO_VALUE, "has no effect without --text-encoder", "add {text_encoder}")
+    if "text_rate" in values and not arguments.text:
+        raise InputError("text_rate", NO_VALUE, "has no effect where text encoders are not trained", "add {text}")
     usual = {"rank": 4, "layers": "attention", "format": "peft"}
     usual |= dict.fromkeys(("alpha", "trigger", "title", "start"))
     idle = sorted(name for name in usual.keys() & values.keys() if values[name] != usual[name])
@@ -201,7 +201,7 @@ def _lora_of(arguments: argparse.Namespace) -> Lora:
         rank=arguments.rank,
         alpha=arguments.alpha,
         layers=arguments.layers,
-        names=arguments.format,
+        names=arguments.names,
         trigger=arguments.trigger or "",
         title=arguments.title or "",
         start=arguments.start,
@@ -212,8 +212,8 @@ def _lora_of(arguments: argparse.Namespace) -> Lora:
 def _whole(arguments: argparse.Namespace) -> dict[str, Any]:
     """Text encoders and the file's dtype, which LoRAs and whole networks have alike."""
     return {
-        "text": arguments.text_encoder,
-        "text_rate": arguments.text_lr,
+        "text": arguments.text,
+        "text_rate": arguments.text_rate,
         "save_dtype": arguments.save_dtype,
     }
 

@@ -55,8 +55,8 @@ def _lora(tasks: Any) -> None:
         "lora",
         "train a LoRA on your own images",
         "Train low-rank factors beside the weights of a checkpoint (Stable Diffusion 1.x, 2.x and XL, Z-Image, FLUX.2 "
-        "klein, Krea 2) on captioned images. The file loads "
-        "in canvax, in PyTorch diffusers, and with --format kohya in A1111 and its relatives.",
+        "klein, Krea 2) on captioned images. The file loads in canvax, in PyTorch diffusers, and with --format kohya "
+        "in A1111 and its relatives.",
         "captioned images",
         _CAPTIONED,
     )
@@ -224,10 +224,13 @@ def _images(parser: argparse.ArgumentParser, *, empty: str, captioned: bool = Tr
 
 
 def _text_encoder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--text-encoder", "--train-text-encoder", action="store_true", help="train text encoders too")
     parser.add_argument(
-        "--text-lr", "--text-encoder-lr", type=float, metavar="RATE", help="their learning rate (the same)"
+        "--text-encoder", "--train-text-encoder", dest="text", action="store_true", help="train text encoders too"
     )
+    parser.add_argument(
+        "--text-lr", "--text-encoder-lr", dest="text_rate", type=float, metavar="RATE",
+        help="their learning rate (the same)",
+    )  # fmt: skip
 
 
 def _lora_flags(parser: argparse.ArgumentParser) -> None:
@@ -238,7 +241,9 @@ def _lora_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers", default="attention", metavar="KIND", help="attention, transformer (with feed-forward), or all"
     )
-    parser.add_argument("--format", default="peft", metavar="NAME", help="names in the file: peft (diffusers) or kohya")
+    parser.add_argument(
+        "--format", dest="names", default="peft", metavar="NAME", help="names in the file: peft (diffusers) or kohya"
+    )
     parser.add_argument("--trigger", metavar="WORDS", help="words that call it up, for the file's metadata")
     parser.add_argument("--title", metavar="TEXT", help="title for the file's metadata (the name of the folder)")
     parser.add_argument(

@@ -169,7 +169,7 @@ def read_factors(source: str | Path, specs: Mapping[str, Spec], chosen: Targets,
         component, name = sorted(parts.keys() ^ wanted)[0]
         has = "has" if (component, name) in parts else "lacks"
         problem = f"{has} factors of {component}.{name}"
-        raise InputError("start", source, problem, "give the {layers} and {text_encoder} that it was trained with")
+        raise InputError("start", source, problem, "give the {layers} and {text} that it was trained with")
     factors: Params = {component: {} for component in chosen}
     for component, of in chosen.items():
         for name, layer in of.items():

@@ -361,7 +361,8 @@ def adapter_info(path: Path) -> dict[str, Any]:
             ranks |= {shape[0]} if split.role == "down" and shape else set()
     parts: Counter[str] = Counter()
     for module, held in roles.items():
-        component = next((name for name, pattern in _COMPONENTS if pattern.match(module)), "UNet")
+        denoiser = "transformer" if module.startswith("transformer.") or family in OTHERS.values() else "UNet"
+        component = next((name for name, pattern in _COMPONENTS if pattern.match(module)), denoiser)
         kind = kind_of(frozenset(held - _OF_BIAS.keys()))
         dora = " with DoRA" if held & _DORA else ""
         parts[f"{component}: {KINDS[kind].name if kind else 'unknown'}{dora}"] += 1
