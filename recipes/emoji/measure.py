@@ -26,13 +26,14 @@ from canvax.models.configs import VaeConfig
 from canvax.train.loop import LOG, read_log
 from canvax.train.pictures import Pictures, read_pictures
 from recipes.emoji.autoencoder import reconstruction_psnr
-from recipes.emoji.captions import plain_caption
+from recipes.emoji.captions import plain_caption, with_article
 from recipes.emoji.quality import (
     Score,
     check_measure,
     choose_pairs,
     draw,
     draw_and_score,
+    score,
     score_colours,
     score_places,
     spread,
@@ -85,8 +86,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     assert pipe.params is not None
     drawings = read_pictures(options.data, pipe.model.native_size[0])
     trained, held_out = choose_pairs(drawings, options.trained, options.held_out)
-    for name, score in check_measure(drawings, trained).items():
-        print(f"the measure, true drawings {name}: {score}", flush=True)
+    for name, checked in check_measure(drawings, trained).items():
+        print(f"the measure, true drawings {name}: {checked}", flush=True)
     vae = pipe.model.vae
     assert isinstance(vae, VaeConfig)
     psnr = reconstruction_psnr(pipe.params["vae"], drawings.pixels[held_out], vae, pipe.programs.mesh)
@@ -105,14 +106,17 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
             pipe, drawings, asked, seed=options.seed, batch=options.batch, progress=_line, **how
         )
         print(f"\r{name}: {scores[name]}", flush=True)
+    plain = [with_article(_name(drawings, i)) for i in trained]
+    keywords = how | {"seed": options.seed, "batch": options.batch, "progress": _line}
+    alone = score(draw(pipe, plain, **keywords), trained, drawings).concepts
     seconds = time.perf_counter() - began
     figures = {
         "trained, concept": scores["trained"].concepts,
         "trained, concept and style": scores["trained"].both,
+        "label alone, concept": alone,
         "held-out style, concept": scores["held out"].concepts,
         "VAE dB": float(psnr.mean()),
     }
-    keywords = how | {"seed": options.seed, "batch": options.batch, "progress": _line}
     if options.combined:
         figures |= _combined(pipe, drawings, options.combined, **keywords)
     print("\r" + "; ".join(f"{name}: {value:.3f}" for name, value in figures.items()))
@@ -121,11 +125,11 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
             continue
         print(f"{'reached' if figures[name] >= bar else 'MISSED ':<8} {name}: {figures[name]:.3f} (bar {bar})")
     device = jax.devices()[0].device_kind
-    print(f"{len(trained) + len(held_out)} pictures in {seconds:.0f} s on {device}")
+    print(f"{2 * len(trained) + len(held_out)} pictures in {seconds:.0f} s on {device}")
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
-        for name, score in scores.items():
-            _grid(score, drawings).save(options.output / f"{name.replace(' ', '-')}.png")
+        for name, of_one in scores.items():
+            _grid(of_one, drawings).save(options.output / f"{name.replace(' ', '-')}.png")
         novel = draw(pipe, [text for text in NOVEL for _ in range(4)], batch=options.batch, **how)
         make_grid(to_pil(novel), cols=8).save(options.output / "novel.png")
         if options.runs:
