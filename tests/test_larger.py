@@ -70,7 +70,9 @@ def test_each_image_is_recorded_with_its_second_prompt(emoji: canvax.StableDiffu
     alone = draw(
         emoji, told["prompt"], seed=told["seed"], num_inference_steps=2, options=canvax.Options(**told["options"])
     )
-    np.testing.assert_allclose(alone.latents[0], both.latents[1], atol=1e-4)
+    # A batch of another size is another program, and the first step of this model enlarges its rounding.
+    apart = np.linalg.norm(alone.latents[0] - both.latents[1]) / np.linalg.norm(both.latents[1])
+    assert apart < 1e-3
 
 
 def test_second_prompts_for_several_images_of_each(emoji: canvax.StableDiffusion) -> None:

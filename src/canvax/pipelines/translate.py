@@ -38,9 +38,9 @@ GIVEN = CALL | {
 @cache
 def load_arguments() -> tuple[str, ...]:
     """The arguments of ``canvax.load``."""
-    from canvax.pipelines.pipeline import load  # which imports this module
+    import canvax  # which imports this module
 
-    return tuple(signature(load).parameters)
+    return tuple(signature(canvax.load).parameters)
 
 
 def place_of(name: str) -> str:
