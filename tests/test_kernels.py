@@ -18,7 +18,7 @@ from canvax import nn
 from canvax.kernels import common, convolution, cpu, gpu, outline, target, tpu
 from canvax.kernels.attention import attention, plain_attention
 from canvax.kernels.matmul import matmul
-from canvax.kernels.outline import by_rows, outlined
+from canvax.kernels.outline import by_rows, outlined, recomputed
 from canvax.kernels.target import compiled_on, compiling_for, target_platform, traced
 from canvax.nn import conv2d, conv2d_of_doubled, group_norm
 
@@ -512,6 +512,18 @@ def test_a_trace_is_for_its_target_alone() -> None:
         with compiling_for(platform):
             traced(function, jax.ShapeDtypeStruct((2,), jnp.float32))
     assert seen == ["none", "tpu"]  # the third is the first again
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_blocks_are_recomputed_for_gradients(platform: str) -> None:
+    @outlined
+    def block(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.sin(x) * jnp.cos(y)
+
+    for recompute in (False, True):
+        with recomputed(recompute), compiling_for(platform):
+            gradient = jax.make_jaxpr(jax.grad(lambda x: block(x, x).sum()))(jnp.ones(3))
+        assert ("remat" in str(gradient)) is recompute
 
 
 def test_of_calls_only_a_block_is_outlined() -> None:
