@@ -246,6 +246,7 @@ def train(
     dtype = default_dtype(mesh, training=True) if training.dtype is None else training.dtype
     model, *_ = open_model(training.model, dtype="float32", mesh=mesh, check=check, weights=False)
     ((size, pictures, prior, masked),) = inputs
+    length = _text_length(model, [pictures] if prior is None else [pictures, prior])
     # A frozen transformer in float32 would take the memory that its gradients need.
     stored = "float32" if model.networks.denoiser.component == "unet" else dtype
     model, programs, params = open_model(training.model, dtype=stored, mesh=mesh)
@@ -267,7 +268,6 @@ def train(
     if target.exists() and leads(mesh):  # the result of the run that is made longer
         for path in (*(path for path in others if path.exists()), target):
             path.rename(numbered(path, read_facts(state)["total"]))
-    length = _text_length(model, [pictures] if prior is None else [pictures, prior])
     data, shared = _data(pictures, training, model, params, mesh, length, masked=masked)
     if prior is not None:
         shared["prior"], _ = _data(prior, training, model, params, mesh, length, masked=masked)
