@@ -547,6 +547,7 @@ def test_the_commands(model: Path, pictures: Path, tmp_path: Path, capsys: pytes
         (["lora", "{p}", "--accumulate", "0"], "--accumulate"),
         (["lora", "{p}", "--network-weights", "nowhere.safetensors"], "--from"),
         (["dreambooth", "{p}", "-p", "sks", "--from", "a.safetensors"], "--from"),
+        (["dreambooth", "{p}", "-p", "sks", "--format", "kohya"], "--format"),
         (["lora", "{p}", "--checkpointing-steps", "0"], "--save-every"),
         (["lora", "{p}", "--preview-every", "5"], "--preview-every"),
         (["lora", "{p}", "--save_every_n_epochs", "1"], "--save-every"),

@@ -108,7 +108,7 @@ def check_numbers(arguments: argparse.Namespace) -> None:
         raise InputError("warmup", arguments.warmup, f"leaves nothing of --steps {steps}", "give fewer, or more steps")
     if "text_rate" in values and not arguments.text:
         raise InputError("text_rate", NO_VALUE, "has no effect where text encoders are not trained", "add {text}")
-    usual = {"rank": 4, "layers": "attention", "format": "peft"}
+    usual = {"rank": 4, "layers": "attention", "names": "peft"}
     usual |= dict.fromkeys(("alpha", "trigger", "title", "start"))
     idle = sorted(name for name in usual.keys() & values.keys() if values[name] != usual[name])
     if idle and arguments.task == "dreambooth" and not arguments.lora:

@@ -349,8 +349,13 @@ def _check_model(training: Training, aim: Aim, model: Model) -> None:
     if not aim.for_transformers and model.networks.denoiser.component != "unet":
         problem = f"is a {model.family.name} model, of which a LoRA can be trained and nothing else"
         raise InputError("model", training.model, problem, "train a LoRA")
-    if model.networks.inpaints:
-        raise InputError("model", NO_VALUE, "has a UNet for inpainting, which cannot be trained yet", "take another")
+    if model.networks.denoiser.component == "unet" and model.unet.in_channels != model.vae.latent_channels:
+        raise InputError(
+            "model",
+            NO_VALUE,
+            f"has a UNet of {model.unet.in_channels} channels (an inpainting model), which cannot be trained yet",
+            f"take one of {model.vae.latent_channels}",
+        )
     if model.networks.embeds_guidance:
         raise InputError(
             "model", NO_VALUE, "was distilled to take its guidance scale as an input, which cannot be trained yet"
