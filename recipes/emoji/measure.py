@@ -101,13 +101,11 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     }
     began = time.perf_counter()
     scores = {}
+    keywords = how | {"seed": options.seed, "batch": options.batch, "progress": _line}
     for name, asked in (("trained", trained), ("held out", held_out)):
-        scores[name] = draw_and_score(
-            pipe, drawings, asked, seed=options.seed, batch=options.batch, progress=_line, **how
-        )
+        scores[name] = draw_and_score(pipe, drawings, asked, **keywords)
         print(f"\r{name}: {scores[name]}", flush=True)
     plain = [with_article(_name(drawings, i)) for i in trained]
-    keywords = how | {"seed": options.seed, "batch": options.batch, "progress": _line}
     alone = score(draw(pipe, plain, **keywords), trained, drawings).concepts
     seconds = time.perf_counter() - began
     figures = {

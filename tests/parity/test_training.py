@@ -264,16 +264,20 @@ def test_lora(xl: Path, pictures: Path, seen: dict[str, Any], tmp_path: Path) ->
     first = groups.pop(2e-3)
     want = pytorch_losses(seen, first, lambda drawn: loss_of(pipe, drawn).mean(), rates=groups)
     check_losses(losses(tmp_path / "run" / "lora"), want)
-    saved = load_file(file)
+    check_factors(load_file(file), modules)
+    check_images(folder, file, pipe)
+
+
+def check_factors(saved: Mapping[str, Any], modules: Mapping[tuple[str, str], Any]) -> None:
+    """The arrays of a LoRA file against PEFT's layers after the same training."""
     assert len(saved) == 2 * len(modules)
     for (component, module), layer in modules.items():
-        for kind in "AB":
-            trained = getattr(layer, f"lora_{kind}")["default"].weight.detach()
-            got = saved[f"{component}.{module}.lora_{kind}.weight"]
+        for half in "AB":
+            trained = getattr(layer, f"lora_{half}")["default"].weight.detach()
+            got = saved[f"{component}.{module}.lora_{half}.weight"]
             assert got.shape == trained.shape
             # Adam gives a gradient that is nothing but rounding a step as long as any other.
             assert (got - trained).abs().median() < 1e-4
-    check_images(folder, file, pipe)
 
 
 def with_peft(pipe: Any, start: Mapping[str, Any], lora: Lora) -> dict[tuple[str, str], Any]:

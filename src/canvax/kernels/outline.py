@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -61,13 +61,14 @@ def outlined(function: Callable[..., Result]) -> Callable[..., Result]:
 
     @wraps(function)
     def block(*arrays: Any, **static: Any) -> Result:
-        if target_platform() == "cpu":
-            compute = partial(call, (target_mesh(), replaced()), tuple(static.items()))
-        else:
-            compute = partial(function, **static)
+        on_cpu = target_platform() == "cpu"
+        apart = partial(call, (target_mesh(), replaced()), tuple(static.items()))
+        compute = apart if on_cpu else partial(function, **static)
         if _RECOMPUTED.get():
             compute = jax.checkpoint(compute)
-        with set_xla_metadata(inlineable="false") if target_platform() == "cpu" else nullcontext():
+        if not on_cpu:
+            return compute(*arrays)
+        with set_xla_metadata(inlineable="false"):
             return compute(*arrays)
 
     return block

@@ -337,9 +337,9 @@ class LoadedModel:
         height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
         images = padded_batch(check_count("batch", batch, MOST_IMAGES), self.programs.mesh)
         way = "tiled" if is_tiled(height, width) else "whole"
-        if guided is None:
-            guided = model.defaults.guidance_scale > model.family.no_guidance
-        guides, reads = (guided and not networks.unguided,), image or networks.inpaints
+        usual = model.family.guides(networks, model.defaults.guidance_scale)
+        guides = (usual if guided is None else guided and not networks.unguided,)
+        reads = image or networks.inpaints
         return self.programs.ready(
             params,
             networks.latent_shape(images, height, width),

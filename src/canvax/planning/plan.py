@@ -257,7 +257,7 @@ def plan(
         batch: images at once on all devices together; by default one per device.
         height: height in pixels, a multiple of 8, 16 or 32, as the model needs; by default the size that it was
             trained for.
-        width: width in pixels, likewise.
+        width: width in pixels, with the rule and the default of ``height``.
         steps: number of evaluations of the denoiser; by default the steps of a call that names none.
         guided: whether images are generated with guidance; by default as in a call that names no guidance scale.
         dtype: dtype of weights and activations; by default bfloat16, on GPUs before Ampere float16.

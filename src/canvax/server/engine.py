@@ -376,8 +376,9 @@ class ImageEngine:
         """Go on with a job of a server that was killed."""
         try:
             served = self._models.named(job.model)
-            known = replace(job.request, seed=job.pictures[0].seed)  # which clients were told
-            checked = check(known, job.model, served.model, served.shelf)
+            # With the seed that the API has answered, where the request named none.
+            request = replace(job.request, seed=job.pictures[0].seed)
+            checked = check(request, job.model, served.model, served.shelf)
             costs = self._costs(checked)
         except Rejected as refused:
             self._book.fail(job, refused.code, str(refused))

@@ -150,7 +150,7 @@ def _restored(folder: Path, name: str) -> str:
 
 
 def _moved(path: Path, folder: Path) -> str:
-    """Move an image into a folder; its name there, with a number if another image has its own."""
+    """Moves an image into a folder. Returns its name there, with a number behind it if that name is taken."""
     name, number = path.name, 0
     while (folder / name).exists():
         number += 1

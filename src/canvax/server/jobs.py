@@ -78,7 +78,7 @@ class JobRequest:
         width: pixels.
         height: pixels.
         steps: of the sampler.
-        guidance_scale: 1 or less switches guidance off, of Z-Image and Krea 2 0.
+        guidance_scale: 1 or less (0 for Z-Image and Krea 2) switches guidance off.
         sampler: any name that ``canvax samplers`` knows.
         seed: None chooses one.
         image: what to begin from, decoded and checked for its size in pixels. Without a mask and a strength a model

@@ -77,9 +77,7 @@ class Layer:
         for name, param in self.parts.items():
             begin, end = end, end + param.shape[-2 if self.axis else -1]
             down, up = pair["down"], pair["up"]
-            if len(self.parts) > 1:
-                down, up = (down[begin:end], up) if self.axis else (down, up[:, begin:end])
-            yield name, param, down, up
+            yield name, param, *((down[begin:end], up) if self.axis else (down, up[:, begin:end]))
 
 
 Targets = dict[str, dict[str, Layer]]

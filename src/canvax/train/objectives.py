@@ -52,7 +52,7 @@ def flow(x0: Array, noise: Array, t: Array) -> tuple[Array, Array]:
 def loss_weights(schedule: NoiseSchedule, gamma: float | None) -> Array:
     """Returns the weight of the loss at each training timestep [num_train_timesteps] float32; 1 if ``gamma`` is None.
 
-    A flow has no such weights.
+    Flow models are trained without these weights.
 
     Min-SNR (Hang et al. 2023, section 3.4) weights the loss on x0 by min(SNR, gamma), where SNR is a / (1 - a). This
     equals min(SNR, gamma) / SNR on eps and min(SNR, gamma) / (SNR + 1) on v. On v the weight would vanish at pure

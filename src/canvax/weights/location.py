@@ -190,7 +190,7 @@ def warn_unused_cache(cache_dir: str | Path | None, *names: str | Path) -> None:
 
 
 def check_source(source: Mapping[str, Any], argument: str, *known: str) -> None:
-    """Refuse keywords beside an argument that are not known parts of a ``Location``.
+    """Refuses keywords that are not in ``known``, the arguments of ``Location`` that go with ``argument``.
 
     Raises:
         InputError: naming the first.
