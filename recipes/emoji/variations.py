@@ -17,6 +17,7 @@ from PIL import Image
 from canvax.train.pictures import Pictures
 from canvax.types import HostArray
 from recipes.emoji.captions import captions, with_article
+from recipes.emoji.enlarge import reduced
 
 COLOURS = {
     "red": (221, 46, 68),
@@ -181,11 +182,11 @@ def side_by_side(drawings: Sequence[HostArray]) -> HostArray:
     """Two or three drawings at half their size on white: left and right, the third below them."""
     size = drawings[0].shape[0]
     half = size // 2
-    small = [d.reshape(half, 2, half, 2, 3).mean((1, 3)) for d in drawings]
-    picture = np.full((size, size, 3), 255.0)
+    small = reduced(np.stack(drawings), 2)
+    picture = np.full((size, size, 3), 255, np.uint8)
     for (top, left), drawing in zip(places(len(small), size), small, strict=True):
         picture[top : top + half, left : left + half] = drawing
-    return (picture + 0.5).astype(np.uint8)
+    return picture
 
 
 def places(count: int, size: int) -> list[tuple[int, int]]:
