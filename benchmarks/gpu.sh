@@ -4,6 +4,8 @@
 #
 #     benchmarks/gpu.sh                     every part, in order of worth
 #     benchmarks/gpu.sh checks sdxl         these
+#     LIMIT=600 benchmarks/gpu.sh emoji     train the bundled model on $DRAWINGS (out/emoji.zip) for 9 of 10 minutes, again
+#                                           until it is finished; TRAIN has further flags
 #     SMALL=yes benchmarks/gpu.sh           try it on any machine: the bundled model in place of the large ones
 #
 # Each part ends after LIMIT seconds (300) whatever happens, and writes $OUT/PART.json (out/gpu); what a part printed is
@@ -121,6 +123,13 @@ part_start() { ROUNDS=2 beside start sdxl 1024x1024 4 1 torch; }
 part_compiled() { beside unet sd15 512x512 1 1 torch torch-compile; } # to the utmost: minutes
 part_server() { load sdxl large "1 4" "1 4 16" 16; }
 part_server15() { load sd15 middling "1 4 8" "1 16" 15; }
+part_emoji() { # goes on where the last call stopped; fails until the model is finished, so that its JSON is not there
+    local recipe=gpu report; [ "$SMALL" = yes ] && recipe=smoke
+    report=$(JAX_COMPILATION_CACHE_DIR=$CANVAX_CACHE_DIR/training "$PYTHON" -m recipes.emoji train "${DRAWINGS:-out/emoji.zip}" \
+        --output "$OUT/emoji-model" --recipe $recipe --stop-after "$(awk "BEGIN { print ($LIMIT - 60) / 60 }")" --json ${TRAIN:-})
+    echo "$report"
+    [[ $report == *'"finished": true'* ]]
+}
 part_parity() { JAX_DEFAULT_MATMUL_PRECISION=highest "$PYTHON" -m benchmarks.parity_full_size --families sd15 1>&2; }
 
 parts=("$@")
@@ -132,7 +141,7 @@ for part in "${parts[@]}"; do
     began=$SECONDS
     # An exported function in a shell of its own, so that timeout can end it and all that it started.
     export -f "part_$part" all_of beside load warm compiled profile size steps folder
-    export PYTHON OUT MODELS DEVICE DTYPE SMALL
+    export PYTHON OUT MODELS DEVICE DTYPE SMALL LIMIT
     try="${TRY[*]-}" timeout --kill-after=10 "$LIMIT" bash -c "TRY=(\$try); part_$part" >"$OUT/$part.out" 2>"$OUT/$part.log"
     code=$?
     [ $code -eq 0 ] || failed=1
