@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from PIL import Image
@@ -79,6 +80,7 @@ def variations(drawings: Pictures, counts: Mapping[str, int], seed: int = 0) -> 
         seed: seed of the choices.
     """
     rng = np.random.default_rng(seed)
+    main_of = cache(lambda i: main_colour(drawings.pixels[i]))
     of_style: dict[str, list[int]] = {}
     for i, row in enumerate(drawings.rows):
         of_style.setdefault(row["style"], []).append(i)
@@ -89,7 +91,7 @@ def variations(drawings: Pictures, counts: Mapping[str, int], seed: int = 0) -> 
         if coloured == counts.get("coloured", 0):
             break
         row, colour = drawings.rows[i], str(rng.choice(list(COLOURS)))
-        main = main_colour(drawings.pixels[i])
+        main = main_of(i)
         if main is None or (colour != main.name and held_out_colour(row["label"], colour)):
             continue
         coloured += 1
@@ -110,7 +112,7 @@ def variations(drawings: Pictures, counts: Mapping[str, int], seed: int = 0) -> 
         yield Variation(picture, count_captions(number, row["label"].lower(), row["style"]), "count")
     for i in _order(rng, len(drawings), counts.get("posed", 0)):
         pixels, label, style = drawings.pixels[i], drawings.rows[i]["label"].lower(), drawings.rows[i]["style"]
-        colour, main = str(rng.choice(list(COLOURS))), main_colour(pixels) if rng.random() < 0.5 else None
+        colour, main = str(rng.choice(list(COLOURS))), main_of(i) if rng.random() < 0.5 else None
         if main is not None and colour != main.name and not held_out_colour(label, colour):
             pixels, label = recoloured(pixels, main, colour), bare(label)
         degrees, scale = float(rng.uniform(-TURN, TURN)), float(rng.uniform(SMALLEST, 1))
