@@ -205,8 +205,8 @@ SIZES: dict[str, Any] = {
 """The model in the package."""
 
 MORE = {"mirrored": 7_000, "coloured": 24_000, "pair": 60_000, "count": 12_000, "posed": 30_000}
-"""Variations for a training that sees each of them a hundred times. With few pairs of each drawing, they would be learnt
-by heart; posed drawings are too much for a run on the CPU."""
+"""Variations for a training that sees each of them a hundred times: with few pairs of each drawing, it would learn them
+by heart. Posed drawings are too much for a run on the CPU."""
 
 RECIPES = {
     "gpu": Recipe(
