@@ -11,6 +11,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ _SCHEDULER = {
 def write_random(folder: Path, preset: Networks, *, dtype: DType | None = None, seed: int = 0) -> Path:
     """A checkpoint of ``preset`` with random weights; the tokenizers of CLIP are the bundled one.
 
-    One array at a time is made and written, so that memory does not matter.
+    One array of each component at a time is made and written, so that memory does not matter.
 
     Args:
         folder: where to write; must not exist.
@@ -63,10 +64,15 @@ def write_random(folder: Path, preset: Networks, *, dtype: DType | None = None, 
     folder.mkdir(parents=True)
     layout = LAYOUTS.get(type(preset.denoiser))
     configs = layout.configs(preset) if layout else _unet_configs(preset)
-    for name, arrays in random_arrays(preset, dtype, seed).items():
+
+    def write(name: str, arrays: Sequence[Outgoing]) -> None:
         (folder / name).mkdir()
         _write_json(folder / name / "config.json", configs[name])
         write_safetensors(folder / name / f"{STEMS[KINDS[name]]}.safetensors", arrays, {"format": "pt"})
+
+    with ThreadPoolExecutor() as threads:
+        arrays = random_arrays(preset, dtype, seed)
+        list(threads.map(write, arrays.keys(), arrays.values()))
     (folder / "scheduler").mkdir()
     if layout:
         write_chat_tokenizer(folder / "tokenizer")
@@ -82,9 +88,10 @@ def write_random(folder: Path, preset: Networks, *, dtype: DType | None = None, 
 
 def random_arrays(preset: Networks, dtype: DType, seed: int = 0) -> dict[str, Sequence[Outgoing]]:
     """What the files of each component hold, under the names that diffusers and transformers give."""
-    layout, numbers = LAYOUTS.get(type(preset.denoiser)), _Numbers(seed, min(_NUMBERS, preset_bytes(preset, np.int8)))
+    layout, supply = LAYOUTS.get(type(preset.denoiser)), min(_NUMBERS, preset_bytes(preset, np.int8))
     components: dict[str, Sequence[Outgoing]] = {}
-    for name, arrays in _arrays(preset).items():
+    for i, (name, arrays) in enumerate(_arrays(preset).items()):
+        numbers = _Numbers(seed + i, supply)  # one for each: they may be written at the same time
         components[name] = [
             Outgoing(key, shape, param.dtype_in(dtype), partial(numbers, param, param.dtype_in(dtype), shape))
             for key, param, shape in arrays
@@ -145,13 +152,15 @@ class _Numbers:
             return np.full(shape, param.init == "ones", dtype)
         key = param.init, param.shape[:-1], dtype  # which decide the deviation
         if key not in self._made:
-            self._made[key] = init_param(param, np.random.default_rng(self._seed), dtype, (self._count,))
-        numbers, out, done = self._made[key], np.empty(math.prod(shape), dtype), 0
+            made = init_param(param, np.random.default_rng(self._seed), dtype, (self._count,))
+            self._made[key] = made.view(f"u{made.itemsize}")  # copied by all threads at the same time
+        numbers, done = self._made[key], 0
+        out = np.empty(math.prod(shape), numbers.dtype)
         while done < out.size:
             part = numbers[self._next :][: out.size - done]
             out[done : done + part.size] = part
             done, self._next = done + part.size, (self._next + part.size) % self._count
-        return out.reshape(shape)
+        return out.view(dtype).reshape(shape)
 
 
 def usual_dtype(preset: Networks) -> DType:
