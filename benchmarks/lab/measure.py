@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lab.job import PEERS, Job, make_inputs
+from benchmarks.lab.job import PEERS, Job, make_inputs, names_of
 from benchmarks.lab.process import Contender, Process
 from canvax.errors import CanvaxError
 from canvax.families.base import Model
@@ -28,6 +28,9 @@ Tell = Callable[[str], None]
 
 BOUNDS = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 """How far outputs may be apart, as the root mean square of the difference over that of a peer's output."""
+
+GPU_WORK = 4e9
+"""Bytes that a contender needs on a GPU for each picture of a batch beside the weights, of 1024 x 1024 pixels."""
 
 _CHECK = 1e-3
 """How far the sums of squares of loaded weights may be apart."""
@@ -65,7 +68,9 @@ def measure(
         np.savez(inputs, **make_inputs(job, model))  # type: ignore[arg-type]
         if job.part == "load":
             readers = [Contender("read"), Contender("read and keep")]
-            return _load(job, [Contender("canvax"), *readers, *peers], rounds, scratch, files, cold, tell)
+            # Of a language model, and of an autoencoder for videos, canvax reads a part.
+            checked = names_of("denoiser" if model.text.whole else "load", model)
+            return _load(job, [Contender("canvax"), *readers, *peers], rounds, scratch, files, cold, checked, tell)
         if job.part == "start":
             return _start(job, peers, rounds, scratch, inputs, tell)
         contenders = [Contender("canvax", environment={"CANVAX_CACHE_DIR": programs}), *peers]
@@ -74,11 +79,13 @@ def measure(
 
 
 def _fit_together(job: Job, model: Model, contenders: int) -> bool:
-    """Whether the host's memory holds the weights of all contenders, and as much again of the largest for its work."""
-    parts = [part for part in model.components if job.part == "picture" or part.name.startswith(job.part)]
-    weights = sum(count(part.spec) for part in parts) * np.dtype(job.dtype).itemsize
+    """Whether memory holds the weights of all contenders and their work: as much again of the largest on a processor,
+    some gigabytes for a picture on a GPU."""
+    weights = sum(count(model.specs[name]) for name in names_of(job.part, model)) * np.dtype(job.dtype).itemsize
+    if job.device != "cpu":
+        return job.device_bytes is None or contenders * (weights + job.batch * GPU_WORK) < job.device_bytes
     available = available_bytes()
-    return job.device != "cpu" or available is None or (contenders + 0.5) * weights < available
+    return available is None or (contenders + 0.5) * weights < available
 
 
 def _turns(
@@ -135,7 +142,14 @@ def _figures(
 
 
 def _load(
-    job: Job, contenders: Sequence[Contender], rounds: int, scratch: Path, files: list[Path], cold: bool, tell: Tell
+    job: Job,
+    contenders: Sequence[Contender],
+    rounds: int,
+    scratch: Path,
+    files: list[Path],
+    cold: bool,
+    checked: list[str],
+    tell: Tell,
 ) -> dict[str, Any]:
     """Each run a fresh process, with the files in the page cache or out of it."""
     runs: dict[str, list[dict[str, Any]]] = {contender.name: [] for contender in contenders}
@@ -144,7 +158,8 @@ def _load(
             tell(f"round {number + 1} of {rounds}: {contender.name}")
             _settle_files(files, cold)
             check = number == 0 and not contender.name.startswith("read")
-            with Process(contender, job, scratch, files=list(map(str, files)), check=check) as process:
+            extra = {"files": list(map(str, files)), "check": check, "checked": checked}
+            with Process(contender, job, scratch, **extra) as process:
                 runs[contender.name].append(process.answer())
     count, squares = runs["canvax"][0]["check"]
     reading = statistics.median(run["seconds"] for run in runs["read"])

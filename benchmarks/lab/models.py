@@ -39,6 +39,9 @@ _CLASSES = {
     "text_encoder_2": "CLIPTextModelWithProjection",
 }
 
+KNOWN = {name: preset for name, preset in (PRESETS | SMALL).items() if name != "sdxl-refiner"}
+"""Presets that can draw by themselves, by name."""
+
 _SCHEDULER = {
     "_class_name": "DDIMScheduler", "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear",
     "clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1,
@@ -191,7 +194,7 @@ def check_space(folder: Path, preset: Networks, dtype: DType) -> None:
 
 def find_preset(model: str) -> Networks | None:
     """The preset of that name that can draw by itself; None if ``model`` is something else."""
-    return None if model == "sdxl-refiner" else (PRESETS | SMALL).get(model)
+    return KNOWN.get(model)
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -200,7 +203,7 @@ def _write_json(path: Path, value: Any) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("preset", choices=sorted(PRESETS | SMALL))
+    parser.add_argument("preset", choices=sorted(KNOWN))
     parser.add_argument("folder", type=Path)
     given = parser.parse_args()
-    write_random(given.folder, (PRESETS | SMALL)[given.preset])
+    write_random(given.folder, KNOWN[given.preset])
