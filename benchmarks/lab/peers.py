@@ -112,7 +112,7 @@ def _denoiser(job: Job, inputs: dict[str, np.ndarray], compiled: str) -> Any:
     import torch
 
     model = _from_pretrained(getattr(diffusers, _TRANSFORMERS[job["family"]]), job, "transformer").eval()
-    called = _compile(model, compiled) if compiled else model
+    called = _compile_transformer(model, compiled) if compiled else model
     _, h, w, _ = inputs["latents"].shape
     latents = _tensor(job, np.moveaxis(inputs["latents"], -1, 1), job["dtype"])
     text, times = _tensor(job, inputs["text"], job["dtype"]), _tensor(job, inputs["timesteps"]) / 1000
@@ -268,7 +268,7 @@ def _picture(job: Job, inputs: dict[str, np.ndarray], compiled: str) -> Any:
             pipe.fuse_qkv_projections()
             pipe.unet = _compile(pipe.unet, compiled)
     elif compiled:
-        pipe.transformer = _compile(pipe.transformer, compiled)
+        pipe.transformer = _compile_transformer(pipe.transformer, compiled)
     if compiled:
         pipe.vae.decode = _compile(pipe.vae.decode, compiled, whole=whole)
     return (
@@ -358,6 +358,15 @@ def _compile(function: Any, mode: str, *, whole: bool = True) -> Any:
     import torch
 
     return torch.compile(function, mode=mode, fullgraph=whole)
+
+
+def _compile_transformer(model: Any, mode: str) -> Any:
+    """Z-Image's makes tables of positions in its first call, in a way that cannot be compiled: here before it."""
+    import torch
+
+    if hasattr(getattr(model, "rope_embedder", None), "freqs_cis"):
+        model.rope_embedder(torch.zeros(1, 3, dtype=torch.int32, device=model.device))
+    return _compile(model, mode)
 
 
 def _settle(job: Job, compiled: str) -> None:
