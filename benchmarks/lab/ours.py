@@ -123,7 +123,7 @@ def _picture(job: Asked, inputs: dict[str, np.ndarray], began: float) -> Ready:
     facts["flops"] = _picture_flops(job, pipe)
     return (
         partial(_draw, pipe, job, inputs["latents"]),
-        lambda result: {"latents": result.latents, "pixels": result.pixels},
+        partial(_seen, pipe, job, inputs["latents"]),
         facts,
     )
 
@@ -144,6 +144,14 @@ def _draw(pipe: canvax.StableDiffusion, job: Asked, latents: np.ndarray, callbac
         latents=latents,
         options=canvax.Options(progress=False, callback=callback),
     )
+
+
+def _seen(pipe: canvax.StableDiffusion, job: Asked, noise: np.ndarray, result: canvax.Result) -> dict[str, np.ndarray]:
+    """What is compared; of a model without guidance also one step, see ``benchmarks.lab.measure.DRIFT``."""
+    results = {"": result}
+    if job["guidance"] <= 1:
+        results["one_step_"] = _draw(pipe, job | {"steps": 1}, noise)
+    return {f"{of}{name}": getattr(each, name) for of, each in results.items() for name in ("latents", "pixels")}
 
 
 def _load_once(job: Asked) -> Once:
@@ -181,7 +189,7 @@ def _start(job: Asked, began: float) -> Once:
     result.save(Path(job["pictures"]))
     note("picture")
     facts = _facts(pipe.params) | {"moments": moments, "traces": traces(), "compilations": compilations()}
-    return facts, lambda: np.savez(job["outputs"], latents=result.latents, pixels=result.pixels)
+    return facts, lambda: np.savez(job["outputs"], **_seen(pipe, job, latents, result))  # type: ignore[arg-type]
 
 
 def _facts(params: Any) -> dict[str, Any]:

@@ -273,7 +273,7 @@ def _picture(job: Job, inputs: dict[str, np.ndarray], compiled: str) -> Any:
         pipe.vae.decode = _compile(pipe.vae.decode, compiled, whole=whole)
     return (
         partial(_draw, pipe, job, inputs["latents"]),
-        lambda result: {name: result[name] for name in ("latents", "pixels")},
+        partial(_seen, pipe, job, inputs["latents"]),
         modules,
     )
 
@@ -322,6 +322,17 @@ def _draw(pipe: Any, job: Job, noise: np.ndarray, first_step: Callable[[], objec
     elif family == "flux2":
         last = last.mT.unflatten(2, (h, w))
     return {"latents": _channels_last(last), "pixels": pixels, "images": images}
+
+
+def _seen(pipe: Any, job: Job, noise: np.ndarray, result: dict[str, Any]) -> dict[str, Any]:
+    """What is compared; of a model without guidance also one step."""
+    import torch
+
+    results = {"": result}
+    if job["guidance"] <= 1:
+        with torch.no_grad():
+            results["one_step_"] = _draw(pipe, job | {"steps": 1}, noise)
+    return {f"{of}{name}": each[name] for of, each in results.items() for name in ("latents", "pixels")}
 
 
 def _pipeline(job: Job) -> Any:
@@ -481,8 +492,8 @@ def _start(job: Job, began: float) -> Once:
     for number, image in enumerate(result["images"]):
         image.save(Path(job["pictures"]) / f"{number}.png")
     moments["picture"] = time.time() - began
-    outputs = {name: result[name] for name in ("latents", "pixels")}
-    return _facts(job, _modules(pipe)) | {"moments": moments}, lambda: np.savez(job["outputs"], **outputs)
+    facts = _facts(job, _modules(pipe)) | {"moments": moments}
+    return facts, lambda: np.savez(job["outputs"], **_seen(pipe, job, noise, result))
 
 
 CONTENDERS = {
