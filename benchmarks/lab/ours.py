@@ -231,10 +231,10 @@ def _picture_flops(job: Asked, pipe: canvax.StableDiffusion) -> float:
     """All prompts, all steps, decoding. What a transformer prepares counts once."""
     assert pipe.params is not None
     model, params, total = pipe.model, pipe.params, 0.0
-    asked = {field.name: job[field.name] for field in dataclasses.fields(Job)}
+    whole = Job(**{field.name: job[field.name] for field in dataclasses.fields(Job)})
     texts = 1 if model.text.whole else 2
     for part, times in (("text", texts), ("denoiser", job["steps"]), ("vae", 1)):
-        numbers = make_inputs(Job(**asked | {"part": part}), model)
+        numbers = make_inputs(dataclasses.replace(whole, part=part), model)
         function, arguments = _call(part, model, params, numbers)
         total += times * _flops(function, params, arguments)
         if part in DENOISERS and model.text.whole:
