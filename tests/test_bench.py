@@ -206,6 +206,29 @@ def test_different_work_is_never_timed(tmp_path: Path) -> None:
         compare(right[:, :5])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "one_step", "picture", "accepted"),
+    [
+        ("bfloat16", 0.01, 0.3, True), ("bfloat16", 0.2, 0.2, False), ("bfloat16", 0.01, 2.0, False),
+        ("float32", 1e-5, 0.3, False), ("float32", 1e-5, 1e-5, True),
+    ],
+)  # fmt: skip
+def test_few_steps_in_16_bits_may_drift(
+    tmp_path: Path, dtype: str, one_step: float, picture: float, accepted: bool
+) -> None:
+    """But the first of them may not."""
+    job: Any = SimpleNamespace(dtype=dtype, device="cpu")
+    right = np.linspace(-1, 1, 100, dtype=np.float32)
+    ours: Any = Given.write(tmp_path, "canvax", pixels=right, one_step_pixels=right)
+    off = {"pixels": right * (1 + picture), "one_step_pixels": right * (1 + one_step)}
+    theirs: Any = Given.write(tmp_path, "torch", **off)
+    if accepted:
+        assert _compare(job, ours, theirs)["one_step_differs_by_rms"] == pytest.approx(one_step, rel=0.05)
+    else:
+        with pytest.raises(CanvaxError):
+            _compare(job, ours, theirs)
+
+
 @pytest.mark.weekly
 def test_other_weights_are_found_out(small: Path, tmp_path: Path) -> None:
     """PyTorch given another checkpoint than canvax: the same shapes, another seed."""
