@@ -130,8 +130,8 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         help="how random weights are stored (float16; those of transformers bfloat16)",
     )  # fmt: skip
     parser.add_argument(
-        "--padding", choices=["alike", "own"], default="alike",
-        help="of prompts that a language model reads: as many tokens for all contenders (alike), or short prompts, "
+        "--padding", choices=["equal", "default"], default="equal",
+        help="of prompts that a language model reads: as many tokens for all contenders (equal), or short prompts, "
         "which each pads as it does by default",
     )  # fmt: skip
     parser.add_argument("--cold", action="store_true", help="with load: files not in memory before each run")
@@ -189,7 +189,7 @@ def _job(arguments: argparse.Namespace, folder: Path, width: int | None, height:
     side, step = model.native_size, model.networks.size_step
     if arguments.part == "vae" and dtype == "float16" and getattr(model.vae, "force_upcast", False):
         raise InputError("--dtype float16: this VAE overflows in it; use bfloat16 or float32")
-    few_steps, alike = model.text.whole, model.text.whole and arguments.padding == "alike"
+    few_steps, equal = model.text.whole, model.text.whole and arguments.padding == "equal"
     usual_steps = model.defaults.num_inference_steps if few_steps else 4 if arguments.part == "start" else 20
     return Job(
         part=arguments.part,
@@ -203,8 +203,8 @@ def _job(arguments: argparse.Namespace, folder: Path, width: int | None, height:
         family=model.family.name,
         guidance=model.defaults.guidance_scale if few_steps else GUIDANCE,
         sampler=None if few_steps else SAMPLER,
-        texts=lengthened(model) if alike else PROMPTS,
-        text_rows=text_rows(model) if alike else None,
+        texts=lengthened(model) if equal else PROMPTS,
+        text_rows=text_rows(model) if equal else None,
     )
 
 

@@ -159,8 +159,8 @@ for name in klein z_image krea; do
     eval "part_${name}() { few picture $name 1 --against torch --against torch-compile-default; }"
     eval "part_${name}_batch() { few picture $name 4 --against torch-compile-default; }"
     eval "part_${name}_start() { ROUNDS=1 few start $name 1 --against torch; }"
-    eval "part_${name}_own() { few picture $name 1 --padding own --against torch; }" # diffusers pads to 512 tokens
-    FAMILIES+=("${name}_weights" "$name" "${name}_batch" "${name}_start" "${name}_own")
+    eval "part_${name}_padded() { few picture $name 1 --padding default --against torch; }" # by diffusers to 512 tokens
+    FAMILIES+=("${name}_weights" "$name" "${name}_batch" "${name}_start" "${name}_padded")
 done
 
 parts=("$@")

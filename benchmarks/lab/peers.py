@@ -234,7 +234,7 @@ def _text(job: Job, inputs: dict[str, np.ndarray], compiled: str) -> Any:
     return run, lambda result: {name: _numpy(tensor) for name, tensor in result.items()}, modules
 
 
-def _language_model(job: Job, given: np.ndarray, compiled: str) -> Any:
+def _language_model(job: Job, tokens: np.ndarray, compiled: str) -> Any:
     """The layers that the pipelines read of it, side by side; ids below 0 are padding."""
     import torch
     import transformers
@@ -243,15 +243,15 @@ def _language_model(job: Job, given: np.ndarray, compiled: str) -> Any:
     model = _from_pretrained(getattr(transformers, index["text_encoder"][1]), job, "text_encoder").eval()
     called = _compile(model, compiled, whole=False) if compiled else model
     taps = {"z-image": (-2,), "flux2": (9, 18, 27)}.get(job["family"]) or index["text_encoder_select_layers"]
-    ids = torch.from_numpy(np.where(given < 0, ~given, given).astype(np.int64)).to(_device(job))
-    mask = torch.from_numpy((given >= 0).astype(np.int64)).to(_device(job))
+    ids = torch.from_numpy(np.where(tokens < 0, ~tokens, tokens).astype(np.int64)).to(_device(job))
+    mask = torch.from_numpy((tokens >= 0).astype(np.int64)).to(_device(job))
 
     def run() -> Any:
         states = called(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False).hidden_states
         return torch.stack([states[tap] for tap in taps], dim=2).flatten(2)
 
     # Features of padding are nobody's, but for those of FLUX.2.
-    seen = np.ones_like(given) if job["family"] == "flux2" else given >= 0
+    seen = np.ones_like(tokens) if job["family"] == "flux2" else tokens >= 0
     return run, lambda result: {"text": _numpy(result) * seen[..., None]}, [model]
 
 
