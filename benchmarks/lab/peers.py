@@ -372,10 +372,13 @@ def _compile(function: Any, mode: str, *, whole: bool = True) -> Any:
 
 
 def _compile_transformer(model: Any, mode: str) -> Any:
-    """Z-Image's makes tables of positions in its first call, in a way that cannot be compiled: here before it."""
+    """FLUX.2's with fused projections, which the others do not read."""
     import torch
 
+    if type(model).__name__ == "Flux2Transformer2DModel":
+        model.fuse_qkv_projections()
     if hasattr(getattr(model, "rope_embedder", None), "freqs_cis"):
+        # Z-Image's makes tables of positions in its first call, in a way that cannot be compiled.
         model.rope_embedder(torch.zeros(1, 3, dtype=torch.int32, device=model.device))
     return _compile(model, mode)
 
