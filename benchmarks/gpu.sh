@@ -132,9 +132,49 @@ part_emoji() { # goes on where the last call stopped; fails until the model is f
 }
 part_parity() { JAX_DEFAULT_MATMUL_PRECISION=highest "$PYTHON" -m benchmarks.parity_full_size --families sd15 1>&2; }
 
+# Transformers of few steps. Their weights, of 16 to 35 GB, are written by the first part of a family; those of another
+# one go then, since a disk may hold one alone. Where memory is plenty, MODELS=/dev/shm/models writes them fastest.
+family() { # klein, z_image or krea: its folder
+    local names
+    case $1 in
+        klein) names=(flux2-klein-4b flux2-klein-small) ;;
+        z_image) names=(z-image z-image-small) ;;
+        krea) names=(krea-2 krea-2-small) ;;
+    esac
+    local name=${names[0]}; [ "$SMALL" = no ] || name=${names[1]}
+    (
+        flock 9
+        for other in "$MODELS"/few-steps/*; do [ "$other" = "$MODELS/few-steps/$name" ] || rm -rf "$other"; done
+        if [ ! -e "$MODELS/few-steps/$name/model_index.json" ]; then
+            rm -rf "$MODELS/few-steps/$name" # half written
+            "$PYTHON" -m benchmarks.lab.models "$name" "$MODELS/few-steps/$name" 1>&2
+        fi
+    ) 9>"$MODELS/few-steps.lock" || return
+    echo "$MODELS/few-steps/$name"
+}
+few() { # PART FAMILY BATCH FLAG...: as many steps as the model is made for
+    local part=$1 name=$2 batch=$3 model; shift 3
+    model=$(family "$name") || return
+    "$PYTHON" -m benchmarks "$part" --model "$model" --size "$(size 1024x1024)" --batch "$batch" --dtype "$DTYPE" \
+        --device "$DEVICE" --rounds "${ROUNDS:-3}" --programs "$CANVAX_CACHE_DIR" --json "$@"
+}
+weights() { # FAMILY: how long writing takes
+    local began=$SECONDS model; model=$(family "$1") || return
+    echo "{\"bytes\": $(du -sbL "$model" | cut -f1), \"seconds\": $((SECONDS - began))}"
+}
+export -f family few weights
+for name in klein z_image krea; do
+    eval "part_${name}_weights() { weights $name; }"
+    eval "part_${name}() { few picture $name 1 --against torch --against torch-compile-default; }"
+    eval "part_${name}_batch() { few picture $name 4 --against torch-compile-default; }"
+    eval "part_${name}_start() { ROUNDS=1 few start $name 1 --against torch; }"
+    eval "part_${name}_padded() { few picture $name 1 --padding default --against torch; }" # by diffusers to 512 tokens
+    FAMILIES+=("${name}_weights" "$name" "${name}_batch" "${name}_start" "${name}_padded")
+done
+
 parts=("$@")
 [ ${#parts[@]} -gt 0 ] || parts=(machine checks warm profile profile8 sdxl sd15 variants variants15 vae batch server server15 start compiled unet
-    check_xl parity)
+    check_xl parity "${FAMILIES[@]}")
 failed=0
 for part in "${parts[@]}"; do
     [ ! -s "$OUT/$part.json" ] || { echo "$part: $OUT/$part.json is there"; continue; }
