@@ -57,6 +57,21 @@ load() {
         --closed $4 --seconds "$5" --previews 0
 }
 
+# waiting PART MODEL MIX SIZE BATCHES OPTION...: the same servers; $OUT/PART.json has the ratios to one image at a time
+waiting() {
+    local part=$1 model=$2 mix=$3 where=$4 batches=$5 seconds=12; shift 5
+    [ "$SMALL" = yes ] && where=64x64 batches="1 4" seconds=3
+    "$PYTHON" -m benchmarks.serve_load --model "$(folder "$model")" --mix "$mix" --size "$where" --batching none steps \
+        --batches $batches --seconds $seconds --json "$OUT/$part.json" "$@" 1>&2
+}
+
+# training PART MODEL BATCH: steps a second and memory of a LoRA beside PyTorch, with all activations kept and without
+training() {
+    local shape=(--size 1024); [ "$SMALL" = yes ] && shape=(--size 64 --chunk 2 --rounds 1)
+    "$PYTHON" -m benchmarks.train --model "$(folder "$2")" "${shape[@]}" --batch "$3" --remat both --dtype "$DTYPE" \
+        --device "$DEVICE" --programs "$MODELS/xla" --json "$OUT/$1.json" 1>&2
+}
+
 all_of() { # PROCESS...: waits for them, and fails if one did
     local failed=0 process
     for process; do wait "$process" || failed=1; done
@@ -121,17 +136,25 @@ part_start() { ROUNDS=2 beside start sdxl 1024x1024 4 1 torch; }
 part_compiled() { beside unet sd15 512x512 1 1 torch torch-compile; } # to the utmost: minutes
 part_server() { load sdxl large "1 4" "1 4 16" 16; }
 part_server15() { load sd15 middling "1 4 8" "1 16" 15; }
+part_few() { waiting few flux2-klein-4b few 512x512 "1 4 8" --closed 1 8 16; }
+part_few15() { waiting few15 sd15 few 512x512 "1 4 8" --closed 1 8 16; }
+part_mixed() { waiting mixed sdxl "short and long" 1024x1024 "1 4" --batching steps --beside 1 3; }
+part_train_xl() { training train_xl sdxl 1; }
+part_train_xl4() { training train_xl4 sdxl 4; }
+part_train_klein() { training train_klein flux2-klein-4b 1; }
+part_train_klein4() { training train_klein4 flux2-klein-4b 4; }
 part_parity() { JAX_DEFAULT_MATMUL_PRECISION=highest "$PYTHON" -m benchmarks.parity_full_size --families sd15 1>&2; }
 
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(machine checks warm profile profile8 sdxl sd15 variants variants15 vae batch server server15 start compiled unet
+[ ${#parts[@]} -gt 0 ] || parts=(machine checks warm profile profile8 sdxl sd15 variants variants15 vae batch server server15 few few15 mixed
+    train_xl train_xl4 train_klein train_klein4 start compiled unet
     check_xl parity)
 failed=0
 for part in "${parts[@]}"; do
     [ ! -s "$OUT/$part.json" ] || { echo "$part: $OUT/$part.json is there"; continue; }
     began=$SECONDS
     # An exported function in a shell of its own, so that timeout can end it and all that it started.
-    export -f "part_$part" all_of beside load warm compiled profile size steps folder
+    export -f "part_$part" all_of beside load waiting training warm compiled profile size steps folder
     export PYTHON OUT MODELS DEVICE DTYPE SMALL
     try="${TRY[*]-}" timeout --kill-after=10 "$LIMIT" bash -c "TRY=(\$try); part_$part" >"$OUT/$part.out" 2>"$OUT/$part.log"
     code=$?
