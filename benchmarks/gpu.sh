@@ -67,8 +67,8 @@ waiting() {
 
 # training PART MODEL BATCH: steps a second and memory of a LoRA beside PyTorch, with all activations kept and without
 training() {
-    local shape=(--size 1024); [ "$SMALL" = yes ] && shape=(--size 64 --chunk 2 --rounds 1)
-    "$PYTHON" -m benchmarks.train --model "$(folder "$2")" "${shape[@]}" --batch "$3" --remat both --dtype "$DTYPE" \
+    local shape=(--size 1024 --remat both); [ "$SMALL" = yes ] && shape=(--size 64 --remat yes --chunk 2 --rounds 1)
+    "$PYTHON" -m benchmarks.train --model "$(folder "$2")" "${shape[@]}" --batch "$3" --dtype "$DTYPE" \
         --device "$DEVICE" --programs "$MODELS/xla" --json "$OUT/$1.json" 1>&2
 }
 

@@ -36,8 +36,8 @@ import numpy as np
 from benchmarks.lab.worker import host_peak
 
 CAPTIONS = ("a red apple", "two cats on a sofa", "a lemon", "a blue house by the sea")
-BOUNDS = {"float32": 1e-3, "bfloat16": 2e-2}
-"""How far the mean losses of the first chunk may be apart, relative to the peer's."""
+BOUNDS = {"float32": 1e-3, "bfloat16": 5e-2}
+"""How far the mean losses of the first chunk may be apart, relative to the peer's, which rounds FLUX.2's times too."""
 
 LEARNING_RATE, DECAY, CLIP = 1e-4, 1e-2, 1.0
 
@@ -183,6 +183,8 @@ def theirs(work: Work, *, vae: bool = False) -> Figures:
     with np.load(work.same) as file:
         same = dict(file)
     pipe: Any = diffusers.DiffusionPipeline.from_pretrained(work.model, torch_dtype=dtype)
+    if not vae:
+        pipe.vae = None
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
             part.requires_grad_(False).to(device)
@@ -191,9 +193,9 @@ def theirs(work: Work, *, vae: bool = False) -> Figures:
     trained = _with_factors(network, same, work.rank)
     if work.remat:
         network.enable_gradient_checkpointing()
-    pixels = _pixels(work.pictures).to(device)
-    if not vae:
-        pipe.vae = None
+    if dtype != torch.float32:
+        network.forward = torch.autocast(device, dtype)(network.forward)  # as Accelerate does
+    pixels = _pixels(work.pictures).to(device) if vae else None
     gc.collect()
     facts: Figures = {"ready_s": time.perf_counter() - began}
     on_gpu = device == "cuda"
@@ -202,19 +204,18 @@ def theirs(work: Work, *, vae: bool = False) -> Figures:
         facts["device_peak_before_bytes"] = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     optimizer = torch.optim.AdamW(trained, LEARNING_RATE, betas=(0.9, 0.999), weight_decay=DECAY, eps=1e-8)
-    tensors = {name: torch.from_numpy(same[name]).to(device) for name in ("times", "which")}
-    tensors |= {name: torch.from_numpy(same[name]).permute(0, 1, 4, 2, 3).to(device) for name in ("x0", "noise")}
+    tensors = {name: torch.from_numpy(same[name]).permute(0, 1, 4, 2, 3).to(device) for name in ("x0", "noise")}
+    tensors["times"] = torch.from_numpy(same["times"]).long().to(device)
 
     def step(number: int) -> float:
         row, first = number % work.chunk, number < work.chunk
-        x0, which = tensors["x0"][row], tensors["which"][row]
-        if vae:
+        x0, which = tensors["x0"][row], same["which"][row].tolist()
+        if pixels is not None:
             with torch.no_grad():
                 x0 = family.encode(pixels[which]).float()
         noise = tensors["noise"][row] if first else torch.randn_like(x0)
         times = tensors["times"][row] if first else torch.randint(0, 1000, (work.batch,), device=device)
-        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
-            output, target = family.evaluate(x0, noise, times.long(), which.tolist(), dtype)
+        output, target = family.evaluate(x0, noise, times, which, dtype)
         loss = torch.nn.functional.mse_loss(output.float(), target.float())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, CLIP)
@@ -265,7 +266,7 @@ class _StableDiffusion:
 
         self._pipe, self.network = pipe, pipe.unet
         self._schedule: Any = diffusers.DDPMScheduler.from_config(pipe.scheduler.config)
-        self._device, self._vae = device, pipe.vae.float()
+        self._vae = pipe.vae and pipe.vae.float()
         names = [name for name in ("tokenizer", "tokenizer_2") if getattr(pipe, name, None) is not None]
         options = {"padding": "max_length", "max_length": 77, "truncation": True, "return_tensors": "pt"}
         self._ids = [getattr(pipe, name)(list(CAPTIONS), **options).input_ids.to(device) for name in names]
@@ -325,7 +326,7 @@ class _Flux2:
         level = sigmas[:, None, None, None]
         noisy = ((1 - level) * x0 + level * noise).to(dtype)
         output = self.network(
-            hidden_states=self._pipe._pack_latents(noisy), timestep=sigmas.to(dtype), guidance=None,
+            hidden_states=self._pipe._pack_latents(noisy), timestep=sigmas, guidance=None,
             encoder_hidden_states=self._text[rows], txt_ids=self._text_ids[rows],
             img_ids=self._pipe._prepare_latent_ids(noisy).to(noisy.device), return_dict=False,
         )[0]  # fmt: skip
