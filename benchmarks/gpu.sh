@@ -69,7 +69,10 @@ waiting() {
 training() {
     local shape=(--size 1024 --remat both); [ "$SMALL" = yes ] && shape=(--size 64 --remat yes --chunk 2 --rounds 1)
     "$PYTHON" -m benchmarks.train --model "$(folder "$2")" "${shape[@]}" --batch "$3" --dtype "$DTYPE" \
-        --device "$DEVICE" --programs "$MODELS/xla" --json "$OUT/$1.json" 1>&2
+        --device "$DEVICE" --programs "$MODELS/xla" --json "$OUT/$1.partial" 1>&2
+    local code=$?
+    mv "$OUT/$1.partial" "$OUT/$1.json" # not where the time was over: then the part runs again
+    return $code
 }
 
 all_of() { # PROCESS...: waits for them, and fails if one did
