@@ -65,11 +65,11 @@ waiting() {
         --batches $batches --seconds $seconds --json "$OUT/$part.json" "$@" 1>&2
 }
 
-# training PART MODEL BATCH: steps a second and memory of a LoRA beside PyTorch, with all activations kept and without
+# training PART MODEL BATCH OPTION...: steps a second and memory of a LoRA beside PyTorch, with all activations kept and without
 training() {
     local shape=(--size 1024 --remat both); [ "$SMALL" = yes ] && shape=(--size 64 --remat yes --chunk 2 --rounds 1)
     "$PYTHON" -m benchmarks.train --model "$(folder "$2")" "${shape[@]}" --batch "$3" --dtype "$DTYPE" \
-        --device "$DEVICE" --programs "$MODELS/xla" --json "$OUT/$1.partial" 1>&2
+        --device "$DEVICE" --programs "$MODELS/xla" --json "$OUT/$1.partial" "${@:4}" 1>&2
     local code=$?
     mv "$OUT/$1.partial" "$OUT/$1.json" # not where the time was over: then the part runs again
     return $code
@@ -143,6 +143,7 @@ part_few() { waiting few flux2-klein-4b few 512x512 "1 4 8" --closed 1 8 16; }
 part_few15() { waiting few15 sd15 few 512x512 "1 4 8" --closed 1 8 16; }
 part_mixed() { waiting mixed sdxl "short and long" 1024x1024 "1 4" --batching steps --beside 1 3; }
 part_train_xl() { training train_xl sdxl 1; }
+part_train_script() { training train_script sdxl 1 --remat yes --against torch-vae; } # encodes in each step, as the script
 part_train_xl4() { training train_xl4 sdxl 4; }
 part_train_klein() { training train_klein flux2-klein-4b 1; }
 part_train_klein4() { training train_klein4 flux2-klein-4b 4; }
@@ -150,7 +151,7 @@ part_parity() { JAX_DEFAULT_MATMUL_PRECISION=highest "$PYTHON" -m benchmarks.par
 
 parts=("$@")
 [ ${#parts[@]} -gt 0 ] || parts=(machine checks warm profile profile8 sdxl sd15 variants variants15 vae batch server server15 few few15 mixed
-    train_xl train_xl4 train_klein train_klein4 start compiled unet
+    train_xl train_script train_xl4 train_klein train_klein4 start compiled unet
     check_xl parity)
 failed=0
 for part in "${parts[@]}"; do

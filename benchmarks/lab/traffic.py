@@ -67,7 +67,9 @@ MIXES["large"] = replace(MIXES["default"], sizes=(("1024x1024", 1.0),), steps=((
 MIXES["few"] = replace(
     MIXES["alike"], sizes=(("512x512", 1.0),), steps=((4, 1.0),), samplers=(), guidance=((1.0, 1.0),)
 )  # fmt: skip
-MIXES["short and long"] = replace(MIXES["alike"], sizes=(("1024x1024", 1.0),), steps=((4, 1.0), (50, 1.0)))
+MIXES["short and long"] = replace(
+    MIXES["alike"], sizes=(("1024x1024", 1.0),), steps=((4, 1.0), (50, 1.0)), samplers=()
+)  # fmt: skip
 """By name. In "alike" nobody differs, which is the best case of whole batches; "few" is for few-step models."""
 
 
