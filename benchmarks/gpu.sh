@@ -59,6 +59,24 @@ load() {
         --closed $4 --seconds "$5" --previews 0
 }
 
+# waiting PART MODEL MIX SIZE BATCHES OPTION...: the same servers; $OUT/PART.json has the ratios to one image at a time
+waiting() {
+    local part=$1 model=$2 mix=$3 where=$4 batches=$5 seconds=12; shift 5
+    [ "$SMALL" = yes ] && where=64x64 batches="1 4" seconds=3
+    "$PYTHON" -m benchmarks.serve_load --model "$model" --mix "$mix" --size "$where" --batching none steps \
+        --batches $batches --seconds $seconds --json "$OUT/$part.json" "$@" 1>&2
+}
+
+# training PART MODEL BATCH OPTION...: steps a second and memory of a LoRA beside PyTorch, with all activations kept and without
+training() {
+    local shape=(--size 1024 --remat both); [ "$SMALL" = yes ] && shape=(--size 64 --remat yes --chunk 2 --rounds 1)
+    "$PYTHON" -m benchmarks.train --model "$2" "${shape[@]}" --batch "$3" --dtype "$DTYPE" \
+        --device "$DEVICE" --programs "$MODELS/xla" --json "$OUT/$1.partial" "${@:4}" 1>&2
+    local code=$?
+    mv "$OUT/$1.partial" "$OUT/$1.json" # not where the time was over: then the part runs again
+    return $code
+}
+
 all_of() { # PROCESS...: waits for them, and fails if one did
     local failed=0 process
     for process; do wait "$process" || failed=1; done
@@ -130,6 +148,14 @@ part_emoji() { # goes on where the last call stopped; fails until the model is f
     echo "$report"
     [[ $report == *'"finished": true'* ]]
 }
+part_few() { waiting few "$(family klein)" few 512x512 "1 4 8" --closed 1 8 16; }
+part_few15() { waiting few15 "$(folder sd15)" few 512x512 "1 4 8" --closed 1 8 16; }
+part_mixed() { waiting mixed "$(folder sdxl)" "short and long" 1024x1024 "1 4" --batching steps --beside 1 3; }
+part_train_xl() { training train_xl "$(folder sdxl)" 1; }
+part_train_script() { training train_script "$(folder sdxl)" 1 --remat yes --against torch-vae; } # encodes in each step, as the script
+part_train_xl4() { training train_xl4 "$(folder sdxl)" 4; }
+part_train_klein() { training train_klein "$(family klein)" 1; }
+part_train_klein4() { training train_klein4 "$(family klein)" 4; }
 part_parity() { JAX_DEFAULT_MATMUL_PRECISION=highest "$PYTHON" -m benchmarks.parity_full_size --families sd15 1>&2; }
 
 # Transformers of few steps. Their weights, of 16 to 35 GB, are written by the first part of a family; those of another
@@ -170,17 +196,18 @@ for name in klein z_image krea; do
     eval "part_${name}_start() { ROUNDS=1 few start $name 1 --against torch; }"
     eval "part_${name}_padded() { few picture $name 1 --padding default --against torch; }" # by diffusers to 512 tokens
     FAMILIES+=("${name}_weights" "$name" "${name}_batch" "${name}_start" "${name}_padded")
+    [ $name != klein ] || FAMILIES+=(few train_klein train_klein4)
 done
 
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(machine checks warm profile profile8 sdxl sd15 variants variants15 vae batch server server15 start compiled unet
-    check_xl parity "${FAMILIES[@]}")
+[ ${#parts[@]} -gt 0 ] || parts=(machine checks warm profile profile8 sdxl sd15 variants variants15 vae batch server server15 few15 mixed
+    train_xl train_script train_xl4 start compiled unet check_xl parity "${FAMILIES[@]}")
 failed=0
 for part in "${parts[@]}"; do
     [ ! -s "$OUT/$part.json" ] || { echo "$part: $OUT/$part.json is there"; continue; }
     began=$SECONDS
     # An exported function in a shell of its own, so that timeout can end it and all that it started.
-    export -f "part_$part" all_of beside load warm compiled profile size steps folder
+    export -f "part_$part" all_of beside load waiting training warm compiled profile size steps folder
     export PYTHON OUT MODELS DEVICE DTYPE SMALL LIMIT
     try="${TRY[*]-}" timeout --kill-after=10 "$LIMIT" bash -c "TRY=(\$try); part_$part" >"$OUT/$part.out" 2>"$OUT/$part.log"
     code=$?
