@@ -124,14 +124,14 @@ def test_lora(
         getattr(pipe, part).requires_grad_(False)
     modules = with_peft(pipe, seen["start"], lora)
     ours = canvax.load(folder, dtype="float32", mesh=one_device())
-    (tokenizer,) = ours.model.tokenizers.values()
     schedule = pipe.scheduler
+    features = {"": seen["shared"]["empty"]["text"]}
+    features |= {words: rows[0] for words, rows in zip(WORDS, seen["data"]["captions"]["text"], strict=True)}
 
     def loss_of(drawn: Any) -> Any:
-        (ids,) = drawn.ids.values()
         texts = [
-            next(text for text in ("", *WORDS) if tokenizer.ids(text) == [i for i in row if i >= 0])
-            for row in ids.tolist()
+            next(words for words, kept in features.items() if np.array_equal(kept, row))
+            for row in drawn.captions["text"]
         ]
         order = len(schedule.timesteps) - 1 - torch.from_numpy(drawn.times).long()
         sigmas = (schedule.timesteps / schedule.config.num_train_timesteps)[order]
