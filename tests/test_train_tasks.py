@@ -309,15 +309,15 @@ def test_previews_are_quiet(model: Path, pictures: Path, tmp_path: Path) -> None
     class Pipe:
         mesh, model = one(), None
 
-        def __call__(self, prompts: Any, **_: Any) -> Any:
+        def __call__(self, prompt: Any, **_: Any) -> Any:
             warn(HintWarning("never seen: zorp"))
-            return SimpleNamespace(images=[Image.new("RGB", (8, 8))] * len(prompts))
+            return SimpleNamespace(images=[Image.new("RGB", (8, 8))] * len(prompt))
 
     run = training(model, pictures, tmp_path, prompts=("a zorp robot",))
     pipe: Any = Pipe()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        task._preview(run, Controlling(), pipe, {}, None)(3, {})
+        task._preview(run, Controlling(), pipe, {}, {"prompt": run.prompts}, None)(3, {})
     assert not seen
     assert (tmp_path / "previews" / "0000003.png").is_file()
 

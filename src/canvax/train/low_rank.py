@@ -226,8 +226,10 @@ def merged(factors: Params, params: Params, chosen: Targets, *, scale: float) ->
                 added = jnp.einsum("...r,ro->...o", down, up) * scale
                 weight = layer["weight"]
                 if SCALE in layer:
-                    whole, scale = quantize(np.asarray(weight * layer[SCALE] + added), weight.dtype)
-                    layer[SCALE] = jax.device_put(scale, layer[SCALE].sharding)
+                    whole, scales = quantize(
+                        np.asarray(weight.astype(added.dtype) * layer[SCALE] + added), weight.dtype
+                    )
+                    layer[SCALE] = jax.device_put(scales, layer[SCALE].sharding)
                 else:
                     whole = (weight + added).astype(weight.dtype)
                 layer["weight"] = jax.device_put(whole, weight.sharding)

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.compile.programs import Programs
 from canvax.errors import NO_VALUE, HintWarning, InputError, check_count, check_utf8
 from canvax.families.base import Model
 from canvax.images.grid import make_grid
@@ -266,8 +265,6 @@ def train(
         decisive |= {"prior": prior.digest(), "prior_weight": subject.prior_weight}
     if masked:
         decisive |= {"unmasked_weight": training.unmasked_weight or 0.0}
-    if training.quantize is not None:
-        decisive |= {"quantize": training.quantize}
     if (state := training.folder / aim.part / STATE).is_file():
         check_same(state, plan, len(pictures), decisive)  # before anything is encoded
     say(
@@ -310,7 +307,8 @@ def train(
     )
     board = Board(training.tensorboard) if training.tensorboard is not None and leads(mesh) else None
     texts = {"prompt": list(training.prompts)} if kept is None else kept.prompts
-    shown = _preview(training, aim, (model, programs), params, texts, board) if training.prompts else None
+    pipe = StableDiffusion(model, programs)
+    shown = _preview(training, aim, pipe, params, texts, board) if training.prompts else None
 
     def save(path: Path, trained: Params) -> None:
         with together("saving") if is_spread(mesh) else nullcontext():
@@ -339,7 +337,7 @@ def train(
 
 def _decisive(training: Training, aim: Aim) -> dict[str, Any]:
     """Returns settings that must not change when a run is resumed."""
-    same = {name: getattr(training, name) for name in ("flip", "gamma", "empty")}
+    same = {name: getattr(training, name) for name in ("flip", "gamma", "empty", "quantize")}
     return {**same, "model": str(training.model), **aim.facts}
 
 
@@ -402,7 +400,7 @@ def _check_model(training: Training, aim: Aim, model: Model) -> None:
 def _preview(
     training: Training,
     aim: Aim,
-    opened: tuple[Model, Programs],
+    pipe: StableDiffusion,
     params: Params,
     texts: Mapping[str, Any],
     board: Board | None,
@@ -410,10 +408,11 @@ def _preview(
     def preview(step: int, trained: Params) -> None:
         options = Options(progress=False)
         seeds = list(range(len(training.prompts)))
-        pipe = StableDiffusion(*opened, aim.shown(opened[0], params, trained))
+        pipe.params = aim.shown(pipe.model, params, trained)  # its own need no weights of what a call does not run
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", HintWarning)  # of words that are being taught
             images = pipe(**texts, seed=seeds, options=options).images
+        pipe.params = {}
         if not leads(pipe.mesh):  # the images are split over the processes
             return
         (training.folder / "previews").mkdir(exist_ok=True)
