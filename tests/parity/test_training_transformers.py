@@ -276,6 +276,29 @@ def test_previews(
     assert psnr(plain / 255, want / 255) < 40
 
 
+def test_features_that_do_not_fit(
+    checkpoints: dict[str, Path], pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four captions, each once in the table and once at its image, and the empty one."""
+    needed = 9 * 512 * 48 * 4
+
+    class Encoding(Exception):
+        pass
+
+    def encode(*_: Any) -> Any:
+        raise Encoding
+
+    monkeypatch.setattr(tasks, "encode_captions", encode)
+    run = training(checkpoints["flux2"], tmp_path, pictures)
+    monkeypatch.setattr(tasks, "available_bytes", lambda: needed)
+    with pytest.raises(Encoding):
+        train_lora(run, Lora(), one_device())
+    monkeypatch.setattr(tasks, "available_bytes", lambda: needed - 1)
+    with pytest.raises(InputError) as caught:
+        train_lora(run, Lora(), one_device())
+    assert caught.value.argument == "pictures"
+
+
 def test_what_is_not_there(checkpoints: dict[str, Path], pictures: Path, tmp_path: Path) -> None:
     run = training(checkpoints["flux2"], tmp_path / "run", pictures)
     for argument, begin in {
