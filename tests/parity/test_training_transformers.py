@@ -251,7 +251,7 @@ def test_a_lora_over_weights_of_8_bits(
         assert (array - saved[1][name]).abs().median() < 1e-4
     files["int8"].unlink()
     with pytest.raises(InputError) as caught:
-        train_lora(replace(run, folder=tmp_path / "int8"), lora, one_device())
+        train_lora(training(checkpoints["flux2"], tmp_path / "int8", pictures, plan=steps), lora, one_device())
     assert caught.value.argument == "quantize"
 
 

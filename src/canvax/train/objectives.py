@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import jax.numpy as jnp
 
 from canvax.errors import InputError
@@ -127,7 +125,7 @@ def cast(params: Params, dtype: jnp.dtype) -> Params:
     def inner(params: Params) -> Params:
         kept = ("weight", SCALE) if SCALE in params else ()
         return {
-            name: value if name in kept else inner(value) if isinstance(value, Mapping) else value.astype(dtype)
+            name: value if name in kept else inner(value) if isinstance(value, dict) else value.astype(dtype)
             for name, value in params.items()
         }
 
