@@ -74,8 +74,8 @@ def read_captions(reader: Reader, captions: Sequence[Sequence[str]], length: int
         )
     most = max(len(texts) for texts in captions)
     flat = [texts[i % len(texts)] for texts in captions for i in range(most)]
-    found = reader(flat, length=length)
-    return found.reshape(len(captions), most, *found.shape[1:])
+    rows = reader(flat, length=length)
+    return rows.reshape(len(captions), most, *rows.shape[1:])
 
 
 def denoising_data(
@@ -103,8 +103,8 @@ def denoising_data(
         control: control images [N, V, H, W, 3] uint8.
         mask: weights of the error at each position of the latents [N, V, h, w].
     """
-    found = {name: read_captions(reader, captions, length) for name, reader in readers.items()}
-    samples = {"latents": latents, "captions": found, "time_ids": time_ids, "control": control, "mask": mask}
+    texts = {name: read_captions(reader, captions, length) for name, reader in readers.items()}
+    samples = {"latents": latents, "captions": texts, "time_ids": time_ids, "control": control, "mask": mask}
     empty = {name: reader([""], length=length)[0] for name, reader in readers.items()}
     return {name: array for name, array in samples.items() if array is not None}, {"empty": empty}
 
