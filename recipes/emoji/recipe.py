@@ -448,7 +448,7 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Pa
         return {}, False
     count = len(train)
     samples = {name: np.concatenate([*[rows[:count]] * recipe.repeats, rows[count:]]) for name, rows in samples.items()}
-    data = {"latents": samples["latents"], "ids": {FIRST: samples["ids"]}}
+    data = {"latents": samples["latents"], "captions": {FIRST: samples["ids"]}}
     shared = {"empty": {FIRST: tokenizer([""], length=LENGTH)[0]}}
 
     def preview(step: int, params: Params) -> None:
