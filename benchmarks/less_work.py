@@ -176,9 +176,10 @@ def variants(rounds: int = 3) -> None:
 def _narrowed(params: Any, spec: Any) -> Any:
     """Random weights as loading would have quantised them."""
     given, narrow = dict(flatten(params)), {}
-    for name, param in flatten(spec):
-        if param.dtype in KINDS.values():
-            narrow[name], narrow[scale_of(name)] = quantize(given[name], param.dtype)
+    declared = dict(flatten(spec))
+    for name, param in declared.items():
+        if scale := scale_of(name, declared):
+            narrow[name], narrow[scale] = quantize(given[name], param.dtype)
         elif name in given:
             narrow[name] = given[name]
     return unflatten(narrow)
