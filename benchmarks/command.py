@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ EXAMPLES = """
 examples:
   python -m benchmarks unet --model sd15 --size 512x512 --against torch
   python -m benchmarks picture --model sdxl --steps 30 --dtype bfloat16 --against torch --against torch-compile
+  python -m benchmarks picture --model z-image --dtype bfloat16 --against torch --against torch-compile-default
   python -m benchmarks vae --model sd15 --against torch --torch-python ./other/bin/python --json
   python -m benchmarks load --model sdxl --dtype bfloat16 --against torch --cold
 """
@@ -65,7 +67,7 @@ def _measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         if peer.name != "torch" and arguments.part in _NOT_COMPILED:
             raise InputError(f"--against {peer.name}: it does not take part in {arguments.part}; use --against torch")
         check_peer(peer)
-    platform, kind = probe(arguments.device)
+    platform, kind, memory = probe(arguments.device)
     if platform == "tpu" and peers:
         raise InputError("--against: peers run on CPU and GPU, and canvax would run on a TPU; add --device cpu")
     load = _load()[0]
@@ -74,7 +76,7 @@ def _measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
                  label="warning: ")  # fmt: skip
     tell = (lambda text: None) if arguments.quiet else complain
     with _tidy_when_ended(), _checkpoint(arguments.model, arguments.stored, tell) as folder:
-        job = _job(arguments, folder, width, height, platform)
+        job = replace(_job(arguments, folder, width, height, platform), device_bytes=memory)
         report |= _circumstances(arguments, job, platform, kind)
         figures = measure(job, peers, arguments.rounds, cold=arguments.cold, programs=arguments.programs, tell=tell)
     ours = figures["canvax"]["median_s"]
@@ -100,17 +102,20 @@ def _measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "part", metavar="PART", choices=["unet", "vae", "text", "picture", "load", "start"],
-        help="unet (one guided evaluation), vae (decoding), text (encoding), picture (all of it), load (a checkpoint "
-        "from files), start (from the start of a process to a picture on disk)",
+        "part", metavar="PART", choices=["denoiser", "unet", "vae", "text", "picture", "load", "start"],
+        help="denoiser or unet (one evaluation, of a UNet a guided one), vae (decoding), text (encoding), picture (all "
+        "of it), load (a checkpoint from files), start (from the start of a process to a picture on disk)",
     )  # fmt: skip
     parser.add_argument(
         "-m", "--model", default="emoji", metavar="MODEL",
-        help="sd14, sd15, sd21 or sdxl: full size, random weights; emoji (the default) or a folder",
+        help="sd14, sd15, sd21, sdxl, z-image, flux2-klein-4b or krea-2: full size, random weights; z-image-small, "
+        "flux2-klein-small, krea-2-small; emoji (the default) or a folder",
     )  # fmt: skip
-    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels, divisible by 8 (the model's own)")
+    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels, divisible by 8 or 16 (the model's own)")
     parser.add_argument("-b", "--batch", type=int, default=1, metavar="N", help="pictures at once (1)")
-    parser.add_argument("--steps", type=int, metavar="N", help="of a picture (20; 4 for start)")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="of a picture (20, for start 4; of a transformer the model's own)"
+    )
     parser.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto", help="for all contenders (JAX's)")
     parser.add_argument(
@@ -121,8 +126,14 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--torch-python", metavar="PATH", help="the Python that has PyTorch (this one)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each contender (3)")
     parser.add_argument(
-        "--stored", choices=["float16", "float32"], default="float16", help="how random weights are stored (float16)"
-    )
+        "--stored", choices=["float16", "bfloat16", "float32"],
+        help="how random weights are stored (float16; those of transformers bfloat16)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--padding", choices=["equal", "default"], default="equal",
+        help="of prompts that a language model reads: as many tokens for all contenders (equal), or short prompts, "
+        "which each pads as it does by default",
+    )  # fmt: skip
     parser.add_argument("--cold", action="store_true", help="with load: files not in memory before each run")
     parser.add_argument(
         "--programs", default="off", metavar="FOLDER",
@@ -143,29 +154,29 @@ def _tidy_when_ended() -> Iterator[None]:
 
 
 @contextmanager
-def _checkpoint(model: str, stored: str, tell: Any) -> Iterator[Path]:
+def _checkpoint(model: str, stored: str | None, tell: Any) -> Iterator[Path]:
     """The folder of a model; that of a preset lasts as long as it is needed."""
-    from benchmarks.lab.models import find_preset, write_random
-    from canvax.models.presets import PRESETS
+    from benchmarks.lab.models import KNOWN, find_preset, write_random
+    from canvax.weights.cast import parse_dtype
     from canvax.weights.location import BUNDLED, Location
     from canvax.weights.open import open_files
 
     preset = find_preset(model)
     if preset is None:
         if "/" not in model and model not in BUNDLED and not Path(model).expanduser().exists():
-            raise InputError(f"--model {model!r} is no preset and no folder; {nearest(model, [*PRESETS, *BUNDLED])}")
+            raise InputError(f"--model {model!r} is no preset and no folder; {nearest(model, [*KNOWN, *BUNDLED])}")
         yield open_files(Location(model)).folder()
         return
     with tempfile.TemporaryDirectory(prefix="canvax-model-") as scratch:
         tell(f"writing {model} with random weights to {scratch}")
-        yield write_random(Path(scratch) / model, preset, dtype=stored)
+        yield write_random(Path(scratch) / model, preset, dtype=parse_dtype(stored) if stored else None)
 
 
 def _job(arguments: argparse.Namespace, folder: Path, width: int | None, height: int | None, platform: str) -> Job:
     """What is to be done, checked."""
     import numpy as np
 
-    from benchmarks.lab.job import Job
+    from benchmarks.lab.job import GUIDANCE, PROMPTS, SAMPLER, Job, lengthened, text_rows
     from canvax.families.read import read_model
     from canvax.pipelines.checks import check_size
     from canvax.weights.cast import parse_dtype
@@ -175,26 +186,33 @@ def _job(arguments: argparse.Namespace, folder: Path, width: int | None, height:
     usual = "float32" if platform == "cpu" else "bfloat16"
     dtype = parse_dtype(arguments.dtype or usual).name
     model = read_model(open_files(Location(folder)), np.float32)
-    side = model.native_size
+    side, step = model.native_size, model.networks.size_step
     if arguments.part == "vae" and dtype == "float16" and getattr(model.vae, "force_upcast", False):
         raise InputError("--dtype float16: this VAE overflows in it; use bfloat16 or float32")
-    steps = arguments.steps or (4 if arguments.part == "start" else 20)
+    few_steps, equal = model.text.whole, model.text.whole and arguments.padding == "equal"
+    usual_steps = model.defaults.num_inference_steps if few_steps else 4 if arguments.part == "start" else 20
     return Job(
         part=arguments.part,
         folder=folder,
-        width=check_size("width", width, side[1]),
-        height=check_size("height", height, side[0]),
+        width=check_size("width", width, side[1], step),
+        height=check_size("height", height, side[0], step),
         batch=check_count("--batch", arguments.batch),
-        steps=check_count("--steps", steps),
+        steps=check_count("--steps", arguments.steps or usual_steps),
         dtype=dtype,
         device=platform,
+        family=model.family.name,
+        guidance=model.defaults.guidance_scale if few_steps else GUIDANCE,
+        sampler=None if few_steps else SAMPLER,
+        texts=lengthened(model) if equal else PROMPTS,
+        text_rows=text_rows(model) if equal else None,
     )
 
 
 def _circumstances(arguments: argparse.Namespace, job: Job, platform: str, kind: str) -> dict[str, Any]:
     return {
         "part": job.part, "model": arguments.model, "stored": arguments.stored, "width": job.width,
-        "height": job.height, "batch": job.batch, "steps": job.steps, "dtype": job.dtype, "rounds": arguments.rounds,
+        "height": job.height, "batch": job.batch, "steps": job.steps, "guidance": job.guidance,
+        "padding": arguments.padding, "text_rows": job.text_rows, "dtype": job.dtype, "rounds": arguments.rounds,
         "cold": arguments.cold, "device": {"platform": platform, "kind": kind, "processors": os.cpu_count(),
         "processor": _processor()}, "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "load_average": _load(), "versions": versions(),
@@ -218,13 +236,16 @@ def _processor() -> str | None:
 def lines(report: dict[str, Any]) -> list[str]:
     """The report for people."""
     part, device, figures = report["part"], report["device"], report["contenders"]
+    guided = "guided " if report["guidance"] > 1 else ""
+    evaluation = f"one {guided}evaluation, {(2 if guided else 1) * report['batch']} samples"
     work = {
-        "unet": f"one guided evaluation, {2 * report['batch']} samples",
+        "denoiser": evaluation,
+        "unet": evaluation,
         "vae": f"decoding {report['batch']}",
         "text": f"{report['batch']} prompts",
-        "picture": f"{report['batch']} at once, {report['steps']} guided steps",
+        "picture": f"{report['batch']} at once, {report['steps']} {guided}steps",
         "load": "files out of the page cache" if report["cold"] else "files in the page cache",
-        "start": f"from the start of the process to a picture on disk, {report['steps']} guided steps",
+        "start": f"from the start of the process to a picture on disk, {report['steps']} {guided}steps",
     }[part]
     size = "" if part in ("text", "load") else f" {report['width']} x {report['height']},"
     where = device["kind"] if device["platform"] != "cpu" else f"{device['processors']} x {device['processor']}"

@@ -4,6 +4,8 @@
 #
 #     benchmarks/gpu.sh                     every part, in order of worth
 #     benchmarks/gpu.sh checks sdxl         these
+#     LIMIT=600 benchmarks/gpu.sh emoji     train the bundled model on $DRAWINGS (out/emoji.zip) for 9 of 10 minutes, again
+#                                           until it is finished; TRAIN has further flags
 #     SMALL=yes benchmarks/gpu.sh           try it on any machine: the bundled model in place of the large ones
 #
 # Each part ends after LIMIT seconds (300) whatever happens, and writes $OUT/PART.json (out/gpu); what a part printed is
@@ -55,6 +57,24 @@ load() {
     local mix=$2; [ "$SMALL" = yes ] && mix=alike
     "$PYTHON" -m benchmarks.serve_load --model "$(folder "$1")" --mix "$mix" --batching none steps --batches $3 \
         --closed $4 --seconds "$5" --previews 0
+}
+
+# waiting PART MODEL MIX SIZE BATCHES OPTION...: the same servers; $OUT/PART.json has the ratios to one image at a time
+waiting() {
+    local part=$1 model=$2 mix=$3 where=$4 batches=$5 seconds=12; shift 5
+    [ "$SMALL" = yes ] && where=64x64 batches="1 4" seconds=3
+    "$PYTHON" -m benchmarks.serve_load --model "$model" --mix "$mix" --size "$where" --batching none steps \
+        --batches $batches --seconds $seconds --json "$OUT/$part.json" "$@" 1>&2
+}
+
+# training PART MODEL BATCH OPTION...: steps a second and memory of a LoRA beside PyTorch, with all activations kept and without
+training() {
+    local shape=(--size 1024 --remat both); [ "$SMALL" = yes ] && shape=(--size 64 --remat yes --chunk 2 --rounds 1)
+    "$PYTHON" -m benchmarks.train --model "$2" "${shape[@]}" --batch "$3" --dtype "$DTYPE" \
+        --device "$DEVICE" --programs "$MODELS/xla" --json "$OUT/$1.partial" "${@:4}" 1>&2
+    local code=$?
+    mv "$OUT/$1.partial" "$OUT/$1.json" # not where the time was over: then the part runs again
+    return $code
 }
 
 all_of() { # PROCESS...: waits for them, and fails if one did
@@ -121,18 +141,74 @@ part_start() { ROUNDS=2 beside start sdxl 1024x1024 4 1 torch; }
 part_compiled() { beside unet sd15 512x512 1 1 torch torch-compile; } # to the utmost: minutes
 part_server() { load sdxl large "1 4" "1 4 16" 16; }
 part_server15() { load sd15 middling "1 4 8" "1 16" 15; }
+part_emoji() { # goes on where the last call stopped; fails until the model is finished, so that its JSON is not there
+    local recipe=gpu report; [ "$SMALL" = yes ] && recipe=smoke
+    report=$(JAX_COMPILATION_CACHE_DIR=$CANVAX_CACHE_DIR/training "$PYTHON" -m recipes.emoji train "${DRAWINGS:-out/emoji.zip}" \
+        --output "$OUT/emoji-model" --recipe $recipe --stop-after "$(awk "BEGIN { print ($LIMIT - 60) / 60 }")" --json ${TRAIN:-})
+    echo "$report"
+    [[ $report == *'"finished": true'* ]]
+}
+part_few() { waiting few "$(family klein)" few 512x512 "1 4 8" --closed 1 8 16; }
+part_few15() { waiting few15 "$(folder sd15)" few 512x512 "1 4 8" --closed 1 8 16; }
+part_mixed() { waiting mixed "$(folder sdxl)" "short and long" 1024x1024 "1 4" --batching steps --beside 1 3; }
+part_train_xl() { training train_xl "$(folder sdxl)" 1; }
+part_train_script() { training train_script "$(folder sdxl)" 1 --remat yes --against torch-vae; } # encodes in each step, as the script
+part_train_xl4() { training train_xl4 "$(folder sdxl)" 4; }
+part_train_klein() { training train_klein "$(family klein)" 1; }
+part_train_klein4() { training train_klein4 "$(family klein)" 4; }
 part_parity() { JAX_DEFAULT_MATMUL_PRECISION=highest "$PYTHON" -m benchmarks.parity_full_size --families sd15 1>&2; }
 
+# Transformers of few steps. Their weights, of 16 to 35 GB, are written by the first part of a family; those of another
+# one go then, since a disk may hold one alone. Where memory is plenty, MODELS=/dev/shm/models writes them fastest.
+family() { # klein, z_image or krea: its folder
+    local names
+    case $1 in
+        klein) names=(flux2-klein-4b flux2-klein-small) ;;
+        z_image) names=(z-image z-image-small) ;;
+        krea) names=(krea-2 krea-2-small) ;;
+    esac
+    local name=${names[0]}; [ "$SMALL" = no ] || name=${names[1]}
+    (
+        flock 9
+        for other in "$MODELS"/few-steps/*; do [ "$other" = "$MODELS/few-steps/$name" ] || rm -rf "$other"; done
+        if [ ! -e "$MODELS/few-steps/$name/model_index.json" ]; then
+            rm -rf "$MODELS/few-steps/$name" # half written
+            "$PYTHON" -m benchmarks.lab.models "$name" "$MODELS/few-steps/$name" 1>&2
+        fi
+    ) 9>"$MODELS/few-steps.lock" || return
+    echo "$MODELS/few-steps/$name"
+}
+few() { # PART FAMILY BATCH FLAG...: as many steps as the model is made for
+    local part=$1 name=$2 batch=$3 model; shift 3
+    model=$(family "$name") || return
+    "$PYTHON" -m benchmarks "$part" --model "$model" --size "$(size 1024x1024)" --batch "$batch" --dtype "$DTYPE" \
+        --device "$DEVICE" --rounds "${ROUNDS:-3}" --programs "$CANVAX_CACHE_DIR" --json "$@"
+}
+weights() { # FAMILY: how long writing takes
+    local began=$SECONDS model; model=$(family "$1") || return
+    echo "{\"bytes\": $(du -sbL "$model" | cut -f1), \"seconds\": $((SECONDS - began))}"
+}
+export -f family few weights
+for name in klein z_image krea; do
+    eval "part_${name}_weights() { weights $name; }"
+    eval "part_${name}() { few picture $name 1 --against torch --against torch-compile-default; }"
+    eval "part_${name}_batch() { few picture $name 4 --against torch-compile-default; }"
+    eval "part_${name}_start() { ROUNDS=1 few start $name 1 --against torch; }"
+    eval "part_${name}_padded() { few picture $name 1 --padding default --against torch; }" # by diffusers to 512 tokens
+    FAMILIES+=("${name}_weights" "$name" "${name}_batch" "${name}_start" "${name}_padded")
+    [ $name != klein ] || FAMILIES+=(few train_klein train_klein4)
+done
+
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(machine checks warm profile profile8 sdxl sd15 variants variants15 vae batch server server15 start compiled unet
-    check_xl parity)
+[ ${#parts[@]} -gt 0 ] || parts=(machine checks warm profile profile8 sdxl sd15 variants variants15 vae batch server server15 few15 mixed
+    train_xl train_script train_xl4 start compiled unet check_xl parity "${FAMILIES[@]}")
 failed=0
 for part in "${parts[@]}"; do
     [ ! -s "$OUT/$part.json" ] || { echo "$part: $OUT/$part.json is there"; continue; }
     began=$SECONDS
     # An exported function in a shell of its own, so that timeout can end it and all that it started.
-    export -f "part_$part" all_of beside load warm compiled profile size steps folder
-    export PYTHON OUT MODELS DEVICE DTYPE SMALL
+    export -f "part_$part" all_of beside load waiting training warm compiled profile size steps folder
+    export PYTHON OUT MODELS DEVICE DTYPE SMALL LIMIT
     try="${TRY[*]-}" timeout --kill-after=10 "$LIMIT" bash -c "TRY=(\$try); part_$part" >"$OUT/$part.out" 2>"$OUT/$part.log"
     code=$?
     [ $code -eq 0 ] || failed=1

@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", choices=families, default=families)
     for family in parser.parse_args().families:
         with tempfile.TemporaryDirectory(prefix="canvax-parity-") as scratch, torch.inference_mode():
-            folder = write_random(Path(scratch) / family, PRESETS[family])
+            folder = write_random(Path(scratch) / family, PRESETS[family], dtype=np.float32)
             checkpoint = read_model(open_files(Location(folder)), np.float32)
             for part in PARTS:
                 for model, figure in part(checkpoint, folder):

@@ -3,6 +3,7 @@
     python -m benchmarks.serve_load                            # batching not at all, by requests, by steps
     python -m benchmarks.serve_load --peer-path LIBRARIES      # also PyTorch diffusers behind FastAPI (serve_peer.py)
     python -m benchmarks.serve_load --closed 1 8               # so many clients who wait: what it does at most
+    python -m benchmarks.serve_load --beside 1 3 --mix "short and long"    # short requests beside so many long ones
     python -m benchmarks.serve_load --url http://127.0.0.1:7860 --rate 2   # a server that runs already
 
 Requests arrive at random, at a rate that rises until the 95th percentile of latency is beyond the last of ``--limits``;
@@ -29,12 +30,15 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 
 from benchmarks.lab.others import Others
 from benchmarks.lab.traffic import (
     MIXES,
+    Answer,
+    Mix,
     Request,
     capacity,
     closed_loop,
@@ -133,7 +137,7 @@ def servers(arguments: argparse.Namespace, folder: Path) -> Iterator[Server]:
     keys, file = [secrets.token_hex(16) for _ in range(max(arguments.clients))], folder / "keys.txt"
     file.touch(0o600)
     file.write_text("".join(f"client{i}:{key}\n" for i, key in enumerate(keys)))
-    sizes = [size for size, _ in MIXES[arguments.mix].sizes]
+    sizes = [size for size, _ in _mix(arguments).sizes]
     for kind in arguments.batching:
         port, batches = _free_port(), "1" if kind == "none" else ",".join(map(str, arguments.batches))
         command = [sys.executable, "-m", "canvax", "serve", arguments.model, "--port", str(port), "--keys", str(file)]
@@ -187,7 +191,7 @@ class Sweep:
         """One rate. "others" is how many processors something else kept busy: nothing should."""
         seconds = self._arguments.seconds
         before = server.counters() if server.own else {}
-        others = Others(server.process) if server.process and sys.platform == "linux" else None
+        others = _others(server)
         answers = asyncio.run(open_loop(server.base, self._due(rate, seconds), server.keys, jobs=server.own))
         row = summary(answers, rate, seconds)
         if server.own:
@@ -201,14 +205,43 @@ class Sweep:
 
     def most(self, server: Server, clients: int) -> Row:
         """Requests a second that it answers at most, asked by so many clients who wait, and how long they wait."""
-        seconds = min(20.0, self._arguments.seconds)
+        seconds, due = min(20.0, self._arguments.seconds), self._due(10.0, 100.0)
+        asyncio.run(closed_loop(server.base, due, clients, min(3.0, seconds), server.keys))  # first calls are slower
+        others = _others(server)
+        (answers,) = self._closed(server, [(due, clients)])
+        row = {"requests_per_s": capacity(answers, seconds)} | _waited(answers)
+        return row | ({"others": others.processors()} if others else {})
+
+    def beside(self, server: Server, clients: int) -> list[Row]:
+        """How long the mix's shortest requests take beside ``clients`` who ask for its longest, and both kinds alone.
+
+        One client asks for short ones, one after the other.
+        """
         due = self._due(10.0, 100.0)
-        asyncio.run(closed_loop(server.base, due, clients, 3.0, server.keys))  # first calls are slower
-        answers = asyncio.run(closed_loop(server.base, due, clients, seconds, server.keys))
-        if failed := [one.status for one in answers if one.status != 200]:
-            raise SystemExit(f"{server.name}: {len(failed)} of {len(answers)} requests failed, {failed[0]}")
-        waited = [one.seconds for one in answers]
-        return {"requests_per_s": capacity(answers, seconds)} | {f"p{p}": percentile(waited, p) for p in (50, 95)}
+        kinds = [[one for one in due if one.body["steps"] == steps] for steps in _ends(due)]
+        asyncio.run(closed_loop(server.base, due, clients + 1, min(3.0, self._arguments.seconds), server.keys))
+        others = _others(server)
+        alone = [self._closed(server, [(kind, 1)])[0] for kind in kinds]
+        together = self._closed(server, [(kinds[0], 1), (kinds[1], clients)])
+        rows: list[Row] = []
+        for kind, by_itself, mixed in zip(kinds, alone, together, strict=True):
+            row, waited = {"steps": kind[0].body["steps"], "count": len(mixed)} | _waited(mixed), _waited(by_itself)
+            row |= {f"alone_{name}": value for name, value in waited.items()}
+            rows.append(row | {"p95_over_alone": row["p95"] / waited["p95"]})
+        return [row | ({"others": others.processors()} if others else {}) for row in rows]
+
+    def _closed(self, server: Server, groups: Sequence[tuple[Sequence[Request], int]]) -> list[list[Answer]]:
+        """What groups of clients who wait get at the same time: requests, and how many clients ask for them."""
+        seconds = min(20.0, self._arguments.seconds)
+
+        async def run() -> list[list[Answer]]:
+            loops = (closed_loop(server.base, due, clients, seconds, server.keys) for due, clients in groups)
+            return await asyncio.gather(*loops)
+
+        answers = asyncio.run(run())
+        if failed := [one.status for group in answers for one in group if one.status != 200]:
+            raise SystemExit(f"{server.name}: {len(failed)} of {sum(map(len, answers))} requests failed, {failed[0]}")
+        return answers
 
     def _rate(self, number: int) -> float:
         """The same ones for every server."""
@@ -218,7 +251,7 @@ class Sweep:
     def _due(self, rate: float, seconds: float) -> list[Request]:
         own = self._arguments
         return requests(
-            rate, seconds, clients=self._clients, seed=own.seed, mix=MIXES[own.mix], previews=own.previews
+            rate, seconds, clients=self._clients, seed=own.seed, mix=_mix(own), previews=own.previews
         )  # fmt: skip
 
 
@@ -255,18 +288,22 @@ def main() -> None:
     arguments = _parser().parse_args()
     arguments.limits.sort()
     results: dict[str, list[Row]] = {}
+    waiting: dict[str, list[Any]] = {"closed": [], "beside": []}
     sweeps = {clients: Sweep(arguments, clients) for clients in arguments.clients}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         turns: dict[str, Generator[None, None, list[Row]]] = {}
         for one in servers(arguments, Path(folder)):
             server = stack.enter_context(running(one))
-            if arguments.closed:
-                for clients in arguments.closed:
-                    row = sweeps[arguments.clients[0]].most(server, clients)
-                    print(json.dumps({"server": server.name, "clients": clients} | row), flush=True)
+            if arguments.closed or arguments.beside:
+                sweep = sweeps[arguments.clients[0]]
+                for clients in arguments.closed or ():
+                    _add(waiting["closed"], server, clients, sweep.most(server, clients))
+                for clients in arguments.beside or ():
+                    for row in sweep.beside(server, clients):
+                        _add(waiting["beside"], server, clients, row)
             else:
                 if server.command:  # its first calls are slower
-                    warm = requests(2.0, 4.0, clients=1, seed=99, mix=MIXES[arguments.mix])
+                    warm = requests(2.0, 4.0, clients=1, seed=99, mix=_mix(arguments))
                     asyncio.run(open_loop(server.base, warm, server.keys, jobs=False))
                 turns |= {f"{server.name}, {clients} clients": sweep.of(server) for clients, sweep in sweeps.items()}
         results = {name: [] for name in turns}
@@ -279,8 +316,8 @@ def main() -> None:
                     del turns[name]
     if results:
         print("\n".join(report(results, arguments.limits)))
-    if results and arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results or waiting, indent=1))
     if results and arguments.plot:
         plot(results, arguments.plot)
 
@@ -298,12 +335,47 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limits", nargs="+", type=float, default=[1.0, 2.0], help="seconds of the 95th percentile")
     parser.add_argument("--clients", nargs="+", type=int, default=[16])
     parser.add_argument("--mix", choices=list(MIXES), default="default")
+    parser.add_argument("--size", help="of all images, such as 512x512, in place of the mix's sizes")
     parser.add_argument("--previews", type=float, default=0.1, help="part of the requests that watch (canvax alone)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--closed", nargs="+", type=int, metavar="N", help="N clients who wait for each answer")
+    parser.add_argument(
+        "--beside", nargs="+", type=int, metavar="N", help="one client of the mix's shortest requests, N of its longest"
+    )
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("--plot", type=Path, help="file for a plot, such as docs/images/serve-load.png")
     return parser
+
+
+def _mix(arguments: argparse.Namespace) -> Mix:
+    mix = MIXES[arguments.mix]
+    return replace(mix, sizes=((arguments.size, 1.0),)) if arguments.size else mix
+
+
+def _ends(due: Sequence[Request]) -> tuple[int, int]:
+    """The fewest and the most steps."""
+    steps = {one.body["steps"] for one in due}
+    if len(steps) < 2:
+        raise SystemExit("--beside needs a --mix of requests with few steps and with many, such as 'short and long'")
+    return min(steps), max(steps)
+
+
+def _waited(answers: Sequence[Answer]) -> Row:
+    return {f"p{p}": percentile([one.seconds for one in answers], p) for p in (50, 95)}
+
+
+def _others(server: Server) -> Others | None:
+    return Others(server.process) if server.process and sys.platform == "linux" else None
+
+
+def _add(rows: list[Any], server: Server, clients: int, row: Row) -> None:
+    """Print a row and keep it; beside the first server's, where that was asked by as many clients."""
+    found = {"server": server.name, "clients": clients} | row
+    if "requests_per_s" in row:
+        first = next((one for one in rows if one["clients"] == clients), found)
+        found["over_first"] = row["requests_per_s"] / first["requests_per_s"] if first["requests_per_s"] else None
+    print(json.dumps(found), flush=True)
+    rows.append(found)
 
 
 def _fits(row: Row, limit: float) -> bool:

@@ -1,23 +1,22 @@
 """Compare one evaluation of a diffusion transformer with PyTorch diffusers: full width, few layers, random weights.
 
-    python -m benchmarks.transformers [z-image|flux2-klein-4b|krea-2] [--size 512] [--dtype bfloat16] [--rounds 5]
+    python -m benchmarks.transformers [z-image|flux2-klein-4b|krea-2] [--size 512] [--dtype bfloat16] [--device gpu]
 
 Both get the same weights, tokens and text. What canvax computes once for an image (the text's projections, rotary
-tables) is timed too, since diffusers computes it in each evaluation. They take turns in one process on the CPU with all
-threads; a figure is the median of its turns. Outputs further apart than rounding explains are an error.
+tables) is timed too, since diffusers computes it in each evaluation. They take turns in one process; a figure is the
+median of its turns. Outputs further apart than rounding explains are an error. Whole models: ``python -m benchmarks``.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
-
-os.environ["JAX_PLATFORMS"] = "cpu"
 
 import diffusers
 import jax
@@ -55,7 +54,7 @@ def grid(side: int) -> np.ndarray:
     return np.stack([0 * y, y, x], -1)
 
 
-def contenders(name: str, side: int, rows: int, dtype: str) -> dict[str, Call]:
+def contenders(name: str, side: int, rows: int, dtype: str, device: str) -> dict[str, Call]:
     """An evaluation by each, for an image of ``side`` x ``side`` tokens and a prompt of ``rows``."""
     denoiser: Any = PRESETS[name].denoiser
     cfg = dataclasses.replace(denoiser.cfg, **FEWER[name])
@@ -63,13 +62,17 @@ def contenders(name: str, side: int, rows: int, dtype: str) -> dict[str, Call]:
     torch.manual_seed(0)
     diffusers.utils.logging.set_verbosity_error()
     model = getattr(diffusers, cfg.CLASS)(**fields).eval()
+    where = "cuda" if device == "gpu" else "cpu"
     mesh, rng, tokens = make_mesh(jax.devices()[:1]), np.random.default_rng(0), side**2
 
     def normal(*shape: int) -> np.ndarray:
         return np.asarray(jnp.asarray(rng.standard_normal(shape, np.float32), dtype))
 
     def theirs(array: np.ndarray) -> Any:
-        return torch.from_numpy(np.array(array, np.float32)).to(getattr(torch, dtype))
+        return on_device(np.array(array, np.float32)).to(getattr(torch, dtype))
+
+    def on_device(array: np.ndarray) -> Any:
+        return torch.from_numpy(array).to(where)
 
     times = jnp.array([TIME], jnp.float32)
     length, width = jnp.array([rows]), jnp.array([side])
@@ -82,10 +85,12 @@ def contenders(name: str, side: int, rows: int, dtype: str) -> dict[str, Call]:
         def ours(p: Params, x: Any, text: Any) -> Any:
             return flux2(p, x, times, flux2_context(p, text, width, *none, cfg, tokens=tokens), cfg)
 
-        their_x, their_text, places = theirs(x), theirs(text), (torch.from_numpy(ids), torch.from_numpy(words))
+        their_x, their_text, places = theirs(x), theirs(text), (on_device(ids), on_device(words))
 
         def evaluate() -> Any:
-            return model(their_x, their_text, torch.tensor([TIME / 1000]), *places, None, return_dict=False)[0]
+            return model(
+                their_x, their_text, torch.tensor([TIME / 1000], device=where), *places, None, return_dict=False
+            )[0]
 
     elif name == "krea-2":
         text = normal(1, rows, cfg.num_text_layers, cfg.text_hidden_dim)
@@ -95,11 +100,13 @@ def contenders(name: str, side: int, rows: int, dtype: str) -> dict[str, Call]:
             return krea2(p, x, times, krea2_context(p, text, length, width, cfg, tokens=tokens), cfg)
 
         their_x, their_text = theirs(x), theirs(text)
-        positions = torch.from_numpy(np.concatenate([np.zeros((rows, 3)), grid(side)]).astype(np.float32))
+        positions = on_device(np.concatenate([np.zeros((rows, 3)), grid(side)]).astype(np.float32))
 
         def evaluate() -> Any:
-            mask = torch.ones(1, rows, dtype=torch.bool)
-            return model(their_x, their_text, torch.tensor([TIME / 1000]), positions, mask, return_dict=False)[0]
+            mask = torch.ones(1, rows, dtype=torch.bool, device=where)
+            return model(
+                their_x, their_text, torch.tensor([TIME / 1000], device=where), positions, mask, return_dict=False
+            )[0]
 
     else:
         spec, x, text = z_image_spec(cfg), normal(1, tokens, 64), normal(1, rows, cfg.cap_feat_dim)
@@ -112,12 +119,12 @@ def contenders(name: str, side: int, rows: int, dtype: str) -> dict[str, Call]:
         caption = theirs(text)[0]
 
         def evaluate() -> Any:
-            out = model([latents], torch.tensor([1 - TIME / 1000]), [caption], return_dict=False)[0][0]
+            out = model([latents], torch.tensor([1 - TIME / 1000], device=where), [caption], return_dict=False)[0][0]
             return -out.reshape(16, side, 2, side, 2).permute(1, 3, 2, 4, 0).reshape(1, tokens, 64)
 
     state = stored(model)
     params = params_of(unfused(state, spec) if name == "flux2-klein-4b" else state, spec)
-    model.to(getattr(torch, dtype))
+    model.to(where, getattr(torch, dtype))
 
     def compiled(params: Params) -> Call:
         params = jax.device_put(params)
@@ -126,7 +133,7 @@ def contenders(name: str, side: int, rows: int, dtype: str) -> dict[str, Call]:
 
     def peer() -> np.ndarray:
         with torch.inference_mode():
-            return evaluate().float().numpy()
+            return evaluate().float().cpu().numpy()
 
     rounded = jax.tree.map(lambda leaf: np.asarray(jnp.asarray(leaf, dtype)), params)
     return {"canvax": compiled(rounded), "canvax int8": compiled(in_int8(params, spec, dtype)), "torch": peer}
@@ -149,26 +156,44 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=512, help="pixels of each side (512)")
     parser.add_argument("--text", type=int, default=512, help="tokens of the prompt (512)")
     parser.add_argument("--dtype", choices=BOUNDS, default="float32")
+    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
-    calls = contenders(arguments.model, arguments.size // 16, arguments.text, arguments.dtype)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch takes its turns on the same GPU
+    jax.config.update("jax_platforms", "cuda,cpu" if arguments.device == "gpu" else "cpu")
+    torch.set_float32_matmul_precision("high")
+    calls = contenders(arguments.model, arguments.size // 16, arguments.text, arguments.dtype, arguments.device)
     outputs = {name: call() for name, call in calls.items()}
     want, seconds = outputs["torch"], {name: list[float]() for name in calls}
     differences = {name: float(np.sqrt(np.mean((out - want) ** 2) / np.mean(want**2))) for name, out in outputs.items()}
-    if not differences["canvax"] < BOUNDS[arguments.dtype]:
+    # On a GPU both may use TensorFloat-32.
+    bound = max(BOUNDS[arguments.dtype], 1e-2 if arguments.device == "gpu" else 0.0)
+    if not differences["canvax"] < bound:
         raise SystemExit(f"the outputs differ by {differences['canvax']:.1e}: nothing was timed")
     for _ in range(arguments.rounds):
         for name, call in calls.items():
             began = time.perf_counter()
             call()
             seconds[name].append(time.perf_counter() - began)
-    theirs = statistics.median(seconds["torch"])
-    print(
-        f"{arguments.model} {FEWER[arguments.model]}, {arguments.size} px, {arguments.text} tokens, {arguments.dtype}"
-    )
-    for name, times in seconds.items():
-        middle = statistics.median(times)
-        print(f"{name:12} {middle:7.3f} s  {middle / theirs:5.2f} of torch  differs by {differences[name]:.1e}")
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    report = vars(arguments) | {
+        "layers": FEWER[arguments.model], "device_kind": jax.devices()[0].device_kind, "unit": "s",
+        "contenders": {
+            name: {
+                "seconds": seconds[name], "median_s": middle, "ratio": middle / medians["torch"],
+                "differs_by_rms": differences[name],
+            }
+            for name, middle in medians.items()
+        },
+    }  # fmt: skip
+    if arguments.json:
+        print(json.dumps(report))
+        return
+    print(f"{arguments.model} {report['layers']}, {arguments.size} px, {arguments.text} tokens, {arguments.dtype}")
+    for name, row in report["contenders"].items():
+        middle, ratio, difference = row["median_s"], row["ratio"], row["differs_by_rms"]
+        print(f"{name:12} {middle:7.3f} s  {ratio:5.2f} of torch  differs by {difference:.1e}")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ import pytest
 
 from benchmarks.command import run
 from benchmarks.lab import measure as measuring
-from benchmarks.lab.job import Job, make_inputs
-from benchmarks.lab.measure import _compare, measure
+from benchmarks.lab.job import Job, lengthened, make_inputs, names_of, text_rows
+from benchmarks.lab.layouts import SMALL as FEW_STEPS
+from benchmarks.lab.measure import _compare, _fit_together, measure
 from benchmarks.lab.models import preset_bytes, write_random
 from benchmarks.lab.process import Contender
 from canvax.cli import BAD_INPUT, INTERRUPTED, main
@@ -123,6 +124,24 @@ def test_beside_pytorch(bench: Bench, small: Path, part: str) -> None:
     assert theirs["versions"].keys() == {"torch", "diffusers", "transformers"}
 
 
+@pytest.mark.parametrize(
+    ("part", "model"),
+    [
+        pytest.param(part, name, marks=[] if (part, name) == ("picture", "krea-2-small") else pytest.mark.weekly)
+        for name in FEW_STEPS
+        for part in ("picture", "denoiser", "text", "vae", "load", "start")
+    ],
+)
+def test_transformers_beside_pytorch(bench: Bench, part: str, model: str) -> None:
+    """Two prompts, without guidance; steps and sampler are the model's own."""
+    pytest.importorskip("diffusers")
+    report = bench(part, "--model", model, "--against", "torch", "--size", "32x64", "--batch", 2)
+    assert report["guidance"] <= 1
+    assert report["steps"] == (4 if "klein" in model else 8)
+    assert 0 < report["contenders"]["torch"]["differs_by"] < 1e-4
+    assert report["contenders"]["canvax"]["weight_bytes"] > 0
+
+
 @pytest.mark.weekly
 def test_loading(bench: Bench, small: Path) -> None:
     pytest.importorskip("diffusers")
@@ -185,6 +204,29 @@ def test_different_work_is_never_timed(tmp_path: Path) -> None:
             compare(wrong)
     with pytest.raises(CanvaxError, match=r"torch gives output \(1, 5, 10, 1\), canvax output \(1, 10, 10, 1\)"):
         compare(right[:, :5])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "one_step", "picture", "accepted"),
+    [
+        ("bfloat16", 0.01, 0.3, True), ("bfloat16", 0.2, 0.2, False), ("bfloat16", 0.01, 2.0, False),
+        ("float32", 1e-5, 0.3, False), ("float32", 1e-5, 1e-5, True),
+    ],
+)  # fmt: skip
+def test_few_steps_in_16_bits_may_drift(
+    tmp_path: Path, dtype: str, one_step: float, picture: float, accepted: bool
+) -> None:
+    """But the first of them may not."""
+    job: Any = SimpleNamespace(dtype=dtype, device="cpu")
+    right = np.linspace(-1, 1, 100, dtype=np.float32)
+    ours: Any = Given.write(tmp_path, "canvax", pixels=right, one_step_pixels=right)
+    off = {"pixels": right * (1 + picture), "one_step_pixels": right * (1 + one_step)}
+    theirs: Any = Given.write(tmp_path, "torch", **off)
+    if accepted:
+        assert _compare(job, ours, theirs)["one_step_differs_by_rms"] == pytest.approx(one_step, rel=0.05)
+    else:
+        with pytest.raises(CanvaxError):
+            _compare(job, ours, theirs)
 
 
 @pytest.mark.weekly
@@ -343,6 +385,45 @@ def test_random_checkpoints_are_checkpoints(tmp_path: Path, dtype: Any) -> None:
     assert weight.std() == pytest.approx((9 * 4) ** -0.5, rel=0.1)
     stored = sum(path.stat().st_size for path in folder.glob("*/*.safetensors"))
     assert preset_bytes(SMALL, dtype) < stored < 1.2 * preset_bytes(SMALL, dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "latents", "text"),
+    [
+        ("z-image-small", 128, (2, 4, 8, 16), (2, 128, 32)),
+        ("flux2-klein-small", 512, (2, 2, 4, 16), (2, 512, 96)),
+        ("krea-2-small", 94, (2, 4, 8, 4), (2, 128, 96)),
+    ],
+)
+def test_transformers(tmp_path: Path, name: str, rows: int, latents: Any, text: Any) -> None:
+    """A random checkpoint is one of its family; inputs and prompts are such that peers have as many tokens."""
+    preset = FEW_STEPS[name]
+    model, _, params = open_model(write_random(tmp_path / "model", preset), dtype="bfloat16")
+    assert (model.networks.denoiser, model.text) == (preset.denoiser, preset.text)
+    assert model.networks.autoencoder == preset.autoencoder
+    assert set(params) == set(preset.specs())
+    embedded = np.asarray(params["text_encoder"]["model"]["embed_tokens"]["weight"], np.float32)
+    assert embedded.std() == pytest.approx(0.02, rel=0.02)
+    assert text_rows(model) == rows
+    counts = [len(model.tokenizers["text_encoder"].ids(text)) for text in lengthened(model)]
+    assert all(model.text.tokens - 32 < count <= model.text.tokens for count in counts)
+    job = Job("denoiser", tmp_path, 64, 32, 2, 1, "float32", "cpu")
+    inputs = make_inputs(job, model)
+    assert {key: array.shape for key, array in inputs.items()} == {
+        "latents": latents, "timesteps": (2,), "text": text, "length": (2,)
+    }  # fmt: skip
+    assert make_inputs(replace(job, part="text"), model)["text_encoder"].shape == (2, model.text.tokens)
+    assert names_of("unet", model) == ["transformer"]
+
+
+def test_contenders_share_a_gpu_that_holds_them(small: Path) -> None:
+    """Weights of each, and gigabytes for each picture of a batch."""
+    model = read_model(open_files(Location(small)), np.float32)
+    job = Job("picture", small, 64, 64, 4, 2, "bfloat16", "gpu", device_bytes=33 * 10**9)
+    assert _fit_together(job, model, 2)
+    assert not _fit_together(job, model, 3)
+    assert _fit_together(replace(job, batch=2), model, 3)
+    assert _fit_together(replace(job, device_bytes=None), model, 9)
 
 
 def test_inputs(tmp_path: Path) -> None:

@@ -28,9 +28,12 @@ from canvax.parallel.mesh import make_mesh
 from canvax.params import count, init_params
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.tokenizers.concepts import Concepts
+from canvax.train import loop
 from canvax.train.loop import Session
 from canvax.train.pictures import read_pictures
-from recipes.emoji import drawings
+from canvax.train.state import read_facts, save_state
+from canvax.weights.safetensors import open_safetensors
+from recipes.emoji import drawings, recipe
 from recipes.emoji.captions import FORMS, STYLES, captions, plain_caption, with_article
 from recipes.emoji.enlarge import enlarged, train_pieces
 from recipes.emoji.quality import (
@@ -247,10 +250,31 @@ def test_the_recipe_makes_a_model(smoke: Path) -> None:
     assert (smoke / "previews" / "0000008.png").is_file()
 
 
+def test_nothing_is_made_again(smoke: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither variations nor latents nor programs, unless they were made of something else."""
+    folder = Path(shutil.copytree(smoke, tmp_path / "again"))
+    shutil.rmtree(folder / "model")
+    run = Run(RECIPES["smoke"], smoke / DATA.name, folder, make_mesh(jax.devices()[:1]))
+    for module, name in ((recipe, "variations"), (recipe, "encode_pictures"), (loop, "_compile")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("made again"))
+    assert make_model(run) == folder / "model"
+    for part in ("unet", "vae"):
+        (old,), (new,) = ((where / "model" / part).glob("*.safetensors") for where in (smoke, folder))
+        assert old.read_bytes() == new.read_bytes()
+    for path in (folder / "samples.safetensors", folder / "versions.safetensors"):
+        shutil.rmtree(folder / "model", ignore_errors=True)
+        kept, facts = path.read_bytes(), read_facts(path)
+        save_state(path, {entry.name: entry.read() for entry in open_safetensors(path)}, facts | {"data": "other"})
+        with pytest.raises(pytest.fail.Exception):
+            make_model(run)
+        path.write_bytes(kept)
+
+
 def test_its_latents_are_uncorrelated(smoke: Path) -> None:
     from recipes.emoji.autoencoder import VARIANCE
 
-    latents = np.load(smoke / "latents" / "000.npy").astype(np.float32)  # those of the drawings, without variations
+    of_all = next(entry for entry in open_safetensors(smoke / "samples.safetensors") if entry.name == "latents")
+    latents = of_all.read()[: len(read_pictures(DATA, 16).split("train"))].astype(np.float32)
     covariance = np.cov(latents.reshape(-1, latents.shape[-1]), rowvar=False)
     np.testing.assert_allclose(np.diag(covariance).mean(), VARIANCE, rtol=0.05)  # they are float16 on disk
     np.testing.assert_allclose(covariance, np.diag(np.diag(covariance)), atol=0.02 * covariance.max())

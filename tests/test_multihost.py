@@ -18,6 +18,7 @@ from PIL import Image
 import canvax
 from canvax.images.metadata import read_metadata
 from canvax.parallel import multihost
+from canvax.train.loop import read_log
 from tests.support.multihost_worker import INTERVAL, PROMPTS, WEIGHTED
 from tests.support.small_checkpoint import write_small_checkpoint
 
@@ -154,8 +155,10 @@ def test_training(tmp_path: Path) -> None:
     assert [run.returncode for run in runs] == [0, 0], runs[0].stderr[-2000:] + runs[1].stderr[-2000:]
     assert int(runs[0].stdout.split()[-1]) > 0
     assert runs[1].stdout.split()[-1] == "0"
-    for name in ("state.safetensors", "log.jsonl"):
-        assert (folder / "whole" / name).read_bytes() == (folder / "parts" / name).read_bytes()
+    whole, parts = folder / "whole", folder / "parts"
+    assert (whole / "state.safetensors").read_bytes() == (parts / "state.safetensors").read_bytes()
+    losses = [[(line["step"], line["loss"]) for line in read_log(run / "log.jsonl")] for run in (whole, parts)]
+    assert losses[0] == losses[1] != []
     alone, _ = training_hosts_worker.train(tmp_path / "alone", training_hosts_worker.data())
     for process in range(2):
         np.testing.assert_allclose(np.load(tmp_path / f"run-{process}.npy"), alone["w"], rtol=1e-5)

@@ -48,7 +48,7 @@ def run_loss(
     loss = diffusion.denoising_loss(clip_encoders(TEXT), UNET, schedule, **options)
     x0 = np.random.default_rng(0).standard_normal((batch, 1, 2, 2, 3), np.float32)
     ids = np.arange(1, batch + 1, dtype=np.int32).reshape(batch, 1, 1)
-    samples = {"latents": jnp.asarray(x0), "ids": {"text_encoder": jnp.asarray(ids)}}
+    samples = {"latents": jnp.asarray(x0), "captions": {"text_encoder": jnp.asarray(ids)}}
     shared = {"empty": {"text_encoder": jnp.zeros(1, jnp.int32)}}
     value, parts = loss({"text_encoder": {}, "unet": {}}, samples, shared, jax.random.key(5))
     seen.update(x0=x0[:, 0].astype(np.float64), own_ids=ids[:, 0])

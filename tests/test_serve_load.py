@@ -189,3 +189,43 @@ def test_a_server_that_runs_is_measured(
     assert rows[0]["requests a second"] < rows[1]["requests a second"] == 100
     assert {row["compilations"] for row in rows} == {0}
     assert image.stat().st_size > 5000
+
+
+def test_clients_who_wait_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests a second of a closed loop; then short requests beside long ones, and each kind alone."""
+    file = tmp_path / "figures.json"
+    with stub(pace=0.005) as (base, engine):
+        command = ["", "--url", base, "--closed", "1", "3", "--beside", "2", "--mix", "short and long"]
+        command += ["--size", "64x64", "--seconds", "1", "--json", str(file)]
+        monkeypatch.setattr("sys.argv", command)
+        serve_load.main()
+    assert {(ask.width, ask.height) for ask in engine.asks} == {(64, 64)}
+    found = json.loads(file.read_text())
+    assert [row["clients"] for row in found["closed"]] == [1, 3]
+    assert all(row["requests_per_s"] > 0 and row["over_first"] == 1 for row in found["closed"])
+    short, long = found["beside"]
+    assert (short["steps"], long["steps"], short["clients"]) == (4, 50, 2)
+    assert 0.02 <= short["alone_p50"] < 0.25 <= long["alone_p50"]
+    assert short["p95_over_alone"] == pytest.approx(short["p95"] / short["alone_p95"])
+    assert short["count"] > long["count"] > 2
+
+
+def test_the_first_server_with_as_many_clients_is_the_base() -> None:
+    rows: list[dict[str, float]] = []
+    for name, clients, most in [("none", 1, 2.0), ("none", 8, 4.0), ("steps", 1, 2.0), ("steps", 8, 10.0)]:
+        server = serve_load.Server(name, "http://127.0.0.1:1")
+        serve_load._add(rows, server, clients, {"requests_per_s": most})
+    assert [row["over_first"] for row in rows] == [1.0, 1.0, 1.0, 2.5]
+
+
+def test_a_mix_of_one_kind_has_no_long_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stub() as (base, _):
+        monkeypatch.setattr("sys.argv", ["", "--url", base, "--beside", "1", "--mix", "few"])
+        with pytest.raises(SystemExit):
+            serve_load.main()
+
+
+def test_requests_of_few_steps_leave_the_sampler_to_the_model() -> None:
+    bodies = [one.body for one in requests(10.0, 10.0, clients=1, seed=0, mix=MIXES["few"])]
+    assert {(one["size"], one["steps"], one["guidance_scale"]) for one in bodies} == {("512x512", 4, 1.0)}
+    assert not any("sampler" in one for one in bodies)

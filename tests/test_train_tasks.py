@@ -199,6 +199,20 @@ def test_a_lora_and_nothing_else(model: Path, pictures: Path, tmp_path: Path) ->
     assert (pipe("a red picture", seed=1, **QUIET).pixels != before).any()
 
 
+@pytest.mark.slow
+def test_a_lora_over_a_unet_of_8_bits(model: Path, pictures: Path, tmp_path: Path) -> None:
+    found = {}
+    for kind in (None, "int8"):
+        run = training(model, pictures, tmp_path / str(kind), quantize=kind, prompts=("red",) if kind else ())
+        file = train_lora(run, Lora(rank=2, layers="all", text=True), one())
+        assert file is not None
+        found[kind] = [line["loss"] for line in read_log(tmp_path / str(kind) / "lora" / LOG)]
+    # A weight's error is up to 1/254 of the largest weight of its output channel.
+    np.testing.assert_allclose(found["int8"], found[None], rtol=0.02)
+    assert found["int8"] != found[None]
+    assert list((tmp_path / "int8" / "previews").iterdir())
+
+
 @pytest.mark.weekly
 def test_another_lora_in_the_same_folder_is_refused(model: Path, pictures: Path, tmp_path: Path) -> None:
     run = training(model, pictures, tmp_path)
@@ -309,15 +323,15 @@ def test_previews_are_quiet(model: Path, pictures: Path, tmp_path: Path) -> None
     class Pipe:
         mesh, model = one(), None
 
-        def __call__(self, prompts: Any, **_: Any) -> Any:
+        def __call__(self, prompt: Any, **_: Any) -> Any:
             warn(HintWarning("never seen: zorp"))
-            return SimpleNamespace(images=[Image.new("RGB", (8, 8))] * len(prompts))
+            return SimpleNamespace(images=[Image.new("RGB", (8, 8))] * len(prompt))
 
     run = training(model, pictures, tmp_path, prompts=("a zorp robot",))
     pipe: Any = Pipe()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        task._preview(run, Controlling(), pipe, {}, None)(3, {})
+        task._preview(run, Controlling(), pipe, {}, {"prompt": run.prompts}, None)(3, {})
     assert not seen
     assert (tmp_path / "previews" / "0000003.png").is_file()
 
@@ -539,6 +553,8 @@ def test_the_commands(model: Path, pictures: Path, tmp_path: Path, capsys: pytes
     [
         (["lora", "{p}", "--rank", "0"], "--rank"),
         (["lora", "{p}", "--layers", "some"], "--layers"),
+        (["lora", "{p}", "--quantize", "int3"], "--quantize"),
+        (["dreambooth", "{p}", "-p", "sks", "--quantize", "int8"], "--quantize"),
         (["lora", "{p}", "--network-dimm", "8"], "--network-dim"),
         (["dreambooth", "{p}"], "--instance-prompt"),
         (["textual-inversion", "{p}", "--token", "<x>"], "--initializer"),

@@ -11,12 +11,18 @@ from typing import Any
 import numpy as np
 
 from canvax.families.base import Model
+from canvax.models.denoiser import UNetDenoiser
+from canvax.models.krea2 import DROPPED, Krea2Denoiser
 
 PEERS = ("torch", "torch-compile", "torch-compile-default", "openvino")
 
 GUIDANCE = 5.0
 SAMPLER = "ddim"
-"""Of pictures: one evaluation a step, no noise on the way, and in every library."""
+"""Of pictures with a UNet: one evaluation a step, no noise on the way, and in every library. Transformers are few-step
+models, which have a sampler of their own and no guidance."""
+
+DENOISERS = ("denoiser", "unet")
+"""Names of the part that denoises; the second is that of Stable Diffusion."""
 
 PROMPTS = ("a red apple", "a cat", "a lemon", "a hamburger")
 
@@ -26,14 +32,20 @@ class Job:
     """The work of one benchmark, the same for every contender.
 
     Attributes:
-        part: "unet", "vae", "text", "picture", "load" or "start".
+        part: "denoiser" or "unet", "vae", "text", "picture", "load" or "start".
         folder: a checkpoint in the diffusers layout.
         width: of a picture, in pixels.
         height: likewise.
-        batch: pictures at once. The UNet gets twice as many samples: guidance.
-        steps: guided steps of a picture.
+        batch: pictures at once. A UNet gets twice as many samples: guidance.
+        steps: steps of a picture.
         dtype: of weights and activations.
         device: "cpu", "gpu" or "tpu".
+        family: of the model, as canvax calls it.
+        guidance: guidance scale of pictures.
+        sampler: of pictures; None for the model's own.
+        texts: prompts of pictures, again and again.
+        text_rows: to how many tokens a peer pads them, of its models that read language; None for its default.
+        device_bytes: memory of the GPU, as far as it is known.
     """
 
     part: str
@@ -44,23 +56,55 @@ class Job:
     steps: int
     dtype: str
     device: str
+    family: str = "sd"
+    guidance: float = GUIDANCE
+    sampler: str | None = SAMPLER
+    texts: tuple[str, ...] = PROMPTS
+    text_rows: int | None = None
+    device_bytes: int | None = None
 
     @property
     def prompts(self) -> list[str]:
         """A prompt for each picture."""
-        return [PROMPTS[i % len(PROMPTS)] for i in range(self.batch)]
+        return [self.texts[i % len(self.texts)] for i in range(self.batch)]
 
     def write(self, path: Path, contender: str, **extra: Any) -> Path:
         """As JSON, for one contender."""
-        fields = dataclasses.asdict(self) | {"contender": contender, "prompts": self.prompts, "guidance": GUIDANCE}
-        path.write_text(json.dumps(fields | {"sampler": SAMPLER} | extra, default=str), encoding="utf-8")
+        fields = dataclasses.asdict(self) | {"contender": contender, "prompts": self.prompts}
+        path.write_text(json.dumps(fields | extra, default=str), encoding="utf-8")
         return path
 
 
-def make_inputs(job: Job, model: Model) -> dict[str, np.ndarray]:
-    """Inputs of a part: ``latents`` [n, h, w, C] and, for the UNet, ``timesteps`` [n] and the conditioning; float32.
+def text_rows(model: Model) -> int | None:
+    """To how many tokens a peer pads a prompt, so that it has as many as in canvax; of models that read language."""
+    dropped = DROPPED if isinstance(model.networks.denoiser, Krea2Denoiser) else 0
+    return model.text.tokens - dropped if model.text.whole else None
 
-    For the text encoders: ``ids`` [B, T] of each, by component.
+
+def lengthened(model: Model) -> tuple[str, ...]:
+    """Prompts that nearly fill the tokens of a short prompt: of such prompts no library cuts off much."""
+
+    def long(text: str) -> str:
+        whole = text
+        while all(len(words.ids(f"{whole}, {text}")) <= model.text.tokens for words in model.tokenizers.values()):
+            whole = f"{whole}, {text}"
+        return whole
+
+    return tuple(map(long, PROMPTS))
+
+
+def names_of(part: str, model: Model) -> list[str]:
+    """The components whose weights a part needs."""
+    if part in DENOISERS:
+        return [model.networks.denoiser.component]
+    chosen = {"text": model.text.names, "vae": ("vae",)}.get(part, tuple(model.specs))
+    return [name for name in model.specs if name in chosen]
+
+
+def make_inputs(job: Job, model: Model) -> dict[str, np.ndarray]:
+    """Inputs of a part: ``latents`` [n, h, w, C] and, for a denoiser, ``timesteps`` [n] and the conditioning; float32.
+
+    For the text encoders: ``ids`` [B, T] of each, by component; of language models ids below 0 are padding.
     """
     rng = np.random.default_rng(0)
 
@@ -70,11 +114,14 @@ def make_inputs(job: Job, model: Model) -> dict[str, np.ndarray]:
     text, networks = model.text, model.networks
     if job.part == "text":
         return {name: tokenizer(job.prompts, length=text.tokens) for name, tokenizer in model.tokenizers.items()}
-    samples = 2 * job.batch if job.part == "unet" else job.batch
+    guided = isinstance(networks.denoiser, UNetDenoiser)
+    samples = 2 * job.batch if job.part in DENOISERS and guided else job.batch
     inputs = {"latents": normal(*networks.latent_shape(samples, job.height, job.width))}
-    if job.part == "unet":
+    if job.part in DENOISERS:
         inputs["timesteps"] = np.full(samples, 500, np.float32)
         inputs["text"] = normal(samples, text.tokens, text.width)
+        if text.whole:
+            inputs["length"] = np.full(samples, text.tokens, np.int32)
         if text.pooled_width:
             inputs["pooled"] = normal(samples, text.pooled_width)
             size = (job.height, job.width, 0, 0, job.height, job.width)[: networks.size_numbers]

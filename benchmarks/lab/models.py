@@ -8,18 +8,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
+from benchmarks.lab.layouts import LAYOUTS, SMALL, Stored, write_chat_tokenizer
 from canvax.errors import InputError
 from canvax.models.networks import Networks
 from canvax.models.presets import PRESETS
-from canvax.params import count, flatten, init_param
-from canvax.types import DType
+from canvax.params import Param, flatten, init_param
+from canvax.types import DType, HostArray
 from canvax.weights.folder import KINDS, STEMS
 from canvax.weights.identify import INDEX
 from canvax.weights.location import BUNDLED
@@ -34,77 +39,142 @@ _CLASSES = {
     "text_encoder_2": "CLIPTextModelWithProjection",
 }
 
+KNOWN = {name: preset for name, preset in (PRESETS | SMALL).items() if name != "sdxl-refiner"}
+"""Presets that can draw by themselves, by name."""
+
 _SCHEDULER = {
     "_class_name": "DDIMScheduler", "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear",
     "clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1,
 }  # fmt: skip
 
 
-def write_random(folder: Path, preset: Networks, *, dtype: DType = np.float32, seed: int = 0) -> Path:
-    """A checkpoint of ``preset`` with random weights; the tokenizer is the bundled one.
+def write_random(folder: Path, preset: Networks, *, dtype: DType | None = None, seed: int = 0) -> Path:
+    """A checkpoint of ``preset`` with random weights; the tokenizers of CLIP are the bundled one.
 
-    One array at a time is made and written, so that memory does not matter.
+    One array of each component at a time is made and written, so that memory does not matter.
 
     Args:
         folder: where to write; must not exist.
         preset: the networks.
-        dtype: dtype of the stored weights, float32 or float16.
+        dtype: dtype of the stored weights; by default ``usual_dtype``.
         seed: of the weights.
 
     Raises:
         InputError: the disk has too little space; nothing has been written.
     """
+    dtype = usual_dtype(preset) if dtype is None else dtype
     check_space(folder, preset, dtype)
     folder.mkdir(parents=True)
-    rng = _Repeated(seed)
-    configs = {"unet": preset.denoiser.cfg, "vae": preset.vae, **preset.text.parts}
-    for name, spec in preset.specs().items():
-        library = KINDS[name]
-        kind = {"_class_name": _CLASSES[name]} if library == "diffusers" else {"model_type": "clip_text_model"}
+    layout = LAYOUTS.get(type(preset.denoiser))
+    configs = layout.configs(preset) if layout else _unet_configs(preset)
+
+    def write(name: str, arrays: Sequence[Outgoing]) -> None:
         (folder / name).mkdir()
-        config = {key: value for key, value in dataclasses.asdict(configs[name]).items() if value is not None}
-        _write_json(folder / name / "config.json", config | kind)
-        arrays = [
-            Outgoing(key, shape, np.dtype(dtype), partial(init_param, param, rng, dtype, shape))
-            for key, param in flatten(spec)
-            for shape in param.checkpoint_shapes[:1]
+        _write_json(folder / name / "config.json", configs[name])
+        write_safetensors(folder / name / f"{STEMS[KINDS[name]]}.safetensors", arrays, {"format": "pt"})
+
+    with ThreadPoolExecutor() as threads:
+        arrays = random_arrays(preset, dtype, seed)
+        list(threads.map(write, arrays.keys(), arrays.values()))
+    (folder / "scheduler").mkdir()
+    if layout:
+        write_chat_tokenizer(folder / "tokenizer")
+        scheduler = {"_class_name": layout.classes["scheduler"], **layout.scheduler}
+    else:
+        for name in preset.text.parts:
+            shutil.copytree(BUNDLED["emoji"] / "tokenizer", folder / name.replace("text_encoder", "tokenizer"))
+        scheduler = _SCHEDULER | {"prediction_type": preset.prediction}
+    _write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
+    _write_json(folder / INDEX, layout.index_of(preset) if layout else _unet_index(preset))
+    return folder
+
+
+def random_arrays(preset: Networks, dtype: DType, seed: int = 0) -> dict[str, Sequence[Outgoing]]:
+    """What the files of each component hold, under the names that diffusers and transformers give."""
+    layout, supply = LAYOUTS.get(type(preset.denoiser)), min(_NUMBERS, preset_bytes(preset, np.int8))
+    components: dict[str, Sequence[Outgoing]] = {}
+    for i, (name, arrays) in enumerate(_arrays(preset).items()):
+        numbers = _Numbers(seed + i, supply)  # one for each: they may be written at the same time
+        components[name] = [
+            Outgoing(key, shape, param.dtype_in(dtype), partial(numbers, param, param.dtype_in(dtype), shape))
+            for key, param, shape in arrays
         ]
-        write_safetensors(folder / name / f"{STEMS[library]}.safetensors", arrays, {"format": "pt"})
+        if layout and name not in layout.family.copied:
+            components[name] = layout.family.outgoing(preset, name, components[name])
+    return components
+
+
+def _arrays(preset: Networks) -> dict[str, list[Stored]]:
+    """The arrays of each component of a checkpoint."""
+    layout = LAYOUTS.get(type(preset.denoiser))
+    return {
+        name: list(layout.arrays(preset, name, spec))
+        if layout
+        else [Stored(key, param, param.checkpoint_shapes[0]) for key, param in flatten(spec)]
+        for name, spec in preset.specs().items()
+    }
+
+
+def _unet_configs(preset: Networks) -> dict[str, dict[str, Any]]:
+    configs = {"unet": preset.denoiser.cfg, "vae": preset.vae, **preset.text.parts}
+    kinds = {
+        name: {"_class_name": _CLASSES[name]} if KINDS[name] == "diffusers" else {"model_type": "clip_text_model"}
+        for name in configs
+    }
+    fields = {name: dataclasses.asdict(cfg).items() for name, cfg in configs.items()}
+    return {
+        name: {key: value for key, value in items if value is not None} | kinds[name] for name, items in fields.items()
+    }
+
+
+def _unet_index(preset: Networks) -> dict[str, Any]:
     index: dict[str, Any] = {name: [KINDS[name], _CLASSES[name]] for name in preset.specs()}
     for name in preset.text.parts:
-        tokenizer = name.replace("text_encoder", "tokenizer")
-        shutil.copytree(BUNDLED["emoji"] / "tokenizer", folder / tokenizer)
-        index[tokenizer] = ["transformers", "CLIPTokenizer"]
-    (folder / "scheduler").mkdir()
-    _write_json(folder / "scheduler" / "scheduler_config.json", _SCHEDULER | {"prediction_type": preset.prediction})
+        index[name.replace("text_encoder", "tokenizer")] = ["transformers", "CLIPTokenizer"]
     index |= {
         "_class_name": "StableDiffusionXLPipeline" if preset.text.pooled_width else "StableDiffusionPipeline",
         "scheduler": ["diffusers", "DDIMScheduler"],
     }
     if "text_encoder" not in preset.text.parts:
         index |= {"_class_name": "StableDiffusionXLImg2ImgPipeline", "requires_aesthetics_score": True}
-    _write_json(folder / INDEX, index)
-    return folder
+    return index
 
 
-class _Repeated(np.random.Generator):
-    """Normal numbers that begin again after 16 million: drawing each of SDXL's weights takes a minute."""
+class _Numbers:
+    """Random arrays of ``count`` normal numbers that begin again and again, scaled and rounded once for a deviation.
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(np.random.PCG64(seed))
-        self._numbers = np.tile(super().standard_normal(_NUMBERS, dtype=np.float32), 2)
-        self._next = 0
+    Drawing each weight of SDXL takes a minute, and rounding each of Krea 2 another.
+    """
 
-    def standard_normal(self, size: Any = None, dtype: Any = None, out: Any = None) -> Any:  # pyright: ignore
-        del dtype, out
-        values = np.resize(self._numbers[self._next :], size)
-        self._next = (self._next + values.size) % _NUMBERS
-        return values
+    def __init__(self, seed: int, count: int) -> None:
+        self._seed, self._count, self._next = seed, count, 0
+        self._made: dict[Any, HostArray] = {}
+
+    def __call__(self, param: Param, dtype: DType, shape: tuple[int, ...]) -> HostArray:
+        if param.init in ("zeros", "ones"):
+            return np.full(shape, param.init == "ones", dtype)
+        key = param.init, param.shape[:-1], dtype  # which decide the deviation
+        if key not in self._made:
+            made = init_param(param, np.random.default_rng(self._seed), dtype, (self._count,))
+            self._made[key] = made.view(f"u{made.itemsize}")  # copied by all threads at the same time
+        numbers, done = self._made[key], 0
+        out = np.empty(math.prod(shape), numbers.dtype)
+        while done < out.size:
+            part = numbers[self._next :][: out.size - done]
+            out[done : done + part.size] = part
+            done, self._next = done + part.size, (self._next + part.size) % self._count
+        return out.view(dtype).reshape(shape)
+
+
+def usual_dtype(preset: Networks) -> DType:
+    """That in which models of this kind are published."""
+    return np.dtype(ml_dtypes.bfloat16 if type(preset.denoiser) in LAYOUTS else np.float16)
 
 
 def preset_bytes(preset: Networks, dtype: DType) -> int:
     """Bytes of the weights of a preset."""
-    return sum(count(spec) for spec in preset.specs().values()) * np.dtype(dtype).itemsize
+    arrays = (array for part in _arrays(preset).values() for array in part)
+    return sum(math.prod(array.shape) for array in arrays) * np.dtype(dtype).itemsize
 
 
 def check_space(folder: Path, preset: Networks, dtype: DType) -> None:
@@ -124,7 +194,7 @@ def check_space(folder: Path, preset: Networks, dtype: DType) -> None:
 
 def find_preset(model: str) -> Networks | None:
     """The preset of that name that can draw by itself; None if ``model`` is something else."""
-    return None if model == "sdxl-refiner" else PRESETS.get(model)
+    return KNOWN.get(model)
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -133,7 +203,7 @@ def _write_json(path: Path, value: Any) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("preset", choices=sorted(PRESETS))
+    parser.add_argument("preset", choices=sorted(KNOWN))
     parser.add_argument("folder", type=Path)
     given = parser.parse_args()
-    write_random(given.folder, PRESETS[given.preset], dtype=np.float16)
+    write_random(given.folder, KNOWN[given.preset])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,15 +15,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 import canvax
-from benchmarks.lab.job import Job, make_inputs
+from benchmarks.lab.job import DENOISERS, Job, make_inputs, names_of
 from canvax.compile.monitor import compilations, traces
 from canvax.families.base import Model
 from canvax.families.read import read_model
 from canvax.kernels.target import compiled_on, compiling_for
 from canvax.models.configs import VaeConfig
+from canvax.models.denoiser import Denoiser
+from canvax.models.flux2_vae import Flux2VaeConfig, flux2_vae_decode
 from canvax.models.text import encode_text
 from canvax.models.unet import unet
 from canvax.models.vae import vae_decode
+from canvax.models.wan_vae import WanVaeConfig, wan_vae_decode
 from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import place
 from canvax.params import Params
@@ -52,7 +56,8 @@ def prepare(job: Asked, inputs: dict[str, np.ndarray]) -> Ready:
     compiled = compiled_on(mesh, function, params, *arguments)
     facts = _facts(params) | {"load_s": loaded - began, "compile_s": time.perf_counter() - starts}
     facts["flops"] = _flops(function, params, arguments)
-    return lambda: jax.block_until_ready(compiled(params, *arguments)), _float32, facts
+    outputs = partial(_of_prompts, job, inputs) if job["part"] == "text" and model.text.whole else _float32
+    return lambda: jax.block_until_ready(compiled(params, *arguments)), outputs, facts
 
 
 def once(job: Asked, began: float) -> Once:
@@ -71,8 +76,7 @@ def _load(job: Asked) -> tuple[Model, Params, Mesh]:
     mesh, dtype = make_mesh(jax.devices()[:1]), parse_dtype(job["dtype"])
     files = open_files(Location(job["folder"]))
     model = read_model(files, dtype)
-    names = tuple(model.text.parts) if job["part"] == "text" else (job["part"],)
-    components = [part for part in model.components if part.name in names]
+    components = [part for part in model.components if part.name in names_of(job["part"], model)]
     params = load_components(files, components, dtype=dtype, place=lambda param, array: place(param, array, mesh))
     return model, jax.block_until_ready(params), mesh
 
@@ -86,14 +90,28 @@ def _call(
     dtype = jax.tree.leaves(params)[0].dtype
     latents = inputs["latents"].astype(dtype)
     if part == "vae":
-        cfg = model.vae
-        assert isinstance(cfg, VaeConfig)
-        return lambda p, z: vae_decode(p["vae"], z, cfg), (latents,)
+        cfg = getattr(model.vae, "cfg", model.vae)
+        decode: Any = _DECODERS[type(cfg)]
+        return lambda p, z: decode(p["vae"], z, cfg), (latents,)
+    if model.text.whole:
+        conditions = {"text": inputs["text"].astype(dtype), "length": inputs["length"]}
+        return partial(_evaluate, model.networks.denoiser), (latents, inputs["timesteps"], conditions)
     added = {name: inputs[name] for name in ("pooled", "time_ids") if name in inputs}
     if added:
         added["pooled"] = added["pooled"].astype(dtype)
     arguments = (latents, inputs["timesteps"], inputs["text"].astype(dtype), added)
     return lambda p, x, t, text, added: unet(p["unet"], x, t, text, model.unet, **added), arguments
+
+
+_DECODERS = {VaeConfig: vae_decode, Flux2VaeConfig: flux2_vae_decode, WanVaeConfig: wan_vae_decode}
+"""By the config of the autoencoder; what they give is in -1..1."""
+
+
+def _evaluate(denoiser: Denoiser, params: Params, x: Any, timesteps: Any, conditions: Any) -> Any:
+    """A whole evaluation of a transformer, with what a picture's other steps need not compute again."""
+    p = params[denoiser.component]
+    prepared = denoiser.prepare(p, conditions, x.shape)
+    return denoiser.apply(p, x, {"timestep": timesteps}, prepared, None)[0]
 
 
 def _picture(job: Asked, inputs: dict[str, np.ndarray], began: float) -> Ready:
@@ -105,7 +123,7 @@ def _picture(job: Asked, inputs: dict[str, np.ndarray], began: float) -> Ready:
     facts["flops"] = _picture_flops(job, pipe)
     return (
         partial(_draw, pipe, job, inputs["latents"]),
-        lambda result: {"latents": result.latents, "pixels": result.pixels},
+        partial(_seen, pipe, job, inputs["latents"]),
         facts,
     )
 
@@ -128,6 +146,14 @@ def _draw(pipe: canvax.StableDiffusion, job: Asked, latents: np.ndarray, callbac
     )
 
 
+def _seen(pipe: canvax.StableDiffusion, job: Asked, noise: np.ndarray, result: canvax.Result) -> dict[str, np.ndarray]:
+    """What is compared; of a model without guidance also one step, see ``benchmarks.lab.measure.DRIFT``."""
+    results = {"": result}
+    if job["guidance"] <= 1:
+        results["one_step_"] = _draw(pipe, job | {"steps": 1}, noise)
+    return {f"{of}{name}": getattr(each, name) for of, each in results.items() for name in ("latents", "pixels")}
+
+
 def _load_once(job: Asked) -> Once:
     _ = canvax.StableDiffusion  # importing it is no part of loading, nor is starting the device
     jax.devices()
@@ -136,7 +162,8 @@ def _load_once(job: Asked) -> Once:
     facts = {"seconds": time.perf_counter() - began} | _facts(params) | {"device_peak_bytes": device_peak(job)}
 
     def check() -> list[float]:
-        leaves = jax.tree.leaves(params)
+        assert params is not None
+        leaves = jax.tree.leaves([params[name] for name in job["checked"]])
         return [sum(leaf.size for leaf in leaves), sum(map(_square, leaves))]
 
     return facts, check
@@ -162,7 +189,7 @@ def _start(job: Asked, began: float) -> Once:
     result.save(Path(job["pictures"]))
     note("picture")
     facts = _facts(pipe.params) | {"moments": moments, "traces": traces(), "compilations": compilations()}
-    return facts, lambda: np.savez(job["outputs"], latents=result.latents, pixels=result.pixels)
+    return facts, lambda: np.savez(job["outputs"], **_seen(pipe, job, latents, result))  # type: ignore[arg-type]
 
 
 def _facts(params: Any) -> dict[str, Any]:
@@ -177,6 +204,12 @@ def _facts(params: Any) -> dict[str, Any]:
 def _float32(result: Any) -> dict[str, np.ndarray]:
     named = result if isinstance(result, dict) else {"output": result}
     return {name: np.asarray(array, np.float32) for name, array in named.items()}
+
+
+def _of_prompts(job: Asked, inputs: dict[str, np.ndarray], result: Any) -> dict[str, np.ndarray]:
+    """Features without those of padding, which are nobody's, but for those of FLUX.2."""
+    (ids,) = inputs.values()
+    return {"text": _float32(result)["text"] * ((ids >= 0) | (job["family"] == "flux2"))[..., None]}
 
 
 def _square(leaf: Any) -> float:
@@ -195,12 +228,17 @@ def _flops(function: Callable[..., Any], params: Params, arguments: tuple[Any, .
 
 
 def _picture_flops(job: Asked, pipe: canvax.StableDiffusion) -> float:
-    """Both prompts, all guided steps, decoding."""
+    """All prompts, all steps, decoding. What a transformer prepares counts once."""
     assert pipe.params is not None
-    names = ("folder", "width", "height", "batch", "steps", "dtype", "device")
-    total = 0.0
-    for part, times in (("text", 2), ("unet", job["steps"]), ("vae", 1)):
-        numbers = make_inputs(Job(part=part, **{name: job[name] for name in names}), pipe.model)
-        function, arguments = _call(part, pipe.model, pipe.params, numbers)
-        total += times * _flops(function, pipe.params, arguments)
+    model, params, total = pipe.model, pipe.params, 0.0
+    whole = Job(**{field.name: job[field.name] for field in dataclasses.fields(Job)})
+    texts = 1 if model.text.whole else 2
+    for part, times in (("text", texts), ("denoiser", job["steps"]), ("vae", 1)):
+        numbers = make_inputs(dataclasses.replace(whole, part=part), model)
+        function, arguments = _call(part, model, params, numbers)
+        total += times * _flops(function, params, arguments)
+        if part in DENOISERS and model.text.whole:
+            denoiser, (x, _, conditions) = model.networks.denoiser, arguments
+            prepare = partial(denoiser.prepare, latents=x.shape)
+            total -= (times - 1) * _flops(prepare, params[denoiser.component], (conditions,))
     return total

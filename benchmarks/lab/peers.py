@@ -53,8 +53,8 @@ def prepare_openvino(job: Job, inputs: dict[str, np.ndarray]) -> Ready:
     import openvino
     import torch
 
-    if job["device"] != "cpu" or job["part"] not in ("unet", "vae"):
-        raise SystemExit("openvino takes part in unet and vae, with --device cpu")
+    if job["device"] != "cpu" or job["part"] not in ("unet", "vae") or job["family"] in _TRANSFORMERS:
+        raise SystemExit("openvino takes part in unet and vae of Stable Diffusion, with --device cpu")
     began = time.perf_counter()
     loaded = job | {"dtype": "float32"}
     tensors = [_images(loaded, inputs["latents"])]
@@ -106,9 +106,52 @@ def device_peak(job: Job) -> int | None:
     return torch.cuda.max_memory_allocated() if job["device"] == "gpu" else None
 
 
+def _denoiser(job: Job, inputs: dict[str, np.ndarray], compiled: str) -> Any:
+    """An evaluation of a transformer, as its pipeline calls it; its velocity is noise minus image for all families."""
+    import diffusers
+    import torch
+
+    model = _from_pretrained(getattr(diffusers, _TRANSFORMERS[job["family"]]), job, "transformer").eval()
+    called = _compile_transformer(model, compiled) if compiled else model
+    _, h, w, _ = inputs["latents"].shape
+    latents = _tensor(job, np.moveaxis(inputs["latents"], -1, 1), job["dtype"])
+    text, times = _tensor(job, inputs["text"], job["dtype"]), _tensor(job, inputs["timesteps"]) / 1000
+    rows = torch.arange(text.shape[1], device=text.device)
+    if job["family"] == "z-image":
+        images, captions = list(latents[:, :, None].unbind()), list(text.unbind())
+        run = partial(called, images, 1 - times, captions, return_dict=False)
+        return run, lambda result: {"output": -_channels_last(torch.stack(result[0])[:, :, 0])}, [model]
+    places = torch.cartesian_prod(torch.arange(1), torch.arange(h), torch.arange(w)).to(text.device)
+    if job["family"] == "flux2":
+        tokens = latents.flatten(2).mT.contiguous()
+        places = torch.nn.functional.pad(places, (0, 1))[None].expand(len(tokens), -1, -1)
+        words = torch.nn.functional.pad(rows[:, None], (3, 0))[None].expand(len(tokens), -1, -1)
+        run = partial(called, tokens, text, times.to(text.dtype), places, words, None, return_dict=False)
+        return run, lambda result: {"output": _channels_last(result[0].mT.unflatten(2, (h, w)))}, [model]
+    kept = text[:, KREA2_DROPPED:].unflatten(2, (model.config.num_text_layers, -1))
+    places = torch.cartesian_prod(torch.arange(1), torch.arange(h // 2), torch.arange(w // 2)).to(text.device)
+    places = torch.cat([torch.zeros(kept.shape[1], 3, device=text.device), places.float()])
+    mask = torch.ones(kept.shape[:2], dtype=torch.bool, device=text.device)
+    run = partial(called, _squares(latents), kept, times.to(text.dtype), places, mask, return_dict=False)
+    return run, lambda result: {"output": _channels_last(_from_squares(result[0], h, w))}, [model]
+
+
+def _squares(latents: Any) -> Any:
+    """[B, C, h, w] -> squares of 2 x 2 latents as tokens [B, L, C * 4], as Krea 2's pipeline packs them."""
+    return latents.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def _from_squares(tokens: Any, h: int, w: int) -> Any:
+    """The inverse."""
+    squares = tokens.unflatten(2, (-1, 2, 2)).unflatten(1, (h // 2, w // 2))
+    return squares.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+
+
 def _unet(job: Job, inputs: dict[str, np.ndarray], compiled: str) -> Any:
     import diffusers
 
+    if job["family"] in _TRANSFORMERS:
+        return _denoiser(job, inputs, compiled)
     model = _network(diffusers.UNet2DConditionModel, job, "unet")
     if compiled:
         model.fuse_qkv_projections()
@@ -128,14 +171,38 @@ def _unet(job: Job, inputs: dict[str, np.ndarray], compiled: str) -> Any:
 def _vae(job: Job, inputs: dict[str, np.ndarray], compiled: str) -> Any:
     import diffusers
 
-    model = _network(diffusers.AutoencoderKL, job, "vae")
-    latents, scale = _images(job, inputs["latents"]), model.config.scaling_factor
+    latents = _images(job, inputs["latents"])
+    if job["family"] == "krea-2":
+        model = _from_pretrained(diffusers.AutoencoderKLQwenImage, job, "vae").eval()
+        mean, deviation = (
+            _tensor(job, np.float32(model.config[name]), job["dtype"])[None, :, None, None, None]
+            for name in ("latents_mean", "latents_std")
+        )
+        decode = _compile(model.decode, compiled, whole=False) if compiled else model.decode
+        return (
+            lambda: decode(latents[:, :, None] * deviation + mean, return_dict=False)[0][:, :, 0],
+            lambda result: {"output": _channels_last(result)},
+            [model],
+        )
+    cls = diffusers.AutoencoderKLFlux2 if job["family"] == "flux2" else diffusers.AutoencoderKL
+    model = _network(cls, job, "vae")
+    if job["family"] == "flux2":
+        statistics = model.bn.running_mean, (model.bn.running_var + model.config.batch_norm_eps).sqrt()
+        mean, deviation = (value.to(latents)[None, :, None, None] for value in statistics)
+
+        def scaled() -> Any:
+            return diffusers.Flux2KleinPipeline._unpatchify_latents(latents * deviation + mean)
+    else:
+
+        def scaled() -> Any:
+            return latents / model.config.scaling_factor + (getattr(model.config, "shift_factor", None) or 0.0)
+
     decode = model.decode
     if compiled:
         model.fuse_qkv_projections()
         decode = _compile(model.decode, compiled)
     return (
-        lambda: decode(latents / scale, return_dict=False)[0],
+        lambda: decode(scaled(), return_dict=False)[0],
         lambda result: {"output": _channels_last(result)},
         [model],
     )
@@ -146,6 +213,8 @@ def _text(job: Job, inputs: dict[str, np.ndarray], compiled: str) -> Any:
     import torch
     import transformers
 
+    if job["family"] in _TRANSFORMERS:
+        return _language_model(job, inputs["text_encoder"], compiled)
     encoders = {}
     for name in inputs:
         cls = transformers.CLIPTextModelWithProjection if name.endswith("_2") else transformers.CLIPTextModel
@@ -165,25 +234,61 @@ def _text(job: Job, inputs: dict[str, np.ndarray], compiled: str) -> Any:
     return run, lambda result: {name: _numpy(tensor) for name, tensor in result.items()}, modules
 
 
+def _language_model(job: Job, tokens: np.ndarray, compiled: str) -> Any:
+    """The layers that the pipelines read of it, side by side; ids below 0 are padding."""
+    import torch
+    import transformers
+
+    index = json.loads((Path(job["folder"]) / "model_index.json").read_text())
+    model = _from_pretrained(getattr(transformers, index["text_encoder"][1]), job, "text_encoder").eval()
+    called = _compile(model, compiled, whole=False) if compiled else model
+    taps = {"z-image": (-2,), "flux2": (9, 18, 27)}.get(job["family"]) or index["text_encoder_select_layers"]
+    ids = torch.from_numpy(np.where(tokens < 0, ~tokens, tokens).astype(np.int64)).to(_device(job))
+    mask = torch.from_numpy((tokens >= 0).astype(np.int64)).to(_device(job))
+
+    def run() -> Any:
+        states = called(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False).hidden_states
+        return torch.stack([states[tap] for tap in taps], dim=2).flatten(2)
+
+    # Features of padding are nobody's, but for those of FLUX.2.
+    seen = np.ones_like(tokens) if job["family"] == "flux2" else tokens >= 0
+    return run, lambda result: {"text": _numpy(result) * seen[..., None]}, [model]
+
+
 def _picture(job: Job, inputs: dict[str, np.ndarray], compiled: str) -> Any:
     import torch
 
-    pipe = _pipeline(job)
-    pipe.unet.to(memory_format=torch.channels_last)
-    pipe.vae.to(memory_format=torch.channels_last)
+    pipe, whole = _pipeline(job), job["family"] != "krea-2"  # whose autoencoder is for videos
+    if whole:
+        pipe.vae.to(memory_format=torch.channels_last)
     modules = _modules(pipe)
+    if job["family"] not in _TRANSFORMERS:
+        pipe.unet.to(memory_format=torch.channels_last)
+        if compiled:
+            pipe.fuse_qkv_projections()
+            pipe.unet = _compile(pipe.unet, compiled)
+    elif compiled:
+        pipe.transformer = _compile_transformer(pipe.transformer, compiled)
     if compiled:
-        pipe.fuse_qkv_projections()
-        pipe.unet = _compile(pipe.unet, compiled)
-        pipe.vae.decode = _compile(pipe.vae.decode, compiled)
+        pipe.vae.decode = _compile(pipe.vae.decode, compiled, whole=whole)
     return (
         partial(_draw, pipe, job, inputs["latents"]),
-        lambda result: {name: result[name] for name in ("latents", "pixels")},
+        partial(_seen, pipe, job, inputs["latents"]),
         modules,
     )
 
 
-_PARTS = {"unet": _unet, "vae": _vae, "text": _text, "picture": _picture}
+_TRANSFORMERS = {
+    "z-image": "ZImageTransformer2DModel",
+    "flux2": "Flux2Transformer2DModel",
+    "krea-2": "Krea2Transformer2DModel",
+}
+"""Classes of denoisers by family; other families have a UNet."""
+
+KREA2_DROPPED = 34
+"""Tokens of the template before a prompt, whose features Krea 2 does not read."""
+
+_PARTS = {"denoiser": _unet, "unet": _unet, "vae": _vae, "text": _text, "picture": _picture}
 
 
 def _draw(pipe: Any, job: Job, noise: np.ndarray, first_step: Callable[[], object] | None = None) -> dict[str, Any]:
@@ -197,18 +302,37 @@ def _draw(pipe: Any, job: Job, noise: np.ndarray, first_step: Callable[[], objec
         seen["latents"] = values["latents"]
         return {}
 
+    family, (_, h, w, _) = job["family"], noise.shape
+    # Z-Image's pipeline keeps latents in float32.
+    latents = _tensor(job, np.moveaxis(noise, -1, 1), "float32" if family == "z-image" else job["dtype"])
     pixels = pipe(
-        job["prompts"],
+        prompt=list(job["prompts"]),  # which Z-Image's pipeline writes into
         height=job["height"],
         width=job["width"],
         num_inference_steps=job["steps"],
         guidance_scale=job["guidance"],
-        latents=_tensor(job, np.moveaxis(noise, -1, 1), job["dtype"]),
+        latents=_squares(latents) if family == "krea-2" else latents,
         output_type="np",
         callback_on_step_end=after_step,
+        **({"max_sequence_length": job["text_rows"]} if job["text_rows"] else {}),
     ).images
-    images = pipe.numpy_to_pil(pixels)
-    return {"latents": _channels_last(seen["latents"]), "pixels": pixels, "images": images}
+    images, last = pipe.numpy_to_pil(pixels), seen["latents"]
+    if family == "krea-2":
+        last = _from_squares(last, h, w)
+    elif family == "flux2":
+        last = last.mT.unflatten(2, (h, w))
+    return {"latents": _channels_last(last), "pixels": pixels, "images": images}
+
+
+def _seen(pipe: Any, job: Job, noise: np.ndarray, result: dict[str, Any]) -> dict[str, Any]:
+    """What is compared; of a model without guidance also one step."""
+    import torch
+
+    results = {"": result}
+    if job["guidance"] <= 1:
+        with torch.no_grad():
+            results["one_step_"] = _draw(pipe, job | {"steps": 1}, noise)
+    return {f"{of}{name}": each[name] for of, each in results.items() for name in ("latents", "pixels")}
 
 
 def _pipeline(job: Job) -> Any:
@@ -216,7 +340,8 @@ def _pipeline(job: Job) -> Any:
 
     diffusers.utils.logging.disable_progress_bar()
     pipe = _from_pretrained(diffusers.DiffusionPipeline, job, "")
-    pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)
+    if job["family"] not in _TRANSFORMERS:
+        pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -244,6 +369,18 @@ def _compile(function: Any, mode: str, *, whole: bool = True) -> Any:
     import torch
 
     return torch.compile(function, mode=mode, fullgraph=whole)
+
+
+def _compile_transformer(model: Any, mode: str) -> Any:
+    """FLUX.2's with fused projections, which the others do not read."""
+    import torch
+
+    if type(model).__name__ == "Flux2Transformer2DModel":
+        model.fuse_qkv_projections()
+    if hasattr(getattr(model, "rope_embedder", None), "freqs_cis"):
+        # Z-Image's makes tables of positions in its first call, in a way that cannot be compiled.
+        model.rope_embedder(torch.zeros(1, 3, dtype=torch.int32, device=model.device))
+    return _compile(model, mode)
 
 
 def _settle(job: Job, compiled: str) -> None:
@@ -322,7 +459,7 @@ def _load_once(job: Job) -> Once:
 
     index = json.loads((Path(job["folder"]) / "model_index.json").read_text())
     getattr(diffusers, index["_class_name"].removeprefix("Flax"))  # importing it is no part of loading
-    for library, name in (value for value in index.values() if isinstance(value, list) and value[1]):
+    for library, name in (value for value in index.values() if isinstance(value, list) and isinstance(value[-1], str)):
         getattr({"diffusers": diffusers, "transformers": transformers}.get(library), name, None)
     _settle(job, compiled="")
     if job["device"] == "gpu":
@@ -334,7 +471,8 @@ def _load_once(job: Job) -> Once:
     modules = _modules(pipe)
 
     def check() -> list[float]:
-        weights = [weight.detach().flatten() for module in modules for weight in module.parameters()]
+        checked = [getattr(pipe, name) for name in job["checked"]]
+        weights = [weight.detach().flatten() for module in checked for weight in module.parameters()]
         squares = sum(float(part.float().square().sum()) for one in weights for part in one.split(1 << 20))
         return [sum(weight.numel() for weight in weights), squares]
 
@@ -357,8 +495,8 @@ def _start(job: Job, began: float) -> Once:
     for number, image in enumerate(result["images"]):
         image.save(Path(job["pictures"]) / f"{number}.png")
     moments["picture"] = time.time() - began
-    outputs = {name: result[name] for name in ("latents", "pixels")}
-    return _facts(job, _modules(pipe)) | {"moments": moments}, lambda: np.savez(job["outputs"], **outputs)
+    facts = _facts(job, _modules(pipe)) | {"moments": moments}
+    return facts, lambda: np.savez(job["outputs"], **_seen(pipe, job, noise, result))
 
 
 CONTENDERS = {

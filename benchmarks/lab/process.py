@@ -22,7 +22,13 @@ import importlib.util as u, sys
 print(*[name for name in sys.argv[1:] if u.find_spec(name) is None])
 """
 _TRACEBACK = re.compile(r"^Traceback .*\n(?:[ ]+.*\n)*", re.MULTILINE)
-_PROBE = "import json, jax; d = jax.devices()[0]; print(json.dumps([d.platform, d.device_kind]))"
+_PROBE = """
+import json, os, jax
+device = jax.devices()[0]
+limit = (device.memory_stats() or {}).get("bytes_limit")
+share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))  # of the GPU that JAX takes at most
+print(json.dumps([device.platform, device.device_kind, limit and int(limit / share)]))
+"""
 
 
 @dataclass(frozen=True)
@@ -125,8 +131,8 @@ def check_peer(contender: Contender) -> None:
         raise InputError(f"--against {contender.name}: {contender.python} lacks {missing}; {cure}")
 
 
-def probe(device: str) -> tuple[str, str]:
-    """Platform and kind of the device that canvax would use, asked in a process of its own: a GPU stays free.
+def probe(device: str) -> tuple[str, str, int | None]:
+    """Platform, kind and memory of the device that canvax would use, asked in a process of its own: a GPU stays free.
 
     Raises:
         InputError: there is no such device.
@@ -137,5 +143,5 @@ def probe(device: str) -> tuple[str, str]:
         last = (done.stderr.strip().splitlines() or [""])[-1]
         cure = "; pip install '.[cuda]'" if device == "gpu" else ""
         raise InputError(f"--device {device}: JAX has no such device ({last[:200]}){cure}")
-    platform, kind = json.loads(done.stdout.splitlines()[-1])
-    return platform, kind
+    platform, kind, memory = json.loads(done.stdout.splitlines()[-1])
+    return platform, kind, memory

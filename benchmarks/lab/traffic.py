@@ -33,7 +33,7 @@ class Mix:
         sizes: image sizes as WIDTHxHEIGHT in pixels, such as "256x256".
         steps: of the sampler.
         samplers: names that canvax and diffusers both have (not DPM++ 2M Karras: diffusers 0.42 fails at 30 steps of it
-            where the terminal SNR is zero).
+            where the terminal SNR is zero); () for the model's own.
         guidance: guidance_scale; 1 switches it off.
         counts: images of a request.
     """
@@ -64,7 +64,13 @@ MIXES = {
 }
 MIXES["middling"] = replace(MIXES["default"], sizes=(("512x512", 1.0),), steps=((20, 1.0), (30, 1.0)))
 MIXES["large"] = replace(MIXES["default"], sizes=(("1024x1024", 1.0),), steps=((20, 1.0), (30, 1.0)))
-"""By name. In "alike" nobody differs, which is the best case of whole batches."""
+MIXES["few"] = replace(
+    MIXES["alike"], sizes=(("512x512", 1.0),), steps=((4, 1.0),), samplers=(), guidance=((1.0, 1.0),)
+)  # fmt: skip
+MIXES["short and long"] = replace(
+    MIXES["alike"], sizes=(("1024x1024", 1.0),), steps=((4, 1.0), (50, 1.0)), samplers=()
+)  # fmt: skip
+"""By name. In "alike" nobody differs, which is the best case of whole batches; "few" is for few-step models."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ def requests(
             "prompt": f"a {chance.choice(_COLOURS)} {chance.choice(_THINGS)}",
             "size": _one_of(chance, mix.sizes),
             "steps": _one_of(chance, mix.steps),
-            "sampler": _one_of(chance, mix.samplers),
+            **({"sampler": _one_of(chance, mix.samplers)} if mix.samplers else {}),
             "guidance_scale": _one_of(chance, mix.guidance),
             "n": _one_of(chance, mix.counts),
             "seed": chance.randrange(2**32),

@@ -6,6 +6,7 @@ says what must stay the same.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -14,7 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,13 @@ from canvax.pipelines.loaded import open_model
 from canvax.pipelines.options import Options
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.tokenizers.concepts import FILE as CONCEPTS
-from canvax.train.diffusion import denoising_data, denoising_loss, new_denoiser
+from canvax.train.diffusion import denoising_loss, new_denoiser
 from canvax.train.encoding import encode_pictures
 from canvax.train.loop import Plan, Session, check_same, facts_of, fit
 from canvax.train.pictures import Pictures, read_pictures
-from canvax.train.state import load_state, save_state
+from canvax.train.state import load_state, read_facts, save_state
 from canvax.types import DType, HostArray
+from canvax.weights.safetensors import open_safetensors
 from canvax.weights.save import write_json
 from recipes.emoji.assemble import Design, check_tokenizer, open_skeleton, save_model, write_skeleton
 from recipes.emoji.autoencoder import (
@@ -202,15 +204,19 @@ SIZES: dict[str, Any] = {
 }
 """The model in the package."""
 
+MORE = {"mirrored": 7_000, "coloured": 24_000, "pair": 60_000, "count": 12_000, "posed": 30_000}
+"""Variations for a training that sees each of them a hundred times: with few pairs of each drawing, it would learn them
+by heart. Posed drawings are too much for a run on the CPU."""
+
 RECIPES = {
     "gpu": Recipe(
-        **{**SIZES, "variations": {**SIZES["variations"], "posed": 14_000}},  # too much for a run on the CPU
+        **{**SIZES, "variations": MORE},
         autoencoder=Plan(steps=12_000, batch=128, learning_rate=1e-3, chunk=100),
-        decoder=Plan(steps=3_000, batch=32, learning_rate=3e-4, chunk=50),
-        diffusion=Plan(steps=20_000, batch=512, learning_rate=1.5e-3, average=0.9995, chunk=50),
-        edges=Plan(steps=500, batch=64, learning_rate=2e-3, chunk=20, warmup=50, average=0.99, final=0.1),
-        pieces=Plan(steps=8_000, batch=64, learning_rate=1e-3, rates=CRITIC, chunk=20, warmup=50),
-        whole=Plan(steps=4_000, batch=32, learning_rate=5e-4, rates=CRITIC, chunk=10, warmup=50),
+        decoder=Plan(steps=4_000, batch=32, learning_rate=3e-4, chunk=100),
+        diffusion=Plan(steps=40_000, batch=512, learning_rate=1.5e-3, average=0.9995, chunk=200),
+        edges=Plan(steps=600, batch=64, learning_rate=2e-3, chunk=40, warmup=50, average=0.99, final=0.1),
+        pieces=Plan(steps=8_000, batch=64, learning_rate=1e-3, rates=CRITIC, chunk=40, warmup=50),
+        whole=Plan(steps=4_000, batch=32, learning_rate=5e-4, rates=CRITIC, chunk=20, warmup=50),
         mixed=True,
     ),
     "cpu": Recipe(
@@ -243,6 +249,9 @@ RECIPES = {
 }
 """By name: ``gpu`` and ``cpu`` make models of the same sizes; ``smoke`` nothing to look at, in seconds."""
 
+
+LENGTH = 77
+"""Tokens of a caption."""
 
 REDRAWN, STEPS = (0.7,), 10
 """Strengths, and steps of a whole run, with which the denoiser redraws what the larger decoder learns from."""
@@ -349,7 +358,7 @@ def _with_vocabulary(run: Run, train: Pictures) -> Recipe:
         shutil.copytree(run.start / "tokenizer", folder / "tokenizer")
     if not (folder / "tokenizer" / "tokenizer_config.json").is_file():
         vocabulary, merges = learn_vocabulary((c for texts in train.captions for c in texts), run.recipe.vocabulary)
-        save_vocabulary(folder / "tokenizer", vocabulary, merges, 77)
+        save_vocabulary(folder / "tokenizer", vocabulary, merges, LENGTH)
     tokenizer = ClipTokenizer.from_folder(folder / "tokenizer")
     recipe = replace(run.recipe, vocabulary=tokenizer.backend.get_vocab_size())
     check_tokenizer(tokenizer, recipe.design.text)
@@ -434,13 +443,13 @@ def _diffusion(run: Run, recipe: Recipe, train: Pictures, vae: Params, start: Pa
     design = recipe.design
     pipe = open_skeleton(_skeleton(run, recipe), run.mesh)
     (tokenizer,) = pipe.model.tokenizers.values()
-    latents, captions = _latents(run, recipe, train, vae)
-    if latents is None:
+    samples = _samples(run, recipe, train, vae, tokenizer)
+    if samples is None:
         return {}, False
     count = len(train)
-    texts = learnt_captions(recipe, captions[:count]) + [list(of_one[: recipe.forms]) for of_one in captions[count:]]
-    data, shared = denoising_data({FIRST: tokenizer}, latents, texts, 77)
-    data = jax.tree.map(lambda rows: np.concatenate([*[rows[:count]] * recipe.repeats, rows[count:]]), data)
+    samples = {name: np.concatenate([*[rows[:count]] * recipe.repeats, rows[count:]]) for name, rows in samples.items()}
+    data = {"latents": samples["latents"], "ids": {FIRST: samples["ids"]}}
+    shared = {"empty": {FIRST: tokenizer([""], length=LENGTH)[0]}}
 
     def preview(step: int, params: Params) -> None:
         options = Options(progress=False)
@@ -466,26 +475,68 @@ def learnt_captions(recipe: Recipe, captions: Sequence[Sequence[str]]) -> list[l
     return [[*of_one[: recipe.forms], *list(of_one[PLAIN]) * recipe.plain] for of_one in captions]
 
 
-def _latents(run: Run, recipe: Recipe, train: Pictures, vae: Params) -> tuple[HostArray | None, list[Sequence[str]]]:
-    """Latents of the drawings, then of their variations, [N, 1, h, w, C] float16, and the captions of each.
+def _samples(
+    run: Run, recipe: Recipe, train: Pictures, vae: Params, tokenizer: ClipTokenizer
+) -> dict[str, HostArray] | None:
+    """Of each drawing, then of each variation: latents [N, 1, h, w, C] float16, and ids of captions [N, M, T].
 
-    There are no latents if the deadline came first; those that were made are kept.
+    None if the deadline came first.
     """
-    folder, cfg = run.folder / "latents", recipe.design.vae
-    folder.mkdir(parents=True, exist_ok=True)
+    path, parts = run.folder / "samples.safetensors", run.folder / "latents"
+    facts = _facts(run, {name: vae[name] for name in ("encoder", "quant_conv")})
+    if (kept := _kept(path, facts)) is not None:
+        return kept
+    latents, captions = _latents(run, parts, recipe, train, vae, facts)
+    if latents is None:
+        return None
+    count = len(train)
+    texts = learnt_captions(recipe, captions[:count]) + [list(of_one[: recipe.forms]) for of_one in captions[count:]]
+    # A picture with few captions repeats them, and pictures share theirs: each text is tokenised once.
+    unique = {text: place for place, text in enumerate(dict.fromkeys(chain.from_iterable(texts)))}
+    most = max(len(of_one) for of_one in texts)
+    places = np.array([[unique[of_one[i % len(of_one)]] for i in range(most)] for of_one in texts])
+    samples = {"latents": latents, "ids": tokenizer(list(unique), length=LENGTH)[places]}
+    save_state(path, samples, facts)
+    shutil.rmtree(parts)
+    return samples
+
+
+def _latents(
+    run: Run, folder: Path, recipe: Recipe, train: Pictures, vae: Params, facts: Mapping[str, Any]
+) -> tuple[HostArray | None, list[Sequence[str]]]:
+    """Latents and captions; no latents if the deadline came first, and those that were made are in ``folder``."""
     run.say("encoding drawings and variations, but those whose latents are there")
     captions: list[Sequence[str]] = []
     parts = []
     for number, (pixels, texts) in enumerate(_groups(train, recipe.variations)):
         captions += texts
-        path = folder / f"{number:03d}.npy"
-        if path.is_file():
-            parts.append(np.load(path))
-        elif run.deadline is not None and time.monotonic() > run.deadline:
+        path = folder / f"{number:03d}.safetensors"
+        part = _kept(path, facts)
+        if part is None and run.deadline is not None and time.monotonic() > run.deadline:
             return None, captions
-        else:
-            parts.append(_saved(path, encode_pictures(vae, pixels, cfg, run.mesh).astype(np.float16)[:, None]))
+        if part is None:
+            latents = encode_pictures(vae, pixels, recipe.design.vae, run.mesh).astype(np.float16)[:, None]
+            part = {"latents": latents}
+            save_state(path, part, facts)
+        parts.append(part["latents"])
     return np.concatenate(parts), captions
+
+
+def _facts(run: Run, params: Params) -> dict[str, Any]:
+    """What arrays are made of: the run's drawings and sizes, its vocabulary, and some parameters."""
+    digest = hashlib.sha256()
+    for name in ("vocab.json", "merges.txt"):
+        digest.update((run.folder / "skeleton" / "tokenizer" / name).read_bytes())
+    for leaf in jax.tree.leaves(jax.device_get(params)):
+        digest.update(np.ascontiguousarray(leaf).data)
+    return {**read_json(run.folder / "run.json"), "made of": digest.hexdigest()}
+
+
+def _kept(path: Path, facts: Mapping[str, Any]) -> dict[str, HostArray] | None:
+    """Arrays that an earlier call wrote, or None if there are none, or they were made of something else."""
+    if not path.is_file() or read_facts(path) != facts:
+        return None
+    return {entry.name: entry.read() for entry in open_safetensors(path)}
 
 
 def _groups(
@@ -498,22 +549,13 @@ def _groups(
         yield np.stack([v.pixels for v in group]), [v.captions for v in group]
 
 
-def _saved(path: Path, latents: HostArray) -> HostArray:
-    """Writes an array and returns it."""
-    with written(path) as temporary, temporary.open("wb") as file:
-        np.save(file, latents)
-    return latents
-
-
 def _enlarged(
     run: Run, recipe: Recipe, train: Pictures, held_out: Pictures, small: Params, denoiser: Params
 ) -> tuple[Params, bool]:
     """The autoencoder of large pictures, which also sees latents as the denoiser makes them."""
     configs = recipe.small.design.vae, recipe.design.vae
-    parts, texts = zip(*_groups(train, recipe.decoded), strict=True)
-    pixels, captions = np.concatenate(parts), [of_one[0] for group in texts for of_one in group]
-    latents = _versions(run, recipe, pixels, captions, {**denoiser, "vae": small})
-    vae, data, how = enlarged(small, *configs), (pixels, latents), {"dtype": recipe.dtype}
+    data = _versions(run, recipe, train, {**denoiser, "vae": small})
+    vae, how = enlarged(small, *configs), {"dtype": recipe.dtype}
     for name, plan, new in (("edges", recipe.edges, True), ("pieces", recipe.pieces, False)):
         vae, finished = train_pieces(
             vae, small, *data, configs, plan, run.session(name), crop=recipe.crop, new=new, **how
@@ -526,11 +568,16 @@ def _enlarged(
     return {name: part for name, part in vae.items() if name != "critic"}, finished
 
 
-def _versions(run: Run, recipe: Recipe, pixels: HostArray, captions: list[str], params: Params) -> HostArray:
-    """Latents of each picture, and as the denoiser redraws them: [N, V, h, w, C] in float16."""
-    path, design = run.folder / "versions.npy", recipe.small.design
-    if path.is_file():
-        return np.load(path)
+def _versions(run: Run, recipe: Recipe, train: Pictures, params: Params) -> tuple[HostArray, HostArray]:
+    """Drawings and variations, and their latents, true ones and as the denoiser redraws them: [N, V, h, w, C] float16.
+
+    The file has the pixels of the variations alone.
+    """
+    path, design, facts = run.folder / "versions.safetensors", recipe.small.design, _facts(run, params)
+    if (kept := _kept(path, facts)) is not None:
+        return np.concatenate([train.pixels, kept["pixels"]]), kept["latents"]
+    parts, texts = zip(*_groups(train, recipe.decoded), strict=True)
+    pixels, captions = np.concatenate(parts), [of_one[0] for group in texts for of_one in group]
     run.say(f"redrawing {len(pixels)} pictures")
     small = reduced(pixels, recipe.enlarge)
     pipe = open_skeleton(_skeleton(run, recipe.small), run.mesh)
@@ -544,4 +591,6 @@ def _versions(run: Run, recipe: Recipe, pixels: HostArray, captions: list[str], 
             for i in range(0, len(small), 32)
         ]  # fmt: skip
         versions.append(np.concatenate(parts))
-    return _saved(path, np.stack(versions, axis=1).astype(np.float16))
+    latents = np.stack(versions, axis=1).astype(np.float16)
+    save_state(path, {"pixels": pixels[len(train) :], "latents": latents}, facts)
+    return pixels, latents

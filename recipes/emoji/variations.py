@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from PIL import Image
@@ -17,6 +18,7 @@ from PIL import Image
 from canvax.train.pictures import Pictures
 from canvax.types import HostArray
 from recipes.emoji.captions import captions, with_article
+from recipes.emoji.enlarge import reduced
 
 COLOURS = {
     "red": (221, 46, 68),
@@ -78,6 +80,7 @@ def variations(drawings: Pictures, counts: Mapping[str, int], seed: int = 0) -> 
         seed: seed of the choices.
     """
     rng = np.random.default_rng(seed)
+    main_of = cache(lambda i: main_colour(drawings.pixels[i]))
     of_style: dict[str, list[int]] = {}
     for i, row in enumerate(drawings.rows):
         of_style.setdefault(row["style"], []).append(i)
@@ -88,7 +91,7 @@ def variations(drawings: Pictures, counts: Mapping[str, int], seed: int = 0) -> 
         if coloured == counts.get("coloured", 0):
             break
         row, colour = drawings.rows[i], str(rng.choice(list(COLOURS)))
-        main = main_colour(drawings.pixels[i])
+        main = main_of(i)
         if main is None or (colour != main.name and held_out_colour(row["label"], colour)):
             continue
         coloured += 1
@@ -109,7 +112,7 @@ def variations(drawings: Pictures, counts: Mapping[str, int], seed: int = 0) -> 
         yield Variation(picture, count_captions(number, row["label"].lower(), row["style"]), "count")
     for i in _order(rng, len(drawings), counts.get("posed", 0)):
         pixels, label, style = drawings.pixels[i], drawings.rows[i]["label"].lower(), drawings.rows[i]["style"]
-        colour, main = str(rng.choice(list(COLOURS))), main_colour(pixels) if rng.random() < 0.5 else None
+        colour, main = str(rng.choice(list(COLOURS))), main_of(i) if rng.random() < 0.5 else None
         if main is not None and colour != main.name and not held_out_colour(label, colour):
             pixels, label = recoloured(pixels, main, colour), bare(label)
         degrees, scale = float(rng.uniform(-TURN, TURN)), float(rng.uniform(SMALLEST, 1))
@@ -181,11 +184,11 @@ def side_by_side(drawings: Sequence[HostArray]) -> HostArray:
     """Two or three drawings at half their size on white: left and right, the third below them."""
     size = drawings[0].shape[0]
     half = size // 2
-    small = [d.reshape(half, 2, half, 2, 3).mean((1, 3)) for d in drawings]
-    picture = np.full((size, size, 3), 255.0)
+    small = reduced(np.stack(drawings), 2)
+    picture = np.full((size, size, 3), 255, np.uint8)
     for (top, left), drawing in zip(places(len(small), size), small, strict=True):
         picture[top : top + half, left : left + half] = drawing
-    return (picture + 0.5).astype(np.uint8)
+    return picture
 
 
 def places(count: int, size: int) -> list[tuple[int, int]]:

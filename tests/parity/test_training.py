@@ -151,7 +151,7 @@ def loss_of(pipe: Any, drawn: Any, *, gamma: float | None = None, controlnet: An
     schedule = diffusers.DDPMScheduler.from_config(pipe.scheduler.config)
     x0, noise = nchw(drawn.x0), nchw(drawn.noise)
     times = torch.from_numpy(drawn.times).long()
-    told = encoded(pipe, drawn.ids)
+    told = encoded(pipe, drawn.captions)
     if "added_cond_kwargs" in told:
         told["added_cond_kwargs"]["time_ids"] = torch.from_numpy(drawn.conditions["time_ids"])
     noisy = schedule.add_noise(x0, noise, times)
@@ -358,7 +358,7 @@ def test_controlnet(xl: Path, pictures: Path, seen: dict[str, Any], tmp_path: Pa
     assert written.config.block_out_channels == list(theirs.config.block_out_channels)
     image = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     drawn = next(iter(draws(seen, 0)))[0]
-    told = encoded(pipe, {part: ids[:1] for part, ids in drawn.ids.items()})
+    told = encoded(pipe, {part: ids[:1] for part, ids in drawn.captions.items()})
     told["added_cond_kwargs"]["time_ids"] = torch.from_numpy(drawn.conditions["time_ids"][:1])
     latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
     for ours, own in zip(*(net(latents, 500, controlnet_cond=image, return_dict=False, **told)
@@ -382,7 +382,7 @@ def test_textual_inversion(xl: Path, pictures: Path, seen: dict[str, Any], tmp_p
     tokenizers = canvax.load(xl, mesh=one_device()).model.tokenizers
     for part, table in tables.items():
         rows[part] = list(tokenizers[part].spare[:3])
-        assert set(rows[part]) <= set(np.unique(seen["data"]["ids"][part]))
+        assert set(rows[part]) <= set(np.unique(seen["data"]["captions"][part]))
         with torch.no_grad():
             for place, row in enumerate(rows[part]):
                 table[row] = table[first[place % len(first)]]

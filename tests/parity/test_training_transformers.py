@@ -6,10 +6,14 @@ pipelines of diffusers; noising and target are those of its training scripts, by
 
 from __future__ import annotations
 
+import gc
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -17,10 +21,14 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 peft = pytest.importorskip("peft")
 
+from PIL import Image  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 import canvax  # noqa: E402
 from canvax.errors import InputError  # noqa: E402
+from canvax.params import flatten, unflatten  # noqa: E402
+from canvax.quantize import SCALE  # noqa: E402
+from canvax.train import task as tasks  # noqa: E402
 from canvax.train.finetune import finetune  # noqa: E402
 from canvax.train.lora import Lora, train_lora  # noqa: E402
 from canvax.train.task import Subject, Training  # noqa: E402
@@ -29,6 +37,7 @@ from . import test_flux2_pipeline, test_krea2_pipeline, test_z_image_pipeline  #
 from .reference import nchw, psnr  # noqa: E402
 from .test_krea2_pipeline import packed  # noqa: E402
 from .test_training import (  # noqa: E402
+    BATCH,
     PLAN,
     WORDS,
     check_factors,
@@ -97,11 +106,11 @@ def training(model: Path, folder: Path, pictures: Path, **more: Any) -> Training
 
 
 @pytest.mark.parametrize(
-    ("family", "layers", "remat"),
+    ("family", "layers", "remat", "prior"),
     [
-        ("flux2", "transformer", True),
-        pytest.param("z-image", "all", False, marks=pytest.mark.weekly),
-        pytest.param("krea-2", "attention", True, marks=pytest.mark.weekly),
+        ("flux2", "transformer", True, False),
+        pytest.param("z-image", "all", False, True, marks=pytest.mark.weekly),
+        pytest.param("krea-2", "attention", True, False, marks=pytest.mark.weekly),
     ],
 )
 def test_lora(
@@ -112,11 +121,13 @@ def test_lora(
     family: str,
     layers: str,
     remat: bool,
+    prior: bool,
 ) -> None:
     """Against PEFT's layers in the same places; then the file in diffusers and here gives one image."""
     folder, (_, kind, velocity) = checkpoints[family], FAMILIES[family]
     lora = Lora(rank=3, alpha=6.0, layers=layers)
-    file = train_lora(training(folder, tmp_path / "run", pictures, remat=remat), lora, one_device())
+    of_class = Subject(prior=pictures, prior_caption="a fruit", prior_weight=0.5) if prior else Subject()
+    file = train_lora(training(folder, tmp_path / "run", pictures, remat=remat), lora, one_device(), subject=of_class)
     assert file is not None
     pipe = kind.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
@@ -124,21 +135,25 @@ def test_lora(
         getattr(pipe, part).requires_grad_(False)
     modules = with_peft(pipe, seen["start"], lora)
     ours = canvax.load(folder, dtype="float32", mesh=one_device())
-    (tokenizer,) = ours.model.tokenizers.values()
     schedule = pipe.scheduler
+    features = {"": seen["shared"]["empty"]["text"]}
+    features |= {words: rows[0] for words, rows in zip(WORDS, seen["data"]["captions"]["text"], strict=True)}
+    if prior:
+        (features["a fruit"],) = seen["shared"]["prior"]["captions"]["text"][0]
+    assert len({row.tobytes() for row in features.values()}) == 1 + len(WORDS) + prior
 
     def loss_of(drawn: Any) -> Any:
-        (ids,) = drawn.ids.values()
         texts = [
-            next(text for text in ("", *WORDS) if tokenizer.ids(text) == [i for i in row if i >= 0])
-            for row in ids.tolist()
+            next(words for words, kept in features.items() if np.array_equal(kept, row))
+            for row in drawn.captions["text"]
         ]
         order = len(schedule.timesteps) - 1 - torch.from_numpy(drawn.times).long()
         sigmas = (schedule.timesteps / schedule.config.num_train_timesteps)[order]
         x0, noise = nchw(drawn.x0), nchw(drawn.noise)
         level = sigmas[:, None, None, None]
         output = velocity(pipe, (1 - level) * x0 + level * noise, sigmas, texts)
-        return torch.nn.functional.mse_loss(output, noise - x0)
+        errors = torch.nn.functional.mse_loss(output, noise - x0, reduction="none").mean((1, 2, 3))
+        return errors.reshape(-1, BATCH).mean(1) @ torch.tensor([1.0, 0.5][: 1 + prior])
 
     parameters = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
     check_losses(losses(tmp_path / "run" / "lora"), pytorch_losses(seen, parameters, loss_of))
@@ -166,10 +181,129 @@ def test_lora(
         assert pair["up"].any()
 
 
+@pytest.fixture
+def on_devices(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many arrays of a kind are on the devices when a run begins its steps, beside those before it."""
+
+    def count(shape: tuple[int, ...], dtype: str) -> int:
+        gc.collect()
+        return sum(array.shape == shape and array.dtype == dtype for array in jax.live_arrays())
+
+    words = json.loads((checkpoints["flux2"] / "text_encoder" / "config.json").read_text())["vocab_size"]
+    kinds = {"embedding": ((words, 16), "float32"), "float": ((32, 32), "float32"), "int8": ((32, 32), "int8")}
+    found = {name: -count(*kind) for name, kind in kinds.items()}
+    real = tasks.fit
+
+    def fit(*arguments: Any) -> Any:
+        found.update({name: found[name] + count(*kind) for name, kind in kinds.items()})
+        return real(*arguments)
+
+    monkeypatch.setattr(tasks, "fit", fit)
+    return found
+
+
+def test_captions_are_encoded_once(
+    checkpoints: dict[str, Path], pictures: Path, on_devices: dict[str, int], tmp_path: Path
+) -> None:
+    """Then the language model leaves the devices."""
+    run = training(checkpoints["flux2"], tmp_path, pictures, plan=replace(PLAN, steps=2))
+    assert train_lora(run, Lora(), one_device())
+    assert on_devices["embedding"] == 0
+    assert on_devices["float"] > 0
+
+
+def dequantised(model: Path, folder: Path) -> Path:
+    """The checkpoint with those weights that 8 bits keep exactly."""
+    whole, small = (canvax.load(model, dtype="float32", quantize=kind, mesh=one_device()) for kind in (None, "int8"))
+    assert whole.params is not None
+    assert small.params is not None
+    params = dict(flatten(whole.params["transformer"]))
+    for name, array in flatten(small.params["transformer"]):
+        if name.endswith(SCALE):
+            weight = name.removesuffix(SCALE) + "weight"
+            params[weight] = np.asarray(dict(flatten(small.params["transformer"]))[weight] * array)
+    whole.save(folder, {**whole.params, "transformer": unflatten(params)})
+    return folder
+
+
+def test_a_lora_over_weights_of_8_bits(
+    checkpoints: dict[str, Path], pictures: Path, on_devices: dict[str, int], tmp_path: Path
+) -> None:
+    """Losses and factors are those over the same weights in float32."""
+    lora, steps = Lora(rank=3, layers="transformer"), replace(PLAN, steps=8)
+    model = dequantised(checkpoints["flux2"], tmp_path / "model")
+    runs = {"int8": checkpoints["flux2"], "same": model, "whole": checkpoints["flux2"]}
+    files: dict[str, Any] = {}
+    for name, source in runs.items():
+        small = "int8" if name == "int8" else None
+        run = training(source, tmp_path / name, pictures, plan=steps, quantize=small)
+        files[name] = train_lora(run, lora, one_device())
+        if small:
+            assert on_devices["int8"] > on_devices["float"]
+    got, same, whole = (losses(tmp_path / name / "lora") for name in runs)
+    np.testing.assert_allclose(got, same, rtol=1e-4)
+    # A weight's error is up to 1/254 of the largest weight of its output channel.
+    np.testing.assert_allclose(got, whole, rtol=0.02)
+    assert max(abs(np.array(got) - whole)) > 1e-5  # the weights were quantised
+    saved = [load_file(files[name]) for name in runs]
+    assert saved[0].keys() == saved[1].keys() == saved[2].keys()
+    for name, array in saved[0].items():
+        assert (array - saved[1][name]).abs().median() < 1e-4
+    files["int8"].unlink()
+    with pytest.raises(InputError) as caught:
+        train_lora(training(checkpoints["flux2"], tmp_path / "int8", pictures, plan=steps), lora, one_device())
+    assert caught.value.argument == "quantize"
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize(("family", "quantize"), [("flux2", "int8"), ("z-image", None)])
+def test_previews(
+    checkpoints: dict[str, Path], pictures: Path, tmp_path: Path, family: str, quantize: str | None
+) -> None:
+    """Without the language model they are the images of the finished LoRA."""
+    folder = shutil.copytree(checkpoints[family], tmp_path / "model")
+    (folder / "canvax.json").write_text(json.dumps({"num_inference_steps": 2, "guidance_scale": 3.0}))
+    run = training(folder, tmp_path / "run", pictures, prompts=("a red apple",), quantize=quantize)
+    file = train_lora(run, Lora(rank=3, alpha=60.0, layers="transformer"), one_device())
+    assert file is not None
+    (preview,) = (tmp_path / "run" / "previews").glob("*.png")
+    pipe = canvax.load(folder, dtype="float32", quantize=quantize, mesh=one_device())
+    plain = np.asarray(pipe("a red apple", seed=0, progress=False).images[0])
+    pipe.adapters.load("mine", file)
+    want = np.asarray(pipe("a red apple", seed=0, progress=False).images[0])
+    got = np.asarray(Image.open(preview))[: want.shape[0], : want.shape[1]]
+    assert psnr(got / 255, want / 255) > 45
+    assert psnr(plain / 255, want / 255) < 40
+
+
+def test_features_that_do_not_fit(
+    checkpoints: dict[str, Path], pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four captions, each once in the table and once at its image, and the empty one."""
+    needed = 9 * 512 * 48 * 4
+
+    class Encoding(Exception):
+        pass
+
+    def encode(*_: Any) -> Any:
+        raise Encoding
+
+    monkeypatch.setattr(tasks, "encode_captions", encode)
+    run = training(checkpoints["flux2"], tmp_path, pictures)
+    monkeypatch.setattr(tasks, "available_bytes", lambda: needed)
+    with pytest.raises(Encoding):
+        train_lora(run, Lora(), one_device())
+    monkeypatch.setattr(tasks, "available_bytes", lambda: needed - 1)
+    with pytest.raises(InputError) as caught:
+        train_lora(run, Lora(), one_device())
+    assert caught.value.argument == "pictures"
+
+
 def test_what_is_not_there(checkpoints: dict[str, Path], pictures: Path, tmp_path: Path) -> None:
     run = training(checkpoints["flux2"], tmp_path / "run", pictures)
     for argument, begin in {
         "model": lambda: finetune(run, one_device()),
+        "quantize": lambda: finetune(replace(run, quantize="int8"), one_device()),
         "gamma": lambda: train_lora(replace(run, gamma=5.0), Lora(), one_device()),
         "names": lambda: train_lora(run, Lora(names="kohya"), one_device()),
         "text": lambda: train_lora(run, Lora(text=True), one_device()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,11 +11,14 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 
+from benchmarks.lab.layouts import LAYOUTS, SMALL  # noqa: E402
+from benchmarks.lab.models import random_arrays, usual_dtype  # noqa: E402
 from canvax.models.configs import VaeConfig  # noqa: E402
 from canvax.models.decoder_lm import DecoderConfig, decoder_lm_spec  # noqa: E402
 from canvax.models.flux2 import Flux2Config, flux2_spec  # noqa: E402
 from canvax.models.flux2_vae import UNUSED, Flux2VaeConfig, flux2_vae_spec  # noqa: E402
 from canvax.models.krea2 import Krea2Config, krea2_spec  # noqa: E402
+from canvax.models.presets import PRESETS  # noqa: E402
 from canvax.models.vae import vae_spec  # noqa: E402
 from canvax.models.wan_vae import WanVaeConfig, wan_vae_spec  # noqa: E402
 from canvax.models.z_image import ZImageConfig, z_image_spec  # noqa: E402
@@ -101,3 +105,24 @@ def test_flux_autoencoder() -> None:
     spec = vae_spec(VaeConfig.from_dict(dict(theirs.config)))
     same_names_and_shapes(stored(theirs), spec)
     assert count(spec) / 1e6 == pytest.approx(84, abs=0.5)
+
+
+@pytest.mark.parametrize("name", ["z-image", "flux2-klein-4b", "krea-2", *SMALL])
+def test_random_checkpoints_of_the_laboratory(name: str) -> None:
+    """They have every name and shape that the reference expects, and no other."""
+    preset = (PRESETS | SMALL)[name]
+    layout, arrays = LAYOUTS[type(preset.denoiser)], random_arrays(preset, usual_dtype(preset))
+    assert arrays.keys() == {"transformer", "text_encoder", "vae"}
+    for part, fields in json.loads(json.dumps(layout.configs(preset))).items():
+        kind = layout.classes[part]
+        with torch.device("meta"):
+            if part == "text_encoder":
+                cls = getattr(transformers, kind)
+                theirs = cls(cls.config_class.from_dict(fields))
+            else:
+                theirs = getattr(diffusers, kind).from_config(fields)
+        want = {key: tuple(array.shape) for key, array in theirs.state_dict().items() if key != "lm_head.weight"}
+        got = {array.name: tuple(array.shape) for array in arrays[part]}
+        if kind == "Qwen3Model":  # which reads the names of the model with its head
+            want = {f"model.{key}": shape for key, shape in want.items()}
+        assert got == want, part

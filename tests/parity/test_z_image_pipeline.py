@@ -22,6 +22,7 @@ import safetensors.numpy  # noqa: E402
 import tokenizers  # noqa: E402
 
 import canvax  # noqa: E402
+from benchmarks.lab.layouts import CHAT_TEMPLATE  # noqa: E402
 from canvax.compile.programs import load_or_compile  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
@@ -43,13 +44,6 @@ SEEDS = [11, 12]
 HEIGHT, WIDTH = 48, 80
 QUIET = canvax.Options(progress=False)
 
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
-)
-"""What Qwen3's does with one message of the user."""
-
 
 def tokenizer() -> Any:
     """A byte is a token, but for two merges."""
@@ -57,7 +51,7 @@ def tokenizer() -> Any:
     vocabulary = {letter: i for i, letter in enumerate([*letters, "Ġa", "se"])}
     made = transformers.Qwen2Tokenizer(vocab=vocabulary, merges=[("Ġ", "a"), ("s", "e")])
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    made.chat_template = TEMPLATE
+    made.chat_template = CHAT_TEMPLATE
     return made
 
 

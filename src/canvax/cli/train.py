@@ -109,7 +109,7 @@ def check_numbers(arguments: argparse.Namespace) -> None:
     if "text_rate" in values and not arguments.text:
         raise InputError("text_rate", NO_VALUE, "has no effect where text encoders are not trained", "add {text}")
     usual = {"rank": 4, "layers": "attention", "names": "peft"}
-    usual |= dict.fromkeys(("alpha", "trigger", "title", "start"))
+    usual |= dict.fromkeys(("alpha", "trigger", "title", "start", "quantize"))
     idle = sorted(name for name in usual.keys() & values.keys() if values[name] != usual[name])
     if idle and arguments.task == "dreambooth" and not arguments.lora:
         raise InputError(idle[0], NO_VALUE, "has no effect without --lora", "add {lora}")
@@ -237,6 +237,7 @@ def _training(arguments: argparse.Namespace, usual: Plan) -> Training:
         unmasked_weight=arguments.unmasked_weight,
         remat=arguments.remat,
         dtype=None if arguments.dtype is None else parse_dtype(arguments.dtype),
+        quantize=getattr(arguments, "quantize", None),
         prompts=tuple(getattr(arguments, "preview", ())),
         preview_steps=getattr(arguments, "preview_steps", None),
         save_steps=arguments.save_steps,

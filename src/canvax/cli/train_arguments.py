@@ -250,6 +250,9 @@ def _lora_flags(parser: argparse.ArgumentParser) -> None:
         "--from", "--network-weights", dest="start", metavar="LORA",
         help="begin with this LoRA, of the same rank and layers: a file, a folder or a Hub id",
     )  # fmt: skip
+    parser.add_argument(
+        "--quantize", metavar="KIND", help="int8 or float8: keep the frozen weights in 8 bits; implies --remat"
+    )
 
 
 def _save_dtype(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ from canvax.quantize import check_kind
 from canvax.types import Array, DType
 from canvax.weights.cast import parse_dtype
 from canvax.weights.files import ModelFiles
-from canvax.weights.load import load_components
+from canvax.weights.load import Component, load_components
 from canvax.weights.location import Location
 from canvax.weights.open import open_files
 from canvax.weights.overrides import Overrides
@@ -228,7 +228,7 @@ class LoadedModel:
             params = {part.name: abstract_params(part.spec, self.model.dtype, mesh) for part in self.model.components}
         more: dict[str, Any] = {"references": self._references(references, height, width)} if references else {}
         ready = self._ready(params, (height, width), batch, guidance, Display(shown=False), **more)
-        weights, free = weight_bytes(self.model, self.model.dtype, mesh.shape), free_bytes(mesh)
+        weights, free = weight_bytes(self.model.components, self.model.dtype, mesh.shape), free_bytes(mesh)
         programs, parts = dict[str, int](), dict[str, int]()
         sizes = {part.name: device_bytes(part.spec, self.dtype, mesh.shape) for part in self.model.components}
         for program, executable in ready.values():
@@ -398,7 +398,7 @@ def open_model(
     mesh: Mesh | None = None,
     precision: str | None = None,
     offload: bool = False,
-    weights: bool = True,
+    weights: bool | Collection[str] = True,
     accept: Callable[[Mapping[str, Any]], None] | None = None,
     check: Callable[[Model], object] | None = None,
     overrides: Overrides | None = None,
@@ -407,6 +407,7 @@ def open_model(
     """Everything of a model; see ``canvax.load`` for the arguments.
 
     Without ``weights`` none are fetched, and the parameters are shapes, dtypes and shardings, enough to compile for.
+    ``weights`` can be the names of components: the parameters of the others are their shapes.
     ``accept`` refuses models that the caller has no use for, by their ``model_index.json``; ``check`` by all of their
     configs, before weights are fetched. ``overrides`` are parts that the caller gives.
     """
@@ -428,7 +429,7 @@ def open_model(
             check(opened)
         check_split(opened.networks.denoiser.spec, mesh.shape, opened.name)
         if weights:
-            needed = weight_bytes(opened, dtype, mesh.shape, at_once=not offload)
+            needed = weight_bytes(_chosen(opened, weights), dtype, mesh.shape, at_once=not offload)
             check_weights(needed, mesh, opened.name, opened.dtype, quantized=quantize is not None)
         models.append(opened)
 
@@ -438,23 +439,27 @@ def open_model(
             accept(index)
 
     open_files(
-        origin, accept=accepted, look=look, weights=weights, prediction=replaced.prediction, given=replaced.parts
+        origin, accept=accepted, look=look, weights=bool(weights), prediction=replaced.prediction, given=replaced.parts
     )
     (opened,) = models
+    params = {part.name: abstract_params(part.spec, dtype, mesh) for part in opened.components}
     if weights:
-        params = load_components(
+        params |= load_components(
             opened.files,
-            opened.components,
+            _chosen(opened, weights),
             dtype=dtype,
             place=lambda param, array: place(param, array, mesh, HOST if offload else None),
             finite=replaced.parts,
         )
-    else:
-        params = {part.name: abstract_params(part.spec, dtype, mesh) for part in opened.components}
     return opened, Programs(opened.networks, mesh, precision), params
 
 
-def weight_bytes(model: Model, dtype: DType, sizes: Mapping[str, int], *, at_once: bool = True) -> int:
+def _chosen(model: Model, weights: bool | Collection[str]) -> list[Component]:
+    """The components whose weights are loaded."""
+    return [part for part in model.components if isinstance(weights, bool) or part.name in weights]
+
+
+def weight_bytes(parts: Sequence[Component], dtype: DType, sizes: Mapping[str, int], *, at_once: bool = True) -> int:
     """Bytes of the weights on each device of a mesh with axes of these sizes; exact. Of all components, or if they are
     not there ``at_once``, of the largest one."""
-    return (sum if at_once else max)(device_bytes(part.spec, dtype, sizes) for part in model.components)
+    return (sum if at_once else max)(device_bytes(part.spec, dtype, sizes) for part in parts)

@@ -25,8 +25,6 @@ from canvax.models.text import FIRST, Conditions, TextEncoders, encode_text
 from canvax.models.unet import Residuals, Special, unet, unet_spec
 from canvax.params import Params, init_params
 from canvax.samplers.schedule import NoiseSchedule
-from canvax.tokenizers.chat import ChatTokenizer
-from canvax.tokenizers.clip import ClipTokenizer
 from canvax.train.loop import Loss
 from canvax.train.objectives import add_noise, cast, check_trainable, flow, loss_weights, squared_error, target_of
 from canvax.types import Array, DType, HostArray
@@ -63,8 +61,12 @@ def _zero_branches(p: Params) -> None:
             _zero_branches(value)
 
 
-def caption_ids(tokenizer: ClipTokenizer | ChatTokenizer, captions: Sequence[Sequence[str]], length: int) -> HostArray:
-    """Returns the ids of each image's captions, int32 [N, M, T]; an image with fewer than M captions repeats them."""
+Reader = Callable[..., HostArray]
+"""``(captions, length=T) -> what is read of each [N, ...]``: a tokenizer, which gives ids [N, T], or kept features."""
+
+
+def read_captions(reader: Reader, captions: Sequence[Sequence[str]], length: int) -> HostArray:
+    """Returns what is read of each image's captions [N, M, ...]; an image with fewer than M captions repeats them."""
     check_count("length", length)
     if length < 2 or not captions or not all(captions):
         raise InputError(
@@ -72,11 +74,12 @@ def caption_ids(tokenizer: ClipTokenizer | ChatTokenizer, captions: Sequence[Seq
         )
     most = max(len(texts) for texts in captions)
     flat = [texts[i % len(texts)] for texts in captions for i in range(most)]
-    return tokenizer(flat, length=length).reshape(len(captions), most, length)
+    rows = reader(flat, length=length)
+    return rows.reshape(len(captions), most, *rows.shape[1:])
 
 
 def denoising_data(
-    tokenizers: Mapping[str, ClipTokenizer | ChatTokenizer],
+    readers: Mapping[str, Reader],
     latents: HostArray,
     captions: Sequence[Sequence[str]],
     length: int,
@@ -88,10 +91,11 @@ def denoising_data(
     """Returns the inputs of ``denoising_loss``: the samples, and the data that all samples share.
 
     The caller can add ``prior`` to the shared data: samples of class images, which keep a model from forgetting (Ruiz
-    et al. 2023, section 3.2). A step then draws as many of them at random as its batch has samples.
+    et al. 2023, section 3.2). A step then draws as many of them at random as its batch has samples. An array of one
+    entry belongs to all class images.
 
     Args:
-        tokenizers: the tokenizer of each text encoder.
+        readers: the tokenizer of each text encoder; without text encoders a reader of each feature.
         latents: [N, V, h, w, C], V variants of each image (shifted, mirrored) in any floating-point dtype.
         captions: the captions of each image.
         length: T, tokens of a caption.
@@ -99,9 +103,9 @@ def denoising_data(
         control: control images [N, V, H, W, 3] uint8.
         mask: weights of the error at each position of the latents [N, V, h, w].
     """
-    ids = {name: caption_ids(tokenizer, captions, length) for name, tokenizer in tokenizers.items()}
-    samples = {"latents": latents, "ids": ids, "time_ids": time_ids, "control": control, "mask": mask}
-    empty = {name: tokenizer([""], length=length)[0] for name, tokenizer in tokenizers.items()}
+    texts = {name: read_captions(reader, captions, length) for name, reader in readers.items()}
+    samples = {"latents": latents, "captions": texts, "time_ids": time_ids, "control": control, "mask": mask}
+    empty = {name: reader([""], length=length)[0] for name, reader in readers.items()}
     return {name: array for name, array in samples.items() if array is not None}, {"empty": empty}
 
 
@@ -110,7 +114,7 @@ class Draw(NamedTuple):
 
     Attributes:
         x0: latents [B, h, w, C] float32.
-        ids: ids of the captions for each text encoder [B, T].
+        captions: token ids for each text encoder [B, T], or features by name [B, ...].
         conditions: ``time_ids`` for SDXL, ``control`` for a ControlNet: [B, ...].
         times: timesteps int32 [B].
         noise: [B, h, w, C] float32.
@@ -118,7 +122,7 @@ class Draw(NamedTuple):
     """
 
     x0: Array
-    ids: dict[str, Array]
+    captions: dict[str, Array]
     conditions: dict[str, Array]
     times: Array
     noise: Array
@@ -142,12 +146,11 @@ def draw(
     count, forms = samples["latents"].shape[:2]
     form = jax.random.randint(form_key, (count,), 0, forms)
     x0 = _picked(samples["latents"], form).astype(jnp.float32)
-    captions = next(iter(samples["ids"].values())).shape[1]
-    caption = jax.random.randint(caption_key, (count,), 0, captions)
+    caption = jax.random.randint(caption_key, (count,), 0, next(iter(samples["captions"].values())).shape[1])
     without = jax.random.uniform(empty_key, (count,)) < empty
-    ids = {
-        name: jnp.where(without[:, None], shared["empty"][name], _picked(of_all, caption))
-        for name, of_all in samples["ids"].items()
+    captions = {
+        name: jax.vmap(jnp.where, (0, None, 0))(without, shared["empty"][name], _picked(of_all, caption))
+        for name, of_all in samples["captions"].items()
     }
     conditions = {"time_ids": samples["time_ids"]} if "time_ids" in samples else {}
     if "control" in samples:
@@ -155,12 +158,12 @@ def draw(
     times = training_times(order_key, time_key, count, size, focus)
     noise = jax.random.normal(noise_key, x0.shape, jnp.float32)
     mask = _picked(samples["mask"], form).astype(jnp.float32) if "mask" in samples else None
-    drawn = Draw(x0, ids, conditions, times, noise, mask)
+    drawn = Draw(x0, captions, conditions, times, noise, mask)
     if "prior" not in shared:
         return drawn
     which_key, key = jax.random.split(jax.random.fold_in(key, 1))
     which = jax.random.randint(which_key, (count,), 0, shared["prior"]["latents"].shape[0])
-    prior = jax.tree.map(lambda leaf: leaf[which], shared["prior"])
+    prior = jax.tree.map(lambda leaf: leaf[which % len(leaf)], shared["prior"])
     other = draw(prior, {"empty": shared["empty"]}, key, size, focus=focus, empty=empty)
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), drawn, other)
 
@@ -179,7 +182,7 @@ def replaced(trained: Params, frozen: Params) -> Params:
 class Objective:
     """The settings of ``denoising_loss``, which documents them."""
 
-    text: TextEncoders
+    text: TextEncoders | None
     network: UNetConfig | Denoiser
     schedule: NoiseSchedule
     gamma: float | None = 5.0
@@ -203,11 +206,13 @@ class Objective:
             raise InputError("focus", self.focus, "is not a mean and a spread of more than 0")
 
 
-def denoising_loss(text: TextEncoders, network: UNetConfig | Denoiser, schedule: NoiseSchedule, **options: Any) -> Loss:
+def denoising_loss(
+    text: TextEncoders | None, network: UNetConfig | Denoiser, schedule: NoiseSchedule, **options: Any
+) -> Loss:
     """Returns the loss of a text-to-image model as a function of the trained parameters.
 
     Args:
-        text: configs of the text encoders.
+        text: configs of the text encoders; None if the data contains features of the captions instead of token ids.
         network: config of the UNet, or another denoiser.
         schedule: the noise schedule and the prediction type.
         options: fields of ``Objective``. ``gamma``: bound of the min-SNR weights, None for no weights. ``focus``: mean
@@ -267,12 +272,13 @@ def _denoising_loss(
     objective: Objective,
 ) -> tuple[Array, dict[str, Array]]:
     levels, weights = tables
-    x0, ids, conditions, times, noise, mask = draw(
+    x0, captions, conditions, times, noise, mask = draw(
         samples, shared, key, levels.size, focus=objective.focus, empty=objective.empty
     )
     p = cast(objective.assemble(p, shared.get("frozen", {})), objective.dtype)
     hints = conditions.pop("control", None)
-    encoded: Any = {**encode_text(p, ids, jnp.int32(0), cfg=objective.text), **conditions}
+    text = captions if objective.text is None else encode_text(p, captions, jnp.int32(0), cfg=objective.text)
+    encoded: Any = {**text, **conditions}
     level, schedule = levels[times], objective.schedule
     if schedule.is_flow:
         noisy, target = flow(x0, noise, level)

@@ -91,7 +91,10 @@ def _generate_class(
     seeds = [seed for seed in range(instance.count + len(there)) if f"class-{seed:05d}.png" not in names][:missing]
     check_writable("class_images", folder)
     check = partial(size_of, training)
-    model, programs, params = open_model(training.model, dtype=training.dtype, mesh=mesh, check=check)
+    quantize = training.quantize
+    model, programs, params = open_model(
+        training.model, dtype=training.dtype, quantize=quantize, mesh=mesh, check=check
+    )
     say(f"generating {missing} pictures of {prompt!r} into {folder}")
     pipe = StableDiffusion(model, programs, params)
     size = size_of(training, model)

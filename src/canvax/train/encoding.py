@@ -1,7 +1,8 @@
-"""Encodes images to latents, once before a denoiser is trained."""
+"""Encodes images to latents and captions to features, once before a denoiser is trained."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +15,7 @@ from canvax.errors import NO_VALUE, InputError, check_count, check_function
 from canvax.kernels.target import compiling_on
 from canvax.models.configs import AutoencoderConfig, TinyConfig
 from canvax.models.decode import Autoencoder, autoencoder_of
+from canvax.models.text import Conditions, TextEncoders, encode_text
 from canvax.parallel.mesh import over_batch, padded_batch, replicated
 from canvax.params import Params
 from canvax.types import Array, HostArray
@@ -44,6 +46,29 @@ def encode_pictures(
     return by_batches(_encoder(autoencoder_of(cfg), mesh), p, pixels, mesh, padded_batch(batch, mesh))
 
 
+def encode_captions(
+    p: Params, ids: Mapping[str, HostArray], text: TextEncoders, mesh: Mesh, *, batch: int = 4
+) -> dict[str, HostArray]:
+    """Encodes token ids [N, T] of each text encoder to what a denoiser reads, each [N, ...]; see ``encode_text``.
+
+    Args:
+        p: parameters of the text encoders, by component.
+        ids: the ids, by component.
+        text: the text encoders.
+        mesh: the devices.
+        batch: captions encoded at once.
+    """
+    return by_batches(_text_encoder(text, mesh), p, dict(ids), mesh, padded_batch(check_count("batch", batch), mesh))
+
+
+@lru_cache(maxsize=4)
+def _text_encoder(text: TextEncoders, mesh: Mesh) -> Any:
+    def encode(p: Params, ids: dict[str, Array]) -> Conditions:
+        return encode_text(p, ids, jnp.int32(0), cfg=text)
+
+    return jitted(encode, mesh)
+
+
 def as_input(pixels: Array) -> Array:
     """Converts uint8 pixels to float32 in -1..1."""
     return pixels.astype(jnp.float32) / 127.5 - 1.0
@@ -65,18 +90,23 @@ def jitted(function: Any, mesh: Mesh) -> Any:
     return jax.jit(function, in_shardings=(replicated(mesh), over_batch(mesh)), out_shardings=replicated(mesh))
 
 
-def by_batches(program: Any, p: Params, inputs: HostArray, mesh: Mesh, batch: int) -> HostArray:
-    """Calls ``program(p, part)`` for batches of ``inputs``; the last batch is padded."""
+def by_batches(program: Any, p: Params, inputs: Any, mesh: Mesh, batch: int) -> Any:
+    """Calls ``program(p, part)`` for batches of ``inputs``, a tree of arrays [N, ...]; the last batch is padded.
+
+    Returns:
+        What the program returns, of all N.
+    """
     check_count("batch", batch)
     check_function("program", program, 2, "(parameters, part)")
-    if not inputs.ndim or not len(inputs):
+    count = min(len(array) if array.ndim else 0 for array in jax.tree.leaves(inputs))
+    if not count:
         raise InputError("there are no pictures to encode")
     p = jax.device_put(p, replicated(mesh))
-    parts: list[HostArray] = []
+    parts: list[Any] = []
     with compiling_on(mesh):
-        for start in range(0, len(inputs), batch):
-            part = inputs[start : start + batch]
-            missing = batch - len(part)
-            filled = np.concatenate([part, np.repeat(part[-1:], missing, axis=0)]) if missing else part
-            parts.append(np.asarray(program(p, np.ascontiguousarray(filled)))[: len(part)])
-    return np.concatenate(parts)
+        for start in range(0, count, batch):
+            rows = np.minimum(np.arange(start, start + batch), count - 1)
+            result = program(p, jax.tree.map(lambda array, rows=rows: array[rows], inputs))
+            kept = min(batch, count - start)
+            parts.append(jax.tree.map(lambda array, kept=kept: np.asarray(array)[:kept], result))
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)

@@ -24,6 +24,7 @@ from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count, check_
 from canvax.files import remove_leftovers
 from canvax.kernels.target import compiled_on
 from canvax.parallel import multihost
+from canvax.parallel.memory import free_bytes
 from canvax.parallel.mesh import replicated
 from canvax.params import Params
 from canvax.train.progress import Progress
@@ -33,6 +34,9 @@ from canvax.types import Array, HostArray
 STATE, LOG = "state.safetensors", "log.jsonl"
 FIRST_STATE = 30.0
 """Seconds until the first state of a new run, where ``Session.save_every`` is longer."""
+RESIDENT = 1 / 16
+"""Fraction of a device's free memory up to which all samples are kept there: so little is hardly missed, and of 16 GB
+it is enough for the latents of ten thousand images of 512 x 512 pixels."""
 _OVER_BATCH = PartitionSpec(None, None, "data")
 """Sharding of samples [chunk, accumulate, B, ...]."""
 
@@ -188,8 +192,9 @@ def fit(
     Args:
         params: initial parameters, host or device arrays.
         loss: the loss to minimise.
-        data: a pytree of arrays [samples, ...]. It stays on the host; each device gets its part of the batches of a
-            chunk of steps.
+        data: a pytree of arrays [samples, ...]. If it is small (``RESIDENT``), each device gets a copy of it, and with
+            each chunk of steps only the indices of its samples. Otherwise, and with several processes, it stays on the
+            host, and each device gets its part of the batches of a chunk. The numbers are the same.
         samples: number of samples.
         plan: settings of the run, which must not change when it is resumed; only ``chunk`` may, and at a constant
             learning rate ``steps`` may grow.
@@ -222,16 +227,20 @@ def fit(
     shared = jax.device_put(shared, everywhere)
     writes, spread = multihost.leads(session.mesh), multihost.is_spread(session.mesh)
     progress = Progress(session.name, shown=writes)
-    progress.say("compiling")
-    program = _compile(partial(_update, loss=loss, optimizer=optimizer, plan=plan), state, data, shared, plan,
-                       session.mesh)  # fmt: skip
     steps = plan.steps
     if path.is_file():
         steps = steps if plan.minutes is None else read_facts(path)["total"]
         state = load_state(path, state)
-    elif plan.minutes is not None:
-        steps = _steps_in(plan, program, state, _chunk_of(data, plan.indices(0, samples), session.mesh), shared)
     done = int(state.step)
+    if done >= steps and not spread:
+        return _ema_or_params(state), True
+    if not spread and _bytes(data) <= RESIDENT * (free_bytes(session.mesh) or 0):
+        data, loss, shared = _indexed(data, samples, loss, shared, session.mesh)
+    progress.say("compiling")
+    program = _compile(partial(_update, loss=loss, optimizer=optimizer, plan=plan), state, data, shared, plan,
+                       session.mesh)  # fmt: skip
+    if plan.minutes is not None and not path.is_file():
+        steps = _steps_in(plan, program, state, _chunk_of(data, plan.indices(0, samples), session.mesh), shared)
     if spread:
         regular = (plan.chunk, session.save_steps, session.preview_steps)
         (steps,) = multihost.agree([steps], facts_of(plan, samples), dict(session.about), done, regular)
@@ -260,13 +269,14 @@ def fit(
         _check_finite("the loss", metrics["loss"], session.name, done)
         numbers = {name: float(value) for name, value in metrics.items()}
         now = time.monotonic()
+        seconds = max(now - began, 1e-9)
+        pace = {"images_per_second": count * plan.accumulate * plan.batch / seconds}
         if writes:
-            _log(session.folder / LOG, done, numbers)
+            _log(session.folder / LOG, done, {**numbers, "seconds": seconds, **pace})
         progress.advance(done, numbers["loss"])
         if session.watch:
             rate = float(learning_rate(jnp.int32(done - 1), jnp.int32(steps), plan))
-            pace = count * plan.accumulate * plan.batch / max(now - began, 1e-9)
-            session.watch(done, numbers | {"learning_rate": rate, "images_per_second": pace})
+            session.watch(done, {**numbers, "learning_rate": rate, **pace})
         stop = session.deadline is not None and now >= session.deadline
         due = np.array([stop, now - saved >= session.save_every, now - shown >= session.preview_every])
         if spread:  # clocks differ, and all processes must do the same
@@ -302,6 +312,20 @@ def _on_host(data: Any, samples: int) -> Any:
         return np.asarray(leaf).astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
 
     return jax.tree_util.tree_map_with_path(host, data)
+
+
+def _bytes(data: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(data))
+
+
+def _indexed(data: Any, samples: int, loss: Loss, shared: Any, mesh: Mesh) -> tuple[HostArray, Loss, Any]:
+    """Puts the data on each device; returns ``fit``'s arguments data, loss and shared with indices as samples."""
+
+    def gathered(params: Params, rows: Array, shared: Any, key: Array) -> tuple[Array, dict[str, Array]]:
+        data, shared = shared
+        return loss(params, jax.tree.map(lambda leaf: leaf[rows], data), shared, key)
+
+    return np.arange(samples, dtype=np.int32), gathered, (jax.device_put(data, replicated(mesh)), shared)
 
 
 def _chunk_of(data: Any, indices: HostArray, mesh: Mesh) -> Any:

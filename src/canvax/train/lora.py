@@ -110,7 +110,8 @@ class Lora:
     def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
         """Makes the factors; the whole model is frozen, in the dtype of the computation."""
         factors = self._factors(model, training)
-        frozen = in_dtype(params, [model.networks.denoiser.component, *model.text.names], dtype)
+        denoiser = model.networks.denoiser.component
+        frozen = in_dtype(params, [denoiser, *(() if model.text.whole else model.text.names)], dtype)
         chosen = self._targets(model)
 
         def assemble(trained: Params, frozen: Params) -> Params:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,6 +20,7 @@ from canvax.adapters import NotLowRank, low_rank
 from canvax.errors import NO_VALUE, InputError, check_count, nearest, shown
 from canvax.nn import LOW_RANK
 from canvax.params import Param, Params, Spec, flatten, halves_first, pairs_together
+from canvax.quantize import SCALE, quantize
 from canvax.types import DType, HostArray
 from canvax.weights.cast import parse_dtype
 from canvax.weights.location import Location
@@ -210,7 +212,10 @@ def with_factors(factors: Params, params: Params, chosen: Targets, *, scale: flo
 
 
 def merged(factors: Params, params: Params, chosen: Targets, *, scale: float) -> Params:
-    """Returns the parameters with the factors merged into the weights, as a pipeline's programs need them."""
+    """Returns the parameters with the factors merged into the weights, as a pipeline's programs need them.
+
+    8-bit weights are rounded to 8 bits again.
+    """
     _check_factors(factors, params)
     result = dict(params)
     for component, of in factors.items():
@@ -219,7 +224,15 @@ def merged(factors: Params, params: Params, chosen: Targets, *, scale: float) ->
             for part, _, down, up in chosen[component][name].split(pair):
                 layer = _layer(tree, part)
                 added = jnp.einsum("...r,ro->...o", down, up) * scale
-                layer["weight"] = (layer["weight"] + added).astype(layer["weight"].dtype)
+                weight = layer["weight"]
+                if SCALE in layer:
+                    whole, scales = quantize(
+                        np.asarray(weight.astype(added.dtype) * layer[SCALE] + added), weight.dtype
+                    )
+                    layer[SCALE] = jax.device_put(scales, layer[SCALE].sharding)
+                else:
+                    whole = (weight + added).astype(weight.dtype)
+                layer["weight"] = jax.device_put(whole, weight.sharding)
         result[component] = tree
     return result
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 from canvax.errors import InputError
 from canvax.models.configs import VaeConfig
 from canvax.models.vae import vae_decode, vae_encode
 from canvax.params import Params
+from canvax.quantize import SCALE
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.types import Array
 from canvax.weights.cast import parse_dtype
@@ -116,6 +116,17 @@ def reconstruction_loss(decoded: Array, images: Array, edges: float) -> tuple[Ar
 
 
 def cast(params: Params, dtype: jnp.dtype) -> Params:
-    """Casts parameters to the dtype of the computation; gradients have the dtype of the original parameters."""
+    """Casts parameters to the dtype of the computation; gradients have the dtype of the original parameters.
+
+    8-bit weights and their scales stay as they are.
+    """
     dtype = parse_dtype(dtype)
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+    def inner(params: Params) -> Params:
+        kept = ("weight", SCALE) if SCALE in params else ()
+        return {
+            name: value if name in kept else inner(value) if isinstance(value, dict) else value.astype(dtype)
+            for name, value in params.items()
+        }
+
+    return inner(params)

@@ -15,6 +15,7 @@ import numpy as np
 
 from canvax.errors import NO_VALUE, CheckpointError, InputError, nearest, shown
 from canvax.params import Params
+from canvax.train.objectives import cast
 from canvax.types import Array, DType, HostArray
 from canvax.weights.cast import parse_dtype
 from canvax.weights.safetensors import Outgoing, open_safetensors, read_metadata, write_safetensors
@@ -119,5 +120,5 @@ def in_dtype(params: Params, names: Sequence[str], dtype: DType) -> Params:
         if name not in params:
             raise InputError("names", NO_VALUE, f"has {name!r}, which params do not have", nearest(name, list(params)))
         check_arrays(f"params[{name!r}]", params[name])
-        params[name] = jax.tree.map(lambda leaf: leaf.astype(dtype), params[name])
+        params[name] = cast(params[name], dtype)
     return {name: params[name] for name in names}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from glob import escape
@@ -22,6 +22,7 @@ from canvax.errors import NO_VALUE, HintWarning, InputError, check_count, check_
 from canvax.families.base import Model
 from canvax.images.grid import make_grid
 from canvax.models.controlnet import ControlNet
+from canvax.parallel.memory import available_bytes, gigabytes
 from canvax.parallel.multihost import is_spread, leads, together
 from canvax.params import Params
 from canvax.pipelines.checks import MAX_SIDE, default_dtype
@@ -30,15 +31,19 @@ from canvax.pipelines.options import Options
 from canvax.pipelines.pipeline import StableDiffusion
 from canvax.pipelines.request import Call, make_request
 from canvax.pipelines.result import make_folder
+from canvax.quantize import check_kind
 from canvax.train.board import Board, check_board
-from canvax.train.diffusion import Assemble, denoising_data, denoising_loss, replaced
-from canvax.train.encoding import encode_pictures
+from canvax.train.diffusion import Assemble, Reader, denoising_data, denoising_loss, replaced
+from canvax.train.encoding import encode_captions, encode_pictures
 from canvax.train.loop import STATE, Plan, Session, check_same, fit, is_longer
 from canvax.train.objectives import check_trainable
 from canvax.train.pictures import MASK, MASK_ENDING, Pictures, check_apart, read_pictures
 from canvax.train.state import read_facts
 from canvax.types import DType, HostArray
 from canvax.weights.cast import parse_dtype
+
+Captions = Sequence[Sequence[str]]
+"""The captions of each image."""
 
 PLAN = Plan(steps=1000, batch=1, learning_rate=1e-5, warmup=0, final=1.0, b2=0.999, average=0.0, chunk=10)
 """The usual settings for fine-tuning Stable Diffusion: AdamW, constant learning rate 1e-5."""
@@ -62,6 +67,8 @@ class Training:
         unmasked_weight: minimum weight of positions outside a mask, by default 0; with 1 masks are not read.
         remat: recompute activations in the backward pass, which takes less memory but more time.
         dtype: dtype of the computation; by default bfloat16 on GPU and TPU, float32 on the CPU.
+        quantize: "int8" or "float8" to keep the large weights of the frozen denoiser in 8 bits, for a LoRA (QLoRA,
+            Dettmers et al. 2023); blocks are then recomputed as with ``remat``.
         prompts: prompts of the images that are generated during training, in the folder ``previews``.
         preview_steps: steps between previews; by default they come every 15 minutes, and always after the last step.
         save_steps: number of steps after which the weights are saved again during training, in the folder of the
@@ -81,6 +88,7 @@ class Training:
     unmasked_weight: float | None = None
     remat: bool = False
     dtype: DType | None = None
+    quantize: str | None = None
     prompts: tuple[str, ...] = field(default=())
     preview_steps: int | None = None
     save_steps: int | None = None
@@ -103,6 +111,7 @@ class Training:
                 raise InputError("preview_steps", NO_VALUE, "has no effect without a prompt of previews")
         if self.dtype is not None:
             parse_dtype(self.dtype)
+        check_kind(self.quantize)
         if self.tensorboard is not None:
             check_board(self.tensorboard)
 
@@ -246,10 +255,10 @@ def train(
     dtype = default_dtype(mesh, training=True) if training.dtype is None else training.dtype
     model, *_ = open_model(training.model, dtype="float32", mesh=mesh, check=check, weights=False)
     ((size, pictures, prior, masked),) = inputs
-    length = _text_length(model, [pictures] if prior is None else [pictures, prior])
-    # A frozen transformer in float32 would take the memory that its gradients need.
-    stored = "float32" if model.networks.denoiser.component == "unet" else dtype
-    model, programs, params = open_model(training.model, dtype=stored, mesh=mesh)
+    # All class images have one caption.
+    sets = [pictures.captions] if prior is None else [pictures.captions, prior.captions[:1]]
+    captions = [[[model.concepts.spelled(text) for text in texts] for texts in of_all] for of_all in sets]
+    length = _text_length(model, _texts(captions))
     plan = replace(training.plan, rates={**training.plan.rates, **aim.rates})
     decisive = {"size": size, "dtype": np.dtype(dtype).name, "pictures": pictures.digest(), **_decisive(training, aim)}
     if prior is not None:
@@ -263,29 +272,43 @@ def train(
         + (f", {pictures.masked} of them masked" if pictures.masked else "")
         + _cropped(pictures)
     )
-    start = aim.begin(model, params, training, dtype)  # first, since it may add tokens that captions contain
     make_folder(training.folder)  # fails before an hour's work, not after
     if target.exists() and leads(mesh):  # the result of the run that is made longer
         for path in (*(path for path in others if path.exists()), target):
             path.rename(numbered(path, read_facts(state)["total"]))
-    data, shared = _data(pictures, training, model, params, mesh, length, masked=masked)
+    unet, kept = model.networks.denoiser.component == "unet", None
+    if not unet:  # the language model leaves the devices before the transformer comes
+        kept = _features(model, training, mesh, dtype, captions, length)
+    # A frozen transformer in float32 would take the memory that its gradients need.
+    model, programs, params = open_model(
+        training.model,
+        dtype="float32" if unet else dtype,
+        quantize=training.quantize,
+        mesh=mesh,
+        weights=True if unet else (model.networks.denoiser.component, "vae"),
+    )
+    start = aim.begin(model, params, training, dtype)  # first, since it may add tokens that captions contain
+    readers = model.tokenizers if kept is None else kept.readers
+    data, shared = _data(pictures, captions[0], readers, training, model, params, mesh, length, masked=masked)
     if prior is not None:
-        shared["prior"], _ = _data(prior, training, model, params, mesh, length, masked=masked)
+        shared["prior"], _ = _data(prior, captions[1], readers, training, model, params, mesh, length, masked=masked)
     shared["frozen"] = start.frozen
     loss = denoising_loss(
-        model.text,
-        model.unet if model.networks.denoiser.component == "unet" else model.networks.denoiser,
+        model.text if kept is None else None,
+        model.unet if unet else model.networks.denoiser,
         model.scheduler.schedule,
         gamma=training.gamma,
         empty=training.empty,
         dtype=dtype,
-        remat=training.remat,
+        remat=training.remat or training.quantize is not None,  # or all weights would be kept, dequantised
         assemble=start.assemble,
         control=start.control,
         prior=subject.prior_weight,
     )
     board = Board(training.tensorboard) if training.tensorboard is not None and leads(mesh) else None
-    shown = _preview(training, aim, StableDiffusion(model, programs), params, board) if training.prompts else None
+    texts = {"prompt": list(training.prompts)} if kept is None else kept.prompts
+    pipe = StableDiffusion(model, programs)
+    shown = _preview(training, aim, pipe, params, texts, board) if training.prompts else None
 
     def save(path: Path, trained: Params) -> None:
         with together("saving") if is_spread(mesh) else nullcontext():
@@ -314,7 +337,7 @@ def train(
 
 def _decisive(training: Training, aim: Aim) -> dict[str, Any]:
     """Returns settings that must not change when a run is resumed."""
-    same = {name: getattr(training, name) for name in ("flip", "gamma", "empty")}
+    same = {name: getattr(training, name) for name in ("flip", "gamma", "empty", "quantize")}
     return {**same, "model": str(training.model), **aim.facts}
 
 
@@ -344,6 +367,12 @@ def _check_model(training: Training, aim: Aim, model: Model) -> None:
     """Refuses models that cannot be trained, in general or in this way, and invalid preview prompts."""
     schedule = model.scheduler.schedule
     check_trainable(schedule)
+    if training.quantize is not None and not aim.for_transformers:
+        problem, cure = (
+            f"is for the frozen weights of a LoRA, and {aim.name} has others",
+            "leave it out, or train a LoRA",
+        )
+        raise InputError("quantize", training.quantize, problem, cure)
     if training.gamma is not None and schedule.is_flow:
         raise InputError("gamma", training.gamma, f"is not for {model.name}, a flow model", "leave it out")
     if not aim.for_transformers and model.networks.denoiser.component != "unet":
@@ -369,15 +398,21 @@ def _check_model(training: Training, aim: Aim, model: Model) -> None:
 
 
 def _preview(
-    training: Training, aim: Aim, pipe: StableDiffusion, params: Params, board: Board | None
+    training: Training,
+    aim: Aim,
+    pipe: StableDiffusion,
+    params: Params,
+    texts: Mapping[str, Any],
+    board: Board | None,
 ) -> Callable[[int, Params], None]:
     def preview(step: int, trained: Params) -> None:
         options = Options(progress=False)
         seeds = list(range(len(training.prompts)))
-        shown = aim.shown(pipe.model, params, trained)
+        pipe.params = aim.shown(pipe.model, params, trained)  # its own need no weights of what a call does not run
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", HintWarning)  # of words that are being taught
-            images = pipe(list(training.prompts), seed=seeds, params=shown, options=options).images
+            images = pipe(**texts, seed=seeds, options=options).images
+        pipe.params = {}
         if not leads(pipe.mesh):  # the images are split over the processes
             return
         (training.folder / "previews").mkdir(exist_ok=True)
@@ -485,8 +520,13 @@ def _mask(pictures: Pictures, factor: int, least: float) -> HostArray:
     return np.maximum(cells.mean((2, 4), dtype=np.float32) / 255, np.float32(least))
 
 
-def _text_length(model: Model, sets: Sequence[Pictures]) -> int:
-    """Returns how many tokens captions are padded to: as many as the text encoder reads, or those of the longest.
+def _texts(sets: Iterable[Captions], *more: str) -> list[str]:
+    """Returns all captions of sets of images, and ``more``."""
+    return [*(text for captions in sets for texts in captions for text in texts), *more]
+
+
+def _text_length(model: Model, texts: Sequence[str]) -> int:
+    """Returns how many tokens texts are padded to: as many as the text encoder reads, or those of the longest.
 
     Raises:
         InputError: a caption has more tokens than a language model reads.
@@ -495,8 +535,7 @@ def _text_length(model: Model, sets: Sequence[Pictures]) -> int:
     if not text.whole:
         return text.tokens
     (tokenizer,) = model.tokenizers.values()
-    captions = {caption for pictures in sets for of_one in pictures.captions for caption in of_one}
-    counts = {caption: len(tokenizer.ids(model.concepts.spelled(caption))) for caption in captions}
+    counts = {caption: len(tokenizer.ids(caption)) for caption in set(texts)}
     longest = max(counts, key=lambda caption: counts[caption])
     if counts[longest] > text.most:
         problem = f"is a caption of {counts[longest]} tokens, more than {text.most}"
@@ -504,10 +543,67 @@ def _text_length(model: Model, sets: Sequence[Pictures]) -> int:
     return -(-counts[longest] // text.tokens) * text.tokens
 
 
+@dataclass(frozen=True)
+class _Features:
+    """What a transformer reads of the texts of a run, on the host.
+
+    Attributes:
+        readers: a reader of captions for each feature, see ``denoising_data``.
+        prompts: the prompts of the previews, as arguments of a pipeline.
+    """
+
+    readers: Mapping[str, Reader]
+    prompts: Mapping[str, Any]
+
+
+def _features(
+    model: Model, training: Training, mesh: Mesh, dtype: DType, sets: Sequence[Captions], length: int
+) -> _Features:
+    """Encodes each text of a run once, with a language model that is on the devices only during this call.
+
+    Raises:
+        InputError: the features do not fit into the memory of the host.
+    """
+    distinct = list(dict.fromkeys(_texts(sets, "")))
+    rows = sum(len(captions) * max(map(len, captions)) for captions in sets) + len(distinct)
+    needed, available = rows * length * model.text.width * np.dtype(dtype).itemsize, available_bytes()
+    if available is not None and needed > available:
+        problem = f"has captions whose features need {gigabytes(needed)} of the host's memory"
+        cure = f"take fewer images or shorter captions: {gigabytes(available)} are free"
+        raise InputError("pictures", training.pictures, problem, cure)
+    model, _, params = open_model(training.model, dtype=dtype, mesh=mesh, weights=model.text.names)
+
+    def encoded(texts: Sequence[str], length: int) -> dict[str, HostArray]:
+        ids = {name: tokenizer(texts, length=length) for name, tokenizer in model.tokenizers.items()}
+        return encode_captions({name: params[name] for name in ids}, ids, model.text, mesh)
+
+    def reader(feature: HostArray) -> Reader:
+        row = {text: index for index, text in enumerate(distinct)}
+        return lambda texts, *, length: feature[[row[text] for text in texts]]
+
+    readers = {name: reader(feature) for name, feature in encoded(distinct, length).items()}
+    prompts: dict[str, Any] = {}
+    if training.prompts:
+        length = _text_length(model, [*training.prompts, ""])
+        prompts["prompt"] = encoded(training.prompts, length)
+        if model.family.guides(model.networks, model.defaults.guidance_scale):
+            prompts["negative_prompt"] = encoded([""] * len(training.prompts), length)
+    return _Features(readers, prompts)
+
+
 def _data(
-    pictures: Pictures, training: Training, model: Model, params: Params, mesh: Mesh, length: int, *, masked: bool
+    pictures: Pictures,
+    captions: Captions,
+    readers: Mapping[str, Reader],
+    training: Training,
+    model: Model,
+    params: Params,
+    mesh: Mesh,
+    length: int,
+    *,
+    masked: bool,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Encodes all images and captions, and returns the samples and shared data of ``denoising_data``."""
+    """Encodes all images, and returns the samples and shared data of ``denoising_data``."""
     forms = [slice(None), slice(None, None, -1)][: 1 + training.flip]
     latents = [encode_pictures(params["vae"], pictures.pixels[:, :, form], model.vae, mesh, batch=4) for form in forms]
     control = None
@@ -522,9 +618,9 @@ def _data(
         size = pictures.pixels.shape[1:3]
         time_ids = np.stack([_size_conditions(model, size, frame) for frame in pictures.frames])
     return denoising_data(
-        model.tokenizers,
+        readers,
         np.stack(latents, axis=1),
-        [[model.concepts.spelled(text) for text in texts] for texts in pictures.captions],
+        captions,
         length,
         time_ids=time_ids,
         control=control,
