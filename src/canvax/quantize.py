@@ -7,8 +7,9 @@ their dtype.
 
 With ``int8-w8a8`` and ``float8-w8a8`` the linear layers of the denoiser round their inputs to 8 bits, too, with a scale
 for each token (Yao et al. 2022, section 4.1), and the hardware multiplies numbers of 8 bits: up to twice as fast as of
-16. A token has the same scale whatever else is in the batch, so an image does not depend on the others. Convolutions
-and text encoders have 8-bit weights only.
+16. A token's scale does not depend on the rest of the batch. But where programs differ in the last bit of an activation,
+as those for other batch sizes or meshes do, some numbers are rounded to the next of 8 bits, and images differ by about
+as much as from those of full precision. Convolutions and text encoders have 8-bit weights only.
 
 Small layers and layers that all activations pass through (the first and last convolution, the time and size
 embeddings) are not quantised, nor are biases, normalisations and the autoencoder.
@@ -68,14 +69,16 @@ def compute_dtype(p: Params) -> DType:
     return next(leaf.dtype for name, leaf in flatten(p) if name.endswith("weight") and leaf.dtype.itemsize > 1)
 
 
-def check_kind(kind: str | None) -> str | None:
+def check_kind(kind: str | None, *, trained: bool = False) -> str | None:
     """Returns ``kind`` if it is a key of ``KINDS`` or None.
 
     Raises:
-        InputError: ``kind`` is unknown.
+        InputError: ``kind`` is unknown; or gradients are needed (``trained``), and rounded activations have none.
     """
     if kind is not None and (not isinstance(kind, str) or kind not in KINDS):
         raise InputError("quantize", kind, "is not known", nearest(str(kind), list(KINDS)))
+    if trained and kind is not None and kind.endswith(_PRODUCTS):
+        raise InputError("quantize", kind, "rounds activations, which then have no gradient", "take int8 or float8")
     return kind
 
 
