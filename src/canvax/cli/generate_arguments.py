@@ -312,7 +312,7 @@ def add_quantize(group: Any) -> None:
         "--quantize",
         metavar="KIND",
         help="int8 or float8: large weights in 8 bits, to save memory; "
-        "int8-w8a8 or float8-w8a8: matmuls in 8 bits as well, to save time",
+        "int8-w8a8 or float8-w8a8: matmuls in 8 bits as well",
     )
 
 

@@ -31,8 +31,8 @@ def matmul_8bit(x: Array, weight: Array, scale: Array) -> Array:
     most = float(jnp.iinfo(weight.dtype).max if whole else jnp.finfo(weight.dtype).max)
     wide = x.astype(jnp.float32)
     rows = jnp.abs(wide).max(-1, keepdims=True) / most
-    rows = jnp.where(rows < jnp.finfo(jnp.float32).tiny, 1.0, rows)
-    narrow = wide / rows
+    rows = jnp.where(rows < 1e-30, 1.0, rows)  # of nothing but zeros, or nearly: the reciprocal would overflow
+    narrow = wide * (1 / rows)  # a division for each number would take longer than the product on a TPU
     narrow = (jnp.rint(narrow) if whole else narrow).astype(weight.dtype)
     sums = jnp.int32 if whole else jnp.float32
     if target_platform() == "cpu":
