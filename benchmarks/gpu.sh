@@ -137,6 +137,11 @@ part_variants() { [ "$SMALL" = yes ] || "$PYTHON" -m benchmarks.gpu_variants --m
     --json "$OUT/variants.json" 1>&2; }
 part_variants15() { [ "$SMALL" = yes ] || "$PYTHON" -m benchmarks.gpu_variants --model "$(folder sd15)" --size 512x512 \
     --dtype "$DTYPE" --only base whole-sums merged lt no-triton --json "$OUT/variants15.json" 1>&2; }
+eight_bits() { # PART FOLDER OPTION...: matmuls in 8 bits beside 16, one evaluation of the denoiser
+    "$PYTHON" -m benchmarks.gpu_variants --model "$2" --dtype "$DTYPE" --only base float8 float8-w8a8 int8-w8a8 \
+        --size "$(size 1024x1024)" --json "$OUT/$1.json" "${@:3}" 1>&2
+}
+part_8bit() { eight_bits 8bit "$(folder sdxl)" --batch "$([ "$SMALL" = yes ] && echo 1 || echo 8)"; }
 part_start() { ROUNDS=2 beside start sdxl 1024x1024 4 1 torch; }
 part_compiled() { beside unet sd15 512x512 1 1 torch torch-compile; } # to the utmost: minutes
 part_server() { load sdxl large "1 4" "1 4 16" 16; }
@@ -195,19 +200,20 @@ for name in klein z_image krea; do
     eval "part_${name}_batch() { few picture $name 4 --against torch-compile-default; }"
     eval "part_${name}_start() { ROUNDS=1 few start $name 1 --against torch; }"
     eval "part_${name}_padded() { few picture $name 1 --padding default --against torch; }" # by diffusers to 512 tokens
-    FAMILIES+=("${name}_weights" "$name" "${name}_batch" "${name}_start" "${name}_padded")
+    eval "part_${name}_8bit() { eight_bits ${name}_8bit \"\$(family $name)\"; }"
+    FAMILIES+=("${name}_weights" "$name" "${name}_batch" "${name}_8bit" "${name}_start" "${name}_padded")
     [ $name != klein ] || FAMILIES+=(few train_klein train_klein4)
 done
 
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(machine checks warm profile profile8 sdxl sd15 variants variants15 vae batch server server15 few15 mixed
+[ ${#parts[@]} -gt 0 ] || parts=(machine checks warm profile profile8 sdxl sd15 variants variants15 8bit vae batch server server15 few15 mixed
     train_xl train_script train_xl4 start compiled unet check_xl parity "${FAMILIES[@]}")
 failed=0
 for part in "${parts[@]}"; do
     [ ! -s "$OUT/$part.json" ] || { echo "$part: $OUT/$part.json is there"; continue; }
     began=$SECONDS
     # An exported function in a shell of its own, so that timeout can end it and all that it started.
-    export -f "part_$part" all_of beside load waiting training warm compiled profile size steps folder
+    export -f "part_$part" all_of beside load waiting training eight_bits warm compiled profile size steps folder
     export PYTHON OUT MODELS DEVICE DTYPE SMALL LIMIT
     try="${TRY[*]-}" timeout --kill-after=10 "$LIMIT" bash -c "TRY=(\$try); part_$part" >"$OUT/$part.out" 2>"$OUT/$part.log"
     code=$?

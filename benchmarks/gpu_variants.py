@@ -1,4 +1,4 @@
-"""What settings of XLA and forms of kernels are worth on a GPU: one guided evaluation and a decode, each by turns.
+"""What settings of XLA, forms of kernels and numbers of 8 bits are worth on a GPU: one evaluation or a decode, by turns.
 
     python -m benchmarks.gpu_variants --model out/sdxl --size 1024x1024 --json out/variants.json [--only base lt ...]
 
@@ -27,6 +27,8 @@ from canvax import nn
 from canvax.files import written
 from canvax.kernels import gpu, target
 from canvax.kernels.target import compiling_on
+from canvax.params import Params
+from canvax.quantize import KINDS
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
@@ -67,14 +69,17 @@ def form(name: str) -> Iterator[None]:
 
 def programs(job: Job, names: list[str]) -> dict[str, Callable[[], Any]]:
     """A call of each that compiles."""
-    model, params, mesh = _load({"folder": job.folder, "dtype": job.dtype, "part": job.part})
-    function, arguments = _call(job.part, model, params, make_inputs(job, model))
-    arguments = jax.device_put(arguments, mesh.devices.flat[0])
+    kinds = {name: name if name in KINDS else None for name in names}
+    asked = {"folder": job.folder, "dtype": job.dtype, "part": job.part}
+    loaded = {kind: _load(asked, kind) for kind in set(kinds.values())}
+    calls = {
+        kind: _call(job.part, model, params, make_inputs(job, model)) for kind, (model, params, _) in loaded.items()
+    }
 
-    def compiled(name: str, lowered: Any) -> Any:
+    def compiled(name: str, lowered: Any, params: Params, arguments: Any) -> Any:
         began = time.perf_counter()
         try:
-            options = dict(target.OPTIONS.get(jax.default_backend(), {})) | VARIANTS[name]
+            options = dict(target.OPTIONS.get(jax.default_backend(), {})) | VARIANTS.get(name, {})
             program = lowered.compile(options)
             program(params, *arguments)
         except Exception as error:  # a setting that this XLA does not have, or that breaks it: the others go on
@@ -85,10 +90,13 @@ def programs(job: Job, names: list[str]) -> dict[str, Callable[[], Any]]:
 
     with ThreadPoolExecutor(len(names)) as pool:
         waiting = {}
-        for name in names:
+        for name, kind in kinds.items():
+            _, params, mesh = loaded[kind]
+            function, arguments = calls[kind]
+            arguments = jax.device_put(arguments, mesh.devices.flat[0])
             with form(name), compiling_on(mesh):  # a trace of its own for each: kernels are chosen there
-                lowered = jax.jit(lambda *given, name=name: function(*given)).lower(params, *arguments)
-            waiting[name] = pool.submit(compiled, name, lowered)
+                lowered = jax.jit(lambda *given, function=function: function(*given)).lower(params, *arguments)
+            waiting[name] = pool.submit(compiled, name, lowered, params, arguments)
         return {name: future.result() for name, future in waiting.items() if future.result()}
 
 
@@ -97,14 +105,15 @@ def main() -> None:
     parser.add_argument("--model", required=True, type=Path)
     parser.add_argument("--size", default="1024x1024")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--parts", nargs="+", choices=["unet", "vae"], default=["unet"])
-    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--parts", nargs="+", choices=["denoiser", "vae"], default=["denoiser"])
+    parser.add_argument("--only", nargs="+", choices=[*VARIANTS, *KINDS], default=list(VARIANTS))
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     width, height = (int(side) for side in arguments.size.split("x"))
     report: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
     for part in arguments.parts:
-        job = Job(part, arguments.model, width, height, 1, 1, arguments.dtype, jax.default_backend())
+        job = Job(part, arguments.model, width, height, arguments.batch, 1, arguments.dtype, jax.default_backend())
         runs = programs(job, arguments.only)
         outputs = {name: np.asarray(run(), np.float32) for name, run in runs.items()}
         seconds: dict[str, list[float]] = {name: [] for name in runs}

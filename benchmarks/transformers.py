@@ -141,13 +141,11 @@ def contenders(name: str, side: int, rows: int, dtype: str, device: str) -> dict
 
 def in_int8(params: Params, spec: Spec, dtype: str) -> Params:
     """The weights with ``quantize="int8"``, the rest in ``dtype``."""
-    arrays, result = dict(flatten(params)), {}
-    for name, param in flatten(quantized_spec(spec, "int8")):
-        if name not in arrays:
-            continue  # a scale, below
-        if param.dtype == "int8":
-            result[name], result[scale_of(name)] = quantize(arrays[name], "int8")
-        else:
+    arrays, declared, result = dict(flatten(params)), dict(flatten(quantized_spec(spec, "int8"))), {}
+    for name in declared:
+        if scale := scale_of(name, declared):
+            result[name], result[scale] = quantize(arrays[name], "int8")
+        elif name in arrays:
             result[name] = np.asarray(jnp.asarray(arrays[name], dtype))
     return unflatten(result)
 

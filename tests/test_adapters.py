@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 import canvax
 from canvax.params import flatten
+from canvax.quantize import scale_of
 from tests.support.adapter_files import (
     Draw,
     Made,
@@ -407,7 +408,7 @@ def test_an_overflow_changes_nothing(tmp_path: Path) -> None:
     assert not pipe.model.merged
 
 
-@pytest.mark.parametrize("kind", ["int8", "float8"])
+@pytest.mark.parametrize("kind", ["int8", "float8", "int8-w8a8"])
 def test_weights_of_8_bits(kind: str, tmp_path: Path) -> None:
     """They are rounded once more, from what they stand for; without adapters the very bits are back."""
     pipe = canvax.load(write_small_checkpoint(tmp_path / "m"), quantize=kind, mesh=canvax.make_mesh(jax.devices()[:1]))
@@ -417,10 +418,11 @@ def test_weights_of_8_bits(kind: str, tmp_path: Path) -> None:
     after = leaves(pipe)
     for (component, name), delta in deltas.items():
         path = f"{component}.{name}"
-        scale = path.removesuffix("weight") + "scale"
+        scale = scale_of(path, before)
+        assert scale
         base, now = (one[path].astype(np.float64) * one[scale] for one in (before, after))
         wanted = base + delta(base.T).T
-        step = after[scale] * (0.51 if kind == "int8" else 17.0)  # half a unit; of float8, of its largest numbers
+        step = after[scale] * (0.51 if kind != "float8" else 17.0)  # half a unit; of float8, of its largest numbers
         assert (np.abs(now - wanted) <= step).all()
     pipe.adapters.remove("a")
     assert all(before[name].tobytes() == array.tobytes() for name, array in leaves(pipe).items())

@@ -554,6 +554,7 @@ def test_the_commands(model: Path, pictures: Path, tmp_path: Path, capsys: pytes
         (["lora", "{p}", "--rank", "0"], "--rank"),
         (["lora", "{p}", "--layers", "some"], "--layers"),
         (["lora", "{p}", "--quantize", "int3"], "--quantize"),
+        (["lora", "{p}", "--quantize", "int8-w8a8"], "--quantize"),
         (["dreambooth", "{p}", "-p", "sks", "--quantize", "int8"], "--quantize"),
         (["lora", "{p}", "--network-dimm", "8"], "--network-dim"),
         (["dreambooth", "{p}"], "--instance-prompt"),

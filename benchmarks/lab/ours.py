@@ -31,6 +31,7 @@ from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import place
 from canvax.params import Params
 from canvax.planning.flops import count_flops
+from canvax.quantize import compute_dtype
 from canvax.weights.cast import parse_dtype
 from canvax.weights.load import load_components
 from canvax.weights.location import Location
@@ -71,11 +72,11 @@ def device_peak(job: Asked) -> int | None:
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def _load(job: Asked) -> tuple[Model, Params, Mesh]:
+def _load(job: Asked, quantize: str | None = None) -> tuple[Model, Params, Mesh]:
     """The networks of a part, through the loader that the pipeline uses."""
     mesh, dtype = make_mesh(jax.devices()[:1]), parse_dtype(job["dtype"])
     files = open_files(Location(job["folder"]))
-    model = read_model(files, dtype)
+    model = read_model(files, dtype, quantize)
     components = [part for part in model.components if part.name in names_of(job["part"], model)]
     params = load_components(files, components, dtype=dtype, place=lambda param, array: place(param, array, mesh))
     return model, jax.block_until_ready(params), mesh
@@ -87,7 +88,7 @@ def _call(
     """The function of a part, and its arguments after the parameters."""
     if part == "text":
         return partial(encode_text, cfg=model.text), (inputs, np.int32(0))
-    dtype = jax.tree.leaves(params)[0].dtype
+    dtype = compute_dtype(params)
     latents = inputs["latents"].astype(dtype)
     if part == "vae":
         cfg = getattr(model.vae, "cfg", model.vae)

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from canvax.kernels.convolution import convolve, convolve_doubled, doubled
-from canvax.kernels.matmul import matmul
+from canvax.kernels.matmul import matmul, matmul_8bit
 from canvax.kernels.target import target_platform
 from canvax.params import AxisName, Param, Params, Spec
-from canvax.quantize import SCALE
+from canvax.quantize import PRODUCT_SCALE, SCALE
 from canvax.types import Array
 
 LOW_RANK = "lora"
@@ -47,6 +47,8 @@ def linear_spec(
 def _multiplied(p: Params, x: Array) -> Array:
     """Returns ``x @ weight``, without the low-rank adapter and the bias."""
     weight, scale = p["weight"], p.get(SCALE)
+    if PRODUCT_SCALE in p:
+        return matmul_8bit(x, weight, p[PRODUCT_SCALE])
     return matmul(x, weight) if scale is None else matmul(x, weight.astype(x.dtype), scale)
 
 
@@ -129,7 +131,9 @@ def gated_linear(p: Params, x: Array) -> tuple[Array, Array]:
         values, gate = jnp.split(linear(p, x), 2, axis=-1)
         return values, gate
     product = partial(jnp.einsum, "...c,cgo->...go")
-    if SCALE in p:
+    if PRODUCT_SCALE in p:
+        y = matmul_8bit(x, p["weight"], p[PRODUCT_SCALE]) + p["bias"]
+    elif SCALE in p:
         y = product(x, p["weight"].astype(x.dtype), preferred_element_type=jnp.float32) * p[SCALE]
         y = y.astype(x.dtype) + p["bias"]
     else:

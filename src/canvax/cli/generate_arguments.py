@@ -308,7 +308,12 @@ def add_source(group: Any, *, variant: bool = True) -> None:
 
 def add_quantize(group: Any) -> None:
     """Add the flag that keeps large weights in 8 bits."""
-    group.add_argument("--quantize", metavar="KIND", help="int8 or float8: large weights in 8 bits, to save memory")
+    group.add_argument(
+        "--quantize",
+        metavar="KIND",
+        help="int8 or float8: large weights in 8 bits, to save memory; "
+        "int8-w8a8 or float8-w8a8: matmuls in 8 bits as well",
+    )
 
 
 PART_FLAGS = ("vae", "text_encoder", "tokenizer")

@@ -54,7 +54,6 @@ from canvax.pipelines.unmerged import (
     rank_of,
     tell_of_odd,
 )
-from canvax.quantize import KINDS as QUANTIZED
 from canvax.quantize import quantize, scale_of
 from canvax.types import Array, HostArray
 from canvax.weights.embeddings import Embedding, check_token, read_embeddings
@@ -845,12 +844,12 @@ class _Kept(NamedTuple):
 
     Attributes:
         weight: on the host, in its dtype.
-        scale: of a weight of 8 bits.
+        scale: of a weight of 8 bits, by its dotted name; empty for others.
         ours: what stands in its place now; another array there is the user's.
     """
 
     weight: HostArray
-    scale: HostArray | None
+    scale: Mapping[str, HostArray]
     ours: Any
 
 
@@ -914,14 +913,16 @@ class Merging:
                 "cannot change weights that the mesh splits over several processes",
                 "load with {model=1}",
             )
-        quantized = self._declared[key].dtype in QUANTIZED.values()
-        return _Kept(np.asarray(now), np.asarray(layer[scale_of(last)]) if quantized else None, now)
+        scale = scale_of(last, layer)
+        kept = {".".join([*parents, scale]): np.asarray(layer[scale])} if scale else {}
+        return _Kept(np.asarray(now), kept, now)
 
     def _merged(self, key: Key, kept: _Kept, change_: Change) -> dict[str, Array]:
         """The arrays of a parameter with adapters, by name; of 8 bits, rounded to them once more."""
         param, name = self._declared[key], key[1]
         base = kept.weight.reshape(param.shape).astype(np.float32, copy=False)
-        base = base if kept.scale is None else base * kept.scale
+        for scale in kept.scale.values():
+            base = base * scale
         merged: HostArray | None = None
         for part, factor in change_.parts:  # every pass over a weight is a part of the time of a swap
             added = param.from_checkpoint(change(param.turned(base), part))
@@ -931,9 +932,9 @@ class Merging:
         merged = base.copy() if merged is None else merged
         for i, vector in change_.rows.items():
             merged[i] = vector
-        if kept.scale is not None:
+        if kept.scale:
             weight, scale = quantize(merged, kept.weight.dtype)
-            return self._placed(key[0], {name: weight, scale_of(name): scale}, kept.ours)
+            return self._placed(key[0], {name: weight, **dict.fromkeys(kept.scale, scale)}, kept.ours)
         if not max(merged.max(), -merged.min()) <= float(jnp.finfo(kept.weight.dtype).max):  # NaN is not, either
             raise CanvaxError(
                 f"{'.'.join(key)}: overflows in {kept.weight.dtype} with these adapters; give them smaller weights, or "
@@ -942,8 +943,7 @@ class Merging:
         return self._placed(key[0], {name: merged.astype(kept.weight.dtype, copy=False)}, kept.ours)
 
     def _whole(self, key: Key, kept: _Kept) -> dict[str, Array]:
-        scale = {} if kept.scale is None else {scale_of(key[1]): kept.scale}
-        return self._placed(key[0], {key[1]: kept.weight, **scale}, kept.ours)
+        return self._placed(key[0], {key[1]: kept.weight, **kept.scale}, kept.ours)
 
     def _placed(self, component: str, arrays: Mapping[str, HostArray], like: Array) -> dict[str, Array]:
         """The arrays where the parameter is that they replace."""

@@ -261,7 +261,7 @@ def plan(
         steps: number of evaluations of the denoiser; by default the steps of a call that names none.
         guided: whether images are generated with guidance; by default as in a call that names no guidance scale.
         dtype: dtype of weights and activations; by default bfloat16, on GPUs before Ampere float16.
-        quantize: "int8" or "float8" for large weights in 8 bits.
+        quantize: as in ``canvax.load``, for large weights in 8 bits.
         mesh: number of devices along ``data`` and ``model``; by default all on ``data``.
         references: reference images that a model reads which edits: how many, each of the image's size, or the height
             and width of each.

@@ -111,7 +111,7 @@ class Training:
                 raise InputError("preview_steps", NO_VALUE, "has no effect without a prompt of previews")
         if self.dtype is not None:
             parse_dtype(self.dtype)
-        check_kind(self.quantize)
+        check_kind(self.quantize, trained=True)
         if self.tensorboard is not None:
             check_board(self.tensorboard)
 

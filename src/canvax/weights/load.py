@@ -20,7 +20,6 @@ import numpy as np
 
 from canvax.errors import CheckpointError
 from canvax.params import Param, Spec, flatten, unflatten
-from canvax.quantize import KINDS as QUANTIZED
 from canvax.quantize import quantize, scale_of
 from canvax.types import Array, DType, HostArray, Params
 from canvax.weights.cast import cast_into
@@ -131,8 +130,7 @@ def load_components(
     scratch = Scratch()
 
     def load(name: str, dotted: str, param: Param, entry: Entry) -> dict[tuple[str, str], Array]:
-        if _is_quantized(param):
-            scale = scale_of(dotted)
+        if scale := scale_of(dotted, declared[name]):
             array = materialise(param, entry, np.float32, scratch)
             if name in finite:
                 check_finite(files, array)
@@ -252,11 +250,6 @@ def check_finite(files: Files, array: HostArray) -> None:
         raise CheckpointError(f"{files}: holds numbers that are not finite (NaN or infinity); download it again")
 
 
-def _is_quantized(param: Param) -> bool:
-    """Whether it is a weight of 8 bits, whose scales are made while loading and are in no file."""
-    return param.dtype in QUANTIZED.values()
-
-
 def _matched(files: Files, components: Sequence[Component]) -> dict[str, dict[str, tuple[Param, Entry]]]:
     """The parameters of each component with their arrays, once all faults of all components have been looked for."""
     faults = Faults()
@@ -269,7 +262,7 @@ def _matched(files: Files, components: Sequence[Component]) -> dict[str, dict[st
 def _match(files: Files, part: Component, faults: Faults) -> dict[str, tuple[Param, Entry]]:
     """Pair each parameter of a component with its array in a file, in the spec's order."""
     declared: dict[str, Param] = dict(flatten(part.spec))
-    scales = {scale_of(name) for name, param in declared.items() if _is_quantized(param)}
+    scales = {scale_of(name, declared) for name in declared}  # made while loading, in no file
     wanted = {name: param for name, param in declared.items() if name not in scales}
     try:
         entries = part.entries(files.entries(part.name))
