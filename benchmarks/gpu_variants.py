@@ -1,4 +1,4 @@
-"""What settings of XLA, forms of kernels and numbers of 8 bits are worth on a GPU: one evaluation or a decode, by turns.
+"""What settings of XLA, forms of kernels and matmuls in 8 bits give on a GPU: an evaluation or a decode, by turns.
 
     python -m benchmarks.gpu_variants --model out/sdxl --size 1024x1024 --json out/variants.json [--only base lt ...]
 

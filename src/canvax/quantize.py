@@ -7,9 +7,9 @@ their dtype.
 
 With ``int8-w8a8`` and ``float8-w8a8`` the linear layers of the denoiser round their inputs to 8 bits, too, with a scale
 for each token (Yao et al. 2022, section 4.1), and the hardware multiplies numbers of 8 bits, at up to twice the rate
-of 16. A token's scale does not depend on the rest of the batch. But where programs differ in the last bit of an activation,
-as those for other batch sizes or meshes do, some numbers are rounded to the next of 8 bits, and images differ by about
-as much as from those of full precision. Convolutions and text encoders have 8-bit weights only.
+of 16. Programs for other batch sizes or meshes differ in the last bits of activations, so some numbers are rounded to
+the next of 8 bits, and images differ by about as much as from those of full precision. Convolutions and text encoders
+have 8-bit weights only.
 
 Small layers and layers that all activations pass through (the first and last convolution, the time and size
 embeddings) are not quantised, nor are biases, normalisations and the autoencoder.

@@ -403,7 +403,8 @@ def load(
         dtype: dtype of weights and activations; by default bfloat16 on TPU and GPU (float16 before Ampere), float32 on
             the CPU.
         quantize: "int8" or "float8": keep the large weights of text encoders and denoiser in 8 bits, which saves memory
-            and costs some precision; "int8-w8a8" or "float8-w8a8": multiply in 8 bits as well (docs/less-work.md); None to leave them as they are.
+            and costs some precision; "int8-w8a8" or "float8-w8a8": multiply in 8 bits as well (docs/less-work.md); None
+            to leave them as they are.
         revision: branch, tag or commit of a Hub id.
         variant: which of several sets of weights, for example "fp16".
         token: Hub token; by default HF_TOKEN or the stored login.
