@@ -141,7 +141,7 @@ eight_bits() { # PART FOLDER OPTION...: matmuls in 8 bits beside 16, one evaluat
     "$PYTHON" -m benchmarks.gpu_variants --model "$2" --dtype "$DTYPE" --only base float8 float8-w8a8 int8-w8a8 \
         --size "$(size 1024x1024)" --json "$OUT/$1.json" "${@:3}" 1>&2
 }
-part_8bit() { eight_bits 8bit "$(folder sdxl)" --batch "$([ "$SMALL" = yes ] && echo 1 || echo 8)"; }
+part_8bit() { [ "$SMALL" = yes ] || eight_bits 8bit "$(folder sdxl)" --batch 8; }
 part_start() { ROUNDS=2 beside start sdxl 1024x1024 4 1 torch; }
 part_compiled() { beside unet sd15 512x512 1 1 torch torch-compile; } # to the utmost: minutes
 part_server() { load sdxl large "1 4" "1 4 16" 16; }
