@@ -84,9 +84,9 @@ def weights(model: str, scratch: Path) -> Path | str:
     """A checkpoint: the model itself, or random weights of a preset, which are written once."""
     import numpy as np
 
-    from benchmarks.lab.models import find_preset, write_random
+    from benchmarks.lab.models import KNOWN, write_random
 
-    preset, folder = find_preset(model), scratch / model
+    preset, folder = KNOWN.get(model), scratch / model
     if preset and not folder.exists():
         write_random(folder, preset, dtype=np.float16)
     return folder if preset else model

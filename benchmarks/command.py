@@ -111,10 +111,17 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         help="sd14, sd15, sd21, sdxl, z-image, flux2-klein-4b or krea-2: full size, random weights; z-image-small, "
         "flux2-klein-small, krea-2-small; emoji (the default) or a folder",
     )  # fmt: skip
-    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help="pixels, divisible by 8 or 16 (the model's own)")
+    parser.add_argument(
+        "--size",
+        metavar="WIDTHxHEIGHT",
+        help="size of an image in pixels; multiples of 8, or of 16 for transformers (default: that of the model)",
+    )
     parser.add_argument("-b", "--batch", type=int, default=1, metavar="N", help="pictures at once (1)")
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="of a picture (20, for start 4; of a transformer the model's own)"
+        "--steps",
+        type=int,
+        metavar="N",
+        help="denoising steps (default: 20; 4 for start; the model's default for transformers)",
     )
     parser.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16 (bfloat16 on TPU and GPU)")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto", help="for all contenders (JAX's)")
@@ -156,12 +163,12 @@ def _tidy_when_ended() -> Iterator[None]:
 @contextmanager
 def _checkpoint(model: str, stored: str | None, tell: Any) -> Iterator[Path]:
     """The folder of a model; that of a preset lasts as long as it is needed."""
-    from benchmarks.lab.models import KNOWN, find_preset, write_random
+    from benchmarks.lab.models import KNOWN, write_random
     from canvax.weights.cast import parse_dtype
     from canvax.weights.location import BUNDLED, Location
     from canvax.weights.open import open_files
 
-    preset = find_preset(model)
+    preset = KNOWN.get(model)
     if preset is None:
         if "/" not in model and model not in BUNDLED and not Path(model).expanduser().exists():
             raise InputError(f"--model {model!r} is no preset and no folder; {nearest(model, [*KNOWN, *BUNDLED])}")

@@ -9,8 +9,9 @@
 #     SMALL=yes benchmarks/gpu.sh           try it on any machine: the bundled model in place of the large ones
 #
 # Each part ends after LIMIT seconds (300) whatever happens, and writes $OUT/PART.json (out/gpu); what a part printed is
-# in $OUT/PART.log. A part whose JSON is there is not run again; the output of a failed one stays in $OUT/PART.out. PYTHON has JAX for CUDA, PyTorch, diffusers and what canvax needs. Random weights go to $MODELS (out/models),
-# 7 GB for SDXL, and stay there for the next time, as do compiled programs: what compiling takes is in "start".
+# in $OUT/PART.log. A part whose JSON is there is not run again; the output of a failed one stays in $OUT/PART.out.
+# PYTHON has JAX for CUDA, PyTorch, diffusers and what canvax needs. Random weights go to $MODELS (out/models), 7 GB for
+# SDXL, and stay there for the next time, as do compiled programs: what compiling takes is in "start".
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}

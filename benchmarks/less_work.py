@@ -167,7 +167,7 @@ def variants(rounds: int = 3) -> None:
     placed = jax.device_put(whole)
     made: dict[str, tuple[Any, Any]] = {}
     for kind in ("as it is", *KINDS):
-        params = jax.device_put(_narrowed(whole, quantized_spec(spec, kind))) if kind in KINDS else placed
+        params = jax.device_put(narrowed(whole, quantized_spec(spec, kind))) if kind in KINDS else placed
         made[kind] = jax.jit(partial(unet, cfg=cfg)).lower(params, *arguments).compile(), params
     seconds: dict[str, list[float]] = {kind: [] for kind in made}
     for turn in range(rounds + 1):
@@ -188,7 +188,7 @@ def variants(rounds: int = 3) -> None:
         )
 
 
-def _narrowed(params: Any, spec: Any) -> Any:
+def narrowed(params: Any, spec: Any) -> Any:
     """Random weights as loading would have quantised them."""
     given, narrow = dict(flatten(params)), {}
     declared = dict(flatten(spec))

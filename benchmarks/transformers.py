@@ -24,14 +24,16 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from benchmarks.less_work import narrowed
 from canvax.kernels.target import compiled_on
 from canvax.models.flux2 import flux2, flux2_context, flux2_spec
 from canvax.models.krea2 import krea2, krea2_context, krea2_spec
 from canvax.models.presets import PRESETS
 from canvax.models.z_image import z_image, z_image_context, z_image_spec
 from canvax.parallel.mesh import make_mesh
-from canvax.params import Params, Spec, flatten, unflatten
-from canvax.quantize import quantize, quantized_spec, scale_of
+from canvax.params import Params, Spec
+from canvax.quantize import quantized_spec
+from canvax.train.objectives import cast
 from tests.parity.transformers_reference import params_of, stored, unfused
 
 TIME = 500.0
@@ -136,18 +138,11 @@ def contenders(name: str, side: int, rows: int, dtype: str, device: str) -> dict
             return evaluate().float().cpu().numpy()
 
     rounded = jax.tree.map(lambda leaf: np.asarray(jnp.asarray(leaf, dtype)), params)
-    return {"canvax": compiled(rounded), "canvax int8": compiled(in_int8(params, spec, dtype)), "torch": peer}
-
-
-def in_int8(params: Params, spec: Spec, dtype: str) -> Params:
-    """The weights with ``quantize="int8"``, the rest in ``dtype``."""
-    arrays, declared, result = dict(flatten(params)), dict(flatten(quantized_spec(spec, "int8"))), {}
-    for name in declared:
-        if scale := scale_of(name, declared):
-            result[name], result[scale] = quantize(arrays[name], "int8")
-        elif name in arrays:
-            result[name] = np.asarray(jnp.asarray(arrays[name], dtype))
-    return unflatten(result)
+    return {
+        "canvax": compiled(rounded),
+        "canvax int8": compiled(cast(narrowed(params, quantized_spec(spec, "int8")), jnp.dtype(dtype))),
+        "torch": peer,
+    }
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ PEERS = ("torch", "torch-compile", "torch-compile-default", "openvino")
 
 GUIDANCE = 5.0
 SAMPLER = "ddim"
-"""Of pictures with a UNet: one evaluation a step, no noise on the way, and in every library. Transformers are few-step
-models, which have a sampler of their own and no guidance."""
+"""Guidance scale and sampler of models with a UNet. DDIM evaluates the UNet once in each step, adds no noise, and every
+library has it. The transformers here are distilled models: they use their default sampler, without guidance."""
 
 DENOISERS = ("denoiser", "unet")
 """Names of the part that denoises; the second is that of Stable Diffusion."""
@@ -42,7 +42,7 @@ class Job:
         device: "cpu", "gpu" or "tpu".
         family: of the model, as canvax calls it.
         guidance: guidance scale of pictures.
-        sampler: of pictures; None for the model's own.
+        sampler: name of the sampler; None for the default of the model.
         texts: prompts of pictures, again and again.
         text_rows: to how many tokens a peer pads them, of its models that read language; None for its default.
         device_bytes: memory of the GPU, as far as it is known.
@@ -82,7 +82,7 @@ def text_rows(model: Model) -> int | None:
 
 
 def lengthened(model: Model) -> tuple[str, ...]:
-    """Prompts that nearly fill the tokens of a short prompt: of such prompts no library cuts off much."""
+    """Returns prompts, each repeated until it nearly has the number of tokens that canvax pads short prompts to."""
 
     def long(text: str) -> str:
         whole = text

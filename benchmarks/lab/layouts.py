@@ -1,4 +1,4 @@
-"""What folders of transformer families hold, as diffusers writes them, beside the arrays that canvax declares."""
+"""The checkpoint folders of Z-Image, FLUX.2 and Krea 2 in the layout of diffusers: configs, tokenizer, arrays."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Layout:
         encoder, vae = networks.text.encoders[0], networks.vae
         assert isinstance(encoder, LanguageModel)
         vae = vae if isinstance(vae, VaeConfig) else vae.cfg
-        written = {"transformer": _fields(networks.denoiser.cfg), "vae": _fields(vae)}
+        written = {"transformer": fields_of(networks.denoiser.cfg), "vae": fields_of(vae)}
         if isinstance(vae, WanVaeConfig):
             written["vae"]["temperal_downsample"] = TIMES_HALVED
         written = {name: fields | {"_class_name": self.classes[name]} for name, fields in written.items()}
@@ -220,12 +220,13 @@ def write_chat_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-def _fields(cfg: Any) -> dict[str, Any]:
+def fields_of(cfg: Any) -> dict[str, Any]:
+    """The fields of a config that have a value."""
     return {key: value for key, value in dataclasses.asdict(cfg).items() if value is not None}
 
 
 def _language_model(cfg: DecoderConfig, kind: str, *, sees: bool) -> dict[str, Any]:
-    fields = _fields(cfg)
+    fields = fields_of(cfg)
     positions = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}
     fields |= {"hidden_act": "silu", "max_position_embeddings": 40960, "tie_word_embeddings": True, "use_cache": False}
     if not sees:

@@ -36,7 +36,7 @@ diffusers rounds the times of FLUX.2 and Krea 2 to the dtype of the weights, can
 no matter of rounding; other steps drift apart, and weights that are random make much of it."""
 
 GPU_WORK = 4e9
-"""Bytes that a contender needs on a GPU for each picture of a batch beside the weights, of 1024 x 1024 pixels."""
+"""Estimated bytes of GPU memory that a contender needs for each image of 1024 x 1024, in addition to the weights."""
 
 _CHECK = 1e-3
 """How far the sums of squares of loaded weights may be apart."""

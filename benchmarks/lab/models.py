@@ -6,7 +6,6 @@ python -m benchmarks.lab.models sdxl out/sdxl
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import shutil
@@ -19,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from benchmarks.lab.layouts import LAYOUTS, SMALL, Stored, write_chat_tokenizer
+from benchmarks.lab.layouts import LAYOUTS, SMALL, Stored, fields_of, write_chat_tokenizer
 from canvax.errors import InputError
 from canvax.models.networks import Networks
 from canvax.models.presets import PRESETS
@@ -121,10 +120,7 @@ def _unet_configs(preset: Networks) -> dict[str, dict[str, Any]]:
         name: {"_class_name": _CLASSES[name]} if KINDS[name] == "diffusers" else {"model_type": "clip_text_model"}
         for name in configs
     }
-    fields = {name: dataclasses.asdict(cfg).items() for name, cfg in configs.items()}
-    return {
-        name: {key: value for key, value in items if value is not None} | kinds[name] for name, items in fields.items()
-    }
+    return {name: fields_of(cfg) | kinds[name] for name, cfg in configs.items()}
 
 
 def _unet_index(preset: Networks) -> dict[str, Any]:
@@ -190,11 +186,6 @@ def check_space(folder: Path, preset: Networks, dtype: DType) -> None:
             f"a checkpoint of random weights needs {needed / 1e9:.1f} GB in {there}, where {free / 1e9:.1f} GB are "
             "free; set TMPDIR to a folder with more, or give --model a folder"
         )
-
-
-def find_preset(model: str) -> Networks | None:
-    """The preset of that name that can draw by itself; None if ``model`` is something else."""
-    return KNOWN.get(model)
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -132,7 +132,9 @@ def check_peer(contender: Contender) -> None:
 
 
 def probe(device: str) -> tuple[str, str, int | None]:
-    """Platform, kind and memory of the device that canvax would use, asked in a process of its own: a GPU stays free.
+    """Returns platform, kind and memory in bytes of the device that canvax would use.
+
+    A separate process asks JAX, so that this process allocates no GPU memory.
 
     Raises:
         InputError: there is no such device.

@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from canvax.pipelines.loaded import open_model
 from canvax.pipelines.options import Options
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.tokenizers.concepts import FILE as CONCEPTS
-from canvax.train.diffusion import denoising_loss, new_denoiser
+from canvax.train.diffusion import denoising_loss, new_denoiser, read_captions
 from canvax.train.encoding import encode_pictures
 from canvax.train.loop import Plan, Session, check_same, facts_of, fit
 from canvax.train.pictures import Pictures, read_pictures
@@ -491,11 +491,7 @@ def _samples(
         return None
     count = len(train)
     texts = learnt_captions(recipe, captions[:count]) + [list(of_one[: recipe.forms]) for of_one in captions[count:]]
-    # A picture with few captions repeats them, and pictures share theirs: each text is tokenised once.
-    unique = {text: place for place, text in enumerate(dict.fromkeys(chain.from_iterable(texts)))}
-    most = max(len(of_one) for of_one in texts)
-    places = np.array([[unique[of_one[i % len(of_one)]] for i in range(most)] for of_one in texts])
-    samples = {"latents": latents, "ids": tokenizer(list(unique), length=LENGTH)[places]}
+    samples = {"latents": latents, "ids": read_captions(tokenizer, texts, LENGTH)}
     save_state(path, samples, facts)
     shutil.rmtree(parts)
     return samples

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -73,9 +74,10 @@ def read_captions(reader: Reader, captions: Sequence[Sequence[str]], length: int
             "captions", captions, f"do not fit length={length}: each picture has a caption, of 2 tokens or more"
         )
     most = max(len(texts) for texts in captions)
-    flat = [texts[i % len(texts)] for texts in captions for i in range(most)]
-    rows = reader(flat, length=length)
-    return rows.reshape(len(captions), most, *rows.shape[1:])
+    # Images share captions, and repeat theirs: each distinct text is read once.
+    row = {text: index for index, text in enumerate(dict.fromkeys(chain.from_iterable(captions)))}
+    rows = np.array([[row[texts[i % len(texts)]] for i in range(most)] for texts in captions])
+    return reader(list(row), length=length)[rows]
 
 
 def denoising_data(
