@@ -258,7 +258,7 @@ class Stub:
         if "stub" not in image.info:
             raise Rejected(400, "no_settings", "This file holds no settings.")
         settings = json.loads(image.info["stub"])
-        return JSONResponse({"settings": settings, "missing": [], "metadata": settings})
+        return JSONResponse({"settings": settings, "missing": settings.pop("missing", []), "metadata": settings})
 
 
 async def refused(request: Request, error: Exception) -> Response:

@@ -246,11 +246,12 @@ def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> Engi
             "does not go with --batching none, which has one image at a time",
             "write 512x512:1",
         )
+    on_demand = arguments.compile_on_demand
     return EngineSettings(
         warm=tuple(Warm.parse(text) for text in arguments.warm) if arguments.warm else (Warm(),),
         chunks=tuple(dict.fromkeys(arguments.chunks)),
         references=arguments.references,
-        compile_on_demand=arguments.compile_on_demand,
+        compile_on_demand=arguments.command == "ui" if on_demand is None else on_demand,
         queue_seconds=arguments.queue_seconds,
         queue_images=arguments.queue_images,
         keep_seconds=arguments.keep_seconds,
