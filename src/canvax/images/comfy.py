@@ -16,8 +16,8 @@ _SAMPLERS = ("KSampler", "KSamplerAdvanced", "SamplerCustomAdvanced")
 _CHANGES_NOTHING = {
     "CheckpointLoaderSimple", "UNETLoader", "UnetLoaderGGUF", "CLIPLoader", "CLIPLoaderGGUF", "DualCLIPLoader",
     "VAELoader", "VAEDecode", "VAEDecodeTiled", "SaveImage", "PreviewImage", "CLIPTextEncode", "LoraLoader",
-    "LoraLoaderModelOnly", "CLIPSetLastLayer", "ConditioningZeroOut", "RandomNoise", "KSamplerSelect", "BasicScheduler", "Flux2Scheduler",
-    "CFGGuider", "BasicGuider",
+    "LoraLoaderModelOnly", "CLIPSetLastLayer", "ConditioningZeroOut", "RandomNoise", "KSamplerSelect",
+    "BasicScheduler", "Flux2Scheduler", "CFGGuider", "BasicGuider",
 }  # fmt: skip
 """Nodes that are read here, and those that only move data."""
 _WEIGHTS = re.compile(r"\.(?:safetensors|ckpt|pt|gguf|sft)$", re.IGNORECASE)

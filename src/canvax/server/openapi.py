@@ -76,6 +76,7 @@ _HISTORY = {
         "/api/images",
         "get",
     ): "Images in the folder of `canvax ui`, 60 at a time, newest first; `after` is `next` of the answer before.",
+    ("/api/left-out", "get"): "Files in the folder of models that cannot be used, with the reason and the cure.",
     ("/api/images/{name}", "get"): "One of these images.",
     ("/api/images/{name}", "delete"): "Move it into the folder `deleted`. The answer has its `name` there.",
     ("/api/images/{name}", "post"): "Move it back, by its name in `deleted`. The answer has its `name` then.",

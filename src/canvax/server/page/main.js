@@ -1,5 +1,5 @@
 // The page: what belongs together is put together here.
-import { Gone, Refused, getJson, inspect, key } from "./api.js";
+import { Gone, Refused, getJson, hasFolder, inspect, key } from "./api.js";
 import { adapterNames, adaptersListed, besideAt, restoreBeside } from "./beside.js";
 import * as composer from "./composer.js";
 import { compare, prepareCompare } from "./compare.js";
@@ -333,9 +333,20 @@ function prepareFiles() {
 
 // ---- the server, its key, the theme
 
+/** Files in the folder of models that cannot be used, below the models. */
+async function showLeftOut() {
+  if (!hasFolder()) return;
+  const { files } = await getJson("api/left-out").catch(() => ({ files: [] }));
+  $("left-out").hidden = !files.length;
+  $("left-out-text").textContent = `${plural(files.length, "file")} cannot be used`;
+  $("left-out-list").replaceChildren(...files.flatMap(({ name, why }) => [el("dt", { textContent: name }), el("dd", { textContent: why })]));
+  if (files.length) $("model-field").hidden = false;
+}
+
 async function loadModels() {
   try {
     await composer.setCatalogue(await getJson("api/models"));
+    await showLeftOut();
     const examples = composer.model()?.examples ?? [];
     $("examples").replaceChildren(...examples.slice(0, 8).map((text) => el("li", {}, el("button", {
       type: "button", textContent: text, onclick: () => { composer.apply({ prompt: text }); composer.keepDraft(); $("prompt").focus(); },
