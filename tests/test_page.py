@@ -66,6 +66,14 @@ def test_every_file_that_is_named_exists() -> None:
     assert {*named, *imported, *styled, "index.html"} == {path.name for path in PAGE.iterdir()}
 
 
+def test_the_commands_for_other_models_are_those_of_the_docs() -> None:
+    docs = (Path(__file__).parents[1] / "docs" / "which-model.md").read_text()
+    commands = [line for line in re.findall(r"<code>(canvax ui [^<]+)</code>", HTML) if "FOLDER" not in line]
+    assert len(commands) == 4
+    for line in commands:
+        assert f"`{line}`" in docs
+
+
 def test_it_is_small() -> None:
     assert sum(path.stat().st_size for path in PAGE.iterdir()) < 200_000
 

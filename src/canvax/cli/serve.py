@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     offered, left_out = local_models()
     output = _output(arguments)
     first = _first(offered, output if opens_page else None)
-    names = _names(arguments.models or first or ["emoji"], location_keywords(arguments))
+    names = _names([*arguments.models, *arguments.model] or first or ["emoji"], location_keywords(arguments))
     _check_parts(parts := part_keywords(arguments), names)
     on_request = tuple(name for name in offered if name not in (*names, *names.values()))
     if arguments.dtype:

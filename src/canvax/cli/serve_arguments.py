@@ -25,6 +25,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="emoji (the default, or the first of --data-dir), folders, Hub ids owner/name; NAME=MODEL: by this name",
     )
+    parser.add_argument("-m", "--model", nargs="+", default=[], metavar="MODEL", help="the same as MODEL")
     parser.add_argument(
         "--warm", nargs="+", metavar="WxH:B,B",
         help="sizes to make ready, and images at once: 512x512:1,4 (the model's default size, 1 and 4)",

@@ -10,7 +10,7 @@ import { blobOf, fileName, paintedFrom } from "./pictures.js";
 import { openSheet, prepareSheet } from "./sheet.js";
 import { unfinished } from "./store.js";
 import { Task, cancelAll, connection, tasks } from "./tasks.js";
-import { $, announce, el, openDialog, plural, prepareDocument, remember, save, setIcon, toast } from "./ui.js";
+import { $, announce, button, copy, el, openDialog, plural, prepareDocument, remember, save, setIcon, toast } from "./ui.js";
 import * as viewer from "./viewer.js";
 
 // ---- drawing
@@ -391,6 +391,8 @@ function prepareKey() {
   });
   $("key-forget").addEventListener("click", () => { key.set(""); $("key-value").value = ""; $("key").close(); });
   $("open-key").addEventListener("click", () => askKey());
+  $("open-other-models").addEventListener("click", () => openDialog($("other-models")));
+  for (const code of document.querySelectorAll(".commands code")) code.after(button("copy", `Copy ${code.textContent}`, () => copy(code.textContent)));
 }
 
 function prepareConnection() {
