@@ -19,7 +19,7 @@ from canvax.families.local_models import local_models
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import JobRequest, Rejected, State, Status
 from canvax.server.metrics import Metrics
-from canvax.weights.data_folder import VARIABLE, by_name, files, find_named, lora_folder
+from canvax.weights.data_folder import VARIABLE, by_name, files, find_named, lora_folder, usual_syntax
 from canvax.weights.location import BUNDLED, Location
 from tests.support.adapter_files import write
 from tests.support.serving import until
@@ -93,6 +93,14 @@ def test_files_of_one_name_have_their_folders_before_it(folder: Path) -> None:
     for name in ("Lora/twice", "style/twice"):
         assert name in caught.value.cure
         assert find_named(name, "lora") == names[name]
+
+
+def test_the_syntax_of_prompts_is_that_of_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert usual_syntax() == "a1111"
+    (folder / "models/Stable-diffusion").rename(folder / "models/old")
+    assert usual_syntax() == "comfy"
+    monkeypatch.delenv(VARIABLE)
+    assert usual_syntax() == "plain"
 
 
 def test_files_that_cannot_be_used(folder: Path, small_folder: Path) -> None:

@@ -557,6 +557,19 @@ def test_generate_shows_the_new_image_where_the_gallery_was_scrolled(site: Site)
 
 
 @thorough
+def test_the_syntax_of_a_new_form_is_the_server_s(saving: Site) -> None:
+    saving.stub.syntax = "a1111"
+    saving.open()
+    saving.draw("a (red:1.2) apple")
+    assert saving.stub.bodies[0]["options"] == {"prompt_syntax": "a1111"}
+    saving.page.click("#more > summary")
+    saving.page.select_option("#syntax", "plain")
+    saving.draw("a (red:1.2) apple")
+    saving.open()
+    assert saving.page.input_value("#syntax") == "plain"  # the draft has the user's choice
+
+
+@thorough
 def test_a_search_counts_what_it_finds(site: Site) -> None:
     for prompt in ("a dog", "a cat", "a red cat"):
         site.draw(prompt)

@@ -35,7 +35,7 @@ from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, check_
 from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file
 from canvax.images.metadata import read_metadata, unique_path
-from canvax.weights.data_folder import data_folder, lora_folder
+from canvax.weights.data_folder import data_folder, lora_folder, usual_syntax
 
 if TYPE_CHECKING:
     from canvax.server.adapter_cache import AdapterSettings
@@ -111,6 +111,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         rate=arguments.rate,
         page=not arguments.no_page,
         history=output if opens_page else None,
+        syntax=usual_syntax(),
         left_out=left_out if opens_page else {},  # the names of an operator's files are not for clients
     )
     with listen(arguments.host, arguments.port, spare=opens_page) as listener:

@@ -35,7 +35,7 @@ _APIS: dict[str, ModuleType] = {
 
 _WITH_IMAGES = (
     "/api/jobs", "/api/control/", "/api/inspect", "/v1/images/edits", "/images/edits", "/openai/", "/sdapi/v1/txt2img",
-    "/sdapi/v1/img2img", "/sdapi/v1/png-info", "/models/", "/hf",
+    "/sdapi/v1/img2img", "/sdapi/v1/extra-single-image", "/sdapi/v1/png-info", "/models/", "/hf",
 )  # fmt: skip
 
 
@@ -53,6 +53,7 @@ class Settings:
         page: whether there is a page.
         history: the folder of images that the page shows; None for none.
         left_out: files of models that cannot be used, with the reason and the cure, for a page with a ``history``.
+        syntax: the prompt syntax that the page begins with.
     """
 
     keys: Keys | None = None
@@ -64,6 +65,7 @@ class Settings:
     page: bool = True
     history: Path | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
+    syntax: str = "plain"
 
 
 def create_app(
@@ -156,7 +158,8 @@ def _page(settings: Settings) -> list[BaseRoute]:
     folder = files("canvax.server") / "page"
     contents = {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.is_file()}
     if settings.history is not None:
-        contents["index.html"] = contents["index.html"].replace(b"<body>", b"<body data-history>")
+        body = f'<body data-history data-syntax="{settings.syntax}">'
+        contents["index.html"] = contents["index.html"].replace(b"<body>", body.encode())
     headers = {"Cache-Control": "no-cache"}
 
     async def index(_: Request) -> Response:

@@ -44,6 +44,7 @@ _POSTS = {
     "/v1/images/edits": "Images of a prompt and an image, as OpenAI's clients ask.",
     "/sdapi/v1/txt2img": "Images of a prompt, as A1111's clients ask.",
     "/sdapi/v1/img2img": "Images of a prompt and an image, as A1111's clients ask.",
+    "/sdapi/v1/extra-single-image": "An image made larger, as A1111's clients ask.",
     "/sdapi/v1/options": "Choose the model, as A1111's clients do.",
     "/sdapi/v1/png-info": "How an image was made, as A1111's clients read it.",
 }

@@ -61,6 +61,13 @@ def using(folder: str | None) -> Iterator[None]:
             os.environ[VARIABLE] = before
 
 
+def usual_syntax() -> str:
+    """Return the prompt syntax of the program whose folder the folder of models is; "plain" for other folders."""
+    folder = data_folder()
+    places = {"Stable-diffusion": "a1111", "checkpoints": "comfy"}
+    return next((syntax for name, syntax in places.items() if folder and (folder / "models" / name).is_dir()), "plain")
+
+
 def lora_folder() -> Path | None:
     """The folder of LoRAs in the folder of models; None without any."""
     folder = data_folder()

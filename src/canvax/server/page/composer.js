@@ -43,7 +43,7 @@ export async function setCatalogue(models) {
   $("model-field").hidden = models.models.length < 2;
   const draft = remembered("draft", {});
   showModel();
-  const applied = apply({ options: {}, adapters: {}, ...draft });
+  const applied = apply({ options: usualOptions(), adapters: {}, ...draft });
   if (draft.style) $("style").value = draft.style;
   for (const [id, value] of Object.entries(remembered("upscaling", {}))) $(id).value = value;
   showUpscaling();
@@ -293,6 +293,9 @@ function setOptions({ prompt_syntax: syntax = "plain", clip_skip: skip = 0, hire
     }))));
   $("other-field").hidden = !Object.keys(others).length;
 }
+
+/** Options of a new form: the prompt syntax of the program whose folder of models the server reads. */
+const usualOptions = () => ({ prompt_syntax: document.body.dataset.syntax ?? "plain" });
 
 /** How images are upscaled. */
 export const upscaling = () => ({ upscale: Number($("upscale-by").value), strength: Number($("upscale-strength").value) });
@@ -569,7 +572,7 @@ export function prepareComposer() {
   $("seed").addEventListener("input", () => showLock($("seed").value !== ""));
   $("seed-new").addEventListener("click", () => { $("seed").value = randomSeed(); showLock(true); keepDraft(); });
   $("seed-lock").addEventListener("click", () => { toggleLock(); keepDraft(); });
-  $("reset").addEventListener("click", () => { ownSettings(); setOptions({}); showSyntax(); keepDraft(); });
+  $("reset").addEventListener("click", () => { ownSettings(); setOptions(usualOptions()); showSyntax(); keepDraft(); });
   for (const id of ["upscale-by", "upscale-strength"]) {
     $(id).addEventListener("input", () => {
       showUpscaling();
