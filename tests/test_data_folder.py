@@ -15,10 +15,11 @@ from canvax.cli import main
 from canvax.cli.arguments import parse
 from canvax.cli.serve import _load
 from canvax.errors import InputError
+from canvax.families.local_models import local_models
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import JobRequest, Rejected, State, Status
 from canvax.server.metrics import Metrics
-from canvax.weights.data_folder import VARIABLE, find_named, lora_folder, models
+from canvax.weights.data_folder import VARIABLE, by_name, files, find_named, lora_folder, usual_syntax
 from canvax.weights.location import BUNDLED, Location
 from tests.support.adapter_files import write
 from tests.support.serving import until
@@ -63,7 +64,11 @@ def folder(tmp_path: Path, small_folder: Path, monkeypatch: pytest.MonkeyPatch) 
         ("ink", "source", "models/Lora/style/ink.safetensors"),
         ("wool", "embedding", "embeddings/wool.safetensors"),
         ("unet", "model", None),  # a part of a model in the diffusers layout
-        ("style/ink", "lora", None),  # which may be a Hub id
+        ("style/ink", "lora", "models/Lora/style/ink.safetensors"),
+        ("models/Lora/style/ink.safetensors", "lora", "models/Lora/style/ink.safetensors"),
+        ("e/ink", "lora", None),
+        ("../models/Lora/style/ink", "lora", None),
+        ("owner/ink", "lora", None),  # which may be a Hub id
         ("Lora", "lora", None),
     ],
 )
@@ -75,6 +80,35 @@ def test_a_name_of_two_files_is_refused(folder: Path) -> None:
     with pytest.raises(InputError) as caught:
         Location("twice", argument="lora").local()
     assert (caught.value.argument, caught.value.value) == ("lora", "twice")
+
+
+def test_files_of_one_name_have_their_folders_before_it(folder: Path) -> None:
+    names = by_name([part.path for part in files()])
+    assert {"Lora/twice", "style/twice", "deliberate_v2", "ink"} - names.keys() == {"ink"}
+    assert {"VAE/ink", "style/ink"} < names.keys()
+    for name, path in names.items():
+        assert find_named(name, "model") == path, name
+    with pytest.raises(InputError) as caught:
+        find_named("twice", "lora")
+    for name in ("Lora/twice", "style/twice"):
+        assert name in caught.value.cure
+        assert find_named(name, "lora") == names[name]
+
+
+def test_the_syntax_of_prompts_is_that_of_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert usual_syntax() == "a1111"
+    (folder / "models/Stable-diffusion").rename(folder / "models/old")
+    assert usual_syntax() == "comfy"
+    monkeypatch.delenv(VARIABLE)
+    assert usual_syntax() == "plain"
+
+
+def test_files_that_cannot_be_used(folder: Path, small_folder: Path) -> None:
+    (folder / "models/checkpoints/damaged.safetensors").write_bytes(b"\0" * 20)
+    left_out = local_models().left_out
+    assert left_out.keys() == {"old", "deliberate_v2", "damaged"}
+    assert "canvax convert old.ckpt" in left_out["old"]
+    assert "autoencoder" in left_out["deliberate_v2"]  # which it lacks
 
 
 @pytest.mark.parametrize(
@@ -134,7 +168,7 @@ def test_a_server_loads_the_others_when_asked(folder: Path, small_folder: Path) 
     (folder / "models/checkpoints/broken").mkdir()
     (folder / "models/checkpoints/broken/model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
     (folder / "models/checkpoints/emoji-copy").symlink_to(BUNDLED["emoji"])
-    assert set(models()) == {"tiny", "broken", "emoji-copy"}
+    assert set(local_models().models) == {"tiny", "broken", "emoji-copy"}
     arguments = parse(["serve"])
 
     def load(name: str, **keywords: Any) -> Any:

@@ -517,6 +517,73 @@ def test_unreadable_pictures(tmp_path: Path, content: bytes, said: str) -> None:
     assert str(path) in str(caught.value)
 
 
+def comfy_graph(**changes: dict[str, Any]) -> dict[str, Any]:
+    """The graph that ComfyUI opens with, a LoRA in it; ``changes``: nodes by id."""
+    nodes = {
+        "3": ("KSampler", {"seed": 156680208700286, "steps": 20, "cfg": 8, "sampler_name": "dpmpp_2m",
+                           "scheduler": "karras", "denoise": 1, "model": ["10", 0], "positive": ["6", 0],
+                           "negative": ["7", 0], "latent_image": ["5", 0]}),
+        "4": ("CheckpointLoaderSimple", {"ckpt_name": "sd15\\deliberate_v2.safetensors"}),
+        "5": ("EmptyLatentImage", {"width": 512, "height": 768, "batch_size": 1}),
+        "6": ("CLIPTextEncode", {"text": "a (castle:1.2)", "clip": ["10", 1]}),
+        "7": ("CLIPTextEncode", {"text": "text, watermark", "clip": ["10", 1]}),
+        "8": ("VAEDecode", {"samples": ["3", 0], "vae": ["4", 2]}),
+        "9": ("SaveImage", {"filename_prefix": "ComfyUI", "images": ["8", 0]}),
+        "10": ("LoraLoader", {"lora_name": "ink.safetensors", "strength_model": 0.7, "strength_clip": 1.0,
+                              "model": ["4", 0], "clip": ["4", 1]}),
+    }  # fmt: skip
+    graph = {key: {"class_type": kind, "inputs": inputs} for key, (kind, inputs) in nodes.items()}
+    return {**graph, **changes}
+
+
+def test_a_graph_of_comfyui(tmp_path: Path) -> None:
+    read = read_metadata(with_text(tmp_path / "a.png", prompt=json.dumps(comfy_graph()), workflow="{}"))
+    assert read == {
+        "prompt": "a (castle:1.2)", "negative_prompt": "text, watermark", "seed": 156680208700286, "guidance_scale": 8,
+        "num_inference_steps": 20, "sampler": "dpmpp_2m", "model": "deliberate_v2", "width": 512, "height": 768,
+        "noise": "torch", "options": {"prompt_syntax": "comfy", "noise": "torch", "sigmas": "karras"},
+        "other": {"<lora:ink:0.7>": ""},
+    }  # fmt: skip
+
+
+def test_what_a_graph_of_comfyui_has_beside(tmp_path: Path) -> None:
+    graph = comfy_graph(**{
+        "5": {"class_type": "VAEEncode", "inputs": {"pixels": ["12", 0], "vae": ["4", 2]}},
+        "11": {"class_type": "PrimitiveInt", "inputs": {"value": 7}},
+        "12": {"class_type": "LoadImage", "inputs": {"image": "a.png"}},
+    })  # fmt: skip
+    graph["3"]["inputs"] |= {"seed": ["11", 0], "denoise": 0.5}
+    read = read_metadata(with_text(tmp_path / "a.png", prompt=json.dumps(graph)))
+    assert (read["seed"], read["strength"], read["options"]["strength_rule"]) == (7, 0.5, "exact")
+    assert {"node LoadImage", "node VAEEncode"} <= read["other"].keys()
+    two = comfy_graph(**{"13": comfy_graph()["3"]})
+    with pytest.raises(InputError):
+        read_metadata(with_text(tmp_path / "b.png", prompt=json.dumps(two)))
+
+
+def test_a_graph_of_separate_nodes(tmp_path: Path) -> None:
+    nodes = {
+        "1": ("SamplerCustomAdvanced", {"noise": ["2", 0], "guider": ["3", 0], "sampler": ["4", 0], "sigmas": ["5", 0],
+                                        "latent_image": ["6", 0]}),
+        "2": ("RandomNoise", {"noise_seed": 5}),
+        "3": ("CFGGuider", {"cfg": 1, "model": ["7", 0], "positive": ["8", 0], "negative": ["9", 0]}),
+        "4": ("KSamplerSelect", {"sampler_name": "euler"}),
+        "5": ("Flux2Scheduler", {"steps": 4, "width": 1024, "height": 512}),
+        "6": ("EmptyFlux2LatentImage", {"width": 1024, "height": 512, "batch_size": 2}),
+        "7": ("UNETLoader", {"unet_name": "flux-2-klein-4b.safetensors", "weight_dtype": "default"}),
+        "8": ("CLIPTextEncode", {"text": "a fox", "clip": ["10", 0]}),
+        "9": ("ConditioningZeroOut", {"conditioning": ["8", 0]}),
+        "10": ("CLIPLoader", {"clip_name": "qwen_3_4b.safetensors", "type": "flux2"}),
+    }  # fmt: skip
+    graph = {key: {"class_type": kind, "inputs": inputs} for key, (kind, inputs) in nodes.items()}
+    read = read_metadata(with_text(tmp_path / "a.png", prompt=json.dumps(graph)))
+    assert read == {
+        "prompt": "a fox", "seed": 5, "num_inference_steps": 4, "guidance_scale": 1, "sampler": "euler",
+        "model": "flux-2-klein-4b", "width": 1024, "height": 512, "noise": "torch",
+        "options": {"prompt_syntax": "comfy", "noise": "torch"}, "other": {"batch size": "2"},
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("text", ["[1]", "{", '{"a": NaN}', "[" * 100_000])
 def test_broken_json_falls_back_to_the_infotext(tmp_path: Path, text: str) -> None:
     path = with_text(tmp_path / "a.png", canvax=text, parameters="a cat")

@@ -25,7 +25,7 @@ from PIL import Image
 from canvax.images.metadata import save_numbered
 from canvax.server import history
 from canvax.server.jobs import ControlCard, Rejected
-from tests.support.page_stub import PAGE, PaintedEngine, Stub, encoded
+from tests.support.page_stub import PAGE, SAMPLERS, PaintedEngine, Stub, encoded
 from tests.support.server_stub import CARD
 
 HTML = (PAGE / "index.html").read_text()
@@ -64,6 +64,14 @@ def test_every_file_that_is_named_exists() -> None:
     styled = re.findall(r'url\("([^"]+)"\)', (PAGE / "style.css").read_text())
     named = [file.removeprefix("static/") for file in Names().files]
     assert {*named, *imported, *styled, "index.html"} == {path.name for path in PAGE.iterdir()}
+
+
+def test_the_commands_for_other_models_are_those_of_the_docs() -> None:
+    docs = (Path(__file__).parents[1] / "docs" / "which-model.md").read_text()
+    commands = [line for line in re.findall(r"<code>(canvax ui [^<]+)</code>", HTML) if "FOLDER" not in line]
+    assert len(commands) == 4
+    for line in commands:
+        assert f"`{line}`" in docs
 
 
 def test_it_is_small() -> None:
@@ -398,6 +406,7 @@ def test_mask_and_inpaint(site: Site) -> None:
     assert set(mask.tobytes()) == {0, 255}
     assert [mask.getpixel(at) for at in ((16, 32), (24, 32), (32, 32), (16, 8), (56, 32))] == [255, 255, 255, 0, 0]
     assert 0 < body["strength"] <= 1
+    assert body["options"] == {"mask_blur": 2}  # a soft edge, unless it is switched off
     site.page.click("#input-remove")
     site.page.locator(".tile .open").first.focus()
     site.page.keyboard.press("r")
@@ -508,6 +517,71 @@ def test_what_the_viewer_says(site: Site) -> None:
     site.page.keyboard.press("Enter")
     said.append(site.page.inner_text("#viewer-settings"))
     assert re.search(r"strength\s+0\.3", said[2], re.IGNORECASE)
+
+
+@thorough
+@pytest.mark.parametrize(
+    ("side", "width", "times"), [(64, 1280, 8), (256, 1280, 2.5), (256, 390, 1.3), (1024, 1280, 0.6)]
+)
+def test_the_viewer_fills_the_window(site: Site, side: int, width: int, times: float) -> None:
+    """Icons by whole multiples, other images up to three times; large ones are made smaller."""
+    site.stub.engine.paint = lambda ask, picture: Image.new("RGB", (side, side), "navy")
+    site.stub.card = {"native": (side, side), "sizes": ((side, side),)}
+    site.open()
+    site.page.set_viewport_size({"width": width, "height": 900})
+    site.draw("a red apple")
+    site.page.click(".tile .open")
+    box = site.page.locator("#viewer-image").bounding_box()
+    assert box
+    assert box["width"] == box["height"] >= times * side
+    assert box["width"] <= site.page.locator(".stage").bounding_box()["width"]
+
+
+@thorough
+def test_generate_shows_the_new_image_where_the_gallery_was_scrolled(site: Site) -> None:
+    site.page.set_viewport_size({"width": 1280, "height": 500})
+    for number in range(9):
+        site.draw(f"dog {number}")
+    site.page.mouse.move(900, 300)
+    site.page.mouse.wheel(0, 3000)
+
+    def top() -> float:
+        site.page.wait_for_timeout(600)  # of smooth scrolling
+        return site.page.evaluate("document.querySelector('.tile').getBoundingClientRect().top")
+
+    assert top() < -100
+    site.page.fill("#prompt", "a cat")
+    site.page.click("#draw")
+    assert top() >= 0
+    assert site.page.evaluate("document.activeElement.id") in ("prompt", "draw")
+
+
+@thorough
+def test_the_syntax_of_a_new_form_is_the_server_s(saving: Site) -> None:
+    saving.stub.syntax = "a1111"
+    saving.open()
+    saving.draw("a (red:1.2) apple")
+    assert saving.stub.bodies[0]["options"] == {"prompt_syntax": "a1111"}
+    saving.page.click("#more > summary")
+    saving.page.select_option("#syntax", "plain")
+    saving.draw("a (red:1.2) apple")
+    saving.open()
+    assert saving.page.input_value("#syntax") == "plain"  # the draft has the user's choice
+
+
+@thorough
+def test_a_search_counts_what_it_finds(site: Site) -> None:
+    for prompt in ("a dog", "a cat", "a red cat"):
+        site.draw(prompt)
+    site.page.fill("#search", "cat")
+    assert site.page.inner_text("#history-count") == "2 of 3"
+
+
+@thorough
+def test_samplers_that_are_used_most_come_first(site: Site) -> None:
+    groups = site.page.locator("#sampler optgroup")
+    assert groups.first.locator("option").all_inner_texts() == ["DPM++ 2M", "Euler a", "DDIM"]
+    assert site.count("#sampler option") == 1 + len(SAMPLERS)
 
 
 @thorough

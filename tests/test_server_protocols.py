@@ -356,6 +356,47 @@ def test_a1111_image_to_image(site: Site) -> None:
     assert site.ask.strength == 0.001  # as there, where the last step is run all the same
 
 
+HIRES = {"enable_hr": True, "hr_scale": 1.5, "denoising_strength": 0.4, "hr_second_pass_steps": 7}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({}, {"hires": 1.5, "hires_method": "latent", "hires_strength": 0.4, "hires_steps": 7}),
+        ({"hr_upscaler": "Lanczos", "hr_second_pass_steps": 0, "denoising_strength": None, "hr_scale": None},
+         {"hires": 2.0, "hires_method": "pixel", "hires_strength": 0.75}),
+        ({"hr_resize_x": 96, "hr_resize_y": 96, "hr_sampler_name": "Euler", "hr_prompt": "a pear",
+          "hr_scheduler": "Automatic"},
+         {"hires": 1.5, "hires_method": "latent", "hires_strength": 0.4, "hires_steps": 7, "hires_sampler": "Euler",
+          "hires_prompt": "a pear"}),
+        ({"hr_scale": 1.0}, {}),
+    ],
+)  # fmt: skip
+def test_a1111_hires_fix(site: Site, changes: dict[str, Any], options: dict[str, Any]) -> None:
+    from canvax import Options
+
+    assert site.post("/sdapi/v1/txt2img", WEBUIAPI | HIRES | changes).status_code == 200
+    assert site.ask.options == {"prompt_syntax": "a1111"} | options
+    Options(**site.ask.options)
+
+
+@pytest.mark.parametrize(
+    "name", ["hr_upscaler", "hr_scheduler", "hr_checkpoint_name", "hr_negative_prompt", "hr_resize_x"]
+)
+def test_a1111_hires_fix_that_is_not_there(site: Site, name: str) -> None:
+    value = {"hr_resize_x": 96, "hr_resize_y": 64} if name == "hr_resize_x" else {name: "4x-UltraSharp"}
+    answer = site.post("/sdapi/v1/txt2img", WEBUIAPI | HIRES | value)
+    assert (answer.status_code, answer.json()["body"]) == (422, name)
+
+
+def test_a1111_extra_single_image(site: Site) -> None:
+    body = {"image": b64(picture()), "upscaling_resize": 2, "upscaler_1": "R-ESRGAN 4x+", "gfpgan_visibility": 0}
+    answer = site.post("/sdapi/v1/extra-single-image", body)
+    assert opened(answer.json()["image"]).size == (128, 128)
+    assert (site.ask.upscale, site.ask.prompt, site.ask.strength) == (2.0, "", 0.3)
+    assert site.post("/sdapi/v1/extra-single-image", body | {"codeformer_visibility": 1}).status_code == 422
+
+
 def test_a1111_crops_to_the_size(site: Site) -> None:
     wide = Image.new("RGB", (128, 64), "red")
     wide.paste((0, 0, 255), (32, 0, 96, 64))
@@ -382,8 +423,9 @@ def test_a1111_lists(site: Site) -> None:
     assert "Karras" in [scheduler["label"] for scheduler in get("schedulers")]
     assert get("scripts") == {"txt2img": [], "img2img": []}
     assert get("embeddings")["loaded"] == {}
-    assert [upscaler["name"] for upscaler in get("upscalers")] == ["None"]
-    for name in ("sd-vae", "sd-modules", "latent-upscale-modes", "hypernetworks", "prompt-styles",
+    assert [upscaler["name"] for upscaler in get("upscalers")] == ["None", "Lanczos"]
+    assert get("latent-upscale-modes") == [{"name": "Latent"}]
+    for name in ("sd-vae", "sd-modules", "hypernetworks", "prompt-styles",
                  "face-restorers", "realesrgan-models", "script-info"):  # fmt: skip
         assert get(name) == []
     assert get("loras") == [{"name": "ink", "alias": "ink-v1", "path": "ink.safetensors", "metadata": {}}]

@@ -20,6 +20,7 @@ import safetensors.numpy  # noqa: E402
 import canvax  # noqa: E402
 from canvax.cli import main  # noqa: E402
 from canvax.families.convert import convert  # noqa: E402
+from canvax.families.local_models import local_models  # noqa: E402
 from canvax.models.configs import ClipTextConfig  # noqa: E402
 from canvax.models.decoder_lm import DecoderConfig, decoder_lm_spec  # noqa: E402
 from canvax.models.text import clip_encoders  # noqa: E402
@@ -156,13 +157,50 @@ def test_a_transformer_alone(files: dict[str, Path]) -> None:
     with pytest.raises(canvax.InputError) as caught:
         load(files["model"])
     assert caught.value.argument == "model"
-    assert all(f"{{{name}=" in caught.value.cure for name in ("text_encoder", "vae", "tokenizer"))
+    assert all(f"{{{name}=" in caught.value.cure for name in ("text_encoder", "vae"))
     with pytest.raises(canvax.InputError) as caught:
         load(files["model"], vae=files["vae"])
     assert "{vae=" not in caught.value.cure
-    with pytest.raises(canvax.InputError) as caught:
+    with pytest.raises(canvax.CheckpointError):  # the tokenizer in the package has more words than this text encoder
         load(files["model"], **parts(files, tokenizer=None))
-    assert caught.value.argument == "tokenizer"
+
+
+def test_files_as_comfyui_has_them(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A transformer in a folder of models is one model with the text encoder and the autoencoder that fit it."""
+    text = safetensors.numpy.load_file(files["text_encoder"])
+    words = text["model.embed_tokens.weight"]
+    text["model.embed_tokens.weight"] = np.resize(words, (151936, words.shape[1]))
+    models = tmp_path / "ComfyUI" / "models"
+    write(models / "diffusion_models" / "z.safetensors", safetensors.numpy.load_file(files["model"]))
+    write(models / "text_encoders" / "qwen.safetensors", text)
+    write(models / "text_encoders" / "a_vl.safetensors", text)  # a model of vision has other weights
+    narrow = {name: array[tuple(slice(side // 2) for side in array.shape)] for name, array in text.items()}
+    write(models / "text_encoders" / "a_narrow.safetensors", narrow)
+    vae = safetensors.numpy.load_file(files["vae"])
+    write(models / "vae" / "ae.safetensors", vae)
+    write(models / "vae" / "a_half.safetensors", {name: array for name, array in vae.items() if "encoder" in name})
+    given = {"text_encoder": models / "text_encoders" / "qwen.safetensors", "vae": models / "vae" / "ae.safetensors"}
+    wanted = draw(load(models / "diffusion_models" / "z.safetensors", **given)).pixels
+    beside = load(models / "diffusion_models" / "z.safetensors")  # without a folder of models: those beside it
+    np.testing.assert_array_equal(draw(beside).pixels, wanted)
+    monkeypatch.setenv("CANVAX_DATA_DIR", str(tmp_path / "ComfyUI"))
+    assert local_models().models.keys() == {"z"}
+    pipe = load("z")  # type: ignore[arg-type]
+    np.testing.assert_array_equal(draw(pipe).pixels, wanted)
+    assert pipe.model.overrides == {"text_encoder": "qwen", "vae": "ae"}
+    words = ["generate", "a fox", "-m", "z", "-W", "32", "-H", "32", "--steps", "1", "-s", "1", "--dtype", "float32"]
+    assert main([*words, "--mesh", "data=1", "-o", str(tmp_path / "a.png")]) == 0
+    assert "text encoder: qwen" in capsys.readouterr().err
+    assert main(["generate", "--from-image", str(tmp_path / "a.png"), "-o", str(tmp_path / "b.png"), "-q"]) == 0
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    (models / "vae" / "ae.safetensors").unlink()
+    models_now, left_out = local_models()
+    assert (set(models_now), "z" in left_out) == (set(), True)
+    with pytest.raises(canvax.InputError) as caught:
+        load("z")  # type: ignore[arg-type]
+    assert (caught.value.argument, caught.value.value) == ("model", "z")
 
 
 def test_wrong_parts(files: dict[str, Path], tmp_path: Path) -> None:

@@ -142,6 +142,7 @@ class Stub:
         slow: seconds that listing the adapters of a model takes.
         starting: what is said until the models are there, once each.
         folder: into which images are saved, and which the page shows.
+        syntax: that the page begins with, if it shows a folder.
     """
 
     def __init__(self, engine: PaintedEngine, *, key: str | None = None, folder: Path | None = None) -> None:
@@ -154,6 +155,7 @@ class Stub:
         self.hints: list[str] = []
         self.slow: dict[str, float] = {}
         self.starting: list[str] = []
+        self.syntax = "plain"
         routes = [
             Route("/", self.page),
             Route("/health", self.health),
@@ -191,7 +193,7 @@ class Stub:
 
     async def page(self, request: Request) -> Response:
         html = (PAGE / "index.html").read_text()
-        html = html.replace("<body>", "<body data-history>") if self.folder else html
+        html = html.replace("<body>", f'<body data-history data-syntax="{self.syntax}">') if self.folder else html
         return HTMLResponse(html, headers={"Content-Security-Policy": POLICY})
 
     async def health(self, request: Request) -> Response:
@@ -258,7 +260,7 @@ class Stub:
         if "stub" not in image.info:
             raise Rejected(400, "no_settings", "This file holds no settings.")
         settings = json.loads(image.info["stub"])
-        return JSONResponse({"settings": settings, "missing": [], "metadata": settings})
+        return JSONResponse({"settings": settings, "missing": settings.pop("missing", []), "metadata": settings})
 
 
 async def refused(request: Request, error: Exception) -> Response:

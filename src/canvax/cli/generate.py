@@ -194,6 +194,7 @@ def check_batch_size(size: int | None) -> None:
 
 def check_against_model(arguments: argparse.Namespace, calls: Sequence[Call], source: Source) -> None:
     """Check what depends on the model, if its files are on disk. No weights are read."""
+    from canvax.families.local_models import completed
     from canvax.families.read import family_of, read_model
     from canvax.pipelines.request import check_for_model, check_start
     from canvax.quantize import check_kind
@@ -215,9 +216,10 @@ def check_against_model(arguments: argparse.Namespace, calls: Sequence[Call], so
         origin = ModelLocation(
             source.model, source.revision, source.variant, cache_dir=arguments.cache_dir, local_files_only=True
         )
+        overrides = completed(overrides, origin)
         files = open_files(origin, accept=family_of, prediction=overrides.prediction, given=overrides.parts)
         hub = {"cache_dir": arguments.cache_dir, "local_files_only": True}
-        files = dataclasses.replace(overrides, vae=None).apply(files, **hub)
+        files = overrides.apply(files, **hub)
     except (CheckpointError, HubError):
         return  # the model is not on disk, or there is none: loading reports it
     model = read_model(files, "float32")

@@ -250,11 +250,12 @@ def _text(value: Any) -> str:
 
 def _files(arguments: argparse.Namespace) -> ModelFiles:
     """The files of the model. Downloads them only if they are not on disk."""
+    from canvax.families.local_models import completed
     from canvax.families.read import family_of
     from canvax.weights.open import open_files
     from canvax.weights.overrides import Overrides
 
-    overrides = Overrides.of(**part_keywords(arguments))
+    overrides = completed(Overrides.of(**part_keywords(arguments)), Location(arguments.what))
 
     def open_source(local: bool) -> ModelFiles:
         hub = {**location_keywords(arguments), "local_files_only": local}

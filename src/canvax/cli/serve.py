@@ -14,7 +14,8 @@ import time
 import warnings
 import webbrowser
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,8 +34,8 @@ from canvax.cli.terminal import complain, show_warning
 from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, check_count, warn
 from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file
-from canvax.images.metadata import unique_path
-from canvax.weights.data_folder import lora_folder, models
+from canvax.images.metadata import read_metadata, unique_path
+from canvax.weights.data_folder import data_folder, lora_folder, usual_syntax
 
 if TYPE_CHECKING:
     from canvax.server.adapter_cache import AdapterSettings
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
 PORT = 7860
 MOST = 1e9
 """Seconds or images; of much more seconds no thread can wait."""
+_NEWEST = 8
+"""Files of the output folder in which the model that was used last is looked for."""
+_MOST_LINES = 5
+"""Lines about files that are left out, at the start."""
 _LEAST_BODY = 1 << 10
 """Bytes that a request may have at least."""
 
@@ -57,6 +62,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Serve until SIGTERM or Ctrl-C."""
     del report
     _check_extra(arguments.command)
+    from canvax.families.local_models import local_models
     from canvax.parallel.mesh import mesh_of
     from canvax.quantize import check_kind
     from canvax.server.app import Settings, create_app
@@ -83,8 +89,10 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
             "can be reached by others, who could use this machine",
             "give {keys=FILE}, or {no_keys} if that is meant",
         )
-    offered = list(models())
-    names = _names(arguments.models or offered[:1] or ["emoji"], location_keywords(arguments))
+    offered, left_out = local_models()
+    output = _output(arguments)
+    first = _first(offered, output if opens_page else None)
+    names = _names([*arguments.models, *arguments.model] or first or ["emoji"], location_keywords(arguments))
     _check_parts(parts := part_keywords(arguments), names)
     on_request = tuple(name for name in offered if name not in (*names, *names.values()))
     if arguments.dtype:
@@ -92,7 +100,6 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     check_kind(arguments.quantize)
     mesh_of(arguments.mesh)
     check_ip_adapters(arguments)
-    output = _output(arguments)
     settings = replace(_engine_settings(arguments, output), on_request=on_request)
     web = Settings(
         keys=keys,
@@ -104,6 +111,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         rate=arguments.rate,
         page=not arguments.no_page,
         history=output if opens_page else None,
+        syntax=usual_syntax(),
+        left_out=left_out if opens_page else {},  # the names of an operator's files are not for clients
     )
     with listen(arguments.host, arguments.port, spare=opens_page) as listener:
         _log_to_stderr(quiet=arguments.quiet or opens_page)
@@ -127,10 +136,29 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         say(f"starting on {url}")
         if output is not None:
             say(f"images are saved in {output.absolute()}")
+        for line in _left_out_lines(left_out):
+            say(line)
         engine.start()
         if opens_page:
             threading.Thread(target=_open_page, args=((host, port), url, say), daemon=True).start()
         answer(app, listener, engine, arguments.drain_seconds, say)
+
+
+def _first(offered: Mapping[str, Path], output: Path | None) -> list[str]:
+    """Return the model of the folder of models to begin with: that of the newest image in ``output``, or the first."""
+    recent: Any = None
+    if output is not None and output.is_dir():
+        for path in sorted(output.iterdir(), key=lambda path: -path.stat().st_mtime)[:_NEWEST]:
+            with suppress(InputError):
+                recent = recent or read_metadata(path).get("model")
+    return [recent] if recent in offered else list(offered)[:1]
+
+
+def _left_out_lines(left_out: Mapping[str, str]) -> Iterator[str]:
+    for name, why in list(left_out.items())[:_MOST_LINES]:
+        yield f"{name} is left out: {why}"
+    if len(left_out) > _MOST_LINES:
+        yield f"{len(left_out) - _MOST_LINES} more files are left out; canvax info {data_folder()} lists all"
 
 
 def _check_body(text: str) -> int:
@@ -246,11 +274,12 @@ def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> Engi
             "does not go with --batching none, which has one image at a time",
             "write 512x512:1",
         )
+    on_demand = arguments.compile_on_demand
     return EngineSettings(
         warm=tuple(Warm.parse(text) for text in arguments.warm) if arguments.warm else (Warm(),),
         chunks=tuple(dict.fromkeys(arguments.chunks)),
         references=arguments.references,
-        compile_on_demand=arguments.compile_on_demand,
+        compile_on_demand=arguments.command == "ui" if on_demand is None else on_demand,
         queue_seconds=arguments.queue_seconds,
         queue_images=arguments.queue_images,
         keep_seconds=arguments.keep_seconds,

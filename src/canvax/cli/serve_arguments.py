@@ -25,6 +25,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="emoji (the default, or the first of --data-dir), folders, Hub ids owner/name; NAME=MODEL: by this name",
     )
+    parser.add_argument("-m", "--model", nargs="+", default=[], metavar="MODEL", help="the same as MODEL")
     parser.add_argument(
         "--warm", nargs="+", metavar="WxH:B,B",
         help="sizes to make ready, and images at once: 512x512:1,4 (the model's default size, 1 and 4)",
@@ -38,8 +39,9 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="for models that edit: make requests with up to N reference images ready (1); 0: none",
     )  # fmt: skip
     parser.add_argument(
-        "--compile-on-demand", action="store_true",
-        help="other sizes too, up to 4 times the pixels of --warm: their first request waits for the compiler",
+        "--compile-on-demand", action=argparse.BooleanOptionalAction,
+        help="other sizes, second passes and more reference images too, up to 4 times the pixels of --warm: their "
+        "first request waits for the compiler (ui: yes; serve: no)",
     )  # fmt: skip
     _network(parser.add_argument_group("network"))
     _limits(parser.add_argument_group("limits"))

@@ -65,6 +65,8 @@ class Defaults:
 
     num_inference_steps: int = 50
     guidance_scale: float = 7.5
+    examples: tuple[str, ...] = ()
+    """Prompts that it draws well; the page offers them."""
 
 
 def latent_consistency(networks: Networks, schedule: NoiseSchedule) -> Defaults | None:
@@ -454,6 +456,10 @@ def read_defaults(path: Path, usual: Defaults) -> Defaults:
             raise InputError("name", name, "is none of them", nearest(name, sorted(known)))
         defaults = replace(usual, **values)
         check_count("num_inference_steps", defaults.num_inference_steps)
-        return replace(defaults, guidance_scale=check_number("guidance_scale", defaults.guidance_scale))
+        examples = tuple(values.get("examples", ()))
+        if isinstance(values.get("examples"), str) or not all(isinstance(text, str) for text in examples):
+            raise InputError("examples", values["examples"], "is not a list of texts")
+        scale = check_number("guidance_scale", defaults.guidance_scale)
+        return replace(defaults, guidance_scale=scale, examples=examples)
     except (ValueError, TypeError, InputError) as error:
         raise CheckpointError(f"{path}: not a list of defaults canvax knows: {error}") from error

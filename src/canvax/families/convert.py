@@ -15,6 +15,7 @@ import numpy as np
 
 from canvax.errors import CheckpointError, InputError, check_flag, warn
 from canvax.families.base import Model
+from canvax.families.local_models import completed
 from canvax.families.read import family_of, read_model
 from canvax.files import check_writable, named_path
 from canvax.models.denoiser import UNetDenoiser
@@ -86,7 +87,7 @@ def convert(
     known = ("revision", "variant", "token", "cache_dir", "local_files_only", "progress")
     check_source(source, "model", *known)
     path, origin = named_path("model", model), Location(model, **source)
-    overrides = Overrides.of(vae, text_encoder=text_encoder, tokenizer=tokenizer)
+    overrides = completed(Overrides.of(vae, text_encoder=text_encoder, tokenizer=tokenizer), origin)
     warn_unused_cache(origin.cache_dir, model, *overrides.parts.values())
     if path.is_file() and _is_pickle(path):
         origin.warn_unused("revision", "variant")

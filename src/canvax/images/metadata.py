@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from canvax.errors import CanvaxError, InputError
 from canvax.files import open_regular, temporary_name
+from canvax.images.comfy import from_comfy_graph
 from canvax.images.infotext import from_infotext
 
 if TYPE_CHECKING:
@@ -127,7 +128,8 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     """Reads the settings an image was generated with from a PNG, JPEG or WebP, as in ``canvax.Result.metadata``.
 
     For files of canvax the result is exactly what was written. For files of A1111, Forge and stable-diffusion.cpp it
-    has the settings in their text; ``other`` contains those without an equivalent in canvax. No pixel is decoded.
+    has the settings in their text, for files of ComfyUI those of a graph with one sampler; ``other`` contains those
+    without an equivalent in canvax. No pixel is decoded.
 
     Raises:
         InputError: the file does not exist, is not a PNG, JPEG or WebP, or has no readable metadata.
@@ -140,8 +142,12 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read ({error.strerror}); give the path of an image") from None
 
 
+COMFY_TEXT = "prompt"
+"""Name of the text in which ComfyUI stores the graph that it ran."""
+
+_GRAPH = "ComfyUI (a graph that has not exactly one sampler)"
 _OTHERS = {
-    "workflow": "ComfyUI (a workflow)", "prompt": "ComfyUI (a workflow)", "invokeai_metadata": "InvokeAI",
+    "workflow": _GRAPH, "prompt": _GRAPH, "invokeai_metadata": "InvokeAI",
     "sd-metadata": "InvokeAI", "Dream": "InvokeAI", "fooocus_scheme": "Fooocus",
 }  # fmt: skip
 """Name of a PNG text -> the program that writes it."""
@@ -161,6 +167,8 @@ def metadata_in(file: BinaryIO, path: Path) -> dict[str, Any]:
             f"{path}: its description of how it was made, the text {' and '.join(damaged)}, is damaged or empty; use "
             "the file as it was first saved"
         )
+    if (metadata := from_comfy_graph(texts.get(COMFY_TEXT, ""))) is not None:
+        return metadata
     if other := next((program for name, program in _OTHERS.items() if name in texts), None):
         raise InputError(f"{path}: holds settings of {other}, which canvax cannot read; type its prompt and settings")
     raise InputError(
@@ -186,7 +194,7 @@ def _texts_of(file: BinaryIO, path: Path) -> dict[str, str]:
 
     is_png = file.read(len(_SIGNATURE)) == _SIGNATURE
     file.seek(0)
-    return dict(_texts(file, path, (JSON_TEXT, INFOTEXT))) if is_png else exif_texts(file, path)
+    return dict(_texts(file, path, (JSON_TEXT, INFOTEXT, COMFY_TEXT))) if is_png else exif_texts(file, path)
 
 
 def check_kinds(path: Path, metadata: Mapping[str, Any]) -> None:

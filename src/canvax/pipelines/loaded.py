@@ -19,6 +19,7 @@ from canvax.compile.kinds import PROGRAMS, Kinds, Ready
 from canvax.compile.programs import Programs
 from canvax.errors import NO_VALUE, HintWarning, InputError, check_count, check_flag, refuse_tracers, warn
 from canvax.families.base import Model
+from canvax.families.local_models import completed
 from canvax.families.read import family_of, read_model
 from canvax.files import named_path
 from canvax.models.text import Conditions
@@ -421,7 +422,7 @@ def open_model(
 
     origin = Location(model, **source)
     models: list[Model] = []
-    replaced = overrides or Overrides()
+    replaced = completed(overrides or Overrides(), origin)
 
     def look(files: ModelFiles) -> None:
         opened = read_model(replaced.apply(files, **source), dtype, quantize)

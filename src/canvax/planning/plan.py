@@ -22,6 +22,7 @@ from canvax.denoise import WINDOW
 from canvax.errors import NO_VALUE, CanvaxError, CheckpointError, InputError, check_count, nearest
 from canvax.families.base import Defaults, Family
 from canvax.families.flux2 import DISTILLED
+from canvax.families.local_models import completed
 from canvax.families.read import family_of, family_of_preset, read_networks, read_usual
 from canvax.files import named_path
 from canvax.models.networks import Networks
@@ -366,9 +367,9 @@ def _open(model: str | Path, overrides: Overrides, **source: Any) -> tuple[Netwo
         networks, family = PRESETS[model], family_of_preset(model)
         return networks, family, DISTILLED if networks.denoiser.distilled else family.defaults
     try:
-        files = open_files(
-            Location(model, progress=False, **source), accept=family_of, weights=False, given=overrides.parts
-        )
+        origin = Location(model, progress=False, **source)
+        overrides = completed(overrides, origin)
+        files = open_files(origin, accept=family_of, weights=False, given=overrides.parts)
         files = overrides.apply(files, progress=False, **source)
         warn_unused_cache(source.get("cache_dir"), model, *overrides.parts.values())
     except CheckpointError as error:

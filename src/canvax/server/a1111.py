@@ -67,7 +67,7 @@ _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "")
 _EMPTY: dict[str, Any] = {
     "sd-vae": [],
     "sd-modules": [],
-    "latent-upscale-modes": [],
+    "latent-upscale-modes": [{"name": "Latent"}],
     "embeddings": {"loaded": {}, "skipped": {}},
     "hypernetworks": [],
     "prompt-styles": [],
@@ -78,9 +78,12 @@ _EMPTY: dict[str, Any] = {
     "script-info": [],
     "scripts": {"txt2img": [], "img2img": []},
     "memory": {"ram": {"error": "not available"}, "cuda": {"error": "not available"}},
-    "upscalers": [{"name": "None", "model_name": None, "model_path": None, "model_url": None, "scale": 4}],
+    "upscalers": [
+        {"name": name, "model_name": None, "model_path": None, "model_url": None, "scale": 4}
+        for name in ("None", "Lanczos")
+    ],
 }
-"""Lists that clients ask for, and where there is nothing to choose."""
+"""Lists that clients ask for, and where there is little or nothing to choose."""
 
 
 PREVIEWS = 6
@@ -88,6 +91,11 @@ PREVIEWS = 6
 _FILLS = ("fill", "original", "noise", "nothing")
 _CHURN = (("s_churn", 0.0), ("s_tmin", 0.0), ("s_tmax", 0.0), ("s_noise", 1.0))
 """And what clients send that mean nothing by it."""
+_UPSCALERS = ("", "none", "latent", "latent (nearest-exact)", "latent (bicubic)", "lanczos")
+"""Ways of enlarging a first pass that are those of canvax, or so near that the second pass levels them."""
+_SAME = ("", "use same sampler")
+_ENLARGED = 0.3
+"""How much of an enlarged image is generated anew: detail, and no other things."""
 _PLAIN_SCHEDULERS = ("", "automatic", "default", "none", "use same scheduler")
 
 Prompt = Annotated[str, Meta(max_length=32_000)]
@@ -130,10 +138,21 @@ class TextToImage(Struct, kw_only=True):
     clip_skip: Annotated[int, Meta(ge=0, le=100)] | None = None
     override_settings: dict[str, Any] | None = None
     send_images: bool | None = None
+    enable_hr: bool | None = None
+    hr_scale: Annotated[float, Meta(gt=0, le=16)] | None = None
+    hr_resize_x: Annotated[int, Meta(ge=0, le=MAX_SIDE)] | None = None
+    hr_resize_y: Annotated[int, Meta(ge=0, le=MAX_SIDE)] | None = None
+    hr_upscaler: Name | None = None
+    hr_second_pass_steps: Annotated[int, Meta(ge=0, le=10_000)] | None = None
+    hr_sampler_name: Name | None = None
+    hr_prompt: Prompt | None = None
+    denoising_strength: Fraction | None = None
     # refused where they ask for something
     init_images: list[str] | None = None
     styles: list[str] | None = None
-    enable_hr: bool | None = None
+    hr_negative_prompt: Prompt | None = None
+    hr_scheduler: Name | None = None
+    hr_checkpoint_name: Name | None = None
     tiling: bool | None = None
     restore_faces: bool | None = None
     refiner_checkpoint: Name | None = None
@@ -146,7 +165,6 @@ class ImageToImage(TextToImage, kw_only=True):
 
     init_images: Annotated[list[str], Meta(min_length=1, max_length=1)]  # type: ignore[assignment]
     mask: str | None = None
-    denoising_strength: Fraction | None = None
     resize_mode: Annotated[int, Meta(ge=0, le=3)] | None = None
     mask_blur: Annotated[float, Meta(ge=0, le=1000)] | None = None
     mask_blur_x: Annotated[float, Meta(ge=0, le=1000)] | None = None
@@ -155,6 +173,17 @@ class ImageToImage(TextToImage, kw_only=True):
     inpaint_full_res_padding: Annotated[int, Meta(ge=0, le=MAX_SIDE)] | None = None
     inpainting_mask_invert: Annotated[int, Meta(ge=0, le=1)] | None = None
     include_init_images: bool | None = None
+
+
+class Enlargement(Struct):
+    """The body of extra-single-image: what is read of its fields."""
+
+    image: Annotated[str, Meta(min_length=1)]
+    upscaling_resize: Annotated[float, Meta(ge=1, le=8)] = 2.0
+    # refused where they ask for something
+    resize_mode: Annotated[int, Meta(ge=0, le=1)] = 0
+    gfpgan_visibility: Fraction = 0
+    codeformer_visibility: Fraction = 0
 
 
 class Settings(Struct):
@@ -172,6 +201,7 @@ class ImageInfo(Struct):
 BODIES = {
     "/sdapi/v1/txt2img": TextToImage,
     "/sdapi/v1/img2img": ImageToImage,
+    "/sdapi/v1/extra-single-image": Enlargement,
     "/sdapi/v1/options": Settings,
     "/sdapi/v1/png-info": ImageInfo,
 }
@@ -258,6 +288,15 @@ class _Session:
     async def image_to_image(self, request: Request) -> Response:
         return await self.generate(request, ImageToImage)
 
+    async def enlarge(self, request: Request) -> Response:
+        """An image made larger by the model, tile by tile, whatever upscaler a client names."""
+        body, client = await read_json(request, Enlargement, status=422, strict=False), client_of(request)
+        job = await asked(self.engine, enlargement_of, body, self.card(client), client)
+        await settled(request, job, lambda event: None)
+        if job.status is not Status.DONE:
+            raise failure(job)
+        return json_answer({"html_info": "", "image": job.pictures[0].data}, model_header(job))
+
     async def progress(self, request: Request) -> Response:
         running = self.current(_owner(request))
         word = request.query_params.get("skip_current_image", "false").lower()
@@ -326,6 +365,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
     posts = {
         "txt2img": session.text_to_image,
         "img2img": session.image_to_image,
+        "extra-single-image": session.enlarge,
         "interrupt": session.interrupt,
         "skip": session.interrupt,
         "options": session.choose,
@@ -463,6 +503,8 @@ def request_of(body: TextToImage, card: ModelCard, client: str) -> JobRequest:
         field = "sampler_name" if body.sampler_name else "sampler_index"
         raise _refused(field, f"{sampler!r} is not known; /sdapi/v1/samplers lists them")
     options = {"prompt_syntax": "a1111", **dict(_options(body, spec))}
+    if body.enable_hr and not isinstance(body, ImageToImage):
+        options |= _second_pass(body, card)
     image = mask = strength = None
     if isinstance(body, ImageToImage):
         image, mask = _source_images(body)
@@ -499,7 +541,12 @@ def request_of(body: TextToImage, card: ModelCard, client: str) -> JobRequest:
 def _check_offered(body: TextToImage) -> None:
     """Refuse what would change the image and is not there, in place of leaving it out."""
     if body.enable_hr:
-        raise _refused("enable_hr", "is not offered here; send options.hires to /api/jobs, or false")
+        for name, plain in (("hr_negative_prompt", ""), ("hr_scheduler", None), ("hr_checkpoint_name", None)):
+            value = getattr(body, name) or ""
+            if value.strip().lower() not in (*_PLAIN_SCHEDULERS, "use same checkpoint", plain):
+                raise _refused(name, "is not offered by this server; leave it out")
+        if (body.hr_upscaler or "").strip().lower() not in _UPSCALERS:
+            raise _refused("hr_upscaler", f"{body.hr_upscaler!r} is not offered by this server; send Latent or Lanczos")
     if body.init_images and not isinstance(body, ImageToImage):
         raise _refused("init_images", "are for /sdapi/v1/img2img; send them there")
     for name in ("styles", "tiling", "restore_faces", "refiner_checkpoint", "script_name"):
@@ -539,6 +586,42 @@ def _options(body: TextToImage, spec: SamplerSpec | None) -> Iterator[tuple[str,
         yield "variation_strength", body.subseed_strength
     if (body.seed_resize_from_h or 0) > 0 and (body.seed_resize_from_w or 0) > 0:
         yield "seed_size", (body.seed_resize_from_h, body.seed_resize_from_w)
+
+
+def _second_pass(body: TextToImage, card: ModelCard) -> dict[str, Any]:
+    """What the hires fix is in ``canvax.Options``; what is not sent is as AUTOMATIC1111 has it."""
+    width, height = body.width or card.native[0], body.height or card.native[1]
+    by_side = [new / old for new, old in ((body.hr_resize_x, width), (body.hr_resize_y, height)) if new]
+    if len(by_side) == 2 and abs(by_side[0] - by_side[1]) > 0.01:
+        raise _refused("hr_resize_x", "has another shape than the image; send hr_scale")
+    scale = by_side[0] if by_side else body.hr_scale or 2.0
+    if scale <= 1:
+        return {}
+    options = {
+        "hires": scale,
+        "hires_method": "latent" if (body.hr_upscaler or "latent").lower().startswith("latent") else "pixel",
+        "hires_strength": 0.75 if body.denoising_strength is None else max(body.denoising_strength, 0.001),
+        "hires_steps": body.hr_second_pass_steps or None,
+        "hires_sampler": None if (body.hr_sampler_name or "").lower() in _SAME else body.hr_sampler_name,
+        "hires_prompt": body.hr_prompt or None,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def enlargement_of(body: Enlargement, card: ModelCard, client: str) -> JobRequest:
+    """What a body of extra-single-image asks for. Decodes its image, so it is called off the event loop.
+
+    Raises:
+        Rejected: naming the field.
+    """
+    for name in ("resize_mode", "gfpgan_visibility", "codeformer_visibility"):
+        if getattr(body, name):
+            raise _refused(name, "is not offered by this server; send 0")
+    image = colours("image", image_of_text("image", body.image))
+    return JobRequest(
+        "", model=card.id, image=image, upscale=body.upscaling_resize, strength=_ENLARGED,
+        guidance_scale=card.no_guidance, client=client,
+    )  # fmt: skip
 
 
 def spec_of(sampler: str | None) -> SamplerSpec | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import mimetypes
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +35,7 @@ _APIS: dict[str, ModuleType] = {
 
 _WITH_IMAGES = (
     "/api/jobs", "/api/control/", "/api/inspect", "/v1/images/edits", "/images/edits", "/openai/", "/sdapi/v1/txt2img",
-    "/sdapi/v1/img2img", "/sdapi/v1/png-info", "/models/", "/hf",
+    "/sdapi/v1/img2img", "/sdapi/v1/extra-single-image", "/sdapi/v1/png-info", "/models/", "/hf",
 )  # fmt: skip
 
 
@@ -52,6 +52,8 @@ class Settings:
         rate: images a minute for each key, or for all without keys; None for no limit.
         page: whether there is a page.
         history: the folder of images that the page shows; None for none.
+        left_out: files of models that cannot be used, with the reason and the cure, for a page with a ``history``.
+        syntax: the prompt syntax that the page begins with.
     """
 
     keys: Keys | None = None
@@ -62,6 +64,8 @@ class Settings:
     rate: float | None = None
     page: bool = True
     history: Path | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    syntax: str = "plain"
 
 
 def create_app(
@@ -85,7 +89,7 @@ def create_app(
     described = description(
         {path: body for api in APIS for path, body in api.BODIES.items()}, history=settings.history is not None
     )
-    routes = [*_operations(state, metrics, encoded(described)), *(_page(settings.history) if settings.page else [])]
+    routes = [*_operations(state, metrics, encoded(described)), *(_page(settings) if settings.page else [])]
     routes += [route for api in APIS for route in api.routes(engine)]
     routes += more(engine) if more else []
 
@@ -149,12 +153,13 @@ def _operations(state: Callable[[], State], metrics: Metrics, described: bytes) 
     return [Route(path, endpoint, methods=["GET"]) for path, endpoint in endpoints.items()]
 
 
-def _page(images: Path | None) -> list[BaseRoute]:
+def _page(settings: Settings) -> list[BaseRoute]:
     """The page and its files, read once: names of a client's never reach the file system."""
     folder = files("canvax.server") / "page"
     contents = {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.is_file()}
-    if images is not None:
-        contents["index.html"] = contents["index.html"].replace(b"<body>", b"<body data-history>")
+    if settings.history is not None:
+        body = f'<body data-history data-syntax="{settings.syntax}">'
+        contents["index.html"] = contents["index.html"].replace(b"<body>", body.encode())
     headers = {"Cache-Control": "no-cache"}
 
     async def index(_: Request) -> Response:
@@ -171,4 +176,4 @@ def _page(images: Path | None) -> list[BaseRoute]:
         Route("/", index, methods=["GET"]),
         Route("/static/{name}", static, methods=["GET"]),
     ]
-    return [*routes, *(history.routes(images) if images is not None else ())]
+    return routes if settings.history is None else [*routes, *history.routes(settings.history, settings.left_out)]

@@ -9,7 +9,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,11 @@ _NAME = re.compile(r"[^./\\:\0][^/\\:\0]*\.(?:png|jpe?g|webp)", re.IGNORECASE)
 _CURSOR = re.compile(r"(\d{1,20})-(.{1,255})", re.DOTALL)
 
 
-def routes(folder: Path) -> list[BaseRoute]:
-    """The routes under /api/images."""
+def routes(folder: Path, left_out: Mapping[str, str] | None = None) -> list[BaseRoute]:
+    """The routes under /api/images, and /api/left-out: files that cannot be used, with the reason and the cure."""
+
+    async def unusable(_: Request) -> Response:
+        return json_answer({"files": [{"name": name, "why": why} for name, why in (left_out or {}).items()]})
 
     async def images(request: Request) -> Response:
         content = await decoding(_listed, folder, _position(request.query_params.get("after")))
@@ -69,6 +72,7 @@ def routes(folder: Path) -> list[BaseRoute]:
         (named, image, "GET"),
         (named, delete, "DELETE"),
         (named, restore, "POST"),
+        ("/api/left-out", unusable, "GET"),
     ]
     return [Route(path, answering(error, endpoint), methods=[method]) for path, endpoint, method in endpoints]
 

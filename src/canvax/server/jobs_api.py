@@ -442,7 +442,7 @@ def as_job(metadata: dict[str, Any]) -> dict[str, Any]:
     missing += ["image"] if "references_sha256" in recorded else []
     if recorded.get("noise") == "given":
         missing.append("latents")
-    missing += [f"{name}: {value}" for name, value in settings_left(recorded).items()]
+    missing += [f"{name}: {value}" if value else name for name, value in settings_left(recorded).items()]
     return {"settings": settings, "missing": missing}
 
 

@@ -269,7 +269,7 @@ class ServedModel:
         networks, edits = model.networks, model.networks.denoiser.edits
         config = json.dumps([model.files.index, model.revision, model.dtype, str(model.networks)], default=str)
         concepts = model.concepts.names
-        examples = concepts[:: max(1, len(concepts) // _EXAMPLES)][:_EXAMPLES]
+        examples = model.defaults.examples or tuple(concepts[:: max(1, len(concepts) // _EXAMPLES)][:_EXAMPLES])
         controls, ip_adapters = cards(model)
         tasks = ("text-to-image", "image-to-image", "inpainting", "upscaling")
         return ModelCard(
@@ -285,7 +285,9 @@ class ServedModel:
             max_images=MOST_IMAGES,
             max_steps=MOST_STEPS,
             tasks=(*tasks[model.is_refiner :], *(["editing"] if edits else [])),
-            examples=tuple(examples) or ("a red apple on a wooden table", "a lighthouse at sunset, oil painting"),
+            examples=model.defaults.examples
+            or examples
+            or ("a red apple on a wooden table", "a lighthouse at sunset, oil painting"),
             created=self.created,
             sha256=hashlib.sha256(config.encode()).hexdigest(),
             controls=controls,

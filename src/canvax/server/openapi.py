@@ -44,6 +44,7 @@ _POSTS = {
     "/v1/images/edits": "Images of a prompt and an image, as OpenAI's clients ask.",
     "/sdapi/v1/txt2img": "Images of a prompt, as A1111's clients ask.",
     "/sdapi/v1/img2img": "Images of a prompt and an image, as A1111's clients ask.",
+    "/sdapi/v1/extra-single-image": "An image made larger, as A1111's clients ask.",
     "/sdapi/v1/options": "Choose the model, as A1111's clients do.",
     "/sdapi/v1/png-info": "How an image was made, as A1111's clients read it.",
 }
@@ -76,6 +77,7 @@ _HISTORY = {
         "/api/images",
         "get",
     ): "Images in the folder of `canvax ui`, 60 at a time, newest first; `after` is `next` of the answer before.",
+    ("/api/left-out", "get"): "Files in the folder of models that cannot be used, with the reason and the cure.",
     ("/api/images/{name}", "get"): "One of these images.",
     ("/api/images/{name}", "delete"): "Move it into the folder `deleted`. The answer has its `name` there.",
     ("/api/images/{name}", "post"): "Move it back, by its name in `deleted`. The answer has its `name` then.",

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from canvax.errors import InputError, did_you_mean
 from canvax.files import named_path
+
+if TYPE_CHECKING:
+    from canvax.weights.identify import Found
 
 VARIABLE = "CANVAX_DATA_DIR"
 """The environment variable that names the folder; processes that a command starts see it too."""
@@ -58,6 +61,13 @@ def using(folder: str | None) -> Iterator[None]:
             os.environ[VARIABLE] = before
 
 
+def usual_syntax() -> str:
+    """Return the prompt syntax of the program whose folder the folder of models is; "plain" for other folders."""
+    folder = data_folder()
+    places = {"Stable-diffusion": "a1111", "checkpoints": "comfy"}
+    return next((syntax for name, syntax in places.items() if folder and (folder / "models" / name).is_dir()), "plain")
+
+
 def lora_folder() -> Path | None:
     """The folder of LoRAs in the folder of models; None without any."""
     folder = data_folder()
@@ -66,30 +76,31 @@ def lora_folder() -> Path | None:
 
 
 def find_named(name: str, argument: str) -> Path | None:
-    """The file or folder of a name in the folder of models.
+    """Find a file or folder of the folder of models by its name.
 
     Args:
-        name: a file's name, with or without its ending, or a folder's.
+        name: the file's name with or without its ending, or a folder's; folders before it narrow the search:
+            ``sd15/deliberate_v2``, or the whole path in the folder of models.
         argument: what it is to be, such as ``vae``. Of files of the same name the one of that kind is meant.
 
     Raises:
         InputError: several files have the name.
     """
-    folder = data_folder()
-    if folder is None or Path(name).name != name:
+    folder, wanted = data_folder(), tuple(name.replace("\\", "/").split("/"))
+    if folder is None or any(part in ("", ".", "..") for part in wanted):
         return None
     from canvax.weights.entries import PICKLES, WEIGHTS  # JAX with it, which most commands do without
     from canvax.weights.identify import inspect
 
     endings = (*WEIGHTS, *PICKLES)
-    paths = [path for root in _roots(folder) for path in _weights(root, endings) if name in (path.name, _stem(path))]
+    paths = [path for root in _roots(folder) for path in _weights(root, endings) if _has_name(path, folder, wanted)]
     if len(paths) > 1:
         flags = ("--lora", "--embedding") if argument == "source" else (f"--{argument.replace('_', '-')}",)
         kinds = {path: part.kind for path in paths if (part := inspect(path))}
         paths = [path for path in paths if (kind := kinds.get(path)) and kind.flag in flags] or paths
     if len(paths) > 1:
-        files = " and ".join(str(path.relative_to(folder)) for path in paths[:3])
-        raise InputError(argument, name, f"is the name of {files} in {folder}", "write the path of one")
+        names = " or ".join(list(by_name(paths))[:3])
+        raise InputError(argument, name, f"is the name of {len(paths)} files in {folder}", f"write {names}")
     return paths[0] if paths else None
 
 
@@ -98,24 +109,46 @@ def meant_by(name: str) -> str:
     folder = data_folder()
     if folder is None:
         return ""
-    from canvax.weights.identify import listing
-
-    names = [_stem(part.path) for root in _roots(folder) for part in listing(root)]
+    names = [_stem(part.path) for part in files()]
     part_of = next((each for each in names if name.lower() in each.lower()), None)
     near = f"did you mean {part_of!r}?" if part_of else did_you_mean(name, names)
     return near or f"canvax info {shlex.quote(str(folder))} lists the files there"
 
 
-def models() -> dict[str, Path]:
-    """The models of the folder by their names; of several of one name none, since the name means neither."""
-    folder = data_folder()
-    if folder is None:
-        return {}
-    from canvax.weights.identify import MODEL, listing
+def files() -> list[Found]:
+    """Return what lies in the folder of models; empty without a folder."""
+    from canvax.weights.identify import listing
 
-    paths = [part.path for root in _roots(folder) for part in listing(root) if part.kind is MODEL]
-    counts = Counter(map(_stem, paths))
-    return {_stem(path): path for path in paths if counts[_stem(path)] == 1}
+    folder = data_folder()
+    return [part for root in _roots(folder) for part in listing(root)] if folder else []
+
+
+def by_name(paths: Sequence[Path]) -> dict[str, Path]:
+    """Return files of the folder of models by the shortest names that only they have; none without a folder.
+
+    That is the file's name without its ending, behind folders where other files have it too, or with the ending where
+    files differ in nothing else.
+    """
+    folder, names = data_folder(), {}
+    if folder is None:
+        return names
+    for path in paths:
+        *folders, file = path.relative_to(folder).parts
+        spellings = [
+            (*folders[len(folders) - depth :], last)
+            for last in (_stem(path), file)
+            for depth in range(len(folders) + 1)
+        ]
+        own = (name for name in spellings if sum(_has_name(other, folder, name) for other in paths) == 1)
+        names["/".join(next(own, (*folders, file)))] = path
+    return names
+
+
+def _has_name(path: Path, folder: Path, name: tuple[str, ...]) -> bool:
+    """Whether a file has a name that folders may stand before."""
+    *folders, last = name
+    behind = path.relative_to(folder).parts[:-1]
+    return last in (path.name, _stem(path)) and behind[len(behind) - len(folders) :] == tuple(folders)
 
 
 def _roots(folder: Path) -> list[Path]:

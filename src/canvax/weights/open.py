@@ -225,12 +225,13 @@ def check_adapter(location: Location, usual: Sequence[Sequence[str]]) -> None:
         open_safetensors(path, plain_names=False)
 
 
-def find_tokenizer(location: Location) -> Path:
+def find_tokenizer(location: Location, *, otherwise: Path | None = None) -> Path:
     """The folder of a language model's ``tokenizer.json``, fetched if need be.
 
     Args:
         location: that folder or a file in it, a folder of a model that has it in ``tokenizer``, or a Hub id, with
             perhaps a folder behind it.
+        otherwise: the folder to take where no tokenizer lies beside a local file.
 
     Raises:
         InputError, CheckpointError, HubError: it is not there.
@@ -241,6 +242,8 @@ def find_tokenizer(location: Location) -> Path:
         for directory in (folder, folder / "tokenizer"):
             if (directory / _TOKENIZER).is_file():
                 return directory
+        if otherwise is not None:
+            return otherwise
         cure = "name the folder of the tokenizer, or a Hub id"
         raise InputError(location.argument, location.text, f"has no {_TOKENIZER}", cure)
     location, inside = location.on_hub()

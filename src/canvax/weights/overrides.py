@@ -28,6 +28,9 @@ from canvax.weights.open import find_tokenizer, open_part
 from canvax.weights.rules import Names
 from canvax.weights.single_file import vae_config
 
+QWEN = Path(__file__).parent.parent / "assets" / "qwen" / "tokenizer"
+"""The tokenizer of all language models that are text encoders here: Qwen3's, which Qwen3-VL shares."""
+
 _OF_LOCATION = ("token", "cache_dir", "local_files_only", "progress")
 _HALF = re.compile(r"\d+\.(?:conv\.\d+\.)?(?:weight|bias)")
 _TINY = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.((?:conv\.\d+\.)?(?:weight|bias))")
@@ -44,6 +47,7 @@ class Overrides:
         tokenizer: where its tokenizer is; None for the model's, or for the one beside ``text_encoder``.
         prediction: what the UNet predicts; None for what the model says.
         scheduler: fields of ``scheduler_config.json`` in place of the model's.
+        reasons: why parts were chosen that the caller did not name, by argument.
     """
 
     vae: str | None = None
@@ -51,6 +55,7 @@ class Overrides:
     tokenizer: str | None = None
     prediction: str | None = None
     scheduler: Mapping[str, Any] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -120,7 +125,8 @@ class Overrides:
         configs |= {name: part.config for name, part in opened.items()}
         folders = files.folders
         if (tokenizer := self._tokenizer(where, files)) is not None:
-            folder = find_tokenizer(tokenizer)
+            beside = self.tokenizer is None  # the text encoder
+            folder = find_tokenizer(tokenizer, otherwise=QWEN if beside else None)
             components.setdefault("tokenizer", "Qwen2Tokenizer")
             folders = lambda part: folder if part == "tokenizer" else files.folders(part)  # noqa: E731
         configs["scheduler"] = {**configs.get("scheduler", {}), **self.scheduler}
@@ -139,7 +145,10 @@ class Overrides:
             configs=configs,
             arrays=lambda part: opened[part].arrays if part in opened else files.arrays(part),
             folders=folders,
-            reasons={name: reason for name, reason in files.reasons.items() if name not in self.scheduler},
+            reasons={
+                **{name: reason for name, reason in files.reasons.items() if name not in self.scheduler},
+                **self.reasons,
+            },
             overrides=arguments,
         )
 

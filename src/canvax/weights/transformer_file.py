@@ -1,4 +1,4 @@
-"""A transformer alone in one file, as ComfyUI has it; text encoder, tokenizer and autoencoder are given.
+"""A transformer alone in one file, as ComfyUI has it; text encoder and autoencoder are given.
 
     Z-Image    [model.diffusion_model.]layers.0.attention.qkv.weight
     FLUX.2     [model.diffusion_model.]single_blocks.0.linear1.weight
@@ -25,8 +25,8 @@ from canvax.weights.formats import flux2_rules, numbered
 from canvax.weights.identify import OF_TRANSFORMERS, UNET, Shapes, transformer_family
 from canvax.weights.rules import Names
 
-PARTS = {"text_encoder": "FILE", "vae": "FILE", "tokenizer": "FOLDER"}
-"""Arguments of ``canvax.load`` that give what such a file does not hold, and what each names."""
+PARTS = ("text_encoder", "vae")
+"""Arguments of ``canvax.load`` that name files with what such a file does not hold."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,12 +71,8 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
     if family not in LAYOUTS:
         return None
     layout = LAYOUTS[family]
-    # A tokenizer may lie beside the text encoder.
-    missing = [part for part in PARTS if part not in given and not (part == "tokenizer" and "text_encoder" in given)]
-    if missing:
-        flags = [f"{{{part}={PARTS[part]}}}" for part in missing]
-        cure = f"add {' and '.join(filter(None, (', '.join(flags[:-1]), flags[-1])))}"
-        raise InputError("model", name, f"is the transformer of {family} alone", cure)
+    if missing := [f"{{{part}=FILE}}" for part in PARTS if part not in given]:
+        raise InputError("model", name, f"is the transformer of {family} alone", f"add {' and '.join(missing)}")
     arrays = [replace(entry, name=entry.name.removeprefix(UNET)) for entry in entries]
     arrays = [array for array in arrays if not layout.unused.fullmatch(array.name)]
     try:

@@ -25,8 +25,15 @@ export const currentInput = () => input;
 /** Whether the model reads the input image, and others, and begins from noise. */
 export const editing = () => Boolean(model()?.references && !input?.mask);
 export const knows = (id) => catalogue.models.some((one) => one.id === id);
+/** Models that a recorded name may mean: that of this id, else those whose file or folder has the name. */
+const meant = (name) => {
+  const stem = (text) => text.split("/").at(-1).replace(/\.(safetensors|gguf|ckpt)$/i, "").toLowerCase();
+  return knows(name) ? [name] : catalogue.models.map(({ id }) => id).filter((id) => stem(id) === stem(name));
+};
 export const hasModels = () => catalogue.models.length > 0;
 
+/** Samplers that people choose most, before the others. */
+const OFTEN = ["dpmpp_2m", "euler_a", "euler", "dpmpp_2m_sde", "dpmpp_sde", "unipc", "heun", "ddim", "lcm", "flow_euler"];
 const LINKED = [["steps", "steps-number"], ["guidance", "guidance-number"]];
 
 export async function setCatalogue(models) {
@@ -36,12 +43,39 @@ export async function setCatalogue(models) {
   $("model-field").hidden = models.models.length < 2;
   const draft = remembered("draft", {});
   showModel();
-  const applied = apply({ options: {}, adapters: {}, ...draft });
+  const applied = apply({ options: usualOptions(), adapters: {}, ...draft });
   if (draft.style) $("style").value = draft.style;
   for (const [id, value] of Object.entries(remembered("upscaling", {}))) $(id).value = value;
   showUpscaling();
   showLock(remembered("lock", false));
   await applied;
+}
+
+function chooseModel(id) {
+  if (id === $("model").value) return;
+  $("model").value = id;
+  showModel();
+}
+
+/**
+ * Say what of restored settings the form could not take: a sentence each, with the nearest choices, {label: action}, where
+ * there are any.
+ */
+export function notTaken({ model: name, width, height, options = {}, sampler }) {
+  const left = [];
+  const use = (id) => () => { chooseModel(id); apply({ width, height, options, sampler }); keepDraft(); };
+  if (name && !meant(name).includes(model()?.id)) {
+    const choices = Object.fromEntries(meant(name).slice(0, 3).map((id) => [`Use ${id}`, use(id)]));
+    left.push([`the model ${name} (${model()?.name} is selected)`, choices]);
+  }
+  const [w, h] = [Number($("width").value), Number($("height").value)];
+  if (width && height && (w !== width || h !== height)) left.push([`the size ${width} × ${height} (now ${w} × ${h})`, {}]);
+  if (options.hires > 1 && Number($("hires").value) !== options.hires) {
+    const nearest = [...$("hires").options].map(({ value }) => Number(value)).filter((value) => value > 1).at(-1);
+    const choose = () => { setOptions({ ...options, hires: nearest }); keepDraft(); };
+    left.push([`the second pass of ${options.hires} ×`, nearest ? { [`Use ${nearest} ×`]: choose } : {}]);
+  }
+  return left;
 }
 
 function showModel() {
@@ -62,7 +96,10 @@ function showModel() {
   for (const id of ["steps", "steps-number"]) $(id).max = card.max_steps;
   $("steps").max = Math.min(card.max_steps, Math.max(20, 2 * card.steps));
   const first = el("option", { value: "", textContent: card.sampler ? `Default: ${samplerLabel(card.sampler)}` : "Default" });
-  $("sampler").replaceChildren(first, ...samplers().map(({ name, label: text }) => el("option", { value: name, textContent: text })));
+  const option = ({ name, label: text }) => el("option", { value: name, textContent: text });
+  const usual = OFTEN.map((name) => samplers().find((one) => one.name === name)).filter(Boolean);
+  const rest = samplers().filter((one) => !usual.includes(one)).sort((a, b) => a.label.localeCompare(b.label));
+  $("sampler").replaceChildren(first, el("optgroup", { label: "Used most" }, ...usual.map(option)), el("optgroup", { label: "Others" }, ...rest.map(option)));
   ownSettings();
   showInput();
   showSyntax();
@@ -131,6 +168,9 @@ function showSize() {
   showPrepared();
 }
 
+/** The shorter side of an image is so many standard deviations of a soft mask edge. */
+const SOFT = 40;
+
 const HIRES = [1.5, 2, 3, 4];
 /** Of the second pass: latents that are made larger stay blurred below 0.55 or so. */
 const HIRES_STRENGTHS = { pixel: 0.4, latent: 0.7 };
@@ -184,7 +224,7 @@ function showSampler() {
   const name = $("sampler").value || model()?.sampler || "";
   const found = catalogue.samplers.find((one) => one.name === name || name === one.label)
     ?? catalogue.samplers.filter((one) => name.startsWith(one.label)).sort((a, b) => b.label.length - a.label.length)[0];
-  $("sampler-when").textContent = found?.when ?? "";
+  $("sampler-when").textContent = found?.when.replaceAll("`", "") ?? "";
 }
 
 function showLock(locked) {
@@ -231,6 +271,7 @@ function optionsNow() {
   const card = model();
   if ($("syntax").value !== "plain" && card?.prompt_weights) options.prompt_syntax = $("syntax").value;
   if (Number($("clip-skip").value) && card?.clip_skip) options.clip_skip = Number($("clip-skip").value);
+  if (input?.mask && $("mask-soft").checked && !("mask_blur" in options)) options.mask_blur = Math.max(1, Math.round(Math.min($("width").value, $("height").value) / SOFT));
   if ($("hires").value > 1 && !input) {
     Object.assign(options, { hires: Number($("hires").value), hires_strength: Number($("hires-strength").value) });
     if ($("hires-method").value !== "pixel") options.hires_method = $("hires-method").value;
@@ -253,15 +294,16 @@ function setOptions({ prompt_syntax: syntax = "plain", clip_skip: skip = 0, hire
   $("other-field").hidden = !Object.keys(others).length;
 }
 
+/** Options of a new form: the prompt syntax of the program whose folder of models the server reads. */
+const usualOptions = () => ({ prompt_syntax: document.body.dataset.syntax ?? "plain" });
+
 /** How images are upscaled. */
 export const upscaling = () => ({ upscale: Number($("upscale-by").value), strength: Number($("upscale-strength").value) });
 
 /** What stands in the form becomes these settings; what they do not say stays. Adapters come last, once they are listed. */
 export async function apply(given) {
-  if (given.model && catalogue.models.some(({ id }) => id === given.model) && given.model !== $("model").value) {
-    $("model").value = given.model;
-    showModel();
-  }
+  const [id, ...twins] = given.model ? meant(given.model) : [];
+  if (id && !twins.length) chooseModel(id);
   if (given.prompt !== undefined) $("prompt").value = given.prompt;
   if (given.prompt !== undefined || given.negative_prompt !== undefined) $("negative").value = given.negative_prompt ?? "";
   if (given.width && given.height && model()) setSize(given.width, given.height);
@@ -410,6 +452,7 @@ async function showInput() {
   $("input").hidden = !input && !edits;
   $("input-title").textContent = edits ? "Reference images" : input?.mask ? "Input image and mask" : "Input image";
   $("input-hint").textContent = edits ? `${count} of ${most}, read together with the prompt` : "";
+  $("input-number").hidden = !edits || !references.length;
   $("input-add").hidden = !edits || count >= most;
   $("input-mask").hidden = $("input-remove").hidden = !input;
   $("input-mask").textContent = input?.mask ? "Change the mask" : "Paint a mask";
@@ -432,7 +475,7 @@ function referenceTile(blob, at) {
   const [canvas, i] = [el("canvas"), at + 1];
   createImageBitmap(blob).then((bitmap) => paint(canvas, bitmap));
   const act = (change) => () => change(i).then(() => ($("references").children[at]?.querySelector("button") ?? $("input-add")).focus());
-  return el("li", {}, el("div", { className: "thumb", role: "img", ariaLabel: `Reference image ${i + 1}` }, canvas),
+  return el("li", {}, el("div", { className: "thumb", role: "img", ariaLabel: `Reference image ${i + 1}` }, canvas, el("span", { className: "number", textContent: i + 1, ariaHidden: "true" })),
     el("div", { className: "row tight" }, button("left", `Move reference image ${i + 1} forward`, act(moveForward)), button("close", `Remove reference image ${i + 1}`, act(removeReference))));
 }
 
@@ -529,7 +572,7 @@ export function prepareComposer() {
   $("seed").addEventListener("input", () => showLock($("seed").value !== ""));
   $("seed-new").addEventListener("click", () => { $("seed").value = randomSeed(); showLock(true); keepDraft(); });
   $("seed-lock").addEventListener("click", () => { toggleLock(); keepDraft(); });
-  $("reset").addEventListener("click", () => { ownSettings(); setOptions({}); showSyntax(); keepDraft(); });
+  $("reset").addEventListener("click", () => { ownSettings(); setOptions(usualOptions()); showSyntax(); keepDraft(); });
   for (const id of ["upscale-by", "upscale-strength"]) {
     $(id).addEventListener("input", () => {
       showUpscaling();

@@ -152,7 +152,7 @@ function render() {
     if (!found.slice(0, shown).some(({ id }) => id === tile.dataset.id)) forgetUrl(tile.dataset.id);
   }
   $("tiles").replaceChildren(...waiting, ...found.slice(0, shown).map(tileOf));
-  $("older").hidden = found.length <= shown && older === null;
+  $("older").hidden = found.length <= shown && (older === null || !records.length);
   refresh();
 }
 
@@ -162,7 +162,8 @@ function refresh() {
   $("empty").hidden = any;
   document.body.classList.toggle("nothing", !any);
   $("no-match").hidden = !any || tiles > 0;
-  $("history-count").textContent = records.length ? `${records.length}${older === null ? "" : "+"}` : "";
+  const [found, all] = [listed().length, `${records.length}${older === null ? "" : "+"}`];
+  $("history-count").textContent = records.length ? (found < records.length ? `${found} of ${all}` : all) : "";
   showSelection();
   if (!$("tiles").querySelector('.target[tabindex="0"]')) setCurrent($("tiles").querySelector(".tile"));
 }

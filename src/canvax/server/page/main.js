@@ -1,6 +1,6 @@
 // The page: what belongs together is put together here.
-import { Gone, Refused, getJson, inspect, key } from "./api.js";
-import { adaptersListed, besideAt, restoreBeside } from "./beside.js";
+import { Gone, Refused, getJson, hasFolder, inspect, key } from "./api.js";
+import { adapterNames, adaptersListed, besideAt, restoreBeside } from "./beside.js";
 import * as composer from "./composer.js";
 import { compare, prepareCompare } from "./compare.js";
 import * as gallery from "./gallery.js";
@@ -10,16 +10,17 @@ import { blobOf, fileName, paintedFrom } from "./pictures.js";
 import { openSheet, prepareSheet } from "./sheet.js";
 import { unfinished } from "./store.js";
 import { Task, cancelAll, connection, tasks } from "./tasks.js";
-import { $, announce, el, openDialog, plural, prepareDocument, remember, save, setIcon, toast } from "./ui.js";
+import { $, announce, button, copy, el, openDialog, plural, prepareDocument, remember, save, setIcon, toast } from "./ui.js";
 import * as viewer from "./viewer.js";
 
 // ---- drawing
 
 const narrow = matchMedia("(max-width: 720px)");
 
-/** On a phone the images are below the form. */
+/** Scroll to the newest tile, unless it is in view. On a phone the images are below the form, and the keyboard goes. */
 function showTiles() {
-  document.activeElement?.blur();
+  if (narrow.matches) document.activeElement?.blur();
+  else if ($("tiles").getBoundingClientRect().top >= 0) return;
   const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
   $("history").scrollIntoView({ block: "start", behavior: calm ? "auto" : "smooth" });
 }
@@ -33,7 +34,7 @@ async function draw() {
   const wrong = composer.wrongNumber();
   if (wrong) return composer.formError(wrong.validationMessage, null, wrong.id);
   composer.formError("");
-  if (narrow.matches) showTiles();
+  showTiles();
   const files = await composer.inputFiles(job);
   if (!files.image) delete job.strength;
   const task = start(job, files);
@@ -204,15 +205,14 @@ Object.assign(viewer.viewerActions, {
   async restore(record) {
     closeDialogs();
     await restored({ ...record.settings, lock: true }, record.inputs);
-    const { missing = [] } = record;
-    if (missing.length) toast(`Settings restored, without ${missing.join(", ")}.`);
-    else announce("Settings restored");
+    tellLost(record.settings, record.missing);
   },
 });
 
 /** The form becomes these settings and inputs, without what they do not say. */
 async function restored(settings, { image = null, mask, references = [], ...beside } = {}) {
   await composer.setInput(image, mask ? await paintedFrom(mask) : null, references);
+  if (mask) $("mask-soft").checked = false;  // the options say it
   $("style").value = "";  // the prompt says it
   await composer.apply({ adapters: {}, options: {}, ...settings });
   await restoreBeside(beside, settings);
@@ -266,20 +266,35 @@ async function openImage(file) {
   if (!file.type.startsWith("image/")) return toast("That is no image.");
   const asInput = async () => {
     if (composer.editing()) return composer.takeReferences([file]);
-    await composer.setInput(file).catch(() => toast("This browser cannot read that image."));
+    try {
+      await composer.setInput(file);
+    } catch {
+      return toast("This browser cannot read that image.");
+    }
+    toast("Added as input image.");
   };
   try {
     const { settings, missing } = await inspect(file);
     const { image, mask, ...rest } = settings;
     await restored({ ...rest, n: 1, lock: settings.seed !== undefined });
-    const lost = missing.slice(0, 8).join(", ");
-    toast(`Settings restored${lost && `, without ${lost}`}.`, [["Add as input too", asInput]]);
+    tellLost(settings, missing, [["Add as input too", asInput]]);
   } catch (error) {
     if (error instanceof Refused && error.status === 401) return askKey(error.message);
-    if (!canDo("image-to-image")) return toast(error.message);
-    await asInput();
-    toast(error instanceof Refused ? "Added as input image. It holds no settings." : "Added as input image.");
+    if (canDo("image-to-image")) await asInput();
+    if (error instanceof Refused) toast(`${canDo("image-to-image") && composer.currentInput() ? "Added as input image. Its settings are not restored: " : ""}${error.message}`);
   }
+}
+
+/** Say what of an image's settings is not in the form, with the nearest choices. */
+function tellLost(settings, missing = [], actions = []) {
+  const left = composer.notTaken(settings);
+  const loras = missing.map((text) => text.match(/^<lora:([^:<>]+):?([\d.]*)[^<>]*>$/)).filter(Boolean).map(([, name, weight]) => [name, Number(weight) || 1]);
+  const here = loras.filter(([name]) => adapterNames().includes(name));
+  const use = here.length ? [[`Use ${here.map(([name]) => name).join(", ")}`, () => { composer.apply({ adapters: Object.fromEntries(here) }); composer.keepDraft(); }]] : [];
+  const lost = [...left.map(([text]) => text), ...missing];
+  if (!lost.length && !actions.length) return announce("Settings restored");
+  const shown = [...lost.slice(0, 8), ...(lost.length > 8 ? [`${lost.length - 8} more`] : [])].join(", ");
+  toast(`Settings restored${shown && `, without ${shown}`}.`, [...left.flatMap(([, choices]) => Object.entries(choices)), ...use, ...actions], lost.length ? 60 : 8);
 }
 
 /** Where it was dropped or pasted decides what it is for. */
@@ -318,9 +333,20 @@ function prepareFiles() {
 
 // ---- the server, its key, the theme
 
+/** Files in the folder of models that cannot be used, below the models. */
+async function showLeftOut() {
+  if (!hasFolder()) return;
+  const { files } = await getJson("api/left-out").catch(() => ({ files: [] }));
+  $("left-out").hidden = !files.length;
+  $("left-out-text").textContent = `${plural(files.length, "file")} cannot be used`;
+  $("left-out-list").replaceChildren(...files.flatMap(({ name, why }) => [el("dt", { textContent: name }), el("dd", { textContent: why })]));
+  if (files.length) $("model-field").hidden = false;
+}
+
 async function loadModels() {
   try {
     await composer.setCatalogue(await getJson("api/models"));
+    await showLeftOut();
     const examples = composer.model()?.examples ?? [];
     $("examples").replaceChildren(...examples.slice(0, 8).map((text) => el("li", {}, el("button", {
       type: "button", textContent: text, onclick: () => { composer.apply({ prompt: text }); composer.keepDraft(); $("prompt").focus(); },
@@ -365,6 +391,8 @@ function prepareKey() {
   });
   $("key-forget").addEventListener("click", () => { key.set(""); $("key-value").value = ""; $("key").close(); });
   $("open-key").addEventListener("click", () => askKey());
+  $("open-other-models").addEventListener("click", () => openDialog($("other-models")));
+  for (const code of document.querySelectorAll(".commands code")) code.after(button("copy", `Copy ${code.textContent}`, () => copy(code.textContent)));
 }
 
 function prepareConnection() {

@@ -1,6 +1,6 @@
 // The editor of masks: paint over the input image what is to be drawn anew.
 import { canvasOf } from "./pictures.js";
-import { $, announce, openDialog } from "./ui.js";
+import { $, announce, openDialog, remember, remembered } from "./ui.js";
 
 const DEEPEST = 40;
 let base = 1;
@@ -35,6 +35,7 @@ export async function editMask(blob, mask, done, cancelled = () => {}) {
   $("mask-size").value = Math.round(side / 6);
   $("mask-zoom").value = 1;
   [past, future, use, cancel] = [[], [], done, cancelled];
+  if (!mask) $("mask-soft").checked = remembered("soft-mask", true);
   cursor = { x: bitmap.width / 2, y: bitmap.height / 2 };
   choose("brush");
   openDialog($("mask"));
@@ -301,6 +302,7 @@ export function prepareMask() {
   $("mask-redo").addEventListener("click", () => back(future, past));
   $("mask-invert").addEventListener("click", invert);
   $("mask-clear").addEventListener("click", clear);
+  $("mask-soft").addEventListener("change", () => remember("soft-mask", $("mask-soft").checked));
   $("mask-use").addEventListener("click", () => { cancel = () => {}; $("mask").close(); use(result()); });
   $("mask").addEventListener("close", () => cancel());
   addEventListener("resize", fit);

@@ -87,7 +87,7 @@ export function announce(text) {
   setTimeout(() => { live.textContent = text; }, 60);
 }
 
-/** A short message at the bottom, with one thing to do about it. */
+/** A short message at the bottom, with what can be done about it. */
 export function toast(text, actions = [], seconds = 8) {
   const node = el("div", { className: "toast" }, el("p", { textContent: text }));
   const close = () => node.remove();

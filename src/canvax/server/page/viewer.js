@@ -4,6 +4,8 @@ import { byId, listed, removeRecords, toggleFavourite } from "./gallery.js";
 import { blobOf, crisp, fileName, show as showImage } from "./pictures.js";
 import { $, announce, button, copy, el, openDialog, save } from "./ui.js";
 
+/** How many times the viewer enlarges an image; more shows only blur. */
+const LARGEST = 3;
 let current = null;
 /** Set by main.js: vary, varyLittle, upscale, use, mask, compare, restore; each is given the record. */
 export const viewerActions = {};
@@ -69,7 +71,7 @@ function showActions() {
     one("download", "Save", async () => save(await blobOf(current), fileName(current)), "d"), one("trash", "Delete", remove, "Delete")));
 }
 
-/** Whole multiples for small images, so that all pixels are of one size. */
+/** The image fills the stage, enlarged up to LARGEST times; icons in whole multiples, so that all pixels are of one size. */
 function fit() {
   if (!current || !$("viewer").open) return;
   const stage = $("viewer-image").parentElement;
@@ -77,7 +79,7 @@ function fit() {
   const room = [stage.clientWidth - Number.parseFloat(style.paddingLeft) * 2, stage.clientHeight - Number.parseFloat(style.paddingTop) * 2];
   let scale = Math.min(room[0] / current.width, room[1] / current.height);
   if (current.width <= 160 && current.kind !== "sheet") scale = Math.max(1, Math.floor(scale));
-  else scale = Math.min(scale, 1);
+  else scale = Math.min(scale, LARGEST);
   $("viewer-image").style.width = `${current.width * scale}px`;
   $("viewer-image").style.height = `${current.height * scale}px`;
 }

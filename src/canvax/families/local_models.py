@@ -1,0 +1,116 @@
+"""The models of a folder of models, and the files that go with a transformer in a file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+from canvax.errors import CanvaxError, CheckpointError, InputError
+from canvax.families.read import read_networks
+from canvax.weights.data_folder import by_name, data_folder, files
+from canvax.weights.entries import PICKLES
+from canvax.weights.files import open_weights
+from canvax.weights.identify import AUTOENCODER, LANGUAGE_MODEL, MODEL, TRANSFORMER, FileKind, Found, inspect, listing
+from canvax.weights.location import Location, pickle_refused
+from canvax.weights.open import open_files
+from canvax.weights.overrides import Overrides
+
+_PARTS: Mapping[str, FileKind] = {"text_encoder": LANGUAGE_MODEL, "vae": AUTOENCODER}
+_OF_TRANSFORMERS = ("diffusion_models", "unet")
+"""Folders of ComfyUI; those of the other parts lie beside them."""
+
+
+class LocalModels(NamedTuple):
+    """The folder of models.
+
+    Attributes:
+        models: whole models, and transformers whose other parts are there, by name.
+        left_out: files that cannot be used, by name, with the reason and the cure.
+    """
+
+    models: dict[str, Path]
+    left_out: dict[str, str]
+
+
+def local_models() -> LocalModels:
+    """Return the models of the folder of models, and the files in it that cannot be used; from headers alone."""
+    parts = files()
+    faults = {part.path: fault for part in parts if (fault := _fault(part))}
+    names = by_name([part.path for part in parts])
+    models = {
+        name: path
+        for name, path in names.items()
+        if path not in faults and any(part.path == path and part.kind in (MODEL, TRANSFORMER) for part in parts)
+    }
+    return LocalModels(models, {name: faults[path] for name, path in names.items() if path in faults})
+
+
+def _fault(part: Found) -> str:
+    """Say why a file cannot be used, with the cure; "" for one that can, and for images."""
+    if part.path.suffix.lower() in PICKLES:
+        return pickle_refused(part.path.name)
+    if part.kind is TRANSFORMER:
+        with suppress(CanvaxError):
+            if _PARTS.keys() <= completed(Overrides(), Location(part.path)).parts.keys():
+                return ""
+        return f"is the transformer of {part.family} alone: put its text encoder and its autoencoder into the folder"
+    if part.kind is None:
+        return "" if part.what == "an image" else f"is {part.what} {part.family}".rstrip()
+    return "" if part.kind.flag else f"is {part.kind.name}: {part.kind.cure}"
+
+
+def completed(overrides: Overrides, location: Location) -> Overrides:
+    """Add the text encoder and the autoencoder that a transformer in a file of its own lacks.
+
+    They are looked for in the folder of models, and beside the transformer in the folders of ComfyUI. Of several files
+    that fit the first by name is taken. ``Overrides.reasons`` says which.
+
+    Returns:
+        The overrides; unchanged for other models and where no file fits.
+    """
+    missing = [name for name in _PARTS if name not in overrides.parts]
+    path = location.local() if missing else None
+    if path is None or not path.is_file() or (part := inspect(path)) is None or part.kind is not TRANSFORMER:
+        return overrides
+    names = {path: name for name, path in by_name([part.path for part in files()]).items()}
+    around = sorted(_around(path), key=lambda part: part.path.name)
+    choices = [[each.path for each in around if each.kind is _PARTS[name]] for name in missing]
+    for paths in product(*choices):
+        found = {name: names.get(path, str(path)) for name, path in zip(missing, paths, strict=True)}
+        others = {name: len(choice) - 1 for name, choice in zip(missing, choices, strict=True)}
+        chosen = replace(overrides, **found, reasons={**overrides.reasons, **_reasons(found, others)})
+        with suppress(CheckpointError, InputError):
+            opened = chosen.apply(open_files(location, given=chosen.parts, weights=False))
+            if "text_encoder" in found and "vision_config" in opened.configs["text_encoder"]:
+                if not _reads_images(paths[missing.index("text_encoder")]):
+                    continue
+            elif "text_encoder" in found and _reads_images(paths[missing.index("text_encoder")]):
+                continue
+            read_networks(opened)
+            return chosen
+    return overrides
+
+
+def _around(path: Path) -> Iterator[Found]:
+    """Yield what lies in the folder of models, or in the folders beside a transformer's."""
+    if data_folder() is not None:
+        yield from files()
+    elif (place := next((each for each in path.parents if each.name in _OF_TRANSFORMERS), None)) is not None:
+        yield from listing(place.parent)
+
+
+def _reasons(found: Mapping[str, str], others: Mapping[str, int]) -> dict[str, str]:
+    return {
+        name: f"{part}, which fits"
+        + (f"; {{{name}=NAME}} chooses one of {others[name]} others" if others[name] else "")
+        for name, part in found.items()
+    }
+
+
+def _reads_images(path: Path) -> bool:
+    """Whether a language model is one of vision, whose text layers have other weights: by its tower, or its name."""
+    return "vl" in path.stem.lower() or any("visual." in entry.name for entry in open_weights(path, plain_names=False))
