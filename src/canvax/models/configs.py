@@ -65,6 +65,10 @@ def fault_of(value: Any, hint: Any) -> str:
     return "" if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)) else words[hint]
 
 
+_OF_TRAINING = frozenset({"decay", "inv_gamma", "min_decay", "optimization_step", "power", "update_after_step"})
+"""Fields that diffusers' ``EMAModel`` leaves in the config of a network."""
+
+
 @dataclass(frozen=True)
 class Config:
     """Base of the network configs: reads ``config.json`` strictly.
@@ -72,7 +76,7 @@ class Config:
     A field that canvax computes with is a dataclass field, whose type says which values it may have. A field that only
     has one supported meaning is in ``FIXED`` with the values that mean it. A field that changes nothing at inference is
     in ``IGNORED``. Anything else is refused unless it is off (null or false), so that no checkpoint gives wrong images
-    silently; ``STRICT = False`` ignores it instead.
+    silently; ``STRICT = False`` ignores it instead. Null means the default of a field, and off where it is a flag.
     """
 
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -101,13 +105,17 @@ class Config:
             is_on = any(value) if isinstance(value, tuple) else value is not None and value is not False
             shown = _shown(value)
             if key in known:
+                if value is None and fault_of(None, types[key]):
+                    if types[key] is bool:  # PyTorch reads null as false, whatever the default is
+                        values[key] = False
+                    continue
                 values[key] = value
                 if fault := fault_of(value, types[key]):
                     faults.append(f"{key} = {shown} ({fault})")
             elif key in cls.FIXED:
                 if not any(value == fixed and type(value) is not bool for fixed in cls.FIXED[key]):
                     faults.append(f"{key} = {shown} (supported: {', '.join(map(repr, cls.FIXED[key]))})")
-            elif cls.STRICT and not key.startswith("_") and key not in cls.IGNORED and is_on:
+            elif cls.STRICT and not key.startswith("_") and key not in cls.IGNORED | _OF_TRAINING and is_on:
                 faults.append(f"{key} = {shown} (unknown field)")
         if faults:
             raise CheckpointError(f"{cls.__name__}: config.json asks for what is not supported: " + "; ".join(faults))
