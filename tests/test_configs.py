@@ -100,11 +100,21 @@ def test_left_over_fields_of_training() -> None:
     assert ControlNet.from_dict(LEFT_OVER) == ControlNet.from_dict({})
 
 
+def test_unknown_fields() -> None:
+    """What is off or empty changes nothing; a number may, also 0."""
+    assert UNetConfig.from_dict({"a": None, "b": False, "c": [], "d": [None, False], "e": "", "f": {}}) == UNetConfig()
+    for value in (0, 0.0, 1, True, "x", [0, 1], {"a": None}):
+        with pytest.raises(CheckpointError, match="unknown field"):
+            UNetConfig.from_dict({"a": value})
+
+
 def test_null_means_the_default() -> None:
     """As the UNet of SDXL base 1.0 has it; a flag that is null is off, as PyTorch takes it."""
     flags = ("upcast_attention", "flip_sin_to_cos", "use_linear_projection")
-    got = UNetConfig.from_dict({"norm_eps": None, "attention_head_dim": None, **dict.fromkeys(flags)})
-    assert got == UNetConfig(flip_sin_to_cos=False)
+    others = ("norm_eps", "attention_head_dim", "downsample_padding", "attention_type")
+    assert UNetConfig.from_dict(dict.fromkeys(flags + others)) == UNetConfig(flip_sin_to_cos=False)
+    with pytest.raises(CheckpointError, match="mid_block_type = null"):  # a UNet without a middle
+        UNetConfig.from_dict({"mid_block_type": None})
     fields = {"upcast_attention": None, "global_pool_conditions": None, "conditioning_channels": None}
     assert ControlNet.from_dict(fields) == ControlNet.from_dict({})
 
