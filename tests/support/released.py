@@ -41,6 +41,15 @@ FOLDERS: list[dict[str, Any]] = _DATA["folders"]
 OTHERS: list[Any] = [json.loads(name) for name in _DATA["other pipelines"]]
 """Pipelines that model_index.json names in folders of other kinds of models."""
 
+ARRAYS: dict[str, tuple[set[str], int]] = {
+    config: (
+        {name.replace("*", str(i)) for name, times in entry["names"].items() for i in range(times)},
+        entry["bytes"],
+    )
+    for config, entry in _DATA["names of arrays"].items()
+}
+"""Of some configs, the names of the arrays in the released checkpoint, and its bytes."""
+
 
 def kind_of(fields: Mapping[str, Any]) -> str:
     """Return the class that a config is of."""
