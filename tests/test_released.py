@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from canvax.errors import CanvaxError, CheckpointError, HintWarning
 from canvax.families.read import family_of, read_model
+from canvax.images.infotext import from_infotext
 from canvax.models.configs import ClipTextConfig, ClipVisionConfig, TinyConfig, UNetConfig, VaeConfig
 from canvax.models.controlnet import ControlNet
 from canvax.models.controlnet_union import UnionNet
@@ -22,10 +24,11 @@ from canvax.models.wan_vae import WanVaeConfig
 from canvax.models.z_image import ZImageConfig
 from canvax.pipelines.safety import vision_config
 from canvax.samplers import from_scheduler_config
+from canvax.samplers.catalog import find
 from canvax.weights.controlnet import is_union
 from canvax.weights.location import Location
 from canvax.weights.open import open_files
-from tests.support.released import CONFIGS, FOLDERS, OTHERS, kind_of, write_folder
+from tests.support.released import CONFIGS, FOLDERS, INFOTEXTS, OTHERS, kind_of, write_folder
 
 READERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "UNet2DConditionModel": UNetConfig.from_dict,
@@ -133,3 +136,23 @@ def opened(folder: Path) -> Any:
 def test_pipeline_of_another_kind(pipeline: Any) -> None:
     with pytest.raises(CheckpointError, match=re.escape(repr(pipeline))):
         family_of({"_class_name": pipeline})
+
+
+@pytest.mark.parametrize("line", INFOTEXTS, ids=range(len(INFOTEXTS)))
+def test_infotext(line: str) -> None:
+    """Of images by other programs: the settings are read, and no part of them is left in a prompt."""
+    read = from_infotext(f"a cat, (dog:1.2)\nNegative prompt: bad\n{line}")
+    assert (read["prompt"], read["negative_prompt"]) == ("a cat, (dog:1.2)", "bad")
+    for name, key in (("Steps", "num_inference_steps"), ("Seed", "seed")):
+        assert f"{name}: {read[key]}," in line
+    assert f"Size: {read['width']}x{read['height']}," in line
+    if "sampler" in read:
+        find(read["sampler"])
+    for value in read["other"].values():
+        assert value in line
+
+
+def test_infotext_of_civitai() -> None:
+    """Its lists are JSON without quotes around them, with commas and colons inside."""
+    resources = from_infotext(f"a cat\n{INFOTEXTS[-1]}")["other"]["Civitai resources"]
+    assert [one["type"] for one in json.loads(resources)] == ["checkpoint", "lora"]

@@ -50,6 +50,9 @@ ARRAYS: dict[str, tuple[set[str], int]] = {
 }
 """Of some configs, the names of the arrays in the released checkpoint, and its bytes."""
 
+INFOTEXTS: list[str] = _DATA["infotexts"]
+"""The last lines that A1111, Forge and Civitai write to images."""
+
 
 def kind_of(fields: Mapping[str, Any]) -> str:
     """Return the class that a config is of."""
