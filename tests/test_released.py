@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from canvax.errors import CanvaxError, CheckpointError, HintWarning
 from canvax.families.read import family_of, read_model
@@ -20,15 +22,18 @@ from canvax.models.decoder_lm import DecoderConfig
 from canvax.models.flux2 import Flux2Config
 from canvax.models.flux2_vae import Flux2VaeConfig
 from canvax.models.krea2 import Krea2Config
+from canvax.models.presets import PRESETS
 from canvax.models.wan_vae import WanVaeConfig
 from canvax.models.z_image import ZImageConfig
 from canvax.pipelines.safety import vision_config
 from canvax.samplers import from_scheduler_config
 from canvax.samplers.catalog import find
+from canvax.weights.adapter_names import module_table, split_name
 from canvax.weights.controlnet import is_union
 from canvax.weights.location import Location
+from canvax.weights.lora import read_adapter
 from canvax.weights.open import open_files
-from tests.support.released import CONFIGS, FOLDERS, INFOTEXTS, OTHERS, kind_of, write_folder
+from tests.support.released import ADAPTERS, CONFIGS, FOLDERS, INFOTEXTS, OTHERS, kind_of, modules_of, write_folder
 
 READERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "UNet2DConditionModel": UNetConfig.from_dict,
@@ -156,3 +161,32 @@ def test_infotext_of_civitai() -> None:
     """Its lists are JSON without quotes around them, with commas and colons inside."""
     resources = from_infotext(f"a cat\n{INFOTEXTS[-1]}")["other"]["Civitai resources"]
     assert [one["type"] for one in json.loads(resources)] == ["checkpoint", "lora"]
+
+
+def test_modules_of_sdxl_adapters() -> None:
+    """Each module that LoRA, LoHa and LoKr of SDXL have in files of the trainers is one of the model."""
+    specs = {name: spec for name, spec in PRESETS["sdxl"].specs().items() if name != "vae"}
+    published = ADAPTERS["sdxl"]
+    names, table = modules_of(published["modules"]), module_table(specs)
+    assert len(names) == 986
+    assert len({table[name] for name in names}) == 986
+    for role in published["roles"]:
+        split = split_name(f"{names[0]}.{role}")
+        assert split is not None
+        assert split.module == names[0]
+        assert split.role
+
+
+def test_krea_2_adapter(tmp_path: Path) -> None:
+    """A file of kohya's trainer under the original names, here of rank 1."""
+    published = ADAPTERS["krea-2"]
+    arrays = {}
+    for name, (inputs, outputs) in published["sizes"].items():
+        arrays |= {
+            f"{name}.lora_down.weight": np.zeros((1, inputs), np.float16),
+            f"{name}.alpha": np.ones((), np.float32),
+        }
+        arrays |= {f"{name}.lora_up.weight": np.zeros((outputs, 1), np.float16)}
+    save_file(arrays, tmp_path / "lora.safetensors", published["metadata"])
+    specs = {name: spec for name, spec in PRESETS["krea-2"].specs().items() if name != "vae"}
+    assert len(read_adapter(tmp_path / "lora.safetensors", specs).parts) == len(published["sizes"]) == 40

@@ -53,6 +53,18 @@ ARRAYS: dict[str, tuple[set[str], int]] = {
 INFOTEXTS: list[str] = _DATA["infotexts"]
 """The last lines that A1111, Forge and Civitai write to images."""
 
+ADAPTERS: dict[str, dict[str, Any]] = _DATA["adapters"]
+"""What files of LoRA hold, by preset: ``modules`` of SDXL, ``sizes`` (inputs, outputs) and ``metadata`` of Krea 2."""
+
+
+def modules_of(parts: Sequence[Sequence[Any]]) -> list[str]:
+    """Return names of modules: beginnings and ends, or beginnings, how many numbers from 0, and ends."""
+    names = []
+    for firsts, *count, lasts in parts:
+        middles = [f"_{i}_" for i in range(*count)] if count else [""]
+        names += [first + middle + last for first in firsts for middle in middles for last in lasts]
+    return names
+
 
 def kind_of(fields: Mapping[str, Any]) -> str:
     """Return the class that a config is of."""
