@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from canvax.errors import CanvaxError, CheckpointError, HintWarning
+from canvax.errors import CanvaxError, CheckpointError, HintWarning, InputError
 from canvax.families.read import family_of, read_model
 from canvax.images.infotext import from_infotext
+from canvax.models.clip_vision import MEAN, STD
 from canvax.models.configs import ClipTextConfig, ClipVisionConfig, TinyConfig, UNetConfig, VaeConfig
 from canvax.models.controlnet import ControlNet
 from canvax.models.controlnet_union import UnionNet
@@ -135,6 +136,27 @@ def test_folder(released: dict[str, Any], tmp_path: Path) -> None:
 
 def opened(folder: Path) -> Any:
     return read_model(open_files(Location(str(folder)), accept=family_of, weights=False), "float32")
+
+
+def test_processors_are_those_of_clip() -> None:
+    """Images for safety checkers are prepared as CLIP's are, whatever the file says; each file says that."""
+    for released in FOLDERS:
+        if name := released["parts"].get("feature_extractor"):
+            fields = CONFIGS[name]
+            assert (tuple(fields["image_mean"]), tuple(fields["image_std"])) == (MEAN, STD)
+            assert fields["resample"] == 3
+            assert fields["size"] in (224, {"shortest_edge": 224})
+
+
+def test_null_in_a_scheduler() -> None:
+    """A number or a list that is null has the class's default; a name must be one."""
+    numbers = ("steps_offset", "solver_order", "beta_start", "disable_corrector", "num_train_timesteps", "flow_shift")
+    usual = from_scheduler_config({"_class_name": "UniPCMultistepScheduler"})
+    found = from_scheduler_config({"_class_name": "UniPCMultistepScheduler", **dict.fromkeys(numbers)})
+    assert found.options == usual.options
+    np.testing.assert_array_equal(found.schedule.alphas_cumprod, usual.schedule.alphas_cumprod)
+    with pytest.raises(InputError, match="beta_schedule"):
+        from_scheduler_config({"_class_name": "UniPCMultistepScheduler", "beta_schedule": None})
 
 
 @pytest.mark.parametrize("pipeline", OTHERS, ids=str)
