@@ -119,7 +119,13 @@ def test_folder(released: dict[str, Any], tmp_path: Path) -> None:
         return
     model = opened(folder)
     name = index["_class_name"]
-    families = {"StableDiffusionXL": "sdxl", "StableDiffusion": "sd", "ZImage": "z-image", "Flux2": "flux2"}
+    families = {
+        "StableDiffusionXL": "sdxl",
+        "StableDiffusion": "sd",
+        "Latent": "sd",
+        "ZImage": "z-image",
+        "Flux2": "flux2",
+    }
     assert model.family.name == next((family for start, family in families.items() if name.startswith(start)), "krea-2")
     scheduler = CONFIGS[parts["scheduler"]]
     if "unet" in parts:
