@@ -14,6 +14,7 @@ import pytest
 import canvax
 from canvax.errors import CheckpointError
 from canvax.models.configs import TinyConfig, UNetConfig, VaeConfig
+from canvax.models.controlnet import ControlNet
 from canvax.models.presets import SD15_TEXT, SD15_UNET, SD_VAE, SDXL_UNET
 from canvax.models.vae import vae_decode, vae_spec
 from canvax.parallel.mesh import make_mesh
@@ -87,6 +88,35 @@ def test_a_network_of_another_class() -> None:
     for kind, name in ((UNetConfig, "UNet3DConditionModel"), (VaeConfig, "AsymmetricAutoencoderKL"), (VaeConfig, 5)):
         with pytest.raises(CheckpointError, match=f"class .*{name}.*, not "):
             kind.from_dict({"_class_name": name})
+
+
+LEFT_OVER = {"decay": 0.0, "inv_gamma": 1.0, "min_decay": 0.0, "optimization_step": 37000, "power": 0.6666666666666666,
+             "update_after_step": 0, "use_ema_warmup": False}  # fmt: skip
+
+
+def test_left_over_fields_of_training() -> None:
+    """The UNet of SDXL inpainting 0.1 was saved by diffusers' EMAModel."""
+    assert UNetConfig.from_dict(LEFT_OVER) == UNetConfig()
+    assert ControlNet.from_dict(LEFT_OVER) == ControlNet.from_dict({})
+
+
+def test_unknown_fields() -> None:
+    """What is off or empty changes nothing; a number may, also 0."""
+    assert UNetConfig.from_dict({"a": None, "b": False, "c": [], "d": [None, False], "e": "", "f": {}}) == UNetConfig()
+    for value in (0, 0.0, 1, True, "x", [0, 1], {"a": None}):
+        with pytest.raises(CheckpointError, match="unknown field"):
+            UNetConfig.from_dict({"a": value})
+
+
+def test_null_means_the_default() -> None:
+    """As the UNet of SDXL base 1.0 has it; a flag that is null is off, as PyTorch takes it."""
+    flags = ("upcast_attention", "flip_sin_to_cos", "use_linear_projection")
+    others = ("norm_eps", "attention_head_dim", "downsample_padding", "attention_type")
+    assert UNetConfig.from_dict(dict.fromkeys(flags + others)) == UNetConfig(flip_sin_to_cos=False)
+    with pytest.raises(CheckpointError, match="mid_block_type = null"):  # a UNet without a middle
+        UNetConfig.from_dict({"mid_block_type": None})
+    fields = {"upcast_attention": None, "global_pool_conditions": None, "conditioning_channels": None}
+    assert ControlNet.from_dict(fields) == ControlNet.from_dict({})
 
 
 def test_a_scheduler_file_with_eta() -> None:

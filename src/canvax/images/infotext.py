@@ -4,7 +4,7 @@
     Negative prompt: blurry
     Steps: 20, Sampler: DPM++ 2M, Schedule type: Karras, CFG scale: 7, Seed: 1, Size: 512x512, Version: canvax 0.1.0
 
-Values with a comma, a colon or a line break are written as JSON strings.
+Values with a comma, a colon or a line break are written as JSON strings; Civitai writes JSON lists and tables, too.
 """
 
 from __future__ import annotations
@@ -148,21 +148,24 @@ def without_networks(prompt: str) -> str:
 
 def _split(line: str) -> Iterator[tuple[str, str]]:
     """Yields the ``name: value`` pairs of a line; nothing if any part of the line is not a pair."""
-    at, pairs = 0, []
+    at, pairs, json_starts = 0, [], '"[{'
     while at < len(line):
         key = _KEY.match(line, at)
         if key is None:
             return
         at = key.end()
-        if line[at : at + 1] == '"':
+        start = at
+        value: Any = None
+        if at < len(line) and line[at] in json_starts:
             try:
                 value, at = json.JSONDecoder(strict=False).raw_decode(line, at)
-            except ValueError:
-                return
-            comma = line.find(",", at)
-        else:
-            comma = line.find(",", at)
-            value = line[at : comma if comma >= 0 else len(line)]
+            except (ValueError, RecursionError):
+                if line[at] == '"':
+                    return
+                json_starts = '"'  # one failure takes time by the length of the line
+        comma = line.find(",", at)
+        if not isinstance(value, str):  # Civitai writes lists and tables without quotes around them
+            value = line[start : comma if comma >= 0 else len(line)]
         pairs.append((key[1].strip(), str(value).strip()))
         at = comma + 1 if comma >= 0 else len(line)
     yield from pairs

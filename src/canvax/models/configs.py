@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin, 
 
 import numpy as np
 
-from canvax.errors import CheckpointError
+from canvax.errors import CheckpointError, HintWarning, warn
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,18 @@ def fault_of(value: Any, hint: Any) -> str:
     return "" if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)) else words[hint]
 
 
+_OF_TRAINING = frozenset({"decay", "inv_gamma", "min_decay", "optimization_step", "power", "update_after_step"})
+"""Fields that diffusers' ``EMAModel`` leaves in the config of a network."""
+
+
 @dataclass(frozen=True)
 class Config:
     """Base of the network configs: reads ``config.json`` strictly.
 
     A field that canvax computes with is a dataclass field, whose type says which values it may have. A field that only
     has one supported meaning is in ``FIXED`` with the values that mean it. A field that changes nothing at inference is
-    in ``IGNORED``. Anything else is refused unless it is off (null or false), so that no checkpoint gives wrong images
-    silently; ``STRICT = False`` ignores it instead.
+    in ``IGNORED``. Anything else is refused unless it is off (null, false or empty), so that no checkpoint gives wrong
+    images silently; ``STRICT = False`` ignores it instead. Null means the default of a field, and off of a flag.
     """
 
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -98,17 +102,26 @@ class Config:
         for key, value in config.items():
             if isinstance(value, list):
                 value = tuple(value)
-            is_on = any(value) if isinstance(value, tuple) else value is not None and value is not False
+            is_on = any(value) if isinstance(value, tuple) else bool(value) or type(value) in (int, float)
             shown = _shown(value)
             if key in known:
+                if value is None and fault_of(None, types[key]):
+                    if types[key] is bool:  # PyTorch reads null as false, whatever the default is
+                        values[key] = False
+                    continue
                 values[key] = value
                 if fault := fault_of(value, types[key]):
                     faults.append(f"{key} = {shown} ({fault})")
             elif key in cls.FIXED:
+                if value is None and not isinstance(cls.FIXED[key][0], str):
+                    continue
                 if not any(value == fixed and type(value) is not bool for fixed in cls.FIXED[key]):
                     faults.append(f"{key} = {shown} (supported: {', '.join(map(repr, cls.FIXED[key]))})")
-            elif cls.STRICT and not key.startswith("_") and key not in cls.IGNORED and is_on:
+            elif cls.STRICT and not key.startswith("_") and key not in cls.IGNORED | _OF_TRAINING and is_on:
                 faults.append(f"{key} = {shown} (unknown field)")
+        if left := sorted(_OF_TRAINING & config.keys()):
+            of_training = f"{', '.join(left)}, which are of training and change no image"
+            warn(f"{cls.__name__}: config.json has {of_training}", HintWarning)
         if faults:
             raise CheckpointError(f"{cls.__name__}: config.json asks for what is not supported: " + "; ".join(faults))
         try:
@@ -173,7 +186,7 @@ class UNetConfig(Config):
 
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "act_fn": ("silu", "swish"),
-        "attention_type": ("default",),
+        "attention_type": ("default", None),
         "conv_in_kernel": (3,),
         "conv_out_kernel": (3,),
         "downsample_padding": (1,),

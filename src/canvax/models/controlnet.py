@@ -73,7 +73,7 @@ class ControlNet:
         Raises:
             CheckpointError: naming every field whose value is not supported.
         """
-        hint = {name: config[name] for name in HintConfig.__dataclass_fields__ if config.get(name) is not None}
+        hint = {name: config[name] for name in HintConfig.__dataclass_fields__ if name in config}
         others = (*HintConfig.__dataclass_fields__, "_class_name")  # of a network, which is no UNet
         rest = {name: value for name, value in config.items() if name not in others}
         blocks = rest.get("down_block_types")

@@ -71,7 +71,7 @@ class UnionNet:
         unread = (*names, "num_trans_head")  # which a token that attends to itself alone has no use for
         rest = {name: value for name, value in config.items() if name not in unread}
         rest.setdefault("conditioning_embedding_out_channels", (48, 96, 192, 384))
-        union = UnionConfig.from_dict({name: config[name] for name in names if config.get(name) is not None})
+        union = UnionConfig.from_dict({name: config[name] for name in names if name in config})
         net = ControlNet.from_dict(rest)
         first = net.unet.block_out_channels[0]
         faults = []

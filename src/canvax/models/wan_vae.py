@@ -51,8 +51,8 @@ class WanVaeConfig(Config):
         2.8251, 1.916,
     )  # fmt: skip
 
-    # Whether frames are halved at a level; and of training.
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"temperal_downsample", "dropout"})
+    # Whether frames are halved at a level, in either spelling; and of training.
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"temperal_downsample", "temporal_downsample", "dropout"})
 
     def __post_init__(self) -> None:
         faults = [

@@ -183,5 +183,4 @@ def vision_config(config: Mapping[str, Any]) -> ClipVisionConfig:
     vision = config.get("vision_config")
     if not isinstance(vision, Mapping):
         raise CheckpointError("the safety checker's config.json has no vision_config; canvax reads those of CLIP")
-    fields = {name: value for name, value in vision.items() if value is not None}
-    return ClipVisionConfig.from_dict({**fields, "projection_dim": config.get("projection_dim", 512)})
+    return ClipVisionConfig.from_dict({**vision, "projection_dim": config.get("projection_dim")})

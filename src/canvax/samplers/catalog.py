@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from canvax.errors import FLOAT32_MAX, NO_VALUE, InputError, did_you_mean, nearest, shown
-from canvax.samplers.config import ALIASES, CLASS_DEFAULTS, faults_of, options_of, schedule_of
+from canvax.samplers.config import ALIASES, CLASS_DEFAULTS, faults_of, options_of, schedule_of, without_nulls
 from canvax.samplers.curve_names import CURVES, NAMES
 from canvax.samplers.options import SamplerOptions, check_option, falling, fault_of
 from canvax.samplers.schedule import NoiseSchedule
@@ -105,7 +105,7 @@ def curve_named(name: str) -> str:
 
 def from_scheduler_config(config: Mapping[str, Any]) -> Scheduler:
     """Reads a scheduler_config.json. The InputError lists all unsupported fields and values together."""
-    config = _table_of(config)
+    config = without_nulls(_table_of(config))
     name = config.get("_class_name")
     stem = str(name).removeprefix("Flax")
     stem = ALIASES.get(stem, stem)

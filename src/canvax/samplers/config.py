@@ -200,6 +200,17 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 
 
+def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves out the numbers and lists that are null, which have the defaults of the class then."""
+    defaults = {**_FOREIGN_DEFAULTS, **_SCHEDULE_DEFAULTS}
+
+    def has_default(name: str) -> bool:
+        default = defaults.get(name)
+        return isinstance(default, int | float | list) and not isinstance(default, bool)
+
+    return {name: value for name, value in config.items() if value is not None or not has_default(name)}
+
+
 def faults_of(config: Mapping[str, Any], class_name: str) -> list[str]:
     """Lists every unsupported field and value of `config`, each with its cure."""
     fields = {**_SCHEDULE_DEFAULTS, **CLASS_DEFAULTS[class_name]}

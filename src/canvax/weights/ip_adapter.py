@@ -177,6 +177,6 @@ def _config(name: str, config: Mapping[str, Any]) -> ClipVisionConfig:
             f"{name}: is a whole CLIP model; take the image encoder alone (CLIPVisionModelWithProjection)"
         )
     try:
-        return ClipVisionConfig.from_dict({key: value for key, value in config.items() if value is not None})
+        return ClipVisionConfig.from_dict(config)
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from None
