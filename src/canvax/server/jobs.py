@@ -254,6 +254,10 @@ class Job:
         self.tiles = 0
         """That its image is made of; 0 where nothing is made of tiles."""
         self.created = time.time() if created is None else created
+        self.resumed = created is not None
+        """Whether an earlier process accepted it."""
+        self.attempts = 0
+        """Processes that were killed after they had begun it, while it had no image since."""
         self.status = Status.QUEUED
         self.error: tuple[str, str] | None = None
         """Code and message of a job that failed."""
