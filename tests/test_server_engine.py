@@ -29,6 +29,7 @@ from canvax.server import models, writing
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.group import Group, Timings
 from canvax.server.jobs import Job, JobRequest, Previewed, Rejected, State, Status, Stepped
+from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.models import Warm
 from canvax.server.work import Checked, byte_size, check, sample
@@ -931,6 +932,32 @@ def test_without_its_model_it_says_why() -> None:
             refuses()
         assert (refused.value.status, refused.value.code) == (503, "failed")
     engine.close()
+
+
+def test_a_job_of_the_journal_is_not_unknown_while_the_server_starts(tmp_path: Any) -> None:
+    """A client that asks for it tries again. Closing meanwhile is no fault of the journal."""
+    loading = threading.Event()
+
+    def load_late(name: str) -> Any:
+        loading.wait(60)
+        return load(name)
+
+    for journal in (Journal(tmp_path / "jobs.db"), None):
+        engine = ImageEngine(["emoji"], EngineSettings(warm=(Warm(None, (1,)),)), Metrics(), load_late, journal=journal)
+        engine.start()
+        if journal is None:
+            assert engine.job("1234", "") is None
+        else:
+            with pytest.raises(Rejected) as refused:
+                engine.job("1234", "")
+            assert (refused.value.status, refused.value.code) == (503, "starting")
+            assert refused.value.retry_after
+        assert engine.drain(1.0)
+        engine.close()
+        loading.set()
+        engine._thread.join(60)
+        assert engine.failure is None
+        loading.clear()
 
 
 def test_closing_leaves_a_call_that_does_not_return() -> None:

@@ -7,6 +7,7 @@ when is real, and so is the journal from which the next process goes on.
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -343,6 +344,7 @@ class Server(RuleBasedStateMachine):
         engine: of the present process.
         files: that its writer has still to make.
         jobs: those that were not over, with the time at which each has to be.
+        known: all jobs by id, as the last process that had each left it.
         tried: processes that were killed while a job ran, since its last image.
         struck: jobs that ran when a process was killed by something else than a job.
         kills: processes that each deadly job has ended.
@@ -352,9 +354,10 @@ class Server(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         WORLD.__init__()
-        self.turns, self.jobs = 0, list[tuple[Job, float]]()
+        self.turns, self.jobs, self.known = 0, list[tuple[Job, float]](), dict[str, Job]()
         self.tried, self.kills, self.struck, self.fewer = Counter[str](), Counter[str](), set[str](), False
-        self._folder = tempfile.TemporaryDirectory(prefix="canvax-machine-")
+        memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a disk is slow to say that it has all
+        self._folder = tempfile.TemporaryDirectory(prefix="canvax-machine-", dir=memory)
         self._start(MODELS)
 
     def _start(self, names: Sequence[str]) -> None:
@@ -381,6 +384,7 @@ class Server(RuleBasedStateMachine):
         for job, _ in before:
             again = self.engine.job(job.id, job.request.client)
             assert again is not None, job.status
+            self.known[job.id] = again
             self.jobs.append((again, WORLD.now + 40 + KEEP + 4 * seconds))
 
     def _act(self, call: Callable[[], None]) -> None:
@@ -418,8 +422,8 @@ class Server(RuleBasedStateMachine):
         seconds: float | None = None, hires: int = 0, prompt: str = "",
     ) -> None:  # fmt: skip
         ask = JobRequest(
-            prompt, model=model, client=client, steps=steps, n=n, height=SIZES[size], adapters=dict.fromkeys(adapters, 1.0),
-            previews=previews, seconds=seconds, options={"hires": hires} if hires else {},
+            prompt, model=model, client=client, steps=steps, n=n, height=SIZES[size], previews=previews,
+            adapters=dict.fromkeys(adapters, 1.0), seconds=seconds, options={"hires": hires} if hires else {},
         )  # fmt: skip
         before = sum(item.expected + item.later[0] for item in self.engine._queue)
         try:
@@ -430,6 +434,7 @@ class Server(RuleBasedStateMachine):
             assert seconds or WORLD.fired or self.fewer
         else:
             seconds = before + sum(item.expected + item.later[0] for item in self.engine._items[job.id])
+            self.known[job.id] = job
             self.jobs.append((job, WORLD.now + 40 + 4 * seconds))
 
     @rule(
@@ -629,6 +634,130 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logging.disable()
     yield
     logging.disable(logging.NOTSET)
+
+
+class Waits(Silent):
+    """What an operator sees of waiting."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        seconds = object.__getattribute__(self, "seconds")
+        return seconds.append if name == "waited" else seconds if name == "seconds" else super().__getattribute__(name)
+
+
+def ran(server: Server, *, until: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if until():
+            return
+        server._turn()
+    raise AssertionError([(job.id, job.status) for job, _ in server.jobs])
+
+
+@pytest.fixture
+def server(stubs: None) -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.teardown()
+
+
+def submitted(server: Server, prompt: str = "", client: str = "alice", steps: int = 3, **more: Any) -> str:
+    server.submit("a", client, steps, prompt=prompt, **more)
+    return server.jobs[-1][0].id
+
+
+def test_a_job_that_kills_two_processes_fails_and_others_are_done(server: Server) -> None:
+    """The third process does it no more; those that ran beside it run again, and what waited is done first."""
+    deadly = submitted(server, DEADLY)
+    names = [submitted(server, client=client) for client in ("alice", "bob") * 3]
+    ran(server, until=lambda: sum(server.kills.values()) == 1)
+    waited = [name for name in names if not server.known[name].attempts]
+    assert 0 < len(waited) < len(names)
+    ran(server, until=lambda: sum(server.kills.values()) == 2)
+    assert {server.known[name].status for name in waited} == {Status.DONE}
+    ran(server, until=lambda: not server.engine.jobs())
+    assert server.known[deadly].error == ("server_killed", ANY)
+    assert {server.known[name].status for name in names} == {Status.DONE}
+    assert server.kills == {deadly: 2}
+
+
+def test_a_job_that_may_have_killed_a_process_has_no_company(server: Server) -> None:
+    for _ in range(4):
+        submitted(server)
+    ran(server, until=lambda: len(server.engine._queue.begun) == 2)
+    WORLD.kills = {"step": 1}
+    server._turn()
+    names = {job.id for job, _ in server.jobs}
+    for i in range(80):
+        if i % 3 == 0:
+            submitted(server, client="bob", steps=2)
+        server._turn()
+        begun = {item.job.id for item in server.engine._queue.begun}
+        assert not begun & {job.id for job, _ in server.jobs if job.attempts} or len(begun) == 1
+    assert {server.known[name].status for name in names} == {Status.DONE}
+
+
+def test_a_stop_that_is_meant_is_no_attempt(server: Server) -> None:
+    name = submitted(server, n=2)
+    for _ in range(2 * job_store.MOST_ATTEMPTS):
+        ran(server, until=lambda: server.known[name].status is Status.RUNNING)
+        server.restart(MODELS)
+    ran(server, until=lambda: server.known[name].status is Status.DONE)
+
+
+def test_an_image_that_is_done_clears_its_job(server: Server) -> None:
+    """Of many images, each process has done one before it was killed."""
+    name = submitted(server, n=8)
+
+    def done() -> int:
+        return sum(picture.data is not None for picture in server.known[name].pictures)
+
+    for _ in range(job_store.MOST_ATTEMPTS + 1):
+        before = done()
+        ran(server, until=lambda before=before: done() > before)  # type: ignore[misc]
+        WORLD.kills = {"step": 1}
+        ran(server, until=lambda: not WORLD.kills)
+    assert server.known[name].status is Status.QUEUED
+    ran(server, until=lambda: server.known[name].status is Status.DONE)
+
+
+def test_jobs_wait_for_a_model_that_a_start_lacks(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    logging.disable(logging.NOTSET)
+    server.submit("b", "alice", 3)
+    name = server.jobs[-1][0].id
+    server.restart(MODELS[:1])
+    assert [record.levelno for record in caplog.records if "model='b'" in record.getMessage()] == [logging.WARNING]
+    assert server.known[name].status is Status.QUEUED
+    assert server.engine._book.until_late() is not None
+    server.restart(MODELS)
+    ran(server, until=lambda: server.known[name].status is Status.DONE)
+    server.submit("b", "alice", 3)
+    name = server.jobs[-1][0].id
+    server.restart(MODELS[:1])
+    before = WORLD.now
+    ran(server, until=lambda: server.known[name].status.over)
+    assert server.known[name].error == ("model_not_found", ANY)
+    assert KEEP <= WORLD.now - before < KEEP + 1
+    server.restart(MODELS)
+    again = server.engine.job(name, "alice")
+    assert again
+    assert again.status is Status.FAILED
+
+
+def test_waiting_is_seen_once_for_each_image(server: Server) -> None:
+    """Not for second passes, and not for the time in which there was no server."""
+    server.engine._metrics = waits = Waits()
+    submitted(server, n=2, hires=2)
+    ran(server, until=lambda: not server.engine.jobs())
+    assert len(waits.seconds) == 2
+    submitted(server)
+    server.jobs.clear()
+    WORLD.now += 3600.0
+    server.restart(MODELS)
+    server.engine._metrics = waits = Waits()
+    ran(server, until=lambda: not server.engine.jobs())
+    assert not waits.seconds
 
 
 def machine(examples: int) -> None:

@@ -166,7 +166,7 @@ class JobStore:
             elif job.error:
                 self.fail(job, *job.error)
             elif job.attempts >= MOST_ATTEMPTS:
-                why = f"the server was killed {job.attempts} times while it worked on this job, perhaps for lack of memory"
+                why = f"the server was killed {job.attempts} times at work on this job, perhaps for lack of memory"
                 self.fail(job, "server_killed", f"{why}; ask for a smaller image")
             else:
                 yield job

@@ -164,7 +164,7 @@ class Journal:
     def recover(self, cancel: Callable[[Job], None]) -> Iterator[Job]:
         """The jobs that are there, oldest first, each read when it is asked for; ``cancel`` as for ``Job``.
 
-        A job that this version cannot carry out has its ``error`` already. There are no more once the journal is closed.
+        A job that this version cannot carry out has its ``error`` already. Once the journal is closed no more come.
 
         Raises:
             InputError: the file is damaged.
