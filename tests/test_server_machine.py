@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from canvax.compile.kinds import Kinds
 from canvax.server import engine, group, job_store, jobs, models, writing
 from canvax.server.adapter_cache import Slots
 from canvax.server.engine import EngineSettings, ImageEngine
@@ -266,7 +267,7 @@ class StubChecked:
     input_bytes, tiles = 0, True  # no images are sent, and hints are those of a real model
 
     def __init__(self, ask: JobRequest, name: str, model: Any = None, shelf: StubShelf | None = None) -> None:
-        self.group = GroupKey(name, ask.height or SIZES[0], SIZES[0], None)  # type: ignore[arg-type]
+        self.group = GroupKey(name, ask.height or SIZES[0], SIZES[0], Kinds())
         self.images, self.rows, self._shelf = ask.n, ask.steps or 1, shelf
         self._adapters = {shelf.adapters[adapter]: scale for adapter, scale in ask.adapters.items()} if shelf else {}
         self.table = range(self.rows)
@@ -564,7 +565,8 @@ class Server(RuleBasedStateMachine):
         assert (len(queue), queue.seconds, queue._active, self.engine._items) == (0, 0.0, {}, {})
         assert not any(shelf.slots._pins for shelf in shelves if shelf)
         self.engine._models.trim(set)
-        assert len(self.engine._models.groups()) <= MOST_GROUPS * len(MODELS)
+        warm = len(self.engine._models._kept)
+        assert len(self.engine._models.groups()) <= MOST_GROUPS * len(MODELS) + warm
         assert all(item.over for key in self.engine._models.groups() for item in self._seated(key))
         self.engine.close()
 
@@ -627,7 +629,9 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(engine, "jax", SimpleNamespace(local_devices=lambda: [memory]))
     monkeypatch.setattr(engine, "check", StubChecked)
     monkeypatch.setattr(models, "ServedModel", StubServed)
-    monkeypatch.setattr(models, "sample", lambda name, *_, **options: StubChecked(JobRequest(""), name))
+    monkeypatch.setattr(
+        models, "sample", lambda name, _, width, height, **options: StubChecked(JobRequest("", height=height), name)
+    )
     monkeypatch.setattr(models, "MOST_GROUPS", MOST_GROUPS)
     monkeypatch.setattr(writing, "image_file", lambda *_: (WORLD.call("write"), b"file")[1])
     monkeypatch.setattr(writing, "preview_file", lambda *_: b"preview")
@@ -696,6 +700,21 @@ def test_a_job_that_may_have_killed_a_process_has_no_company(server: Server) -> 
         begun = {item.job.id for item in server.engine._queue.begun}
         assert not begun & {job.id for job, _ in server.jobs if job.attempts} or len(begun) == 1
     assert {server.known[name].status for name in names} == {Status.DONE}
+
+
+def test_what_was_made_at_the_start_stays(stubs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = range(64, 64 + 8 * 18, 8)
+    monkeypatch.setattr(StubServed, "sizes", lambda served, warm: (((64, size), (1,)) for size in sizes))
+    server = Server()
+    made = set(server.engine._models.groups())
+    assert len(made) == 18 * 2
+    for height in (512, 520, 528, 536):
+        server.engine._models.add(StubGroup(GroupKey("a", height, 64, Kinds()), (1,)))
+    server.engine._models.trim(set)
+    kept = set(server.engine._models.groups())
+    assert made < kept
+    assert len(kept - made) == MOST_GROUPS
+    server._folder.cleanup()
 
 
 def test_a_stop_that_is_meant_is_no_attempt(server: Server) -> None:

@@ -92,7 +92,19 @@ class CacheEntry:
         except Exception as error:  # not every backend can
             cache.logger.debug("%s cannot be stored: %s", self.header["description"]["program"], error)
             return 0
-        return cache.write(self.path, self.header | {"created": time.time()}, executable)
+        return self.keep(executable)
+
+    def keep(self, data: bytes) -> int:
+        """Store bytes; returns bytes on disk, 0 if they cannot be stored."""
+        return cache.write(self.path, self.header | {"created": time.time()}, data)
+
+    def beside(self, name: str, others: Sequence[CacheEntry]) -> CacheEntry:
+        """Where what is called ``name`` is stored about this program and ``others``: with any other key of one of them
+        it is another file."""
+        keys = sorted(entry.header["key"] for entry in (self, *others))
+        header = self.header | {"key": key.digest([name, keys])}
+        header["description"] = self.header["description"] | {"program": name}
+        return CacheEntry(self.path.with_name(f"{header['key']}.program"), header, self.devices)
 
 
 def find_entry(
