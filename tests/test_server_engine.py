@@ -1005,16 +1005,26 @@ def test_a_job_of_the_journal_is_not_unknown_while_the_server_starts(tmp_path: A
         if journal is None:
             assert engine.job("1234", "") is None
         else:
-            with pytest.raises(Rejected) as refused:
-                engine.job("1234", "")
-            assert (refused.value.status, refused.value.code) == (503, "starting")
-            assert refused.value.retry_after
+            for asks in (lambda engine=engine: engine.job("1234", ""), lambda engine=engine: engine.jobs("")):
+                with pytest.raises(Rejected) as refused:
+                    asks()
+                assert (refused.value.status, refused.value.code) == (503, "starting")
+                assert refused.value.retry_after
         assert engine.drain(1.0)
         engine.close()
         loading.set()
         engine._thread.join(60)
         assert engine.failure is None
         loading.clear()
+
+
+def test_a_journal_that_cannot_be_written_is_a_metric(tmp_path: Any) -> None:
+    journal, metrics = Journal(tmp_path / "jobs.db"), Metrics()
+    engine = ImageEngine(["emoji"], EngineSettings(), metrics, load, journal=journal)
+    assert b"canvax_journal_writable 1.0" in metrics.text()
+    journal.broken = "the disk is full"
+    assert b"canvax_journal_writable 0.0" in metrics.text()
+    engine.close()
 
 
 def test_closing_leaves_a_call_that_does_not_return() -> None:

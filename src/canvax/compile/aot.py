@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 
 from canvax.compile import cache, key
 from canvax.compile.monitor import counting
+from canvax.errors import is_out_of_memory
 from canvax.originals import replaced
 
 
@@ -74,7 +75,7 @@ class CacheEntry:
             payload, in_tree, out_tree = pickle.loads(executable)
             return deserialize_and_load(payload, in_tree, out_tree, self.devices[0].client, self.devices)
         except Exception as error:  # whatever JAX, the plugin and pickle raise, compiling again is the cure
-            if _out_of_memory(error):
+            if is_out_of_memory(error):
                 raise
             self.remove(error)
             return None
@@ -218,7 +219,7 @@ class LoadedProgram(Program):
             with _plain_settings():
                 result = jax.block_until_ready(program(*arguments))
         except jax.errors.JaxRuntimeError as error:
-            if _out_of_memory(error):
+            if is_out_of_memory(error):
                 raise
             with self._lock:
                 if self._program is program:
@@ -227,10 +228,6 @@ class LoadedProgram(Program):
             return super().__call__(*arguments)
         self._proven = True
         return result
-
-
-def _out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _own(devices: Sequence[Any]) -> bool:

@@ -150,6 +150,7 @@ class ImageEngine:
         self._wake = self._book.changed
         self._queue: Queue[Item] = Queue(lambda item: item.cost)
         self._metrics.watch_queue(lambda: len(self._queue), lambda: self._queue.seconds)
+        self._metrics.watch_journal(self._book.records)
         self._items: dict[str, list[Item]] = {}
         self._suspects: list[Job] = []
         self._to_decode: list[tuple[Item, HostArray]] = []
@@ -193,9 +194,11 @@ class ImageEngine:
             check_ready(self.state)
         return job
 
-    def jobs(self) -> Sequence[Job]:
+    def jobs(self, client: str | None = None) -> Sequence[Job]:
         """See ``Engine``."""
-        return self._book.open()
+        if client is not None and not self._book.complete:
+            check_ready(self.state)
+        return [job for job in self._book.open() if client in (None, job.request.client)]
 
     def drain(self, seconds: float) -> bool:
         """Accept no more and finish what was accepted; whether that was done in time. What is left fails."""
@@ -316,7 +319,8 @@ class ImageEngine:
             raise invalid("n", f"n: {images} images or tiles are more than the {most} that may wait; ask for less")
         if count + images > most or (count and seconds + shared * images > self._settings.queue_seconds):
             wait = min(max(1.0, seconds / 4), 60.0)
-            raise Rejected(429, "queue_full", f"{count} images are waiting; try again later", retry_after=wait)
+            waits = f"{count} images are" if count + images > most else f"{seconds:.0f} seconds of work are"
+            raise Rejected(429, "queue_full", f"{waits} waiting; try again later", retry_after=wait)
         if job_request.seconds is not None and alone > job_request.seconds:
             why = f"seconds={job_request.seconds:g}: an image takes about {alone:.1f} s; allow more"
             raise Rejected(400, "too_late", why, param="seconds")

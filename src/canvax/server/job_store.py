@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from canvax.errors import CanvaxError, InputError
+from canvax.errors import CanvaxError, InputError, is_out_of_memory
 from canvax.server.jobs import Changed, Finished, Job, JobRequest, Rejected, Status, without_pixels
 from canvax.server.journal import Journal
 from canvax.server.logs import now
@@ -316,9 +316,8 @@ def _recording() -> Iterator[None]:
 
 def reason(error: Exception) -> tuple[str, str]:
     """Code and message for a job that a fault ends."""
-    text = str(error)
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
+    if is_out_of_memory(error):
         return "out_of_memory", "the devices have too little memory for this image; ask for a smaller one"
     if isinstance(error, CanvaxError):
-        return "invalid_value" if isinstance(error, InputError) else "server_error", text
+        return "invalid_value" if isinstance(error, InputError) else "server_error", str(error)
     return "server_error", "the image could not be generated; the server's log says why"

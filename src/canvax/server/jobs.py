@@ -488,9 +488,17 @@ class Engine(Protocol):
         ...
 
     def job(self, name: str, client: str) -> Job | None:
-        """A job of this client by its id, for ten minutes after it is over."""
+        """A job of this client by its id, for ten minutes after it is over.
+
+        Raises:
+            Rejected: the jobs of the journal are still to be read, and this may be one of them.
+        """
         ...
 
-    def jobs(self) -> Sequence[Job]:
-        """The jobs that are not over, oldest first."""
+    def jobs(self, client: str | None = None) -> Sequence[Job]:
+        """The jobs that are not over, oldest first: all, or those of a client.
+
+        Raises:
+            Rejected: for a client, as ``job``.
+        """
         ...
