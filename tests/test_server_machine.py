@@ -779,20 +779,19 @@ def test_waiting_is_seen_once_for_each_image(server: Server) -> None:
     assert not waits.seconds
 
 
-def machine(examples: int) -> None:
+def machine(examples: int, steps: int) -> None:
     run_state_machine_as_test(
         Server,
         settings=settings(
-            max_examples=examples, stateful_step_count=16, deadline=None, suppress_health_check=list(HealthCheck),
-            print_blob=False,
+            max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
         ),
-    )  # fmt: skip
+    )
 
 
 def test_whatever_happens_every_job_ends(stubs: None) -> None:
-    machine(40)
+    machine(15, 40)
 
 
 @pytest.mark.weekly
 def test_whatever_happens_every_job_ends_at_length(stubs: None) -> None:
-    machine(2000)
+    machine(1000, 60)
