@@ -432,8 +432,7 @@ class ImageEngine:
         waiting = [item.job for item in items if item.job.attempts]
         if not self._suspects:
             return may_begin(items)
-        images = [item for items in self._items.values() for item in items]
-        begun = {item.job for item in images if item.picture.status is Status.RUNNING and not self._queue.waits(item)}
+        begun = self._at_work()
         tried = next((job for job in self._suspects if job in begun), None)
         if tried is None:
             ready = self._models.groups()
@@ -444,6 +443,11 @@ class ImageEngine:
                 return []
             tried = waiting[0]
         return may_begin(item for item in items if item.job is tried)
+
+    def _at_work(self) -> set[Job]:
+        """The jobs that have images on the devices, between them or in the writer."""
+        images = [item for items in self._items.values() for item in items]
+        return {item.job for item in images if item.picture.status is Status.RUNNING and not self._queue.waits(item)}
 
     def _turn(self) -> None:
         """Some rows of one batch, and one image decoded."""
@@ -518,8 +522,8 @@ class ImageEngine:
         if item.shown.status is Status.QUEUED and not item.job.resumed:  # not for a second pass, or while nothing ran
             self._metrics.waited(time.time() - item.job.created)
         item.picture.status = item.shown.status = Status.RUNNING
+        self._book.begins(item.job)
         if item.job.status is Status.QUEUED:
-            self._book.begins(item.job)
             item.job.ahead = 0
             item.job.tell(Changed(Status.RUNNING))
 
@@ -603,6 +607,8 @@ class ImageEngine:
             if not item.over:
                 item.deadline = time.monotonic() + PATIENCE * item.left
                 self._queue.add(item)
+                if item.job not in self._at_work():
+                    self._book.rests(item.job)
                 self._compile_missing()
 
     # Faults, and the events that watchers get.

@@ -71,6 +71,7 @@ class JobStore:
         self._limited: dict[str, Job] = {}
         self._held: OrderedDict[str, tuple[float, Job, Rejected]] = OrderedDict()
         self._tries = 0.0
+        self._counted: set[str] = set()  # jobs of which the journal counts an attempt of this process
         self._begun: Future[None] | None = None
         self.complete = journal is None
         """Whether all jobs of the journal are known."""
@@ -80,7 +81,7 @@ class JobStore:
     def close(self) -> None:
         """Write what is still to be written, and close the journal."""
         with self.lock:
-            self._stopped(*self._open.values())
+            self.rests(*self._open.values())
         self._later.shutdown(wait=True)
         if self._journal:
             self._journal.close()
@@ -185,9 +186,17 @@ class JobStore:
         return [(job, refused) for _, job, refused in self._held.values()]
 
     def begins(self, job: Job) -> None:
-        """The first image of a job begins; under the lock. Wait for ``counted`` before it can do any harm."""
-        if self._journal:
+        """An image of a job begins; under the lock. Wait for ``counted`` before it can do any harm."""
+        if self._journal and job.id not in self._counted:
+            self._counted.add(job.id)
             self._begun = self._write_later(self._journal.begun, job)
+
+    def rests(self, *jobs: Job) -> None:
+        """No image of these jobs is at work: if the process is killed now it was not for them. Under the lock."""
+        counted = [job for job in jobs if job.id in self._counted]
+        if self._journal and counted:
+            self._counted -= {job.id for job in counted}
+            self._write_later(self._journal.stopped, *counted)
 
     def counted(self) -> None:
         """Wait for the disk, without the lock and not for long: a process that is killed now has tried these jobs."""
@@ -228,7 +237,8 @@ class JobStore:
             for jobs in (self._open, self._limited, self._held):
                 jobs.pop(job.id, None)
             if parked:
-                self._stopped(job)
+                self.rests(job)
+            self._counted.discard(job.id)
             self._over[job.id] = time.monotonic(), job
             outcome = "parked" if parked else str(status)
             self._metrics.over(job.model, outcome, time.time() - job.created)
@@ -278,11 +288,6 @@ class JobStore:
         """Seconds until a job has been kept for long enough."""
         when = next((when for when, _ in self._over.values()), math.inf)
         return when + self._keep - time.monotonic()
-
-    def _stopped(self, *jobs: Job) -> None:
-        running = [job for job in jobs if job.status is Status.RUNNING]
-        if self._journal and running:
-            self._write_later(self._journal.stopped, *running)
 
     def _write_later(self, write: Callable[..., None], *jobs: Job) -> Future[None] | None:
         with suppress(RuntimeError):  # the book is closed

@@ -127,13 +127,13 @@ class Journal:
             self._write("UPDATE attempts SET count = min(count, 1) WHERE job = ?", (job.id,))
 
     def begun(self, job: Job) -> None:
-        """Count an attempt: the first image of a job begins in this process."""
+        """Count an attempt: a job begins in this process."""
         count = "INSERT INTO attempts SELECT id, 1 FROM jobs WHERE id = ? ON CONFLICT DO UPDATE SET count = count + 1"
         with self._tolerant():
             self._write(count, (job.id,))
 
     def stopped(self, *jobs: Job) -> None:
-        """Take back the attempt of jobs that the next process goes on with: this one ends as it should."""
+        """Take back this process's attempt of jobs that are not at work any more."""
         with self._tolerant():
             for job in jobs:
                 self._write("UPDATE attempts SET count = count - 1 WHERE job = ?", (job.id,))
