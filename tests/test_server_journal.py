@@ -278,13 +278,22 @@ def test_a_damaged_journal_is_told(path: Path, damage: str) -> None:
         list(journal.recover(lambda job: None))
 
 
-@pytest.mark.parametrize("place", ["$.odd", "$.image_prompt[0].odd"])
-def test_a_job_of_another_version_fails_alone(path: Path, place: str) -> None:
+@pytest.mark.parametrize(
+    "ask",
+    [
+        "json_set(ask, '$.odd', 1)",
+        "json_set(ask, '$.image_prompt[0].odd', 1)",
+        """replace(ask, '"prompt"', '"text"')""",
+        """replace(ask, '"scale"', '"weight"')""",
+        """replace(ask, '[{"image":', '[{"picture":')""",
+    ],
+)
+def test_a_job_of_another_version_fails_alone(path: Path, ask: str) -> None:
     """Its fields are not all known here. The others go on, and a client that sends it again gets a new job."""
     with opened(path) as journal:
         for one in (first := job(FULL), second := job()):
             journal.accepted(one)
-    foreign(path, f"UPDATE jobs SET ask = CAST(json_set(ask, '{place}', 1) AS BLOB) WHERE id = '{first.id}'")
+    foreign(path, f"UPDATE jobs SET ask = CAST({ask} AS BLOB) WHERE id = '{first.id}'")
     for _ in range(2):
         with closing(JobStore(Metrics(), Journal(path), 600.0, lambda job: None)) as book:
             assert [one.id for one in book.recover(lambda job: None)] == [second.id]

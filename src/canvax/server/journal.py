@@ -224,10 +224,14 @@ class Journal:
         values = msgspec.json.decode(job_request)
         values |= {name: _decoded(values.get(name)) for name in ("control", "image_prompt", "references")}
         values["references"] = tuple(values["references"] or ())
-        prompts, gone = values["image_prompt"], list[str]()
-        if prompts is not None:
-            values["image_prompt"] = [PromptImage(**_known(PromptImage, picture, gone)) for picture in prompts]
-        job_request = JobRequest(**_known(JobRequest, values, gone), image=_unpacked(image), mask=_unpacked(mask))
+        prompts, gone = values["image_prompt"] or [], sorted(values.keys() - _names(JobRequest))
+        gone += [name for prompt in prompts for name in sorted(prompt.keys() - _names(PromptImage))]
+        if gone:  # for its client and its key alone
+            values = {"prompt": "", **{name: values[name] for name in _names(JobRequest) & values.keys()}}
+            values["image_prompt"] = None
+        elif values["image_prompt"] is not None:
+            values["image_prompt"] = [PromptImage(**prompt) for prompt in prompts]
+        job_request = JobRequest(**values, image=_unpacked(image), mask=_unpacked(mask))
         images = [Picture(i, *numbers) for i, numbers in enumerate(msgspec.json.decode(pictures))]
         job = Job(job_request, model, images, cancel=cancel, name=name, created=created)
         done = self._base.execute("SELECT number, width, height, data, metadata FROM images WHERE job = ?", (name,))
@@ -289,11 +293,9 @@ class Journal:
             raise CanvaxError(f"journal {self._path}: cannot be written ({type(error).__name__})") from None
 
 
-def _known(record: type[Any], values: dict[str, Any], gone: list[str]) -> dict[str, Any]:
-    """The values of a record's fields; the names of others are added to ``gone``."""
-    names = {field.name for field in fields(record)}
-    gone += sorted(values.keys() - names)
-    return {name: value for name, value in values.items() if name in names}
+def _names(record: type[Any]) -> set[str]:
+    """Of a record's fields."""
+    return {field.name for field in fields(record)}
 
 
 def _plain(value: Any) -> Any:
