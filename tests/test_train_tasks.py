@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import signal
 import struct
+import subprocess
 import sys
+import time
 import warnings
 from dataclasses import replace
 from importlib.util import find_spec
@@ -197,6 +201,23 @@ def test_a_lora_and_nothing_else(model: Path, pictures: Path, tmp_path: Path) ->
     loaded = pipe.adapters.load("mine", whole)
     assert loaded.trigger_words == ["red"]
     assert (pipe("a red picture", seed=1, **QUIET).pixels != before).any()
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_writes_its_state(model: Path, pictures: Path, tmp_path: Path) -> None:
+    words = ["lora", str(pictures), "-m", str(model), "-o", str(tmp_path), "--size", "64", "--steps", "1000000"]
+    log, codes = tmp_path / "lora" / LOG, []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        begun = len(read_log(log))
+        command = [sys.executable, "-m", "canvax", "train", *words]
+        child = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | {"XLA_FLAGS": ""})
+        while child.poll() is None and len(read_log(log)) < begun + 3:
+            time.sleep(0.05)
+        child.send_signal(number)
+        codes.append(child.wait())
+        (step,) = (entry.read() for entry in open_safetensors(tmp_path / "lora" / STATE) if entry.name == "step")
+        assert step == read_log(log)[-1]["step"]
+    assert codes == [130, 130]
 
 
 @pytest.mark.slow
