@@ -116,3 +116,10 @@ print(json.dumps({"share": share, "backends": len(xla_bridge._backends), "module
     assert all(run["backends"] == 0 for run in runs)
     assert not FOREIGN & {name.split(".")[0] for name in runs[0]["modules"]}
     assert min(run["share"] for run in runs) < 0.6
+
+
+def test_the_recipe_of_the_bundled_model_needs_what_trains_alone() -> None:
+    """The extra ``train``, as its help says; charts are drawn by the task ``quality``."""
+    code = "import sys, recipes.emoji.__main__; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True, cwd=SRC.parents[1])
+    assert not {"matplotlib", "pytest", "hypothesis", "simpy", "tensorboardX"} & set(run.stdout.split())
