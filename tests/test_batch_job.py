@@ -356,6 +356,28 @@ def test_bad_rows_become_errors(worker: Worker, whole: dict[str, bytes], tmp_pat
     output.close(done=True)
 
 
+@pytest.mark.parametrize("into", ["files", "tar"])
+def test_no_two_files_differ_in_case_alone(into: Any, tmp_path: Path) -> None:
+    """On macOS and Windows they would be one. Each process of several chooses the same names."""
+    ids = ["cat", "Cat", "CAT", "dog"]
+    names: dict[str, str] = {}
+    for share in (None, (0, 2), (1, 2)):
+        folder = tmp_path / f"{share}"
+        folder.mkdir()
+        plan = Plan.read(
+            write(folder / "rows.jsonl", [{"id": i, "prompt": "a"} for i in ids]), {}, share=share or (0, 1)
+        )
+        output = Output(folder / "out", {}, into=into)
+        for _ in run(plan, plan.left(output.known), output, windows(stub)):
+            pass
+        found = {line["id"]: line["file"] for line in output.known.values()}
+        output.close(done=False)
+        names = names or found
+        assert found.items() <= names.items()
+    assert len({name.casefold() for name in names.values()}) == 4
+    assert [Path(names[i]).stem for i in ("cat", "dog")] == ["cat", "dog"]
+
+
 @pytest.mark.parametrize("into", ["files", "tar", pytest.param("parquet", marks=needs_pyarrow)])
 def test_goes_on_where_it_was_stopped(into: Any, worker: Worker, whole: dict[str, bytes], tmp_path: Path) -> None:
     """A kill between any two steps: a file without its line, a line cut off, images that wait for their shard."""
