@@ -13,11 +13,13 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,9 +29,10 @@ from PIL import Image
 import canvax
 from canvax.cli import main
 from canvax.compile.monitor import counting
-from canvax.errors import InputError
+from canvax.errors import CanvaxError, InputError, OutOfMemoryError
 from canvax.images.formats import GeneratedImage
 from canvax.images.metadata import read_metadata
+from canvax.scale import work
 from canvax.scale.batch import Plan, run, windows
 from canvax.scale.output import Output, _locked, listed
 from canvax.scale.rows import Row, digest_of, read_rows, seed_of, settings_of
@@ -197,6 +200,51 @@ def test_what_a_safety_checker_refuses_is_black(emoji: canvax.StableDiffusion) -
             assert one.record["nsfw"] is True
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("kind", [OutOfMemoryError, CanvaxError])
+def test_processes_stay_together(
+    kind: type[CanvaxError], failing: int, emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two processes, threads here, fails; both then generate the same batches, for the sake of collectives."""
+    both, values = threading.Barrier(2, timeout=20), [np.zeros(0)] * 2
+    ran: list[list[int]] = [[], []]
+    results: list[list[Made]] = [[], []]
+
+    def process() -> int:
+        return int(threading.current_thread().name)
+
+    def any_of(value: Any) -> Any:
+        values[process()] = np.asarray(value)
+        both.wait()
+        result = np.stack(values).any(axis=0)
+        both.wait()
+        return result
+
+    def generate(*_: Any, **__: Any) -> Any:
+        if process() == failing and (kind is OutOfMemoryError or len(ran[failing]) < 3):
+            raise kind("failed")
+        return SimpleNamespace(compilations=0, indices=(), images=(), metadata=())
+
+    def run(worker: Worker) -> None:
+        worker._spread, worker._leads = True, process() == 0
+        at_once = worker._at_once
+        worker._at_once = lambda items: (ran[process()].append(len(items)), at_once(items))[1]
+        results[process()] += [made for _, some in worker.run(rows) for made in some]
+
+    monkeypatch.setattr(work.multihost, "any_of", any_of)
+    monkeypatch.setattr(work, "text_to_image", generate)
+    rows = [Row(str(i), {"prompt": "a cat", "width": 128, "height": 128}) for i in range(6)]
+    threads = [threading.Thread(target=run, args=[Worker(emoji, batch=4)], name=str(i)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert ran[0] == ran[1] == ([4] if kind is OutOfMemoryError else [4, 1, 1, 1, 1, 2])
+    wrong = rows if kind is OutOfMemoryError else rows[:1]
+    assert [made.row.id for made in results[0] if made.error] == [row.id for row in wrong]
+    assert not results[1]
+
+
 def test_rows_that_are_guided_in_part_share_a_batch_with_their_like_alone(worker: Worker) -> None:
     """A batch goes from guided steps to others at once, so that its rows have one table."""
     row = {"prompt": "a cat", "steps": 4, "guidance_interval": [0.0, 0.5]}
@@ -306,6 +354,28 @@ def test_bad_rows_become_errors(worker: Worker, whole: dict[str, bytes], tmp_pat
     (tmp_path / "out" / "row-0.png").unlink()
     assert output.gone() == 1
     output.close(done=True)
+
+
+@pytest.mark.parametrize("into", ["files", "tar"])
+def test_no_two_files_differ_in_case_alone(into: Any, tmp_path: Path) -> None:
+    """On macOS and Windows they would be one. Each process of several chooses the same names."""
+    ids = ["cat", "Cat", "CAT", "dog"]
+    names: dict[str, str] = {}
+    for share in (None, (0, 2), (1, 2)):
+        folder = tmp_path / f"{share}"
+        folder.mkdir()
+        plan = Plan.read(
+            write(folder / "rows.jsonl", [{"id": i, "prompt": "a"} for i in ids]), {}, share=share or (0, 1)
+        )
+        output = Output(folder / "out", {}, into=into)
+        for _ in run(plan, plan.left(output.known), output, windows(stub)):
+            pass
+        found = {line["id"]: line["file"] for line in output.known.values()}
+        output.close(done=False)
+        names = names or found
+        assert found.items() <= names.items()
+    assert len({name.casefold() for name in names.values()}) == 4
+    assert [Path(names[i]).stem for i in ("cat", "dog")] == ["cat", "dog"]
 
 
 @pytest.mark.parametrize("into", ["files", "tar", pytest.param("parquet", marks=needs_pyarrow)])

@@ -12,6 +12,7 @@ import pytest
 
 import canvax
 from canvax import flax_api
+from canvax.compile.monitor import counting
 from canvax.familiar import FLAX, FLAX_ATTRIBUTES, FLAX_CALL, FLAX_LOAD
 from canvax.flax_api import FlaxStableDiffusionPipeline, FlaxStableDiffusionXLPipeline
 from canvax.types import Params
@@ -70,6 +71,28 @@ def test_own_loop_draws_the_same(name: str, old: Old, folder: Path) -> None:
     images = pipeline.vae.apply({"params": params["vae"]}, latents, method=pipeline.vae.decode).sample
     images = np.moveaxis(np.asarray(images), 1, -1) / 2 + 0.5
     np.testing.assert_allclose(images.clip(0, 1), want.images, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["FlaxEulerDiscreteScheduler", "FlaxDDPMScheduler"])
+def test_own_loop_without_jit_compiles_a_step_once(name: str, folder: Path) -> None:
+    """Whatever the number of steps; and its latents are those of a loop that is compiled."""
+    scheduler, begun = getattr(flax_api, name).from_pretrained(folder, subfolder="scheduler")
+    key = jax.random.key(3)
+
+    def run(steps: int) -> Any:
+        state = scheduler.set_timesteps(begun, steps, LATENTS)
+        latents = jax.random.normal(key, LATENTS) * state.init_noise_sigma
+        for t in state.timesteps:
+            output = jnp.sin(scheduler.scale_model_input(state, latents, t))
+            latents, state = scheduler.step(state, output, t, latents, key=key)
+        return latents
+
+    run(2)
+    with counting() as counts:
+        run(5)
+    assert counts.compilations == 0
+    compiled = own_loop(scheduler, begun, lambda sample, _: jnp.sin(sample), key)
+    np.testing.assert_allclose(run(STEPS), compiled, atol=1e-4)
 
 
 @pytest.mark.weekly

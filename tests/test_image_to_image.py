@@ -123,6 +123,29 @@ def test_encode_image(emoji: canvax.StableDiffusion, apple: Image.Image) -> None
     assert -10 * np.log10(error) > 25  # the autoencoder's own loss
 
 
+def test_encoding_arrays_is_a_pure_function(small: canvax.StableDiffusion) -> None:
+    """The latents of files of the same pixels, in any batch; under ``jit``, ``grad`` and ``vmap``."""
+    side = 2 * small.model.networks.size_step
+    images = np.random.default_rng(0).integers(0, 256, (2, side, side, 3), np.uint8)
+    wanted = small.encode_image([Image.fromarray(image) for image in images])
+    floats = jnp.asarray(images, jnp.float32) / 255
+    encode = jax.jit(lambda images, params: small.encode_image(images, params=params))
+    several = jax.vmap(lambda image: small.encode_image(image)[0])
+    for got in (small.encode_image(images), small.encode_image(floats), encode(floats, small.params), several(floats)):
+        np.testing.assert_allclose(got, wanted, atol=1e-4)
+    assert small.encode_image(images, height=side * 2, width=side).shape[:2] == (2, 2 * wanted.shape[1])
+
+    def total(images: Any) -> Any:
+        return (small.encode_image(images) ** 2).sum()
+
+    slope = jax.grad(total)(floats)
+    change = 3e-4 * slope / jnp.abs(slope).max()
+    np.testing.assert_allclose(total(floats + change) - total(floats - change), 2 * (slope * change).sum(), rtol=0.05)
+    for wrong in (images[:, :-1], images[:0], floats.astype(bool), np.asarray(2 * floats)):
+        with refused("image"):
+            small.encode_image(wrong)
+
+
 def test_sizes_of_numpy_and_sizes_that_are_none(emoji: canvax.StableDiffusion, apple: Image.Image) -> None:
     result = draw(emoji, image=apple, height=np.int64(SIZE), width=np.int64(SIZE), strength=0.5)
     assert result.metadata[0]["image_sha256"] == fingerprint(apple)

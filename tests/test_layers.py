@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from canvax.compile import key
+
 SRC = Path(__file__).parent.parent / "src" / "canvax"
 
 # Each row may import only rows above it, and its own package.
@@ -95,6 +97,21 @@ def test_no_circle() -> None:
     assert not graph, f"files that import each other in a circle, or lead into one: {', '.join(sorted(graph))}"
 
 
+def test_the_key_of_a_program_has_the_sources_that_it_is_traced_from() -> None:
+    """Those that make programs, the networks, and what they import; of the tables of samplers it is independent."""
+    paths = {".".join(("canvax", *path.relative_to(SRC).with_suffix("").parts)): path for path in modules()}
+    todo = [name for name in paths if name.startswith(("canvax.compile.", "canvax.models.", "canvax.kernels."))]
+    traced: set[str] = set()
+    while todo:
+        if (name := todo.pop()) not in traced:
+            traced.add(name)
+            todo += [there for there in imports(paths[name]) if there in paths]
+    in_key = set(key._files())
+    assert len(traced) > 50
+    assert not [name for name in traced if paths[name] not in in_key]
+    assert not [path for path in in_key if "solvers" in path.parts or path.name == "specs.py"]
+
+
 def test_import_is_light() -> None:
     """Importing starts no backend, loads no reference library, and costs less than importing JAX."""
     code = """
@@ -116,3 +133,10 @@ print(json.dumps({"share": share, "backends": len(xla_bridge._backends), "module
     assert all(run["backends"] == 0 for run in runs)
     assert not FOREIGN & {name.split(".")[0] for name in runs[0]["modules"]}
     assert min(run["share"] for run in runs) < 0.6
+
+
+def test_the_recipe_of_the_bundled_model_needs_what_trains_alone() -> None:
+    """The extra ``train``, as its help says; charts are drawn by the task ``quality``."""
+    code = "import sys, recipes.emoji.__main__; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True, cwd=SRC.parents[1])
+    assert not {"matplotlib", "pytest", "hypothesis", "simpy", "tensorboardX"} & set(run.stdout.split())

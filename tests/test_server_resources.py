@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 import canvax
-from canvax.errors import InputError
+from canvax.errors import CanvaxError, InputError
 from canvax.server import a1111, huggingface, openai
 from canvax.server.app import Settings, create_app
 from canvax.server.control import publicly
@@ -109,6 +109,20 @@ def test_a_model_is_loaded_again_at_the_commit_of_its_first_load(revision: str |
     served.take_off()
     served.put_on()
     assert calls == [{}, {"revision": revision} if revision else {}]
+
+
+def test_another_model_at_the_same_place_is_not_taken_for_the_first() -> None:
+    """Its weights would be run by the programs, and with the noise schedule, of the other."""
+    models = [MODEL, replace(MODEL, files=replace(MODEL.files, configs={**MODEL.files.configs, "scheduler": {"a": 1}}))]
+
+    def load(name: str, **_: Any) -> Any:
+        return SimpleNamespace(model=models.pop(0), programs=PIPE.programs, params={}, safety_checker=None)
+
+    served = ServedModel("x", load)
+    served.take_off()
+    with pytest.raises(CanvaxError):
+        served.put_on()
+    assert not served.loaded
 
 
 # The journal beside the engine.

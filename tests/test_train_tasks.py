@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
+import os
 import shutil
+import signal
 import struct
+import subprocess
 import sys
+import time
 import warnings
+import weakref
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +34,7 @@ from canvax.models.controlnet import ControlNet
 from canvax.nn import LOW_RANK, conv2d, conv2d_of_doubled, linear
 from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten
+from canvax.pipelines.loaded import open_model
 from canvax.train import diffusion, dreambooth, low_rank, task
 from canvax.train.board import Board
 from canvax.train.controlnet import Controlling, train_controlnet
@@ -35,13 +42,14 @@ from canvax.train.dreambooth import Instance, subject_of
 from canvax.train.encoding import encode_pictures
 from canvax.train.loop import LOG, STATE, Plan, Session, check_same, facts_of, fit, read_log
 from canvax.train.lora import Lora, train_lora
-from canvax.train.pictures import read_pictures
+from canvax.train.pictures import Pictures, read_pictures
 from canvax.train.state import save_state
 from canvax.train.task import Start, Subject, Training
 from canvax.train.textual_inversion import Inversion, train_inversion
 from canvax.weights.safetensors import open_safetensors, read_metadata
 from tests.support.refusals import refused
 from tests.support.small_checkpoint import SHALLOW_UNET, write_small_checkpoint
+from tests.support.small_sdxl import build as build_xl
 
 PLAN = Plan(steps=4, batch=2, chunk=2, warmup=0, final=1.0, average=0.0, learning_rate=1e-3)
 QUIET = {"num_inference_steps": 2, "progress": False}
@@ -200,6 +208,23 @@ def test_a_lora_and_nothing_else(model: Path, pictures: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+def test_a_process_that_is_stopped_writes_its_state(model: Path, pictures: Path, tmp_path: Path) -> None:
+    words = ["lora", str(pictures), "-m", str(model), "-o", str(tmp_path), "--size", "64", "--steps", "1000000"]
+    log, codes = tmp_path / "lora" / LOG, []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        begun = len(read_log(log))
+        command = [sys.executable, "-m", "canvax", "train", *words]
+        child = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | {"XLA_FLAGS": ""})
+        while child.poll() is None and len(read_log(log)) < begun + 3:
+            time.sleep(0.05)
+        child.send_signal(number)
+        codes.append(child.wait())
+        (step,) = (entry.read() for entry in open_safetensors(tmp_path / "lora" / STATE) if entry.name == "step")
+        assert step == read_log(log)[-1]["step"]
+    assert codes == [130, 130]
+
+
+@pytest.mark.slow
 def test_a_lora_over_a_unet_of_8_bits(model: Path, pictures: Path, tmp_path: Path) -> None:
     found = {}
     for kind in (None, "int8"):
@@ -288,6 +313,50 @@ def test_weights_on_the_way_and_a_longer_run(
     (tmp_path / "pytorch_lora_weights.safetensors").unlink()
     with pytest.raises(InputError, match="another run"):
         go(7)
+
+
+def test_what_is_frozen_is_read_in_the_dtype_of_the_computation(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 the largest models leave no room for gradients; the numbers are those of a cast afterwards."""
+    model = build_xl(tmp_path / "xl")
+    read: dict[str, set[str]] = {}
+    starts: list[Start] = []
+    kept: list[Any] = []
+
+    def opened(*arguments: Any, **keywords: Any) -> Any:
+        *others, params = open_model(*arguments, **keywords)
+        for component, tree in params.items():
+            dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)}
+            read[component] = read.get(component, set()) | dtypes
+        return *others, params
+
+    def begin(self: Lora, *arguments: Any) -> Start:
+        starts.append(real_begin(self, *arguments))
+        return starts[-1]
+
+    def split(self: Any, name: str) -> Any:
+        found = real_split(self, name)
+        kept.append(weakref.ref(found))
+        return found
+
+    def fit(*_: Any) -> Any:
+        gc.collect()
+        assert [ref() for ref in kept] == [None]  # and their pixels with them
+        return {}, False
+
+    real_begin, real_split = Lora.begin, Pictures.split
+    monkeypatch.setattr(task, "open_model", opened)
+    monkeypatch.setattr(Lora, "begin", begin)
+    monkeypatch.setattr(Pictures, "split", split)
+    monkeypatch.setattr(task, "fit", fit)
+    train_lora(training(model, pictures, tmp_path / "run", dtype=jnp.bfloat16), Lora(rank=2), one())
+    texts = ("text_encoder", "text_encoder_2")
+    assert read == {"vae": {"float32"}} | {name: {"bfloat16"} for name in (*texts, "unet")}
+    whole = canvax.load(model, mesh=one(), dtype="float32").params
+    assert whole is not None
+    wanted = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), {name: whole[name] for name in (*texts, "unet")})
+    jax.tree.map(np.testing.assert_array_equal, starts[0].frozen, wanted)
 
 
 def test_a_lora_from_a_file(model: Path, pictures: Path, tmp_path: Path) -> None:
@@ -554,6 +623,7 @@ def test_the_commands(model: Path, pictures: Path, tmp_path: Path, capsys: pytes
         (["lora", "{p}", "--rank", "0"], "--rank"),
         (["lora", "{p}", "--layers", "some"], "--layers"),
         (["lora", "{p}", "--quantize", "int3"], "--quantize"),
+        (["lora", "{p}", "--dtype", "float16"], "--dtype"),
         (["lora", "{p}", "--quantize", "int8-w8a8"], "--quantize"),
         (["dreambooth", "{p}", "-p", "sks", "--quantize", "int8"], "--quantize"),
         (["lora", "{p}", "--network-dimm", "8"], "--network-dim"),

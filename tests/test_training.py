@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from canvax.cli.terminal import stoppable
 from canvax.errors import CanvaxError, CheckpointError, InputError
 from canvax.kernels.attention import attention
 from canvax.kernels.target import compiling_for
@@ -35,6 +38,7 @@ from canvax.train.diffusion import denoising_data, denoising_loss, new_denoiser,
 from canvax.train.encoding import encode_pictures
 from canvax.train.loop import LOG, STATE, Plan, Session, batch_indices, fit, learning_rate, read_log
 from canvax.train.objectives import add_noise, loss_weights, target_of
+from canvax.train.state import save_state
 from canvax.weights.location import BUNDLED
 from canvax.weights.safetensors import open_safetensors
 from recipes.emoji.autoencoder import (
@@ -173,8 +177,60 @@ def test_the_first_state_comes_early(
             toy(tmp_path / "run", save_every=300, watch=kill)
         assert (tmp_path / "run" / STATE).exists() == (seconds == 0)
     assert capsys.readouterr().err.count("no state") == 1
-    (step,) = (entry for entry in open_safetensors(tmp_path / "run" / STATE) if entry.name == "step")
-    assert step.read() == 2
+    assert step_of(tmp_path / "run") == 2
+
+
+def step_of(folder: Path) -> int:
+    """The step of the state in a folder."""
+    return next(int(entry.read()[0]) for entry in open_safetensors(folder / STATE) if entry.name == "step")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_takes_effect_after_the_state_is_written(tmp_path: Path, number: int) -> None:
+    def send(step: int, numbers: Any) -> None:
+        if step == 4:
+            signal.raise_signal(number)
+
+    with stoppable():
+        before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+        with pytest.raises(KeyboardInterrupt):
+            toy(tmp_path / "parts", save_every=300, watch=send)
+        assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
+    assert step_of(tmp_path / "parts") == 4
+    toy(tmp_path / "parts")
+    toy(tmp_path / "whole")
+    assert (tmp_path / "whole" / STATE).read_bytes() == (tmp_path / "parts" / STATE).read_bytes()
+
+
+def test_states_are_written_beside_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at a time, each as it was at its step; the last is there when the run ends, and an error is not lost."""
+    written: list[int] = []
+    running, overlapping, done = threading.Event(), [], threading.Event()
+
+    def slowly(path: Path, state: Any, facts: Any) -> None:
+        overlapping.append(running.is_set())
+        running.set()
+        assert done.wait(60) or int(state.step) < 8
+        save_state(path, state, facts)
+        written.append(int(state.step))
+        assert step_of(tmp_path) == written[-1]
+        running.clear()
+
+    monkeypatch.setattr(loop, "save_state", slowly)
+    toy(tmp_path, watch=lambda step, _: done.set() if step == 6 else None)
+    assert written == [2, 8]
+    assert not any(overlapping)
+
+    def failing(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(loop, "save_state", failing)
+    with pytest.raises(OSError, match="full"):
+        toy(tmp_path / "full")
+    monkeypatch.setattr(loop, "available_bytes", lambda: 0)
+    monkeypatch.setattr(loop, "on_host", lambda _: pytest.fail("there is no room for a copy"))
+    monkeypatch.setattr(loop, "save_state", save_state)
+    toy(tmp_path / "small")
 
 
 @pytest.mark.slow
@@ -351,6 +407,11 @@ def test_learning_rate_rises_and_falls() -> None:
     assert rates[100] == pytest.approx(0.2)
     constant = learning_rate(jnp.arange(101), jnp.int32(100), replace(plan, warmup=0, final=1.0))
     np.testing.assert_allclose(constant, 2.0)
+
+
+def test_the_warm_up_of_a_short_run_is_short() -> None:
+    assert [Plan(steps, 1).warmup for steps in (1, 50, 4000, 5000, 90_000)] == [0, 5, 400, 500, 500]
+    assert Plan(50, 1, warmup=20).warmup == 20
 
 
 @pytest.mark.parametrize("values", [{"steps": 0}, {"batch": 0}, {"average": 1.0}, {"minutes": 0}, {"warmup": -1}])

@@ -19,7 +19,6 @@ import numpy as np
 from PIL import Image
 
 import canvax
-from benchmarks.lab.chart import line_chart
 from canvax.images.convert import to_pil
 from canvax.images.grid import make_grid
 from canvax.models.configs import VaeConfig
@@ -184,6 +183,8 @@ def _name(drawings: Pictures, index: int) -> str:
 
 def _losses(runs: Sequence[Path], smooth: int = 5) -> Image.Image:
     """The denoising loss of runs that went on from each other, over all their steps, and that of the decoder."""
+    from benchmarks.lab.chart import line_chart  # matplotlib, which nothing else here needs
+
     series: dict[str, list[tuple[float, float]]] = {}
     for stage in ("diffusion", "decoder"):
         begin, points = 0, []

@@ -212,7 +212,7 @@ RECIPES = {
     "gpu": Recipe(
         **{**SIZES, "variations": MORE},
         autoencoder=Plan(steps=12_000, batch=128, learning_rate=1e-3, chunk=100),
-        decoder=Plan(steps=4_000, batch=32, learning_rate=3e-4, chunk=100),
+        decoder=Plan(steps=4_000, batch=32, learning_rate=3e-4, chunk=100, warmup=500),
         diffusion=Plan(steps=40_000, batch=512, learning_rate=1.5e-3, average=0.9995, chunk=200),
         edges=Plan(steps=600, batch=64, learning_rate=2e-3, chunk=40, warmup=50, average=0.99, final=0.1),
         pieces=Plan(steps=8_000, batch=64, learning_rate=1e-3, rates=CRITIC, chunk=40, warmup=50),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.arguments import versions
 from canvax.cli.generate import check_against_model, description, join_others, load_model
 from canvax.cli.images import OF_MODEL, ZERO_SNR, Source, check_table, source_of
-from canvax.cli.terminal import complain, say, seconds
+from canvax.cli.terminal import complain, say, seconds, stoppable
 from canvax.errors import NO_VALUE, InputError, check_count, nearest
 from canvax.files import named_path
 from canvax.images.maps import SETTINGS as MAPS
@@ -49,7 +47,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         if todo:
             generate = _generate(arguments, plan, source, output, report, spread=spread)
             shown = None if arguments.quiet else complain
-            with _stoppable():
+            with stoppable():
                 for tally in batch.run(plan, todo, output, generate, image_format=arguments.format,
                                  quality=arguments.quality, progress=shown):  # fmt: skip
                     report |= asdict(tally)
@@ -212,20 +210,6 @@ def _on_ray(arguments: argparse.Namespace, plan: Plan, source: Source, most: int
     settings |= {"model": source.model, "image_format": arguments.format, "load": load}
     settings |= {"ip_adapter": list(source.ip_adapter), "ip_encoder": source.ip_encoder}
     return on_ray(plan, settings, address=arguments.ray, actors=arguments.actors)
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """Let SIGTERM, with which clusters end a process, stop the job as Ctrl-C does."""
-
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _summarise(arguments: argparse.Namespace, report: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Writing to the terminal: results to stdout, messages to stderr. Control characters from files are escaped."""
+"""The terminal: results to stdout, messages to stderr, signals. Control characters from files are escaped."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from canvax.errors import CanvaxError, shortened, to_stderr
@@ -42,6 +43,20 @@ def show_warning(seen: set[str], write: Callable[[str], None], message: Warning 
             seen.clear()
         seen.add(text)
         write(text)
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Let SIGTERM, with which clusters end a process, stop the command as Ctrl-C does."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def say(text: str) -> None:

@@ -11,7 +11,7 @@ from errno import EDQUOT, EFBIG, ENOSPC, EROFS
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canvax.cli.terminal import complain, say
+from canvax.cli.terminal import complain, say, stoppable
 from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count, check_number
 from canvax.files import check_writable, named_path
 from canvax.parallel.mesh import make_mesh
@@ -44,7 +44,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 def finish(task: Callable[[argparse.Namespace], Path | None], arguments: argparse.Namespace, report: Any) -> None:
     """Run a training task that may be stopped; prints the folder of the finished model."""
     try:
-        result = task(arguments)
+        with stoppable():
+            result = task(arguments)
     except KeyboardInterrupt:
         from canvax.train.loop import STATE
 

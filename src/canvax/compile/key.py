@@ -30,6 +30,12 @@ PLUGINS = (
 
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "TF_ENABLE_ONEDNN_OPTS")
 
+_APART = ("cli", "planning", "samplers", "scale", "server", "train")
+"""Folders of canvax of which programs have no code: tables of samplers, for example, are their arguments."""
+
+_IN_PROGRAMS = ("samplers/schedule.py", "samplers/table.py")
+"""Files in these folders that programs do have."""
+
 _HARMLESS = (
     *("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache", "jax_raise_persistent_cache"),
     *("jax_explain_cache", "jax_log", "jax_debug_log", "jax_dump_ir", "jax_traceback", "jax_transfer_guard"),
@@ -70,7 +76,7 @@ def program(function: partial[Any], arguments: tuple[Any, ...], mesh: Mesh, **de
 
 @cache
 def software() -> dict[str, str]:
-    """Versions of all that shapes an executable; canvax by its sources too, so that an edit is never overlooked."""
+    """Versions of all that shapes an executable; canvax by its sources too, so that no edit is overlooked."""
     versions = {
         "canvax": __version__,
         "sources": _sources(),
@@ -95,8 +101,13 @@ def edited() -> bool:
 
 
 def _files() -> list[Path]:
-    folders = os.walk(Path(__file__).parent.parent)
-    return sorted(Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py"))
+    """Return the sources that can change a program; ``tests/test_layers.py`` compares them with what imports what."""
+    package = Path(__file__).parent.parent
+    found = (Path(folder, name) for folder, _, names in os.walk(package) for name in names if name.endswith(".py"))
+    decisive = {path: path.relative_to(package) for path in found}
+    return sorted(
+        path for path, inner in decisive.items() if inner.parts[0] not in _APART or inner.as_posix() in _IN_PROGRAMS
+    )
 
 
 def _changes() -> list[tuple[str, int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from canvax.denoise import InFlight, StepInputs, denoise
 from canvax.errors import InputError, check_count
 from canvax.flax_api.keys import step_words, wrap_keys
 from canvax.flax_api.output import by_name_or_index
+from canvax.kernels.target import jitted
 from canvax.models.denoiser import Denoiser
 from canvax.params import Spec
 from canvax.pipelines import functions
@@ -96,11 +98,13 @@ def check_alike(first: str, a: Any, second: str, b: Any) -> None:
 
 def scaled(state: StepState, sample: Array) -> Array:
     """Returns the network's input in the next step."""
-    return jnp.asarray(state.table.c_in, jnp.float32)[state.index] * sample
+    return _row(state.table.c_in.astype(np.float32), state.index) * sample
 
 
 def step(state: StepState, model_output: Array, sample: Array, key: Any) -> FlaxSchedulerOutput:
     """Returns the latents [B, C, h, w] after a step. It runs the denoising loop with a network of known output.
+
+    Outside ``jax.jit`` it compiles once for each shape of the latents: the row of the table is an argument.
 
     Raises:
         InputError: the sampler needs noise, and ``key`` is None.
@@ -113,16 +117,26 @@ def step(state: StepState, model_output: Array, sample: Array, key: Any) -> Flax
     if noisy.any() and key is None:
         raise InputError("key=None: this scheduler adds noise in each step; pass key=jax.random.key(0)")
     words = jnp.zeros((batch, 2), jnp.uint32) if key is None else step_words(wrap_keys(key), batch)
-    rows = {
-        name: jnp.broadcast_to(jnp.asarray(column)[state.index], (batch, 1, *column.shape[1:]))
-        for name, column in table.window(0, len(table)).items()
-    }
-    slots = state.slots.at[:, 0].set(jnp.moveaxis(sample, 1, -1).astype(jnp.float32))
-    shared = {"noisy": jnp.asarray(noisy)[state.index][None]}
-    inputs = StepInputs(InFlight(slots, ({},), words), rows, shared, jnp.int32(1))
-    slots, *_ = denoise({}, inputs, denoiser=_KnownOutput(jnp.moveaxis(model_output, 1, -1)))
-    after = StepState(state.index + 1, slots, state.config, state.steps)
-    return FlaxSchedulerOutput(jnp.moveaxis(slots[:, 0], -1, 1), after)
+    row = {name: _row(column, state.index) for name, column in table.window(0, len(table)).items()}
+    latents, slots = _stepped(state.slots, sample, model_output, words, row, _row(noisy, state.index))
+    return FlaxSchedulerOutput(latents, StepState(state.index + 1, slots, state.config, state.steps))
+
+
+def _row(column: Any, index: Array) -> Any:
+    """Returns a row of a column, on the host if the index is known there."""
+    return jnp.asarray(column)[index] if isinstance(index, Tracer) else column[int(index)]
+
+
+@partial(jitted, static_argnames=())
+def _stepped(
+    slots: Array, sample: Array, output: Array, words: Array, row: Mapping[str, Any], noisy: Any
+) -> tuple[Array, Array]:
+    """Returns the latents [B, C, h, w] and the slots after a row that all images have."""
+    rows = {name: jnp.broadcast_to(value, (len(slots), 1, *jnp.shape(value))) for name, value in row.items()}
+    slots = slots.at[:, 0].set(jnp.moveaxis(sample, 1, -1).astype(jnp.float32))
+    inputs = StepInputs(InFlight(slots, ({},), words), rows, {"noisy": jnp.asarray(noisy)[None]}, jnp.int32(1))
+    slots, *_ = denoise({}, inputs, denoiser=_KnownOutput(jnp.moveaxis(output, 1, -1)))
+    return jnp.moveaxis(slots[:, 0], -1, 1), slots
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""The three networks as functions of arrays, for loops of one's own: they can be jitted, differentiated and mapped.
+"""The networks as functions of arrays, for loops of one's own: they can be jitted, differentiated and mapped.
 
 ``docs/under-the-pipeline.md`` shows them at work. They run where their arrays are; the pipeline's own programs, its
 padding and its mesh have no part in it.
@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from canvax.errors import NO_VALUE, InputError
 from canvax.families.base import Ids, Model
@@ -85,6 +87,12 @@ def encode(
 
 def encode_image(model: Model, params: Params, image: Any, height: int | None, width: int | None) -> Array:
     """See ``canvax.StableDiffusion.encode_image``."""
+    shape = np.shape(image) if isinstance(image, Tracer | jax.Array | np.ndarray) else ()
+    if isinstance(image, Tracer) or (len(shape) == 4 and shape[-1] == 3 and height is width is None):
+        if (height, width) != (None, None):
+            raise InputError("image", NO_VALUE, "is traced and cannot be resized", "leave height and width out")
+        return _encode_images(_weights(model, params, "vae"), _pixels(model, image), cfg=model.vae)[0]
+    image = list(image) if len(shape) == 4 else image
     count = len(image) if isinstance(image, list | tuple) else 1
     if not count:
         raise InputError("image", [], "holds no image", "give a PIL image, a path, an array or a list of these")
@@ -147,6 +155,22 @@ def numbers(name: str, value: Any) -> Array:
         kind = f"{array.dtype} {array.shape}" if array is not None else f"a {type(value).__name__}"
         raise InputError(name, NO_VALUE, f"is {kind}, not a number or an array of real numbers")
     return array
+
+
+def _pixels(model: Model, value: Any) -> Array:
+    """Images [B, H, W, 3] float32 in 0..1 of an array of these, or of uint8, traced or not."""
+    images, step = numbers("image", value), model.networks.size_step
+    images = images[None] if images.ndim == 3 else images
+    if images.ndim != 4 or images.shape[-1] != 3 or 0 in images.shape:
+        raise InputError("image", NO_VALUE, f"has shape {images.shape}, not [B, H, W, 3]")
+    if any(side % step for side in images.shape[1:3]):
+        problem = f"has shape {images.shape}, whose sides are not divisible by {step}"
+        raise InputError("image", NO_VALUE, problem, "resize it")
+    if jnp.issubdtype(images.dtype, jnp.integer):
+        return images.astype(jnp.float32) / 255
+    if isinstance(value, np.ndarray) and not (value.min() >= 0 and value.max() <= 1):  # a device is not asked
+        raise InputError("image", NO_VALUE, "has values outside 0..1", "scale it, or give uint8")
+    return images.astype(jnp.float32)
 
 
 def _latents(model: Model, value: Any) -> Array:

@@ -127,8 +127,11 @@ class LoadedModel:
     ) -> Array:
         """Latents of images [B, h, w, C] float32, scaled as the denoiser sees them: the mean of what the encoder gives.
 
+        Of an array [B, H, W, 3], floats in 0..1 or uint8, it is a pure function, the inverse of ``decode``: it can
+        stand inside ``jax.jit``, ``jax.grad`` and ``jax.vmap``.
+
         Args:
-            image: as in a call: a PIL image, a path, an array, or a list of these.
+            image: such an array, or as in a call: a PIL image, a path, an array, or a list of these.
             height: pixels to resize to; by default the image's own.
             width: likewise.
             params: the parameters, if not those of the pipeline.

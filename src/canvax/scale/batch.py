@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -41,6 +41,7 @@ class Plan:
         seed: for seeds of rows without one.
         total: its rows.
         digests: those of its rows by id; "" of rows that cannot be understood.
+        alike: ids that differ from an earlier one in case alone.
     """
 
     path: Path
@@ -49,6 +50,7 @@ class Plan:
     seed: int
     total: int = 0
     digests: Mapping[str, str] = field(default_factory=dict)
+    alike: Collection[str] = ()
 
     @classmethod
     def read(
@@ -65,13 +67,16 @@ class Plan:
             InputError: it cannot be read, has no rows, or none with what is carried, unknown columns, or an id twice.
         """
         digests: dict[str, str] = {}
-        absent = set(carried)
+        absent, folded, alike = set(carried), set[str](), set[str]()
         for row in read_rows(path):
             absent -= row.values.keys()
             if not digests and row.fault is None:
                 check_names(row.values, carried, defaults)
             if row.id in digests:
                 raise InputError(f"{path}: the id {row.id!r} is there twice; give each row its own")
+            if (same := row.id.casefold()) in folded:
+                alike.add(row.id)
+            folded.add(same)
             try:
                 digests[row.id] = digest_of(settings_of(row, defaults, carried, seed))
             except InputError:
@@ -81,7 +86,7 @@ class Plan:
         if absent:
             raise InputError("carry", " ".join(sorted(absent)), f"is in no row of {path}", "leave it out")
         shared = dict(list(digests.items())[share[0] :: share[1]])
-        return cls(Path(path), defaults, carried, seed, len(digests), shared)
+        return cls(Path(path), defaults, carried, seed, len(digests), shared, alike)
 
     def left(
         self, known: Mapping[str, Mapping[str, Any]], *, retry: bool = False, begun: Mapping[str, Any] | None = None
@@ -170,7 +175,7 @@ def run(
 
     def write(made: Made) -> None:
         line, data = _line(made, plan.carried, image_format, quality)
-        output.add(line, data, image_format)
+        output.add(line, data, image_format, hashed=made.row.id in plan.alike)
 
     shown = Shown(len(todo), progress)
     try:

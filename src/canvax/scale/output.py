@@ -94,8 +94,12 @@ class Output:
             self._waiting = {line["id"]: line for line in lines if line == self.known[line["id"]] and _waits(line)}
             self._pack(self._shard_size)
 
-    def add(self, line: Mapping[str, Any], data: bytes | None = None, kind: str = "png") -> None:
+    def add(
+        self, line: Mapping[str, Any], data: bytes | None = None, kind: str = "png", *, hashed: bool = False
+    ) -> None:
         """Add the result of a row: ``line`` has its ``id`` and ``status``; ``data`` is the file of its image.
+
+        With ``hashed`` the file is not named by the id: on macOS and Windows names may not differ in case alone.
 
         Raises:
             CanvaxError: the folder cannot be written to.
@@ -103,7 +107,7 @@ class Output:
         line = dict(line)
         try:
             if data is not None:
-                line["file"] = f"{file_name(line['id'])}.{kind}"
+                line["file"] = f"{file_name(line['id'], hashed=hashed)}.{kind}"
                 line["sha256"] = hashlib.sha256(data).hexdigest()
                 if self.into != "files":
                     line["file"] = f"{WAITING}/{line['file']}"
@@ -259,9 +263,9 @@ def _lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
                         yield line
 
 
-def file_name(name: str) -> str:
+def file_name(name: str, *, hashed: bool = False) -> str:
     """Return the file name of an id: the id itself if every file system takes it, else a hash of it."""
-    return name if _NAME.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:32]
+    return name if _NAME.fullmatch(name) and not hashed else hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
 def _waits(line: Mapping[str, Any]) -> bool:

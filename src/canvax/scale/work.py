@@ -287,8 +287,8 @@ class Worker:
             finished = {i: (image, metadata) for i, image, metadata in seen if i < len(items)}
         except CanvaxError as error:
             failed = error
-        if self._spread and multihost.any_of(failed is not None) and failed is None:
-            failed = CanvaxError("failed in another process, whose own list says why")
+        if self._spread:
+            failed = _agreed(failed, cure)
         if failed is not None:
             raise failed
         return [self._made(items[i], *result) for i, result in finished.items()]
@@ -353,6 +353,17 @@ class Worker:
         noises = [noise_of(replace(request, seeds=[item.call.seed])) if item.noise is None else item.noise
                   for item in items]  # fmt: skip
         return replace(request, latents=np.concatenate(noises))
+
+
+def _agreed(failed: CanvaxError | None, cure: Callable[[], str]) -> CanvaxError | None:
+    """Return the error that all processes go on from: their next batches must be the same."""
+    memory = isinstance(failed, OutOfMemoryError)
+    any_memory, any_other = multihost.any_of([memory, failed is not None and not memory])
+    if any_memory:
+        return failed if memory else OutOfMemoryError(f"another process ran out of memory; {cure()}")
+    if any_other and failed is None:
+        return CanvaxError("failed in another process, whose own list says why")
+    return failed
 
 
 def image_file(image: Image, kind: str, quality: int | None = None) -> bytes:

@@ -177,6 +177,9 @@ class ServedModel:
         if self.params is None:
             pinned = {"revision": self.model.revision} if self.model.revision else {}
             loaded = self._load(self.name, **pinned)
+            now, before = loaded.model.files, self.model.files
+            if (now.index, now.configs) != (before.index, before.configs):
+                raise CanvaxError(f"{self.name} was replaced on the disk; start the server again to serve the new one")
             self.params, self.safety_checker = loaded.params, loaded.safety_checker
             if self.shelf:
                 self.shelf.put_on()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,10 @@ class Controlling:
         net = control_of("the ControlNet", "controlnet", self._config(model), model)
         assert isinstance(net, ControlNet)
         return net
+
+    def exact(self, model: Model) -> Collection[str]:
+        """Returns the UNet, which is copied."""
+        return ("unet",)
 
     def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
         """Copies the UNet's weights; the layers that connect it to the UNet are zero, so that it has no effect yet."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,10 @@ class Whole:
 
     def check(self, model: Model, training: Training) -> None:
         """Accepts every model."""
+
+    def exact(self, model: Model) -> Collection[str]:
+        """Returns what is written into the result."""
+        return ("unet", *model.text.names)
 
     def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
         """Moves the trained components out of ``params``, so that the devices have only the copy being trained."""

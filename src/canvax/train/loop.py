@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,11 +28,11 @@ from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count, check_
 from canvax.files import remove_leftovers
 from canvax.kernels.target import compiled_on
 from canvax.parallel import multihost
-from canvax.parallel.memory import free_bytes
+from canvax.parallel.memory import available_bytes, free_bytes
 from canvax.parallel.mesh import replicated
 from canvax.params import Params
 from canvax.train.progress import Progress
-from canvax.train.state import TrainState, check_arrays, load_state, new_state, read_facts, save_state
+from canvax.train.state import TrainState, check_arrays, load_state, new_state, on_host, read_facts, save_state
 from canvax.types import Array, HostArray
 
 STATE, LOG = "state.safetensors", "log.jsonl"
@@ -55,7 +59,7 @@ class Plan:
         steps: number of updates.
         batch: samples per update.
         learning_rate: the highest learning rate, after the warm-up.
-        warmup: steps of the warm-up.
+        warmup: steps of the warm-up; by default a tenth of ``steps``, at most 500.
         final: learning rate at the end of the cosine, as a fraction of the highest (Loshchilov & Hutter 2017).
         b2: decay of Adam's second moment.
         weight_decay: weight decay of matrices and convolutions only (Loshchilov and Hutter 2019).
@@ -71,7 +75,7 @@ class Plan:
     steps: int
     batch: int
     learning_rate: float = 1e-3
-    warmup: int = 500
+    warmup: int = None  # pyright: ignore[reportAssignmentType]
     final: float = 0.01
     b2: float = 0.99
     weight_decay: float = 0.01
@@ -89,7 +93,8 @@ class Plan:
         rates = {f"rates[{name!r}]": rate for name, rate in self.rates.items()}
         positive = {name: getattr(self, name) for name in ("learning_rate", "clip")} | rates
         positive |= {} if self.minutes is None else {"minutes": self.minutes}
-        whole = {name: getattr(self, name) for name in ("steps", "batch", "chunk", "accumulate", "warmup", "seed")}
+        whole = {name: getattr(self, name) for name in ("steps", "batch", "chunk", "accumulate", "seed")}
+        whole |= {} if self.warmup is None else {"warmup": self.warmup}
         shares = {name: getattr(self, name) for name in ("average", "b2")}
         faults = [
             *(f"{name} = {value!r:.80} must be more than 0, and finite"
@@ -107,6 +112,8 @@ class Plan:
         ]  # fmt: skip
         if faults:
             raise InputError("; ".join(faults))
+        if self.warmup is None:
+            object.__setattr__(self, "warmup", min(500, self.steps // 10))
 
     def indices(self, done: int, samples: int) -> HostArray:
         """Returns the samples of the next chunk after ``done`` updates: int32 [chunk, accumulate, batch]."""
@@ -128,7 +135,7 @@ class Session:
         name: name of the training in the progress line.
         mesh: the devices; the batch is split over ``data``.
         deadline: ``time.monotonic()`` at which to write the state and stop; None to run to the end.
-        save_every: seconds between writing states.
+        save_every: seconds between writing states, which is done beside the steps; at least as long as writing takes.
         about: further settings, in plain values, that must not change when a run is resumed.
         save: called with the step and the averaged parameters, after a state of this step was written. When a run
             resumes at that step, it is called again.
@@ -187,6 +194,7 @@ def fit(
 ) -> tuple[Params, bool]:
     """Trains, or resumes the run in ``session.folder``.
 
+    In the main thread SIGTERM and Ctrl-C take effect after the chunk, when its state is written; a second one at once.
     With several processes, each must call it with the same arguments and a disk that all can read; the first writes.
 
     Args:
@@ -259,47 +267,119 @@ def fit(
     if session.save and session.saves(done, steps):
         session.save(done, _ema_or_params(state))
     chunk = _chunk_of(data, plan.indices(done, samples), session.mesh)
-    while done < steps:
-        began = time.monotonic()
-        count = session.next_stop(done, steps, plan) - done
-        state, metrics = program(state, chunk, shared, np.int32(steps), np.int32(count))
-        done += count
-        if done < steps:  # while the devices are busy
-            chunk = _chunk_of(data, plan.indices(done, samples), session.mesh)
-        _check_finite("the loss", metrics["loss"], session.name, done)
-        numbers = {name: float(value) for name, value in metrics.items()}
-        now = time.monotonic()
-        seconds = max(now - began, 1e-9)
-        pace = {"images_per_second": count * plan.accumulate * plan.batch / seconds}
-        if writes:
-            _log(session.folder / LOG, done, {**numbers, "seconds": seconds, **pace})
-        progress.advance(done, numbers["loss"])
-        if session.watch:
-            rate = float(learning_rate(jnp.int32(done - 1), jnp.int32(steps), plan))
-            session.watch(done, {**numbers, "learning_rate": rate, **pace})
-        stop = session.deadline is not None and now >= session.deadline
-        due = np.array([stop, now - saved >= session.save_every, now - shown >= session.preview_every])
-        if spread:  # clocks differ, and all processes must do the same
-            due = multihost.any_of(due)
-        stop, save, preview = due
-        if session.preview_steps:
-            preview = done % session.preview_steps == 0
-        saves = session.saves(done, steps)
-        if done >= steps or stop or save or saves:
-            # The loss only covers the parameters before the last update.
-            _check_finite("a parameter", _largest(state.params), session.name, done)
+    with _Writer(path, facts) as writer, _signals() as signals:
+        while done < steps:
+            began = time.monotonic()
+            count = session.next_stop(done, steps, plan) - done
+            state, metrics = program(state, chunk, shared, np.int32(steps), np.int32(count))
+            done += count
+            if done < steps:  # while the devices are busy
+                chunk = _chunk_of(data, plan.indices(done, samples), session.mesh)
+            _check_finite("the loss", metrics["loss"], session.name, done)
+            numbers = {name: float(value) for name, value in metrics.items()}
+            now = time.monotonic()
+            seconds = max(now - began, 1e-9)
+            pace = {"images_per_second": count * plan.accumulate * plan.batch / seconds}
             if writes:
-                save_state(path, state, facts)
-            saved = now
-        if session.save and saves:
-            session.save(done, _ema_or_params(state))
-        if session.preview and (done >= steps or preview):
-            session.preview(done, _ema_or_params(state))
-            shown = time.monotonic()
-        if stop:
-            break
+                _log(session.folder / LOG, done, {**numbers, "seconds": seconds, **pace})
+            progress.advance(done, numbers["loss"])
+            if session.watch:
+                rate = float(learning_rate(jnp.int32(done - 1), jnp.int32(steps), plan))
+                session.watch(done, {**numbers, "learning_rate": rate, **pace})
+            stop = bool(signals) or (session.deadline is not None and now >= session.deadline)
+            save = now - saved >= session.save_every and not writer.busy()
+            due = np.array([stop, save, now - shown >= session.preview_every])
+            if spread:  # clocks and signals differ, and all processes must do the same
+                due = multihost.any_of(due)
+            stop, save, preview = due
+            if session.preview_steps:
+                preview = done % session.preview_steps == 0
+            saves = session.saves(done, steps)
+            last = done >= steps or stop
+            if last or save or saves:
+                # The loss only covers the parameters before the last update.
+                _check_finite("a parameter", _largest(state.params), session.name, done)
+                if writes:
+                    writer.write(state, wait=last or saves)
+                saved = now
+            if session.save and saves:
+                session.save(done, _ema_or_params(state))
+            if session.preview and (done >= steps or preview):
+                session.preview(done, _ema_or_params(state))
+                shown = time.monotonic()
+            if stop:
+                break
     progress.close()
     return _ema_or_params(state), done >= steps
+
+
+class _Writer:
+    """Writes states in a thread, one at a time, while the next steps run.
+
+    Where the host's memory has no room for a copy of the state, the steps wait.
+    """
+
+    def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
+        self._path, self._facts = path, facts
+        self._thread = ThreadPoolExecutor(1)
+        self._last: Future[None] | None = None
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self._thread.shutdown()
+        if kind is None:
+            self._finish()
+
+    def busy(self) -> bool:
+        """Returns whether a state is being written; raises the error of the last one, if it could not be."""
+        if self._last is not None and not self._last.done():
+            return True
+        self._finish()
+        return False
+
+    def write(self, state: TrainState, *, wait: bool) -> None:
+        """Writes a state, and waits until it is there or only until it is copied: the next step overwrites it."""
+        self._finish()
+        room = available_bytes()
+        if wait or room is None or 2 * _bytes(state) > room:
+            save_state(self._path, state, self._facts)
+        else:
+            self._last = self._thread.submit(save_state, self._path, on_host(state), self._facts)
+
+    def _finish(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM during the block; what they do without it, they do at its end.
+
+    So a run ends between two calls of the program, with a state. A second signal of a kind acts at once.
+    """
+    seen: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
+
+    def heard(number: int, _: Any) -> None:
+        seen.append(number)
+        signal.signal(number, before[signal.Signals(number)])
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
+    for number in before:
+        signal.signal(number, heard)
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in seen:
+        signal.raise_signal(number)
 
 
 def _on_host(data: Any, samples: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,10 @@ class Lora:
                 raise InputError("names", self.names, f"is not there for {model.family.name} models", cure)
         if self.start is not None:
             self._factors(model, training)
+
+    def exact(self, model: Model) -> Collection[str]:
+        """Returns no component: the factors are new."""
+        return ()
 
     def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
         """Makes the factors; the whole model is frozen, in the dtype of the computation."""

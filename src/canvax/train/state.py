@@ -113,6 +113,16 @@ def _on_host(leaf: Array) -> HostArray:
     return np.asarray(leaf).reshape(leaf.shape or (1,))
 
 
+def on_host(state: Tree) -> Tree:
+    """Copies a tree of device arrays to the host."""
+    leaves = jax.tree.leaves(state)
+    for leaf in leaves:
+        leaf.copy_to_host_async()
+    # On the CPU a NumPy array of a device array is the same memory, which a step overwrites.
+    shared = leaves[0].sharding.device_set.copy().pop().platform == "cpu"
+    return jax.tree.map(np.array if shared else np.asarray, state)
+
+
 def in_dtype(params: Params, names: Sequence[str], dtype: DType) -> Params:
     """Casts components of ``params`` in place, so that there is only one copy of each; returns these components."""
     dtype = parse_dtype(dtype)

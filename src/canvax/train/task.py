@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from glob import escape
@@ -66,7 +66,7 @@ class Training:
         empty: fraction of empty captions.
         unmasked_weight: minimum weight of positions outside a mask, by default 0; with 1 masks are not read.
         remat: recompute activations in the backward pass, which takes less memory but more time.
-        dtype: dtype of the computation; by default bfloat16 on GPU and TPU, float32 on the CPU.
+        dtype: dtype of the computation, not float16; by default bfloat16 on GPU and TPU, float32 on the CPU.
         quantize: "int8" or "float8" to keep the large weights of the frozen denoiser in 8 bits, for a LoRA (QLoRA,
             Dettmers et al. 2023); blocks are then recomputed as with ``remat``.
         prompts: prompts of the images that are generated during training, in the folder ``previews``.
@@ -109,8 +109,8 @@ class Training:
             check_count("preview_steps", self.preview_steps)
             if not self.prompts:
                 raise InputError("preview_steps", NO_VALUE, "has no effect without a prompt of previews")
-        if self.dtype is not None:
-            parse_dtype(self.dtype)
+        if self.dtype is not None and parse_dtype(self.dtype) == np.float16:
+            raise InputError("dtype", "float16", "rounds small gradients to 0", "take bfloat16 or float32")
         check_kind(self.quantize, trained=True)
         if self.tensorboard is not None:
             check_board(self.tensorboard)
@@ -197,6 +197,10 @@ class Aim(Protocol):
         """Refuses, before weights are read, a model that this training does not support."""
         ...
 
+    def exact(self, model: Model) -> Collection[str]:
+        """Returns the components that training or its result begins with, which are read in float32."""
+        ...
+
     def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
         """Returns the initial state. Trained parameters may be removed from ``params``, so that there is one copy."""
         ...
@@ -255,6 +259,7 @@ def train(
     dtype = default_dtype(mesh, training=True) if training.dtype is None else training.dtype
     model, *_ = open_model(training.model, dtype="float32", mesh=mesh, check=check, weights=False)
     ((size, pictures, prior, masked),) = inputs
+    inputs.clear()
     # All class images have one caption.
     sets = [pictures.captions] if prior is None else [pictures.captions, prior.captions[:1]]
     captions = [[[model.concepts.spelled(text) for text in texts] for texts in of_all] for of_all in sets]
@@ -279,19 +284,21 @@ def train(
     unet, kept = model.networks.denoiser.component == "unet", None
     if not unet:  # the language model leaves the devices before the transformer comes
         kept = _features(model, training, mesh, dtype, captions, length)
-    # A frozen transformer in float32 would take the memory that its gradients need.
+    # What is frozen would take in float32 the memory that gradients need.
+    exact, opened = {"vae", *aim.exact(model)} if unet else set[str](), {"quantize": training.quantize, "mesh": mesh}
+    rest = {part.name for part in model.components} - exact if unet else {model.networks.denoiser.component, "vae"}
     model, programs, params = open_model(
-        training.model,
-        dtype="float32" if unet else dtype,
-        quantize=training.quantize,
-        mesh=mesh,
-        weights=True if unet else (model.networks.denoiser.component, "vae"),
+        training.model, dtype="float32" if unet else dtype, weights=exact or rest, **opened
     )
+    if exact and rest:
+        *_, frozen = open_model(training.model, dtype=dtype, weights=rest, **opened)
+        params |= {name: frozen[name] for name in rest}
     start = aim.begin(model, params, training, dtype)  # first, since it may add tokens that captions contain
     readers = model.tokenizers if kept is None else kept.readers
     data, shared = _data(pictures, captions[0], readers, training, model, params, mesh, length, masked=masked)
     if prior is not None:
         shared["prior"], _ = _data(prior, captions[1], readers, training, model, params, mesh, length, masked=masked)
+    count, pictures, prior = len(pictures), None, None  # their pixels would stay in memory during the run
     shared["frozen"] = start.frozen
     loss = denoising_loss(
         model.text if kept is None else None,
@@ -328,7 +335,7 @@ def train(
         watch=board.numbers if board else None,
     )
     with closing(board) if board else nullcontext():
-        trained, finished = fit(start.trained, loss, data, len(pictures), plan, session, shared)
+        trained, finished = fit(start.trained, loss, data, count, plan, session, shared)
     if not finished:
         return None
     save(target, trained)

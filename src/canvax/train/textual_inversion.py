@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -101,6 +101,10 @@ class Inversion:
                     "is a common word, whose meaning would be lost",
                     f"give another, such as '<{self.token}>'",
                 )
+
+    def exact(self, model: Model) -> Collection[str]:
+        """Returns the text encoders, whose vectors are the initial values."""
+        return model.text.names
 
     def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
         """Assigns the word to unused rows of each text encoder's embedding table; these rows are trained."""
