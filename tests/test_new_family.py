@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +19,16 @@ import numpy as np
 import pytest
 
 import canvax
+from canvax.compile import cache, key
+from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
 from canvax.families.base import Defaults, Family, Model, Numbers
-from canvax.models.denoiser import Denoiser, Row
+from canvax.guidance import Guidance
+from canvax.models.denoiser import Denoiser, Perturbed, Row
 from canvax.models.networks import Networks
 from canvax.models.text import Conditions, TextEncoders
 from canvax.nn import gelu, linear, linear_spec
+from canvax.originals import foreign
 from canvax.parallel.mesh import make_mesh
 from canvax.params import Params, Spec, init_params
 from canvax.samplers import from_scheduler_config
@@ -124,23 +134,27 @@ FAMILY = Family(
 )
 
 
-@pytest.fixture(scope="module")
-def pipe() -> canvax.StableDiffusion:
+def pipeline_of(networks: Networks) -> canvax.StableDiffusion:
     files: Any = SimpleNamespace(name="a mixer", revision=None, variant=None, overrides={})
     model = Model(
         files=files,
         family=FAMILY,
-        networks=FAMILY.read(files),
-        tokenizers={one.component: FAMILY.tokenizer(files, one) for one in NETWORKS.text.encoders},
+        networks=networks,
+        tokenizers={one.component: FAMILY.tokenizer(files, one) for one in networks.text.encoders},
         scheduler=from_scheduler_config({"_class_name": "FlowMatchEulerDiscreteScheduler"}),
         defaults=FAMILY.defaults,
         dtype="float32",
     )
-    params = {name: init_params(spec, seed) for seed, (name, spec) in enumerate(NETWORKS.specs().items())}
+    params = {name: init_params(spec, seed) for seed, (name, spec) in enumerate(networks.specs().items())}
     mesh = make_mesh(jax.devices()[:1])
-    pipe = canvax.StableDiffusion(model, Programs(NETWORKS, mesh))
+    pipe = canvax.StableDiffusion(model, Programs(networks, mesh))
     pipe.params = pipe.place(params)
     return pipe
+
+
+@pytest.fixture(scope="module")
+def pipe() -> canvax.StableDiffusion:
+    return pipeline_of(NETWORKS)
 
 
 def draw(pipe: canvax.StableDiffusion, prompt: Any = "a fox", **keywords: Any) -> canvax.Result:
@@ -185,3 +199,110 @@ def test_what_only_some_networks_can_do_is_refused(pipe: canvax.StableDiffusion)
     with pytest.raises(canvax.InputError) as caught:
         draw(pipe, options=canvax.Options(reuse=2))
     assert caught.value.argument == "reuse"
+
+
+CELLS = {
+    "helper": "def boosted(x): return {gain} * x",
+    "denoiser": """
+@dataclass(frozen=True)
+class Mine(MlpDenoiser):
+    def apply(self, p, x, row, prepared, memory):
+        out, memory = MlpDenoiser.apply(self, p, x, row, prepared, memory)
+        return {gain} * boosted(out), memory
+""",
+    "text": """
+@dataclass(frozen=True)
+class Mine(Letters):
+    def encode(self, p, ids, skip):
+        return {{"text": {gain} * boosted(Letters.encode(self, p, ids, skip)["text"])}}
+""",
+    "vae": """
+import typing
+class Mine(typing.NamedTuple):
+    factor: int = FACTOR
+    latent_channels: int = CHANNELS
+    spec = property(lambda self: Squares().spec)
+
+    def decode(self, p, latents, *, tiled=False):
+        return Squares().decode(p, {gain} * boosted(latents))
+""",
+}
+"""Cells of a notebook, with a number to edit."""
+
+
+def run_cell(notebook: dict[str, Any], name: str, gain: float) -> None:
+    exec(CELLS[name].format(gain=gain), notebook)
+
+
+def networks_of(notebook: dict[str, Any], part: str) -> Networks:
+    mine = notebook["Mine"]()
+    return dataclasses.replace(NETWORKS, **{part: TextEncoders((mine,)) if part == "text" else mine})
+
+
+@pytest.mark.parametrize(("part", "method"), [("denoiser", "apply"), ("text", "encode"), ("vae", "decode")])
+def test_an_edited_network_is_another_program(
+    part: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defined again, and edited in place: neither in memory nor on disk is it taken for the old one."""
+    monkeypatch.setenv("CANVAX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(key, "edited", lambda: False)  # by whoever edits while the tests run
+    notebook = {**globals(), "__name__": "__main__"}
+    run_cell(notebook, "helper", 1.0)
+    run_cell(notebook, part, 1.0)
+    first, pipe = notebook["Mine"], pipeline_of(networks_of(notebook, part))
+    pixels = [draw(pipe).pixels]
+    assert draw(pipe).compilations == 0
+    assert not cache.programs()
+
+    def changed(pipe: canvax.StableDiffusion) -> bool:
+        pixels.append(draw(pipe).pixels)
+        return bool(np.abs(pixels[-1] - pixels[-2]).max() > 1e-3)
+
+    run_cell(notebook, "helper", 2.0)
+    assert changed(pipe)
+    run_cell(notebook, part, 3.0)
+    monkeypatch.setattr(first, method, vars(notebook["Mine"])[method])
+    assert changed(pipe)
+    run_cell(notebook, part, 5.0)
+    assert changed(pipeline_of(networks_of(notebook, part)))
+
+
+def test_an_edited_network_is_traced_again_in_loops_of_ones_own() -> None:
+    notebook, latents, decoded = dict(globals()), jnp.ones((1, 8, 8, CHANNELS)), []
+    run_cell(notebook, "helper", 1.0)
+    run_cell(notebook, "vae", 1.0)
+    pipe = pipeline_of(networks_of(notebook, "vae"))
+    for gain in (1.0, 2.0):
+        run_cell(notebook, "helper", gain)
+        decoded.append(pipe.decode(latents))
+    assert np.abs(decoded[0] - decoded[1]).max() > 1e-3
+
+
+def test_what_is_code_of_the_user() -> None:
+    assert foreign(NETWORKS, Kinds()) == foreign(NETWORKS, Kinds()) != ()
+    assert foreign(canvax.load("emoji").model.networks, Kinds(), Guidance()) == ()
+    wrapped = jax.jit(lambda *_: 0.0)
+    for value in (draw, partial(draw), lambda: draw, {"a": [draw]}, Perturbed(MlpDenoiser()), np.zeros(2000), wrapped):
+        assert foreign(value)
+
+
+PROCESS = """
+import sys
+from tests.test_new_family import *
+notebook = dict(globals())
+run_cell(notebook, "helper", 1.0)
+run_cell(notebook, "denoiser", float(sys.argv[1]))
+print(draw(pipeline_of(networks_of(notebook, "denoiser"))).pixels.std())
+"""
+
+
+@pytest.mark.slow
+def test_an_edited_network_in_a_second_process(tmp_path: Path) -> None:
+    environment = os.environ | {"CANVAX_CACHE_DIR": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", PROCESS, gain], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+        for gain in ("1", "5")
+    ]
+    assert printed[0] != printed[1]
