@@ -33,8 +33,8 @@ class Networks:
         denoiser: the network inside the loop, a ``canvax.models.denoiser.Denoiser``.
         vae: the autoencoder, a ``canvax.models.decode.Autoencoder``, or its config.
         text: the text encoders.
-        prediction: what the denoiser was trained to give, "epsilon" or "v_prediction"; a checkpoint's scheduler says it
-            for itself.
+        prediction: what the denoiser was trained to give: "flow_prediction", whose checkpoints need the scheduler of a
+            flow; "epsilon" or "v_prediction", where a checkpoint's scheduler says it for itself.
         controls: networks that read control images, by the name of their component.
         ip_adapters: networks that read image prompts, likewise.
         image_encoder: what makes of an image prompt what they read; None without.
