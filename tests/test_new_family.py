@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,7 +26,10 @@ from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
 from canvax.families.base import Defaults, Family, Model, Numbers
 from canvax.guidance import Guidance
-from canvax.models.denoiser import Denoiser, Perturbed, Row
+from canvax.models.beside import Places
+from canvax.models.controlled import Controlled
+from canvax.models.denoiser import Around, Denoiser, Perturbed, Reusing, Row
+from canvax.models.flux2 import Flux2Config, Flux2Denoiser
 from canvax.models.networks import Networks
 from canvax.models.text import Conditions, TextEncoders
 from canvax.nn import gelu, linear, linear_spec
@@ -33,6 +38,7 @@ from canvax.parallel.mesh import make_mesh
 from canvax.params import Params, Spec, init_params
 from canvax.samplers import from_scheduler_config
 from canvax.types import Array
+from tests.support.small_checkpoint import UNET
 
 WIDTH, CHANNELS, FACTOR, TOKENS = 8, 3, 2, 5
 
@@ -199,6 +205,43 @@ def test_what_only_some_networks_can_do_is_refused(pipe: canvax.StableDiffusion)
     with pytest.raises(canvax.InputError) as caught:
         draw(pipe, options=canvax.Options(reuse=2))
     assert caught.value.argument == "reuse"
+
+
+@dataclass(frozen=True)
+class Plain(Around):
+    """A record around a denoiser, with nothing of its own."""
+
+    base: Any
+
+
+MEMBERS = [name for name in vars(Denoiser) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_a_record_around_a_denoiser_has_all_that_it_has(name: str) -> None:
+    inner: Any = SimpleNamespace(**{member: object() for member in MEMBERS}, cfg=object())
+    for around in (Plain(inner), Plain(Plain(inner)), *([Perturbed(inner)] if name != "prepare" else [])):
+        assert getattr(around, name) is getattr(inner, name)
+        assert around.cfg is inner.cfg
+    overridden = {name for kind in (Reusing, Controlled) for name in vars(kind)}
+    if name not in overridden:
+        assert getattr(Controlled(Reusing(inner, UNET, 1), ()), name) is getattr(inner, name)
+
+
+def test_a_network_around_that_of_a_checkpoint() -> None:
+    """Facts, and what a call adds to the network."""
+    networks = canvax.load("emoji").model.networks
+    mine = dataclasses.replace(networks, denoiser=Plain(networks.denoiser))
+    assert (mine.native_size, mine.size_numbers) == (networks.native_size, networks.size_numbers)
+    places = Places(2, 4)
+    inner = mine.denoiser_of(places=places, reuse_layers=1, perturbs=True)
+    assert inner.inputs((1, 8, 8, 32), {}, jnp.dtype) == networks.denoiser_of(places=places).inputs(
+        (1, 8, 8, 32), {}, jnp.dtype
+    )
+    assert copy.copy(mine) == pickle.loads(pickle.dumps(mine)) == mine
+    klein: Any = Networks(Plain(Flux2Denoiser(Flux2Config(), is_distilled=True)), Squares(), TextEncoders((Letters(),)))
+    assert klein.unguided
+    assert klein.denoiser_of(references=1024).base.references == 1024
 
 
 CELLS = {

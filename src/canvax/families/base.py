@@ -233,12 +233,13 @@ class Model:
         Raises:
             CheckpointError: the model has another denoiser.
         """
-        if not isinstance(self.networks.denoiser, UNetDenoiser):
+        cfg = getattr(self.networks.denoiser, "cfg", None)
+        if not isinstance(cfg, UNetConfig):
             raise CheckpointError(
                 f"{self.name} is a {self.family.name} model, which has no UNet; ControlNets, IP-Adapters and training "
                 "other than of a LoRA are for Stable Diffusion 1.x, 2.x and XL"
             )
-        return self.networks.denoiser.cfg
+        return cfg
 
     @property
     def vae(self) -> Any:
