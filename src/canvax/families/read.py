@@ -132,6 +132,9 @@ def read_model(files: ModelFiles, dtype: DType, quantize: str | None = None) -> 
             f"{files}: canvax does not use its {', '.join(extra)}; images may be others than it was made for",
             HintWarning,
         )
+    for name, reason in files.reasons.items():
+        if ", a guess" in reason:
+            warn(f"{files}: {name}: {reason}", HintWarning)
     scheduler = _read_scheduler(files, networks)
     return Model(
         files=files,
