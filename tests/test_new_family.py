@@ -24,6 +24,7 @@ import canvax
 from canvax.compile import cache, key
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
+from canvax.engine import batch
 from canvax.families.base import Defaults, Family, Model, Numbers
 from canvax.guidance import Guidance
 from canvax.models.beside import Places
@@ -35,6 +36,7 @@ from canvax.models.text import Conditions, TextEncoders
 from canvax.nn import gelu, linear, linear_spec
 from canvax.originals import foreign
 from canvax.parallel.mesh import make_mesh
+from canvax.parallel.place import map_parts
 from canvax.params import Params, Spec, init_params
 from canvax.samplers import from_scheduler_config
 from canvax.types import Array
@@ -140,15 +142,15 @@ FAMILY = Family(
 )
 
 
-def pipeline_of(networks: Networks) -> canvax.StableDiffusion:
+def pipeline_of(networks: Networks, family: Family = FAMILY) -> canvax.StableDiffusion:
     files: Any = SimpleNamespace(name="a mixer", revision=None, variant=None, overrides={})
     model = Model(
         files=files,
-        family=FAMILY,
+        family=family,
         networks=networks,
         tokenizers={one.component: FAMILY.tokenizer(files, one) for one in networks.text.encoders},
         scheduler=from_scheduler_config({"_class_name": "FlowMatchEulerDiscreteScheduler"}),
-        defaults=FAMILY.defaults,
+        defaults=family.defaults,
         dtype="float32",
     )
     params = {name: init_params(spec, seed) for seed, (name, spec) in enumerate(networks.specs().items())}
@@ -205,6 +207,38 @@ def test_what_only_some_networks_can_do_is_refused(pipe: canvax.StableDiffusion)
     with pytest.raises(canvax.InputError) as caught:
         draw(pipe, options=canvax.Options(reuse=2))
     assert caught.value.argument == "reuse"
+
+
+@pytest.fixture(scope="module")
+def transformer() -> canvax.StableDiffusion:
+    """A pipeline around a small FLUX.2, whose loop has latents in one row."""
+    cfg = Flux2Config(
+        in_channels=CHANNELS, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=WIDTH, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False,
+    )  # fmt: skip
+    networks = dataclasses.replace(NETWORKS, denoiser=Flux2Denoiser(cfg))
+    return pipeline_of(networks, Family("small", (), FAMILY.read, FAMILY.tokenizer, FAMILY.defaults))
+
+
+def test_one_entry_of_conditions_is_for_all_latents(transformer: canvax.StableDiffusion) -> None:
+    one = transformer.encode("a fox")
+    latents = jax.random.normal(jax.random.key(0), (2, 4, 6, CHANNELS))
+    both = {name: jnp.repeat(array, 2, axis=0) for name, array in one.items()}
+    got, want = (transformer.denoiser(latents, 500.0, conditions) for conditions in (one, both))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_latents_that_stay_on_the_devices(transformer: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = {"height": 8, "width": 16, "num_inference_steps": 2}
+    want = draw(transformer, ["a fox", "a hen"], **size)
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "map_parts", None)  # by way of the host
+        got = draw(transformer, ["a fox", "a hen"], output_type="jax", **size)
+    np.testing.assert_array_equal(got.latents, want.latents)
+    read = []
+    monkeypatch.setattr(batch, "map_parts", lambda function, array: read.append(array) or map_parts(function, array))
+    np.testing.assert_array_equal(draw(transformer, ["a fox", "a hen"], **size).latents, want.latents)
+    assert len(read) == 1
 
 
 @dataclass(frozen=True)
