@@ -181,6 +181,7 @@ def krea2_context(
         tokens: how many tokens an image has, L.
     """
     batch, rows, layers, channels = text.shape
+    lengths = jnp.maximum(lengths, 1)  # a slot of a batch without an image has no prompt
     fusion = p["text_fusion"]
     with jax.named_scope("text_fusion"):
         h = text.reshape(batch * rows, layers, channels)
