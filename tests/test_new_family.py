@@ -204,9 +204,10 @@ def test_the_networks_are_functions_of_arrays(pipe: canvax.StableDiffusion) -> N
 
 
 def test_what_only_some_networks_can_do_is_refused(pipe: canvax.StableDiffusion) -> None:
-    with pytest.raises(canvax.InputError) as caught:
-        draw(pipe, options=canvax.Options(reuse=2))
-    assert caught.value.argument == "reuse"
+    for name, value in {"reuse": 2, "pag_scale": 3.0, "pag_adaptive_scale": 0.01}.items():
+        with pytest.raises(canvax.InputError) as caught:
+            draw(pipe, options=canvax.Options(**{name: value}))
+        assert caught.value.argument == name
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,7 @@ def test_the_dtype_that_is_computed_in(model: str) -> None:
     layers = {"a_norm": {"weight": wide}, "kernel": narrow, "q": {"weight": table.astype(jnp.int8), "scale": wide}}
     for names in (list(layers), list(reversed(layers))):
         assert compute_dtype({"table": table, **{name: layers[name] for name in names}}) == model
-    assert compute_dtype({}) == jnp.float32
+    assert compute_dtype({}) == compute_dtype({"q": layers["q"]}) == jnp.float32
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)

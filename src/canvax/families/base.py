@@ -233,13 +233,12 @@ class Model:
         Raises:
             CheckpointError: the model has another denoiser.
         """
-        cfg = getattr(self.networks.denoiser, "cfg", None)
-        if not isinstance(cfg, UNetConfig):
+        if self.networks.unet is None:
             raise CheckpointError(
                 f"{self.name} is a {self.family.name} model, which has no UNet; ControlNets, IP-Adapters and training "
                 "other than of a LoRA are for Stable Diffusion 1.x, 2.x and XL"
             )
-        return cfg
+        return self.networks.unet
 
     @property
     def vae(self) -> Any:

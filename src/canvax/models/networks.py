@@ -158,5 +158,10 @@ class Networks:
     @property
     def size_numbers(self) -> int:
         """How many numbers about an image the denoiser is conditioned on, SDXL's ``time_ids``; 0 for none."""
+        return self.unet.time_ids(self.text.pooled_width) if self.unet else 0
+
+    @property
+    def unet(self) -> UNetConfig | None:
+        """Config of the UNet; None for another kind of denoiser."""
         cfg = getattr(self.denoiser, "cfg", None)
-        return cfg.time_ids(self.text.pooled_width) if isinstance(cfg, UNetConfig) else 0
+        return cfg if isinstance(cfg, UNetConfig) else None
