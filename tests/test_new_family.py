@@ -32,6 +32,7 @@ from canvax.models.controlled import Controlled
 from canvax.models.denoiser import Around, Denoiser, Perturbed, Reusing, Row
 from canvax.models.flux2 import Flux2Config, Flux2Denoiser
 from canvax.models.networks import Networks
+from canvax.models.presets import PRESETS
 from canvax.models.text import Conditions, TextEncoders
 from canvax.nn import gelu, linear, linear_spec
 from canvax.originals import foreign
@@ -354,6 +355,23 @@ def test_an_edited_network_is_traced_again_in_loops_of_ones_own() -> None:
         run_cell(notebook, "helper", gain)
         decoded.append(pipe.decode(latents))
     assert np.abs(decoded[0] - decoded[1]).max() > 1e-3
+
+
+def test_what_a_function_leaves_behind_is_no_edit(pipe: canvax.StableDiffusion) -> None:
+    """Nor is what a pipeline that it names has done since."""
+    seen = []
+
+    def rule(negative: Array, prompt: Array, scale: Array) -> Array:
+        seen.append((pipe, scale))
+        return prompt
+
+    images = [draw(pipe, guidance_method=rule) for _ in range(3)]
+    assert [image.compilations > 0 for image in images] == [True, False, False]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_code_of_the_package_is_the_users(preset: str) -> None:
+    assert foreign(PRESETS[preset], Kinds(), Guidance()) == ()
 
 
 def test_what_is_code_of_the_user() -> None:

@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from functools import cached_property, partial
 from importlib.machinery import ModuleSpec
 from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -98,46 +99,64 @@ def foreign(*values: Any) -> tuple[Any, ...]:
 
     Searched are records, containers, partials and closures; of the user's code also the members of classes and the
     globals that functions name. So classes of one name have different keys, and so has a function before and after it
-    was edited in place, as ``%autoreload`` of notebooks does. Records of the same values have the same key.
+    was edited in place, as ``%autoreload`` of notebooks does. Numbers in records do not count: ``==`` tells them.
     """
     keys: list[Any] = []
     visited: dict[int, Any] = {}  # which keeps them alive, so that ids stay theirs
     found, waiting = False, [*values]
     while waiting:
         value = waiting.pop()
-        if type(value) in _SCALARS:
-            keys.append(repr(value))
-        elif id(value) not in visited:
+        if type(value) not in _SCALARS and id(value) not in visited:
             visited[id(value)] = value
-            key, theirs, parts = _looked_into(value)
-            keys.append(key)
+            code, theirs, parts = _looked_into(value)
+            keys += code
             waiting += parts
             found = found or theirs
-    return tuple(keys) if found else ()
+    return ("foreign", *keys) if found else ()
 
 
-def _looked_into(value: Any) -> tuple[Any, bool, list[Any]]:
-    """Return a key of a value without its parts, whether it is code that is not canvax's, and the parts."""
+def _looked_into(value: Any) -> tuple[list[Any], bool, list[Any]]:
+    """Return the keys of code, whether the value is none of canvax's, and its parts."""
     if isinstance(value, FunctionType):
-        parts = [value.__defaults__, value.__kwdefaults__, vars(value), *_cells(value)]
+        held = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *_cells(value)]
         if _is_ours(value):
-            return value.__qualname__, False, parts
-        return (_Same(value), value.__code__), True, parts + ([] if _is_library(value) else [*_named(value)])
+            return [], False, [*held, vars(value)]
+        if not _is_library(value):
+            held += _named(value)
+        return [_Same(value), value.__code__, *map(_constant, held)], True, [*held, vars(value)]
     if isinstance(value, type):
         if _is_ours(value) or value in (*_SCALARS, *_CONTAINERS, *_HOLDERS, dict, object):
-            return value.__qualname__, False, []
-        return _Same(value), True, [] if _is_library(value) else [*value.__bases__, dict(vars(value))]
+            return [], False, []
+        if _is_library(value):
+            return [_Same(value)], True, []
+        members = [member for name, member in vars(value).items() if not name.startswith("__") or callable(member)]
+        return [_Same(value), *map(_constant, members)], True, [*value.__bases__, *members]
     if isinstance(value, (dict, MappingProxyType)):
-        return len(value), False, [part for item in value.items() for part in item]
+        return [], False, [*value.values()]
     if isinstance(value, _HOLDERS):
-        return "", False, [type(value), *(getattr(value, name, None) for name in _HELD)]
+        return [], False, [type(value), *(getattr(value, name, None) for name in _HELD)]
     if isinstance(value, _CONTAINERS):
-        return len(value), False, [type(value), *value]
+        return [], False, [type(value), *value]
     if _is_library(type(value)):  # an array, or a function that ``jax.jit`` wraps
-        return _Same(value), True, [getattr(value, "__wrapped__", None)]
+        return [], True, [getattr(value, "__wrapped__", None)]
+    if _is_ours(type(value)):
+        return [], False, [getattr(value, field.name) for field in _fields(value)]
     slots = (name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()))
     state = [getattr(value, name, None) for name in slots if name not in ("__dict__", "__weakref__")]
-    return "", False, [type(value), getattr(value, "__dict__", None), *state]
+    return [], False, [type(value), getattr(value, "__dict__", None), *state]
+
+
+def _constant(value: Any) -> Any:
+    """Return a key of a value that code has, or that is a global of it. Pipelines are not kept alive."""
+    if type(value) in _SCALARS:
+        return repr(value)
+    return None if _is_ours(type(value)) else _Same(value)
+
+
+def _fields(value: Any) -> list[Any]:
+    """Return the fields by which a record of canvax is compared; none of what is no record, such as a pipeline."""
+    record = is_dataclass(value) and type(value).__hash__ is not object.__hash__
+    return [field for field in fields(value) if field.compare] if record else []
 
 
 def _cells(function: FunctionType) -> Iterator[Any]:
