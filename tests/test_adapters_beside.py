@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import pytest
 import canvax
 from canvax.compile.monitor import counting
 from canvax.errors import HintWarning, InputError
-from canvax.models.beside import Places
+from canvax.models.beside import LAYERS, Places, slots
+from canvax.models.presets import PRESETS
 from tests.support.adapter_files import Draw, Made, dora, layers, loha, lokr, lora, lora_tucker, write
 from tests.support.control_files import controlnet
 from tests.support.refusals import refused
@@ -23,6 +25,20 @@ from tests.support.small_sdxl import build
 STEPS = {"num_inference_steps": 2, "progress": False}
 RANK = 8
 Make = Callable[[Draw, tuple[int, ...]], Made]
+
+
+@pytest.mark.parametrize("preset", ["sd15", "sdxl", "z-image", "flux2-klein-4b", "krea-2"])
+def test_which_layers_have_places(preset: str) -> None:
+    """By what a layer does, whatever its family calls it."""
+    for name, spec in PRESETS[preset].specs().items():
+        attention, transformer, every = (set(slots(spec, Places(1, 4, layers))) for layers in LAYERS)
+        if name == "vae":
+            continue
+        assert attention == {layer for layer in every if re.search(r"\.(attn\d?|self_attn|attention)\.", layer)}
+        forward = {layer for layer in every if re.search(r"\.\d+\.(ff|ff_context|feed_forward|mlp)\.", layer)}
+        assert len(attention) > len(forward) > 0
+        around = {layer for layer in every if re.search(r"\.attentions\.\d+\.proj_(in|out)", layer)}
+        assert transformer == attention | forward | around
 
 
 @pytest.fixture(scope="module")

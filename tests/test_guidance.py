@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import canvax
-from canvax.guidance import guide
+from canvax.guidance import Guidance, guide
 from canvax.samplers import build_table
 
 rng = np.random.default_rng(0)
@@ -45,6 +46,22 @@ def test_scale_one_is_no_guidance_and_nothing_is_divided_by_zero() -> None:
     np.testing.assert_allclose(got, CONDITIONAL, atol=2e-6)
     blank = np.zeros_like(CONDITIONAL)
     np.testing.assert_array_equal(guide(blank, blank, SCALE, RESCALE), blank)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("perturbs", [False, True])
+@pytest.mark.parametrize("method", ["cfg", "cfg_zero", "apg", lambda negative, prompt, scale: 2 * prompt - negative])
+def test_a_row_without_guidance_is_as_if_it_were_alone(method: Any, perturbs: bool) -> None:
+    """Beside an image that is guided, whatever the method and its numbers."""
+    outputs = np.stack([UNCONDITIONAL, CONDITIONAL, CONDITIONAL**2][: 2 + perturbs], axis=1)
+    numbers = {"guidance": [1, 5], "rescale": [0.7, 0.7], "p": [0.9, 0.9], "q": [-0.5, -0.5], "step": [0, 0]}
+    row: Any = {name: np.array(value, np.float32) for name, value in numbers.items()}
+    row |= {"timestep": np.full(2, 500, np.float32), "method": np.ones((2, 2), np.float32)}
+    row["pag"] = np.ones((2, 2), np.float32) * np.array([3, 0.001], np.float32)
+    x, alone = jnp.asarray(CONDITIONAL), Guidance(perturbs=perturbs)
+    together = Guidance(method, perturbs).denoised(x, jnp.asarray(outputs), row)
+    want = alone.denoised(x, jnp.asarray(outputs[:, 1:]), row)
+    np.testing.assert_array_equal(together[0], want[0])
+    assert np.abs(together[1] - want[1]).max() > 1e-2
 
 
 KINDS: list[dict[str, Any]] = [

@@ -21,6 +21,7 @@ from canvax.kernels.matmul import matmul
 from canvax.kernels.outline import by_rows, outlined, recomputed
 from canvax.kernels.target import compiled_on, compiling_for, target_platform, traced
 from canvax.nn import conv2d, conv2d_of_doubled, group_norm
+from canvax.parallel.mesh import make_mesh
 
 rng = np.random.default_rng(0)
 ROUNDING = 1e-5
@@ -122,6 +123,19 @@ def test_which_kernel_on_cuda(
     assert asked == (["cudnn"] if fused else [])
     want = plain_attention(q, k, k).astype(jnp.float32)
     np.testing.assert_allclose(got.astype(jnp.float32), want, atol=0.02)
+
+
+@pytest.mark.parametrize(("shards", "heads"), [(1, [8, 2, 2]), (2, [4, 1, 1]), (4, [2, 2, 2])])
+def test_cudnn_reads_grouped_heads_as_they_are(shards: int, heads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are not written once for each query head, unless the devices that share the weights are more than them."""
+    asked = []
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda *qkv, **_: asked.extend(x.shape[2] for x in qkv) or qkv[0]
+    )
+    q, k = (jax.ShapeDtypeStruct((1, 64, count, 64), jnp.bfloat16) for count in (8, 2))
+    with compiling_for("gpu", make_mesh(jax.devices()[:shards], model=shards), capability="9.0"):
+        jax.eval_shape(attention, q, k, k)
+    assert asked == heads
 
 
 @pytest.mark.parametrize("fails", ["tracing", "compiling"])

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,16 +21,27 @@ import numpy as np
 import pytest
 
 import canvax
+from canvax.compile import cache, key
+from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
+from canvax.engine import batch
 from canvax.families.base import Defaults, Family, Model, Numbers
-from canvax.models.denoiser import Denoiser, Row
+from canvax.guidance import Guidance
+from canvax.models.beside import Places
+from canvax.models.controlled import Controlled
+from canvax.models.denoiser import Around, Denoiser, Perturbed, Reusing, Row
+from canvax.models.flux2 import Flux2Config, Flux2Denoiser
 from canvax.models.networks import Networks
+from canvax.models.presets import PRESETS
 from canvax.models.text import Conditions, TextEncoders
 from canvax.nn import gelu, linear, linear_spec
+from canvax.originals import foreign
 from canvax.parallel.mesh import make_mesh
+from canvax.parallel.place import map_parts
 from canvax.params import Params, Spec, init_params
 from canvax.samplers import from_scheduler_config
 from canvax.types import Array
+from tests.support.small_checkpoint import UNET
 
 WIDTH, CHANNELS, FACTOR, TOKENS = 8, 3, 2, 5
 
@@ -124,23 +143,27 @@ FAMILY = Family(
 )
 
 
-@pytest.fixture(scope="module")
-def pipe() -> canvax.StableDiffusion:
+def pipeline_of(networks: Networks, family: Family = FAMILY) -> canvax.StableDiffusion:
     files: Any = SimpleNamespace(name="a mixer", revision=None, variant=None, overrides={})
     model = Model(
         files=files,
-        family=FAMILY,
-        networks=FAMILY.read(files),
-        tokenizers={one.component: FAMILY.tokenizer(files, one) for one in NETWORKS.text.encoders},
+        family=family,
+        networks=networks,
+        tokenizers={one.component: FAMILY.tokenizer(files, one) for one in networks.text.encoders},
         scheduler=from_scheduler_config({"_class_name": "FlowMatchEulerDiscreteScheduler"}),
-        defaults=FAMILY.defaults,
+        defaults=family.defaults,
         dtype="float32",
     )
-    params = {name: init_params(spec, seed) for seed, (name, spec) in enumerate(NETWORKS.specs().items())}
+    params = {name: init_params(spec, seed) for seed, (name, spec) in enumerate(networks.specs().items())}
     mesh = make_mesh(jax.devices()[:1])
-    pipe = canvax.StableDiffusion(model, Programs(NETWORKS, mesh))
+    pipe = canvax.StableDiffusion(model, Programs(networks, mesh))
     pipe.params = pipe.place(params)
     return pipe
+
+
+@pytest.fixture(scope="module")
+def pipe() -> canvax.StableDiffusion:
+    return pipeline_of(NETWORKS)
 
 
 def draw(pipe: canvax.StableDiffusion, prompt: Any = "a fox", **keywords: Any) -> canvax.Result:
@@ -182,6 +205,200 @@ def test_the_networks_are_functions_of_arrays(pipe: canvax.StableDiffusion) -> N
 
 
 def test_what_only_some_networks_can_do_is_refused(pipe: canvax.StableDiffusion) -> None:
-    with pytest.raises(canvax.InputError) as caught:
-        draw(pipe, options=canvax.Options(reuse=2))
-    assert caught.value.argument == "reuse"
+    for name, value in {"reuse": 2, "pag_scale": 3.0, "pag_adaptive_scale": 0.01}.items():
+        with pytest.raises(canvax.InputError) as caught:
+            draw(pipe, options=canvax.Options(**{name: value}))
+        assert caught.value.argument == name
+
+
+@pytest.fixture(scope="module")
+def transformer() -> canvax.StableDiffusion:
+    """A pipeline around a small FLUX.2, whose loop has latents in one row."""
+    cfg = Flux2Config(
+        in_channels=CHANNELS, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=WIDTH, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False,
+    )  # fmt: skip
+    networks = dataclasses.replace(NETWORKS, denoiser=Flux2Denoiser(cfg))
+    return pipeline_of(networks, Family("small", (), FAMILY.read, FAMILY.tokenizer, FAMILY.defaults))
+
+
+def test_one_entry_of_conditions_is_for_all_latents(transformer: canvax.StableDiffusion) -> None:
+    one = transformer.encode("a fox")
+    latents = jax.random.normal(jax.random.key(0), (2, 4, 6, CHANNELS))
+    both = {name: jnp.repeat(array, 2, axis=0) for name, array in one.items()}
+    got, want = (transformer.denoiser(latents, 500.0, conditions) for conditions in (one, both))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_latents_that_stay_on_the_devices(transformer: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = {"height": 8, "width": 16, "num_inference_steps": 2}
+    want = draw(transformer, ["a fox", "a hen"], **size)
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "map_parts", None)  # by way of the host
+        got = draw(transformer, ["a fox", "a hen"], output_type="jax", **size)
+    np.testing.assert_array_equal(got.latents, want.latents)
+    read = []
+    monkeypatch.setattr(batch, "map_parts", lambda function, array: read.append(array) or map_parts(function, array))
+    np.testing.assert_array_equal(draw(transformer, ["a fox", "a hen"], **size).latents, want.latents)
+    assert len(read) == 1
+
+
+@dataclass(frozen=True)
+class Plain(Around):
+    """A record around a denoiser, with nothing of its own."""
+
+    base: Any
+
+
+MEMBERS = [name for name in vars(Denoiser) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_a_record_around_a_denoiser_has_all_that_it_has(name: str) -> None:
+    inner: Any = SimpleNamespace(**{member: object() for member in MEMBERS}, cfg=object())
+    for around in (Plain(inner), Plain(Plain(inner)), *([Perturbed(inner)] if name != "prepare" else [])):
+        assert getattr(around, name) is getattr(inner, name)
+        assert around.cfg is inner.cfg
+    overridden = {name for kind in (Reusing, Controlled) for name in vars(kind)}
+    if name not in overridden:
+        assert getattr(Controlled(Reusing(inner, UNET, 1), ()), name) is getattr(inner, name)
+
+
+def test_a_network_around_that_of_a_checkpoint() -> None:
+    """Facts, and what a call adds to the network."""
+    networks = canvax.load("emoji").model.networks
+    mine = dataclasses.replace(networks, denoiser=Plain(networks.denoiser))
+    assert (mine.native_size, mine.size_numbers) == (networks.native_size, networks.size_numbers)
+    places = Places(2, 4)
+    inner = mine.denoiser_of(places=places, reuse_layers=1, perturbs=True)
+    assert inner.inputs((1, 8, 8, 32), {}, jnp.dtype) == networks.denoiser_of(places=places).inputs(
+        (1, 8, 8, 32), {}, jnp.dtype
+    )
+    assert copy.copy(mine) == pickle.loads(pickle.dumps(mine)) == mine
+    klein: Any = Networks(Plain(Flux2Denoiser(Flux2Config(), is_distilled=True)), Squares(), TextEncoders((Letters(),)))
+    assert klein.unguided
+    assert klein.denoiser_of(references=1024).base.references == 1024
+
+
+CELLS = {
+    "helper": "def boosted(x): return {gain} * x",
+    "denoiser": """
+@dataclass(frozen=True)
+class Mine(MlpDenoiser):
+    def apply(self, p, x, row, prepared, memory):
+        out, memory = MlpDenoiser.apply(self, p, x, row, prepared, memory)
+        return {gain} * boosted(out), memory
+""",
+    "text": """
+@dataclass(frozen=True)
+class Mine(Letters):
+    def encode(self, p, ids, skip):
+        return {{"text": {gain} * boosted(Letters.encode(self, p, ids, skip)["text"])}}
+""",
+    "vae": """
+import typing
+class Mine(typing.NamedTuple):
+    factor: int = FACTOR
+    latent_channels: int = CHANNELS
+    spec = property(lambda self: Squares().spec)
+
+    def decode(self, p, latents, *, tiled=False):
+        return Squares().decode(p, {gain} * boosted(latents))
+""",
+}
+"""Cells of a notebook, with a number to edit."""
+
+
+def run_cell(notebook: dict[str, Any], name: str, gain: float) -> None:
+    exec(CELLS[name].format(gain=gain), notebook)
+
+
+def networks_of(notebook: dict[str, Any], part: str) -> Networks:
+    mine = notebook["Mine"]()
+    return dataclasses.replace(NETWORKS, **{part: TextEncoders((mine,)) if part == "text" else mine})
+
+
+@pytest.mark.parametrize(("part", "method"), [("denoiser", "apply"), ("text", "encode"), ("vae", "decode")])
+def test_an_edited_network_is_another_program(
+    part: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defined again, and edited in place: neither in memory nor on disk is it taken for the old one."""
+    monkeypatch.setenv("CANVAX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(key, "edited", lambda: False)  # by whoever edits while the tests run
+    notebook = {**globals(), "__name__": "__main__"}
+    run_cell(notebook, "helper", 1.0)
+    run_cell(notebook, part, 1.0)
+    first, pipe = notebook["Mine"], pipeline_of(networks_of(notebook, part))
+    pixels = [draw(pipe).pixels]
+    assert draw(pipe).compilations == 0
+    assert not cache.programs()
+
+    def changed(pipe: canvax.StableDiffusion) -> bool:
+        pixels.append(draw(pipe).pixels)
+        return bool(np.abs(pixels[-1] - pixels[-2]).max() > 1e-3)
+
+    run_cell(notebook, "helper", 2.0)
+    assert changed(pipe)
+    run_cell(notebook, part, 3.0)
+    monkeypatch.setattr(first, method, vars(notebook["Mine"])[method])
+    assert changed(pipe)
+    run_cell(notebook, part, 5.0)
+    assert changed(pipeline_of(networks_of(notebook, part)))
+
+
+def test_an_edited_network_is_traced_again_in_loops_of_ones_own() -> None:
+    notebook, latents, decoded = dict(globals()), jnp.ones((1, 8, 8, CHANNELS)), []
+    run_cell(notebook, "helper", 1.0)
+    run_cell(notebook, "vae", 1.0)
+    pipe = pipeline_of(networks_of(notebook, "vae"))
+    for gain in (1.0, 2.0):
+        run_cell(notebook, "helper", gain)
+        decoded.append(pipe.decode(latents))
+    assert np.abs(decoded[0] - decoded[1]).max() > 1e-3
+
+
+def test_what_a_function_leaves_behind_is_no_edit(pipe: canvax.StableDiffusion) -> None:
+    """Nor is what a pipeline that it names has done since."""
+    seen = []
+
+    def rule(negative: Array, prompt: Array, scale: Array) -> Array:
+        seen.append((pipe, scale))
+        return prompt
+
+    images = [draw(pipe, guidance_method=rule) for _ in range(3)]
+    assert [image.compilations > 0 for image in images] == [True, False, False]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_code_of_the_package_is_the_users(preset: str) -> None:
+    assert foreign(PRESETS[preset], Kinds(), Guidance()) == ()
+
+
+def test_what_is_code_of_the_user() -> None:
+    assert foreign(NETWORKS, Kinds()) == foreign(NETWORKS, Kinds()) != ()
+    assert foreign(canvax.load("emoji").model.networks, Kinds(), Guidance()) == ()
+    wrapped = jax.jit(lambda *_: 0.0)
+    for value in (draw, partial(draw), lambda: draw, {"a": [draw]}, Perturbed(MlpDenoiser()), np.zeros(2000), wrapped):
+        assert foreign(value)
+
+
+PROCESS = """
+import sys
+from tests.test_new_family import *
+notebook = dict(globals())
+run_cell(notebook, "helper", 1.0)
+run_cell(notebook, "denoiser", float(sys.argv[1]))
+print(draw(pipeline_of(networks_of(notebook, "denoiser"))).pixels.std())
+"""
+
+
+@pytest.mark.slow
+def test_an_edited_network_in_a_second_process(tmp_path: Path) -> None:
+    environment = os.environ | {"CANVAX_CACHE_DIR": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", PROCESS, gain], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+        for gain in ("1", "5")
+    ]
+    assert printed[0] != printed[1]

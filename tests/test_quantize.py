@@ -22,7 +22,7 @@ from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import device_bytes
 from canvax.params import Params, count, flatten
 from canvax.pipelines.loaded import weight_bytes
-from canvax.quantize import KINDS, quantize, quantized_specs
+from canvax.quantize import KINDS, compute_dtype, quantize, quantized_specs
 
 WEIGHTS = ("int8", "float8")
 """Kinds that leave activations as they are."""
@@ -47,6 +47,16 @@ def psnr(a: np.ndarray, b: np.ndarray) -> float:
 @pytest.fixture(scope="module")
 def whole() -> np.ndarray:
     return draw(canvax.load("emoji", mesh=one_device()))
+
+
+@pytest.mark.parametrize("model", ["float32", "bfloat16", "float16"])
+def test_the_dtype_that_is_computed_in(model: str) -> None:
+    """Whatever the names and their order: some parameters are float32 always, and 8 bits are no dtype to compute in."""
+    narrow, wide, table = jnp.zeros(2, model), jnp.zeros(2, jnp.float32), jnp.zeros(2, jnp.int32)
+    layers = {"a_norm": {"weight": wide}, "kernel": narrow, "q": {"weight": table.astype(jnp.int8), "scale": wide}}
+    for names in (list(layers), list(reversed(layers))):
+        assert compute_dtype({"table": table, **{name: layers[name] for name in names}}) == model
+    assert compute_dtype({}) == compute_dtype({"q": layers["q"]}) == jnp.float32
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)

@@ -14,7 +14,10 @@ from jax.sharding import Mesh
 from test_specs import leaves_read
 
 from canvax.errors import CheckpointError
-from canvax.kernels.target import compiling_on
+from canvax.kernels.attention import attention
+from canvax.kernels.target import compiling_for, compiling_on
+from canvax.models import dit
+from canvax.models import krea2 as krea2_model
 from canvax.models.decoder_lm import DecoderConfig, decoder_lm, decoder_lm_spec
 from canvax.models.flux2 import Flux2Config, flux2, flux2_context, flux2_spec
 from canvax.models.krea2 import Krea2Config, krea2, krea2_context, krea2_spec
@@ -116,6 +119,35 @@ def test_devices_share_heads_and_feed_forward(cfg: Any) -> None:
         placed = place_all(spec, params, mesh)
         got = jax.jit(run)(placed, *(jax.device_put(x, over_batch(mesh)) for x in arrays))
     np.testing.assert_allclose(got, want, atol=2e-5 * float(np.abs(want).max()))
+
+
+@pytest.mark.parametrize("cfg", SMALL, ids=lambda cfg: type(cfg).__name__)
+def test_new_normalisations_scale_by_one(cfg: Any) -> None:
+    """Those of Krea 2 store the difference from 1."""
+    params = dict(flatten(init_params(model_of(cfg).spec, 0)))
+    norms = [leaf for name, leaf in params.items() if "norm" in name and leaf.ndim == 1 and "bias" not in name]
+    assert norms
+    assert all((np.asarray(leaf) + krea2_model.OFFSET * isinstance(cfg, Krea2Config) == 1).all() for leaf in norms)
+
+
+@pytest.mark.parametrize("cfg", [SMALL[0], SMALL[2]], ids=lambda cfg: type(cfg).__name__)
+def test_a_slot_without_a_prompt_attends_to_something(cfg: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels need a key for each query; a server's free slots have prompts of no length, less what is dropped."""
+    spec, run, inputs = model_of(cfg)
+    arrays = [jnp.ones((3, *shape), dtype) for dtype, shape in inputs]
+    arrays[2] = jnp.array([0, -34, 5], jnp.int32)
+    seen = []
+
+    def recorded(*arguments: Any, lengths: Any = None, **keywords: Any) -> Any:
+        if lengths is not None:
+            seen.append(np.asarray(lengths))
+        return attention(*arguments, lengths=lengths, **keywords)
+
+    monkeypatch.setattr(dit, "attention", recorded)
+    with compiling_for("none"):  # whose blocks are not traced apart
+        assert jnp.isfinite(run(init_params(spec, 0), *arrays)).all()
+    assert len(seen) > 1
+    assert all((lengths >= 1).all() for lengths in seen)
 
 
 @pytest.mark.parametrize(

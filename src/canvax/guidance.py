@@ -21,7 +21,7 @@ __all__ = ["PLAIN", "SETTINGS", "Guidance", "Method", "Rule", "compose", "guide"
 
 Rule = Callable[[Array, Array, Array], Array]
 """A method of one's own: (denoised image for the negative prompt, denoised image for the prompt, guidance scale) to the
-guided one. Images are [B, h, w, C] float32, the scale is [B]."""
+guided one. Images are [B, h, w, C] float32, the scale is [B]. Rows at scale 1 are the prompt's, whatever it returns."""
 
 SETTINGS: dict[str, dict[str, tuple[float, float, float]]] = {
     "cfg": {},
@@ -84,6 +84,19 @@ class Guidance:
         negative, conditional = outputs[:, 0], outputs[:, 1]
         if self.composes:
             conditional = compose(negative, outputs[:, 1:], row["weights"])
+        guided = self._guided(at, negative, conditional, row, further)
+        # As rows of an image that is alone are run, whatever the method makes of a scale that asks for nothing.
+        return jnp.where(_each(row["guidance"]) == 1, at(conditional + further), guided)
+
+    def _guided(
+        self,
+        at: Callable[[Array], Array],
+        negative: Array,
+        conditional: Array,
+        row: Mapping[str, Array],
+        further: Array | float,
+    ) -> Array:
+        """D of two outputs; ``at`` makes D of an output."""
         scale = row["guidance"]
         if self.method == "cfg":
             return at(guide(negative, conditional, scale, row["rescale"], further))

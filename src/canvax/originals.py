@@ -1,15 +1,22 @@
-"""Notices that a name of the code that programs are traced from was replaced, as researchers do with attention.
+"""Notices that code of a program is the user's: ``replaced`` names of canvax, and ``foreign`` networks and functions.
 
-What a module holds is remembered when its import ends, so that a replacement before the first call is noticed too. A
-program of replaced code is neither stored nor loaded, and a trace of other code is not used for it.
+Programs are traced from that code as it is in this process, under names that mean something else in the next one. So
+they are neither stored nor loaded, and a trace of other code is not used for them.
+
+What a module of canvax holds is remembered when its import ends, so that a replacement before the first call is noticed
+too, as researchers replace attention.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from functools import cached_property, partial
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 TRACED = (
@@ -63,6 +70,134 @@ def _remember(module: ModuleType) -> None:
     for value in list(names.values()):
         if isinstance(value, type) and value.__module__ == name:
             _originals[name, value.__qualname__] = _Originals(vars(value), tuple(vars(value).values()))
+
+
+_SCALARS = (type(None), bool, int, float, complex, str, bytes)
+_CONTAINERS = (tuple, list, set, frozenset)
+_HOLDERS = (partial, MethodType, property, classmethod, staticmethod, cached_property)
+_HELD = ("func", "args", "keywords", "__func__", "__self__", "fget")
+"""What ``_HOLDERS`` hold."""
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+"""Folders of code that nobody edits between two calls."""
+
+
+class _Same:
+    """A key of an object that is equal to that of no other, and keeps it alive."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def foreign(*values: Any) -> tuple[Any, ...]:
+    """Return a key of the code in ``values`` that is not canvax's; empty if there is none.
+
+    Searched are records, containers, partials and closures; of the user's code also the members of classes and the
+    globals that functions name. So classes of one name have different keys, and so has a function before and after it
+    was edited in place, as ``%autoreload`` of notebooks does. Numbers in records do not count: ``==`` tells them.
+    """
+    keys: list[Any] = []
+    visited: dict[int, Any] = {}  # which keeps them alive, so that ids stay theirs
+    found, waiting = False, [*values]
+    while waiting:
+        value = waiting.pop()
+        if type(value) not in _SCALARS and id(value) not in visited:
+            visited[id(value)] = value
+            code, theirs, parts = _looked_into(value)
+            keys += code
+            waiting += parts
+            found = found or theirs
+    return ("foreign", *keys) if found else ()
+
+
+def _looked_into(value: Any) -> tuple[list[Any], bool, list[Any]]:
+    """Return the keys of code, whether the value is none of canvax's, and its parts."""
+    if isinstance(value, FunctionType):
+        held = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *_cells(value)]
+        if _is_ours(value):
+            return [], False, [*held, vars(value)]
+        if not _is_library(value):
+            held += _named(value)
+        return [_Same(value), value.__code__, *map(_constant, held)], True, [*held, vars(value)]
+    if isinstance(value, type):
+        if _is_ours(value) or value in (*_SCALARS, *_CONTAINERS, *_HOLDERS, dict, object):
+            return [], False, []
+        if _is_library(value):
+            return [_Same(value)], True, []
+        members = [member for name, member in vars(value).items() if not name.startswith("__") or callable(member)]
+        return [_Same(value), *map(_constant, members)], True, [*value.__bases__, *members]
+    if isinstance(value, (dict, MappingProxyType)):
+        return [], False, [*value.values()]
+    if isinstance(value, _HOLDERS):
+        return [], False, [type(value), *(getattr(value, name, None) for name in _HELD)]
+    if isinstance(value, _CONTAINERS):
+        return [], False, [type(value), *value]
+    if _is_library(type(value)):  # an array, or a function that ``jax.jit`` wraps
+        return [], True, [getattr(value, "__wrapped__", None)]
+    if _is_ours(type(value)):
+        return [], False, [getattr(value, field.name) for field in _fields(value)]
+    slots = (name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()))
+    state = [getattr(value, name, None) for name in slots if name not in ("__dict__", "__weakref__")]
+    return [], False, [type(value), getattr(value, "__dict__", None), *state]
+
+
+def _constant(value: Any) -> Any:
+    """Return a key of a value that code has, or that is a global of it. Pipelines are not kept alive."""
+    if type(value) in _SCALARS:
+        return repr(value)
+    return None if _is_ours(type(value)) else _Same(value)
+
+
+def _fields(value: Any) -> list[Any]:
+    """Return the fields by which a record of canvax is compared; none of what is no record, such as a pipeline."""
+    record = is_dataclass(value) and type(value).__hash__ is not object.__hash__
+    return [field for field in fields(value) if field.compare] if record else []
+
+
+def _cells(function: FunctionType) -> Iterator[Any]:
+    """Yield the values of a closure."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # empty
+            yield cell.cell_contents
+
+
+def _named(function: FunctionType) -> Iterator[Any]:
+    """Yield the globals that a function names, and of the user's modules what it names in them."""
+    names, codes = set[str](), [function.__code__]
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    spaces = [function.__globals__]
+    while spaces:
+        space = spaces.pop()
+        for value in (space[name] for name in sorted(names & space.keys())):
+            if not isinstance(value, ModuleType):
+                yield value
+            elif not _is_ours(value) and not _is_library(value):
+                spaces.append(vars(value))
+
+
+def _module(value: Any) -> str:
+    """Return the name of the module that a class or function is of; of a module its name."""
+    return value.__name__ if isinstance(value, ModuleType) else value.__module__ or ""
+
+
+def _is_ours(value: Any) -> bool:
+    return _module(value).partition(".")[0] == "canvax"
+
+
+def _is_library(value: Any) -> bool:
+    name = _module(value)
+    if name == "__main__":  # where a notebook's cells are, whatever file started the process
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return name.partition(".")[0] in sys.stdlib_module_names or file.startswith(_LIBRARIES)
 
 
 class _Finder:

@@ -21,11 +21,12 @@ from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from canvax.errors import InputError, nearest
-from canvax.params import Param, Params, Spec, flatten
+from canvax.params import Param, Params, Spec
 from canvax.types import DType, HostArray
 
 KINDS: Mapping[str, str] = {
@@ -65,8 +66,17 @@ def scale_of(weight: str, names: Container[str]) -> str | None:
 
 
 def compute_dtype(p: Params) -> DType:
-    """Returns the dtype that a network with parameters ``p`` computes in: that of its weights wider than 8 bits."""
-    return next(leaf.dtype for name, leaf in flatten(p) if name.endswith("weight") and leaf.dtype.itemsize > 1)
+    """Returns the dtype that a network with parameters ``p`` computes in: the narrowest float of more than 8 bits.
+
+    A few parameters of a network may be float32 whatever the model's dtype is (``Param.dtype``). A network without
+    parameters computes in float32.
+    """
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(p) if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    return min((dtype for dtype in dtypes if dtype.itemsize > 1), key=_width, default=jnp.dtype(jnp.float32))
+
+
+def _width(dtype: DType) -> tuple[int, str]:
+    return dtype.itemsize, dtype.name
 
 
 def check_kind(kind: str | None, *, trained: bool = False) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,17 @@ def test_single_files(files: dict[str, Path], folder: Path, wanted: canvax.Stabl
     pipe = load(base, files, vae=folder, text_encoder=folder)
     assert (pipe.model.defaults.num_inference_steps, pipe.model.networks.denoiser.distilled) == (50, False)
     assert_same(pipe.params, wanted.params)
+
+
+def test_the_name_of_a_file_tells_what_its_arrays_do_not(files: dict[str, Path], tmp_path: Path) -> None:
+    """Where it does not, the model is taken for the distilled one, with a warning."""
+    for name, distilled in (("my-klein", True), ("mine-base", False), ("mine", None)):
+        model = shutil.copy(files["model"], tmp_path / f"{name}.safetensors")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            pipe = load(model, files)
+        assert [one.category for one in caught] == [canvax.HintWarning] * (distilled is None)
+        assert pipe.model.networks.denoiser.distilled == (distilled is not False)
 
 
 @pytest.mark.parametrize("marker", ["scale_weight", "weight_scale"])

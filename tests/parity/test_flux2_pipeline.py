@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shlex
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -346,6 +347,35 @@ def test_what_it_does_not_do(klein: Model, argument: str, changes: dict[str, Any
     with pytest.raises(canvax.InputError) as caught:
         klein.draw(**{"options": None, "latents": None, **changes})
     assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize(("argument", "changes"), [
+    ("scheduler", {"scheduler": {"_class_name": "EulerDiscreteScheduler"}}),
+    ("scheduler", {"scheduler": {"_class_name": "UniPCMultistepScheduler", "prediction_type": "v_prediction"}}),
+    ("prediction_type", {"prediction_type": "epsilon"}),
+])  # fmt: skip
+def test_a_flow_model_takes_no_other_schedule(klein: Model, argument: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(canvax.InputError) as caught:
+        canvax.load(klein.folder, **changes)
+    assert caught.value.argument == argument
+    flow = {"_class_name": "UniPCMultistepScheduler", "prediction_type": "flow_prediction", "use_flow_sigmas": True}
+    assert canvax.load(klein.folder, scheduler=flow).model.scheduler.schedule.is_flow
+
+
+def test_a_checkpoint_with_the_scheduler_of_a_diffusion_model(klein: Model, tmp_path: Path) -> None:
+    folder, name = shutil.copytree(klein.folder, tmp_path / "other"), "EulerDiscreteScheduler"
+    changes = {"model_index.json": {"scheduler": ["diffusers", name]}, "scheduler/scheduler_config.json": {}}
+    for path, changed in changes.items():
+        config = {**json.loads((folder / path).read_text()), **(changed or {"_class_name": name})}
+        (folder / path).write_text(json.dumps(config))
+    with pytest.raises(canvax.CheckpointError):
+        canvax.load(folder)
+
+
+def test_a_checkpoint_that_reads_the_guidance_scale(tmp_path: Path) -> None:
+    """As FLUX.2 dev does."""
+    with pytest.raises(canvax.CheckpointError):
+        canvax.load(build(tmp_path, guidance_embeds=True))
 
 
 Changes = Mapping[str, tuple[np.ndarray, np.ndarray]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,18 @@ def test_single_files(files: dict[str, Path], wanted: np.ndarray, tmp_path: Path
     assert pipe.model.overrides.keys() == {"vae", "text_encoder", "tokenizer"}
     assert pipe.model.defaults.num_inference_steps == 8
     assert load(model, **parts(files), scheduler={"shift": 6.0}).model.defaults.num_inference_steps == 50
+
+
+def test_the_name_of_a_file_tells_what_its_arrays_do_not(files: dict[str, Path], tmp_path: Path) -> None:
+    """Where neither it nor the caller does, the model is taken for Turbo, with a warning."""
+    base: dict[str, Any] = {"scheduler": {"shift": 6.0}}
+    for name, given, steps in (("turbo", {}, 8), ("base", {}, 50), ("mine", {}, 8), ("mine", base, 50)):
+        model = shutil.copy(files["model"], tmp_path / f"{name}.safetensors")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            pipe = load(model, **parts(files), **given)
+        assert [one.category for one in caught] == [canvax.HintWarning] * ((name, given) == ("mine", {}))
+        assert pipe.model.defaults.num_inference_steps == steps
 
 
 @pytest.mark.slow

@@ -266,7 +266,8 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
     )
     if not arguments.quiet:
         for name, reason in pipe.model.reasons.items():
-            complain(f"{name.replace('_', ' ')}: {reason}", label="")
+            if ", a guess" not in reason:  # which was a warning
+                complain(f"{name.replace('_', ' ')}: {reason}", label="")
     pipe = with_networks(pipe, arguments)
     load_adapters(pipe, arguments)
     return pipe

@@ -43,7 +43,6 @@ class Program:
         inputs: shapes, dtypes and shardings of its other arguments.
         places: slots of unmerged adapters, for the components that have such slots.
         facts: what ``canvax cache`` tells of it.
-        stored: whether other processes may have it. A function of the user has no name that they know.
     """
 
     name: str
@@ -52,7 +51,6 @@ class Program:
     inputs: tuple[Any, ...]
     places: Places | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
-    stored: bool = True
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from canvax.models.controlled import encode_control
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.networks import Networks
 from canvax.models.text import IMAGE_ENCODER, IMAGE_PROMPTS, encode_text
-from canvax.originals import replaced
+from canvax.originals import foreign, replaced
 from canvax.parallel.mesh import over_batch, padded_batch, replicated
 from canvax.params import Params
 from canvax.quantize import compute_dtype
@@ -109,7 +109,8 @@ class Programs:
         # Looking at the thousands of arrays of a model takes 3 to 30 ms, which a call like one before need not do. A
         # few are kept, for who goes to and fro between tasks or sizes. What differs soonest is compared first.
         leaves, structure = jax.tree.flatten(params)
-        asked = latents, kinds, jax.config.values["jax_default_matmul_precision"], replaced(), structure
+        code = replaced(), foreign(self.networks, kinds)
+        asked = latents, kinds, jax.config.values["jax_default_matmul_precision"], code, structure
         for last in tuple(self._answers):
             if last.asked == asked and all(ref() is leaf for ref, leaf in zip(last.leaves, leaves, strict=True)):
                 return last.ready
@@ -244,8 +245,7 @@ class Programs:
         static: dict[str, Any] = {"denoiser": denoiser, "guidance": guidance}
         components = (denoiser.component, *kinds.controls) if kinds.controls else denoiser.component
         facts = {"batch": batch, **size, "guided": guided, "reuse": kinds.deep_layers > 0}
-        stored = isinstance(guidance.method, str)
-        return Program("denoiser", partial(denoise, **static), components, (inputs,), kinds.places, facts, stored)
+        return Program("denoiser", partial(denoise, **static), components, (inputs,), kinds.places, facts)
 
     def _split(self, shapes: Any) -> Any:
         """Shapes of arrays that are split over the batch."""
@@ -267,7 +267,8 @@ class Programs:
         signature = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         ambient = jax.config.values["jax_default_matmul_precision"]  # may be set around a single image
         static = tuple(sorted(program.function.keywords.items(), key=str))
-        return _Call(program, arguments, (program.name, static, structure, signature, ambient, replaced()))
+        code = replaced(), foreign(program.function.keywords)
+        return _Call(program, arguments, (program.name, static, structure, signature, ambient, code))
 
     def _made(self, call: _Call, announce: BuildCallback | None) -> Callable[..., Any]:
         """The program, compiled by one thread alone."""
@@ -300,7 +301,7 @@ class Programs:
         return entries[0].beside(name, entries[1:]) if len(entries) == len(wanted) else None
 
     def _entry(self, call: _Call) -> CacheEntry | None:
-        if not call.program.stored:
+        if foreign(call.program.function):  # whose names mean something else in other processes
             return None
         decisive = {"precision": self.precision, "stacked": self.stacked}
         description = call.program.description(call.arguments[0])

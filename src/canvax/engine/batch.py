@@ -250,11 +250,16 @@ class Batch:
         """Rows until the next image finishes; 0 if none is on its way."""
         return min((run.left for run in self._runs if run is not None and run.left), default=0)
 
-    @property
-    def state(self) -> Array:
-        """The state of all slots [B, K, h, w, C] float32 on the devices; slot 0 of K is x."""
+    def samples(self, *, on_device: bool = False) -> Array:
+        """Return x of all slots [B, h, w, C] float32, on the devices.
+
+        It is cut out of the state on the host, where nothing compiles, or ``on_device``.
+        """
         assert self._flight is not None
-        return self._outside(self._flight.state)
+        state, shape = self._flight.state, self.latents[1:]
+        if on_device:
+            return jax.device_put(state[:, 0].reshape(-1, *shape), self._split)
+        return map_parts(lambda part: part[:, 0].reshape(-1, *shape), state)
 
     def _inside(self, array: Any) -> Any:
         """An array [..., h, w, C] with the height and width of the loop; others, of fewer axes, as they are."""

@@ -235,12 +235,12 @@ class Model:
         Raises:
             CheckpointError: the model has another denoiser.
         """
-        if not isinstance(self.networks.denoiser, UNetDenoiser):
+        if self.networks.unet is None:
             raise CheckpointError(
                 f"{self.name} is a {self.family.name} model, which has no UNet; ControlNets, IP-Adapters and training "
                 "other than of a LoRA are for Stable Diffusion 1.x, 2.x and XL"
             )
-        return self.networks.denoiser.cfg
+        return self.networks.unet
 
     @property
     def vae(self) -> Any:

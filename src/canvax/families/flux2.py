@@ -42,6 +42,11 @@ def read(files: ModelFiles) -> Networks:
     """The transformer reads three layers of the language model side by side; ``is_distilled`` is in the index."""
     check_components(files, CLASSES)
     transformer, lm = parsed(Flux2Config, files, "transformer"), parsed(DecoderConfig, files, FIRST)
+    if transformer.guidance_embeds:
+        raise CheckpointError(
+            f"{files}: its transformer reads the guidance scale (guidance_embeds), as that of FLUX.2 dev does; "
+            "take FLUX.2 klein, whose transformer does not"
+        )
     vae = Flux2Autoencoder(parsed(Flux2VaeConfig, files, "vae"))
     *earlier, tap = taps(lm.num_hidden_layers)
     text = LanguageModel(lm, tap, tuple(earlier), ROWS)

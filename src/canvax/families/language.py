@@ -57,7 +57,6 @@ def language_model_entries(encoder: TextEncoder, entries: Sequence[Entry]) -> li
 
 
 def unused_options(model: Model) -> Mapping[str, str]:
-    """Options of SDXL and of UNets."""
+    """Options of SDXL."""
     del model
-    of_sd = dict.fromkeys((*SECOND_PROMPTS, *SIZES, *TARGET_SIZES, *AESTHETICS), "it is not an SDXL model")
-    return {**of_sd, **dict.fromkeys(("pag_scale", "pag_adaptive_scale"), "its attention cannot be perturbed")}
+    return dict.fromkeys((*SECOND_PROMPTS, *SIZES, *TARGET_SIZES, *AESTHETICS), "it is not an SDXL model")

@@ -69,15 +69,39 @@ def family_of_preset(name: str) -> Family:
     return others.get(name, SD)
 
 
-def _read_scheduler(files: ModelFiles) -> Scheduler:
+def _read_scheduler(files: ModelFiles, networks: Networks) -> Scheduler:
     family = family_of(files.index)
     try:
         scheduler = from_scheduler_config(family.scheduler_config(_scheduler_config(files)))
     except InputError as error:
         raise CheckpointError(f"{files}: {error}") from error
+    _check_prediction(files, networks, scheduler)
     return replace(
         scheduler, schedule=replace(family.schedule(files, scheduler.schedule), even_times=family.even_times)
     )
+
+
+def _check_prediction(files: ModelFiles, networks: Networks, scheduler: Scheduler) -> None:
+    """Check that the schedule is that of a flow, if the denoiser gives the velocity of one.
+
+    Raises:
+        InputError: an argument of the caller says otherwise.
+        CheckpointError: the checkpoint does.
+    """
+    kind, schedule = networks.prediction, scheduler.schedule
+    if kind != "flow_prediction":  # what a UNet predicts its scheduler alone says
+        return
+    if files.overrides.get("prediction_type", kind) != kind:
+        problem = f"does not go with {files.name}, a flow model"
+        raise InputError("prediction_type", files.overrides["prediction_type"], problem, "leave it out")
+    if not schedule.is_flow:
+        name, flow = _scheduler_config(files)["_class_name"], "FlowMatchEulerDiscreteScheduler"
+        problem = f"is for models that predict {schedule.prediction_type}, and {files.name} is a flow model"
+        if "scheduler" in files.overrides:
+            raise InputError("scheduler", name, problem, f"leave it out, or take {flow}")
+        raise CheckpointError(
+            f"{files}: its scheduler, {name}, {problem}; load it with scheduler={{'_class_name': {flow!r}}}"
+        )
 
 
 def _defaults_of(files: ModelFiles, networks: Networks, scheduler: Scheduler) -> Defaults:
@@ -92,7 +116,7 @@ def read_usual(files: ModelFiles, networks: Networks) -> Defaults:
     Raises:
         CheckpointError: as ``read_model``.
     """
-    return _defaults_of(files, networks, _read_scheduler(files))
+    return _defaults_of(files, networks, _read_scheduler(files, networks))
 
 
 def read_model(files: ModelFiles, dtype: DType, quantize: str | None = None) -> Model:
@@ -108,7 +132,10 @@ def read_model(files: ModelFiles, dtype: DType, quantize: str | None = None) -> 
             f"{files}: canvax does not use its {', '.join(extra)}; images may be others than it was made for",
             HintWarning,
         )
-    scheduler = _read_scheduler(files)
+    for name, reason in files.reasons.items():
+        if ", a guess" in reason:
+            warn(f"{files}: {name}: {reason}", HintWarning)
+    scheduler = _read_scheduler(files, networks)
     return Model(
         files=files,
         family=family,

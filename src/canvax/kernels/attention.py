@@ -34,9 +34,10 @@ def attention(
     Returns:
         [B, Tq, N, Dh] in the dtype of ``v``.
     """
-    if k.shape[2] != q.shape[2]:
-        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     form = None if causal else _special_form(q, k)  # a kernel does not pay off for the 77 tokens of a text encoder
+    groups = k.shape[2]
+    if groups != q.shape[2] and not (form is gpu.attend_by_cudnn and groups % weight_shards() == 0):
+        k, v = (jnp.repeat(x, q.shape[2] // groups, axis=2) for x in (k, v))
     if upcast and form not in (gpu.attend_by_cudnn, tpu.attend_by_flash):  # their scores are always float32
         q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if form is not None:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from canvax.errors import warn
-from canvax.originals import replaced
+from canvax.originals import foreign, replaced
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,23 @@ def plain_kernels() -> AbstractContextManager[None]:
 
 
 def jitted(function: Callable[..., Any], *, static_argnames: str | Sequence[str]) -> Callable[..., Any]:
-    """``jax.jit`` that traces again if code of canvax was replaced; static arguments must be passed by keyword."""
+    """``jax.jit`` that traces again if code of canvax was replaced or a static argument's code was edited.
+
+    Static arguments must be passed by keyword.
+    """
+    names = [static_argnames] if isinstance(static_argnames, str) else static_argnames
 
     def inside(code: Any, *arrays: Any, **keywords: Any) -> Any:
         del code
         return function(*arrays, **keywords)
 
     call = jax.jit(inside, static_argnums=0, static_argnames=static_argnames)
-    return lambda *arrays, **keywords: call(replaced(), *arrays, **keywords)
+
+    def jitted_call(*arrays: Any, **keywords: Any) -> Any:
+        static = [keywords[name] for name in names if name in keywords]
+        return call((replaced(), foreign(static)), *arrays, **keywords)
+
+    return jitted_call
 
 
 def traced(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from canvax.nn import LOW_RANK, SHARE
-from canvax.params import Param, Params, Spec, flatten
+from canvax.params import Axis, Param, Params, Spec, flatten
 from canvax.types import Array
 
 ADAPTERS = "adapters"
@@ -31,8 +31,6 @@ LAYERS: Mapping[str, str] = {
     "all": "every matrix and convolution",
 }
 """Which layers of a network have places."""
-
-_ATTENTION = (".to_q", ".to_k", ".to_v", ".to_out.0", ".q_proj", ".k_proj", ".v_proj", ".out_proj")
 
 
 @dataclass(frozen=True)
@@ -99,8 +97,9 @@ def _adaptable(spec: Spec, layers: str) -> Iterator[tuple[str, Param]]:
         name = path.removesuffix(".weight")
         if name == path or param.layout == "plain":
             continue
-        attention = name.endswith(_ATTENTION)
-        transformer = attention or ".attentions." in name or ".mlp." in name or ".feed_forward." in name
+        axes = {axis.name if isinstance(axis, Axis) else axis for axis in param.axes}
+        attention = "heads" in axes
+        transformer = attention or "mlp" in axes or ".attentions." in name  # whose projections have no such axis
         if {"attention": attention, "transformer": transformer, "all": True}[layers]:
             yield name, param
 

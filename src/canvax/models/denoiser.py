@@ -8,8 +8,8 @@ ControlNet (``canvax.models.controlled``), reused features (``canvax.models.deep
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -265,10 +265,15 @@ class UNetDenoiser(Denoiser):
         return unet_reusing(p, x, context, self.cfg, layers=layers, recall=recall)
 
 
+def _of_base(name: str) -> Any:
+    return property(lambda self: getattr(self.base, name))
+
+
 class Around(Denoiser):
-    """A record around another denoiser, whose parameters it has."""
+    """A record around another denoiser, whose parameters it has. What it does not define is that of the other one."""
 
     base: Denoiser
+    prepare, apply = _of_base("prepare"), _of_base("apply")
 
     @property
     def component(self) -> str:
@@ -278,34 +283,23 @@ class Around(Denoiser):
     def spec(self) -> Spec:
         return self.base.spec
 
-    def loop_size(self, height: int, width: int) -> tuple[int, int]:
-        return self.base.loop_size(height, width)
+    def __getattr__(self, name: str) -> Any:
+        """Return what only the other one has, such as its config."""
+        if name.startswith("__") or name == "base":  # which a copy asks for before it has any
+            raise AttributeError(name)
+        return getattr(self.base, name)
 
-    def size_inputs(self, height: int, width: int) -> dict[str, int]:
-        return self.base.size_inputs(height, width)
 
-    def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Shapes:
-        return self.base.inputs(latents, text, dtype)
+for _name in vars(Denoiser).keys() - vars(Around).keys():
+    if not _name.startswith("_"):
+        setattr(Around, _name, _of_base(_name))
 
-    @property
-    def columns(self) -> Shapes:
-        return self.base.columns
 
-    @property
-    def shared(self) -> Shapes:
-        return self.base.shared
-
-    def shared_of(self, columns: Mapping[str, HostArray]) -> dict[str, HostArray]:
-        return self.base.shared_of(columns)
-
-    def memory(self, latents: Sequence[int], dtype: Callable[[str], DType]) -> Any:
-        return self.base.memory(latents, dtype)
-
-    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> Any:
-        return self.base.prepare(p, conditions, latents)
-
-    def apply(self, p: Params, x: Array, row: Row, prepared: Any, memory: Any) -> tuple[Array, Any]:
-        return self.base.apply(p, x, row, prepared, memory)
+def with_fields(denoiser: Denoiser, **fields: Any) -> Denoiser:
+    """Return a denoiser with other values of its fields; of a record around others, those of the innermost one."""
+    if isinstance(denoiser, Around):
+        return replace(cast("Any", denoiser), base=with_fields(denoiser.base, **fields))
+    return replace(cast("Any", denoiser), **fields)
 
 
 @dataclass(frozen=True)

@@ -113,9 +113,9 @@ def squares(tokens: int, width: Array) -> Squares:
     return Squares(latents.reshape(len(width), -1), quarters)
 
 
-def rms_norm_spec(channels: int, dtype: str | None = None) -> Spec:
+def rms_norm_spec(channels: int) -> Spec:
     """The scale of a root-mean-square normalisation."""
-    return {"weight": Param((channels,), (None,), init="ones", dtype=dtype)}
+    return {"weight": Param((channels,), (None,), init="ones")}
 
 
 def rms_norm(p: Params, x: Array, *, eps: float, offset: float = 0.0) -> Array:
@@ -163,9 +163,9 @@ def swiglu(p: Params, x: Array, names: tuple[str, str, str] = ("gate", "up", "do
     return linear(p[down], jax.nn.silu(linear(p[gate], x)) * linear(p[up], x))
 
 
-def qk_norm_spec(head_dim: int, names: tuple[str, str] = ("norm_q", "norm_k"), dtype: str | None = None) -> Spec:
+def qk_norm_spec(head_dim: int, names: tuple[str, str] = ("norm_q", "norm_k")) -> Spec:
     """Normalisations of queries and keys, over the channels of a head."""
-    return {name: rms_norm_spec(head_dim, dtype) for name in names}
+    return {name: rms_norm_spec(head_dim) for name in names}
 
 
 def self_attention_spec(width: int, heads: int, head_dim: int, kv_heads: int | None = None) -> Spec:

@@ -25,9 +25,7 @@ from canvax.models.dit import (
     Squares,
     grid_ids,
     modulated,
-    qk_norm_spec,
     rms_norm,
-    rms_norm_spec,
     rotary_embedding,
     rotated,
     self_attention,
@@ -137,13 +135,14 @@ def krea2_spec(cfg: Krea2Config) -> Spec:
 
 
 def _norm_spec(channels: int) -> Spec:
-    return rms_norm_spec(channels, dtype="float32")
+    """The scale of a normalisation, as its difference from 1 (``OFFSET``)."""
+    return {"weight": Param((channels,), (None,), init="zeros", dtype="float32")}
 
 
 def _block_spec(width: int, heads: int, groups: int, inner: int) -> Spec:
     head_dim = width // heads
     gate = {"to_gate": linear_spec(width, width, ("embed", Axis("heads", heads)), bias=False)}
-    norms = qk_norm_spec(head_dim, dtype="float32")
+    norms = {name: _norm_spec(head_dim) for name in ("norm_q", "norm_k")}
     return {
         "norm1": _norm_spec(width),
         "norm2": _norm_spec(width),
@@ -181,6 +180,7 @@ def krea2_context(
         tokens: how many tokens an image has, L.
     """
     batch, rows, layers, channels = text.shape
+    lengths = jnp.maximum(lengths, 1)  # a slot of a batch without an image has no prompt
     fusion = p["text_fusion"]
     with jax.named_scope("text_fusion"):
         h = text.reshape(batch * rows, layers, channels)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from canvax.models.beside import Places
+from canvax.models.configs import UNetConfig
 from canvax.models.controlled import Control, Controlled
 from canvax.models.decode import Autoencoder, autoencoder_of
-from canvax.models.denoiser import Denoiser, Perturbed, Reusing, UNetDenoiser
+from canvax.models.denoiser import Denoiser, Perturbed, Reusing, with_fields
 from canvax.models.text import IMAGE_ENCODER, TextEncoders
 from canvax.params import Spec
 from canvax.quantize import quantized_specs
@@ -33,8 +34,8 @@ class Networks:
         denoiser: the network inside the loop, a ``canvax.models.denoiser.Denoiser``.
         vae: the autoencoder, a ``canvax.models.decode.Autoencoder``, or its config.
         text: the text encoders.
-        prediction: what the denoiser was trained to give, "epsilon" or "v_prediction"; a checkpoint's scheduler says it
-            for itself.
+        prediction: what the denoiser was trained to give: "flow_prediction", whose checkpoints need the scheduler of a
+            flow; "epsilon" or "v_prediction", where a checkpoint's scheduler says it for itself.
         controls: networks that read control images, by the name of their component.
         ip_adapters: networks that read image prompts, likewise.
         image_encoder: what makes of an image prompt what they read; None without.
@@ -73,8 +74,8 @@ class Networks:
             reuse_layers: ``layers`` of ``canvax.models.denoiser.Reusing``; 0 without.
             references: tokens of reference images; 0 without.
         """
-        denoiser: Denoiser = replace(self.denoiser, places=places) if places else self.denoiser
-        denoiser = replace(denoiser, references=references) if references else denoiser  # pyright: ignore
+        fields = {name: value for name, value in (("places", places), ("references", references)) if value}
+        denoiser = with_fields(self.denoiser, **fields) if fields else self.denoiser
         denoiser = Perturbed(denoiser) if perturbs else denoiser
         denoiser = Reusing(denoiser, self.denoiser.cfg, reuse_layers) if reuse_layers else denoiser
         nets = tuple((name, net) for name, net in self.controls if name in controls)
@@ -157,5 +158,10 @@ class Networks:
     @property
     def size_numbers(self) -> int:
         """How many numbers about an image the denoiser is conditioned on, SDXL's ``time_ids``; 0 for none."""
-        unet = isinstance(self.denoiser, UNetDenoiser)
-        return self.denoiser.cfg.time_ids(self.text.pooled_width) if unet else 0
+        return self.unet.time_ids(self.text.pooled_width) if self.unet else 0
+
+    @property
+    def unet(self) -> UNetConfig | None:
+        """Config of the UNet; None for another kind of denoiser."""
+        cfg = getattr(self.denoiser, "cfg", None)
+        return cfg if isinstance(cfg, UNetConfig) else None

@@ -109,7 +109,9 @@ def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditi
     denoiser = model.networks.denoiser
     weights = _weights(model, params, denoiser.component)
     latents = _latents(model, latents)
-    _check_conditions(model, conditions, len(latents))
+    _check_conditions(model, conditions, count := len(latents))
+    arrays = {name: jnp.asarray(array) for name, array in conditions.items()}
+    conditions = {name: jnp.broadcast_to(array, (count, *array.shape[1:])) for name, array in arrays.items()}
     timesteps = numbers("timestep", timestep)
     # Of an array on a device nobody asks: a loop would wait for it in each step. EDM's timesteps may be negative.
     if isinstance(timestep, int | float | np.ndarray | np.generic):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from PIL import Image
@@ -27,7 +26,7 @@ from canvax.images.masks import resized
 from canvax.parallel import multihost
 from canvax.parallel.memory import check_least, check_programs
 from canvax.parallel.mesh import over_batch, padded_batch
-from canvax.parallel.place import local_rows, map_parts, put
+from canvax.parallel.place import local_rows, put
 from canvax.params import Params
 from canvax.pipelines.checks import MAX_SIDE, check_latents, check_steps, is_tiled
 from canvax.pipelines.options import Step
@@ -75,12 +74,9 @@ def text_to_image(
         batch, keep = prepare(model, programs, params, request, ready, table, deep, tables)
     with clock("denoise"):
         denoise(batch, request, table, display, spread=spread, keep=keep)
-        if request.on_device:
-            indices, samples = list(range(count)), jax.device_put(batch.state[:, 0], over_batch(mesh))
-            rows: Any = samples[:count]
-        else:
-            indices, slots = local_rows(batch.state, count)
-            rows, samples = slots[:, 0], map_parts(lambda part: part[:, 0], batch.state)
+        samples = batch.samples(on_device=request.on_device)
+        rows: Any
+        indices, rows = (list(range(count)), samples[:count]) if request.on_device else local_rows(samples, count)
     del batch  # with its copy of weights that wait elsewhere
     with clock("decode"):
         pixels: Any = np.zeros((0, request.height, request.width, 3), np.float32)
@@ -191,12 +187,12 @@ def denoise(
             bar.advance(left - batch.rows_left)
             display.stepped()
             if keep is not None:
-                latents = local_rows(batch.state, count)[1][:, 0]
+                latents = local_rows(batch.samples(), count)[1]
                 batch.replace(keep(latents, total - batch.rows_left))
             if callback:
                 row = total - batch.rows_left - 1
                 assert batch.denoised is not None
-                latents, denoised = local_rows(batch.state, count)[1][:, 0], local_rows(batch.denoised, count)[1]
+                latents, denoised = local_rows(batch.samples(), count)[1], local_rows(batch.denoised, count)[1]
                 step = Step(row, total, float(table.timestep[row]), latents.copy(), denoised)
                 returned = callback(step)
                 if isinstance(returned, bool | np.bool_) and not returned:

@@ -282,6 +282,10 @@ def check_for_model(options: Options, model: Model) -> None:
                 f"is not supported by {model.name}, which is not guided by a negative prompt",
                 "leave it out",
             )
+    for name in ("pag_scale", "pag_adaptive_scale"):
+        if model.networks.unet is None and name in options.changed():
+            problem = f"is not supported by {model.name}: its attention cannot be perturbed"
+            raise InputError(name, NO_VALUE, problem, "leave it out")
     check_clip_skip(options.clip_skip, model)
     check_layers(options.reuse_layers, model)
     if options.reuse > 1 and not model.networks.denoiser.most_layers:

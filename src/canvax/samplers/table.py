@@ -3,8 +3,8 @@
     denoised  D = p * x + q * output,  output = network(c_in * x, timestep)
     state'      = M @ [state; D; noise]            slot 0 of the state is x
 
-`x` is in the variance-preserving frame, x = alpha * x0 + sigma * eps with alpha^2 + sigma^2 = 1. After the last row
-slot 0 is the sample.
+Before each row x = alpha * x0 + std * eps: alpha^2 + std^2 = 1 in tables of diffusion models (the variance-preserving
+frame), alpha + std = 1 in those of flow models. After the last row slot 0 is the sample.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from canvax.kernels.target import compiling_on
 from canvax.models.configs import AutoencoderConfig, TinyConfig
 from canvax.models.decode import Autoencoder, autoencoder_of
 from canvax.models.text import Conditions, TextEncoders, encode_text
+from canvax.originals import foreign
 from canvax.parallel.mesh import over_batch, padded_batch, replicated
 from canvax.params import Params
 from canvax.types import Array, HostArray
@@ -43,7 +44,8 @@ def encode_pictures(
         raise InputError(
             "vae", NO_VALUE, "is an AutoencoderTiny, which is for looking", "train with the model's autoencoder"
         )
-    return by_batches(_encoder(autoencoder_of(cfg), mesh), p, pixels, mesh, padded_batch(batch, mesh))
+    autoencoder, batch = autoencoder_of(cfg), padded_batch(batch, mesh)
+    return by_batches(_encoder(autoencoder, mesh, foreign(autoencoder)), p, pixels, mesh, batch)
 
 
 def encode_captions(
@@ -58,11 +60,14 @@ def encode_captions(
         mesh: the devices.
         batch: captions encoded at once.
     """
-    return by_batches(_text_encoder(text, mesh), p, dict(ids), mesh, padded_batch(check_count("batch", batch), mesh))
+    batch = padded_batch(check_count("batch", batch), mesh)
+    return by_batches(_text_encoder(text, mesh, foreign(text)), p, dict(ids), mesh, batch)
 
 
 @lru_cache(maxsize=4)
-def _text_encoder(text: TextEncoders, mesh: Mesh) -> Any:
+def _text_encoder(text: TextEncoders, mesh: Mesh, code: tuple[Any, ...]) -> Any:
+    del code
+
     def encode(p: Params, ids: dict[str, Array]) -> Conditions:
         return encode_text(p, ids, jnp.int32(0), cfg=text)
 
@@ -75,8 +80,9 @@ def as_input(pixels: Array) -> Array:
 
 
 @lru_cache(maxsize=4)
-def _encoder(autoencoder: Autoencoder, mesh: Mesh) -> Any:
+def _encoder(autoencoder: Autoencoder, mesh: Mesh, code: tuple[Any, ...]) -> Any:
     """Returns the compiled encoder; cached, since a new function would be compiled again for every set of images."""
+    del code
 
     def encode(p: Params, images: Array) -> Array:
         mean, _ = autoencoder.encode(p, images.astype(jnp.float32) / 255)

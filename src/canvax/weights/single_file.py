@@ -131,12 +131,6 @@ def open_single_file(name: str, path: Path, *, prediction: str | None = None, va
             f"{name}: its header says {_STATED}={stated!r:.80}, which canvax does not know ('v' and 'epsilon' are "
             f"usual); read as {predicts}. prediction_type= or --prediction-type sets another one"
         )
-    if why.startswith("a guess"):
-        other = "epsilon" if predicts == "v_prediction" else "v_prediction"
-        warn(
-            f"{name}: predicts {predicts}, {why}. If images are grey or burnt, load it with "
-            f"prediction_type={other!r} (--prediction-type {other})"
-        )
     return files
 
 
@@ -376,7 +370,11 @@ def _prediction(arrays: Sequence[Entry], kind: Layout, metadata: Mapping[str, st
         bias = next((array.read().astype(np.float32) for array in arrays if array.name == wanted), None)
         if bias is not None:
             spread = float(bias.std())
-            return ("v_prediction" if spread > _V_BIAS else "epsilon"), f"a guess by the spread of a bias, {spread:.2f}"
+            predicts, other = ("v_prediction", "epsilon") if spread > _V_BIAS else ("epsilon", "v_prediction")
+            return predicts, (
+                f"a guess by the spread of a bias, {spread:.2f}; if images are grey or burnt, load it with "
+                f"prediction_type={other!r} (--prediction-type {other})"
+            )
     return "epsilon", "as all of its kind that say nothing"
 
 

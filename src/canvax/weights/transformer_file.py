@@ -40,8 +40,9 @@ class Layout:
         unused: the arrays that it does not read.
         config: of the transformer, from its arrays under our names.
         configs: what the files of the other parts do not tell.
-        reasons: for ``ModelFiles.reasons``.
-        index: further fields of ``model_index.json``, from the name of the file.
+        marks: what the name of a file has in it if it is the base model, and if it is distilled.
+        base: fields of the scheduler's config that tell the base model; without any, ``model_index.json`` does.
+        index: further fields of ``model_index.json``.
     """
 
     pipeline: str
@@ -50,8 +51,19 @@ class Layout:
     unused: re.Pattern[str]
     config: Callable[[Shapes], dict[str, Any]]
     configs: Mapping[str, Mapping[str, Any]]
-    reasons: Mapping[str, str]
-    index: Callable[[str], Mapping[str, Any]] = field(default=lambda stem: {})
+    marks: tuple[str, str]
+    base: Mapping[str, Any] = field(default_factory=dict)
+    index: Mapping[str, Any] = field(default_factory=dict)
+
+    def is_distilled(self, stem: str) -> tuple[bool, str]:
+        """Return whether the model of a file of this name is the distilled one, and how that is known."""
+        base, distilled = (mark in stem.lower() for mark in self.marks)
+        if base or distilled:
+            return not base, f"by {self.marks[not base]!r} in the name of the file; no array tells"
+        return True, (
+            f"a guess: the name of the file has neither {self.marks[0]!r} nor {self.marks[1]!r} in it, and no array "
+            f"tells; if it is the base model, put {self.marks[0]!r} into the name of the file"
+        )
 
 
 def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) -> ModelFiles | None:
@@ -86,15 +98,27 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
         return arrays if component == "transformer" else []
 
     classes = {part: list(kind) for part, kind in layout.classes.items()}
+    is_distilled, why = layout.is_distilled(path.stem)
+    configs = {"transformer": config, **layout.configs}
+    if layout.base:  # the schedule of a checkpoint tells
+        fact, index = next(iter(layout.base)), layout.index
+        configs["scheduler"] = {**configs["scheduler"], **({} if is_distilled else layout.base)}
+        value = configs["scheduler"][fact]
+    else:
+        fact, index = "is_distilled", {"is_distilled": is_distilled, **layout.index}
+        value = "yes" if is_distilled else "no"
     return ModelFiles(
         name,
         path,
-        {"_class_name": layout.pipeline, **layout.index(path.stem), **classes},
+        {"_class_name": layout.pipeline, **index, **classes},
         {part: kind for part, (_, kind) in layout.classes.items() if part != "tokenizer"},
-        {"transformer": config, **layout.configs},
+        configs,
         read,
         path.joinpath,
-        reasons={"kind": f"{family}: it has {OF_TRANSFORMERS[family][0]}", **layout.reasons},
+        reasons={
+            "kind": f"{family}: it has {OF_TRANSFORMERS[family][0]}",
+            fact: f"{value}, {why}",
+        },
     )
 
 
@@ -253,7 +277,8 @@ LAYOUTS: Mapping[str, Layout] = {
             "vae": FLUX_VAE,
             "scheduler": {**FLOW, "use_dynamic_shifting": False, "shift": 3.0},
         },
-        {"shift": "3, that of Turbo, a guess: no array tells it from the base model, which has 6"},
+        ("base", "turbo"),
+        {"shift": 6.0},
     ),
     "FLUX.2": Layout(
         "Flux2KleinPipeline",
@@ -266,8 +291,7 @@ LAYOUTS: Mapping[str, Layout] = {
             "vae": FLUX2_VAE,
             "scheduler": {**FLOW, **SHIFT_BY_SIZE, "max_image_seq_len": 4096, "shift": 3.0},
         },
-        {"is_distilled": "by the name of the file, which has 'base' in it if it is not; no array tells"},
-        index=lambda stem: {"is_distilled": "base" not in stem.lower()},
+        ("base", "klein"),
     ),
     "Krea 2": Layout(
         "Krea2Pipeline",
@@ -280,8 +304,8 @@ LAYOUTS: Mapping[str, Layout] = {
             "vae": {"_class_name": "AutoencoderKLQwenImage"},
             "scheduler": {**FLOW, **SHIFT_BY_SIZE, "max_image_seq_len": 6400},
         },
-        {"is_distilled": "by the name of the file, which has 'raw' in it if it is not; no array tells"},
-        index=lambda stem: {"is_distilled": "raw" not in stem.lower(), "patch_size": 2},
+        ("raw", "turbo"),
+        index={"patch_size": 2},
     ),
 }
 """By the families of ``canvax.weights.identify.transformer_family``."""
