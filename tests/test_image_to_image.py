@@ -318,7 +318,7 @@ def test_noise_of_an_encoding_is_not_the_initial_noise() -> None:
     """An encoder that says "zero, give or take one" shows the noise itself."""
     mesh = canvax.make_mesh(jax.devices()[:1])
     shape, seeds = (2, 8, 8, 4), [3, 2**64 - 1]
-    options = SimpleNamespace(image_encoding="sample", noise="philox")
+    options = SimpleNamespace(noise="philox")
     request: Any = SimpleNamespace(height=64, width=64, shape=shape, seeds=seeds, options=options)
 
     def encoder(_: Any, pixels: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -326,7 +326,7 @@ def test_noise_of_an_encoding_is_not_the_initial_noise() -> None:
 
     image = np.zeros((64, 64, 3), np.float32)
     ready: Any = {"image encoder": encoder}
-    found = encode_images(ready, {}, mesh, request, [image])
+    found = encode_images(ready, {}, mesh, request, [image], 0, sample=True)
     initial = initial_noise(seeds, shape[1:], "philox")
     for one, first in zip(found, initial, strict=True):
         assert 0.8 < one.std() < 1.2

@@ -297,8 +297,9 @@ class OptionRecord:
         "diffusers", "which steps a strength runs: as diffusers, a1111 or exact have it", group=IMAGE, metavar="RULE",
         needs=("image", "strength below 1"),
     )  # fmt: skip
-    image_encoding: ImageEncoding = setting(
-        "mean", "latents of the image: the mean that the encoder gives, or a sample by the seed", group=IMAGE,
+    image_encoding: ImageEncoding | None = setting(
+        None, "latents of the image: the mean that the encoder gives, or a sample by the seed",
+        unset="mean; sample with noise=torch and an AutoencoderKL", group=IMAGE,
         metavar="KIND", needs=("encoded image", "kept image"),
     )  # fmt: skip
     mask_mode: MaskMode = setting(
@@ -455,7 +456,7 @@ class OptionFields(TypedDict, total=False):
     progress: bool | Literal["programs"]
     callback: Callable[[Any], Any] | None
     strength_rule: StrengthRule
-    image_encoding: ImageEncoding
+    image_encoding: ImageEncoding | None
     mask_mode: MaskMode
     mask_blur: float
     mask_fill: MaskFill

@@ -304,7 +304,7 @@ class Worker:
             raise InputError("prompt", call.prompt, why, "write --lora FILE:0.8 instead")
         request, options = make_request(self._pipe.model, joined([call])), call.options
         table, deep, kinds = self._work(request)
-        noise = noise_of(request) if options.variation_strength or options.seed_size else None
+        noise = noise_of(self._pipe.model, request) if options.variation_strength or options.seed_size else None
         if options.hires > 1:
             second_pass(self._pipe.model, request)
             if self._spread or noise is not None:
@@ -350,7 +350,7 @@ class Worker:
             return request
         plain = replace(request.options, **{name: _BY_IMAGE[name] for name in ("variation_strength", "seed_size")})
         request = replace(request, options=plain)
-        noises = [noise_of(replace(request, seeds=[item.call.seed])) if item.noise is None else item.noise
+        noises = [noise_of(model, replace(request, seeds=[item.call.seed])) if item.noise is None else item.noise
                   for item in items]  # fmt: skip
         return replace(request, latents=np.concatenate(noises))
 
