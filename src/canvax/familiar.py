@@ -20,6 +20,7 @@ from canvax.settings import aliases
 
 PAGE = "docs/coming-from-diffusers.md"
 FLAX_PAGE = "docs/migrating-from-diffusers-flax.md"
+LESS_GUIDANCE = "for guidance that changes on the way write guidance_steps=[7.5] * 20 + [1.0] * 30, one for each step"
 NO_WATERMARK = "canvax adds no invisible watermark; docs/loading.md#watermarks says why"
 
 
@@ -124,7 +125,12 @@ ATTRIBUTES: dict[str, ForeignName] = {
 ASSIGNED: dict[str, ForeignName] = {
     **ATTRIBUTES,
     **same("safety_checker", "canvax.load(model, safety_checker=True) decides; the default is none"),
-    **same("_interrupt", "return False from the callback, which stops the run"),
+    **same(
+        "_interrupt",
+        "return False from the callback, which raises canvax.Cancelled; denoising_end=0.5 in the "
+        "call stops there and keeps the latents",
+    ),
+    **same("_guidance_scale", LESS_GUIDANCE),
 }
 """Attributes that other programs assign to a pipeline."""
 

@@ -12,7 +12,7 @@ from canvax.errors import NO_VALUE, HintWarning, warn
 from canvax.families.base import Model
 from canvax.images.infotext import NETWORK
 from canvax.pipelines.generate import larger_side, sampler_table, work
-from canvax.pipelines.request import InitImages, Request
+from canvax.pipelines.request import STRENGTH, InitImages, Request
 from canvax.prompts import words_of
 from canvax.samplers import find
 from canvax.samplers.table import NOISE
@@ -131,6 +131,11 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
         yield HintWarning(
             "strength", 1, "begins from noise alone and keeps nothing of the image", "give {strength=0.6}"
         )
+    init = request.init_images
+    begins = init is not None and init.fingerprints and not init.masks and init.strength == STRENGTH
+    if begins and model.networks.controls and request.control is None:
+        problem = f"is what the run begins from, at a strength of {STRENGTH:g}; no control network reads it"
+        yield HintWarning("image", NO_VALUE, problem, "what such a network reads is {control=image}")
     least = 128 if options.mask_mode == "hard" else 1
     if any(np.asarray(mask).max() < least for mask in (request.init_images.masks if request.init_images else ())):
         yield HintWarning("mask", NO_VALUE, "is black, so the image stays as it is", "paint white what to generate")
