@@ -18,7 +18,7 @@ import canvax
 import canvax.train
 from canvax.cli.sheet import Axis
 from canvax.errors import slip
-from canvax.familiar import ATTRIBUTES, CALL, LOAD, Both
+from canvax.familiar import ATTRIBUTES, CALL, LOAD, NAMES, SAVE, Both
 from canvax.nn import LOW_RANK
 from canvax.pipelines.translate import place_of, translate_call, translate_load
 from canvax.settings import plain_value
@@ -200,6 +200,28 @@ def test_every_attribute_has_an_answer(emoji: canvax.StableDiffusion) -> None:
         else:
             with pytest.raises(AttributeError, match=f"{name}: "):
                 getattr(emoji, name)
+
+
+def test_every_name_of_the_module_has_an_answer() -> None:
+    for name in (*NAMES, "StableDiffusionXLPipeline", "EulerDiscreteScheduler"):
+        with pytest.raises(AttributeError, match=f"{name}: |sampler="):
+            getattr(canvax, name)
+
+
+def test_lines_of_diffusers_with_objects_have_an_answer(emoji: canvax.StableDiffusion, tmp_path: Path) -> None:
+    with pytest.raises(AttributeError, match="enable_slicing"):
+        emoji.vae.enable_slicing()  # pyright: ignore[reportAttributeAccessIssue]
+    with refused("padding"):
+        emoji.tokenizer("a cat", padding="max_length", max_length=77, truncation=True, return_tensors="pt")
+    for name in SAVE:
+        if not SAVE[name].becomes:
+            with pytest.raises(canvax.InputError, match=f"^{name}: "):
+                emoji.save_pretrained(tmp_path / "refused", **{name: 7})
+    with pytest.raises(canvax.InputError, match="safe_serialization"):
+        emoji.save_pretrained(tmp_path / "refused", safe_serialization=False)  # pyright: ignore[reportCallIssue]
+    assert not (tmp_path / "refused").exists()
+    made = emoji.save_pretrained(save_directory=tmp_path / "saved", safe_serialization=True)  # pyright: ignore
+    assert (made / "model_index.json").exists()
 
 
 OTHER_WORDS = {
