@@ -155,7 +155,7 @@ def test_nothing_compiles_twice(worker: Worker, whole: dict[str, bytes], tmp_pat
     assert len(lines) == 7
 
 
-needs_pyarrow = pytest.mark.skipif(not find_spec("pyarrow"), reason="needs pyarrow: pip install 'canvax[batch]'")
+needs_pyarrow = pytest.mark.skipif(not find_spec("pyarrow"), reason="needs pyarrow: pip install '.[batch]'")
 
 
 ODD = [
@@ -578,7 +578,7 @@ def test_without_pyarrow(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     file = write(tmp_path / "rows.jsonl", some_rows(1))
     for words in ([str(tmp_path / "rows.parquet")], [str(file), "--into", "parquet"]):
         assert main(["batch", *words, "-o", str(tmp_path / "out")]) == 2
-        assert "pip install 'canvax[batch]'" in capsys.readouterr().err
+        assert "pip install '.[batch]'" in capsys.readouterr().err
 
 
 def command(file: Path, folder: Path) -> list[str]:
