@@ -129,7 +129,7 @@ ATTRIBUTES: dict[str, ForeignName] = {
     **same("vae_scale_factor", "write pipe.model.vae.factor"),
     **same("image_processor", "calls take and give PIL images and arrays; pipe.encode_image makes latents of an image, "
             "pipe.decode images of latents"),
-    **same("num_timesteps", "write callback= in place of callback_on_step_end=: its step has index and total"),
+    **same("num_timesteps", "write callback= instead of callback_on_step_end=: its step has index and total"),
     **same("unet text_encoder text_encoder_2", "weights are pipe.params['unet'] and so on; "
             "docs/under-the-pipeline.md calls the networks"),
     **same("watermark", NO_WATERMARK),
