@@ -174,6 +174,8 @@ ODD = [
     {"prompt": "a cat", "hires": 1.5, "hires_steps": 2},
     {"prompt": "a cat", "image": "in.png", "strength": 0.6},
     {"prompt": "a dog", "image": "in.png", "strength": 0.7, "image_encoding": "sample"},
+    {"prompt": "a dog", "image": "in.png", "noise": "torch"},
+    {"prompt": "a dog", "image": "in.png", "noise": "torch", "variation_seed": 9, "variation_strength": 0.6},
     {"prompt": "a dog", "eta": 0.5, "sampler": "DDIM", "sigmas": "karras", "clip_skip": 1},
     {"prompt": "a dog", "pag_scale": 2.0},
     {"prompt": "a pear", "pag_scale": 3.0},

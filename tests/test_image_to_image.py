@@ -333,6 +333,14 @@ def test_noise_of_an_encoding_is_not_the_initial_noise() -> None:
         assert abs(np.corrcoef(one.reshape(-1), first.reshape(-1))[0, 1]) < 0.3
 
 
+def test_kind_of_noise_has_no_effect_beside_latents(emoji: canvax.StableDiffusion, apple: Image.Image) -> None:
+    call: dict[str, Any] = {"image": apple, "latents": np.ones((1, 8, 8, 32), np.float32), "strength": 0.5}
+    with pytest.warns(canvax.HintWarning, match="latents"):
+        found = draw(emoji, noise="torch", **call)
+    with pytest.warns(canvax.HintWarning, match="latents"):  # which are no noise
+        np.testing.assert_array_equal(found.latents, draw(emoji, **call).latents)
+
+
 def test_images_that_ask_for_memory(tmp_path: Path, emoji: canvax.StableDiffusion) -> None:
     Image.new("1", (20_000, 20_000)).save(tmp_path / "huge.png")
     with refused("image"):

@@ -161,7 +161,7 @@ def samples(model: Model, request: Request) -> bool:
     """Whether latents of the images are samples: by default those for PyTorch's noise, of an ``AutoencoderKL``."""
     options = request.options
     if options.image_encoding is None:
-        return options.noise == "torch" and isinstance(model.vae, VaeConfig)
+        return options.noise == "torch" and request.latents is None and isinstance(model.vae, VaeConfig)
     return options.image_encoding == "sample"
 
 
