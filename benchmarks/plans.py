@@ -3,7 +3,7 @@
     python benchmarks/plans.py tpu [--only v5e] [--output plans.json]
     python benchmarks/plans.py gpu
 
-Needs ``pip install 'canvax[tpu]'`` or ``'canvax[cuda]'`` and no device. An SDXL plan takes some three minutes for a TPU
+Needs ``pip install '.[tpu]'`` or ``'.[cuda]'`` and no device. An SDXL plan takes some three minutes for a TPU
 on two cores, half of one for a GPU; what the same code has compiled before is not compiled again.
 """
 

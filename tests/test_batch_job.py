@@ -158,7 +158,7 @@ def test_nothing_compiles_twice(worker: Worker, whole: dict[str, bytes], tmp_pat
     assert len(lines) == 7
 
 
-needs_pyarrow = pytest.mark.skipif(not find_spec("pyarrow"), reason="needs pyarrow: pip install 'canvax[batch]'")
+needs_pyarrow = pytest.mark.skipif(not find_spec("pyarrow"), reason="needs pyarrow: pip install '.[batch]'")
 
 
 ODD = [
@@ -177,6 +177,8 @@ ODD = [
     {"prompt": "a cat", "hires": 1.5, "hires_steps": 2},
     {"prompt": "a cat", "image": "in.png", "strength": 0.6},
     {"prompt": "a dog", "image": "in.png", "strength": 0.7, "image_encoding": "sample"},
+    {"prompt": "a dog", "image": "in.png", "noise": "torch"},
+    {"prompt": "a dog", "image": "in.png", "noise": "torch", "variation_seed": 9, "variation_strength": 0.6},
     {"prompt": "a dog", "eta": 0.5, "sampler": "DDIM", "sigmas": "karras", "clip_skip": 1},
     {"prompt": "a dog", "pag_scale": 2.0},
     {"prompt": "a pear", "pag_scale": 3.0},
@@ -648,7 +650,7 @@ def test_without_pyarrow(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     file = write(tmp_path / "rows.jsonl", some_rows(1))
     for words in ([str(tmp_path / "rows.parquet")], [str(file), "--into", "parquet"]):
         assert main(["batch", *words, "-o", str(tmp_path / "out")]) == 2
-        assert "pip install 'canvax[batch]'" in capsys.readouterr().err
+        assert "pip install '.[batch]'" in capsys.readouterr().err
 
 
 def command(file: Path, folder: Path) -> list[str]:

@@ -81,6 +81,16 @@ def test_scale_zero_is_no_control(base: canvax.StableDiffusion, pipe: canvax.Sta
     np.testing.assert_array_equal(draw(pipe).latents, want)
 
 
+def test_an_image_in_place_of_control(base: canvax.StableDiffusion, pipe: canvax.StableDiffusion) -> None:
+    """As PyTorch diffusers' control pipelines are called, where ``image`` is the control image."""
+    with pytest.warns(canvax.HintWarning) as caught:
+        draw(pipe, image=edges(1))
+    assert {getattr(warning.message, "argument", "") for warning in caught} == {"image"}
+    draw(pipe, image=edges(1), control=edges(1))  # warnings are errors
+    draw(pipe, image=edges(1), strength=0.5)
+    draw(base, image=edges(1))
+
+
 def test_scale_zero_of_what_overflowed() -> None:
     found = jax.jit(scaled)(np.full((2, 1, 1, 3), np.inf, np.float32), np.array([0, 1], np.float32))
     np.testing.assert_array_equal(found[0], 0)

@@ -67,10 +67,11 @@ def test_under_the_pipeline(emoji: canvax.StableDiffusion, monkeypatch: pytest.M
     assert names["result"].latents.shape == (1, 8, 8, 32)
 
 
+PICTURED = ("image-to-image", "guidance", "coming-from-diffusers")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page", ["prompts", *(pytest.param(page, marks=pytest.mark.weekly) for page in ("image-to-image", "guidance"))]
-)
+@pytest.mark.parametrize("page", ["prompts", *(pytest.param(page, marks=pytest.mark.weekly) for page in PICTURED)])
 def test_tutorials(page: str, emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block runs, one after another, and generates images."""
     monkeypatch.setattr(canvax, "load", lambda *_, **__: emoji)

@@ -18,7 +18,7 @@ import canvax
 import canvax.train
 from canvax.cli.sheet import Axis
 from canvax.errors import slip
-from canvax.familiar import ATTRIBUTES, CALL, LOAD, Both
+from canvax.familiar import ATTRIBUTES, CALL, LOAD, NAMES, SAVE, Both
 from canvax.nn import LOW_RANK
 from canvax.pipelines.translate import place_of, translate_call, translate_load
 from canvax.settings import plain_value
@@ -108,6 +108,7 @@ def test_a_callback_steers_the_run(emoji: canvax.StableDiffusion, kind: str) -> 
     def on_step_end(pipe: Any, index: int, timestep: float, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         assert (pipe, index) == (emoji, len(seen))
         seen.append(timestep)
+        assert tensors["latents"].shape[1] == emoji.model.vae.latent_channels
         return {"latents": tensors["latents"] / 2}
 
     plain = emoji("a cat", **QUICK)
@@ -120,6 +121,33 @@ def test_a_callback_steers_the_run(emoji: canvax.StableDiffusion, kind: str) -> 
     assert np.abs(steered.latents - plain.latents / 2).max() > 1e-3
     last = emoji("a cat", **QUICK, callback=lambda step: step.latents / 2 if step.index == 1 else None)
     np.testing.assert_allclose(last.latents, plain.latents / 2, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [{"prompt_embeds": 1}, {"latents": np.zeros((1, 2))}, {"latents": "x"}, np.full((1, 32, 2, 2), np.nan), 5],
+    ids=str,
+)
+def test_what_a_callback_of_diffusers_cannot_return(emoji: canvax.StableDiffusion, returned: Any) -> None:
+    with pytest.raises(canvax.InputError) as caught:
+        emoji("a cat", **QUICK, callback_on_step_end=lambda *_: returned)
+    assert caught.value.argument == "callback_on_step_end"
+
+
+def test_a_callback_of_diffusers_changes_guidance_or_stops(emoji: canvax.StableDiffusion) -> None:
+    def switch_off(pipe: Any, index: int, timestep: float, tensors: dict[str, Any]) -> dict[str, Any]:
+        pipe._guidance_scale = 0.0
+        return tensors
+
+    with pytest.raises(AttributeError, match="guidance_steps"):
+        emoji("a cat", **QUICK, callback_on_step_end=switch_off)
+    with pytest.raises(canvax.InputError, match="guidance_steps"):
+        emoji("a cat", **QUICK, callback_on_step_end_tensor_inputs=["latents", "prompt_embeds"])
+    with pytest.raises(canvax.Cancelled, match="denoising_end"):
+        emoji("a cat", **QUICK, callback_on_step_end=lambda *_: False)
+    plain = emoji("a cat", **QUICK, sampler="Euler")
+    same = emoji("a cat", **QUICK, sampler="Euler", callback_on_step_end=lambda *given: given[3])
+    np.testing.assert_array_equal(same.latents, plain.latents)
 
 
 def test_every_argument_of_a_call_has_an_answer() -> None:
@@ -172,6 +200,28 @@ def test_every_attribute_has_an_answer(emoji: canvax.StableDiffusion) -> None:
         else:
             with pytest.raises(AttributeError, match=f"{name}: "):
                 getattr(emoji, name)
+
+
+def test_every_name_of_the_module_has_an_answer() -> None:
+    for name in (*NAMES, "StableDiffusionXLPipeline", "EulerDiscreteScheduler"):
+        with pytest.raises(AttributeError, match=f"{name}: |sampler="):
+            getattr(canvax, name)
+
+
+def test_lines_of_diffusers_with_objects_have_an_answer(emoji: canvax.StableDiffusion, tmp_path: Path) -> None:
+    with pytest.raises(AttributeError, match="enable_slicing"):
+        emoji.vae.enable_slicing()  # pyright: ignore[reportAttributeAccessIssue]
+    with refused("padding"):
+        emoji.tokenizer("a cat", padding="max_length", max_length=77, truncation=True, return_tensors="pt")
+    for name in SAVE:
+        if not SAVE[name].becomes:
+            with pytest.raises(canvax.InputError, match=f"^{name}: "):
+                emoji.save_pretrained(tmp_path / "refused", **{name: 7})
+    with pytest.raises(canvax.InputError, match="safe_serialization"):
+        emoji.save_pretrained(tmp_path / "refused", safe_serialization=False)  # pyright: ignore[reportCallIssue]
+    assert not (tmp_path / "refused").exists()
+    made = emoji.save_pretrained(save_directory=tmp_path / "saved", safe_serialization=True)  # pyright: ignore
+    assert (made / "model_index.json").exists()
 
 
 OTHER_WORDS = {

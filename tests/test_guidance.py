@@ -75,6 +75,20 @@ def draw(emoji: canvax.StableDiffusion, **changes: Any) -> canvax.Result:
     return emoji("a fox", **{"seed": 1, "num_inference_steps": 4, "guidance_scale": 5.0, "progress": False} | changes)
 
 
+def test_a_rule_that_sees_the_row(emoji: canvax.StableDiffusion) -> None:
+    """Guidance of the first half of the run, by the rule and by the steps."""
+
+    def early(negative: Any, conditional: Any, scale: Any, row: Any) -> Any:
+        assert row["timestep"].shape == scale.shape
+        scale = jnp.where(row["progress"] < 0.5, scale, 1.0)[:, None, None, None]
+        return negative + scale * (conditional - negative)
+
+    call: dict[str, Any] = {"num_inference_steps": 4, "seed": 1, "progress": False}
+    got = emoji("a fox", guidance_scale=4.0, guidance_method=early, **call)
+    want = emoji("a fox", guidance_steps=[4.0, 4.0, 1.0, 1.0], **call)
+    np.testing.assert_allclose(got.latents, want.latents, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_numbers_of_a_kind_compile_nothing(kind: dict[str, Any], emoji: canvax.StableDiffusion) -> None:
     first = draw(emoji, **kind)

@@ -341,7 +341,7 @@ def test_noise_of_an_encoding_is_not_the_initial_noise() -> None:
     """An encoder that says "zero, give or take one" shows the noise itself."""
     mesh = canvax.make_mesh(jax.devices()[:1])
     shape, seeds = (2, 8, 8, 4), [3, 2**64 - 1]
-    options = SimpleNamespace(image_encoding="sample", noise="philox")
+    options = SimpleNamespace(noise="philox")
     request: Any = SimpleNamespace(height=64, width=64, shape=shape, seeds=seeds, options=options)
 
     def encoder(_: Any, pixels: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -349,11 +349,19 @@ def test_noise_of_an_encoding_is_not_the_initial_noise() -> None:
 
     image = np.zeros((64, 64, 3), np.float32)
     ready: Any = {"image encoder": encoder}
-    found = encode_images(ready, {}, mesh, request, [image])
+    found = encode_images(ready, {}, mesh, request, [image], 0, sample=True)
     initial = initial_noise(seeds, shape[1:], "philox")
     for one, first in zip(found, initial, strict=True):
         assert 0.8 < one.std() < 1.2
         assert abs(np.corrcoef(one.reshape(-1), first.reshape(-1))[0, 1]) < 0.3
+
+
+def test_kind_of_noise_has_no_effect_beside_latents(emoji: canvax.StableDiffusion, apple: Image.Image) -> None:
+    call: dict[str, Any] = {"image": apple, "latents": np.ones((1, 8, 8, 32), np.float32), "strength": 0.5}
+    with pytest.warns(canvax.HintWarning, match="latents"):
+        found = draw(emoji, noise="torch", **call)
+    with pytest.warns(canvax.HintWarning, match="latents"):  # which are no noise
+        np.testing.assert_array_equal(found.latents, draw(emoji, **call).latents)
 
 
 def test_images_that_ask_for_memory(tmp_path: Path, emoji: canvax.StableDiffusion) -> None:

@@ -22,9 +22,11 @@ def test_torch_noise_is_torchs(seed: int) -> None:
     torch = pytest.importorskip("torch")
     # Every size around the block of 16, on both sides of PyTorch's border between its two ways.
     for h, w, c in [*((1, n, 1) for n in range(1, 41)), *LATENTS]:
-        want = torch.randn((1, c, h, w), generator=torch.Generator("cpu").manual_seed(seed)).numpy()
-        got = initial_noise([seed], (h, w, c), "torch")
-        np.testing.assert_allclose(np.moveaxis(got, -1, 1), want, rtol=0, atol=1e-6, err_msg=f"{(h, w, c)}")
+        generator = torch.Generator("cpu").manual_seed(seed)
+        for draw in range(3):
+            want = torch.randn((1, c, h, w), generator=generator).numpy()
+            got = initial_noise([seed], (h, w, c), "torch", draw)
+            np.testing.assert_allclose(np.moveaxis(got, -1, 1), want, rtol=0, atol=1e-6, err_msg=f"{(h, w, c)}")
 
 
 def test_philox_bits_never_change() -> None:

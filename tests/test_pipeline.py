@@ -224,7 +224,7 @@ def test_options_of_numpy_are_plain(emoji: canvax.StableDiffusion) -> None:
 
 
 def test_a_pipeline_is_a_line(emoji: canvax.StableDiffusion) -> None:
-    assert repr(emoji) == "StableDiffusion('emoji', 64x64, DDIM, 11.7M parameters, float32)"
+    assert repr(emoji) == "Pipeline('emoji', 64x64, DDIM, 11.7M parameters, float32)"
 
 
 @pytest.mark.slow

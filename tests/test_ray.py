@@ -19,7 +19,7 @@ from canvax.errors import InputError
 from canvax.scale.data import blocks_of
 
 ROOT = Path(__file__).parent.parent
-needs_ray = pytest.mark.skipif(not find_spec("ray"), reason="needs Ray: pip install 'canvax[ray]'")
+needs_ray = pytest.mark.skipif(not find_spec("ray"), reason="needs Ray: pip install '.[ray]'")
 
 
 def alone(words: list[str], folder: Path = ROOT) -> Any:
@@ -112,7 +112,7 @@ def test_models_stay_where_they_are_in_memory() -> None:
     assert again == [first, second]
 
 
-@pytest.mark.skipif(not find_spec("pyarrow"), reason="needs pyarrow: pip install 'canvax[batch]'")
+@pytest.mark.skipif(not find_spec("pyarrow"), reason="needs pyarrow: pip install '.[batch]'")
 def test_generate_without_a_cluster(emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``map_batches`` calls: all columns come back with images; errors and gaps do not change the types."""
     import numpy as np
@@ -138,7 +138,7 @@ def test_generate_without_a_cluster(emoji: canvax.StableDiffusion, monkeypatch: 
     ]
 
 
-@pytest.mark.skipif(not find_spec("starlette"), reason="needs the server: pip install 'canvax[serve]'")
+@pytest.mark.skipif(not find_spec("starlette"), reason="needs the server: pip install '.[serve]'")
 def test_arguments_of_serve() -> None:
     """Texts, as ``serve run`` gives them, and plain values."""
     from canvax.scale.serve import Wanted
@@ -172,7 +172,7 @@ def test_a_dead_engine_fails_its_health_check() -> None:
             Images.check_health(replica(state))
 
 
-@pytest.mark.skipif(not find_spec("starlette"), reason="needs the server: pip install 'canvax[serve]'")
+@pytest.mark.skipif(not find_spec("starlette"), reason="needs the server: pip install '.[serve]'")
 @pytest.mark.parametrize(
     ("given", "held"),
     [({"tpus": "4"}, {"num_gpus": 0.0, "resources": {"TPU": 4.0}}), ({"gpus": "1"}, {"num_gpus": 1.0})],
@@ -245,4 +245,4 @@ def test_without_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
     (tmp_path / "rows.txt").write_text("a cat\n")
     assert main(["batch", str(tmp_path / "rows.txt"), "-o", str(tmp_path / "out"), "--ray"]) == 2
-    assert "pip install 'canvax[ray]'" in capsys.readouterr().err
+    assert "pip install '.[ray]'" in capsys.readouterr().err

@@ -183,7 +183,6 @@ def test_a_table_checks_its_shapes() -> None:
         ("EULER A", "euler_a", None),
         ("DPM++ 2M Karras", "dpmpp_2m", "karras"),
         ("dpmpp_2m_karras", "dpmpp_2m", "karras"),
-        ("DPM2M Karras", "dpmpp_2m", "karras"),
         ("dpmpp_2m_k", "dpmpp_2m", "karras"),
         ("dpm++ 2m sde karras", "dpmpp_2m_sde", "karras"),
         ("EulerDiscreteScheduler", "euler", None),
@@ -223,6 +222,9 @@ def test_every_spelling_finds_its_sampler() -> None:
         ("DPM++ 2N Karras", "DPM.. 2M Karras"),
         ("uniPD", "did you mean"),
         ("DPM adaptive", "chooses its steps"),
+        ("DPM 2M", r"DPM\+\+ 2M"),  # of DPM-Solver or of DPM-Solver++
+        ("DPM2M Karras", r"DPM\+\+ 2M"),
+        ("DPM+++ 2M", r"DPM\+\+ 2M"),
         ("DDIM inversion Karras", "karras sigmas"),
     ],
 )

@@ -11,6 +11,8 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from itertools import islice
 from typing import Any, Literal, TypedDict, get_args
 
@@ -19,8 +21,8 @@ from canvax.settings import check_once, is_whole, numbers_of, setting
 
 Spacing = Literal["leading", "trailing", "linspace"]
 GuidanceMethod = Literal["cfg", "cfg_zero", "apg"]
-GuidanceFunction = Callable[[Any, Any, Any], Any]
-"""(negative, conditional, scale) -> guided, of denoised images [B, h, w, C]; docs/guidance.md."""
+GuidanceFunction = Callable[..., Any]
+"""(negative, conditional, scale) -> guided, of denoised images [B, h, w, C], or with ``row``; docs/guidance.md."""
 Tiling = Literal["auto", "on", "off"]
 NoiseKind = Literal["philox", "torch"]
 PromptSyntax = Literal["plain", "a1111", "comfy", "compel"]
@@ -69,7 +71,8 @@ def read_levels(name: str, value: Any) -> Any:
 def read_guidance_method(name: str, value: Any) -> Any:
     """A kind of guidance, or a function, by which its program is found again."""
     if callable(value):
-        check_function(name, value, 3, "(negative, conditional, scale)")
+        rule = partial(value, row=None) if takes_row(value) else value
+        check_function(name, rule, 3, "(negative, conditional, scale), and row if it has such a parameter")
         try:
             hash(value)
         except TypeError:
@@ -77,6 +80,14 @@ def read_guidance_method(name: str, value: Any) -> Any:
     elif value not in (kinds := get_args(GuidanceMethod)):
         raise InputError(name, value, "is not known", nearest(str(value), kinds))
     return value
+
+
+def takes_row(rule: Callable[..., Any]) -> bool:
+    """Whether a rule of guidance has a parameter ``row``, and so is given the evaluation that it guides."""
+    try:
+        return "row" in signature(rule).parameters
+    except (TypeError, ValueError):  # functions of C may have no signature
+        return False
 
 
 def read_pairs(name: str, value: Any) -> tuple[str, ...]:
@@ -297,8 +308,9 @@ class OptionRecord:
         "diffusers", "which steps a strength runs: as diffusers, a1111 or exact have it", group=IMAGE, metavar="RULE",
         needs=("image", "strength below 1"),
     )  # fmt: skip
-    image_encoding: ImageEncoding = setting(
-        "mean", "latents of the image: the mean that the encoder gives, or a sample by the seed", group=IMAGE,
+    image_encoding: ImageEncoding | None = setting(
+        None, "latents of the image: the mean that the encoder gives, or a sample by the seed",
+        unset="mean; sample with noise=torch and an AutoencoderKL", group=IMAGE,
         metavar="KIND", needs=("encoded image", "kept image"),
     )  # fmt: skip
     mask_mode: MaskMode = setting(
@@ -455,7 +467,7 @@ class OptionFields(TypedDict, total=False):
     progress: bool | Literal["programs"]
     callback: Callable[[Any], Any] | None
     strength_rule: StrengthRule
-    image_encoding: ImageEncoding
+    image_encoding: ImageEncoding | None
     mask_mode: MaskMode
     mask_blur: float
     mask_fill: MaskFill

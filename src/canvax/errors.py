@@ -324,6 +324,16 @@ def check_function(name: str, function: Any, count: int, arguments: str) -> None
         raise InputError(name, function, f"cannot be called with {arguments}") from None
 
 
+def refuse_others(others: Mapping[str, Any], function: str, cure: str) -> None:
+    """Refuse keywords that a function does not have.
+
+    Raises:
+        InputError: there are any.
+    """
+    for name in others:
+        raise InputError(name, NO_VALUE, f"is not an argument of {function}", cure)
+
+
 def check_utf8(name: str, text: str) -> str:
     """``text``, if UTF-8 can hold it.
 

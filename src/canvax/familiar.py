@@ -20,6 +20,7 @@ from canvax.settings import aliases
 
 PAGE = "docs/coming-from-diffusers.md"
 FLAX_PAGE = "docs/migrating-from-diffusers-flax.md"
+LESS_GUIDANCE = "for guidance that changes on the way write guidance_steps=[7.5] * 20 + [1.0] * 30, one for each step"
 NO_WATERMARK = "canvax adds no invisible watermark; docs/loading.md#watermarks says why"
 
 
@@ -56,6 +57,7 @@ CALL: dict[str, ForeignName] = {
     **same("size", "write height=512, width=512"),
     **same("max_sequence_length", "drop it: a prompt is read whole, up to the tokens that the model was trained for"),
     **same("prng_seed rng key", "write seed=1, an integer"),
+    **same("callback_steps", "drop it: the callback is called after each evaluation, and may look at step.index % 5"),
 }  # fmt: skip
 """Arguments of a call. The fields of ``canvax.Options`` are arguments as well."""
 
@@ -76,6 +78,13 @@ LOAD: dict[str, ForeignName] = {
 }  # fmt: skip
 """Arguments of ``canvax.load``."""
 
+SAVE: dict[str, ForeignName] = {
+    **renamed_to("save_directory", "folder"),
+    **same("variant", "write dtype='float16'; names of files have no variant"),
+    **same("push_to_hub repo_id", "save to a folder, then upload it: hf upload owner/name folder"),
+}
+"""Arguments of ``save``."""
+
 TRAIN: dict[str, ForeignName] = renamed_to("save_every_n_epochs", "save_every")
 """Flags of ``canvax train`` that are not among its aliases."""
 
@@ -84,18 +93,21 @@ HARMLESS: dict[str, tuple[object, ...]] = {
     "image_encoder": (None,),
     "requires_safety_checker": (False, None),
     "use_safetensors": (True, None),
+    "safe_serialization": (True, None),
     "low_cpu_mem_usage": (True, False, None),
     "add_watermarker": (False, None),
     "device_map": (None,),
 }
-"""Arguments of ``canvax.load`` that ask for what canvax does anyway, and with which values."""
+"""Arguments of ``canvax.load`` and ``save`` that ask for what canvax does anyway, and with which values."""
 
 ATTRIBUTES: dict[str, ForeignName] = {
     **same("to cuda half", "weights are placed and cast while loading: drop this line, or write dtype= and mesh= in "
             "canvax.load"),
-    **same("enable_attention_slicing enable_xformers_memory_efficient_attention enable_vae_slicing",
-            "attention and the decoder already work in parts: drop this line"),
-    **same("enable_vae_tiling", "pass tiling='on' to a call; large images are tiled without it"),
+    **same("enable_attention_slicing enable_xformers_memory_efficient_attention enable_vae_slicing "
+            "disable_attention_slicing disable_xformers_memory_efficient_attention disable_vae_slicing upcast_vae "
+            "maybe_free_model_hooks",
+            "attention and the decoder already work in parts, and in float32 where they must: drop this line"),
+    **same("enable_vae_tiling disable_vae_tiling", "pass tiling='on' or 'off' to a call; 'auto' tiles large images"),
     **same("enable_model_cpu_offload enable_sequential_cpu_offload", "pass offload=True to canvax.load; "
             "quantize='int8' or mesh=canvax.make_mesh(model=2) saves memory as well"),
     **same("enable_freeu", "canvax has no FreeU: drop this line"),
@@ -104,7 +116,7 @@ ATTRIBUTES: dict[str, ForeignName] = {
     **same("fuse_lora unfuse_lora", "adapters are merged into the weights: drop this line; pipe.save writes them"),
     **same("unload_lora_weights delete_adapters disable_lora", "write pipe.adapters.remove('name'), or "
             "pipe.adapters.set({}) to switch all off"),
-    **same("get_active_adapters", "pipe.adapters lists them: dict(pipe.adapters)"),
+    **same("get_active_adapters get_list_adapters", "pipe.adapters lists them: dict(pipe.adapters)"),
     **same("load_textual_inversion", "write pipe.adapters.load_embedding(file_or_hub_id, token='word')"),
     **same("load_ip_adapter", "write pipe = pipe.with_ip_adapter(file)"),
     **same("set_ip_adapter_scale", "write image_prompt=canvax.ImagePrompt(photo, scale=0.6) in the call"),
@@ -112,7 +124,13 @@ ATTRIBUTES: dict[str, ForeignName] = {
     **same("encode_prompt", "pipe.encode(prompt) returns the conditions of a prompt"),
     **same("from_single_file", "canvax.load('model.safetensors') reads single files: docs/loading.md#single-files"),
     **same("scheduler", "the sampler is chosen in each call: sampler='Euler', or the name of a diffusers class"),
-    **same("unet vae text_encoder text_encoder_2", "weights are pipe.params['unet'] and so on; "
+    **same("vae", "weights are pipe.params['vae'], and pipe.decode and pipe.encode_image call it; drop enable_slicing, "
+            "and for enable_tiling pass tiling='on' to a call"),
+    **same("vae_scale_factor", "write pipe.model.vae.factor"),
+    **same("image_processor", "calls take and give PIL images and arrays; pipe.encode_image makes latents of an image, "
+            "pipe.decode images of latents"),
+    **same("num_timesteps", "write callback= instead of callback_on_step_end=: its step has index and total"),
+    **same("unet text_encoder text_encoder_2", "weights are pipe.params['unet'] and so on; "
             "docs/under-the-pipeline.md calls the networks"),
     **same("watermark", NO_WATERMARK),
     **same("components config", "pipe.model holds configs, tokenizers and the noise schedule"),
@@ -124,7 +142,12 @@ ATTRIBUTES: dict[str, ForeignName] = {
 ASSIGNED: dict[str, ForeignName] = {
     **ATTRIBUTES,
     **same("safety_checker", "canvax.load(model, safety_checker=True) decides; the default is none"),
-    **same("_interrupt", "return False from the callback, which stops the run"),
+    **same(
+        "_interrupt",
+        "return False from the callback, which raises canvax.Cancelled; denoising_end=0.5 in the "
+        "call stops there and keeps the latents",
+    ),
+    **same("_guidance_scale", LESS_GUIDANCE),
 }
 """Attributes that other programs assign to a pipeline."""
 
@@ -171,8 +194,21 @@ FLAX: dict[str, ForeignName] = {
 """Names looked for in the module :mod:`canvax.flax_api`."""
 
 
+NAMES: dict[str, ForeignName] = {
+    **same("ControlNetModel ControlNetUnionModel MultiControlNetModel T2IAdapter MultiAdapter",
+           "write canvax.load(model, controlnet=name), with a folder or Hub id or a list of them"),
+    **same("AutoencoderKL AutoencoderTiny", "write canvax.load(model, vae=name), with a folder or Hub id"),
+    **same("UNet2DConditionModel", "load the whole model; pipe.denoiser calls it, and edited weights go into params="),
+    **same("load_image", "pass the path of a file: image='photo.png'"),
+    **same("make_image_grid", "write from canvax.images.grid import make_grid: make_grid(images, rows=2)"),
+}  # fmt: skip
+"""Names of diffusers that are looked for in ``canvax``, beside its pipelines and schedulers."""
+
+
 def missing_class(name: str) -> str | None:
-    """The answer for a class of diffusers that is looked for in ``canvax``; None for other names."""
+    """The answer for a name of diffusers that is looked for in ``canvax``; None for other names."""
+    if name in NAMES:
+        return f"{name}: {NAMES[name].answer} ({PAGE})"
     if name in FLAX:
         return f"{name}: {FLAX[name].answer} ({FLAX_PAGE})"
     if name.startswith("Flax"):
@@ -287,6 +323,8 @@ def tables() -> str:
         ("Arguments of a call", CALL, ""),
         ("Arguments of `canvax.load`", LOAD, ""),
         ("Attributes and methods of a pipeline", ATTRIBUTES, "."),
+        ("Arguments of `save`", SAVE, ""),
+        ("Names of the module", NAMES, ""),
     )
 
 

@@ -14,14 +14,19 @@ import jax
 import jax.numpy as jnp
 
 from canvax.call import GuidanceMethod as Method
+from canvax.call import takes_row
 from canvax.models.denoiser import NEGATIVE, PERTURBED, PROMPT
 from canvax.types import Array
 
 __all__ = ["PLAIN", "SETTINGS", "Guidance", "Method", "Rule", "compose", "guide", "projected", "zero_star"]
 
-Rule = Callable[[Array, Array, Array], Array]
+Rule = Callable[..., Array]
 """A method of one's own: (denoised image for the negative prompt, denoised image for the prompt, guidance scale) to the
-guided one. Images are [B, h, w, C] float32, the scale is [B]. Rows at scale 1 are the prompt's, whatever it returns."""
+guided one. Images are [B, h, w, C] float32, the scale is [B]. Rows at scale 1 are the prompt's, whatever it returns.
+With a parameter ``row`` it also gets ``OF_ROW``."""
+
+OF_ROW = ("timestep", "progress")
+"""What a rule may see of a row, each [B]: the timestep, and the part of the run that is done, 0..1."""
 
 SETTINGS: dict[str, dict[str, tuple[float, float, float]]] = {
     "cfg": {},
@@ -101,7 +106,8 @@ class Guidance:
         if self.method == "cfg":
             return at(guide(negative, conditional, scale, row["rescale"], further))
         if not isinstance(self.method, str):
-            return self.method(at(negative), at(conditional), scale) + _each(row["q"]) * further
+            seen = {"row": {name: row[name] for name in OF_ROW}} if takes_row(self.method) else {}
+            return self.method(at(negative), at(conditional), scale, **seen) + _each(row["q"]) * further
         if self.method == "cfg_zero":
             return at(zero_star(negative, conditional, scale, row["step"], row["method"][:, 0]) + further)
         eta, norm = row["method"][:, 0], row["method"][:, 1]

@@ -75,13 +75,16 @@ def seed_keys(seeds: Sequence[int]) -> np.ndarray:
     return np.array(words, np.uint32).reshape(-1, 2)
 
 
-def initial_noise(seeds: Sequence[int], shape: tuple[int, int, int], kind: NoiseKind = "philox") -> np.ndarray:
+def initial_noise(
+    seeds: Sequence[int], shape: tuple[int, int, int], kind: NoiseKind = "philox", draw: int = 0
+) -> np.ndarray:
     """Returns standard normal noise for each seed, float32 [B, h, w, C].
 
     Args:
         seeds: a seed in 0..2**64-1 for each image (``torch`` uses the low 32 bits only, as PyTorch does).
         shape: h, w, C of an image's latents.
         kind: ``philox`` or ``torch``.
+        draw: of ``torch``: which tensor of this shape the generator gives, the first is 0.
 
     Raises:
         InputError: a seed is out of range, the shape is empty or the kind is unknown.
@@ -96,7 +99,7 @@ def initial_noise(seeds: Sequence[int], shape: tuple[int, int, int], kind: Noise
         if kind == "philox":
             image[...] = _philox(seed, image.size).reshape(h, w, channels)
         else:
-            image[...] = np.moveaxis(_torch(seed, image.size).reshape(channels, h, w), 0, -1)
+            image[...] = np.moveaxis(_torch(seed, image.size, draw).reshape(channels, h, w), 0, -1)
     return noise
 
 
@@ -150,21 +153,24 @@ def _philox(seed: int, count: int) -> np.ndarray:
     return np.stack([radius * cos, radius * sin], axis=1).reshape(-1)[:count].astype(np.float32)
 
 
-def _torch(seed: int, count: int) -> np.ndarray:
-    """Returns ``count`` normals of PyTorch's CPU generator, float32, in the order of a contiguous tensor.
+def _torch(seed: int, count: int, draw: int = 0) -> np.ndarray:
+    """Returns ``count`` normals of PyTorch's CPU generator after ``draw`` times as many, float32, in the order of a
+    contiguous tensor.
 
     The words come from MT19937 (Matsumoto and Nishimura, 1998) with its 32-bit seeding. PyTorch converts them to
     normals differently for tensors below 16 elements and for larger tensors.
     """
     # Enough words for both conversions; RandomState's stream is frozen (NumPy NEP 19).
     generator = np.random.RandomState(seed & 0xFFFFFFFF)
-    words = generator.randint(0, 2**32, size=max(count + 16, 32), dtype=np.uint32)
-    return _torch_small(words, count) if count < 16 else _torch_large(words, count)
+    words = generator.randint(0, 2**32, size=(draw + 1) * (count + 17), dtype=np.uint32)
+    if count < 16:  # an odd number leaves half a pair for the next tensor, so they are one stream
+        return _torch_small(words, (draw + 1) * count)[draw * count :]
+    return _torch_large(words[draw * (count + (16 if count % 16 else 0)) :], count)
 
 
 def _torch_small(words: np.ndarray, count: int) -> np.ndarray:
     """Converts words below 16 elements: two words make a 53-bit uniform, two uniforms (angle, radius) two normals."""
-    high, low = words[:32].astype(np.uint64).reshape(-1, 2).T
+    high, low = words[: 4 * -(-count // 2)].astype(np.uint64).reshape(-1, 2).T
     bits = ((high << np.uint64(32)) | low) & np.uint64(2**53 - 1)
     uniforms = bits.astype(np.float64).reshape(-1, 2) * 2.0**-53
     radius = np.sqrt(-2.0 * _log(1.0 - uniforms[:, 1]))

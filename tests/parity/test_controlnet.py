@@ -261,6 +261,26 @@ def test_with_an_image(inpaint: bool, pair: Any, monkeypatch: pytest.MonkeyPatch
     assert relative_error(got.latents, nhwc(seen[-1])) < 1e-3
 
 
+def test_a_generator_draws_as_there(pair: Any) -> None:
+    """Image to image with control: the sample of the image, then the noise."""
+    theirs, ours = pair
+    theirs = diffusers.StableDiffusionControlNetImg2ImgPipeline(**theirs.components, requires_safety_checker=False)
+    theirs.set_progress_bar_config(disable=True)
+    theirs.scheduler = diffusers.DDIMScheduler.from_config(theirs.scheduler.config)
+    choice: dict[str, Any] = {"num_inference_steps": 6, "guidance_scale": 5.0, "strength": 0.5, "image": photo(1)}
+    seen: list[Any] = []
+    with torch.no_grad():
+        theirs(
+            PROMPTS[0], control_image=photo(3), negative_prompt=NEGATIVE, controlnet_conditioning_scale=1.0,
+            generator=torch.Generator().manual_seed(5), **choice,
+            callback_on_step_end=lambda _, i, t, values: seen.append(values["latents"]) or values,
+        )  # fmt: skip
+    got = ours(
+        PROMPTS[0], NEGATIVE, control=[photo(3), None], seed=5, noise="torch", sampler="DDIM", progress=False, **choice
+    )
+    assert psnr(got.latents, nhwc(seen[-1]), peak=float(seen[-1].abs().max())) >= 80
+
+
 @pytest.mark.slow
 def test_inpainting_unet(nets: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A UNet of 9 channels, of which the ControlNet sees the first four."""

@@ -117,6 +117,33 @@ def test_old_class(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert psnr(got, want) >= 60
 
 
+@pytest.mark.parametrize("task", ["Img2Img", "Inpaint"])
+def test_a_generator_draws_as_there(task: str, pair: Any) -> None:
+    """First the encoder's sample, then the noise; nothing of the reference is replaced."""
+    base, ours = pair
+    theirs = getattr(diffusers, f"StableDiffusion{task}Pipeline")(**base.components, requires_safety_checker=False)
+    theirs.set_progress_bar_config(disable=True)
+    theirs.scheduler = diffusers.DDIMScheduler.from_config(dict(base.own_config))
+    square = Image.new("L", (SIZE, SIZE), 0)
+    square.paste(255, (32, 16, 96, 80))
+    masked = task == "Inpaint"
+    more: dict[str, Any] = {"mask_image": [square] * 2, "height": SIZE, "width": SIZE} if masked else {}
+    choice = {"image": [photo(1), photo(2)], "strength": 0.75, "num_inference_steps": 6, "guidance_scale": 5.0}
+    seen: list[Any] = []
+    with torch.no_grad():
+        theirs(
+            PROMPTS, negative_prompt=[NEGATIVE] * 2, generator=generators(), output_type="latent", **choice, **more,
+            callback_on_step_end=lambda _, i, t, values: seen.append(values["latents"]) or values,
+        )  # fmt: skip
+    more = {"mask": square, "mask_blend": "renoised"} if masked else {}
+    got = ours(PROMPTS, NEGATIVE, generator=generators(), sampler="DDIM", progress=False, **choice, **more)
+    assert psnr(got.latents, nhwc(seen[-1]), peak=float(seen[-1].abs().max())) >= 80
+
+
+def generators() -> list[Any]:
+    return [torch.Generator().manual_seed(seed) for seed in SEEDS]
+
+
 def test_moments(pair: Any) -> None:
     theirs, ours = pair
     image = np.asarray(photo(3), np.float32) / 255
@@ -208,6 +235,24 @@ def test_inpainting_unet(
     assert np.isfinite(ours(PROMPTS, **choice).pixels).all()
     assert ours(PROMPTS, image=photo(5), mask=masks[0], **choice).compilations == 0
     assert "strength" not in ours(PROMPTS, **choice).metadata[0]
+
+
+@pytest.mark.parametrize("strength", [0.6, 1.0])
+@pytest.mark.slow
+def test_a_generator_draws_as_there_for_an_inpainting_unet(strength: float, of_nine: Any) -> None:
+    """At full strength the noise comes first, since the image is not encoded; the masked image is always last."""
+    theirs, ours = of_nine
+    theirs.scheduler = diffusers.DDIMScheduler.from_config(dict(theirs.own_config))
+    choice = {"image": [photo(1), photo(2)], "strength": strength, "num_inference_steps": 6, "guidance_scale": 5.0}
+    masks: list[Any] = [mask(1), mask(3)]
+    seen: list[Any] = []
+    with torch.no_grad():
+        theirs(
+            PROMPTS, mask_image=masks, height=SIZE, width=SIZE, negative_prompt=[NEGATIVE] * 2, generator=generators(),
+            callback_on_step_end=lambda _, i, t, values: seen.append(values["latents"]) or values, **choice,
+        )  # fmt: skip
+    got = ours(PROMPTS, NEGATIVE, mask=masks, generator=generators(), sampler="DDIM", progress=False, **choice)
+    assert psnr(got.latents, nhwc(seen[-1]), peak=float(seen[-1].abs().max())) >= 80
 
 
 INPAINTED = [(1.0, "DDIM"), (0.5, "Euler"), (0.75, "DPM++ 2M"), (0.5, "DEISMultistepScheduler")]

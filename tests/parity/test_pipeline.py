@@ -18,6 +18,7 @@ from canvax.denoise import step_noise  # noqa: E402
 from canvax.flax_api import FlaxStableDiffusionPipeline  # noqa: E402
 from canvax.noise import initial_noise, seed_keys  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
+from canvax.samplers import find  # noqa: E402
 from canvax.weights.location import BUNDLED  # noqa: E402
 from tests.support.bundled import LATENTS, VOCABULARY  # noqa: E402
 
@@ -121,6 +122,38 @@ def test_same_picture(name: str, pair: tuple[Any, canvax.StableDiffusion], monke
     )
     assert relative_error(got.latents, latents) <= 1e-3
     assert psnr(got.pixels, images) >= 60
+
+
+@pytest.mark.parametrize("name", ["DDIM", "Euler", "Heun"])
+@pytest.mark.parametrize("pair", ["epsilon"], indirect=True)
+def test_callbacks_of_diffusers(name: str, pair: tuple[Any, canvax.StableDiffusion]) -> None:
+    """The same callback steers both: it gets the same tensors, and what it returns has the same effect."""
+    theirs, ours = pair
+    theirs.scheduler = getattr(diffusers, str(find(name)[0].diffusers_class)).from_config(theirs.scheduler.config)
+    seen: dict[str, list[Any]] = {"theirs": [], "ours": []}
+
+    def steer(where: str) -> Any:
+        def on_step_end(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            seen[where].append((index, float(timestep), np.array(tensors["latents"])))
+            if index == 2:
+                tensors["latents"][:, 0] *= 0.5  # a channel, in place
+            return {"latents": 0.9 * tensors["latents"]} if index in (1, 4) else tensors
+
+        return on_step_end
+
+    shape = (16, 16, 4)
+    choice: dict[str, Any] = {"num_inference_steps": 5, "guidance_scale": 5.0, "height": 128, "width": 128}
+    with torch.no_grad():
+        want = theirs(
+            PROMPTS[0], latents=nchw(initial_noise([3], shape)), output_type="np", **choice,
+            callback_on_step_end=steer("theirs"),
+        ).images  # fmt: skip
+    got = ours(PROMPTS[0], seed=3, sampler=name, progress=False, callback_on_step_end=steer("ours"), **choice)
+    for there, here in zip(seen["theirs"], seen["ours"], strict=True):
+        assert there[0] == here[0]
+        assert there[1] == pytest.approx(here[1], abs=1e-3)
+        assert relative_error(here[2], there[2]) < 1e-3
+    assert psnr(got.pixels, want) >= 60
 
 
 @pytest.mark.slow

@@ -284,6 +284,7 @@ def test_ipndm() -> None:
     config = {"_class_name": "IPNDMScheduler"}
     for steps in STEPS:
         table = build_table(from_scheduler_config(config), steps)
+        assert (table.scale == 1).all()  # the reference holds x
         units = np.eye(1 + steps).reshape(1 + steps, 1, 1, 1, 1 + steps)
         outputs = units[1:].copy()
         outputs[0] = 0.0

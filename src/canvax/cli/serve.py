@@ -199,8 +199,8 @@ def _check_extra(command: str) -> None:
         import starlette
         import uvicorn
     except ImportError as error:
-        cure = "pip install 'canvax[serve]', or in a checkout pip install '.[serve]'"
-        raise InputError(f"canvax {command} needs {error.name}; install it: {cure}") from None
+        cure = "install it from canvax's folder: pip install '.[serve]'"
+        raise InputError(f"canvax {command} needs {error.name}; {cure}") from None
     del msgspec, prometheus_client, python_multipart, starlette, uvicorn
 
 

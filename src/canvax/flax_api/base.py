@@ -84,7 +84,7 @@ class FlaxPipeline:
     INPAINTS: ClassVar[bool] = False
 
     def __repr__(self) -> str:
-        return summary(self)
+        return summary(self, type(self).__name__)
 
     def __getattr__(self, name: str) -> Any:
         """Explains, in the error, attributes of the original pipelines that do not exist here."""

@@ -193,10 +193,13 @@ def denoise(
                 row = total - batch.rows_left - 1
                 assert batch.denoised is not None
                 latents, denoised = local_rows(batch.samples(), count)[1], local_rows(batch.denoised, count)[1]
-                step = Step(row, total, float(table.timestep[row]), latents.copy(), denoised)
+                step = Step(
+                    row, total, float(table.timestep[row]), latents.copy(), denoised, scale=float(table.scale[row])
+                )
                 returned = callback(step)
                 if isinstance(returned, bool | np.bool_) and not returned:
-                    raise Cancelled(f"cancelled by the callback after evaluation {row + 1} of {total}")
+                    stopped = f"cancelled by the callback after evaluation {row + 1} of {total}"
+                    raise Cancelled(f"{stopped}; denoising_end=0.5 in the call stops there and keeps the latents")
                 if not isinstance(returned, bool | np.bool_ | None):
                     batch.replace(steered(returned, latents.shape, spread=spread))
                 elif not np.array_equal(step.latents, latents):

@@ -12,7 +12,7 @@ from canvax.errors import NO_VALUE, HintWarning, warn
 from canvax.families.base import Model
 from canvax.images.infotext import NETWORK
 from canvax.pipelines.generate import larger_side, sampler_table, work
-from canvax.pipelines.request import InitImages, Request
+from canvax.pipelines.request import STRENGTH, InitImages, Request
 from canvax.prompts import words_of
 from canvax.samplers import find
 from canvax.samplers.table import NOISE
@@ -47,25 +47,25 @@ def give_hints(model: Model, request: Request) -> None:
 
 
 def _there(model: Model, request: Request) -> dict[str, tuple[bool, str]]:
-    """Whether the conditions that options need hold, with words for each."""
+    """Whether the conditions that options need hold, with words for where they do not."""
     options, init, again = request.options, request.init_images, request.options.hires > 1
     again = again and options.hires_method == "pixel"  # the second pass encodes the first one's image
     fixed = options.settings.get("timesteps") is not None or isinstance(options.sigmas, tuple)
     texts = not all(embeds is not None for embeds in request.embeds[: 1 + request.guided])
     anew = init is not None and init.from_noise and options.mask_fill in ("noise", "nothing")
     return {
-        "free spacing": (not fixed, "steps to place: sigmas or timesteps fix them"),
-        "seed's noise": (request.latents is None, "a seed's noise, in place of which there are latents"),
-        "text": (texts, "a prompt as text"),
-        "prompt as text": (request.embeds[0] is None, "a prompt as text"),
-        "negative prompt as text": (request.embeds[1] is None, "a negative prompt as text"),
-        "guidance": (request.guided, f"a guidance scale above {request.no_guidance:g}"),
-        "image": (init is not None, "an image"),
-        "encoded image": (init is not None or again, "an image"),
-        "strength below 1": (init is None or init.strength < 1, "a strength below 1"),
-        "kept image": (again or not _forgets(init), "a strength below 1 or a mask"),
-        "mask": (bool(init and init.masks), "a mask"),
-        "mask over the image": (not anew, "a strength below 1, since the masked part begins from noise alone"),
+        "free spacing": (not fixed, "without steps to place: sigmas or timesteps fix them"),
+        "seed's noise": (request.latents is None, "beside latents, which take the place of a seed's noise"),
+        "text": (texts, "without a prompt as text"),
+        "prompt as text": (request.embeds[0] is None, "without a prompt as text"),
+        "negative prompt as text": (request.embeds[1] is None, "without a negative prompt as text"),
+        "guidance": (request.guided, f"without a guidance scale above {request.no_guidance:g}"),
+        "image": (init is not None, "without an image"),
+        "encoded image": (init is not None or again, "without an image"),
+        "strength below 1": (init is None or init.strength < 1, "without a strength below 1"),
+        "kept image": (again or not _forgets(init), "without a strength below 1 or a mask"),
+        "mask": (bool(init and init.masks), "without a mask"),
+        "mask over the image": (not anew, "without a strength below 1, since the masked part begins from noise alone"),
     }
 
 
@@ -87,8 +87,8 @@ def idle(model: Model, request: Request) -> Iterator[HintWarning]:
     """Options that have no effect, with what they need."""
     there = _there(model, request)
     for name, needed in settings.idle(request.options, {name: holds for name, (holds, _) in there.items()}):
-        needs = there[needed][1] if needed in there else needed
-        yield HintWarning(name, NO_VALUE, f"has no effect without {needs}")
+        needs = there[needed][1] if needed in there else f"without {needed}"
+        yield HintWarning(name, NO_VALUE, f"has no effect {needs}")
     of_noise = sorted(request.options.settings.keys() & OF_NOISE)
     if of_noise and not sampler_table(model, request).M[:, :, NOISE].any():
         problem = f"has {', '.join(of_noise)}, which has no effect without noise that the sampler adds (s_churn, eta)"
@@ -131,6 +131,11 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
         yield HintWarning(
             "strength", 1, "begins from noise alone and keeps nothing of the image", "give {strength=0.6}"
         )
+    init = request.init_images
+    begins = init is not None and init.fingerprints and not init.masks and init.strength == STRENGTH
+    if begins and model.networks.controls and request.control is None:
+        problem = f"is what the run begins from, at a strength of {STRENGTH:g}; no control network reads it"
+        yield HintWarning("image", NO_VALUE, problem, "what such a network reads is {control=image}")
     least = 128 if options.mask_mode == "hard" else 1
     if any(np.asarray(mask).max() < least for mask in (request.init_images.masks if request.init_images else ())):
         yield HintWarning("mask", NO_VALUE, "is black, so the image stays as it is", "paint white what to generate")

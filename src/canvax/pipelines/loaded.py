@@ -18,6 +18,7 @@ from canvax.compile.cache import size_limit
 from canvax.compile.kinds import PROGRAMS, Kinds, Ready
 from canvax.compile.programs import Programs
 from canvax.errors import NO_VALUE, HintWarning, InputError, check_count, check_flag, refuse_tracers, warn
+from canvax.familiar import SAVE, accepts
 from canvax.families.base import Model
 from canvax.families.local_models import completed
 from canvax.families.read import family_of, read_model
@@ -33,6 +34,7 @@ from canvax.pipelines import functions
 from canvax.pipelines.checks import MOST_IMAGES, check_precision, check_size, default_dtype, is_tiled
 from canvax.pipelines.request import check_layers
 from canvax.pipelines.result import Display
+from canvax.pipelines.translate import loader
 from canvax.prompts.grammar import PromptSyntax
 from canvax.quantize import check_kind
 from canvax.types import Array, DType
@@ -158,6 +160,7 @@ class LoadedModel:
         """
         return functions.decode(self.model, self._own(params), latents)
 
+    @accepts(loader(SAVE, ("folder", "params", "dtype", "overwrite"), "an argument of save"), table=SAVE)
     def save(
         self, folder: str | Path, params: Params | None = None, *, dtype: Any = None, overwrite: bool = False
     ) -> Path:

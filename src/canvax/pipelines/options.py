@@ -25,6 +25,8 @@ class Step:
         timestep: the timestep of it, of the checkpoint's 0..999.
         latents: the noisy latents after it [B, h, w, C] float32.
         denoised: the image the network sees in them [B, h, w, C] float32, for previews.
+        scale: ``latents / scale`` are those that diffusers' scheduler holds then: of Euler, Heun, LMS, DPM2 and DPM++
+            SDE they have the image at full strength, and ``scale`` is its weight in ``latents``; else it is 1.
     """
 
     index: int
@@ -32,6 +34,7 @@ class Step:
     timestep: float
     latents: np.ndarray
     denoised: np.ndarray
+    scale: float = 1.0
 
 
 Callback = Callable[[Step], Any]

@@ -18,6 +18,7 @@ from canvax.engine.segments import DeepPlan
 from canvax.families.base import Model
 from canvax.images.masks import as_floats
 from canvax.models.beside import ADAPTERS
+from canvax.models.configs import VaeConfig
 from canvax.models.denoiser import REFERENCES
 from canvax.models.text import IMAGE_PROMPTS
 from canvax.noise import initial_noise, pasted_in_the_middle, seed_keys, slerp
@@ -66,7 +67,9 @@ def prepare(
     every = [half for conditions in (prompts, *later.values()) for half in conditions]
     images, known, masked = request.init_images and request.init_images.latents, None, None
     if "image encoder" in ready and request.init_images is not None and request.init_images.latents is None:
-        images, known, masked = begin(model, request, partial(encode_images, ready, params, mesh, request))
+        images, known, masked = begin(
+            model, request, partial(encode_images, ready, params, mesh, request, sample=samples(model, request))
+        )
     beside: dict[str, Any] = {}
     if masked is not None:
         beside["masked"] = put(filled(masked, latents[0]), split)
@@ -90,7 +93,7 @@ def prepare(
             for i, half in enumerate(conditions):
                 negative = request.guided and i == 0
                 half[IMAGE_PROMPTS] = reading.negative if negative else reading.positive  # pyright: ignore
-    noise = noise_of(request) if request.latents is None else request.latents
+    noise = noise_of(model, request) if request.latents is None else request.latents
     keep = None
     if known is not None and request.options.mask_blend == "renoised":
         keep, known = partial(keep_renoised, known, noise, table), None
@@ -127,19 +130,21 @@ def columns_of(model: Model, request: Request, rows: int) -> list[dict[str, Host
     return [{**shared, "weights": np.tile(weights, (rows, 1))} for weights in request.texts.weights]
 
 
-def noise_of(request: Request) -> HostArray:
-    """Initial noise of each image [n, h, w, C] float32, of its seed and, in part, of its variation seed."""
+def noise_of(model: Model, request: Request) -> HostArray:
+    """Initial noise of each image [n, h, w, C] float32, of its seed and, in part, of its variation seed.
+
+    A generator of PyTorch has given the sample of the image before, where one is encoded first.
+    """
     options, shape = request.options, request.shape[1:]
+    draw = int(samples(model, request) and _encodes_first(model, request))
 
     def noise(seeds: list[int]) -> HostArray:
-        whole = initial_noise(seeds, shape, options.noise)
+        whole = initial_noise(seeds, shape, options.noise, draw)
         if options.seed_size is None:
             return whole
         factor = request.height // shape[0]
-        noise = initial_noise(
-            seeds, (options.seed_size[0] // factor, options.seed_size[1] // factor, shape[2]), options.noise
-        )
-        return pasted_in_the_middle(whole, noise)
+        size = (options.seed_size[0] // factor, options.seed_size[1] // factor, shape[2])
+        return pasted_in_the_middle(whole, initial_noise(seeds, size, options.noise, draw))
 
     if not options.variation_strength:
         return noise(request.seeds)
@@ -152,7 +157,22 @@ def keeps(model: Model, request: Request) -> bool:
     return bool(request.init_images and request.init_images.masks) and not model.networks.inpaints
 
 
-EncodeImages = Callable[[list[HostArray]], HostArray]
+def samples(model: Model, request: Request) -> bool:
+    """Whether latents of the images are samples: by default those for PyTorch's noise, of an ``AutoencoderKL``."""
+    options = request.options
+    if options.image_encoding is None:
+        return options.noise == "torch" and request.latents is None and isinstance(model.vae, VaeConfig)
+    return options.image_encoding == "sample"
+
+
+def _encodes_first(model: Model, request: Request) -> bool:
+    """Whether PyTorch diffusers encodes the image before it draws the noise."""
+    init = request.init_images
+    return init is not None and init.latents is None and not (model.networks.inpaints and init.from_noise)
+
+
+EncodeImages = Callable[[list[HostArray], int], HostArray]
+"""Latents of images; a generator of PyTorch has given so many tensors before their sample."""
 
 
 def begin(
@@ -166,11 +186,11 @@ def begin(
     assert init is not None
     if model.networks.inpaints:
         holes, mask = init.behind_latents(model.vae.factor)
-        latents = encode(holes)
+        latents = encode(holes, 1 + _encodes_first(model, request))
         masked = np.concatenate([np.broadcast_to(mask, (*latents.shape[:3], 1)), latents], axis=-1)
-        images = None if init.from_noise else encode([as_floats(image) for image in init.images])
+        images = None if init.from_noise else encode([as_floats(image) for image in init.images], 0)
         return images, None, masked
-    images = encode([as_floats(image) for image in init.images])
+    images = encode([as_floats(image) for image in init.images], 0)
     return None if init.from_noise else images, init.known(images, model.vae.factor, request.options), None
 
 
@@ -184,12 +204,19 @@ def start(request: Request, images: HostArray, noise: HostArray, factor: int) ->
     return (1 - mask) * images + (mask * noise if fill == "noise" else 0)
 
 
-def encode_images(ready: Ready, params: Params, mesh: Mesh, request: Request, images: list[HostArray]) -> HostArray:
-    """Latents of the image of each image of the call [n, h, w, C] float32, on the host; each image is encoded once."""
+def encode_images(
+    ready: Ready, params: Params, mesh: Mesh, request: Request, images: list[HostArray], draw: int, *, sample: bool
+) -> HostArray:
+    """Latents of the image of each image of the call [n, h, w, C] float32, on the host; each image is encoded once.
+
+    ``draw`` is that of ``initial_noise``, of a ``sample``.
+    """
     means, deviations = _moments(ready["image encoder"], params, mesh, images)
-    if request.options.image_encoding == "sample":
-        seeds = [(seed + _ENCODING_SEED) % 2**64 for seed in request.seeds]
-        means = means + deviations * initial_noise(seeds, request.shape[1:], request.options.noise)
+    if sample:
+        seeds, noise = request.seeds, request.options.noise
+        if noise != "torch":
+            seeds = [(seed + _ENCODING_SEED) % 2**64 for seed in seeds]
+        means = means + deviations * initial_noise(seeds, request.shape[1:], noise, draw)
     return np.broadcast_to(means, request.shape).astype(np.float32)
 
 
@@ -221,7 +248,8 @@ def _moments(encoder: Compiled, params: Params, mesh: Mesh, images: Sequence[Hos
 
 
 _ENCODING_SEED = 0x9E3779B97F4A7C15
-"""Added to an image's seed for the noise of its encoding, which must not be its initial noise again."""
+"""Added to an image's seed for the noise of its encoding, which must not be its initial noise again. PyTorch's noise
+is another draw."""
 
 
 def keep_renoised(known: Known, noise: HostArray, table: SamplerTable, latents: HostArray, row: int) -> HostArray:

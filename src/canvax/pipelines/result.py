@@ -141,14 +141,14 @@ _IN_A_LOG = "{desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed} so far, {remainin
 _LINES = {"loading": "loading the programs:", "compiling": "compiling (once for each size and batch):"}
 
 
-def summary(pipe: Any) -> str:
+def summary(pipe: Any, name: str = "Pipeline") -> str:
     """A pipeline in a line, for ``repr``: its weights and tables would fill pages."""
     model = pipe.model
     height, width = model.native_size
     parts = [repr(str(model.files)), f"{width}x{height}", model.scheduler.spec.label]
     if leaves := jax.tree.leaves(getattr(pipe, "params", None)):
         parts += [f"{sum(leaf.size for leaf in leaves) / 1e6:.1f}M parameters", leaves[0].dtype.name]
-    return f"{type(pipe).__name__}({', '.join(parts)})"
+    return f"{name}({', '.join(parts)})"
 
 
 def _can_draw_bars() -> bool:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import numpy as np
 
 from canvax.call import Call
-from canvax.errors import InputError, shown
-from canvax.familiar import CALL, HARMLESS, LOAD, PAGE, ForeignName, Translate, answer, renamed
+from canvax.errors import NO_VALUE, InputError, shown
+from canvax.familiar import CALL, HARMLESS, LESS_GUIDANCE, LOAD, PAGE, ForeignName, Translate, answer, renamed
+from canvax.pipelines.checks import floats
 from canvax.pipelines.options import Options, Step, check_options, check_step_end
 from canvax.samplers import find
 from canvax.settings import declared
@@ -83,7 +84,8 @@ def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[st
             raise InputError("callback and callback_on_step_end are one argument; give it once")
         changes["callback"] = _on_step_end(arguments["self"], callback)
     if set(left.get("callback_on_step_end_tensor_inputs") or ()) - {"latents"}:
-        raise InputError(f"callback_on_step_end_tensor_inputs: a callback is given 'latents' and nothing else ({PAGE})")
+        given = "a callback is given 'latents' and nothing else"
+        raise InputError(f"callback_on_step_end_tensor_inputs: {given}; {LESS_GUIDANCE} ({PAGE}#callbacks)")
     if (guess := left.get("guess_mode")) is not None:
         if not isinstance(guess, bool) or "control_mode" in changes:
             raise InputError(f"guess_mode={guess!r}: give True or False, and no control_mode beside it")
@@ -184,19 +186,49 @@ def as_output(result: Result, output: Output) -> Result:
 
 
 def _on_step_end(pipe: Any, callback: Callable[..., Any]) -> Callable[[Step], Any]:
-    """A callback of diffusers, ``(pipe, index, timestep, {"latents": ...})``, as one of canvax."""
+    """A callback of diffusers, ``(pipe, index, timestep, {"latents": ...})``, as one of canvax.
+
+    Its latents are [B, C, h, w], and scaled as those of diffusers' scheduler.
+    """
     check_step_end(callback)
 
     def call(step: Step) -> Any:
-        returned = callback(pipe, step.index, step.timestep, {"latents": step.latents})
-        if isinstance(returned, Mapping) and (other := [name for name in returned if name != "latents"]):
-            raise InputError(
-                f"callback_on_step_end returned {other[0]!r:.80}: 'latents' alone can be changed on the way; "
-                f"leave it out, for less guidance write guidance_steps= or guidance_interval= ({PAGE})"
-            )
-        return returned.get("latents") if isinstance(returned, Mapping) else returned
+        given = np.ascontiguousarray(np.moveaxis(step.latents, -1, 1)) / np.float32(step.scale)
+        tensors = {"latents": given.copy()}
+        returned = callback(pipe, step.index, step.timestep, tensors)
+        if isinstance(returned, Mapping):
+            if other := [name for name in returned if name != "latents"]:
+                raise InputError(
+                    "callback_on_step_end",
+                    NO_VALUE,
+                    f"returned {other[0]!r:.80}, and 'latents' alone can be changed on the way",
+                    f"leave it out; {LESS_GUIDANCE}",
+                )
+            returned = returned.get("latents")
+        if isinstance(returned, bool | np.bool_):
+            return bool(returned)
+        latents = as_latents(tensors["latents"] if returned is None else returned, given.shape)
+        same = np.array_equal(latents, given)  # to the bit, which a change of the scale may cost
+        return None if same else np.moveaxis(latents, 1, -1) * np.float32(step.scale)
 
     return call
+
+
+def as_latents(returned: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """What a callback of diffusers returned, as latents [B, C, h, w] float32.
+
+    Raises:
+        InputError: it is something else.
+    """
+    cure = f"return {{'latents': array}} with float [B, C, h, w] = {shape}, or False to stop"
+    try:
+        latents = np.asarray(floats(returned))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError("callback_on_step_end", NO_VALUE, f"returned no latents: {error!s:.200}", cure) from None
+    if latents.shape != shape or latents.dtype != np.float32 or not np.isfinite(latents).all():
+        problem = f"returned {latents.dtype} {latents.shape}, or values that are not finite"
+        raise InputError("callback_on_step_end", NO_VALUE, problem, cure)
+    return latents
 
 
 def _seeds(generator: Any) -> Any:

@@ -23,6 +23,7 @@ SHAPES = ("rho", "sigma_min", "sigma_max", "steps_offset")
 
 IMPOSSIBLE = {
     "dpmadaptive": "DPM adaptive chooses its steps as it goes, and a table is made before; use 'DPM++ 2M'",
+    "dpm2m": "DPM-Solver and DPM-Solver++ both have a 2M, which differ; use 'DPM++ 2M'",
     "dpmfast": "DPM fast is not in the catalogue; 'DPM++ 3S' (singlestep) is its successor",
     "ersde": "ER SDE is not in the catalogue; use 'DPM++ 2M SDE'",
     "gradientestimation": "gradient estimation is not in the catalogue; use 'DPM++ 2M'",
@@ -66,8 +67,9 @@ def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
                 "sampler", name, f"names {curve} sigmas, which {spec.label} does not take", f"use {spec.label!r}"
             )
         return spec, {**spec.implied, "sigmas": curve}
-    if key in IMPOSSIBLE:
-        raise InputError("sampler", name, f"is not possible: {IMPOSSIBLE[key]}")
+    for stem in (key, *map(key.removesuffix, _SUFFIXES)):
+        if stem in IMPOSSIBLE:
+            raise InputError("sampler", name, f"is not possible: {IMPOSSIBLE[stem]}")
     if key in _SUFFIXES:
         raise InputError(
             "sampler",
@@ -83,7 +85,8 @@ def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
 
 def _plain(name: str) -> str:
     """Normalises a spelling: lower case, without spaces and separators. Other signs stay, so they match no name."""
-    return re.sub(r"[\s\-_.,;:+*/()]", "", str(name).lower().replace("++", "pp"))
+    pluses = re.sub(r"(?<!\+)\+\+(?!\+)", "pp", str(name).lower())  # of three or more none is a separator
+    return re.sub(r"[\s\-_.,;:*/()]|(?<!\+)\+(?!\+)", "", pluses)
 
 
 # Longest first, so that "beta_sigmas" is tried before shorter suffixes.

@@ -53,9 +53,11 @@ def lag(values: np.ndarray, k: int) -> np.ndarray:
 
 def step_table(path: Path, M: np.ndarray) -> SamplerTable:
     """Makes the table of a solver with one row per step whose equations are in x."""
+    scale: np.ndarray | float = 1.0
     if path.schedule.sigma_data is not None:
         M[-1, 0] /= path.alpha[-1]  # the sample of an EDM model is y, not x
-    return table_of(path.schedule, path.timesteps, path.alpha[:-1], path.std[:-1], M)
+        scale = np.append(path.alpha[1:-1], 1.0)
+    return table_of(path.schedule, path.timesteps, path.alpha[:-1], path.std[:-1], M, scale=scale)
 
 
 def ve_table(
@@ -82,7 +84,7 @@ def ve_table(
     M[:, 0] *= column(behind)
     M[:, :, 0] /= column(now)
     start = float(level[0]) if init_scale is None else init_scale
-    return table_of(path.schedule, timesteps, alpha, std, M, step=step, init_scale=start * float(now[0]))
+    return table_of(path.schedule, timesteps, alpha, std, M, step=step, init_scale=start * float(now[0]), scale=behind)
 
 
 def demand_signal(schedule: NoiseSchedule, alpha: np.ndarray, name: str, *, combines_eps: bool = False) -> None:
@@ -128,6 +130,7 @@ def table_of(
     *,
     step: np.ndarray | None = None,
     init_scale: float = 1.0,
+    scale: np.ndarray | float = 1.0,
 ) -> SamplerTable:
     """Makes the table of rows at levels alpha, std. Only this function depends on the prediction type."""
     count = len(timesteps)
@@ -144,6 +147,7 @@ def table_of(
         std=std,
         step=np.arange(count) if step is None else step,
         init_scale=init_scale,
+        scale=np.asarray(scale, np.float64),
     )
     if not table.finite:
         raise InputError(

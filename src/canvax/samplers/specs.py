@@ -191,7 +191,7 @@ SAMPLERS = (
         when="The best default: converged in 20 to 25 steps, with or without Karras sigmas.",
         source="Lu et al. 2022, arXiv:2211.01095",
         implied={"algorithm_type": "dpmsolver++", "solver_order": 2},
-        also=("k_dpmpp_2m", "dpm_solver_multistep", "dpm_solver++", "dpm_multistep", "dpm_2m"),
+        also=("k_dpmpp_2m", "dpm_solver_multistep", "dpm_solver++", "dpm_multistep"),
         settings=DPM,
     ),
     SamplerSpec(
@@ -213,7 +213,7 @@ SAMPLERS = (
         when="DPM++ 2M with fresh noise in each step: more texture, 25 to 40 steps.",
         source="Lu et al. 2022, arXiv:2211.01095, appendix B",
         implied={"algorithm_type": "sde-dpmsolver++", "solver_order": 2},
-        also=("k_dpmpp_2m_sde", "dpmpp_2m_sde_gpu", "dpm_2m_sde"),
+        also=("k_dpmpp_2m_sde", "dpmpp_2m_sde_gpu"),
         eta=True,
         settings=("s_noise", *DPM),
     ),

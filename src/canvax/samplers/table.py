@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,8 @@ class SamplerTable:
     step      [R]            int, the step of the row, from 0; a step can have several evaluations
     init_scale               x before row 0 = init_scale * unit noise
     first_row                index of row 0 in the whole run; the noise of a step depends on this index
+    scale     [R]            x after the row = scale * y, where y is what diffusers' scheduler of this solver holds;
+                             it does not change the run
     """
 
     timestep: np.ndarray
@@ -62,8 +64,10 @@ class SamplerTable:
     step: np.ndarray
     init_scale: float = 1.0
     first_row: int = 0
+    scale: np.ndarray = field(default_factory=lambda: np.ones(()))
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", np.broadcast_to(self.scale, np.shape(self.timestep)))
         for name in COLUMNS:
             shape = (np.size(self.timestep), *_INNER.get(name, ()))
             if getattr(self, name).shape != shape:
@@ -125,7 +129,7 @@ class SamplerTable:
         if not 0 <= lo <= (len(self) if hi is None else hi) <= len(self):
             raise InputError(f"rows {lo}..{hi} are not in order within 0..{len(self)}")
         columns = {name: getattr(self, name)[lo:hi] for name in COLUMNS}
-        return replace(self, first_row=self.first_row + lo, **columns)
+        return replace(self, first_row=self.first_row + lo, scale=self.scale[lo:hi], **columns)
 
     def window(self, lo: int, size: int) -> dict[str, np.ndarray]:
         """Returns rows lo..lo+size as float32 arrays for the denoising program, padded with no-op rows.

@@ -238,7 +238,8 @@ def ray_module() -> Any:
         import ray  # pyright: ignore[reportMissingImports]
         import ray.data  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise InputError("ray", NO_VALUE, f"needs {error.name}", "install it: pip install 'canvax[ray]'") from None
+        cure = "install it from canvax's folder: pip install '.[ray]'"
+        raise InputError("ray", NO_VALUE, f"needs {error.name}", cure) from None
     return ray
 
 

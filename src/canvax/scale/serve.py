@@ -191,7 +191,8 @@ def app(args: Mapping[str, Any]) -> Any:
     try:
         from ray import serve as ray_serve  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise InputError(f"canvax.scale.serve needs {error.name}; install it: pip install 'canvax[ray]'") from None
+        cure = "install it from canvax's folder: pip install '.[ray]'"
+        raise InputError(f"canvax.scale.serve needs {error.name}; {cure}") from None
     serve: Any = ray_serve  # its types, where Ray is installed, do not know a method that a class inherits
     wanted = Wanted.of(args)
     resources: dict[str, Any] = {"num_cpus": wanted.cpus, "num_gpus": wanted.gpus}

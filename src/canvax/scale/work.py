@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from canvax.call import ImageEncoding
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import counting
 from canvax.errors import NO_VALUE, CanvaxError, InputError, OutOfMemoryError, check_utf8
@@ -25,7 +26,7 @@ from canvax.pipelines.control import control_argument, control_of
 from canvax.pipelines.generate import metadata, second_pass, text_to_image, two_passes, work
 from canvax.pipelines.image_prompts import image_prompt_argument, image_prompts_of
 from canvax.pipelines.options import Options
-from canvax.pipelines.prepare import noise_of
+from canvax.pipelines.prepare import noise_of, samples
 from canvax.pipelines.request import Call, Request, make_request
 from canvax.pipelines.texts import has_tags
 from canvax.samplers import SamplerTable
@@ -304,7 +305,7 @@ class Worker:
             raise InputError("prompt", call.prompt, why, "write --lora FILE:0.8 instead")
         request, options = make_request(self._pipe.model, joined([call])), call.options
         table, deep, kinds = self._work(request)
-        noise = noise_of(request) if options.variation_strength or options.seed_size else None
+        noise = noise_of(self._pipe.model, request) if options.variation_strength or options.seed_size else None
         if options.hires > 1:
             second_pass(self._pipe.model, request)
             if self._spread or noise is not None:
@@ -348,9 +349,11 @@ class Worker:
         request = make_request(model, call)
         if all(item.noise is None for item in items):
             return request
-        plain = replace(request.options, **{name: _BY_IMAGE[name] for name in ("variation_strength", "seed_size")})
+        kind: ImageEncoding = "sample" if samples(model, request) else "mean"
+        in_noise = {name: _BY_IMAGE[name] for name in ("variation_strength", "seed_size")}
+        plain = replace(request.options, image_encoding=kind, **in_noise)
         request = replace(request, options=plain)
-        noises = [noise_of(replace(request, seeds=[item.call.seed])) if item.noise is None else item.noise
+        noises = [noise_of(model, replace(request, seeds=[item.call.seed])) if item.noise is None else item.noise
                   for item in items]  # fmt: skip
         return replace(request, latents=np.concatenate(noises))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from canvax.errors import NO_VALUE, CheckpointError, InputError
+from canvax.errors import NO_VALUE, CheckpointError, InputError, refuse_others
 from canvax.files import MAX_JSON, read_bytes
 from canvax.types import HostArray
 
@@ -68,12 +68,13 @@ class ChatTokenizer:
         except (UnicodeEncodeError, TypeError):
             raise InputError("prompt", NO_VALUE, f"is not valid Unicode: {text!r}", "pass valid Unicode") from None
 
-    def __call__(self, texts: Sequence[str], *, length: int) -> HostArray:
+    def __call__(self, texts: Sequence[str], *, length: int, **others: Any) -> HostArray:
         """Returns the ids of prompts, padded to ``length``: int32 [B, T].
 
         Raises:
-            InputError: a prompt has more tokens.
+            InputError: a prompt has more tokens; or there are ``others``.
         """
+        refuse_others(others, "the tokenizer", "write pipe.tokenizer([text], length=512): it pads and returns the ids")
         rows = [self.ids(text) for text in texts]
         for text, row in zip(texts, rows, strict=True):
             if len(row) > length:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from canvax.errors import NO_VALUE, CheckpointError, InputError, warn
+from canvax.errors import NO_VALUE, CheckpointError, InputError, refuse_others, warn
 from canvax.files import DAMAGED, MAX_JSON, read_bytes
 
 if TYPE_CHECKING:
@@ -105,14 +105,15 @@ class ClipTokenizer:
         special = (vocab[content[name]] for name in ("bos_token", "eos_token", "pad_token"))
         return cls(backend, *special, largest=max(vocab.values()))
 
-    def __call__(self, prompts: Sequence[str], *, length: int = 77) -> np.ndarray:
+    def __call__(self, prompts: Sequence[str], *, length: int = 77, **others: Any) -> np.ndarray:
         """Returns the ids of each prompt, int32 [B, length]: begin, text, end, padding.
 
         A prompt that is too long is cut, with a ``TruncationWarning`` that shows the text cut off.
 
         Raises:
-            InputError: a prompt is not a string, or not valid Unicode.
+            InputError: a prompt is not a string, or not valid Unicode; or there are ``others``.
         """
+        refuse_others(others, "the tokenizer", "write pipe.tokenizer([text]): it pads, cuts and returns the ids")
         if isinstance(prompts, str):
             raise InputError("prompts", prompts, "is one string", "pass a list of strings")
         out = np.full((len(prompts), length), self.pad, np.int32)

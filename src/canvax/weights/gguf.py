@@ -158,7 +158,8 @@ def _quantized(path: Path, name: str, kind: int) -> tuple[np.dtype, Decode]:
         stored = _blocks(kind)
     except ImportError:
         raise InputError(
-            f"{path}: has quantized arrays, which the package gguf decodes; install it: pip install 'canvax[gguf]'"
+            f"{path}: has quantized arrays, which the package gguf decodes; install it from canvax's folder: "
+            "pip install '.[gguf]'"
         ) from None
     if stored is None:
         raise CheckpointError(

@@ -230,7 +230,7 @@ def inspect(path: Path) -> Found | None:
     except CheckpointError:
         return Found(path, "damaged")
     except InputError:
-        return Found(path, "a GGUF file, which needs pip install 'canvax[gguf]'")
+        return Found(path, "a GGUF file, which needs pip install '.[gguf]'")
     kind, family = identify(shapes), family_of(shapes, metadata)[0]
     if family in OTHERS.values() and kind is not LORA:
         return Found(path, "weights that canvax does not run", family)

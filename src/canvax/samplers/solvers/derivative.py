@@ -7,6 +7,8 @@ level zero: 2n - 1 for n steps.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from canvax.errors import InputError
@@ -144,7 +146,7 @@ def ipndm(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampl
     """
     path = euler_path(schedule, steps, options)
     weights = ADAMS_BASHFORTH[history(len(path), 4) - 1] * column(path.sigmas[1:] - path.sigmas[:-1])
-    return _slopes(path, options, weights)
+    return replace(_slopes(path, options, weights), scale=np.ones(()))  # diffusers' class holds x
 
 
 ADAMS_BASHFORTH = np.array(
