@@ -145,6 +145,18 @@ def test_a_pickled_pipeline_brings_its_adapters(sd: canvax.StableDiffusion, lora
     assert all(jax.tree.leaves(same))
 
 
+def test_a_pipeline_with_other_weights_is_not_pickled(folder: Path) -> None:
+    """The copy would have those of the checkpoint."""
+    pipe = canvax.load(folder)
+    pickle.dumps(pipe)
+    pipe.params = pipe.params
+    pickle.dumps(pipe)
+    pipe.params = jax.tree.map(lambda leaf: 0.5 * leaf, pipe.params)
+    for edited in (pipe, pipe.with_controlnet(None)):
+        with pytest.raises(TypeError):
+            pickle.dumps(edited)
+
+
 # Textual inversions
 
 

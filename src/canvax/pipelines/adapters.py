@@ -346,22 +346,22 @@ class Adapters(Mapping[str, LoadedAdapter]):
         Raises:
             InputError: an argument cannot be used, or what is beside the weights now does not fit.
         """
-        held = [adapter for adapter in self._loaded.values() if adapter.place is not None]
-        check_places(COUNT if rank is None else rank, places, layers)
-        if rank is None:
-            self.remove(*(adapter.name for adapter in held)) if held else None
-            self._bank = None
-            return
-        bank = Bank(self._model, self._mesh, check_places(rank, places, layers))
-        if len(held) > places:
-            raise InputError(
-                "places", places, f"are too few for {', '.join(adapter.name for adapter in held)}", "remove some first"
-            )
-        packed = [bank.pack(adapter.name, adapter.adapter, self._inner(adapter)) for adapter in held]
-        for slot, (packed_adapter, arrays) in enumerate(zip(held, packed, strict=True)):
-            bank.put(slot, arrays)
-            packed_adapter.place = slot
-        self._bank = bank
+        wanted = check_places(COUNT if rank is None else rank, places, layers)
+        with self._pipe.changing:
+            held = [adapter for adapter in self._loaded.values() if adapter.place is not None]
+            if rank is None:
+                self.remove(*(adapter.name for adapter in held)) if held else None
+                self._bank = None
+                return
+            bank = Bank(self._model, self._mesh, wanted)
+            if len(held) > places:
+                names = ", ".join(adapter.name for adapter in held)
+                raise InputError("places", places, f"are too few for {names}", "remove some first")
+            packed = [bank.pack(adapter.name, adapter.adapter, self._inner(adapter)) for adapter in held]
+            for slot, (packed_adapter, arrays) in enumerate(zip(held, packed, strict=True)):
+                bank.put(slot, arrays)
+                packed_adapter.place = slot
+            self._bank = bank
 
     @property
     def bank(self) -> Bank | None:
