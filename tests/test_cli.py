@@ -22,9 +22,9 @@ from safetensors.numpy import save_file
 import canvax
 from canvax import cli
 from canvax.cli import BAD_INPUT, FAILED, INTERRUPTED, main
+from canvax.cli.again import again
 from canvax.cli.arguments import parse
 from canvax.cli.images import SETTINGS, gather
-from canvax.cli.info import reproduce
 from canvax.cli.terminal import clean, command_line, table
 from canvax.images.metadata import read_metadata, save_image
 from canvax.pipelines import result
@@ -546,11 +546,11 @@ def test_no_negative_prompt_is_not_an_empty_one() -> None:
     for said, want in (((), None), (("--negative-prompt", ""), ""), (("-N", "red"), "red")):
         (image,), _ = gather(parse(["generate", "a cat", "-s", "1", *said]))
         assert image.negative_prompt == want
-        command = reproduce({"canvax": "1", "prompt": "a cat", "negative_prompt": want})
+        command = again({"canvax": "1", "prompt": "a cat", "negative_prompt": want}).command
         words = shlex.split(command)
         assert ("--negative-prompt" in words) == (want is not None)
-        (again,), _ = gather(parse([*words[1:], "-s", "1"]))
-        assert again.negative_prompt == want
+        (other,), _ = gather(parse([*words[1:], "-s", "1"]))
+        assert other.negative_prompt == want
 
 
 def test_wide_tables_fit_the_terminal() -> None:
@@ -567,7 +567,7 @@ def test_the_variant_is_kept(run: Run, tmp_path: Path) -> None:
     for weights in (tmp_path / "halves").glob("*/*.safetensors"):
         weights.rename(weights.with_suffix(".fp16.safetensors"))
     run("generate", "a cat", "-m", "./halves", "--variant", "fp16", "-o", "a.png", "-s", 1, *FAST)
-    assert "--variant fp16" in reproduce(read_metadata(Path("a.png")))
+    assert "--variant fp16" in again(read_metadata(Path("a.png"))).command
     code, _, err = run("generate", "--from-image", "a.png", "-o", "b.png", "-q")
     assert (code, err) == (0, "")
     assert (pixels("a.png") == pixels("b.png")).all()

@@ -15,7 +15,9 @@ import pytest
 from PIL import Image
 
 import canvax
+from canvax.call import OptionRecord
 from canvax.cli import BAD_INPUT, main
+from canvax.cli.arguments import parse
 from canvax.images.grid import make_sheet
 from canvax.models.configs import ClipVisionConfig
 from canvax.models.denoiser import UNetDenoiser
@@ -25,6 +27,8 @@ from canvax.pipelines.prepare import noise_of
 from canvax.pipelines.request import Call, make_request
 from canvax.pipelines.safety import SafetyChecker
 from canvax.pipelines.upscale import Tiles, fade, starts
+from canvax.scale.rows import NAMES
+from canvax.settings import offered
 from tests.support.refusals import refused
 
 
@@ -380,6 +384,19 @@ def test_upscale_command(here: Path, emoji: canvax.StableDiffusion, capsys: pyte
     assert main(["upscale", "nowhere.png", "-o", "x.png"]) == BAD_INPUT
     assert main(["upscale", "fox.png", "--scale", "99", "-o", "x.png", "-q"]) == BAD_INPUT
     assert not Path("x.png").exists()
+
+
+def test_what_upscale_takes_in_python_is_a_flag_of_its_command() -> None:
+    """But for masks, and for what has no meaning for tiles."""
+    flags = vars(parse(["upscale", "fox.png"]))
+    missing = {name for name in offered(OptionRecord, "command") if name not in flags}
+    assert {name for name in missing if not name.startswith(("hires", "mask"))} == {"outpaint", "padding_mask_crop"}
+
+
+def test_what_rows_take_is_a_flag_of_a_batch() -> None:
+    """For rows that do not say otherwise."""
+    flags = vars(parse(["batch", "rows.jsonl", "-o", "out"]))
+    assert set(NAMES) - flags.keys() == {"prompt"}
 
 
 def test_variations_do_not_depend_on_the_batch_size(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

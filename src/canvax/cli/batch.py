@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from canvax.call import IMAGE, Call
 from canvax.cli.arguments import versions
 from canvax.cli.generate import check_against_model, description, join_others, load_model
 from canvax.cli.images import OF_MODEL, ZERO_SNR, Source, check_table, source_of
@@ -18,6 +19,8 @@ from canvax.files import named_path
 from canvax.images.maps import SETTINGS as MAPS
 from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_size
 from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS
+from canvax.pipelines.options import Options
+from canvax.settings import grouped
 
 if TYPE_CHECKING:
     from canvax.scale.batch import Generate, Plan
@@ -111,7 +114,8 @@ def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], sou
     """Refuse settings with which no row can be generated, before any weights are read."""
     from canvax.scale.work import call_of
 
-    files = ("control", "control_from", "ip_image", "ip_mask")  # to which rows may add theirs
+    # To which rows may add theirs.
+    files = ("image", "mask", "reference", "control", "control_from", "ip_image", "ip_mask")
     call = call_of({"prompt": ""} | {name: defaults[name] for name in defaults if name not in files}, 0)
     if "ip_mask" in defaults and "ip_image" not in defaults and not source.ip_adapter:
         raise InputError(
@@ -192,8 +196,8 @@ def _generate(arguments: argparse.Namespace, plan: Plan, source: Source, output:
         progress=not arguments.quiet,
     )  # fmt: skip
     usual = worker.check(Row("", {"prompt": ""}))
-    if isinstance(usual, Made):  # no row that only has a prompt could be generated
-        raise InputError(usual.error)
+    if isinstance(usual, Made) and not {*grouped(Call, IMAGE), *grouped(Options, IMAGE)} & plan.defaults.keys():
+        raise InputError(usual.error)  # no row that only has a prompt, or an image where flags are for images
     return windows(worker.run)
 
 

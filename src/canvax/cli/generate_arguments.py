@@ -46,7 +46,9 @@ def add_upscale(parser: argparse.ArgumentParser) -> None:
     )
     add_controlnet(group)
     add_flags(group, OptionRecord, group=CONTROL)
-    for add in (_settings, _model, add_adapters, _devices, _where_to):
+    group = parser.add_argument_group("how each tile begins from the image")
+    add_flags(group, OptionRecord, names=("strength_rule", "image_encoding"))
+    for add in (_settings, _sdxl, _model, add_adapters, _devices, _where_to):
         add(parser)
 
 
@@ -58,7 +60,7 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-s", "--seed", type=int, default=0, metavar="SEED", help="rows without a seed have one of their id and this"
     )
-    for add in (_control, _image_prompts, _settings, _model, add_adapters, _devices):
+    for add in (_images, _control, _image_prompts, _settings, _hires, _sdxl, _model, add_adapters, _devices):
         add(parser)
     group = parser.add_argument_group("output")
     group.add_argument("-o", "--output", required=True, metavar="FOLDER", help="a new one, or one to go on in")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.call import Call, FromFiles
+from canvax.cli.again import OF_MODEL, ZERO_SNR, adapters_lost, of_python, recorded_model
 from canvax.cli.generate_arguments import networks_of
 from canvax.cli.image_prompts import check_same
 from canvax.cli.terminal import complain
@@ -31,8 +32,6 @@ from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 from canvax.scale.rows import check_prompt_line, json_object, text_lines
 from canvax.scale.work import call_of, grouped
 from canvax.settings import aliases, check_setting, declared, offered
-from canvax.weights.data_folder import find_named
-from canvax.weights.location import BUNDLED
 
 if TYPE_CHECKING:
     from canvax.families.base import Model
@@ -41,20 +40,15 @@ OPTIONS = tuple(offered(Options, "command"))
 SETTINGS = (*(name for name in offered(Call, "command") if name != "prompt"), *declared(FromFiles), *OPTIONS)
 """What flags, prompt files and PNG metadata may set for an image besides its prompt."""
 
-ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
-"""The changes of a model's schedule that ``--zero-snr`` stands for."""
-
 _MAX_PROMPT_FILE = 64 << 20
 
-OF_MODEL = ("revision", "variant", "dtype", "quantize", "vae", "prediction_type", "text_encoder", "tokenizer")
-"""The fields of ``Source`` that the metadata of an image holds besides the model's name."""
 _OF_ALL = {"model", "mesh", "batch_size", "output", "lora", "embedding", "controlnet", "ip_adapter", *OF_MODEL}
 """Flags that hold for a whole command, so that a line of a prompt file cannot set them."""
 ALIASES = {also: name for also, name in aliases(Call, FromFiles, Options).items() if also not in _OF_ALL}
 
 _RECORDED = {"prompt", "model", "scheduler", "canvax", "sampler_label", "noise", "steps_run", "other", "nsfw"}
 _RECORDED |= {"controlnet", "ip_adapter", "adapters", "embeddings", "image_sha256", "mask_sha256", "control_sha256"}
-_RECORDED |= {"references_sha256"}
+_RECORDED |= {"references_sha256", "conditions", "steered", "sampler_sha256", "ip_encoder"}
 _RECORDED |= {"image_prompts", "options", "upscale", "id", *OF_MODEL, *SETTINGS}
 """All that metadata of canvax holds about an image."""
 
@@ -302,11 +296,11 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
         )
     _check_control(path, metadata, arguments)
     check_same(path, metadata, arguments)
-    if metadata.get("noise") == "given":
-        settings.pop("noise")
-        complain(f"{path}: its initial noise was given as an array and is not in the file", label="warning: ")
-    elif "noise" in metadata:
-        settings["noise"] = metadata["noise"]
+    settings |= {"noise": noise} if (noise := metadata.get("noise")) else {}
+    lost = of_python(metadata)
+    for clause in (*lost.values(), *adapters_lost(metadata)):
+        complain(f"{path}: {clause}", label="warning: ")
+    settings = {name: value for name, value in settings.items() if name not in lost}
     by_canvax = "canvax" in metadata
     recorded = {"model": recorded_model(metadata)} | {
         name: metadata.get(name) if by_canvax else None for name in OF_MODEL
@@ -325,8 +319,6 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
     model = arguments.model or recorded["model"] or "emoji"
     parts: dict[str, Any] = {name: getattr(arguments, name) or recorded[name] for name in OF_MODEL}
     scheduler = metadata.get("scheduler") if by_canvax else None
-    if scheduler and scheduler != ZERO_SNR:
-        complain(f"{path}: its scheduler {scheduler} is for Python: canvax.load(scheduler=...)", label="warning: ")
     return settings, Source(model, **parts, zero_snr=scheduler == ZERO_SNR)
 
 
@@ -368,16 +360,6 @@ def _check_control(path: Path, metadata: Mapping[str, Any], arguments: argparse.
     for files, mark, recorded in zip(named, control_marks(named), wanted, strict=True):
         if mark != recorded:
             complain(f"--control {files and files[0][1]}: is not the one of {path}", label="warning: ")
-
-
-def recorded_model(metadata: Mapping[str, Any]) -> Any:
-    """Return the model of an image as ``--model`` takes it, or None.
-
-    Other programs name a file without its folder, which is found in the folder of models alone.
-    """
-    model = metadata.get("model")
-    known = "canvax" in metadata or model in list(BUNDLED) or (isinstance(model, str) and find_named(model, "model"))
-    return model or None if known else None
 
 
 def _warn_of_losses(path: Path, metadata: Mapping[str, Any]) -> None:

@@ -78,11 +78,11 @@ def written(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Returns metadata as it is written to files: each local path becomes ``./name``, since its folders are private."""
     if "grid" in metadata:
         return {**metadata, "grid": [written(entry) for entry in metadata["grid"]]}
-    return {name: _without_folders(value) if name in _LOCAL else value for name, value in metadata.items()}
+    return {name: _without_folders(value) if name in LOCAL else value for name, value in metadata.items()}
 
 
-_LOCAL = ("model", "vae", "text_encoder", "tokenizer", "scheduler", "controlnet", "ip_adapter")
-_LOCAL += ("adapters", "embeddings")
+LOCAL = ("model", "vae", "text_encoder", "tokenizer", "scheduler", "controlnet", "ip_adapter")
+LOCAL += ("ip_encoder", "adapters", "embeddings")
 """Entries of metadata that can hold paths."""
 
 

@@ -112,6 +112,17 @@ class LoadedAdapter:
         """Whether its weight for any parameter is not 0."""
         return any(map(self.factor, self.adapter.parts))
 
+    def record(self, weight: Any) -> dict[str, Any]:
+        """Return what the metadata of an image holds of it, at this weight."""
+        file, revision = file_named(self.source, self.source_keywords), self.source_keywords.get("revision")
+        record = {"file": file, "weight": weight, "sha256": self.sha256}
+        return record | {"revision": revision} if revision else record
+
+
+def file_named(source: str, keywords: Mapping[str, Any]) -> str:
+    """Return a source as one name that ``load`` takes, with the ``weight_name`` of its keywords."""
+    return f"{source}/{name}" if (name := keywords.get("weight_name")) else source
+
 
 class AdapterFiles:
     """The files of a folder of adapters by their names.
@@ -563,14 +574,13 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def record(self) -> dict[str, Any]:
         """What is merged now, for the metadata of images."""
         active = {
-            adapter.name: {"file": adapter.source, "weight": adapter.weight, "sha256": adapter.sha256}
+            adapter.name: adapter.record(adapter.weight)
             for adapter in self._loaded.values()
             if adapter.place is None and adapter.acts
         }
         result: dict[str, Any] = {"adapters": active} if active else {}
-        return result | (
-            {"embeddings": {name: word.source for name, word in self._words.items()}} if self._words else {}
-        )
+        words = {name: file_named(word.source, word.source_keywords) for name, word in self._words.items()}
+        return result | ({"embeddings": words} if words else {})
 
     def _own(self) -> Params:
         return self._pipe._params(None)
@@ -764,11 +774,7 @@ def _as_set(adapters: Adapters, bank: Bank) -> OwnAdapters:
 def _recorded(adapter: LoadedAdapter, weights: Weights, bank: Bank) -> dict[str, Any]:
     """What the metadata of an image tells of an adapter that it has."""
     by_block, _ = parted(adapter.weights, bank.components)
-    return {
-        "file": adapter.source,
-        "weight": adapter.weight if by_block else plain_weight(weights),
-        "sha256": adapter.sha256,
-    }
+    return adapter.record(adapter.weight if by_block else plain_weight(weights))
 
 
 def plain_weight(weights: Weights) -> float | dict[str, float]:

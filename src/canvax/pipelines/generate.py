@@ -74,7 +74,7 @@ def text_to_image(
     with clock("encode"):
         batch, keep = prepare(model, programs, params, request, ready, table, deep, tables)
     with clock("denoise"):
-        denoise(batch, request, table, display, spread=spread, keep=keep)
+        is_steered = denoise(batch, request, table, display, spread=spread, keep=keep)
         if request.on_device:
             indices, samples = list(range(count)), jax.device_put(batch.state[:, 0], over_batch(mesh))
             rows: Any = samples[:count]
@@ -101,7 +101,7 @@ def text_to_image(
         )
     timings = {"compile": display.compile_seconds, **clock.seconds, "step": clock.seconds["denoise"] / len(table)}
     timings |= {"first_step": display.first_step - began, "total": time.perf_counter() - began}
-    records = metadata(model, request)
+    records = [{**record, "steered": True} if is_steered else record for record in metadata(model, request)]
     return Result(
         images=pixels
         if request.on_device
@@ -173,10 +173,10 @@ def denoise(
     *,
     spread: bool,
     keep: Callable[[HostArray, int], HostArray] | None = None,
-) -> None:
+) -> bool:
     """Run all rows, a few at a time, with progress on the way; ``spread`` over several processes.
 
-    ``keep`` changes the latents before a row.
+    ``keep`` changes the latents before a row. Return whether the callback changed them.
 
     Raises:
         Cancelled: the callback returned False.
@@ -184,7 +184,7 @@ def denoise(
     """
     total, count, callback = batch.rows_left, len(request.prompts), request.options.callback
     # Every process must run the same number of rows per call, so its size must not depend on local timing.
-    singly = spread or callback is not None or keep is not None
+    singly, changed = spread or callback is not None or keep is not None, False
     with display.bar(total) as bar:
         while left := batch.rows_left:
             batch.step(1 if singly else bar.chunk(left))
@@ -201,10 +201,11 @@ def denoise(
                 returned = callback(step)
                 if isinstance(returned, bool | np.bool_) and not returned:
                     raise Cancelled(f"cancelled by the callback after evaluation {row + 1} of {total}")
-                if not isinstance(returned, bool | np.bool_ | None):
+                returned = step.latents if isinstance(returned, bool | np.bool_ | None) else returned
+                if returned is not step.latents or not np.array_equal(returned, latents):
                     batch.replace(steered(returned, latents.shape, spread=spread))
-                elif not np.array_equal(step.latents, latents):
-                    batch.replace(steered(step.latents, latents.shape, spread=spread))
+                    changed = True
+    return changed
 
 
 def steered(returned: Any, shape: tuple[int, ...], *, spread: bool) -> np.ndarray:
@@ -249,7 +250,8 @@ def two_passes(
     first = text_to_image(model, programs, params, replace(request, on_device=False), cure, counts)
     second = text_to_image(model, programs, params, enlarged(larger, first.pixels, first.latents), cure, counts)
     both = {name: first.timings[name] + value for name, value in second.timings.items()}
-    records, images = first.metadata, second.images
+    steered = {"steered": True} if any("steered" in one.metadata[0] for one in (first, second)) else {}
+    records, images = [record | steered for record in first.metadata], second.images
     if not request.on_device:
         images = [
             GeneratedImage.of(image, record) for image, record in zip(to_pil(second.pixels), records, strict=True)
@@ -362,8 +364,12 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
         shared["references_sha256"] = request.references.fingerprints
     if request.control:
         shared["controlnet"] = [files.name for files in model.controls]
+    if given := [name for name, embeds in zip(("prompt", "negative_prompt"), request.embeds, strict=True) if embeds]:
+        shared["conditions"] = given
     if request.image_prompts:
         shared["ip_adapter"] = [files.name for files in model.ip_adapters]
+        if model.image_encoder is not None and model.image_encoder.named:
+            shared["ip_encoder"] = model.image_encoder.name
     optional = {"variant": model.files.variant, "quantize": model.quantize, **model.overrides}
     shared |= {name: value for name, value in optional.items() if value is not None}
     shared |= {name: dict(entries) for name, entries in model.merged.items()}

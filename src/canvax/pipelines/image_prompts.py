@@ -150,6 +150,7 @@ class ImagePrompts:
         for prompt in self.prompts:
             record = {"adapter": names.index(prompt.component), "scale": entry(prompt.raw_scales, index)}
             record |= {"sha256": entry(prompt.marks, index)}
+            record |= {"embeds": True} if prompt.embeds is not None or prompt.negative is not None else {}
             records.append(record | ({"mask_sha256": entry(prompt.mask_marks, index)} if prompt.mask_marks else {}))
         return records
 
