@@ -202,7 +202,9 @@ def test_info_says_what_its_command_does_not_repeat(
     levels, given = LOST[name]
     with studio.call(PLAIN | levels, [0], "1") as (pipe, _):
         pipe.adapters.set({"ink": {"unet": 0.5}} if name == "weights by part" else {})
-        table: dict[str, Any] = {"sampler": build_table(pipe.model.scheduler, 3, sampler="euler")} if name == "table" else {}
+        table: dict[str, Any] = (
+            {"sampler": build_table(pipe.model.scheduler, 3, sampler="euler")} if name == "table" else {}
+        )
         result = pipe("a cat", seed=1, progress=False, **given, **table)
         pipe.adapters.set({})
     save_image(tmp_path / "it.png", result.images[0], result.metadata[0])

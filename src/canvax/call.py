@@ -31,6 +31,8 @@ MaskFill = Literal["original", "fill", "noise", "nothing"]
 MaskBlend = Literal["denoised", "renoised"]
 ControlMode = Literal["balanced", "guess", "prompt", "control"]
 HiresMethod = Literal["pixel", "latent"]
+HIRES_STRENGTHS: Mapping[HiresMethod, float] = {"pixel": 0.4, "latent": 0.7}
+"""Default strengths of the second pass: below 0.55 or so enlarged latents stay blurred."""
 
 MAX_SIDE = 16384
 """Pixels of a side of an image."""

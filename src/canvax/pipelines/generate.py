@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from canvax._version import __version__
+from canvax.call import HIRES_STRENGTHS
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import Counts
 from canvax.compile.programs import Programs
@@ -228,10 +229,6 @@ def steered(returned: Any, shape: tuple[int, ...], *, spread: bool) -> np.ndarra
     return latents
 
 
-STRENGTHS = {"pixel": 0.4, "latent": 0.7}
-"""Of the second pass: latents that are made larger stay blurred below 0.55 or so."""
-
-
 def larger_side(model: Model, side: int, times: float) -> int:
     """The side, in pixels, that a second pass makes of another one: a size that the model can have."""
     step = max(8, model.networks.size_step)
@@ -297,7 +294,7 @@ def second_pass(model: Model, request: Request) -> Request:
         raise InputError("hires", options.hires, f"makes {width} x {height} pixels, more than {MAX_SIDE}", "use less")
     most = model.scheduler.schedule.alphas_cumprod.size
     steps = check_steps(options.hires_steps, None, request.steps, most)
-    strength = STRENGTHS[options.hires_method] if options.hires_strength is None else options.hires_strength
+    strength = HIRES_STRENGTHS[options.hires_method] if options.hires_strength is None else options.hires_strength
     whole, skipped = steps_of_strength(strength, steps, "exact", most)
     # A text that changes on the way has become its last one.
     texts, embeds = replace(request.texts, stages=[replace(request.texts.stages[-1], step=0)]), request.embeds
