@@ -155,8 +155,6 @@ def _calls(entries: Sequence[tuple[str, dict[str, Any]]], flags: Mapping[str, An
             if not where:
                 raise
             raise InputError(f"{where}{error}") from None
-        except TypeError as error:  # a JSON field of another type than a flag could have
-            raise InputError(f"{where}a setting has the wrong type: {error}") from None
         call = dataclasses.replace(call, height=sizes[images][0], width=sizes[images][1])
         yield from (dataclasses.replace(call, seed=seed) for seed in seeds)
         index += count

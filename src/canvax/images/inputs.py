@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from canvax.errors import NO_VALUE, InputError, reading_arguments
+from canvax.errors import NO_VALUE, InputError, reading
 from canvax.files import open_regular
 from canvax.images.convert import upright_mask, upright_rgb
 from canvax.images.formats import FORMATS
@@ -40,8 +40,7 @@ def read_images(name: str, value: Any, count: int, *, grey: bool = False) -> lis
     Raises:
         InputError: an image cannot be read, or the number of images is neither 1 nor ``count``.
     """
-    with reading_arguments({name: value}):
-        return [_upright(name, entry, grey=grey) for entry in _entries(name, value, count)]
+    return [_upright(name, entry, grey=grey) for entry in _entries(name, value, count)]
 
 
 def _entries(name: str, value: Any, count: int) -> Sequence[Any]:
@@ -49,7 +48,8 @@ def _entries(name: str, value: Any, count: int) -> Sequence[Any]:
     if isinstance(value, Image.Image | str | Path) or (_is_array(value) and np.ndim(value) < 4):
         values: Sequence[Any] = [value]
     elif isinstance(value, list | tuple) or _is_array(value):
-        values = list(value)
+        with reading(name):
+            values = list(value)
     else:
         images = getattr(value, "images", None)  # a canvax.Result, or the result of another library
         cure = "give its images, such as result.images[0]" if images is not None else "nor a list of these"
@@ -107,7 +107,9 @@ def _upright(name: str, value: Any, *, grey: bool) -> Image.Image:
     elif _is_array(value):
         if math.prod(np.shape(value)) > 4 * MOST_PIXELS:  # a broadcast view can have any size
             raise InputError(name, NO_VALUE, f"is an array of shape {np.shape(value)}, more than {MOST_PIXELS} pixels")
-        image = _from_array(name, np.asarray(value))
+        with reading(name):
+            array = np.asarray(value)
+        image = _from_array(name, array)
     else:
         raise InputError(name, value, "is not an image, a path or an array")
     if min(image.size) < 2 or image.width * image.height > MOST_PIXELS:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from canvax.call import OptionFields
 from canvax.compile.monitor import counting
-from canvax.errors import InputError, check_count, check_flag, reading_arguments, refuse_tracers
+from canvax.errors import InputError, check_count, check_flag, refuse_tracers
 from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
 from canvax.families.base import Model
 from canvax.models.beside import ADAPTERS
@@ -254,7 +254,7 @@ class StableDiffusion(LoadedModel):
         spread = multihost.is_spread(self.programs.mesh)
         # One process that refuses must not leave the others waiting for it.
         together = multihost.together("canvax generate") if spread else nullcontext()
-        with together, reading_arguments(arguments), self.changing:
+        with together, self.changing:
             output = check_output(output_type)
             if output == "jax" and (spread or self.safety_checker):
                 why = "several processes" if spread else "a safety checker, which reads images on the host"

@@ -220,8 +220,8 @@ class Worker:
             settings = settings_of(row, self._defaults, self._carried, self._seed)
             digest = digest_of(settings)
             return self._item(row, digest, call_of(settings, len(self._pipe.model.ip_adapters), progress=False))
-        except (CanvaxError, TypeError, ValueError, OverflowError) as error:  # of values of unforeseen types
-            return Made(row, digest, error=str(error) or type(error).__name__)
+        except CanvaxError as error:
+            return Made(row, digest, error=str(error))
 
     def run(self, rows: Iterable[Row]) -> Iterator[tuple[int, list[Made]]]:
         """Generate all rows, a batch at a time; rows that cannot be generated come first.
