@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,11 +44,11 @@ def read_images(name: str, value: Any, count: int, *, grey: bool = False) -> lis
 
 def _entries(name: str, value: Any, count: int) -> Sequence[Any]:
     """Returns the entries of an argument, after checking that there is one, or one for each of ``count`` images."""
-    if isinstance(value, Image.Image | str | Path) or (_is_array(value) and np.ndim(value) < 4):
+    value = _as_array(name, value) if _is_array(value) else value
+    if isinstance(value, Image.Image | str | Path) or (_is_array(value) and value.ndim < 4):
         values: Sequence[Any] = [value]
     elif isinstance(value, list | tuple) or _is_array(value):
-        with reading(name):
-            values = list(value)
+        values = list(value)
     else:
         images = getattr(value, "images", None)  # a canvax.Result, or the result of another library
         cure = "give its images, such as result.images[0]" if images is not None else "nor a list of these"
@@ -92,6 +91,11 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "__array__") and not isinstance(value, Image.Image)
 
 
+def _as_array(name: str, value: Any) -> np.ndarray:
+    with reading(name):
+        return np.asarray(value)
+
+
 def _upright(name: str, value: Any, *, grey: bool) -> Image.Image:
     if isinstance(value, str) and value[:5].lower() == "data:":
         cure = "open it first: Image.open(io.BytesIO(base64.b64decode(value.partition(',')[2])))"
@@ -105,10 +109,9 @@ def _upright(name: str, value: Any, *, grey: bool) -> Image.Image:
     elif isinstance(value, Image.Image):
         image = value
     elif _is_array(value):
-        if math.prod(np.shape(value)) > 4 * MOST_PIXELS:  # a broadcast view can have any size
-            raise InputError(name, NO_VALUE, f"is an array of shape {np.shape(value)}, more than {MOST_PIXELS} pixels")
-        with reading(name):
-            array = np.asarray(value)
+        array = _as_array(name, value)
+        if array.size > 4 * MOST_PIXELS:  # a broadcast view can have any size
+            raise InputError(name, NO_VALUE, f"is an array of shape {array.shape}, more than {MOST_PIXELS} pixels")
         image = _from_array(name, array)
     else:
         raise InputError(name, value, "is not an image, a path or an array")
