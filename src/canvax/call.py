@@ -180,7 +180,8 @@ class Call:
         flags=("--mask", "--mask-image"), also=("mask_image",),
     )  # fmt: skip
     strength: float | None = setting(
-        None, "how much of the run is done", low=0, high=1, unset="0.8; with a mask 1", group=IMAGE,
+        None, "how much of the run is done", low=0, high=1, above=True, cure="0.8 changes much, 0.3 little",
+        unset="0.8; with a mask 1", group=IMAGE,
         flags=("--strength", "--denoising-strength"), also=("denoising_strength", "denoise"),
     )  # fmt: skip
     control: Any = setting(

@@ -17,7 +17,7 @@ from canvax.cli.terminal import complain, say, seconds
 from canvax.errors import NO_VALUE, InputError, check_count, nearest
 from canvax.files import named_path
 from canvax.images.maps import SETTINGS as MAPS
-from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_size
+from canvax.pipelines.checks import check_size
 from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS
 from canvax.pipelines.options import Options
 from canvax.settings import grouped
@@ -121,9 +121,8 @@ def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], sou
         raise InputError(
             "ip_mask", NO_VALUE, "needs an IP-Adapter", "name the network that reads the image with {ip_adapter}"
         )
-    check_size("height", call.height, SIZE_STEP)
-    check_size("width", call.width, SIZE_STEP)
-    check_guidance(call.guidance_scale, 1.0)
+    check_size("height", call.height, 0)
+    check_size("width", call.width, 0)
     check_table(call, None)
     for kind in defaults.get("control_from", "none").split(","):
         if (kind := kind.strip()) not in (*MAPS, "none"):

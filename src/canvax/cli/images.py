@@ -22,7 +22,7 @@ from canvax.images.infotext import settings_left
 from canvax.images.inputs import fingerprint, read_images
 from canvax.images.metadata import check_kinds, read_metadata
 from canvax.noise import check_seed, image_seeds
-from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_prompts, check_size
+from canvax.pipelines.checks import SIZE_STEP, check_prompts, check_size
 from canvax.pipelines.control import control_files, control_marks, control_of, size_of
 from canvax.pipelines.image_prompts import read_all, structure
 from canvax.pipelines.options import Options
@@ -31,7 +31,7 @@ from canvax.pipelines.request import check_init_images, is_alone
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 from canvax.scale.rows import check_prompt_line, json_object, text_lines
 from canvax.scale.work import call_of, grouped
-from canvax.settings import aliases, check_setting, declared, offered
+from canvax.settings import aliases, declared, offered
 
 if TYPE_CHECKING:
     from canvax.families.base import Model
@@ -145,9 +145,6 @@ def _calls(entries: Sequence[tuple[str, dict[str, Any]]], flags: Mapping[str, An
                     read = control_files(call.control)
                     size = size_of(read, (height, width), SIZE_STEP) if read else (height, width)
                     sizes[images] = sizes[images] if call.image is not None else size
-            if call.guidance_scale is not None:
-                check_guidance(call.guidance_scale, 1.0)
-            check_setting(Call, "num_inference_steps", call.num_inference_steps)
             if call.sampler is not None and find(call.sampler)[0].name == "ddim_inverse":
                 problem = "goes from an image to its noise, which no file stores"
                 raise InputError("sampler", call.sampler, problem, "in Python, pass latents=result.latents")

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from canvax._version import __version__
-from canvax.call import HIRES_STRENGTHS
+from canvax.call import HIRES_STRENGTHS, MAX_SIDE
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import Counts
 from canvax.compile.programs import Programs
@@ -30,7 +30,7 @@ from canvax.parallel.memory import check_least, check_programs
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import local_rows, map_parts, put
 from canvax.params import Params
-from canvax.pipelines.checks import MAX_SIDE, check_latents, check_steps, is_tiled
+from canvax.pipelines.checks import check_latents, check_steps, is_tiled
 from canvax.pipelines.options import Step
 from canvax.pipelines.prepare import keeps, prepare
 from canvax.pipelines.request import InitImages, Request

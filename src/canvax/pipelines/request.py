@@ -37,13 +37,14 @@ from canvax.pipelines.checks import (
     check_side,
     check_size,
     check_steps,
+    check_strength,
 )
 from canvax.pipelines.control import ControlImages, check_control
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.references import References, check_references
 from canvax.pipelines.texts import Embeds, Texts, check_conditions, chunk_count, read_texts
 from canvax.samplers import SamplerSpec, SamplerTable, Solver, spec_of
-from canvax.samplers.strength import check_strength, steps_of_strength
+from canvax.samplers.strength import steps_of_strength
 from canvax.types import HostArray
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def make_request(model: Model, call: Call) -> Request:
         negatives_2=negatives_2,
         hires_prompts=check_second("hires_prompt", options.hires_prompt, prompts, per_prompt),
         options=options,
-        zeros=(negative, options.negative_prompt_2) == (None, None) and model.zeros_for_no_negative,
+        zeros=negative is None and options.negative_prompt_2 is None and model.zeros_for_no_negative,
         embedded=model.networks.unguided,
         no_guidance=model.family.no_guidance,
         texts=read_texts(model, (prompts, prompts_2), (negatives, negatives_2), options, run),
