@@ -157,6 +157,14 @@ def test_a_pipeline_with_other_weights_is_not_pickled(folder: Path) -> None:
             pickle.dumps(edited)
 
 
+def test_a_callback_that_removes_an_adapter_loses_no_image(sd: canvax.StableDiffusion, loras: Path) -> None:
+    sd.adapters.folder = loras
+    sd.adapters.load("clay", loras / "clay.safetensors", 0.0)
+    result = sd("a cat <lora:ink>", **STEPS, callback=lambda _: sd.adapters.remove() if sd.adapters else None)
+    assert len(result.images) == 1
+    assert not sd.adapters
+
+
 # Textual inversions
 
 

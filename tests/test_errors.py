@@ -6,8 +6,10 @@ diff is read.
 
 from __future__ import annotations
 
+import ast
 import os
 import pickle
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -291,6 +293,16 @@ def test_tracers_are_refused() -> None:
         with pytest.raises(InputError) as caught:
             jax.jit(inside)(1.0)
         assert caught.value.argument == "x"
+
+
+def test_arguments_are_written_by_entry_points_in_cures_alone() -> None:
+    """``{name}`` in a problem would stay as it is."""
+    for path in Path(canvax.__file__).parent.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("InputError", "HintWarning"):
+                problem = call.args[2 if len(call.args) > 1 else 0]
+                words = [part.value for part in ast.walk(problem) if isinstance(part, ast.Constant)]
+                assert not re.search(r"\{\w+(=[^}]*)?\}", " ".join(map(str, words))), f"{path}:{call.lineno}"
 
 
 def test_what_cannot_be_read_is_named(emoji: canvax.StableDiffusion) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def ordinary(row: Row) -> bool:
 SAMPLE = [row for row in ROWS if ordinary(row)][:1]
 
 
-@pytest.mark.parametrize(
+EVERY_ROW = pytest.mark.parametrize(
     "row",
     [
         pytest.param(
@@ -84,6 +85,9 @@ SAMPLE = [row for row in ROWS if ordinary(row)][:1]
         for i, row in enumerate(ROWS)
     ],
 )
+
+
+@EVERY_ROW
 def test_an_image_is_its_arguments_alone(
     row: Row, studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +115,18 @@ def test_an_image_is_its_arguments_alone(
     assert apart(repeated.latents[0], second.latents[1]) <= limit
     assert apart(repeated.pixels[0], second.pixels[1]) <= 10 * limit
     assert repeated.metadata[0] == second.metadata[1]
+
+
+@EVERY_ROW
+def test_calls_in_two_threads_are_as_alone(row: Row, studio: Studio) -> None:
+    with studio.call(row, [0, 1], "1") as (pipe, call):
+        calls = [call, studio.keywords(row, [2, 3], pipe)]
+        alone = [pipe(**call) for call in calls]
+        with ThreadPoolExecutor(2) as pool:
+            together = list(pool.map(lambda call: pipe(**call), calls * 2))
+    for got, want in zip(together, alone * 2, strict=True):
+        np.testing.assert_array_equal(got.latents, want.latents)
+        assert got.metadata == want.metadata
 
 
 def from_metadata(studio: Studio, row: Row, result: canvax.Result, folder: Path) -> Call:

@@ -21,7 +21,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from canvax.call import OptionRecord
-from canvax.errors import CanvaxError, InputError
+from canvax.errors import CanvaxError, HintWarning, InputError
 from canvax.images import metadata as module
 from canvax.images.convert import to_pil, to_uint8, upright_rgb
 from canvax.images.formats import GeneratedImage
@@ -208,9 +208,15 @@ def test_quality_is_that_of_the_file(write: Any) -> None:
 
 
 def test_metadata_too_long_for_a_jpeg(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="write a PNG"):
-        save_image(tmp_path / "a.jpg", picture(), METADATA | {"prompt": "x" * 70_000})
-    assert os.listdir(tmp_path) == []
+    """The images are not lost; that their settings are left out is a warning."""
+    for name, metadata in (("a", METADATA | {"prompt": "x" * 70_000}), ("grid", {"grid": [METADATA] * 400})):
+        with pytest.warns(HintWarning):
+            path = save_image(tmp_path / f"{name}.jpg", picture(), metadata)
+        with Image.open(path) as image:
+            assert image.size == picture().size
+        with pytest.raises(InputError):
+            read_metadata(path)
+        assert read_metadata(save_image(tmp_path / f"{name}.webp", picture(), metadata)) == metadata
 
 
 @pytest.mark.parametrize("model", ["/home/ada/models/sd", "~/models/sd", "models/sd"])

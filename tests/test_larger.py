@@ -27,6 +27,7 @@ from canvax.pipelines.prepare import noise_of
 from canvax.pipelines.request import Call, make_request
 from canvax.pipelines.safety import SafetyChecker
 from canvax.pipelines.upscale import Tiles, fade, starts
+from canvax.samplers import build_table
 from canvax.scale.rows import NAMES
 from canvax.settings import offered
 from tests.support.refusals import refused
@@ -111,6 +112,12 @@ def test_the_second_pass_is_image_to_image(emoji: canvax.StableDiffusion) -> Non
         ({"hires": 2, "denoising_end": 0.5}, "hires"),
         ({"hires": 2, "image": Image.new("RGB", (64, 64))}, "hires"),
         ({"hires": 8, "height": 4096, "width": 64}, "hires"),
+        ({"hires": 2, "guidance_steps": (1.0,) * 6}, "guidance_steps"),
+        ({"hires": 2, "sigmas": (9.0, 5.0, 3.0, 2.0, 1.0, 0.5, 0.0)}, "sigmas"),
+        ({"hires": 2, "sampler_settings": {"timesteps": [900, 700, 500, 300, 100, 50]}}, "sampler_settings"),
+        ({"hires": 2, "sampler": "ddim", "eta": 0.5, "hires_sampler": "euler"}, "eta"),
+        ({"hires": 2, "hires_steps": 999}, "hires_steps"),
+        ({"hires": 2, "reuse": 2, "hires_prompt": "a fox AND a tree", "prompt_syntax": "a1111"}, "hires_prompt"),
         ({"variation_strength": 0.5}, "variation_strength"),
         ({"variation_strength": 2, "variation_seed": 1}, "variation_strength"),
         ({"seed_size": (64, 64), "latents": np.zeros((1, 8, 8, 32))}, "latents"),
@@ -119,6 +126,14 @@ def test_the_second_pass_is_image_to_image(emoji: canvax.StableDiffusion) -> Non
 def test_bad_input(changes: dict[str, Any], argument: str, emoji: canvax.StableDiffusion) -> None:
     with refused(argument):
         draw(emoji, **changes)
+
+
+def test_a_table_needs_another_sampler_for_the_second_pass(emoji: canvax.StableDiffusion) -> None:
+    call = Call("a fox", sampler=build_table(emoji.model.scheduler, 6, sampler="euler"))
+    with refused("sampler"):
+        second_pass(emoji.model, make_request(emoji.model, replace(call, options=canvax.Options(hires=2))))
+    options = canvax.Options(hires=2, hires_sampler="ddim")
+    assert second_pass(emoji.model, make_request(emoji.model, replace(call, options=options))).sampler == "ddim"
 
 
 def test_an_inpainting_model_has_no_second_pass(emoji: canvax.StableDiffusion) -> None:

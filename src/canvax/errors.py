@@ -43,7 +43,7 @@ class _AboutArgument(Exception):
         value: the argument's value; ``NO_VALUE`` leaves it out of the message.
         problem: what is wrong; the argument is the subject of this clause.
         cure: what to do instead. ``{name}`` and ``{name=value}`` in it are arguments, which each entry point writes in
-            its way: ``hires=2`` in Python, ``--hires 2`` on the command line, ``"hires": 2`` in JSON.
+            its way: ``hires=2`` in Python, ``--hires 2`` on the command line, ``options.hires=2`` in requests.
     """
 
     argument: str

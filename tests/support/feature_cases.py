@@ -429,8 +429,8 @@ def _refusals() -> dict[frozenset[tuple[str, str]], tuple[str, ...]]:
     refuse("prompt", ["and"], "unet", ["reuse"], "AND", "reuse")
     refuse("prompt", ["encoded"], "images", ["of one prompt"], "conditions", "images")
     refuse("end", ["latent"], "sampler", ["ddim eta"], "eta", "hires")
-    refuse("end", hires, "schedule", ["timesteps"], "own", "hires")
-    refuse("texts", ["hires"], "schedule", ["timesteps"], "own", "hires")
+    refuse("end", hires, "schedule", ["timesteps"], "sampler_settings", "hires")
+    refuse("texts", ["hires"], "schedule", ["timesteps"], "sampler_settings", "hires")
     refuse("end", single, "texts", ["hires"], "hires_prompt", "hires")
     return found
 

@@ -74,7 +74,10 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     keys = Keys.read(named_path("keys", arguments.keys) if arguments.keys else None)
     if keys is not None and arguments.no_keys:
         raise InputError(
-            "no_keys", NO_VALUE, "does not go with keys ({keys}, or the variable CANVAX_KEYS)", "leave one of them out"
+            "no_keys",
+            NO_VALUE,
+            "does not go with a file of keys",
+            "leave out {keys} and CANVAX_KEYS, or this",
         )
     if arguments.host not in _LOOPBACK and keys is None and not arguments.no_keys:
         raise InputError(

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from PIL import Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
-from canvax.errors import CanvaxError, InputError, shown
+from canvax.errors import CanvaxError, HintWarning, InputError, shown, warn
 from canvax.files import check_writable, named_path
 from canvax.files import written as whole
 from canvax.images.infotext import to_infotext
@@ -118,7 +118,8 @@ def save_keywords(kind: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     tags[_USER_COMMENT] = _UTF16 + info.encode("utf-16-be")
     tags[_MAKER_NOTE] = text.encode()
     if len(exif.tobytes()) > MAX_EXIF and kind == "JPEG":
-        raise InputError(f"its metadata is longer than the {MAX_EXIF} bytes that a JPEG holds; write a PNG")
+        warn(HintWarning(f"an image's metadata is longer than the {MAX_EXIF} bytes of a JPEG and left out; use PNG"))
+        return keywords
     return keywords | {"exif": exif}
 
 

@@ -542,7 +542,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             try:
                 yield words[0] if isinstance(prompt, str) else words
             finally:
-                self.set(before)
+                self.set({name: weight for name, weight in before.items() if name in self._loaded})
 
     def _loaded_for(self, tag: str) -> str:
         """The name of the adapter that a prompt means, which is loaded if it is not yet."""

@@ -30,10 +30,10 @@ from canvax.parallel.memory import check_least, check_programs
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import local_rows, map_parts, put
 from canvax.params import Params
-from canvax.pipelines.checks import check_latents, check_steps, is_tiled
+from canvax.pipelines.checks import check_latents, is_tiled
 from canvax.pipelines.options import Step
 from canvax.pipelines.prepare import keeps, prepare
-from canvax.pipelines.request import InitImages, Request
+from canvax.pipelines.request import InitImages, Request, check_composed
 from canvax.pipelines.result import Clock, Display, Result
 from canvax.pipelines.texts import read_texts
 from canvax.samplers import SAMPLERS, SamplerSpec, SamplerTable, build_table
@@ -292,10 +292,23 @@ def second_pass(model: Model, request: Request) -> Request:
         raise InputError("hires", options.hires, f"leaves {width} x {height} pixels as they are", "1.5 or 2 is usual")
     if max(height, width) > MAX_SIDE:
         raise InputError("hires", options.hires, f"makes {width} x {height} pixels, more than {MAX_SIDE}", "use less")
+    sampler = request.sampler if options.hires_sampler is None else options.hires_sampler
+    for name, given in (
+        ("guidance_steps", options.guidance_steps),
+        ("sigmas", isinstance(options.sigmas, tuple)),
+        ("sampler_settings", "timesteps" in options.settings),
+        ("sampler", isinstance(sampler, SamplerTable)),
+    ):
+        if given:
+            other = "give {hires_sampler}, or leave hires out" if name == "sampler" else "leave one of them out"
+            raise InputError(name, NO_VALUE, "is for the steps of one pass and does not go with hires", other)
     most = model.scheduler.schedule.alphas_cumprod.size
-    steps = check_steps(options.hires_steps, None, request.steps, most)
+    steps = request.steps if options.hires_steps is None else options.hires_steps
     strength = HIRES_STRENGTHS[options.hires_method] if options.hires_strength is None else options.hires_strength
-    whole, skipped = steps_of_strength(strength, steps, "exact", most)
+    try:
+        whole, skipped = steps_of_strength(strength, steps, "exact", most)
+    except InputError as error:
+        raise InputError("hires_steps", steps, error.problem, error.cure) from None
     # A text that changes on the way has become its last one.
     texts, embeds = replace(request.texts, stages=[replace(request.texts.stages[-1], step=0)]), request.embeds
     if options.hires_prompt is not None:
@@ -308,16 +321,19 @@ def second_pass(model: Model, request: Request) -> Request:
         width=width,
         shape=model.networks.latent_shape(len(request.prompts), height, width),
         steps=steps,
-        sampler=request.sampler if options.hires_sampler is None else options.hires_sampler,
+        sampler=sampler,
         latents=None,
         texts=texts,
         embeds=embeds,
         init_images=InitImages(blank, [], strength, {}, (blank, []), [], whole, skipped),
     )
+    if options.hires_prompt is not None:
+        check_composed(larger, model, "hires_prompt")
     try:
         sampler_table(model, larger)
-    except InputError as error:  # of lists that are for the steps of the first pass, or of another sampler
-        raise InputError("hires", options.hires, f"has a second pass that cannot be run: {error}") from None
+    except InputError as error:  # of settings that another sampler has not
+        problem = f"{error.problem} (of hires_sampler={sampler!r})" if options.hires_sampler else error.problem
+        raise InputError(error.argument, error.value, problem, error.cure) from None
     return larger
 
 

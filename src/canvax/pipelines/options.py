@@ -43,8 +43,8 @@ Callback = Callable[[Step], Any]
 class Options(OptionRecord):
     """Options of an image. Changing them does not recompile, except where noted.
 
-    ``canvax/call.py`` declares each option with its range and help; docs/pipeline.md lists them. Options may be
-    arguments of a call as well: ``pipe("a cat", clip_skip=1)``.
+    ``canvax/call.py`` declares each option with its range and help; docs/reference/settings.md lists them. Options may
+    be arguments of a call as well: ``pipe("a cat", clip_skip=1)``.
     """
 
     def __post_init__(self) -> None:

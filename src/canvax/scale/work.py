@@ -362,11 +362,7 @@ class Worker:
 
 
 def image_file(image: Image, kind: str, quality: int | None = None) -> bytes:
-    """Return the file of an image, with its metadata; ``kind`` is png, webp or jpg.
-
-    Raises:
-        InputError: a JPEG cannot hold its metadata.
-    """
+    """Return the file of an image, with its metadata; ``kind`` is png, webp or jpg."""
     name = {"jpg": "JPEG"}.get(kind, kind.upper())
     out = BytesIO()
     image.save(out, name, **quality_keywords(name, quality))
