@@ -24,6 +24,8 @@ from canvax import cli
 from canvax.cli import BAD_INPUT, FAILED, INTERRUPTED, main
 from canvax.cli.again import again
 from canvax.cli.arguments import parse
+from canvax.cli.compile import open_pipeline
+from canvax.cli.generate_arguments import ZERO_SNR, source_keywords
 from canvax.cli.images import SETTINGS, gather
 from canvax.cli.terminal import clean, command_line, table
 from canvax.images.metadata import read_metadata, save_image
@@ -485,6 +487,15 @@ def test_a_folder_of_files_is_no_model(run: Run, tmp_path: Path) -> None:
 def test_info_of_a_grid(run: Run) -> None:
     save_image("a.png", Image.new("RGB", (8, 8)), {"grid": [{"prompt": text, "canvax": "1"} for text in "ab"]})
     assert run("info", "a.png")[1].splitlines()[-2:] == ["canvax generate --prompt a", "canvax generate --prompt b"]
+
+
+@pytest.mark.parametrize("command", ["compile", "serve", "ui", "bench", "info"])
+def test_what_a_model_does_not_say_is_a_flag_of_each_command_that_opens_it(command: str) -> None:
+    arguments = parse([command, "emoji", "--prediction-type", "v_prediction", "--zero-snr"])
+    arguments.controlnet, arguments.ip_adapter, arguments.quiet = [], [], True
+    model = open_pipeline("emoji", arguments).model
+    assert model.overrides == {"prediction_type": "v_prediction", "scheduler": ZERO_SNR}
+    assert source_keywords(arguments)["scheduler"] == ZERO_SNR  # what bench and serve load with
 
 
 def test_samplers(run: Run) -> None:

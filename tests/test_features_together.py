@@ -120,7 +120,7 @@ def test_an_image_is_its_arguments_alone(
 @EVERY_ROW
 def test_calls_in_two_threads_are_as_alone(row: Row, studio: Studio) -> None:
     with studio.call(row, [0, 1], "1") as (pipe, call):
-        calls = [call, studio.keywords(row, [2, 3], pipe)]
+        calls = [call, studio.keywords(row, [2, 0], pipe)]
         alone = [pipe(**call) for call in calls]
         with ThreadPoolExecutor(2) as pool:
             together = list(pool.map(lambda call: pipe(**call), calls * 2))

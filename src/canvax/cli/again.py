@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from canvax.call import Call, GuidanceMethod
+from canvax.cli.generate_arguments import ZERO_SNR
 from canvax.cli.terminal import command_line
 from canvax.errors import InputError
 from canvax.pipelines.image_prompts import NONE
@@ -15,9 +16,6 @@ from canvax.samplers import find
 from canvax.settings import as_flags, declared, offered
 from canvax.weights.data_folder import find_named
 from canvax.weights.location import BUNDLED
-
-ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
-"""The changes of a model's schedule that ``--zero-snr`` stands for."""
 
 OF_MODEL = ("revision", "variant", "dtype", "quantize", "vae", "prediction_type", "text_encoder", "tokenizer")
 """The flags of a model besides its name that the metadata of an image holds."""

@@ -318,7 +318,10 @@ def add_quantize(group: Any) -> None:
     )
 
 
-PART_FLAGS = ("vae", "text_encoder", "tokenizer")
+ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+"""The changes of a model's schedule that ``--zero-snr`` stands for."""
+
+PART_FLAGS = ("vae", "text_encoder", "tokenizer", "prediction_type", "zero_snr")
 
 
 def source_keywords(arguments: Any) -> dict[str, Any]:
@@ -333,5 +336,6 @@ def location_keywords(arguments: Any) -> dict[str, Any]:
 
 
 def part_keywords(arguments: Any) -> dict[str, Any]:
-    """Return those that name parts."""
-    return {name: getattr(arguments, name) for name in PART_FLAGS}
+    """Return those that name parts, and those of ``add_parts`` where a command has them."""
+    given = {name: getattr(arguments, name) for name in PART_FLAGS if hasattr(arguments, name)}
+    return given | ({"scheduler": ZERO_SNR if given.pop("zero_snr") else None} if "zero_snr" in given else {})

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.call import Call, FromFiles
-from canvax.cli.again import OF_MODEL, ZERO_SNR, adapters_lost, of_python, recorded_model
-from canvax.cli.generate_arguments import networks_of
+from canvax.cli.again import OF_MODEL, adapters_lost, of_python, recorded_model
+from canvax.cli.generate_arguments import ZERO_SNR, networks_of
 from canvax.cli.image_prompts import check_same
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
