@@ -157,6 +157,13 @@ def test_a_pipeline_with_other_weights_is_not_pickled(folder: Path) -> None:
             pickle.dumps(edited)
 
 
+def test_the_file_of_a_folder_is_recorded(sd: canvax.StableDiffusion, loras: Path) -> None:
+    """So that the name alone loads the same again."""
+    sd.adapters.load("ink", loras, weight_name="ink.safetensors")
+    record = sd.adapters.record()["adapters"]["ink"]
+    assert sd.adapters.load("again", record["file"], 0.0).sha256 == record["sha256"]
+
+
 def test_a_callback_that_removes_an_adapter_loses_no_image(sd: canvax.StableDiffusion, loras: Path) -> None:
     sd.adapters.folder = loras
     sd.adapters.load("clay", loras / "clay.safetensors", 0.0)

@@ -498,6 +498,16 @@ def test_what_a_model_does_not_say_is_a_flag_of_each_command_that_opens_it(comma
     assert source_keywords(arguments)["scheduler"] == ZERO_SNR  # what bench and serve load with
 
 
+def test_an_adapter_brings_its_words() -> None:
+    """They are not loaded once more; a revision cannot be named."""
+    adapters = {"ink": {"file": "o/ink/ink.safetensors", "weight": 0.5, "revision": "v2"}}
+    words = {"<ink>": "o/ink/ink.safetensors", "<wool>": "wool.safetensors"}
+    found = again({"canvax": "1", "prompt": "a", "adapters": adapters, "embeddings": words})
+    arguments = parse(shlex.split(found.command)[1:])
+    assert (arguments.lora, arguments.embedding) == (["o/ink/ink.safetensors:0.5"], ["wool.safetensors"])
+    assert len(found.losses) == 1
+
+
 def test_samplers(run: Run) -> None:
     _, out, _ = run("samplers")
     assert all(spec.name in out and spec.label in out for spec in SAMPLERS)
