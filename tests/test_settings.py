@@ -135,6 +135,7 @@ def test_the_limits_of_an_argument_are_those_of_its_declaration(name: str, emoji
     """In Python, for rows and lines of files, and for requests."""
     setting = declared(Call)[name].setting
     image = {"image": np.zeros((64, 64, 3), np.uint8)} if name == "strength" else {}
+    assert setting.low is not None
     outside = [setting.low - (not setting.above), *([setting.high + 1] if setting.high is not None else [])]
     for value in outside:
         with pytest.raises(canvax.InputError) as refused:
