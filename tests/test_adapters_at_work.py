@@ -145,6 +145,33 @@ def test_a_pickled_pipeline_brings_its_adapters(sd: canvax.StableDiffusion, lora
     assert all(jax.tree.leaves(same))
 
 
+def test_a_pipeline_with_other_weights_is_not_pickled(folder: Path) -> None:
+    """The copy would have those of the checkpoint."""
+    pipe = canvax.load(folder)
+    pickle.dumps(pipe)
+    pipe.params = pipe.params
+    pickle.dumps(pipe)
+    pipe.params = jax.tree.map(lambda leaf: 0.5 * leaf, pipe.params)
+    for edited in (pipe, pipe.with_controlnet(None)):
+        with pytest.raises(TypeError):
+            pickle.dumps(edited)
+
+
+def test_the_file_of_a_folder_is_recorded(sd: canvax.StableDiffusion, loras: Path) -> None:
+    """So that the name alone loads the same again."""
+    sd.adapters.load("ink", loras, weight_name="ink.safetensors")
+    record = sd.adapters.record()["adapters"]["ink"]
+    assert sd.adapters.load("again", record["file"], 0.0).sha256 == record["sha256"]
+
+
+def test_a_callback_that_removes_an_adapter_loses_no_image(sd: canvax.StableDiffusion, loras: Path) -> None:
+    sd.adapters.folder = loras
+    sd.adapters.load("clay", loras / "clay.safetensors", 0.0)
+    result = sd("a cat <lora:ink>", **STEPS, callback=lambda _: sd.adapters.remove() if sd.adapters else None)
+    assert len(result.images) == 1
+    assert not sd.adapters
+
+
 # Textual inversions
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pickle
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from canvax.compile.monitor import counting
 from canvax.errors import HintWarning, InputError
 from canvax.models.beside import LAYERS, Places, slots
 from canvax.models.presets import PRESETS
+from canvax.pipelines.adapters import Adapters
+from canvax.pipelines.unmerged import Bank
 from tests.support.adapter_files import Draw, Made, dora, layers, loha, lokr, lora, lora_tucker, write
 from tests.support.control_files import controlnet
 from tests.support.refusals import refused
@@ -114,6 +119,50 @@ def test_each_image_has_its_own(sd: canvax.StableDiffusion, loras: Path) -> None
     ]  # fmt: skip
     assert told[0]["ink"]["file"].endswith("ink.safetensors")
     assert len(told[0]["ink"]["sha256"]) == 64
+
+
+def test_an_adapter_that_comes_while_slots_are_made(
+    sd: canvax.StableDiffusion, loras: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread loads it; it must not end in slots that are replaced a moment later."""
+    sd.adapters.load("ink", loras / "ink.safetensors", 0.0, beside=True)
+    making, loaded = threading.Event(), threading.Event()
+
+    class Slow(Bank):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            making.set()
+            loaded.wait(1)
+
+    def load() -> None:
+        making.wait(10)
+        sd.adapters.load("clay", loras / "clay.safetensors", 0.0, beside=True)
+        loaded.set()
+
+    monkeypatch.setattr("canvax.pipelines.adapters.Bank", Slow)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(load)
+        sd.adapters.beside(rank=RANK)
+        other.result()
+    assert np.abs(pixels(sd, adapters={"clay": 1.0}) - pixels(sd)).max() > 1e-2
+
+
+def test_threads_that_ask_first_get_the_same_adapters(
+    sd: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe, together = sd.with_controlnet(None), threading.Barrier(2)
+    vars(pipe).pop("adapters", None)
+    init = Adapters.__init__
+
+    def slowly(self: Adapters, of: Any) -> None:
+        with suppress(threading.BrokenBarrierError):  # of a Python that makes one at a time
+            together.wait(0.5)
+        init(self, of)
+
+    monkeypatch.setattr(Adapters, "__init__", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: pipe.adapters, range(2))
+    assert first is second
 
 
 def test_nothing_compiles(sd: canvax.StableDiffusion, loras: Path) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,12 @@ from safetensors.numpy import load_file, save_file
 
 import canvax
 from canvax.cli import BAD_INPUT, FAILED, main
+from canvax.cli.arguments import parse
+from canvax.cli.images import gather
 from canvax.samplers import build_table, from_scheduler_config
+from canvax.scale.rows import NAMES as FIELDS
+from canvax.scale.rows import Row
+from canvax.scale.work import Worker
 from canvax.train import loop
 from canvax.weights.location import BUNDLED
 
@@ -315,6 +321,21 @@ def test_calls(argument: str, value: Any, emoji: canvax.StableDiffusion) -> None
         emoji(**{"prompt": "a cat", "num_inference_steps": 4, "progress": False, argument: value})
     assert caught.value.argument == argument
     assert len(str(caught.value)) <= 700
+
+
+ODD: tuple[Any, ...] = ([], {}, "x", True, 1e308, [["x"]], {"a": 1}, -1, [1, "a"], 2**70, 0.5, {"left": "a"})
+
+
+@pytest.mark.parametrize("name", ["prompt", *FIELDS])
+def test_fields_of_files(name: str, emoji: canvax.StableDiffusion) -> None:
+    """What JSON can hold is taken or refused, and is no fault of canvax."""
+    worker = Worker(emoji)
+    for value in ODD:
+        row = {"prompt": "a cat", "hires": 1.5, name: value}
+        worker.check(Row("1", row))
+        Path("prompts.txt").write_text(json.dumps(row))
+        with suppress(canvax.InputError):
+            gather(parse(["generate", "--prompt-file", "prompts.txt"]))
 
 
 LOADS: dict[str, tuple[Any, ...]] = {

@@ -330,7 +330,7 @@ BAD = {
     "seed='x'": '{"prompt": "a", "seed": "x"}',
     "sampler='no": '{"prompt": "a", "sampler": "no such"}',
     "not finite": '{"prompt": "a", "steps": 2, "sampler": "Euler a", "sampler_settings": {"s_noise": 3e38}}',
-    "beyond 10000": '{"prompt": "a", "steps": 2, "guidance_scale": 1e38}',
+    "-10000..10000": '{"prompt": "a", "steps": 2, "guidance_scale": 1e38}',
     "steps": '{"prompt": "a", "steps": [2]}',
     "eta": '{"prompt": "a", "eta": {"a": 1}}',
     "cannot be read": '{"prompt": "a", "image": "no.png"}',

@@ -22,9 +22,11 @@ from safetensors.numpy import save_file
 import canvax
 from canvax import cli
 from canvax.cli import BAD_INPUT, FAILED, INTERRUPTED, main
+from canvax.cli.again import again
 from canvax.cli.arguments import parse
+from canvax.cli.compile import open_pipeline
+from canvax.cli.generate_arguments import ZERO_SNR, source_keywords
 from canvax.cli.images import SETTINGS, gather
-from canvax.cli.info import reproduce
 from canvax.cli.terminal import clean, command_line, table
 from canvax.images.metadata import read_metadata, save_image
 from canvax.pipelines import result
@@ -487,6 +489,25 @@ def test_info_of_a_grid(run: Run) -> None:
     assert run("info", "a.png")[1].splitlines()[-2:] == ["canvax generate --prompt a", "canvax generate --prompt b"]
 
 
+@pytest.mark.parametrize("command", ["compile", "serve", "ui", "bench", "info"])
+def test_what_a_model_does_not_say_is_a_flag_of_each_command_that_opens_it(command: str) -> None:
+    arguments = parse([command, "emoji", "--prediction-type", "v_prediction", "--zero-snr"])
+    arguments.controlnet, arguments.ip_adapter, arguments.quiet = [], [], True
+    model = open_pipeline("emoji", arguments).model
+    assert model.overrides == {"prediction_type": "v_prediction", "scheduler": ZERO_SNR}
+    assert source_keywords(arguments)["scheduler"] == ZERO_SNR  # what bench and serve load with
+
+
+def test_an_adapter_brings_its_words() -> None:
+    """They are not loaded once more; a revision cannot be named."""
+    adapters = {"ink": {"file": "o/ink/ink.safetensors", "weight": 0.5, "revision": "v2"}}
+    words = {"<ink>": "o/ink/ink.safetensors", "<wool>": "wool.safetensors"}
+    found = again({"canvax": "1", "prompt": "a", "adapters": adapters, "embeddings": words})
+    arguments = parse(shlex.split(found.command)[1:])
+    assert (arguments.lora, arguments.embedding) == (["o/ink/ink.safetensors:0.5"], ["wool.safetensors"])
+    assert len(found.losses) == 1
+
+
 def test_samplers(run: Run) -> None:
     _, out, _ = run("samplers")
     assert all(spec.name in out and spec.label in out for spec in SAMPLERS)
@@ -546,11 +567,11 @@ def test_no_negative_prompt_is_not_an_empty_one() -> None:
     for said, want in (((), None), (("--negative-prompt", ""), ""), (("-N", "red"), "red")):
         (image,), _ = gather(parse(["generate", "a cat", "-s", "1", *said]))
         assert image.negative_prompt == want
-        command = reproduce({"canvax": "1", "prompt": "a cat", "negative_prompt": want})
+        command = again({"canvax": "1", "prompt": "a cat", "negative_prompt": want}).command
         words = shlex.split(command)
         assert ("--negative-prompt" in words) == (want is not None)
-        (again,), _ = gather(parse([*words[1:], "-s", "1"]))
-        assert again.negative_prompt == want
+        (other,), _ = gather(parse([*words[1:], "-s", "1"]))
+        assert other.negative_prompt == want
 
 
 def test_wide_tables_fit_the_terminal() -> None:
@@ -567,7 +588,7 @@ def test_the_variant_is_kept(run: Run, tmp_path: Path) -> None:
     for weights in (tmp_path / "halves").glob("*/*.safetensors"):
         weights.rename(weights.with_suffix(".fp16.safetensors"))
     run("generate", "a cat", "-m", "./halves", "--variant", "fp16", "-o", "a.png", "-s", 1, *FAST)
-    assert "--variant fp16" in reproduce(read_metadata(Path("a.png")))
+    assert "--variant fp16" in again(read_metadata(Path("a.png"))).command
     code, _, err = run("generate", "--from-image", "a.png", "-o", "b.png", "-q")
     assert (code, err) == (0, "")
     assert (pixels("a.png") == pixels("b.png")).all()

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from canvax.cli import BAD_INPUT
+from canvax.cli.again import again
 from canvax.cli.arguments import parse
-from canvax.cli.info import reproduce
 
 
 def start(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -76,7 +76,7 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
 
 def test_sdxl_options_survive_the_command_line() -> None:
     options = {"original_size": [512, 640], "negative_crops_coords_top_left": [0, 8], "prompt_2": "-odd"}
-    command = reproduce({"prompt": "x", "canvax": "0", "options": options})
+    command = again({"prompt": "x", "canvax": "0", "options": options}).command
     arguments = parse(shlex.split(command)[1:])
     assert {name: getattr(arguments, name) for name in options} == options
 

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import pickle
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from scipy import ndimage
 
 import canvax
 from canvax.cli import BAD_INPUT, main
-from canvax.cli.info import reproduce
+from canvax.cli.again import again
 from canvax.compile.kinds import Kinds
 from canvax.engine.batch import Batch, ParkedImage
 from canvax.images.maps import canny, control_map
@@ -308,8 +309,9 @@ def test_larger_by_tiles(pipe: canvax.StableDiffusion, base: canvax.StableDiffus
     want = pipe("a cat", image=photo, control=photo, latents=noise, **given)
     np.testing.assert_allclose(alone.pixels, want.pixels, atol=1e-5)
     assert "control_sha256" not in alone.metadata[0]
-    assert "--controlnet CONTROLNET1" in reproduce(alone.metadata[0])
-    assert "--control " not in reproduce(alone.metadata[0])
+    words = shlex.split(again(alone.metadata[0]).command)
+    assert "--control" not in words
+    assert words[words.index("--controlnet") + 1] == alone.metadata[0]["controlnet"][0]
     assert far(pipe.upscale(photo, "a cat", scale=1, batch=1, **given).pixels, alone.pixels) > 1e-3
     with pytest.raises(canvax.InputError, match="has no ControlNet"):
         base.upscale(photo, control=True)
@@ -624,7 +626,7 @@ def test_command_line(
     assert main(["generate", *again, "--control", "photo.png", "-o", "four.png"]) == 0
     assert "is not the one of one.png" in capsys.readouterr().err
     assert main(["info", "one.png"]) == 0
-    assert "--controlnet CONTROLNET1 --control CONTROL1 --control-scale 0.8" in capsys.readouterr().out
+    assert "--controlnet ./net0 --control CONTROL1 --control-scale 0.8" in capsys.readouterr().out
     lines = [{"prompt": "a cat", "control": "edges.png"}, {"prompt": "a dog", "control": ["photo.png"]}]
     Path("prompts.txt").write_text("\n".join(map(json.dumps, lines)))
     assert main(["generate", "--prompt-file", "prompts.txt", "-o", "many", *fast]) == 0

@@ -6,8 +6,10 @@ diff is read.
 
 from __future__ import annotations
 
+import ast
 import os
 import pickle
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from PIL import Image
 import canvax
 from canvax.cli import BAD_INPUT, FAILED, main
 from canvax.cli.arguments import parse
+from canvax.cli.images import gather
 from canvax.errors import (
     NO_VALUE,
     HintWarning,
@@ -31,10 +34,11 @@ from canvax.errors import (
     check_number,
     check_utf8,
     plain,
-    reading_arguments,
     refuse_tracers,
     shown,
 )
+from canvax.scale.rows import Row
+from canvax.scale.work import Worker
 
 GOLDEN = Path(__file__).parent / "golden" / "errors.txt"
 
@@ -292,7 +296,44 @@ def test_tracers_are_refused() -> None:
         assert caught.value.argument == "x"
 
 
-def test_what_cannot_be_read_is_named() -> None:
-    with pytest.raises(InputError) as caught, reading_arguments({"seed": 1, "image": [Strange()]}):
-        raise RuntimeError("gone")
-    assert caught.value.argument == "image"
+def test_arguments_are_written_by_entry_points_in_cures_alone() -> None:
+    """``{name}`` in a problem would stay as it is."""
+    for path in Path(canvax.__file__).parent.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("InputError", "HintWarning"):
+                problem = call.args[2 if len(call.args) > 1 else 0]
+                words = [part.value for part in ast.walk(problem) if isinstance(part, ast.Constant)]
+                assert not re.search(r"\{\w+(=[^}]*)?\}", " ".join(map(str, words))), f"{path}:{call.lineno}"
+
+
+def test_what_cannot_be_read_is_named(emoji: canvax.StableDiffusion) -> None:
+    gone = {"image": jnp.zeros((8, 8, 3)), "latents": jnp.zeros((1, 8, 8, 4)), "guidance_scale": jnp.float32(2)}
+    for name, array in gone.items():
+        array.delete()
+        call: dict[str, Any] = {name: array}
+        with pytest.raises(InputError) as caught:
+            emoji("a cat", **call)
+        assert caught.value.argument == name
+
+
+def test_a_fault_of_canvax_is_no_error_of_the_user(
+    emoji: canvax.StableDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps its type, from wherever it is called."""
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise TypeError("a slip of ours")
+
+    monkeypatch.setattr("canvax.pipelines.request.check_prompts", broken)
+    monkeypatch.setattr("canvax.cli.images.check_prompts", broken)
+    (tmp_path / "prompts.txt").write_text("a cat\n")
+    for call in (
+        lambda: emoji("a cat"),
+        lambda: gather(parse(["generate", "--prompt-file", str(tmp_path / "prompts.txt")])),
+        lambda: Worker(emoji).check(Row("1", {"prompt": "a cat"})),
+    ):
+        with pytest.raises(TypeError):
+            call()
+    monkeypatch.setattr("canvax.pipelines.options._RULES", (broken,))
+    with pytest.raises(TypeError):
+        canvax.Options()

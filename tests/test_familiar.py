@@ -283,6 +283,13 @@ def test_numbers_as_people_write_them() -> None:
     assert Axis.of("x", "eta=.5,1").values == [0.5, 1]
 
 
+def test_a_fault_in_a_property_keeps_its_error(emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(emoji), "tokenizer", property(lambda pipe: pipe.model.no_such_part))
+    with pytest.raises(AttributeError) as caught:
+        emoji.tokenizer  # noqa: B018
+    assert caught.value.name == "no_such_part"
+
+
 def test_unknown_names(emoji: canvax.StableDiffusion) -> None:
     for given in ({"clipskip": 1}, {"qqqq": 1}, {"clip_skip": 1, "options": canvax.Options(clip_skip=1)}):
         with pytest.raises(canvax.InputError):

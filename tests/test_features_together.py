@@ -7,6 +7,11 @@ pairs that no call can have are refused with an error that names both.
 
 from __future__ import annotations
 
+import re
+import shlex
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +19,21 @@ import numpy as np
 import pytest
 
 import canvax
+from canvax import ImagePrompt
+from canvax.call import Call
+from canvax.cli.adapters import split_weight
+from canvax.cli.again import again
 from canvax.cli.arguments import parse
 from canvax.cli.images import gather
+from canvax.cli.info import image_info
 from canvax.images.convert import to_pil
 from canvax.images.metadata import save_image
+from canvax.pipelines.generate import metadata
+from canvax.pipelines.request import Request
+from canvax.samplers import build_table, solvers
 from canvax.scale.work import joined
 from tests.support.covering import Pair, Row, all_pairs, covering_array, pairs_of, with_rare
-from tests.support.feature_cases import FACTORS, PLAIN, REFUSED, Studio, reproducible
+from tests.support.feature_cases import FACTORS, PLAIN, REFUSED, Studio, photo, reproducible
 
 _SHARED = {name: levels for name, levels in FACTORS.items() if name != "devices"}
 ROWS = with_rare(covering_array(_SHARED, REFUSED), "devices", "1", "8")
@@ -63,7 +76,7 @@ def ordinary(row: Row) -> bool:
 SAMPLE = [row for row in ROWS if ordinary(row)][:1]
 
 
-@pytest.mark.parametrize(
+EVERY_ROW = pytest.mark.parametrize(
     "row",
     [
         pytest.param(
@@ -72,7 +85,12 @@ SAMPLE = [row for row in ROWS if ordinary(row)][:1]
         for i, row in enumerate(ROWS)
     ],
 )
-def test_an_image_is_its_arguments_alone(row: Row, studio: Studio, tmp_path: Path) -> None:
+
+
+@EVERY_ROW
+def test_an_image_is_its_arguments_alone(
+    row: Row, studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with studio.call(row, [0, 1], row["devices"]) as (pipe, call):
         first = pipe(**call)
     with studio.call(row, [2, 0], "1") as (pipe, call):
@@ -90,27 +108,128 @@ def test_an_image_is_its_arguments_alone(row: Row, studio: Studio, tmp_path: Pat
     assert first.metadata[0] == second.metadata[1]
     if not reproducible(row):
         return
-    with studio.call(row, [0], "1") as (pipe, _):
-        again = from_metadata(studio, pipe, row, second, tmp_path)
-    assert apart(again.latents[0], second.latents[1]) <= limit
-    assert apart(again.pixels[0], second.pixels[1]) <= 10 * limit
-    assert again.metadata[0] == second.metadata[1]
+    monkeypatch.chdir(studio.root)  # files are recorded without their folders
+    call = from_metadata(studio, row, second, tmp_path)
+    with studio.call(row, [0], "1") as (pipe, _), as_recorded(pipe, row, second):
+        repeated = pipe(**vars(joined([call, call], progress=False)))
+    assert apart(repeated.latents[0], second.latents[1]) <= limit
+    assert apart(repeated.pixels[0], second.pixels[1]) <= 10 * limit
+    assert repeated.metadata[0] == second.metadata[1]
 
 
-def from_metadata(studio: Studio, pipe: Any, row: Row, result: canvax.Result, folder: Path) -> canvax.Result:
-    """The second image of a result once more, as the command line generates it from the image's file."""
-    metadata = result.metadata[1]
-    save_image(folder / "it.png", to_pil(result.pixels[1:])[0], metadata)
+@EVERY_ROW
+def test_calls_in_two_threads_are_as_alone(row: Row, studio: Studio) -> None:
+    with studio.call(row, [0, 1], "1") as (pipe, call):
+        calls = [call, studio.keywords(row, [2, 0], pipe)]
+        alone = [pipe(**call) for call in calls]
+        with ThreadPoolExecutor(2) as pool:
+            together = list(pool.map(lambda call: pipe(**call), calls * 2))
+    for got, want in zip(together, alone * 2, strict=True):
+        np.testing.assert_array_equal(got.latents, want.latents)
+        assert got.metadata == want.metadata
+
+
+def from_metadata(studio: Studio, row: Row, result: canvax.Result, folder: Path) -> Call:
+    """The call for the second image of a result, as ``--from-image`` reads it from the image's file.
+
+    The command that ``canvax info`` prints asks for the same.
+    """
+    record = result.metadata[1]
+    save_image(folder / "it.png", to_pil(result.pixels[1:])[0], record)
     words = ["generate", "--from-image", str(folder / "it.png"), *studio.flags(row, 0)]
     (call,), source = gather(parse(words))
-    assert source.controlnet == tuple(map(str, metadata.get("controlnet", ())))
-    if row["adapters"] == "beside":  # for which the command line has no flag
-        pipe.adapters.set({name: entry["weight"] for name, entry in metadata["adapters"].items()})
-    try:
-        return pipe(**vars(joined([call, call], progress=False)))
-    finally:
-        if row["adapters"] == "beside":
-            pipe.adapters.set({"clay": 0.0, "wool": 0.0})
+    assert source.controlnet == tuple(map(str, record.get("controlnet", ())))
+    (command,) = image_info(folder / "it.png")["commands"]
+    names = studio.names(row, 0)
+    printed = [re.sub("|".join(names), lambda name: names[name[0]], word) for word in shlex.split(command)[1:]]
+    arguments = parse(printed)
+    (same,), other = gather(arguments)
+    assert vars(same) == vars(call)
+    assert (other.dtype, other.quantize, Path(other.model)) == (source.dtype, source.quantize, Path(source.model))
+    assert (other.ip_encoder is None) == (row["image_prompt"] == "none")
+    for network in ("controlnet", "ip_adapter"):
+        files = [[Path(file).resolve() for file in getattr(one, network)] for one in (source, other)]
+        assert files[0] == files[1]
+    adapters = [(Path(entry["file"]), entry["weight"]) for entry in record.get("adapters", {}).values()]
+    assert [split_weight(text) for text in arguments.lora] == [(f"./{file.name}", weight) for file, weight in adapters]
+    return call
+
+
+@contextmanager
+def as_recorded(pipe: canvax.StableDiffusion, row: Row, result: canvax.Result) -> Iterator[None]:
+    """With the adapters beside the weights that an image had, for which ``--from-image`` has no flag."""
+    if row["adapters"] != "beside":
+        yield
+        return
+    pipe.adapters.set({name: entry["weight"] for name, entry in result.metadata[1]["adapters"].items()})
+    yield
+    pipe.adapters.set({"clay": 0.0, "wool": 0.0})
+
+
+def described(model: Any, programs: Any, params: Any, request: Request, *_: Any) -> canvax.Result:
+    """The result of a request without its images."""
+    blank = np.zeros((len(request.prompts), 8, 8, 3), np.float32)
+    indices = list(range(len(blank)))
+    return canvax.Result(to_pil(blank), blank, blank, metadata(model, request), {}, 0, indices)
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=named(row), marks=pytest.mark.slow if i % 4 else []) for i, row in enumerate(ROWS)]
+)
+def test_info_prints_a_command_for_the_same_image(
+    row: Row, studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or says what the command does not repeat."""
+    for name in ("text_to_image", "two_passes"):
+        monkeypatch.setattr(f"canvax.pipelines.pipeline.{name}", described)
+    row = row | {"watch": "none"}  # which needs the run itself
+    with studio.call(row, [2, 0], "1") as (pipe, call):
+        result = pipe(**call)
+    lost = row["adapters"] == "word"  # which its file calls otherwise
+    assert bool(again(result.metadata[1]).losses) == (lost or not reproducible(row))
+    if reproducible(row):
+        monkeypatch.chdir(studio.root)
+        from_metadata(studio, row, result, tmp_path)
+
+
+def my_rule(negative: Any, conditional: Any, scale: Any) -> Any:
+    return negative + scale * (conditional - negative)
+
+
+LOST: dict[str, tuple[Row, dict[str, Any]]] = {
+    "weights by part": ({}, {}),
+    "weights by network": ({"adapters": "beside"}, {"adapters": {"clay": {"unet": 0.5, "text_encoder": 0.8}}}),
+    "scale by part": ({"image_prompt": "plain"}, {"image_prompt": ImagePrompt(photo(1), {"up": 0.5})}),
+    "order of adapters": (
+        {"image_prompt": "masked"}, {"image_prompt": [ImagePrompt(photo(1), adapter=i) for i in (1, 0)]},
+    ),
+    "solver": ({}, {"sampler": lambda *arguments: solvers.euler(*arguments)}),
+    "table": ({}, {}),
+    "guidance": ({}, {"guidance_method": my_rule}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_info_says_what_its_command_does_not_repeat(
+    name: str, studio: Studio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command itself can be read."""
+    monkeypatch.setattr("canvax.pipelines.pipeline.text_to_image", described)
+    levels, given = LOST[name]
+    with studio.call(PLAIN | levels, [0], "1") as (pipe, _):
+        pipe.adapters.set({"ink": {"unet": 0.5}} if name == "weights by part" else {})
+        table: dict[str, Any] = (
+            {"sampler": build_table(pipe.model.scheduler, 3, sampler="euler")} if name == "table" else {}
+        )
+        result = pipe("a cat", seed=1, progress=False, **given, **table)
+        pipe.adapters.set({})
+    save_image(tmp_path / "it.png", result.images[0], result.metadata[0])
+    report = image_info(tmp_path / "it.png")
+    assert [len(losses) for losses in report["losses"]] == [1]
+    monkeypatch.chdir(studio.root)
+    words = shlex.split(re.sub(r"PROMPT\d", studio.file("photo1", photo(1)), report["commands"][0]))
+    (call,), _ = gather(parse(words[1:]))
+    assert call.seed == 1
 
 
 BASE: dict[tuple[str, str], Row] = {

@@ -24,7 +24,7 @@ from canvax.noise import initial_noise
 from canvax.parallel.mesh import make_mesh
 from canvax.pipelines.generate import text_to_image
 from canvax.pipelines.prepare import encode_images
-from canvax.pipelines.request import Call, make_request
+from canvax.pipelines.request import Call, is_alone, make_request
 from canvax.samplers import build_table, from_scheduler_config
 from canvax.samplers.strength import steps_of_strength
 from tests.support.refusals import refused
@@ -72,6 +72,13 @@ def test_masks_of_one_colour(emoji: canvax.StableDiffusion, apple: Image.Image) 
     np.testing.assert_array_equal(whole.latents, draw(emoji).latents)
     partly = draw(emoji, image=apple, mask=white, strength=0.75)
     np.testing.assert_allclose(partly.latents, draw(emoji, image=apple, strength=0.75).latents, atol=1e-5)
+
+
+def test_a_crop_without_surroundings_is_a_crop() -> None:
+    """An editing model begins from the image then, and does not read it as a reference."""
+    call = Call("a fox", image="fox.png")
+    assert is_alone(call, canvax.Options())
+    assert not is_alone(call, canvax.Options(padding_mask_crop=0))
 
 
 def test_strength_is_how_much_changes(emoji: canvax.StableDiffusion, apple: Image.Image) -> None:

@@ -20,16 +20,18 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from canvax.errors import CanvaxError, InputError
+from canvax.call import OptionRecord
+from canvax.errors import CanvaxError, HintWarning, InputError
 from canvax.images import metadata as module
 from canvax.images.convert import to_pil, to_uint8, upright_rgb
 from canvax.images.formats import GeneratedImage
 from canvax.images.grid import make_grid
-from canvax.images.infotext import from_infotext, settings_left, to_infotext
+from canvax.images.infotext import from_infotext, parts_of, settings_left, to_infotext
 from canvax.images.metadata import read_metadata, save_image, save_numbered, unique_path
 from canvax.samplers import CURVES, SAMPLERS, find
 from canvax.scale import work
 from canvax.server import files
+from canvax.settings import declared
 from tests.support.timing import processor_seconds
 
 METADATA: dict[str, Any] = {
@@ -206,9 +208,15 @@ def test_quality_is_that_of_the_file(write: Any) -> None:
 
 
 def test_metadata_too_long_for_a_jpeg(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="write a PNG"):
-        save_image(tmp_path / "a.jpg", picture(), METADATA | {"prompt": "x" * 70_000})
-    assert os.listdir(tmp_path) == []
+    """The images are not lost; that their settings are left out is a warning."""
+    for name, metadata in (("a", METADATA | {"prompt": "x" * 70_000}), ("grid", {"grid": [METADATA] * 400})):
+        with pytest.warns(HintWarning):
+            path = save_image(tmp_path / f"{name}.jpg", picture(), metadata)
+        with Image.open(path) as image:
+            assert image.size == picture().size
+        with pytest.raises(InputError):
+            read_metadata(path)
+        assert read_metadata(save_image(tmp_path / f"{name}.webp", picture(), metadata)) == metadata
 
 
 @pytest.mark.parametrize("model", ["/home/ada/models/sd", "~/models/sd", "models/sd"])
@@ -348,6 +356,31 @@ def test_infotext_round_trip() -> None:
         key: METADATA[key] for key in METADATA if key in back and key != "sampler"
     }
     assert find(back["sampler"])[1]["sigmas"] == "karras"
+
+
+SECOND = {"hires": 1.5, "hires_method": "latent", "hires_strength": 0.6, "hires_steps": 7, "hires_prompt": "a, b: c"}
+IN_INFOTEXT: list[dict[str, Any]] = [
+    {"variation_seed": 4, "variation_strength": 0.25, "seed_size": [48, 72]},
+    {**SECOND, "hires_sampler": "DPM++ 2M Karras"},
+]
+
+
+def test_every_option_that_a1111_has_is_written_for_it() -> None:
+    """And comes back; each option that declares a name there is in one of the cases."""
+    for options in IN_INFOTEXT:
+        back = from_infotext(to_infotext(METADATA | {"options": {**METADATA["options"], **options}}))
+        assert {name: back["options"][name] for name in options} == options
+        assert back["other"] == {"Version": "canvax 0.1.0"}
+    of_a1111 = {name for name, field in declared(OptionRecord).items() if field.setting.infotext}
+    assert of_a1111 <= {*METADATA["options"], *(name for options in IN_INFOTEXT for name in options)}
+
+
+def test_a_strength_is_written_for_a1111() -> None:
+    """Of an image to image, and of a second pass, whose default there is another one."""
+    hires = {"options": {"hires": 2.0}}
+    for metadata, text in (({"strength": 0.75}, "0.75"), (hires, "0.4"), ({"options": SECOND}, "0.6")):
+        assert parts_of(to_infotext(METADATA | metadata))[2]["Denoising strength"] == text
+    assert "Denoising strength" not in to_infotext(METADATA)
 
 
 def test_samplers_come_back_from_infotext() -> None:

@@ -92,6 +92,12 @@ def test_strength_zero_is_no_image_prompt(base: canvax.StableDiffusion, pipe: ca
     np.testing.assert_array_equal(draw(pipe).latents, want)
 
 
+@pytest.mark.parametrize("adapter", ["0", None, True, 1.0, -1])
+def test_the_adapter_of_a_prompt_is_a_whole_number(adapter: Any) -> None:
+    with refused("image_prompt"):
+        ImagePrompt(photo(1), adapter=adapter)
+
+
 def test_nothing_recompiles(pipe: canvax.StableDiffusion) -> None:
     found = [draw(pipe, image_prompt=ImagePrompt(photo(1), adapter=1)).latents]
     for image, scale in (

@@ -15,7 +15,9 @@ import pytest
 from PIL import Image
 
 import canvax
+from canvax.call import OptionRecord
 from canvax.cli import BAD_INPUT, main
+from canvax.cli.arguments import parse
 from canvax.images.grid import make_sheet
 from canvax.models.configs import ClipVisionConfig
 from canvax.models.denoiser import UNetDenoiser
@@ -25,6 +27,9 @@ from canvax.pipelines.prepare import noise_of
 from canvax.pipelines.request import Call, make_request
 from canvax.pipelines.safety import SafetyChecker
 from canvax.pipelines.upscale import Tiles, fade, starts
+from canvax.samplers import build_table
+from canvax.scale.rows import NAMES
+from canvax.settings import offered
 from tests.support.refusals import refused
 
 
@@ -107,6 +112,12 @@ def test_the_second_pass_is_image_to_image(emoji: canvax.StableDiffusion) -> Non
         ({"hires": 2, "denoising_end": 0.5}, "hires"),
         ({"hires": 2, "image": Image.new("RGB", (64, 64))}, "hires"),
         ({"hires": 8, "height": 4096, "width": 64}, "hires"),
+        ({"hires": 2, "guidance_steps": (1.0,) * 6}, "guidance_steps"),
+        ({"hires": 2, "sigmas": (9.0, 5.0, 3.0, 2.0, 1.0, 0.5, 0.0)}, "sigmas"),
+        ({"hires": 2, "sampler_settings": {"timesteps": [900, 700, 500, 300, 100, 50]}}, "sampler_settings"),
+        ({"hires": 2, "sampler": "ddim", "eta": 0.5, "hires_sampler": "euler"}, "eta"),
+        ({"hires": 2, "hires_steps": 999}, "hires_steps"),
+        ({"hires": 2, "reuse": 2, "hires_prompt": "a fox AND a tree", "prompt_syntax": "a1111"}, "hires_prompt"),
         ({"variation_strength": 0.5}, "variation_strength"),
         ({"variation_strength": 2, "variation_seed": 1}, "variation_strength"),
         ({"seed_size": (64, 64), "latents": np.zeros((1, 8, 8, 32))}, "latents"),
@@ -115,6 +126,14 @@ def test_the_second_pass_is_image_to_image(emoji: canvax.StableDiffusion) -> Non
 def test_bad_input(changes: dict[str, Any], argument: str, emoji: canvax.StableDiffusion) -> None:
     with refused(argument):
         draw(emoji, **changes)
+
+
+def test_a_table_needs_another_sampler_for_the_second_pass(emoji: canvax.StableDiffusion) -> None:
+    call = Call("a fox", sampler=build_table(emoji.model.scheduler, 6, sampler="euler"))
+    with refused("sampler"):
+        second_pass(emoji.model, make_request(emoji.model, replace(call, options=canvax.Options(hires=2))))
+    options = canvax.Options(hires=2, hires_sampler="ddim")
+    assert second_pass(emoji.model, make_request(emoji.model, replace(call, options=options))).sampler == "ddim"
 
 
 def test_an_inpainting_model_has_no_second_pass(emoji: canvax.StableDiffusion) -> None:
@@ -380,6 +399,19 @@ def test_upscale_command(here: Path, emoji: canvax.StableDiffusion, capsys: pyte
     assert main(["upscale", "nowhere.png", "-o", "x.png"]) == BAD_INPUT
     assert main(["upscale", "fox.png", "--scale", "99", "-o", "x.png", "-q"]) == BAD_INPUT
     assert not Path("x.png").exists()
+
+
+def test_what_upscale_takes_in_python_is_a_flag_of_its_command() -> None:
+    """But for masks, and for what has no meaning for tiles."""
+    flags = vars(parse(["upscale", "fox.png"]))
+    missing = {name for name in offered(OptionRecord, "command") if name not in flags}
+    assert {name for name in missing if not name.startswith(("hires", "mask"))} == {"outpaint", "padding_mask_crop"}
+
+
+def test_what_rows_take_is_a_flag_of_a_batch() -> None:
+    """For rows that do not say otherwise."""
+    flags = vars(parse(["batch", "rows.jsonl", "-o", "out"]))
+    assert set(NAMES) - flags.keys() == {"prompt"}
 
 
 def test_variations_do_not_depend_on_the_batch_size(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import Mesh
 
 import canvax
+from canvax.cli.again import again
 from canvax.compile.kinds import DENOISERS, Kinds
 from canvax.compile.monitor import compilations
 from canvax.noise import initial_noise
@@ -191,6 +192,14 @@ def test_recorded_sampler_draws_the_same(
     used, again = (build_table(checkpoint.scheduler, 10, sampler=name) for name in (sampler, recorded))
     np.testing.assert_array_equal(used.M, again.M)
     np.testing.assert_array_equal(used.timestep, again.timestep)
+
+
+def test_what_a_callback_changed_is_recorded(emoji: canvax.StableDiffusion) -> None:
+    """No metadata generates such an image again."""
+    for callback in (lambda step: None, lambda step: True, lambda step: {"latents": 0.9 * step.latents}):
+        record = draw(emoji, "a cat", options=dataclasses.replace(QUIET, callback=callback)).metadata[0]
+        assert bool(again(record).losses) == record.get("steered", False)
+    assert record["steered"]
 
 
 def test_callback_and_cancelling(emoji: canvax.StableDiffusion) -> None:

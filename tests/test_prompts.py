@@ -10,6 +10,7 @@ import pytest
 
 import canvax
 from canvax.parallel.mesh import make_mesh
+from canvax.pipelines.request import Call, make_request
 from tests.support.small_sdxl import build
 
 SECOND = {"prompt_2": ["c", "d"], "negative_prompt_2": ["u", "v"]}
@@ -26,6 +27,12 @@ def draw(
 ) -> canvax.Result:
     options = canvax.Options(progress=False, **second)
     return pipe(prompt, negative, num_images_per_prompt=images, num_inference_steps=3, seed=seed, options=options)
+
+
+def test_negative_prompts_may_be_an_array(emoji: canvax.StableDiffusion) -> None:
+    texts = [np.array(["a cat", "a dog"]), np.array(["red", "blue"])]
+    request = make_request(emoji.model, Call(*texts, seed=1))
+    assert (request.prompts, request.negatives) == (["a cat", "a dog"], ["red", "blue"])
 
 
 def test_two_prompts_and_two_images_of_each(pipe: canvax.StableDiffusion) -> None:

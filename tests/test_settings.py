@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,8 +19,11 @@ import canvax
 from canvax.call import IMAGE, Call, FromFiles, OptionFields, OptionRecord
 from canvax.cli.images import ALIASES, SETTINGS
 from canvax.images.infotext import from_infotext
+from canvax.pipelines.checks import FITS_ALL, check_size
+from canvax.pipelines.request import make_request
 from canvax.scale.rows import NAMES
-from canvax.server.jobs_api import BODIES
+from canvax.scale.work import call_of
+from canvax.server.jobs_api import BODIES, NewJob
 from canvax.server.openapi import description
 from canvax.settings import add_flags, aliases, as_flags, declared, idle, json_schema, markdown, offered, setting
 
@@ -121,6 +125,46 @@ def test_wrong_values_name_the_argument(case: str) -> None:
     with pytest.raises(canvax.InputError) as refused:
         canvax.Options(**options)
     assert argument in (refused.value.argument, str(refused.value).partition("=")[0])
+
+
+LIMITED = [name for name, field in declared(Call).items() if field.setting.low is not None]
+
+
+@pytest.mark.parametrize("name", sorted({*LIMITED} - {"num_images_per_prompt"}))
+def test_the_limits_of_an_argument_are_those_of_its_declaration(name: str, emoji: canvax.StableDiffusion) -> None:
+    """In Python, for rows and lines of files, and for requests."""
+    setting = declared(Call)[name].setting
+    image = {"image": np.zeros((64, 64, 3), np.uint8)} if name == "strength" else {}
+    assert setting.low is not None
+    outside = [setting.low - (not setting.above), *([setting.high + 1] if setting.high is not None else [])]
+    for value in outside:
+        with pytest.raises(canvax.InputError) as refused:
+            make_request(emoji.model, Call(**{"prompt": "a cat", name: value, **image}))
+        assert refused.value.argument == name
+        with pytest.raises(canvax.InputError) as refused:
+            call_of({"prompt": "a cat", name: value}, 0)
+        assert refused.value.argument == name
+    of_job = {"num_inference_steps": "steps"}.get(name, name)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"prompt": "a cat", of_job: outside[0]}, NewJob)
+
+
+def test_a_size_that_is_offered_is_one_of_every_model() -> None:
+    """Before the model is known."""
+    with pytest.raises(canvax.InputError) as refused:
+        check_size("height", 100, 0)
+    (low, high) = map(int, re.findall(r"\d+", refused.value.cure))
+    assert (low % FITS_ALL, high % FITS_ALL) == (0, 0)
+    assert low < 100 < high
+
+
+def test_lists_of_texts_are_kept_as_they_were() -> None:
+    for name in ("hires_prompt", "prompt_2", "negative_prompt_2"):
+        texts = ["a", "b"]
+        options = canvax.Options(**{"hires": 2, name: texts})
+        texts[0] = "changed"
+        assert list(getattr(options, name)) == ["a", "b"]
+        assert hash(options) == hash(canvax.Options(**{"hires": 2, name: ["a", "b"]}))
 
 
 def test_values_become_plain() -> None:

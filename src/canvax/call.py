@@ -33,6 +33,8 @@ MaskFill = Literal["original", "fill", "noise", "nothing"]
 MaskBlend = Literal["denoised", "renoised"]
 ControlMode = Literal["balanced", "guess", "prompt", "control"]
 HiresMethod = Literal["pixel", "latent"]
+HIRES_STRENGTHS: Mapping[HiresMethod, float] = {"pixel": 0.4, "latent": 0.7}
+"""Default strengths of the second pass: below 0.55 or so enlarged latents stay blurred."""
 
 MAX_SIDE = 16384
 """Pixels of a side of an image."""
@@ -189,7 +191,8 @@ class Call:
         flags=("--mask", "--mask-image"), also=("mask_image",),
     )  # fmt: skip
     strength: float | None = setting(
-        None, "how much of the run is done", low=0, high=1, unset="0.8; with a mask 1", group=IMAGE,
+        None, "how much of the run is done", low=0, high=1, above=True, cure="0.8 changes much, 0.3 little",
+        unset="0.8; with a mask 1", group=IMAGE,
         flags=("--strength", "--denoising-strength"), also=("denoising_strength", "denoise"),
     )  # fmt: skip
     control: Any = setting(

@@ -43,7 +43,7 @@ class _AboutArgument(Exception):
         value: the argument's value; ``NO_VALUE`` leaves it out of the message.
         problem: what is wrong; the argument is the subject of this clause.
         cure: what to do instead. ``{name}`` and ``{name=value}`` in it are arguments, which each entry point writes in
-            its way: ``hires=2`` in Python, ``--hires 2`` on the command line, ``"hires": 2`` in JSON.
+            its way: ``hires=2`` in Python, ``--hires 2`` on the command line, ``options.hires=2`` in requests.
     """
 
     argument: str
@@ -166,46 +166,22 @@ def _cut(text: str, most: int) -> str:
 
 
 @contextmanager
-def reading_arguments(arguments: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """What arguments of other libraries raise when they are looked at becomes an error of canvax.
+def reading(name: str) -> Iterator[None]:
+    """Make an error about an argument of what another library raises when its array or tensor is converted.
 
-    An array whose buffer was donated, a tensor without data: their own errors name no argument and no cure.
-
-    Args:
-        arguments: by name; those that cannot be read are named.
+    A JAX array whose buffer was donated and a tensor without data raise errors that name no argument.
 
     Raises:
-        InputError: something inside raised what is neither an error of canvax nor a TypeError; or a TypeError, and one
-            of the arguments is to blame.
+        InputError: the conversion failed.
+        OutOfMemoryError: it needs too much memory.
     """
     try:
         yield
-    except (CanvaxError, AttributeError):
-        raise
     except MemoryError as error:
-        raise OutOfMemoryError(f"an argument is too large ({error}); give less at a time") from error
+        raise OutOfMemoryError(f"{name} is too large ({error}); give less at a time") from error
     except Exception as error:
-        for name, value in (arguments or {}).items():
-            refuse_tracers(name, value)
-        names = [name for name, value in (arguments or {}).items() if not _readable(value)]
-        if isinstance(error, TypeError) and not names:
-            raise
-        problem, cure = f"cannot be read ({type(error).__name__}: {error})", "give plain values"
-        if len(names) == 1:
-            raise InputError(names[0], NO_VALUE, problem, cure) from error
-        raise InputError(f"{' and '.join(names) or 'an argument'} {problem}; {cure}") from error
-
-
-def _readable(value: Any) -> bool:
-    """Whether an argument, or what a list or dict holds, can be written out, and its numbers be had."""
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    try:
-        repr(value)
-        if (read := getattr(value, "__array__", None)) is not None:
-            read()
-    except Exception:
-        return False
-    return all(map(_readable, inside))
+        problem = f"cannot be read ({type(error).__name__}: {error})"
+        raise InputError(name, NO_VALUE, problem, "give plain values") from error
 
 
 def refuse_tracers(name: str, value: Any) -> None:
@@ -251,7 +227,7 @@ def plain(value: Any, name: str = "a number") -> Any:
         refuse_tracers(name, value)  # one of jax.grad has a value, and its gradient would be a silent 0
         if getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M"):  # which NumPy counts among whole numbers
             raise InputError(name, str(value), "is a time, not a number")
-        with reading_arguments({name: value}):
+        with reading(name):
             value = value.item()
     if isinstance(value, int) and value.bit_length() > 1024:
         raise InputError(name, NO_VALUE, f"is a whole number of {value.bit_length()} bits, which is too large")

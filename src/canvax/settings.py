@@ -290,7 +290,7 @@ def _several(field: Declared, value: Any) -> Any:
         texts = [value] if isinstance(value, str) and kind.alone else value
         if not (isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts)):
             raise InputError(field.name, value, "is neither text nor a list of texts", setting.cure)
-        return value
+        return value if isinstance(value, str) else tuple(value)
     if kind.alone:
         entries = listed(value)
         for entry in entries or ("",):

@@ -257,29 +257,39 @@ class Studio:
         call["options"] = canvax.Options(**options)
         return call
 
-    def flags(self, row: Row, person: int) -> list[str]:
-        """What the command line needs besides an image to generate it again."""
-        words: list[str] = []
-        start = row["start"]
+    def names(self, row: Row, person: int) -> dict[str, str]:
+        """The files of a call by the names that ``canvax info`` writes in their place."""
+        start, files = row["start"], {}
         if FACTORS["start"][start]:
             width = 48 if start == "outpainted" else WIDTH
-            words += ["--image", self.file(f"photo{person}-{width}", photo(person, width))]
-        if FACTORS["start"][start] == "mask" or start == "renoised":
-            words += ["--mask", self.file(f"mask{start}{person}", mask(start, person))]
-        if nets := self.networks(row):
-            shown = [self.file(f"edges{person + 4 * i}", edges(person + 4 * i)) for i in range(2)]
-            if row["control"] == "union":
-                typed = f"depth={shown[0]},canny:0.5={shown[1]}" if person % 2 == 0 else f"tile={shown[0]}"
-                words += ["--controlnet", str(nets[0]), "--control", typed]
-            else:
-                for net, image in zip(nets, shown, strict=False):
-                    words += ["--controlnet", str(net), "--control", image]
-        if row["image_prompt"] != "none":
-            words += ["--ip-image", f"{self.file(f'photo{10 + person}', photo(10 + person))}:{STRENGTHS[person]}"]
+            files["IMAGE"] = self.file(f"photo{person}-{width}", photo(person, width))
         if row["image_prompt"] == "masked":
-            second = self.file(f"photo{20 + person}", photo(20 + person))
-            words += ["--ip-image", f"{second}:{STRENGTHS[::-1][person]}", "--ip-mask", "none"]
-            words += ["--ip-mask", self.file(f"mask{person}", mask("", person))]
+            files["PROMPT2"] = self.file(f"photo{20 + person}", photo(20 + person))
+            files["MASK2"] = self.file(f"mask{person}", mask("", person))
+        if FACTORS["start"][start] == "mask" or start == "renoised":
+            files["MASK"] = self.file(f"mask{start}{person}", mask(start, person))
+        shown = [self.file(f"edges{person + 4 * i}", edges(person + 4 * i)) for i in range(2)]
+        files |= {f"CONTROL{i + 1}": image for i, image in enumerate(shown)}
+        if row["image_prompt"] != "none":
+            files["PROMPT1"] = self.file(f"photo{10 + person}", photo(10 + person))
+        return files
+
+    def flags(self, row: Row, person: int) -> list[str]:
+        """What the command line needs besides an image to generate it again."""
+        words, files = list[str](), self.names(row, person)
+        for name in ("IMAGE", "MASK"):
+            words += [f"--{name.lower()}", files[name]] if name in files else []
+        for i, net in enumerate(self.networks(row)):
+            control = files[f"CONTROL{i + 1}"]
+            if row["control"] == "union":
+                both = f"depth={control},canny:0.5={files['CONTROL2']}"
+                control = both if person % 2 == 0 else f"tile={control}"
+            words += ["--controlnet", str(net), "--control", control]
+        if row["image_prompt"] != "none":
+            words += ["--ip-image", f"{files['PROMPT1']}:{STRENGTHS[person]}"]
+        if row["image_prompt"] == "masked":
+            words += ["--ip-image", f"{files['PROMPT2']}:{STRENGTHS[::-1][person]}", "--ip-mask", "none"]
+            words += ["--ip-mask", files["MASK2"]]
         for file in self.image_adapters(row):
             words += ["--ip-adapter", str(file)]
         return words
@@ -419,8 +429,8 @@ def _refusals() -> dict[frozenset[tuple[str, str]], tuple[str, ...]]:
     refuse("prompt", ["and"], "unet", ["reuse"], "AND", "reuse")
     refuse("prompt", ["encoded"], "images", ["of one prompt"], "conditions", "images")
     refuse("end", ["latent"], "sampler", ["ddim eta"], "eta", "hires")
-    refuse("end", hires, "schedule", ["timesteps"], "own", "hires")
-    refuse("texts", ["hires"], "schedule", ["timesteps"], "own", "hires")
+    refuse("end", hires, "schedule", ["timesteps"], "sampler_settings", "hires")
+    refuse("texts", ["hires"], "schedule", ["timesteps"], "sampler_settings", "hires")
     refuse("end", single, "texts", ["hires"], "hires_prompt", "hires")
     return found
 

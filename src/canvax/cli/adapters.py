@@ -86,17 +86,6 @@ def load_adapters(pipe: StableDiffusion, arguments: argparse.Namespace) -> None:
         pipe.adapters.folder = folder
 
 
-def flags_of(metadata: Mapping[str, Any]) -> list[str]:
-    """The flags that load what an image's metadata tells of; a table of weights has none."""
-    words: list[str] = []
-    for entry in _table(metadata.get("adapters")).values():
-        if isinstance(entry, dict) and isinstance(entry.get("weight"), int | float):
-            words += ["--lora", f"{entry.get('file')}:{entry['weight']:g}"]
-    for source in dict.fromkeys(map(str, _table(metadata.get("embeddings")).values())):
-        words += ["--embedding", source]
-    return words
-
-
 def info_lines(report: Mapping[str, Any]) -> list[str]:
     """What ``canvax info`` shows of an adapter."""
     parts = [f"{count} of {name}" for name, count in report["parts"].items()]
@@ -128,7 +117,3 @@ def _location(name: str, arguments: argparse.Namespace, argument: str) -> Locati
     from canvax.weights.location import Location
 
     return Location(name, cache_dir=arguments.cache_dir, local_files_only=arguments.local_files_only, argument=argument)
-
-
-def _table(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}

@@ -19,6 +19,7 @@ from canvax.cli.generate_arguments import (
     add_dtype,
     add_generate,
     add_ip_adapter,
+    add_parts,
     add_quantize,
     add_source,
     add_upscale,
@@ -236,6 +237,7 @@ def _info(commands: Any) -> None:
         description="Describe a model (only headers are read), or tell how an image was generated.",
     )
     info.add_argument("what", metavar="MODEL|IMAGE.png", help="emoji, a folder, a Hub id owner/name, or a PNG")
+    add_parts(info)
     add_source(info)
     _memory(info)
     info.add_argument(
@@ -317,6 +319,7 @@ def _compile(parser: argparse.ArgumentParser) -> None:
     add_controlnet(networks)
     add_ip_adapter(networks)
     add_dtype(parser)
+    add_parts(parser)
     add_source(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
@@ -398,6 +401,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="number of timed runs (3)")
     parser.add_argument("--mesh", metavar="AXES", help="data=4,model=2 (data over all devices)")
     add_dtype(parser)
+    add_parts(parser)
     add_source(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")

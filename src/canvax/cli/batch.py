@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from canvax.call import IMAGE, Call
 from canvax.cli.arguments import versions
 from canvax.cli.generate import check_against_model, description, join_others, load_model
 from canvax.cli.images import OF_MODEL, ZERO_SNR, Source, check_table, source_of
@@ -14,8 +15,10 @@ from canvax.cli.terminal import complain, say, seconds, stoppable
 from canvax.errors import NO_VALUE, InputError, check_count, nearest
 from canvax.files import named_path
 from canvax.images.maps import SETTINGS as MAPS
-from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_size
+from canvax.pipelines.checks import check_size
 from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS
+from canvax.pipelines.options import Options
+from canvax.settings import grouped
 
 if TYPE_CHECKING:
     from canvax.scale.batch import Generate, Plan
@@ -109,15 +112,15 @@ def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], sou
     """Refuse settings with which no row can be generated, before any weights are read."""
     from canvax.scale.work import call_of
 
-    files = ("control", "control_from", "ip_image", "ip_mask")  # to which rows may add theirs
+    # To which rows may add theirs.
+    files = ("image", "mask", "reference", "control", "control_from", "ip_image", "ip_mask")
     call = call_of({"prompt": ""} | {name: defaults[name] for name in defaults if name not in files}, 0)
     if "ip_mask" in defaults and "ip_image" not in defaults and not source.ip_adapter:
         raise InputError(
             "ip_mask", NO_VALUE, "needs an IP-Adapter", "name the network that reads the image with {ip_adapter}"
         )
-    check_size("height", call.height, SIZE_STEP)
-    check_size("width", call.width, SIZE_STEP)
-    check_guidance(call.guidance_scale, 1.0)
+    check_size("height", call.height, 0)
+    check_size("width", call.width, 0)
     check_table(call, None)
     for kind in defaults.get("control_from", "none").split(","):
         if (kind := kind.strip()) not in (*MAPS, "none"):
@@ -190,8 +193,8 @@ def _generate(arguments: argparse.Namespace, plan: Plan, source: Source, output:
         progress=not arguments.quiet,
     )  # fmt: skip
     usual = worker.check(Row("", {"prompt": ""}))
-    if isinstance(usual, Made):  # no row that only has a prompt could be generated
-        raise InputError(usual.error)
+    if isinstance(usual, Made) and not {*grouped(Call, IMAGE), *grouped(Options, IMAGE)} & plan.defaults.keys():
+        raise InputError(usual.error)  # no row that only has a prompt, or an image where flags are for images
     return windows(worker.run)
 
 

@@ -46,7 +46,9 @@ def add_upscale(parser: argparse.ArgumentParser) -> None:
     )
     add_controlnet(group)
     add_flags(group, OptionRecord, group=CONTROL)
-    for add in (_settings, _model, add_adapters, _devices, _where_to):
+    group = parser.add_argument_group("how each tile begins from the image")
+    add_flags(group, OptionRecord, names=("strength_rule", "image_encoding"))
+    for add in (_settings, _sdxl, _model, add_adapters, _devices, _where_to):
         add(parser)
 
 
@@ -58,7 +60,7 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-s", "--seed", type=int, default=0, metavar="SEED", help="rows without a seed have one of their id and this"
     )
-    for add in (_control, _image_prompts, _settings, _model, add_adapters, _devices):
+    for add in (_images, _control, _image_prompts, _settings, _hires, _sdxl, _model, add_adapters, _devices):
         add(parser)
     group = parser.add_argument_group("output")
     group.add_argument("-o", "--output", required=True, metavar="FOLDER", help="a new one, or one to go on in")
@@ -316,7 +318,10 @@ def add_quantize(group: Any) -> None:
     )
 
 
-PART_FLAGS = ("vae", "text_encoder", "tokenizer")
+ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+"""The changes of a model's schedule that ``--zero-snr`` stands for."""
+
+PART_FLAGS = ("vae", "text_encoder", "tokenizer", "prediction_type", "zero_snr")
 
 
 def source_keywords(arguments: Any) -> dict[str, Any]:
@@ -331,5 +336,6 @@ def location_keywords(arguments: Any) -> dict[str, Any]:
 
 
 def part_keywords(arguments: Any) -> dict[str, Any]:
-    """Return those that name parts."""
-    return {name: getattr(arguments, name) for name in PART_FLAGS}
+    """Return those that name parts, and those of ``add_parts`` where a command has them."""
+    given = {name: getattr(arguments, name) for name in PART_FLAGS if hasattr(arguments, name)}
+    return given | ({"scheduler": ZERO_SNR if given.pop("zero_snr") else None} if "zero_snr" in given else {})

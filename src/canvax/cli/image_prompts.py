@@ -1,4 +1,4 @@
-"""What ``canvax generate --from-image`` and ``canvax info`` do with image prompts of an image."""
+"""What ``canvax generate --from-image`` does with image prompts of an image."""
 
 from __future__ import annotations
 
@@ -37,19 +37,3 @@ def check_same(path: Path, metadata: Mapping[str, Any], arguments: argparse.Name
             complain(
                 f"--ip-image {image_prompt.file}: its strength was {mark.get('scale')} in {path}", label="warning: "
             )
-
-
-def flags_of(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Flags for the image prompts of an image, with names to be put in; keys end in a number, so that they differ."""
-    prompts = metadata.get("image_prompts")
-    prompts = [prompt for prompt in prompts if isinstance(prompt, dict)] if isinstance(prompts, list) else []
-    adapters = metadata.get("ip_adapter")
-    flags = {f"--ip-adapter {i}": str(name) for i, name in enumerate(adapters if isinstance(adapters, list) else [])}
-    masked = any("mask_sha256" in prompt for prompt in prompts)
-    for i, prompt in enumerate(prompts):
-        scale = prompt.get("scale")
-        suffix = f":{scale:g}" if isinstance(scale, int | float) and scale != 1 else ""
-        flags[f"--ip-image {i}"] = f"PROMPT{i + 1}{suffix}"
-        if masked:
-            flags[f"--ip-mask {i}"] = f"MASK{i + 1}" if "mask_sha256" in prompt else NONE
-    return flags

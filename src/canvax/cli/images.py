@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.call import Call, FromFiles
-from canvax.cli.generate_arguments import networks_of
+from canvax.cli.again import OF_MODEL, adapters_lost, of_python, recorded_model
+from canvax.cli.generate_arguments import ZERO_SNR, networks_of
 from canvax.cli.image_prompts import check_same
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
@@ -21,7 +22,7 @@ from canvax.images.infotext import settings_left
 from canvax.images.inputs import fingerprint, read_images
 from canvax.images.metadata import check_kinds, read_metadata
 from canvax.noise import check_seed, image_seeds
-from canvax.pipelines.checks import SIZE_STEP, check_guidance, check_prompts, check_size
+from canvax.pipelines.checks import SIZE_STEP, check_prompts, check_size
 from canvax.pipelines.control import control_files, control_marks, control_of, size_of
 from canvax.pipelines.image_prompts import read_all, structure
 from canvax.pipelines.options import Options
@@ -30,9 +31,7 @@ from canvax.pipelines.request import check_init_images, is_alone
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 from canvax.scale.rows import check_prompt_line, json_object, text_lines
 from canvax.scale.work import call_of, grouped
-from canvax.settings import aliases, check_setting, declared, offered
-from canvax.weights.data_folder import find_named
-from canvax.weights.location import BUNDLED
+from canvax.settings import aliases, declared, offered
 
 if TYPE_CHECKING:
     from canvax.families.base import Model
@@ -41,20 +40,15 @@ OPTIONS = tuple(offered(Options, "command"))
 SETTINGS = (*(name for name in offered(Call, "command") if name != "prompt"), *declared(FromFiles), *OPTIONS)
 """What flags, prompt files and PNG metadata may set for an image besides its prompt."""
 
-ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
-"""The changes of a model's schedule that ``--zero-snr`` stands for."""
-
 _MAX_PROMPT_FILE = 64 << 20
 
-OF_MODEL = ("revision", "variant", "dtype", "quantize", "vae", "prediction_type", "text_encoder", "tokenizer")
-"""The fields of ``Source`` that the metadata of an image holds besides the model's name."""
 _OF_ALL = {"model", "mesh", "batch_size", "output", "lora", "embedding", "controlnet", "ip_adapter", *OF_MODEL}
 """Flags that hold for a whole command, so that a line of a prompt file cannot set them."""
 ALIASES = {also: name for also, name in aliases(Call, FromFiles, Options).items() if also not in _OF_ALL}
 
 _RECORDED = {"prompt", "model", "scheduler", "canvax", "sampler_label", "noise", "steps_run", "other", "nsfw"}
 _RECORDED |= {"controlnet", "ip_adapter", "adapters", "embeddings", "image_sha256", "mask_sha256", "control_sha256"}
-_RECORDED |= {"references_sha256"}
+_RECORDED |= {"references_sha256", "conditions", "steered", "sampler_sha256", "ip_encoder"}
 _RECORDED |= {"image_prompts", "options", "upscale", "id", *OF_MODEL, *SETTINGS}
 """All that metadata of canvax holds about an image."""
 
@@ -151,9 +145,6 @@ def _calls(entries: Sequence[tuple[str, dict[str, Any]]], flags: Mapping[str, An
                     read = control_files(call.control)
                     size = size_of(read, (height, width), SIZE_STEP) if read else (height, width)
                     sizes[images] = sizes[images] if call.image is not None else size
-            if call.guidance_scale is not None:
-                check_guidance(call.guidance_scale, 1.0)
-            check_setting(Call, "num_inference_steps", call.num_inference_steps)
             if call.sampler is not None and find(call.sampler)[0].name == "ddim_inverse":
                 problem = "goes from an image to its noise, which no file stores"
                 raise InputError("sampler", call.sampler, problem, "in Python, pass latents=result.latents")
@@ -161,8 +152,6 @@ def _calls(entries: Sequence[tuple[str, dict[str, Any]]], flags: Mapping[str, An
             if not where:
                 raise
             raise InputError(f"{where}{error}") from None
-        except TypeError as error:  # a JSON field of another type than a flag could have
-            raise InputError(f"{where}a setting has the wrong type: {error}") from None
         call = dataclasses.replace(call, height=sizes[images][0], width=sizes[images][1])
         yield from (dataclasses.replace(call, seed=seed) for seed in seeds)
         index += count
@@ -302,11 +291,11 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
         )
     _check_control(path, metadata, arguments)
     check_same(path, metadata, arguments)
-    if metadata.get("noise") == "given":
-        settings.pop("noise")
-        complain(f"{path}: its initial noise was given as an array and is not in the file", label="warning: ")
-    elif "noise" in metadata:
-        settings["noise"] = metadata["noise"]
+    settings |= {"noise": noise} if (noise := metadata.get("noise")) else {}
+    lost = of_python(metadata)
+    for clause in (*lost.values(), *adapters_lost(metadata)):
+        complain(f"{path}: {clause}", label="warning: ")
+    settings = {name: value for name, value in settings.items() if name not in lost}
     by_canvax = "canvax" in metadata
     recorded = {"model": recorded_model(metadata)} | {
         name: metadata.get(name) if by_canvax else None for name in OF_MODEL
@@ -325,8 +314,6 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
     model = arguments.model or recorded["model"] or "emoji"
     parts: dict[str, Any] = {name: getattr(arguments, name) or recorded[name] for name in OF_MODEL}
     scheduler = metadata.get("scheduler") if by_canvax else None
-    if scheduler and scheduler != ZERO_SNR:
-        complain(f"{path}: its scheduler {scheduler} is for Python: canvax.load(scheduler=...)", label="warning: ")
     return settings, Source(model, **parts, zero_snr=scheduler == ZERO_SNR)
 
 
@@ -368,16 +355,6 @@ def _check_control(path: Path, metadata: Mapping[str, Any], arguments: argparse.
     for files, mark, recorded in zip(named, control_marks(named), wanted, strict=True):
         if mark != recorded:
             complain(f"--control {files and files[0][1]}: is not the one of {path}", label="warning: ")
-
-
-def recorded_model(metadata: Mapping[str, Any]) -> Any:
-    """Return the model of an image as ``--model`` takes it, or None.
-
-    Other programs name a file without its folder, which is found in the folder of models alone.
-    """
-    model = metadata.get("model")
-    known = "canvax" in metadata or model in list(BUNDLED) or (isinstance(model, str) and find_named(model, "model"))
-    return model or None if known else None
 
 
 def _warn_of_losses(path: Path, metadata: Mapping[str, Any]) -> None:

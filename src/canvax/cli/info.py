@@ -10,19 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canvax.call import Call
-from canvax.cli.adapters import flags_of, info_lines
+from canvax.cli.adapters import info_lines
+from canvax.cli.again import again, recorded_model
 from canvax.cli.generate_arguments import PART_FLAGS, location_keywords, part_keywords
-from canvax.cli.image_prompts import flags_of as image_prompt_flags
-from canvax.cli.images import OF_MODEL, ZERO_SNR, recorded_model
 from canvax.cli.plan import from_references, parse_references
-from canvax.cli.terminal import byte_size, command_line, complain, say, table
+from canvax.cli.terminal import byte_size, complain, say, table
 from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count
 from canvax.files import named_path
-from canvax.images.formats import FORMATS
+from canvax.images.formats import FORMATS, LOCAL
 from canvax.images.metadata import read_metadata
-from canvax.pipelines.options import Options
-from canvax.settings import as_flags, offered
 from canvax.tokenizers.concepts import Concepts
 from canvax.weights.data_folder import find_named
 from canvax.weights.entries import PICKLES, Entry
@@ -40,12 +36,6 @@ MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MEMORY_FLAGS = ("memory", "width", "height", "batch_size", "references", "dtype", "quantize", "mesh")
 _MODEL_FLAGS = (*_MEMORY_FLAGS, "concepts", "revision", "variant", "cache_dir", "token", *PART_FLAGS)
 """What says nothing of an image or an adapter."""
-
-_NAMED = ("prompt", "num_images_per_prompt", "image", "mask", "control")
-_ARGUMENTS = {name: field for name, field in offered(Call, "command").items() if name not in _NAMED}
-_OPTIONS = offered(Options, "command")
-_SETTINGS = {field.flag: field for field in (*_ARGUMENTS.values(), *_OPTIONS.values())}
-"""What the metadata of an image says, by the flag that gives it."""
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -164,50 +154,16 @@ def _part_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def image_info(path: Path) -> dict[str, Any]:
-    """The metadata of an image, and the command that generates it again."""
+    """The metadata of an image, the command that generates it again, and what that does not repeat."""
     metadata = read_metadata(path)
     members = metadata["grid"] if isinstance(metadata.get("grid"), list) else [metadata]
-    commands = [reproduce(member) for member in members if isinstance(member, dict)]
-    return {"image": str(path), "metadata": metadata, "commands": commands}
-
-
-def reproduce(metadata: Mapping[str, Any]) -> str:
-    """A ``canvax generate`` command line that generates an image with this metadata again."""
-    flags: dict[str, Any] = {"--prompt": metadata.get("prompt", "")}
-    flags["--model"] = recorded_model(metadata) or (None if "canvax" in metadata else "MODEL")
-    if "canvax" in metadata:
-        flags |= {f"--{name.replace('_', '-')}": metadata.get(name) or None for name in OF_MODEL}
-    flags |= {"--zero-snr": True if metadata.get("scheduler") == ZERO_SNR else None}
-    flags |= {field.flag: metadata.get(name) for name, field in _ARGUMENTS.items()}
-    flags |= {f"--{name}": name.upper() for name in ("image", "mask") if f"{name}_sha256" in metadata}
-    for i, _ in enumerate(marks if isinstance(marks := metadata.get("references_sha256"), list) else []):
-        flags[f"--reference {i}" if i else "--image"] = f"IMAGE{i + 1}"
-    for i, mark in enumerate(marks if isinstance(marks := metadata.get("control_sha256"), list) else []):
-        flags[f"--controlnet {i}"] = f"CONTROLNET{i + 1}"
-        types = [f"{label}=CONTROL{i + 1}" for label in mark] if isinstance(mark, dict) else [f"CONTROL{i + 1}"]
-        flags[f"--control {i}"] = "none" if mark is None else ",".join(types)
-    flags |= image_prompt_flags(metadata)
-    if "canvax" not in metadata:  # other programs do not distinguish "" from none
-        flags["--negative-prompt"] = flags["--negative-prompt"] or None
-    options = metadata.get("options")
-    if isinstance(options, dict):
-        flags |= {field.flag: options.get(name) for name, field in _OPTIONS.items()}
-    words = ["canvax", "generate"]
-    if isinstance(tiles := metadata.get("upscale"), dict):
-        words = ["canvax", "upscale", "IMAGE"]
-        flags |= {"--image": None, "--height": None, "--width": None}
-        flags |= {f"--{name}": tiles.get(name) for name in ("scale", "overlap")}
-        nets = metadata.get("controlnet")
-        flags |= {f"--controlnet {i}": f"CONTROLNET{i + 1}" for i in range(len(nets) if isinstance(nets, list) else 0)}
-    for flag, value in flags.items():
-        name = flag.partition(" ")[0]
-        if value is True:
-            words.append(name)
-        elif flag in _SETTINGS:
-            words += as_flags(_SETTINGS[flag], value)
-        elif value is not None:
-            words += [f"{name}={value}"] if str(value).startswith("-") else [name, str(value)]
-    return command_line([*words, *flags_of(metadata)])
+    lines = [again(member) for member in members if isinstance(member, dict)]
+    return {
+        "image": str(path),
+        "metadata": metadata,
+        "commands": [line.command for line in lines],
+        "losses": [line.losses for line in lines],
+    }
 
 
 def _image_lines(report: Mapping[str, Any]) -> list[str]:
@@ -228,19 +184,19 @@ def _image_lines(report: Mapping[str, Any]) -> list[str]:
     if "references_sha256" in metadata:
         lines.append("\nReference images are not in the file: put their names in place of IMAGE1, ..., in this order.")
     if "control_sha256" in metadata:
-        lines.append(
-            "\nControl images and their networks are not in the file: put their names in place of CONTROL1, ..."
-        )
+        lines.append("\nControl images are not in the file: put their names in place of CONTROL1, ...")
     if "image_prompts" in metadata:
         lines.append("\nImage prompts are not in the file: put their names in place of PROMPT1, ... (and MASK1, ...).")
-    if metadata.get("noise") == "given":
-        lines.append("\nIts initial noise was given as an array and is not in the file; the command cannot repeat it.")
+    if any("'./" in repr(metadata.get(name)) for name in LOCAL):
+        lines.append("\nFiles that begin with ./ were recorded without their folders, which are private.")
     other = metadata.get("other")
     if networks := [name for name in (other if isinstance(other, dict) else ()) if name.startswith("<")]:
         lines.append(f"\nIts prompt named {', '.join(networks)}; name the files with --lora FILE:WEIGHT.")
     if "grid" not in metadata and "canvax" not in metadata and recorded_model(metadata) is None:
         model = f"{metadata['model']!r}" if metadata.get("model") else "a model that the file does not name"
         lines.append(f"\nIt was generated with {model}: put the file of your copy in place of MODEL.")
+    losses = dict.fromkeys(clause for each in report["losses"] for clause in each)
+    lines += [f"\nThe command does not repeat that {clause}." for clause in losses]
     return [*lines, "\nTo generate it again:", *report["commands"]]
 
 

@@ -81,7 +81,10 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     keys = Keys.read(named_path("keys", arguments.keys) if arguments.keys else None)
     if keys is not None and arguments.no_keys:
         raise InputError(
-            "no_keys", NO_VALUE, "does not go with keys ({keys}, or the variable CANVAX_KEYS)", "leave one of them out"
+            "no_keys",
+            NO_VALUE,
+            "does not go with a file of keys",
+            "leave out {keys} and CANVAX_KEYS, or this",
         )
     if arguments.host not in _LOOPBACK and keys is None and not arguments.no_keys:
         raise InputError(
@@ -220,8 +223,8 @@ def _names(models: list[str], keywords: Mapping[str, Any]) -> dict[str, str]:
     return names
 
 
-def _check_parts(parts: Mapping[str, str | None], names: Mapping[str, str]) -> None:
-    """Check --vae, --text-encoder and --tokenizer, which are for one served model.
+def _check_parts(parts: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Check the flags that correct a model or name a part of it, which are for one served model.
 
     Raises:
         InputError, CheckpointError: a part cannot be used.
@@ -231,8 +234,10 @@ def _check_parts(parts: Mapping[str, str | None], names: Mapping[str, str]) -> N
 
     for name, part in Overrides.of(**parts).parts.items():
         Location(part, argument=name).local()
-        if len(names) > 1:
-            raise InputError(name, part, "is for one model, and several are served", "convert it to a folder")
+    for name, given in parts.items():
+        if given is not None and len(names) > 1:
+            flag = "zero_snr" if name == "scheduler" else name
+            raise InputError(flag, NO_VALUE, "is for one model, and several are served", "convert it to a folder")
 
 
 def _output(arguments: argparse.Namespace) -> Path | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from canvax.cli.generate_arguments import OUTPUT, add_controlnet, add_dtype, add_ip_adapter, add_source
+from canvax.cli.generate_arguments import OUTPUT, add_controlnet, add_dtype, add_ip_adapter, add_parts, add_source
 
 SERVE_EXAMPLES = """
 examples:
@@ -52,6 +52,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_dtype(model)
     model.add_argument("--mesh", metavar="AXES", help="data=4,model=2 (data over all devices)")
+    add_parts(model)
     add_source(model)
     images = parser.add_argument_group("networks for images of requests, each flag once for each network")
     add_controlnet(images)

@@ -11,11 +11,11 @@ from errno import EDQUOT, EFBIG, ENOSPC, EROFS
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from canvax.call import MAX_SIDE, MOST_IMAGES
 from canvax.cli.terminal import complain, say, stoppable
 from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count, check_number
 from canvax.files import check_writable, named_path
 from canvax.parallel.mesh import make_mesh
-from canvax.pipelines.checks import MAX_SIDE, MOST_IMAGES
 
 if TYPE_CHECKING:
     from canvax.train.loop import Plan

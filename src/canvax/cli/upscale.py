@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from canvax.call import Call
+from canvax.call import MAX_SIDE, Call
 from canvax.cli.generate import Destination, check_against_model, description, load_model
 from canvax.cli.images import OPTIONS, check_table, source_of
 from canvax.cli.terminal import complain, say, seconds
 from canvax.errors import NO_VALUE, InputError, check_count
 from canvax.images.inputs import read_images
-from canvax.noise import check_seed
-from canvax.pipelines.checks import MAX_SIDE, MOST_IMAGES, check_guidance
+from canvax.pipelines.checks import MOST_IMAGES
 from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS
 from canvax.pipelines.upscale import STRENGTH, check_for_upscale, check_scale
-from canvax.samplers.strength import check_strength, steps_of_strength
+from canvax.samplers.strength import steps_of_strength
 from canvax.scale.work import call_of
 
 MOST_STEPS = 100_000
@@ -23,7 +22,7 @@ MOST_STEPS = 100_000
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Make the image larger; ``report`` is updated on the way."""
-    names = ("num_inference_steps", "guidance_scale", "sampler", *OPTIONS)
+    names = ("num_inference_steps", "guidance_scale", "sampler", "strength", "seed", *OPTIONS)
     settings = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
     call = call_of({**settings, "prompt": arguments.prompt or ""}, 0, progress=not arguments.quiet)
     if not arguments.controlnet and (of_control := sorted({*CONTROL_OPTIONS} & {*settings})):
@@ -67,18 +66,12 @@ def _check(arguments: argparse.Namespace, call: Call) -> None:
     check_for_upscale(call.options)
     if arguments.scale is not None:
         check_scale(arguments.scale, image)
-    if arguments.strength is not None:
-        check_strength(arguments.strength)
     for name, most in (("overlap", MAX_SIDE), ("batch_size", MOST_IMAGES), ("num_inference_steps", MOST_STEPS)):
         if (value := getattr(arguments, name)) is not None:
             check_count(name, value, most)
     if arguments.num_inference_steps is not None:
         strength = STRENGTH if arguments.strength is None else arguments.strength
         steps_of_strength(strength, arguments.num_inference_steps, call.options.strength_rule, MOST_STEPS)
-    if arguments.guidance_scale is not None:
-        check_guidance(arguments.guidance_scale, 0)
-    if arguments.seed is not None:
-        check_seed(arguments.seed)
     for name in ("preview", "distributed", "coordinator", "num_processes", "process_id"):
         if (value := getattr(arguments, name)) is not None and value is not False:  # 0 is a value
             raise InputError(name, NO_VALUE, "does not go with tiles", "leave it out")

@@ -49,13 +49,13 @@ from canvax.flax_api.schedulers import FlaxScheduler, SchedulerState, table_of
 from canvax.models.text import FIRST, SECOND, Conditions
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
 from canvax.params import Params
-from canvax.pipelines.checks import check_steps
+from canvax.pipelines.checks import check_steps, check_strength
 from canvax.pipelines.loaded import open_model
 from canvax.pipelines.result import summary
 from canvax.pipelines.safety import COMPONENT, has_checker
 from canvax.pipelines.translate import loader
 from canvax.samplers import SamplerTable
-from canvax.samplers.strength import check_strength, steps_of_strength
+from canvax.samplers.strength import steps_of_strength
 from canvax.types import DType
 
 FROM_PRETRAINED = (

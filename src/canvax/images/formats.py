@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from PIL import Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
-from canvax.errors import CanvaxError, InputError, shown
+from canvax.errors import CanvaxError, HintWarning, InputError, shown, warn
 from canvax.files import check_writable, named_path
 from canvax.files import written as whole
 from canvax.images.infotext import to_infotext
@@ -78,11 +78,11 @@ def written(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Returns metadata as it is written to files: each local path becomes ``./name``, since its folders are private."""
     if "grid" in metadata:
         return {**metadata, "grid": [written(entry) for entry in metadata["grid"]]}
-    return {name: _without_folders(value) if name in _LOCAL else value for name, value in metadata.items()}
+    return {name: _without_folders(value) if name in LOCAL else value for name, value in metadata.items()}
 
 
-_LOCAL = ("model", "vae", "text_encoder", "tokenizer", "scheduler", "controlnet", "ip_adapter")
-_LOCAL += ("adapters", "embeddings")
+LOCAL = ("model", "vae", "text_encoder", "tokenizer", "scheduler", "controlnet", "ip_adapter")
+LOCAL += ("ip_encoder", "adapters", "embeddings")
 """Entries of metadata that can hold paths."""
 
 
@@ -118,7 +118,8 @@ def save_keywords(kind: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     tags[_USER_COMMENT] = _UTF16 + info.encode("utf-16-be")
     tags[_MAKER_NOTE] = text.encode()
     if len(exif.tobytes()) > MAX_EXIF and kind == "JPEG":
-        raise InputError(f"its metadata is longer than the {MAX_EXIF} bytes that a JPEG holds; write a PNG")
+        warn(HintWarning(f"an image's metadata is longer than the {MAX_EXIF} bytes of a JPEG and left out; use PNG"))
+        return keywords
     return keywords | {"exif": exif}
 
 

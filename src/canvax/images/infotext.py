@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from canvax.call import Call, OptionRecord
+from canvax.call import HIRES_STRENGTHS, Call, OptionRecord
+from canvax.errors import InputError
+from canvax.samplers.catalog import find
 from canvax.samplers.curve_names import CURVES, curve_label
 from canvax.settings import Declared, declared
 
@@ -34,8 +36,10 @@ _FACTS = ("Version", "Model hash", "VAE hash", "Lora hashes", "Hashes", "User", 
 NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]*>", re.IGNORECASE)
 """A network in a prompt, which is not text for the encoder."""
 _SIZE = r"(\d{1,6})x(\d{1,6})"
-_UPSCALERS = ("", "latent", "lanczos")
+_UPSCALERS = {"latent": "Latent", "pixel": "Lanczos"}
 """A1111's upscalers that equal canvax's methods of enlarging a first pass."""
+_FIRST = ("Steps", "Sampler", "Schedule type", "CFG scale", "Seed", "Size", "Model")
+"""A1111's order of the settings that every image has."""
 _FEWEST = 3
 """Minimum number of settings in the last line; with fewer it is the end of the prompt."""
 
@@ -51,6 +55,7 @@ def to_infotext(metadata: Mapping[str, Any]) -> str:
     if metadata.get("negative_prompt"):
         lines.append(f"{_NEGATIVE} {metadata['negative_prompt']}")
     settings = {name: value for name, value in _settings(metadata) if value not in (None, "")}
+    settings = {name: settings[name] for name in (*_FIRST, *settings) if name in settings}
     lines.append(", ".join(f"{name}: {_quote(value)}" for name, value in settings.items()))
     return "\n".join(lines)
 
@@ -65,25 +70,32 @@ def _networks(metadata: Mapping[str, Any]) -> Iterator[str]:
 
 def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     options = metadata.get("options") or {}
+    yield from _written(Call, metadata)
     sampler, schedule = _split_sampler(metadata)
-    yield "Steps", metadata.get("num_inference_steps")
     yield "Sampler", sampler
     yield "Schedule type", schedule
-    yield "CFG scale", metadata.get("guidance_scale")
-    yield "Seed", metadata.get("seed")
     if "width" in metadata and "height" in metadata:
         yield "Size", f"{metadata['width']}x{metadata['height']}"
     model = str(metadata.get("model") or "")
     # The folders of a local model's path are private.
     local = os.path.isabs(model) or model.startswith("./") or os.path.isdir(model)
     yield "Model", os.path.basename(os.path.normpath(model)) if local else model
-    yield "Eta", options.get("eta")
-    if options.get("clip_skip"):
-        yield "Clip skip", options["clip_skip"] + 1  # in A1111, 1 is the last layer
-    if metadata.get("noise") == "torch":
-        yield "RNG", "CPU"
+    yield "Denoising strength", metadata.get("strength")
+    if options.get("hires", 1) > 1:
+        method = options.get("hires_method", "pixel")
+        yield "Denoising strength", HIRES_STRENGTHS[method]
+        yield "Hires upscaler", _UPSCALERS[method]
+    yield from _written(OptionRecord, {"noise": metadata.get("noise"), **options})
     if "canvax" in metadata:
         yield "Version", f"canvax {metadata['canvax']}"
+
+
+def _written(record: type, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the settings of a record that A1111 has, under its names."""
+    for name, field in declared(record).items():
+        if field.setting.infotext and values.get(name) not in (None, field.default):
+            _, write = _FORMS.get(name, (None, lambda value: value))
+            yield field.setting.infotext, write(values[name])
 
 
 def _split_sampler(metadata: Mapping[str, Any]) -> tuple[str, str]:
@@ -190,13 +202,13 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
         settings.pop("Schedule type", None)
     for name, field in declared(OptionRecord).items():
         if _is_complete(field, settings, options):
-            _take(settings, field.setting.infotext, _READ.get(name, field.kind.of), options, name)
+            _take(settings, field.setting.infotext, _FORMS.get(name, (field.kind.of,))[0], options, name)
     if "noise" in options:
         metadata["noise"] = options["noise"]
     if options.get("hires", 0) > 1:
-        method = settings.get("Hires upscaler", "").lower()
-        options["hires_method"] = "latent" if method.startswith("latent") else "pixel"
-        if method in _UPSCALERS:
+        upscaler = settings.get("Hires upscaler", "")
+        options["hires_method"] = "latent" if upscaler.lower().startswith("latent") else "pixel"
+        if upscaler.lower() in ("", *map(str.lower, _UPSCALERS.values())):
             settings.pop("Hires upscaler", None)
     if not settings.get("Version", "").startswith("canvax"):
         options["prompt_syntax"] = "a1111"  # all other programs that write this text use A1111's weights
@@ -212,10 +224,6 @@ def _is_complete(field: Declared, settings: Mapping[str, str], options: Mapping[
     return all(known[name].setting.infotext in settings for name in field.setting.needs if name in known)
 
 
-def _from_clip_skip(text: str) -> int:
-    return max(int(text) - 1, 0)  # there, 1 is the last layer
-
-
 def _from_rng(text: str) -> str:
     if text.lower() != "cpu":
         raise ValueError
@@ -228,8 +236,21 @@ def _from_size(text: str) -> list[int]:
     return [int(size[2]), int(size[1])]
 
 
-_READ = {"clip_skip": _from_clip_skip, "noise": _from_rng, "seed_size": _from_size}
-"""Options that A1111 writes in another way."""
+def _sampler_label(name: str) -> str:
+    try:
+        spec, implied = find(name)
+    except InputError:
+        return name
+    return f"{spec.label} {curve_label(curve)}" if (curve := implied.get("sigmas")) else spec.label
+
+
+_FORMS: dict[str, tuple[Callable[[str], Any], Callable[[Any], Any]]] = {
+    "clip_skip": (lambda text: max(int(text) - 1, 0), lambda skip: skip + 1),  # there, 1 is the last layer
+    "noise": (_from_rng, {"torch": "CPU"}.get),
+    "seed_size": (_from_size, lambda size: f"{size[1]}x{size[0]}"),
+    "hires_sampler": (str, _sampler_label),
+}
+"""Settings that A1111 writes in another way: how such a text is read, and how it is written."""
 
 
 def _take(settings: dict[str, str], name: str, kind: Any, into: dict[str, Any], key: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from canvax.errors import NO_VALUE, InputError, reading_arguments
+from canvax.errors import NO_VALUE, InputError, reading
 from canvax.files import open_regular
 from canvax.images.convert import upright_mask, upright_rgb
 from canvax.images.formats import FORMATS
@@ -40,13 +39,13 @@ def read_images(name: str, value: Any, count: int, *, grey: bool = False) -> lis
     Raises:
         InputError: an image cannot be read, or the number of images is neither 1 nor ``count``.
     """
-    with reading_arguments({name: value}):
-        return [_upright(name, entry, grey=grey) for entry in _entries(name, value, count)]
+    return [_upright(name, entry, grey=grey) for entry in _entries(name, value, count)]
 
 
 def _entries(name: str, value: Any, count: int) -> Sequence[Any]:
     """Returns the entries of an argument, after checking that there is one, or one for each of ``count`` images."""
-    if isinstance(value, Image.Image | str | Path) or (_is_array(value) and np.ndim(value) < 4):
+    value = _as_array(name, value) if _is_array(value) else value
+    if isinstance(value, Image.Image | str | Path) or (_is_array(value) and value.ndim < 4):
         values: Sequence[Any] = [value]
     elif isinstance(value, list | tuple) or _is_array(value):
         values = list(value)
@@ -92,6 +91,11 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "__array__") and not isinstance(value, Image.Image)
 
 
+def _as_array(name: str, value: Any) -> np.ndarray:
+    with reading(name):
+        return np.asarray(value)
+
+
 def _upright(name: str, value: Any, *, grey: bool) -> Image.Image:
     if isinstance(value, str) and value[:5].lower() == "data:":
         cure = "open it first: Image.open(io.BytesIO(base64.b64decode(value.partition(',')[2])))"
@@ -105,9 +109,10 @@ def _upright(name: str, value: Any, *, grey: bool) -> Image.Image:
     elif isinstance(value, Image.Image):
         image = value
     elif _is_array(value):
-        if math.prod(np.shape(value)) > 4 * MOST_PIXELS:  # a broadcast view can have any size
-            raise InputError(name, NO_VALUE, f"is an array of shape {np.shape(value)}, more than {MOST_PIXELS} pixels")
-        image = _from_array(name, np.asarray(value))
+        array = _as_array(name, value)
+        if array.size > 4 * MOST_PIXELS:  # a broadcast view can have any size
+            raise InputError(name, NO_VALUE, f"is an array of shape {array.shape}, more than {MOST_PIXELS} pixels")
+        image = _from_array(name, array)
     else:
         raise InputError(name, value, "is not an image, a path or an array")
     if min(image.size) < 2 or image.width * image.height > MOST_PIXELS:

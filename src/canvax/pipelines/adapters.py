@@ -112,6 +112,17 @@ class LoadedAdapter:
         """Whether its weight for any parameter is not 0."""
         return any(map(self.factor, self.adapter.parts))
 
+    def record(self, weight: Any) -> dict[str, Any]:
+        """Return what the metadata of an image holds of it, at this weight."""
+        file, revision = file_named(self.source, self.source_keywords), self.source_keywords.get("revision")
+        record = {"file": file, "weight": weight, "sha256": self.sha256}
+        return record | {"revision": revision} if revision else record
+
+
+def file_named(source: str, keywords: Mapping[str, Any]) -> str:
+    """Return a source as one name that ``load`` takes, with the ``weight_name`` of its keywords."""
+    return f"{source}/{name}" if (name := keywords.get("weight_name")) else source
+
 
 class AdapterFiles:
     """The files of a folder of adapters by their names.
@@ -346,22 +357,22 @@ class Adapters(Mapping[str, LoadedAdapter]):
         Raises:
             InputError: an argument cannot be used, or what is beside the weights now does not fit.
         """
-        held = [adapter for adapter in self._loaded.values() if adapter.place is not None]
-        check_places(COUNT if rank is None else rank, places, layers)
-        if rank is None:
-            self.remove(*(adapter.name for adapter in held)) if held else None
-            self._bank = None
-            return
-        bank = Bank(self._model, self._mesh, check_places(rank, places, layers))
-        if len(held) > places:
-            raise InputError(
-                "places", places, f"are too few for {', '.join(adapter.name for adapter in held)}", "remove some first"
-            )
-        packed = [bank.pack(adapter.name, adapter.adapter, self._inner(adapter)) for adapter in held]
-        for slot, (packed_adapter, arrays) in enumerate(zip(held, packed, strict=True)):
-            bank.put(slot, arrays)
-            packed_adapter.place = slot
-        self._bank = bank
+        wanted = check_places(COUNT if rank is None else rank, places, layers)
+        with self._pipe.changing:
+            held = [adapter for adapter in self._loaded.values() if adapter.place is not None]
+            if rank is None:
+                self.remove(*(adapter.name for adapter in held)) if held else None
+                self._bank = None
+                return
+            bank = Bank(self._model, self._mesh, wanted)
+            if len(held) > places:
+                names = ", ".join(adapter.name for adapter in held)
+                raise InputError("places", places, f"are too few for {names}", "remove some first")
+            packed = [bank.pack(adapter.name, adapter.adapter, self._inner(adapter)) for adapter in held]
+            for slot, (packed_adapter, arrays) in enumerate(zip(held, packed, strict=True)):
+                bank.put(slot, arrays)
+                packed_adapter.place = slot
+            self._bank = bank
 
     @property
     def bank(self) -> Bank | None:
@@ -531,7 +542,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             try:
                 yield words[0] if isinstance(prompt, str) else words
             finally:
-                self.set(before)
+                self.set({name: weight for name, weight in before.items() if name in self._loaded})
 
     def _loaded_for(self, tag: str) -> str:
         """The name of the adapter that a prompt means, which is loaded if it is not yet."""
@@ -563,14 +574,13 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def record(self) -> dict[str, Any]:
         """What is merged now, for the metadata of images."""
         active = {
-            adapter.name: {"file": adapter.source, "weight": adapter.weight, "sha256": adapter.sha256}
+            adapter.name: adapter.record(adapter.weight)
             for adapter in self._loaded.values()
             if adapter.place is None and adapter.acts
         }
         result: dict[str, Any] = {"adapters": active} if active else {}
-        return result | (
-            {"embeddings": {name: word.source for name, word in self._words.items()}} if self._words else {}
-        )
+        words = {name: file_named(word.source, word.source_keywords) for name, word in self._words.items()}
+        return result | ({"embeddings": words} if words else {})
 
     def _own(self) -> Params:
         return self._pipe._params(None)
@@ -764,11 +774,7 @@ def _as_set(adapters: Adapters, bank: Bank) -> OwnAdapters:
 def _recorded(adapter: LoadedAdapter, weights: Weights, bank: Bank) -> dict[str, Any]:
     """What the metadata of an image tells of an adapter that it has."""
     by_block, _ = parted(adapter.weights, bank.components)
-    return {
-        "file": adapter.source,
-        "weight": adapter.weight if by_block else plain_weight(weights),
-        "sha256": adapter.sha256,
-    }
+    return adapter.record(adapter.weight if by_block else plain_weight(weights))
 
 
 def plain_weight(weights: Weights) -> float | dict[str, float]:

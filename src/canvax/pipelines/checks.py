@@ -13,15 +13,18 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from canvax.call import MAX_SIDE, MOST_GUIDANCE, MOST_IMAGES, Tiling
-from canvax.errors import NO_VALUE, InputError, check_count, check_number, plain, refuse_tracers
+from canvax.call import MOST_IMAGES, Call, Tiling
+from canvax.errors import NO_VALUE, InputError, check_count, plain, refuse_tracers
 from canvax.kernels.target import half_of
 from canvax.noise import image_seeds
+from canvax.settings import check_setting
 from canvax.types import DType
 
 LONGEST_PROMPT = 100_000
 """Letters of a prompt, of which at most 8 chunks of 75 tokens are read: splitting more takes long and is in vain."""
 SIZE_STEP = 8
+FITS_ALL = 32
+"""Pixels of which every model takes multiples."""
 LARGEST_WHOLE = 1536 * 1536
 """Pixels up to which images are decoded whole by default. Free memory has no say: the same seed gives the
 same image on every machine."""
@@ -97,16 +100,18 @@ def check_length(name: str, texts: Sequence[str]) -> None:
         raise InputError(name, NO_VALUE, f"has {longest} letters, more than {LONGEST_PROMPT}", "shorten it")
 
 
-def check_size(name: str, value: Any, default: int, factor: int = SIZE_STEP) -> int:
-    """Height or width in pixels, for a VAE of ``factor`` pixels per latent."""
-    if (value := plain(value, name)) is None:
+def check_size(name: str, value: Any, default: int, factor: int | None = None) -> int:
+    """Height or width in pixels, for a model whose sizes are multiples of ``factor``; None if it is not known yet."""
+    if value is None:
         return default
-    step = math.lcm(SIZE_STEP, factor)
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 0 < value <= MAX_SIDE:
-        raise InputError(name, value, f"is not a whole number of pixels in {step}..{MAX_SIDE}")
-    value = int(value)
+    try:
+        value = int(check_setting(Call, "height", value))
+    except InputError as error:
+        raise error.about(name) from None
+    step = math.lcm(SIZE_STEP, factor or 1)
     if value % step:
-        down, up = value - value % step, value - value % step + step
+        usable = step if factor else FITS_ALL
+        down, up = value - value % usable, value - value % usable + usable
         raise InputError(name, value, f"is not divisible by {step}", f"use {f'{down} or ' if down else ''}{up}")
     return value
 
@@ -125,10 +130,10 @@ def check_side(argument: str, name: str, side: int, factor: int) -> None:
 
 def check_steps(value: Any, listed: int | None, default: int, most: int) -> int:
     """Number of steps: as given, as levels or timesteps that are ``listed`` make, or the model's default."""
-    if (value := plain(value, "num_inference_steps")) is None:
+    if (value := check_setting(Call, "num_inference_steps", value)) is None:
         return listed or default
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= most:
-        raise InputError("num_inference_steps", value, f"is not a whole number in 1..{most}", "20 to 50 is usual")
+    if value > most:
+        raise InputError("num_inference_steps", value, f"is more than the {most} of the model's noise schedule")
     if listed not in (None, int(value)):
         raise InputError(
             "num_inference_steps",
@@ -139,14 +144,16 @@ def check_steps(value: Any, listed: int | None, default: int, most: int) -> int:
     return int(value)
 
 
+def check_strength(value: Any) -> float:
+    """The part of a run to do."""
+    return float(check_setting(Call, "strength", value))
+
+
 def check_guidance(scale: Any, default: float) -> float:
-    """Guidance scale: a number that leaves an image; beyond ``MOST_GUIDANCE`` there is none."""
-    several = isinstance(scale, list | tuple) or getattr(scale, "ndim", 0)
-    cure = "give one for each step with {guidance_steps}" if several else "7.5 is usual"
-    guidance = default if scale is None else check_number("guidance_scale", scale, cure)
-    if abs(guidance) > MOST_GUIDANCE:
-        raise InputError("guidance_scale", guidance, f"is beyond {MOST_GUIDANCE}", cure)
-    return guidance
+    """Guidance scale: a number that leaves an image."""
+    if isinstance(scale, list | tuple) or getattr(scale, "ndim", 0):
+        raise InputError("guidance_scale", scale, "is not a number", "give one for each step with {guidance_steps}")
+    return default if scale is None else float(check_setting(Call, "guidance_scale", scale))
 
 
 def check_latents(latents: Any, shape: tuple[int, ...], name: str = "latents") -> np.ndarray | None:

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from canvax._version import __version__
+from canvax.call import HIRES_STRENGTHS, MAX_SIDE
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import Counts
 from canvax.compile.programs import Programs
@@ -28,10 +29,10 @@ from canvax.parallel.memory import check_least, check_programs
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import local_rows, put
 from canvax.params import Params
-from canvax.pipelines.checks import MAX_SIDE, check_latents, check_steps, is_tiled
+from canvax.pipelines.checks import check_latents, is_tiled
 from canvax.pipelines.options import Step
 from canvax.pipelines.prepare import keeps, prepare
-from canvax.pipelines.request import InitImages, Request
+from canvax.pipelines.request import InitImages, Request, check_composed
 from canvax.pipelines.result import Clock, Display, Result
 from canvax.pipelines.texts import read_texts
 from canvax.samplers import SAMPLERS, SamplerSpec, SamplerTable, build_table
@@ -73,7 +74,7 @@ def text_to_image(
     with clock("encode"):
         batch, keep = prepare(model, programs, params, request, ready, table, deep, tables)
     with clock("denoise"):
-        denoise(batch, request, table, display, spread=spread, keep=keep)
+        is_steered = denoise(batch, request, table, display, spread=spread, keep=keep)
         samples = batch.samples(on_device=request.on_device)
         rows: Any
         indices, rows = (list(range(count)), samples[:count]) if request.on_device else local_rows(samples, count)
@@ -97,7 +98,7 @@ def text_to_image(
         )
     timings = {"compile": display.compile_seconds, **clock.seconds, "step": clock.seconds["denoise"] / len(table)}
     timings |= {"first_step": display.first_step - began, "total": time.perf_counter() - began}
-    records = metadata(model, request)
+    records = [{**record, "steered": True} if is_steered else record for record in metadata(model, request)]
     return Result(
         images=pixels
         if request.on_device
@@ -169,10 +170,10 @@ def denoise(
     *,
     spread: bool,
     keep: Callable[[HostArray, int], HostArray] | None = None,
-) -> None:
+) -> bool:
     """Run all rows, a few at a time, with progress on the way; ``spread`` over several processes.
 
-    ``keep`` changes the latents before a row.
+    ``keep`` changes the latents before a row. Return whether the callback changed them.
 
     Raises:
         Cancelled: the callback returned False.
@@ -180,7 +181,7 @@ def denoise(
     """
     total, count, callback = batch.rows_left, len(request.prompts), request.options.callback
     # Every process must run the same number of rows per call, so its size must not depend on local timing.
-    singly = spread or callback is not None or keep is not None
+    singly, changed = spread or callback is not None or keep is not None, False
     with display.bar(total) as bar:
         while left := batch.rows_left:
             batch.step(1 if singly else bar.chunk(left))
@@ -200,10 +201,11 @@ def denoise(
                 if isinstance(returned, bool | np.bool_) and not returned:
                     stopped = f"cancelled by the callback after evaluation {row + 1} of {total}"
                     raise Cancelled(f"{stopped}; denoising_end=0.5 in the call stops there and keeps the latents")
-                if not isinstance(returned, bool | np.bool_ | None):
+                returned = step.latents if isinstance(returned, bool | np.bool_ | None) else returned
+                if returned is not step.latents or not np.array_equal(returned, latents):
                     batch.replace(steered(returned, latents.shape, spread=spread))
-                elif not np.array_equal(step.latents, latents):
-                    batch.replace(steered(step.latents, latents.shape, spread=spread))
+                    changed = True
+    return changed
 
 
 def steered(returned: Any, shape: tuple[int, ...], *, spread: bool) -> np.ndarray:
@@ -226,10 +228,6 @@ def steered(returned: Any, shape: tuple[int, ...], *, spread: bool) -> np.ndarra
     return latents
 
 
-STRENGTHS = {"pixel": 0.4, "latent": 0.7}
-"""Of the second pass: latents that are made larger stay blurred below 0.55 or so."""
-
-
 def larger_side(model: Model, side: int, times: float) -> int:
     """The side, in pixels, that a second pass makes of another one: a size that the model can have."""
     step = max(8, model.networks.size_step)
@@ -248,7 +246,8 @@ def two_passes(
     first = text_to_image(model, programs, params, replace(request, on_device=False), cure, counts)
     second = text_to_image(model, programs, params, enlarged(larger, first.pixels, first.latents), cure, counts)
     both = {name: first.timings[name] + value for name, value in second.timings.items()}
-    records, images = first.metadata, second.images
+    steered = {"steered": True} if any("steered" in one.metadata[0] for one in (first, second)) else {}
+    records, images = [record | steered for record in first.metadata], second.images
     if not request.on_device:
         images = [
             GeneratedImage.of(image, record) for image, record in zip(to_pil(second.pixels), records, strict=True)
@@ -292,10 +291,23 @@ def second_pass(model: Model, request: Request) -> Request:
         raise InputError("hires", options.hires, f"leaves {width} x {height} pixels as they are", "1.5 or 2 is usual")
     if max(height, width) > MAX_SIDE:
         raise InputError("hires", options.hires, f"makes {width} x {height} pixels, more than {MAX_SIDE}", "use less")
+    sampler = request.sampler if options.hires_sampler is None else options.hires_sampler
+    for name, given in (
+        ("guidance_steps", options.guidance_steps),
+        ("sigmas", isinstance(options.sigmas, tuple)),
+        ("sampler_settings", "timesteps" in options.settings),
+        ("sampler", isinstance(sampler, SamplerTable)),
+    ):
+        if given:
+            other = "give {hires_sampler}, or leave hires out" if name == "sampler" else "leave one of them out"
+            raise InputError(name, NO_VALUE, "is for the steps of one pass and does not go with hires", other)
     most = model.scheduler.schedule.alphas_cumprod.size
-    steps = check_steps(options.hires_steps, None, request.steps, most)
-    strength = STRENGTHS[options.hires_method] if options.hires_strength is None else options.hires_strength
-    whole, skipped = steps_of_strength(strength, steps, "exact", most)
+    steps = request.steps if options.hires_steps is None else options.hires_steps
+    strength = HIRES_STRENGTHS[options.hires_method] if options.hires_strength is None else options.hires_strength
+    try:
+        whole, skipped = steps_of_strength(strength, steps, "exact", most)
+    except InputError as error:
+        raise InputError("hires_steps", steps, error.problem, error.cure) from None
     # A text that changes on the way has become its last one.
     texts, embeds = replace(request.texts, stages=[replace(request.texts.stages[-1], step=0)]), request.embeds
     if options.hires_prompt is not None:
@@ -308,16 +320,19 @@ def second_pass(model: Model, request: Request) -> Request:
         width=width,
         shape=model.networks.latent_shape(len(request.prompts), height, width),
         steps=steps,
-        sampler=request.sampler if options.hires_sampler is None else options.hires_sampler,
+        sampler=sampler,
         latents=None,
         texts=texts,
         embeds=embeds,
         init_images=InitImages(blank, [], strength, {}, (blank, []), [], whole, skipped),
     )
+    if options.hires_prompt is not None:
+        check_composed(larger, model, "hires_prompt")
     try:
         sampler_table(model, larger)
-    except InputError as error:  # of lists that are for the steps of the first pass, or of another sampler
-        raise InputError("hires", options.hires, f"has a second pass that cannot be run: {error}") from None
+    except InputError as error:  # of settings that another sampler has not
+        problem = f"{error.problem} (of hires_sampler={sampler!r})" if options.hires_sampler else error.problem
+        raise InputError(error.argument, error.value, problem, error.cure) from None
     return larger
 
 
@@ -361,8 +376,12 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
         shared["references_sha256"] = request.references.fingerprints
     if request.control:
         shared["controlnet"] = [files.name for files in model.controls]
+    if given := [name for name, embeds in zip(("prompt", "negative_prompt"), request.embeds, strict=True) if embeds]:
+        shared["conditions"] = given
     if request.image_prompts:
         shared["ip_adapter"] = [files.name for files in model.ip_adapters]
+        if model.image_encoder is not None and model.image_encoder.named:
+            shared["ip_encoder"] = model.image_encoder.name
     optional = {"variant": model.files.variant, "quantize": model.quantize, **model.overrides}
     shared |= {name: value for name, value in optional.items() if value is not None}
     shared |= {name: dict(entries) for name, entries in model.merged.items()}

@@ -16,7 +16,7 @@ from PIL import Image
 from canvax.compile.kinds import PromptKind, Ready
 from canvax.compile.programs import Programs
 from canvax.engine.batch import filled
-from canvax.errors import NO_VALUE, InputError
+from canvax.errors import NO_VALUE, InputError, shown
 from canvax.families.base import Model
 from canvax.images.inputs import clip_square, entry, fingerprint, read_images
 from canvax.images.masks import resized, rounded
@@ -58,11 +58,11 @@ class ImagePrompt:
     def __post_init__(self) -> None:
         if (self.image is None) == (self.embeds is None):
             raise InputError("image_prompt", NO_VALUE, "needs an image or embeds, one of the two")
-        if self.adapter < 0:
+        if isinstance(self.adapter, bool) or not isinstance(self.adapter, int) or self.adapter < 0:
             raise InputError(
                 "image_prompt",
                 NO_VALUE,
-                f"has adapter={self.adapter}, which is not 0, the first adapter, or a later one",
+                f"has adapter={shown(self.adapter)}, which is not 0, the first adapter, or a later one",
             )
         if not isinstance(self.scale, Mapping | list | tuple | np.ndarray):
             _number("scale", self.scale)
@@ -150,6 +150,7 @@ class ImagePrompts:
         for prompt in self.prompts:
             record = {"adapter": names.index(prompt.component), "scale": entry(prompt.raw_scales, index)}
             record |= {"sha256": entry(prompt.marks, index)}
+            record |= {"embeds": True} if prompt.embeds is not None or prompt.negative is not None else {}
             records.append(record | ({"mask_sha256": entry(prompt.mask_marks, index)} if prompt.mask_marks else {}))
         return records
 
@@ -230,7 +231,7 @@ def check_image_prompts(model: Model, value: Any, count: int, options: Options) 
 def _checked(model: Model, prompt: ImagePrompt, count: int) -> Checked:
     nets = model.networks.ip_adapters
     at = prompt.adapter
-    if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < len(nets):
+    if at >= len(nets):
         raise InputError(
             "image_prompt",
             NO_VALUE,

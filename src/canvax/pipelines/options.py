@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from canvax.call import OptionRecord
-from canvax.errors import InputError, check_function, reading_arguments, shown
+from canvax.errors import InputError, check_function, shown
 from canvax.guidance import SETTINGS as METHODS
 from canvax.samplers.catalog import curve_named, find
 from canvax.settings import check_all, declared, is_number, listed, markdown, plain_value
@@ -46,15 +46,14 @@ Callback = Callable[[Step], Any]
 class Options(OptionRecord):
     """Options of an image. Changing them does not recompile, except where noted.
 
-    ``canvax/call.py`` declares each option with its range and help; docs/pipeline.md lists them. Options may be
-    arguments of a call as well: ``pipe("a cat", clip_skip=1)``.
+    ``canvax/call.py`` declares each option with its range and help; docs/reference/settings.md lists them. Options may
+    be arguments of a call as well: ``pipe("a cat", clip_skip=1)``.
     """
 
     def __post_init__(self) -> None:
-        with reading_arguments(dict(vars(self))):
-            check_all(self)
-            for rule in _RULES:
-                rule(self)
+        check_all(self)
+        for rule in _RULES:
+            rule(self)
 
     @property
     def settings(self) -> dict[str, Any]:

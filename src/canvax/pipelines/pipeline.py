@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from canvax.call import OptionFields
 from canvax.compile.monitor import counting
-from canvax.errors import InputError, check_count, check_flag, reading_arguments, refuse_tracers
+from canvax.errors import InputError, check_count, check_flag, refuse_tracers
 from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
 from canvax.families.base import Model
 from canvax.models.beside import ADAPTERS
@@ -70,10 +70,12 @@ class StableDiffusion(LoadedModel):
 
     if not TYPE_CHECKING:  # or every attribute would be known to type checkers
 
-        def __getattr__(self, name: str) -> NoReturn:
+        def __getattr__(self, name: str) -> Any:
             """Attributes that diffusers' pipelines have and this one has not get a sentence that says what to do."""
             if name.startswith("_"):
                 raise AttributeError(name)
+            if hasattr(type(self), name):  # a property with a fault: raise its error again
+                return object.__getattribute__(self, name)
             known = () if (place := place_of(name)) else dir(type(self))
             public = ", ".join(attribute for attribute in dir(type(self)) if not attribute.startswith("_"))
             raise AttributeError(
@@ -86,6 +88,8 @@ class StableDiffusion(LoadedModel):
         if name != "params" and (name not in once or name in vars(self)):
             problem = answer(name, ASSIGNED, (), "an attribute that can be set", takes=place_of(name))
             raise AttributeError(f"cannot be set: {problem}")
+        if name == "params" and value is not vars(self).get(name, value):
+            self._made_by.clear()  # ``canvax.load`` would give other parameters
         object.__setattr__(self, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -94,7 +98,7 @@ class StableDiffusion(LoadedModel):
         Tokens of the Hub are left out: the new process has HF_TOKEN or the stored login.
         """
         if self.params is None or not self._made_by:
-            why = "without parameters" if self.params is None else "that canvax.load did not make"
+            why = "without parameters" if self.params is None else "with parameters that canvax.load did not give it"
             raise TypeError(f"a pipeline {why} cannot be pickled; call canvax.load in each process")
         adapters = self.adapters.recipe() if "adapters" in vars(self) else ()
         return _load_again, (self._made_by, dict(self.mesh.shape), adapters)
@@ -104,7 +108,7 @@ class StableDiffusion(LoadedModel):
         """LoRAs and textual inversions in this pipeline: load, set, remove (docs/adapters.md)."""
         from canvax.pipelines.adapters import Adapters  # which most pipelines never need
 
-        return Adapters(self)
+        return vars(self).setdefault("adapters", Adapters(self))  # the same in all threads that ask at once
 
     def _with(self, method: str, arguments: tuple[Any, ...], source: Mapping[str, Any], *made: Any) -> StableDiffusion:
         """The pipeline that a method has made of this one, with the adapters that are in the weights of both."""
@@ -250,7 +254,7 @@ class StableDiffusion(LoadedModel):
         spread = multihost.is_spread(self.programs.mesh)
         # One process that refuses must not leave the others waiting for it.
         together = multihost.together("canvax generate") if spread else nullcontext()
-        with together, reading_arguments(arguments), self.changing:
+        with together, self.changing:
             output = check_output(output_type)
             if output == "jax" and (spread or self.safety_checker):
                 why = "several processes" if spread else "a safety checker, which reads images on the host"

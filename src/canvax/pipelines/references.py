@@ -9,10 +9,10 @@ from typing import Any
 
 from PIL import Image
 
+from canvax.call import MAX_SIDE
 from canvax.errors import NO_VALUE, InputError, check_count
 from canvax.images.inputs import fingerprint, read_images
 from canvax.models.networks import Networks
-from canvax.pipelines.checks import MAX_SIDE
 
 MOST_PIXELS = 1024 * 1024
 """Of a reference image; larger ones are made smaller."""

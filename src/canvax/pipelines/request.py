@@ -37,13 +37,14 @@ from canvax.pipelines.checks import (
     check_side,
     check_size,
     check_steps,
+    check_strength,
 )
 from canvax.pipelines.control import ControlImages, check_control
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.references import References, check_references
 from canvax.pipelines.texts import Embeds, Texts, check_conditions, chunk_count, read_texts
 from canvax.samplers import SamplerSpec, SamplerTable, Solver, spec_of
-from canvax.samplers.strength import check_strength, steps_of_strength
+from canvax.samplers.strength import steps_of_strength
 from canvax.types import HostArray
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def make_request(model: Model, call: Call) -> Request:
         negatives_2=negatives_2,
         hires_prompts=check_second("hires_prompt", options.hires_prompt, prompts, per_prompt),
         options=options,
-        zeros=(negative, options.negative_prompt_2) == (None, None) and model.zeros_for_no_negative,
+        zeros=negative is None and options.negative_prompt_2 is None and model.zeros_for_no_negative,
         embedded=model.networks.unguided,
         no_guidance=model.family.no_guidance,
         texts=read_texts(model, (prompts, prompts_2), (negatives, negatives_2), options, run),
@@ -202,7 +203,14 @@ def make_request(model: Model, call: Call) -> Request:
         image_prompts=_image_prompts(model, call.image_prompt, len(prompts), options),
         references=references,
     )
-    _check_together(request, model)
+    check_composed(request, model)
+    if request.latents is not None and (options.variation_strength or options.seed_size):
+        raise InputError(
+            "latents",
+            NO_VALUE,
+            "cannot be combined with variation_strength or seed_size: the noise is given already",
+            "leave them out",
+        )
     check_start(options, sampler, request.latents, model, image=init is not None)
     return request
 
@@ -217,19 +225,12 @@ def _sampler(value: Any) -> str | SamplerSpec | SamplerTable | None:
     return SamplerSpec.of(cast("Solver", value))
 
 
-def _check_together(request: Request, model: Model) -> None:
-    """Refuse what is right by itself and cannot go with the rest."""
-    prompts, options = request.prompts, request.options
-    if request.composed and (options.reuse > 1 or request.embedded):
-        why = f"{model.name} has no negative prompt" if request.embedded else "options.reuse is for one prompt"
-        raise InputError("prompt", prompts[0][:60], f"adds prompts up (AND): {why}", "leave AND and :weight out")
-    if request.latents is not None and (options.variation_strength or options.seed_size):
-        raise InputError(
-            "latents",
-            NO_VALUE,
-            "cannot be combined with variation_strength or seed_size: the noise is given already",
-            "leave them out",
-        )
+def check_composed(request: Request, model: Model, name: str = "prompt") -> None:
+    """Refuse a ``prompt`` or ``hires_prompt`` with AND or a weight where only one prompt is read."""
+    if request.composed and (request.options.reuse > 1 or request.embedded):
+        problem = f"has AND or a weight, and {model.name} has no negative prompt"
+        problem = problem if request.embedded else "has AND or a weight, which cannot be combined with reuse"
+        raise InputError(name, NO_VALUE, problem, "leave AND and :weight out")
 
 
 def _image_prompts(model: Model, value: Any, count: int, options: Options) -> ImagePrompts | None:
@@ -242,8 +243,8 @@ def _image_prompts(model: Model, value: Any, count: int, options: Options) -> Im
 
 def is_alone(call: Call, options: Options) -> bool:
     """Whether a call has an image and nothing that says how it begins from it: then a model that edits reads it."""
-    begins = call.strength is not None or call.mask is not None or any(value for _, value in _given_options(options))
-    return call.image is not None and not begins
+    begins = (call.strength, call.mask, *(value for _, value in _given_options(options)))
+    return call.image is not None and all(value is None for value in begins)
 
 
 def _references(model: Model, call: Call, options: Options) -> References | None:

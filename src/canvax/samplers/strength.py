@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from canvax.call import StrengthRule
-from canvax.errors import InputError, check_number
-
-
-def check_strength(strength: Any) -> float:
-    """Returns ``strength`` as a float.
-
-    Raises:
-        InputError: ``strength`` is not a number above 0 and up to 1.
-    """
-    if not 0 < (number := check_number("strength", strength, "give one in 0..1")) <= 1:
-        raise InputError("strength", number, "is not in 0..1, 0 left out", "0.8 changes much, 0.3 little")
-    return number
+from canvax.errors import InputError
 
 
 def steps_of_strength(strength: float, steps: int, rule: StrengthRule, most: int) -> tuple[int, int]:

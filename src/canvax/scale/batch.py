@@ -214,11 +214,8 @@ def _line(made: Made, carried: Sequence[str], kind: str, quality: int | None) ->
     line: dict[str, Any] = {"id": made.row.id, "row": made.digest}
     line |= {name: made.row.values[name] for name in carried if name in made.row.values}
     if made.image is not None:
-        try:
-            data = made.image if isinstance(made.image, bytes) else image_file(made.image, kind, quality)
-            return line | {"status": "done", **{name: made.record[name] for name in ("seed", "width", "height")}}, data
-        except InputError as error:
-            made = made._replace(error=str(error))
+        data = made.image if isinstance(made.image, bytes) else image_file(made.image, kind, quality)
+        return line | {"status": "done", **{name: made.record[name] for name in ("seed", "width", "height")}}, data
     return line | {"status": "error", "error": made.error}, None
 
 

@@ -97,10 +97,7 @@ class Generate:
         known = {name: made.record.get(name) for name in ("seed", "height", "width")}
         columns = {"row": made.digest, **known, "image": None, "error": made.error, "metadata": json.dumps(made.record)}
         if made.image is not None and not isinstance(made.image, bytes):
-            try:
-                return columns | {"image": image_file(made.image, *self._file), "error": None}
-            except InputError as error:
-                return columns | {"error": str(error)}
+            return columns | {"image": image_file(made.image, *self._file), "error": None}
         return columns
 
 

@@ -31,7 +31,7 @@ from canvax.pipelines.request import Call, Request, make_request
 from canvax.pipelines.texts import has_tags
 from canvax.samplers import SamplerTable
 from canvax.scale.rows import ARGUMENTS, OPTIONS, Row, digest_of, settings_of
-from canvax.settings import declared
+from canvax.settings import check_setting, declared, offered
 from canvax.types import HostArray
 
 if TYPE_CHECKING:
@@ -47,7 +47,13 @@ MOST = 64
 """Images that a device generates at once by default."""
 
 T = TypeVar("T")
-_TEXTS = ("prompt", "negative_prompt", "image", "mask", "sampler", "prompt_2", "negative_prompt_2")
+_TEXTS = [
+    name
+    for record in (Call, Options)
+    for name, field in offered(record, "file").items()
+    if field.is_text and not (field.setting.repeats or field.kind.choices)
+]
+"""Settings that are one text in a row, although they may be lists in a call."""
 _NAMED = frozenset(ARGUMENTS) & Call.__dataclass_fields__.keys()
 _BY_IMAGE = {name: option.default for name, option in declared(Options).items() if option.setting.per_image}
 """Options that may differ within a batch: they are in the table, in the noise or in the prompts."""
@@ -62,7 +68,7 @@ def call_of(settings: Mapping[str, Any], adapters: int, **options: Any) -> Call:
         options: further options of the call.
 
     Raises:
-        InputError: there is no prompt, or a value is of another type than its setting.
+        InputError: there is no prompt, or a value is of another type than its setting, or out of its range.
     """
     if settings.get("prompt") is None:
         raise InputError("prompt", NO_VALUE, "is missing", "give the row one, in a field or column of that name")
@@ -70,7 +76,7 @@ def call_of(settings: Mapping[str, Any], adapters: int, **options: Any) -> Call:
         if not isinstance(value := settings.get(name), str | None):
             raise InputError(name, value, "is not text")
         check_utf8(name, value or "")
-    named = {name: settings[name] for name in _NAMED if name in settings}
+    named = {name: check_setting(Call, name, settings[name]) for name in _NAMED if name in settings}
     if references := settings.get("reference"):
         named["image"] = _with_references(settings.get("image"), references)
     named |= {"control": control_of(settings), "image_prompt": image_prompts_of(settings, adapters)}
@@ -79,7 +85,7 @@ def call_of(settings: Mapping[str, Any], adapters: int, **options: Any) -> Call:
 
 def _with_references(image: str | None, references: Any) -> tuple[str, ...]:
     """Return the files of all images that a model that edits reads."""
-    files = (references,) if isinstance(references, str) else tuple(references)
+    files = tuple(references) if isinstance(references, list | tuple) else (references,)
     if wrong := [file for file in files if not isinstance(file, str)]:
         raise InputError("reference", wrong[0], "is not the name of a file")
     if image is None:
@@ -221,8 +227,8 @@ class Worker:
             settings = settings_of(row, self._defaults, self._carried, self._seed)
             digest = digest_of(settings)
             return self._item(row, digest, call_of(settings, len(self._pipe.model.ip_adapters), progress=False))
-        except (CanvaxError, TypeError, ValueError, OverflowError) as error:  # of values of unforeseen types
-            return Made(row, digest, error=str(error) or type(error).__name__)
+        except CanvaxError as error:
+            return Made(row, digest, error=str(error))
 
     def run(self, rows: Iterable[Row]) -> Iterator[tuple[int, list[Made]]]:
         """Generate all rows, a batch at a time; rows that cannot be generated come first.
@@ -370,11 +376,7 @@ def _agreed(failed: CanvaxError | None, cure: Callable[[], str]) -> CanvaxError 
 
 
 def image_file(image: Image, kind: str, quality: int | None = None) -> bytes:
-    """Return the file of an image, with its metadata; ``kind`` is png, webp or jpg.
-
-    Raises:
-        InputError: a JPEG cannot hold its metadata.
-    """
+    """Return the file of an image, with its metadata; ``kind`` is png, webp or jpg."""
     name = {"jpg": "JPEG"}.get(kind, kind.upper())
     out = BytesIO()
     image.save(out, name, **quality_keywords(name, quality))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from canvax.errors import CanvaxError, InputError
+from canvax.errors import CanvaxError
 from canvax.images.convert import to_pil
 from canvax.images.formats import quality_keywords, save_keywords
 from canvax.server.jobs import Format
@@ -41,12 +41,8 @@ def image_file(pixels: HostArray, kind: Format, quality: int | None, metadata: M
             "or float32, or lower the guidance scale"
         )
     name = kind.upper()
-    try:
-        keywords = save_keywords(name, metadata)
-    except InputError:  # more than a JPEG can hold
-        keywords = save_keywords(name, {})
     out = io.BytesIO()
-    to_pil(pixels[None])[0].save(out, name, **keywords | quality_keywords(name, quality))
+    to_pil(pixels[None])[0].save(out, name, **save_keywords(name, metadata) | quality_keywords(name, quality))
     return out.getvalue()
 
 

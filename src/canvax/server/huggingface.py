@@ -23,7 +23,7 @@ from canvax.server.answers import (
     read_json,
     settled,
 )
-from canvax.server.fields import Fraction, Scale, Seed, Side, Steps
+from canvax.server.fields import Scale, Seed, Side, Steps, Strength
 from canvax.server.images_in import colours, image_of_bytes, image_of_text
 from canvax.server.jobs import MEDIA_TYPES, Engine, Format, Job, JobRequest, Rejected, Status
 
@@ -56,7 +56,7 @@ class Parameters(Struct):
     guidance_scale: Scale | None = None
     scheduler: Annotated[str, Meta(max_length=100)] | None = None
     seed: Seed | None = None
-    strength: Fraction | None = None
+    strength: Strength | None = None
     options: dict[str, Any] | None = None
 
 

@@ -41,7 +41,7 @@ from canvax.server.answers import (
     sent_event,
     watched,
 )
-from canvax.server.fields import Fraction, Scale, Seed, Side
+from canvax.server.fields import Scale, Seed, Side, Strength
 from canvax.server.images_in import Pixels, colours, image_of_bytes, image_of_text, white_mask
 from canvax.server.jobs import (
     MEDIA_TYPES,
@@ -101,7 +101,7 @@ class NewJob(Struct, forbid_unknown_fields=True):
     image: str | None = None
     references: Annotated[list[str], Meta(max_length=MOST - 1)] = []
     mask: str | None = None
-    strength: Fraction | None = None
+    strength: Strength | None = None
     upscale: Annotated[float, Meta(ge=1, le=16)] | None = None
     control: bool | str | Typed | Annotated[list[str | Typed | None], Meta(max_length=8)] | None = None
     control_from: Text | None = None

@@ -44,7 +44,7 @@ from canvax.server.answers import (
     submitted,
     watched,
 )
-from canvax.server.fields import Fraction, Scale, Seed, Side, Steps
+from canvax.server.fields import Scale, Seed, Side, Steps, Strength
 from canvax.server.images_in import Pixels, colours, image_of_bytes, transparent_mask
 from canvax.server.jobs import (
     MEDIA_TYPES,
@@ -95,7 +95,7 @@ class Generation(Struct):
     cfg_scale: Scale | None = None
     cfg: Scale | None = None
     sampler: Annotated[str, Meta(max_length=100)] | None = None
-    strength: Fraction | None = None
+    strength: Strength | None = None
     width: Side | None = None
     height: Side | None = None
     options: dict[str, Any] | None = None

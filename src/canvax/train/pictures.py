@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from canvax.call import MAX_SIDE
 from canvax.errors import NO_VALUE, HintWarning, InputError, check_count, warn
 from canvax.files import named_path
 from canvax.images.convert import upright_mask, upright_rgb
-from canvax.pipelines.checks import MAX_SIDE
 from canvax.types import HostArray
 
 _NOT_UTF8 = "{}: {} is not UTF-8 text; save it as UTF-8"

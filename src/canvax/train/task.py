@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from jax.sharding import Mesh
 
+from canvax.call import MAX_SIDE
 from canvax.errors import NO_VALUE, HintWarning, InputError, check_count, check_utf8
 from canvax.families.base import Model
 from canvax.images.grid import make_grid
@@ -25,7 +26,7 @@ from canvax.models.controlnet import ControlNet
 from canvax.parallel.memory import available_bytes, gigabytes
 from canvax.parallel.multihost import is_spread, leads, together
 from canvax.params import Params
-from canvax.pipelines.checks import MAX_SIDE, default_dtype
+from canvax.pipelines.checks import default_dtype
 from canvax.pipelines.loaded import open_model
 from canvax.pipelines.options import Options
 from canvax.pipelines.pipeline import StableDiffusion

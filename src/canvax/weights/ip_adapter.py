@@ -35,9 +35,11 @@ class EncoderFiles(NetworkFiles):
 
     Attributes:
         cfg: its config.
+        named: whether the caller named it, so that it need not lie beside an adapter.
     """
 
     cfg: ClipVisionConfig = field(default_factory=ClipVisionConfig)
+    named: bool = False
 
 
 def open_ip_adapter(location: Location) -> NetworkFiles:
@@ -131,7 +133,9 @@ def find_encoder(named: str | Path | None, adapter: IPAdapter, files: NetworkFil
     """
     if named is not None:
         likely = _like(location, named)
-        return _open_encoder(*((likely, "") if likely.local() else likely.on_hub()), adapter, files)
+        return replace(
+            _open_encoder(*((likely, "") if likely.local() else likely.on_hub()), adapter, files), named=True
+        )
     fault = "there is no folder image_encoder beside it"
     for place in _beside(files, location):
         try:
