@@ -38,6 +38,9 @@ SIZES = (64, 96, 128)
 
 MOST_GROUPS = 2
 PLACES = 2
+HELD, FINISHED = 2, 3
+"""Images and previews that the writer holds, and images that wait for it before no rows are run."""
+
 ADAPTERS = ("ink", "clay", "wool")
 LOAD, DECODE, OVERHEAD = 0.5, 0.1, 0.05
 ROW = {1: 1.0, 2: 1.2}
@@ -304,8 +307,9 @@ class Server(RuleBasedStateMachine):
         self.engine = ImageEngine(MODELS[:-1], limits, Silent(), self._load)
         self.engine._compile_missing = lambda: None  # type: ignore[method-assign]
         self.engine._wake.wait = self._sleep  # type: ignore[method-assign]
-        self.turns, self.files = 0, Later()
+        self.turns, self.files, self.hangs = 0, Later(), 0
         self.engine._writer._threads = self.files  # type: ignore[assignment]
+        self.engine._writer._count = 1
         self.engine._begin()
         self.jobs: list[tuple[Job, float]] = []
         """That were not over, with the time at which each has to be."""
@@ -382,14 +386,30 @@ class Server(RuleBasedStateMachine):
 
     @rule()
     def write(self) -> None:
-        with acting():
-            self.files.run()
+        if self.turns >= self.hangs:
+            with acting():
+                self.files.run()
+
+    @rule(turns=st.sampled_from((5, 40)))
+    def hang(self, turns: int) -> None:
+        """No file is made for a while."""
+        self.hangs = self.turns + turns
 
     @invariant()
     def something_can_run(self) -> None:
+        """Or be decoded, or the writer is full."""
         ready = self.engine._models.groups()
-        if any(item.group in ready for item in self.engine._queue):
-            assert self.engine._leader() is not None
+        if any(item.group in ready for item in self.engine._queue) or self.engine._in_decoder():
+            full = self.engine._in_decoder() and not self.engine._writer.room
+            assert full or self.engine._can_decode() or self.engine._leader() is not None
+
+    @invariant()
+    def all_is_counted_and_bounded(self) -> None:
+        engine, writer = self.engine, self.engine._writer
+        assert writer.images + writer._previews == len(self.files.calls) <= HELD
+        assert len(engine._to_decode) < FINISHED + max(ROW)
+        left = sum(not picture.status.over for job in engine.jobs() for picture in job.pictures)
+        assert left <= engine._images()
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -427,6 +447,8 @@ class Server(RuleBasedStateMachine):
         while self.engine.jobs():
             self._turn()
             self.check_invariants_now()
+        self.files.run()
+        assert self.engine._images() == self.engine._seconds() == 0
         queue, shelves = self.engine._queue, [self.engine._models.named(name).shelf for name in MODELS]
         assert self.engine.state is State.READY
         assert (len(queue), queue.seconds, queue._active, self.engine._items) == (0, 0.0, {}, {})
@@ -447,9 +469,10 @@ class Server(RuleBasedStateMachine):
         if self.turns % 5 == 0:
             self.build()
             self.write()
-        if self.engine._in_decoder() or self.engine._leader() is not None:
+        if self.engine._can_decode() or self.engine._leader() is not None:
             with acting():
                 self.engine._next_turn()
+            assert not self.engine._can_decode()  # before more rows
         else:
             self.engine._book.expire()
         self.every_job_ends()
@@ -497,6 +520,8 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(models, "ServedModel", StubServed)
     monkeypatch.setattr(models, "sample", lambda name, *_, **options: StubChecked(JobRequest(""), name))
     monkeypatch.setattr(models, "MOST_GROUPS", MOST_GROUPS)
+    monkeypatch.setattr(writing, "HELD", HELD)
+    monkeypatch.setattr(engine, "MOST_FINISHED", FINISHED)
     monkeypatch.setattr(writing, "image_file", lambda *_: (WORLD.call("write"), b"file")[1])
     monkeypatch.setattr(writing, "preview_file", lambda *_: b"preview")
     logging.disable()

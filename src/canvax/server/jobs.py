@@ -181,6 +181,7 @@ class Picture:
         data: the file, once it is done.
         metadata: the settings that give it again, as in ``canvax.Result.metadata``.
         file: its name in the server's folder of images; None if it is not saved there.
+        not_kept: why it could not be saved there; None where it was, or where the server saves none.
     """
 
     index: int
@@ -193,6 +194,7 @@ class Picture:
     data: bytes | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     file: str | None = None
+    not_kept: str | None = None
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ def job_json(job: Job) -> dict[str, Any]:
 
 
 def _picture_json(job: Job, picture: Picture) -> dict[str, Any]:
-    names = ("index", "status", "step", "steps", "seed", "width", "height", "file")
+    names = ("index", "status", "step", "steps", "seed", "width", "height", "file", "not_kept")
     return {name: getattr(picture, name) for name in names} | {"url": _url(job, picture)}
 
 
@@ -389,7 +389,7 @@ def _as_sent(job: Job, event: Event) -> bytes:
 
 
 def _image_json(job: Job, picture: Picture) -> dict[str, Any]:
-    names = ("index", "seed", "width", "height", "file")
+    names = ("index", "seed", "width", "height", "file", "not_kept")
     return {name: getattr(picture, name) for name in names} | {"url": _url(job, picture)}
 
 
