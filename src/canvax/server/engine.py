@@ -582,23 +582,23 @@ class ImageEngine:
                 self._book.fail(item.job, *reason(error))
             return
         self._metrics.decoded(self._since(began))
-        for (item, latents), image in zip(chosen, pixels, strict=True):
-            if item.second is None:
-                self._writer.image(served, item, image, latents)
-            else:
-                self._enlarge(served, item, image, latents)
-        self._to_decode = [entry for entry in self._to_decode if not any(entry is other for other in chosen)]
+        with self._wake:  # each is counted once
+            for (item, latents), image in zip(chosen, pixels, strict=True):
+                if item.second is None:
+                    self._writer.image(served, item, image, latents)
+                else:
+                    self._enlarge(served, item, image, latents)
+            self._to_decode = [entry for entry in self._to_decode if not any(entry is other for other in chosen)]
 
     def _enlarge(self, served: ServedModel, item: Item, pixels: HostArray, latents: HostArray) -> None:
         """An image has its first pass behind it: it waits for the second one."""
         if item.picture.step in item.previews and not served.safety_checker:
             self._writer.preview(served, item, pixels, latents)
         item.enlarge(pixels, latents)
-        with self._wake:
-            if not item.over:
-                item.deadline = time.monotonic() + PATIENCE * item.left
-                self._queue.add(item)
-                self._compile_missing()
+        if not item.over:
+            item.deadline = time.monotonic() + PATIENCE * item.left
+            self._queue.add(item)
+            self._compile_missing()
 
     # Faults, and the events that watchers get.
 
