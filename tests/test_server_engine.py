@@ -306,6 +306,7 @@ def watched(engine: ImageEngine) -> tuple[Job, list[Previewed]]:
     """A job with four previews, and the list that they come into."""
     seen: list[Previewed] = []
     job = engine.submit(JobRequest("a red apple", seed=7, previews=4, steps=20))
+    job.look(60)
     tell = job.tell
     job.tell = lambda event: (seen.append(event) if isinstance(event, Previewed) else None, tell(event))[1]  # type: ignore[method-assign]
     return job, seen
@@ -428,6 +429,7 @@ def test_an_image_made_larger_is_that_of_the_pipeline(engine: ImageEngine) -> No
     before, seen = compilations(), []
     company = [engine.submit(JobRequest("a dog face", seed=i, steps=9 + i, client="other")) for i in range(5)]
     job = engine.submit(JobRequest("a red apple", image=image, upscale=2.5, seed=5, steps=20, previews=3))
+    job.look(60)
     tell = job.tell
     job.tell = lambda event: (seen.append(event), tell(event))[1]  # type: ignore[method-assign]
     finished([job, *company])
@@ -454,6 +456,7 @@ def test_a_second_pass_begins_from_the_image_of_the_first(engine: ImageEngine) -
     options = {"hires": 1.5, "hires_strength": 0.5, "hires_steps": 6}
     small = engine.submit(JobRequest(**asked))
     both = engine.submit(JobRequest(**asked, n=2, previews=4, options=options))
+    both.look(60)
     tell = both.tell
     both.tell = lambda event: (seen.append(event), tell(event))[1]  # type: ignore[method-assign]
     latent = engine.submit(JobRequest(**asked, options={**options, "hires_method": "latent"}))

@@ -337,6 +337,7 @@ class Server(RuleBasedStateMachine):
             assert refused.code in ("too_late", "model_unavailable"), refused.code  # noqa: PT017
             assert seconds or WORLD.fired
         else:
+            job.look()
             seconds = before + sum(item.expected + item.later[0] for item in self.engine._items[job.id])
             self.jobs.append((job, WORLD.now + 40 + 4 * seconds))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import threading
 import time
@@ -178,3 +179,37 @@ def test_a_file_that_cannot_be_kept_is_counted_and_the_job_says_why(
         assert "No space left on device" in image["not_kept"]
         assert "secret" not in image["not_kept"]
         assert metric("canvax_files_failed_total") == 1
+
+
+@pytest.mark.parametrize("who", ["nobody", "waits", "polls", "watches"])
+def test_previews_are_made_while_somebody_sees_them(monkeypatch: pytest.MonkeyPatch, who: str) -> None:
+    """Else a call of the batch goes on past them, and nothing is decoded."""
+    calls: list[str] = []
+    decode, step = Group.decode, Group.step
+    monkeypatch.setattr(Group, "decode", lambda group, latents: (calls.append("decode"), decode(group, latents))[1])
+    monkeypatch.setattr(Group, "step", lambda group: (calls.append("step"), step(group))[1])
+    monkeypatch.setattr("canvax.server.group.AT_ONCE", 1e9)
+    monkeypatch.setattr("canvax.server.engine.CHEAP_PREVIEWS", 1e9)
+
+    async def watched(job: Job) -> None:
+        task = asyncio.ensure_future(anext(seen := aiter(job.watch(previews=who == "watches"))))
+        await task
+        held.release()
+        async for _ in seen:
+            pass
+
+    with started() as (engine, _):
+        calls.clear()
+        held = engine._wake
+        held.acquire()  # so that the engine begins when somebody looks
+        job = engine.submit(JobRequest("a red apple", steps=12, previews=3))
+        if who == "polls":
+            job.look()
+        if who in ("waits", "watches"):
+            asyncio.run(watched(job))
+        else:
+            held.release()
+        ended([job])
+    looks = who in ("polls", "watches")
+    assert calls.count("decode") == (4 if looks else 1)
+    assert calls.count("step") == (4 if looks else 1)

@@ -84,7 +84,7 @@ _EMPTY: dict[str, Any] = {
 
 
 PREVIEWS = 6
-"""Of each image: clients ask for one about every second."""
+"""Of each image, while its client asks for them: about every second."""
 _FILLS = ("fill", "original", "noise", "nothing")
 _CHURN = (("s_churn", 0.0), ("s_tmin", 0.0), ("s_tmax", 0.0), ("s_noise", 1.0))
 """And what clients send that mean nothing by it."""
@@ -264,6 +264,8 @@ class _Session:
         if word not in (*_YES, *_NO):
             message = f"skip_current_image={word!r:.80} is neither true nor false"
             raise Rejected(422, "invalid_value", message, param="skip_current_image")
+        if running and word in _NO:
+            running.job.look()
         return json_answer(_progress(running, with_image=word in _NO))
 
     async def interrupt(self, request: Request) -> Response:

@@ -314,7 +314,7 @@ async def settled(request: Request, job: Job, hear: Callable[[Event], None] | No
 
         try:
             tasks.start_soon(listen)
-            async with aclosing(_events(job)) as events:
+            async with aclosing(_events(job, previews=False)) as events:
                 async for event in events:
                     if hear:
                         hear(event)
@@ -329,13 +329,13 @@ def give_up(job: Job) -> None:
         job.cancel()
 
 
-def _events(job: Job) -> AsyncGenerator[Event, None]:
-    return cast(AsyncGenerator[Event, None], job.watch())
+def _events(job: Job, *, previews: bool) -> AsyncGenerator[Event, None]:
+    return cast(AsyncGenerator[Event, None], job.watch(previews=previews))
 
 
 async def watched(job: Job) -> AsyncIterator[Event | None]:
     """What happens to a job; None after each ``PAUSE`` seconds in which nothing did."""
-    async with aclosing(_events(job)) as events:
+    async with aclosing(_events(job, previews=True)) as events:
         coming = asyncio.ensure_future(anext(events, None))
         try:
             while True:

@@ -541,7 +541,7 @@ class ImageEngine:
         for item in (item for item in seated if not item.over):
             event = item.progress(slower)
             item.job.seconds_left = event.seconds_left
-            if item.picture.step in item.previews and id(item) not in done and not served.safety_checker:
+            if item.picture.step in item.stops and id(item) not in done and not served.safety_checker:
                 self._preview(group, served, item)
             item.job.tell(event)
         with self._wake:
@@ -592,7 +592,7 @@ class ImageEngine:
 
     def _enlarge(self, served: ServedModel, item: Item, pixels: HostArray, latents: HostArray) -> None:
         """An image has its first pass behind it: it waits for the second one."""
-        if item.picture.step in item.previews and not served.safety_checker:
+        if item.picture.step in item.stops and not served.safety_checker:
             self._writer.preview(served, item, pixels, latents)
         item.enlarge(pixels, latents)
         if not item.over:

@@ -20,6 +20,9 @@ from canvax.images.inputs import fingerprint
 
 Format = Literal["png", "jpeg", "webp"]
 
+LOOKS = 15.0
+"""Seconds after asking how a job looks, within which somebody asks again. Previews are made as long."""
+
 LONGEST_MESSAGE = 600
 """Characters of a refusal: it may repeat what was sent."""
 
@@ -267,6 +270,16 @@ class Job:
         self._cancel = cancel
         self._lock = threading.Lock()
         self._watchers: set[_Mailbox] = set()
+        self._viewers, self._looked = 0, 0.0
+
+    @property
+    def looked_at(self) -> bool:
+        """Whether anybody would see a preview that is made now."""
+        return self._viewers > 0 or time.monotonic() < self._looked
+
+    def look(self, seconds: float = LOOKS) -> None:
+        """Somebody will want previews for so many seconds, without watching events."""
+        self._looked = max(self._looked, time.monotonic() + seconds)
 
     def is_of(self, job_request: JobRequest) -> bool:
         """Whether it was made for this very ask, and not for an earlier one with the same Idempotency-Key."""
@@ -285,14 +298,15 @@ class Job:
         for mailbox in watchers:
             mailbox.post(event)
 
-    async def watch(self) -> AsyncIterator[Event]:
+    async def watch(self, *, previews: bool = True) -> AsyncIterator[Event]:
         """Events from now on, beginning with the present status; ends when the job is over.
 
-        Who reads slowly misses previews and steps, never an image or the end.
+        Who reads slowly misses previews and steps, never an image or the end. ``previews``: whether they are of use.
         """
         mailbox = _Mailbox()
         with self._lock:
             self._watchers.add(mailbox)
+            self._viewers += previews
         try:
             status = self.status
             yield Changed(status)
@@ -306,10 +320,11 @@ class Job:
         finally:
             with self._lock:
                 self._watchers.discard(mailbox)
+                self._viewers -= previews
 
     async def finished(self) -> None:
         """Wait until it is over."""
-        async for _ in self.watch():
+        async for _ in self.watch(previews=False):
             pass
 
 

@@ -62,6 +62,9 @@ from canvax.server.work import INVERSE, LONGEST_PROMPT, MOST_IMAGES, MOST_STEPS,
 PREVIEWS = 8
 """Of an image, where a client wants any."""
 
+COMES = 2.0
+"""Seconds within which a client that wants previews begins to watch its job."""
+
 _FIELDS = {
     "prompt": "prompt", "negative_prompt": "negative_prompt", "seed": "seed", "width": "width", "height": "height",
     "num_inference_steps": "steps", "guidance_scale": "guidance_scale", "sampler": "sampler", "strength": "strength",
@@ -140,6 +143,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
     async def submit(request: Request) -> Response:
         body = await read_json(request, NewJob)
         job = await asked(engine, _ask, body, engine, client_of(request), once_of(request))
+        job.look(COMES)
         return json_answer(job_json(job), {"Location": f"/api/jobs/{job.id}"}, 202)
 
     def job_of(request: Request) -> Job:

@@ -183,6 +183,7 @@ class Writer:
             if item.whole:
                 item.picture.step, item.picture.status = item.picture.steps, Status.DONE
                 last, number = item.whole.add(item.picture, pixels)
+                number = number if job.looked_at else None
                 pixels = item.whole.pixels() if last or number is not None else pixels
                 if number is not None:
                     self._preview(served, item, pixels, None, item.progress().step, number)
