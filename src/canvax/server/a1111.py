@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,6 +34,7 @@ from canvax.samplers.specs import SAMPLERS, SamplerSpec
 from canvax.server.answers import (
     answering,
     asked,
+    cancelled,
     client_of,
     decoding,
     encoded,
@@ -42,6 +44,7 @@ from canvax.server.answers import (
     json_answer,
     model_header,
     read_json,
+    reading,
     settled,
     without_none,
 )
@@ -272,7 +275,7 @@ class _Session:
         """Stop the job that runs. Skipping is the same: all images of a job are generated together."""
         if running := self.current(_owner(request)):
             running.interrupted = True
-            running.job.cancel()
+            await cancelled(running.job)
         return json_answer({})
 
     async def options(self, request: Request) -> Response:
@@ -301,12 +304,12 @@ class _Session:
         return json_answer({})
 
     async def adapters(self, request: Request) -> Response:
-        cards = self.engine.adapters(self.card(client_of(request)).id)
+        cards = await reading(self.engine.adapters, self.card(client_of(request)).id)
         listed = [{"name": card.name, "alias": card.alias, "path": card.file, "metadata": {}} for card in cards]
         return json_answer(listed)
 
     async def refresh_adapters(self, request: Request) -> Response:
-        await run_in_threadpool(self.engine.adapters, self.card(client_of(request)).id, refresh=True)
+        await reading(partial(self.engine.adapters, self.card(client_of(request)).id, refresh=True))
         return json_answer(None)
 
     async def models(self, _: Request) -> Response:

@@ -27,6 +27,7 @@ from canvax.samplers.specs import SAMPLERS
 from canvax.server.answers import (
     answering,
     asked,
+    cancelled,
     client_of,
     data_url,
     decoding,
@@ -37,6 +38,7 @@ from canvax.server.answers import (
     nearest_size,
     once_of,
     read_json,
+    reading,
     sent_event,
     watched,
 )
@@ -137,7 +139,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
         return json_answer({"models": cards, "samplers": samplers})
 
     async def adapters(request: Request) -> Response:
-        cards = engine.adapters(request.query_params.get("model"))
+        cards = await reading(engine.adapters, request.query_params.get("model"))
         return json_answer({"adapters": [{"name": card.name, "alias": card.alias} for card in cards]})
 
     async def submit(request: Request) -> Response:
@@ -156,7 +158,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
     async def job_route(request: Request) -> Response:
         job = job_of(request)
         if request.method == "DELETE":
-            job.cancel()
+            await cancelled(job)
         return json_answer(job_json(job))
 
     async def image(request: Request) -> Response:
