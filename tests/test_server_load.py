@@ -1,17 +1,22 @@
-"""Probes, streams and cancels answer whatever others do: the event loop waits for no lock and no disk."""
+"""Probes, streams and cancels answer whatever others do: the event loop waits for no lock and no disk, and what all
+requests hold is bounded."""
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 
+from canvax.server import guard
+from canvax.server.app import Settings
 from tests.support.serving import until
-from tests.support.web_site import Web, request, web
+from tests.support.web_site import APIS, Web, body_of, check_refused, heard, request, status_of, web
 
 
 @pytest.fixture
@@ -93,3 +98,69 @@ def test_a_job_is_found_at_any_moment_of_its_end(site: Web) -> None:
     stop.set()
     thread.join(5)
     assert not missing
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+    """A server for bodies of 100 kB, two of them at a time."""
+    monkeypatch.setattr(guard, "BODIES", 2)
+    with web(Settings(max_body=100_000)) as running:
+        yield running
+
+
+def upload(stack: ExitStack, site: Web, *more: str) -> socket.socket:
+    """A connection that has sent most of a body."""
+    connection = stack.enter_context(site.connect())
+    head = request(site.host, "POST /api/jobs HTTP/1.1", "Content-Type: application/json", *more)
+    connection.sendall(head + (b"" if more[0].startswith("Content") else b"%x\r\n" % 90_000) + b" " * 90_000)
+    return connection
+
+
+@pytest.mark.parametrize("length", ["Content-Length: 99999", "Transfer-Encoding: chunked"])
+def test_bodies_of_all_requests_are_bounded(small: Web, length: str) -> None:
+    with ExitStack() as stack:
+        first, _ = (upload(stack, small, length) for _ in range(2))
+        time.sleep(0.3)
+        answer = heard(upload(stack, small, length))
+        assert status_of(answer) == 503
+        assert b"\r\nretry-after: " in answer.lower()
+        assert b'"busy"' in answer
+        for path in ("/health", "/ready", "/metrics"):
+            answers(small, path)
+        assert small.http.get("/api/models").status_code == 200
+        first.close()
+        until(lambda: small.http.post("/api/jobs", json={"prompt": "x" * 15_000}).status_code == 202)
+
+
+def test_requests_at_a_time_are_bounded(site: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "MOST_REQUESTS", 3)
+    site.engine.pace = 0.2
+    job = site.submit(steps=20)
+    with ExitStack() as stack:
+        for _ in range(3):
+            connection = stack.enter_context(site.connect())
+            connection.sendall(request(site.host, f"GET /api/jobs/{job['id']}/events HTTP/1.1"))
+            assert b" 200 " in connection.recv(100)
+        for api, path in APIS.items():
+            answer = site.http.post(path, json=body_of(api))
+            check_refused(api, answer, 503)
+            assert int(answer.headers["retry-after"]) > 0
+        for path in ("/health", "/ready", "/metrics"):
+            answers(site, path)
+    until(lambda: site.http.get("/api/models").status_code == 200)
+    site.http.delete(f"/api/jobs/{job['id']}")
+
+
+def test_a_body_that_comes_for_too_long(site: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then is no silence, and no reason to wait for ever."""
+    monkeypatch.setattr(guard, "LONGEST", 0.5)
+    head = request(site.host, "POST /api/jobs HTTP/1.1", "Content-Type: application/json", "Content-Length: 999")
+    with site.connect() as connection:
+        connection.sendall(head)
+        connection.settimeout(0.05)
+        answer, end = b"", time.monotonic() + 5
+        while not answer and time.monotonic() < end:
+            with suppress(TimeoutError):
+                connection.sendall(b"a")
+                answer = connection.recv(1 << 12)
+    assert status_of(answer) == 408
