@@ -3,6 +3,7 @@ requests hold is bounded."""
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -164,3 +165,33 @@ def test_a_body_that_comes_for_too_long(site: Web, monkeypatch: pytest.MonkeyPat
                 connection.sendall(b"a")
                 answer = connection.recv(1 << 12)
     assert status_of(answer) == 408
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_lines_of_a_request_and_its_job_have_an_id_in_common(
+    site: Web, api: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "canvax.server")
+    assert site.http.post(APIS[api], json=body_of(api)).status_code in (200, 202)
+    (job,) = site.engine.accepted
+    until(lambda: len(caplog.messages) == 2)
+    lines = [json.loads(line) for line in caplog.messages]
+    assert [line["job"] for line in lines] == [job.id] * 2
+    assert sum(line.get("path") == APIS[api] for line in lines) == 1
+
+
+def test_a1111s_clients_behind_a_proxy_on_this_machine_are_told_apart(site: Web) -> None:
+    """By X-Forwarded-For, which uvicorn believes of 127.0.0.1 and of ``FORWARDED_ALLOW_IPS``."""
+    site.engine.pace = 0.1
+    alice, bob = ({"X-Forwarded-For": address} for address in ("192.0.2.1", "192.0.2.2"))
+    body = {"prompt": "x", "steps": 90}
+    thread = threading.Thread(target=lambda: site.http.post("/sdapi/v1/txt2img", json=body, headers=alice))
+    thread.start()
+    until(lambda: httpx.get(site.base + "/sdapi/v1/progress", headers=alice).json()["progress"] > 0)
+    with httpx.Client(base_url=site.base, headers=bob) as other:
+        assert other.get("/sdapi/v1/progress").json()["state"]["job_count"] == 0
+        assert other.post("/sdapi/v1/interrupt").status_code == 200
+    assert site.engine.jobs()
+    httpx.post(site.base + "/sdapi/v1/interrupt", headers=alice)
+    thread.join(10)
+    assert not site.engine.jobs()

@@ -240,7 +240,7 @@ class _Session:
         if chosen and self.called(chosen) is None:
             raise _not_served(chosen)
         card = self.card(client, chosen, body.model)
-        job = await asked(self.engine, request_of, body, card, client)
+        job = await asked(request, self.engine, request_of, body, card, client)
         self.running[job.id] = running = _Running(job, owner)
         try:
             await settled(request, job, running.hear)

@@ -281,22 +281,28 @@ def _limiter(limits: RunVar[anyio.CapacityLimiter], count: int) -> anyio.Capacit
         return limit
 
 
-async def asked(engine: Engine, make: Callable[..., JobRequest], *arguments: Any) -> Job:
+async def asked(request: Request, engine: Engine, make: Callable[..., JobRequest], *arguments: Any) -> Job:
     """The job of the ask that a function gives, which decodes images: submitted at once, so that few of them wait.
 
     Raises:
         Rejected: it was not accepted.
     """
-    return await decoding(lambda: engine.submit(make(*arguments)))
+    return _logged(request, await decoding(lambda: engine.submit(make(*arguments))))
 
 
-async def submitted(engine: Engine, job_request: JobRequest) -> Job:
+async def submitted(request: Request, engine: Engine, job_request: JobRequest) -> Job:
     """The job, accepted.
 
     Raises:
         Rejected: it was not.
     """
-    return await run_in_threadpool(engine.submit, job_request)
+    return _logged(request, await run_in_threadpool(engine.submit, job_request))
+
+
+def _logged(request: Request, job: Job) -> Job:
+    """The job, whose id goes into the request's line of the log."""
+    request.state.log = {"job": job.id}
+    return job
 
 
 def failure(job: Job) -> Rejected:

@@ -144,7 +144,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
 
     async def submit(request: Request) -> Response:
         body = await read_json(request, NewJob)
-        job = await asked(engine, _ask, body, engine, client_of(request), once_of(request))
+        job = await asked(request, engine, _ask, body, engine, client_of(request), once_of(request))
         job.look(COMES)
         return json_answer(job_json(job), {"Location": f"/api/jobs/{job.id}"}, 202)
 
