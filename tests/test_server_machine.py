@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from canvax import Options
 from canvax.server import engine, group, job_store, jobs, models, writing
 from canvax.server.adapter_cache import Slots
 from canvax.server.engine import EngineSettings, ImageEngine
@@ -244,7 +245,7 @@ class StubChecked:
         self.images, self.rows, self._shelf = ask.n, ask.steps or 1, shelf
         self.table = range(self.rows)
         self.request = SimpleNamespace(
-            guided=True, embedded=False, init_images=None, options=SimpleNamespace(**ask.options)
+            guided=True, embedded=False, init_images=None, options=Options(**ask.options, progress=False)
         )
         self.second: Any = None
         if ask.options:
@@ -289,6 +290,19 @@ class Silent(Metrics):
 
     def __getattribute__(self, name: str) -> Any:
         return lambda *_: None
+
+
+class Faults(logging.Handler):
+    """The log of the server: its last exception, for whoever has to find out why a job failed."""
+
+    last = "nothing"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.last = logging.Formatter().formatException(record.exc_info)
+
+
+FAULTS = Faults()
 
 
 class Asleep(BaseException):
@@ -401,8 +415,7 @@ class Server(RuleBasedStateMachine):
         """Or be decoded, or the writer is full."""
         ready = self.engine._models.groups()
         if any(item.group in ready for item in self.engine._queue) or self.engine._in_decoder():
-            full = self.engine._in_decoder() and not self.engine._writer.room
-            assert full or self.engine._can_decode() or self.engine._leader() is not None
+            assert self._is_full() or self.engine._can_decode() or self.engine._leader() is not None
 
     @invariant()
     def all_is_counted_and_bounded(self) -> None:
@@ -438,7 +451,8 @@ class Server(RuleBasedStateMachine):
     def every_job_ends(self) -> None:
         for job, late in self.jobs:
             assert job.status.over or WORLD.now < late, (job.request.model, job.request.client, WORLD.now - job.created)
-            assert job.status is not Status.FAILED or WORLD.fired or job.error == ("timeout", ANY), job.error
+            expected = job.status is not Status.FAILED or WORLD.fired or job.error == ("timeout", ANY)
+            assert expected, f"{job.error}, after the server logged:\n{FAULTS.last}"
         self.jobs = [(job, late) for job, late in self.jobs if not job.status.over]
 
     def teardown(self) -> None:
@@ -472,11 +486,18 @@ class Server(RuleBasedStateMachine):
             self.write()
         if self.engine._can_decode() or self.engine._leader() is not None:
             with acting():
-                self.engine._next_turn()
+                try:
+                    self.engine._next_turn()
+                except Asleep:  # a program became ready, and its model waits for the writer
+                    assert self._is_full()
             assert not self.engine._can_decode()  # before more rows
         else:
             self.engine._book.expire()
         self.every_job_ends()
+
+    def _is_full(self) -> bool:
+        """Whether images are finished that the writer has no room for."""
+        return bool(self.engine._in_decoder()) and not self.engine._writer.room
 
     def _build(self) -> None:
         if key := self.engine._missing():
@@ -525,9 +546,13 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(engine, "MOST_FINISHED", FINISHED)
     monkeypatch.setattr(writing, "image_file", lambda *_: (WORLD.call("write"), b"file")[1])
     monkeypatch.setattr(writing, "preview_file", lambda *_: b"preview")
-    logging.disable()
+    log = logging.getLogger("canvax.server")
+    monkeypatch.setattr(log, "handlers", [FAULTS])
+    monkeypatch.setattr(log, "propagate", False)
+    before = log.level
+    log.setLevel(logging.ERROR)
     yield
-    logging.disable(logging.NOTSET)
+    log.setLevel(before)
 
 
 def machine(examples: int) -> None:
@@ -547,3 +572,12 @@ def test_whatever_happens_every_job_ends(stubs: None) -> None:
 @pytest.mark.weekly
 def test_whatever_happens_every_job_ends_at_length(stubs: None) -> None:
     machine(2000)
+
+
+def test_a_job_that_fails_shows_what_was_logged(stubs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setting that some stub does not have, say."""
+    monkeypatch.setattr(StubItem, "metadata", lambda self, model: self.request.options.zebra)
+    server = Server()
+    server.submit("a", "alice", 1)
+    with pytest.raises(AssertionError, match="zebra"):
+        server.run(9)
