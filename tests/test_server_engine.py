@@ -477,6 +477,26 @@ def test_a_second_pass_begins_from_the_image_of_the_first(engine: ImageEngine) -
     until(lambda: {one.number for one in seen if isinstance(one, Previewed) and one.index == 0} == {0, 1, 2, 3})
 
 
+HIRES = {"hires": 1.5, "hires_strength": 0.5, "hires_steps": 4}
+LATENT = {"prompt_syntax": "a1111", "hires_method": "latent", "eta": 0.3}
+TWO_PASSES: list[dict[str, Any]] = [
+    {"prompt": "a red apple", "sampler": "Euler a", "negative_prompt": "blue", "n": 2},
+    {"prompt": "a [cat:dog:0.5] face", "options": LATENT},
+    {"prompt": "a lemon", "guidance_scale": 1.0, "options": {"sigmas": "karras"}},
+    {"prompt": "a pizza", "options": {"variation_seed": 5, "variation_strength": 0.3, "guidance_rescale": 0.7}},
+]
+"""Where a setting could be applied in both passes by one of them, and in one by the other."""
+
+
+@pytest.mark.parametrize("ask", TWO_PASSES, ids=lambda ask: ask["prompt"])
+def test_two_passes_are_those_of_the_pipeline(engine: ImageEngine, ask: dict[str, Any]) -> None:
+    """What is done to an image is done once, or twice, in both."""
+    ask = {"steps": 6, **ask, "options": HIRES | ask.get("options", {})}
+    expected = called(ask, {}, 9)
+    finished([job := engine.submit(JobRequest(**ask, seed=9))])
+    same(job, expected)
+
+
 def test_an_image_made_larger_leaves_the_batch_when_it_is_cancelled(engine: ImageEngine) -> None:
     job = engine.submit(JobRequest("a red apple", image=apple(), upscale=4, seed=5, strength=1.0, steps=100))
     until(lambda: job.pictures[0].step > 30)
