@@ -65,6 +65,15 @@ OWN_CACHES = {"test_bench", "test_cache"}
 """Modules about caches, where JAX's would answer before canvax's."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The weekly run tries other random cases each week; hypothesis has the same ones in every other run of CI."""
+    if config.option.markexpr == "weekly":
+        from hypothesis import settings
+
+        settings.register_profile("weekly", settings(), derandomize=False, print_blob=True)
+        settings.load_profile("weekly")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules with the most slow tests come first: of two workers, none may be alone with a long one in the end."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("weekly"))

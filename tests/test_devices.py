@@ -347,15 +347,19 @@ def test_images_that_cannot_fit_are_refused_before_compiling(
     assert compilations() == before
 
 
-def test_running_out_is_explained(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "words", ["RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.", "INTERNAL: YNNPACK operation failed"]
+)
+def test_running_out_is_explained(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     pipe = canvax.load(checkpoint, mesh=make_mesh(jax.devices()[:1]))
 
     def fail(*_: Any, **__: Any) -> Any:
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.\n  a long dump")
+        raise jax.errors.JaxRuntimeError(f"{words}\n  a long dump")
 
     monkeypatch.setattr(Compiled, "__call__", fail)
-    with pytest.raises(canvax.OutOfMemoryError, match=r"allocating 123 bytes\.\); generate fewer images") as caught:
+    with pytest.raises(canvax.OutOfMemoryError) as caught:
         draw(pipe)
+    assert words in str(caught.value)
     assert "dump" not in str(caught.value)
 
 

@@ -139,6 +139,7 @@ COMMANDS = (
     "convert emoji m.ckpt",
     "serve --port 99999",
     "serve --max-body x",
+    "serve emoji --port 1 sd=./x",
     "train lora . -o m --learning-rate 0",
     "train dreambooth . -o m -p x --rank 8",
     "train dreambooth . -o m -p x --prior-weight 2",

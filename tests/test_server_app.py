@@ -505,6 +505,21 @@ def test_jobs_belong_to_a_key(guarded: Web) -> None:
     assert guarded.submit(bearer(ALICE) | once)["id"] != guarded.submit(bearer(BOB) | once)["id"]
 
 
+def test_jobs_that_are_not_over_are_listed(guarded: Web) -> None:
+    """To their client."""
+    guarded.engine.pace = 0.05
+    first, second = (guarded.submit(bearer(ALICE))["id"] for _ in range(2))
+
+    def listed(key: str) -> list[str]:
+        return [job["id"] for job in guarded.http.get("/api/jobs", headers=bearer(key)).json()["jobs"]]
+
+    assert listed(ALICE) == [first, second]
+    assert listed(BOB) == []
+    guarded.http.delete(f"/api/jobs/{first}", headers=bearer(ALICE))
+    assert listed(ALICE) == [second]
+    check_refused("own", guarded.http.get("/api/jobs"), 401)
+
+
 def keys_in(tmp_path: Path, text: str, encoding: str = "utf-8") -> Keys | None:
     path = tmp_path / "keys.txt"
     path.write_text(text, encoding=encoding)

@@ -29,6 +29,7 @@ from canvax.server import models, writing
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.group import Group, Timings
 from canvax.server.jobs import Job, JobRequest, Previewed, Rejected, State, Status, Stepped
+from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.models import Warm
 from canvax.server.work import Checked, byte_size, check, sample
@@ -198,6 +199,64 @@ def test_batches_run_side_by_side_where_that_is_faster_and_fits(
     group.measure(carry)
     assert group.batches == ([1, 4] if free else [1, 2, 4, 8])
     assert [len(group._new_batch(images)._batches) for images in group.batches] == ([1, 1] if free else [1, 2, 1, 2])
+
+
+def timed_group(monkeypatch: pytest.MonkeyPatch, seconds: Any, lanes: int = 8) -> Group:
+    """Batches of 1 and 4, measured by a clock of ours: ``seconds`` of each call, by images and lanes."""
+    asked = sample("emoji", PIPE.model, 64, 64)
+    group = Group(asked.group, PIPE.model, PIPE.programs, lambda: PIPE.params or {}, (1, 4), lanes=lanes)
+    group.compile(PIPE.params or {})
+    monkeypatch.setattr(Group, "_timed", lambda group, images, carry, rows: seconds(images, group._lanes[images]))
+    carry: Any = SimpleNamespace(run=SimpleNamespace(table=range(9)))
+    group.measure(carry)
+    return group
+
+
+@pytest.mark.parametrize("disturbed", [(1, 1), (2, 2), (4, 1), (8, 2)])
+def test_a_measurement_that_was_disturbed_decides_nothing(
+    monkeypatch: pytest.MonkeyPatch, disturbed: tuple[int, int]
+) -> None:
+    """The machine did something else during the first ones."""
+    noise = iter((1.0, 9.0, 9.0))
+
+    def seconds(images: int, lanes: int) -> float:
+        return 0.01 * -(-lanes // 3) * images**0.5 * (next(noise, 1.0) if (images, lanes) == disturbed else 1.0)
+
+    assert timed_group(monkeypatch, seconds).batches == [1, 2, 4, 8]
+
+
+def test_batches_that_were_asked_for_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though none is faster than single images; others go."""
+    group = timed_group(monkeypatch, lambda images, lanes: 0.01 * images**1.5)
+    assert group.batches == sorted(group.timings.row) == [1, 4]
+    assert group.batch_for(4) == 1
+
+
+def test_timings_are_kept_beside_the_programs(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same flags give the same server; with other batches all is measured."""
+    monkeypatch.setenv("CANVAX_CACHE_DIR", str(tmp_path))
+    measured = list[tuple[int, ...]]()
+    measure = Group.measure
+    monkeypatch.setattr(
+        Group, "measure", lambda group, carry: (measured.append(group._asked), measure(group, carry))[1]
+    )
+    found = []
+    for batches in ((1, 2), (1, 2), (1,), (1, 2)):
+        served = models.ServedModel("emoji", load)
+        asked = sample("emoji", served.model, 64, 64)
+        group = served.build(asked.group, batches, lambda build: None)
+        served.time(asked, group)
+        assert served.colours.known
+        found.append((group.batches, group._lanes, group.timings.row, group.timings.encode, group.timings.decode))
+        assert all(seconds > 0 for seconds in (group.timings.encode, group.timings.decode))
+    assert measured == [(1, 2), (1,)]
+    assert found[0] == found[1] == found[3]
+
+
+def test_a_size_that_has_no_programs_is_refused() -> None:
+    """Though it is among those that are to be made."""
+    served = models.ServedModel("emoji", load)
+    assert served.refusal(sample("emoji", served.model, 64, 64).group, (Warm(),)).code == "size_not_ready"
 
 
 def test_a_lane_without_an_image_says_nothing_of_two(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -774,7 +833,7 @@ def test_draining_finishes_what_was_accepted() -> None:
 
 @pytest.mark.slow
 def test_another_size_is_compiled_on_demand_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one size is the most that may be kept, the first one is made ready again afterwards."""
+    """Where one size of requests is the most that may be kept, an earlier one is made ready again."""
     assert models.MOST_GROUPS == 32
     monkeypatch.setattr(models, "MOST_GROUPS", 1)
     made, make = list[str](), Group.compile
@@ -792,10 +851,9 @@ def test_another_size_is_compiled_on_demand_while_others_go_on(monkeypatch: pyte
         assert not large.status.over
         finished([large], 120)
         same(large, PIPE("a red apple", seed=1, num_inference_steps=3, width=96, options=QUIET).images)
-        finished([engine.submit(JobRequest("a red apple", seed=1, steps=3, width=96))])
-        assert made == ["64x64", "96x64"]
-        finished([engine.submit(JobRequest("a red apple", seed=1, steps=3))], 120)
-        assert made == ["64x64", "96x64", "64x64"]
+        for width in (96, 64, 72, 64, 96):
+            finished([engine.submit(JobRequest("a red apple", seed=1, steps=3, width=width))], 120)
+        assert made == ["64x64", "96x64", "72x64", "96x64"]
     finally:
         engine.close()
 
@@ -953,6 +1011,42 @@ def test_without_its_model_it_says_why() -> None:
         with pytest.raises(Rejected) as refused:
             refuses()
         assert (refused.value.status, refused.value.code) == (503, "failed")
+    engine.close()
+
+
+def test_a_job_of_the_journal_is_not_unknown_while_the_server_starts(tmp_path: Any) -> None:
+    """A client that asks for it tries again. Closing meanwhile is no fault of the journal."""
+    loading = threading.Event()
+
+    def load_late(name: str) -> Any:
+        loading.wait(60)
+        return load(name)
+
+    for journal in (Journal(tmp_path / "jobs.db"), None):
+        engine = ImageEngine(["emoji"], EngineSettings(warm=(Warm(None, (1,)),)), Metrics(), load_late, journal=journal)
+        engine.start()
+        if journal is None:
+            assert engine.job("1234", "") is None
+        else:
+            for asks in (lambda engine=engine: engine.job("1234", ""), lambda engine=engine: engine.jobs("")):
+                with pytest.raises(Rejected) as refused:
+                    asks()
+                assert (refused.value.status, refused.value.code) == (503, "starting")
+                assert refused.value.retry_after
+        assert engine.drain(1.0)
+        engine.close()
+        loading.set()
+        engine._thread.join(60)
+        assert engine.failure is None
+        loading.clear()
+
+
+def test_a_journal_that_cannot_be_written_is_a_metric(tmp_path: Any) -> None:
+    journal, metrics = Journal(tmp_path / "jobs.db"), Metrics()
+    engine = ImageEngine(["emoji"], EngineSettings(), metrics, load, journal=journal)
+    assert b"canvax_journal_writable 1.0" in metrics.text()
+    journal.broken = "the disk is full"
+    assert b"canvax_journal_writable 0.0" in metrics.text()
     engine.close()
 
 

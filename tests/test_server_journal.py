@@ -23,7 +23,7 @@ import pytest
 from PIL import Image, ImageChops
 
 from canvax.errors import CanvaxError, InputError
-from canvax.server.job_store import KEPT_BYTES, JobStore
+from canvax.server.job_store import KEPT_BYTES, PASSING, JobStore
 from canvax.server.jobs import Changed, Job, JobRequest, Picture, PromptImage, Rejected, Status
 from canvax.server.journal import TIDY, Journal
 from canvax.server.metrics import Metrics
@@ -276,6 +276,85 @@ def test_a_damaged_journal_is_told(path: Path, damage: str) -> None:
     foreign(path, f"UPDATE jobs SET {damage}")
     with opened(path) as journal, pytest.raises(InputError, match=r"is damaged .*; move it away"):
         list(journal.recover(lambda job: None))
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        "json_set(ask, '$.odd', 1)",
+        "json_set(ask, '$.image_prompt[0].odd', 1)",
+        """replace(ask, '"prompt"', '"text"')""",
+        """replace(ask, '"scale"', '"weight"')""",
+        """replace(ask, '[{"image":', '[{"picture":')""",
+    ],
+)
+def test_a_job_of_another_version_fails_alone(path: Path, ask: str) -> None:
+    """Its fields are not all known here. The others go on, and a client that sends it again gets a new job."""
+    with opened(path) as journal:
+        for one in (first := job(FULL), second := job()):
+            journal.accepted(one)
+    foreign(path, f"UPDATE jobs SET ask = CAST({ask} AS BLOB) WHERE id = '{first.id}'")
+    for _ in range(2):
+        with closing(JobStore(Metrics(), Journal(path), 600.0, lambda job: None)) as book:
+            assert [one.id for one in book.recover(lambda job: None)] == [second.id]
+            failed = book.get(first.id, "team")
+            assert failed is not None
+            assert (failed.status, failed.error and failed.error[0]) == (Status.FAILED, "server_error")
+            assert book.earlier(FULL) is None
+
+
+def test_a_journal_that_is_closed_meanwhile_is_not_damaged(path: Path) -> None:
+    journal = Journal(path)
+    for _ in range(2):
+        journal.accepted(job())
+    jobs = journal.recover(lambda job: None)
+    next(jobs)
+    journal.close()
+    assert not list(jobs)
+    assert not list(journal.recover(lambda job: None))
+
+
+def test_attempts_are_counted_until_an_image_is_done(path: Path) -> None:
+    first, second = job(JobRequest("a", n=2)), job()
+    with opened(path) as journal:
+        journal.begun(first)  # which is not there: nothing to count
+        assert journal.broken is None
+        for one in (first, second):
+            journal.accepted(one)
+    foreign(path, "DROP TABLE attempts")  # as an earlier version leaves it
+    for count in (1, 2, 3):
+        with opened(path) as journal:
+            journal.begun(first)
+        assert [one.attempts for one in recovered(path)] == [count, 0]
+    with opened(path) as journal:
+        done(first, 0)
+        journal.finished(first, 0)
+    assert [one.attempts for one in recovered(path)] == [1, 0]
+    with opened(path) as journal:
+        journal.stopped(first)
+    assert [one.attempts for one in recovered(path)] == [0, 0]
+
+
+def test_an_image_begins_when_its_attempt_is_on_the_disk(path: Path) -> None:
+    """Though it does not wait for ever."""
+    with closing(JobStore(Metrics(), journal := Journal(path), 600.0, lambda job: None)) as book:
+        accept(book, one := job())
+        book.begins(one)
+        book.counted()
+        assert [again.attempts for again in journal.recover(lambda job: None)] == [1]
+
+
+@pytest.mark.parametrize("code", PASSING)
+def test_a_key_may_be_tried_again_after_what_passes(code: str) -> None:
+    ledger = JobStore(Metrics(), None, 600.0, lambda job: None)
+    accept(ledger, one := job(FULL))
+    ledger.fail(one, code, "try again")
+    assert ledger.earlier(FULL) is None
+
+
+def test_a_model_that_cannot_be_loaded_passes() -> None:
+    assert "model_unavailable" in PASSING
+    assert "server_killed" not in PASSING
 
 
 # A disk that is full.

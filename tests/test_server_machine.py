@@ -1,17 +1,22 @@
-"""Random work through the server's queue, adapters, models and engine, on a clock that only the work moves.
+"""Random work through the server's queue, adapters, models, engine and journal, on a clock that only the work moves.
 
-The batch, the weights and the files are stubs that may fail in any call; all that decides who runs when is real.
+The batch, the weights and the files are stubs that may fail in any call, or end the process; all that decides who runs
+when is real, and so is the journal from which the next process goes on.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 from unittest.mock import ANY
 
 import numpy as np
@@ -21,11 +26,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from canvax import Options
+from canvax.compile.kinds import Kinds
 from canvax.server import engine, group, job_store, jobs, models, writing
 from canvax.server.adapter_cache import Slots
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.group import Group, Timings
 from canvax.server.jobs import Job, JobRequest, Picture, Rejected, State, Status
+from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.models import ServedModel
 from canvax.server.work import GroupKey, Item
@@ -66,6 +73,16 @@ CALLS = (
 
 ALWAYS = 1 << 30
 
+KEEP = 5.0
+"""Seconds for which the server keeps results, and jobs that it cannot do."""
+
+DEADLY = "deadly"
+"""The prompt of images that end the process in their first step."""
+
+
+class Killed(BaseException):
+    """The process ends."""
+
 
 class World:
     """The time, and which calls fail.
@@ -73,6 +90,7 @@ class World:
     Attributes:
         now: seconds.
         fails: the number of calls that fail next, by name.
+        kills: after how many calls of a name the process ends.
         meanwhile: done in the next call of a name.
         fired: whether anything failed.
     """
@@ -80,6 +98,7 @@ class World:
     def __init__(self) -> None:
         self.now, self.active, self.fired = 1000.0, False, False
         self.fails: dict[str, tuple[int, str]] = {}
+        self.kills: dict[str, int] = {}
         self.meanwhile: dict[str, Callable[[], None]] = {}
 
     def call(self, name: str, seconds: float = 0.0) -> None:
@@ -87,6 +106,11 @@ class World:
         self.now += seconds
         if not self.active:
             return
+        if name in self.kills:
+            self.kills[name] -= 1
+            if not self.kills[name]:
+                del self.kills[name]
+                raise Killed
         if act := self.meanwhile.pop(name, None):
             self.active = False
             act()
@@ -157,6 +181,11 @@ class StubGroup(Group):
         self._lanes = dict.fromkeys(batches, 1)
         self._batch, self._seats = None, []
 
+    def step(self) -> Any:
+        if any(item.job.request.prompt == DEADLY for item in self.seated):
+            raise Killed
+        return super().step()
+
     def begin(self, item: Item) -> Any:
         if item.carried is None:
             WORLD.call("encode")
@@ -177,6 +206,7 @@ class StubShelf:
     """The real slots, and what was written into them."""
 
     def __init__(self) -> None:
+        self.adapters = {name: SimpleAdapter(name) for name in ADAPTERS}
         self.slots, self.written, self.summary = Slots(PLACES), dict[int, Any](), str
 
     def shares(self, adapters: Any) -> None:
@@ -241,8 +271,9 @@ class StubChecked:
     input_bytes, tiles = 0, True  # no images are sent, and hints are those of a real model
 
     def __init__(self, ask: JobRequest, name: str, model: Any = None, shelf: StubShelf | None = None) -> None:
-        self.group = GroupKey(name, ask.height or SIZES[0], SIZES[0], None)  # type: ignore[arg-type]
+        self.group = GroupKey(name, ask.height or SIZES[0], SIZES[0], Kinds())
         self.images, self.rows, self._shelf = ask.n, ask.steps or 1, shelf
+        self._adapters = {shelf.adapters[adapter]: scale for adapter, scale in ask.adapters.items()} if shelf else {}
         self.table = range(self.rows)
         self.request = SimpleNamespace(
             guided=True, embedded=False, init_images=None, options=Options(**ask.options, progress=False)
@@ -264,7 +295,7 @@ class StubChecked:
         return [
             StubItem(
                 job, picture, request, table, self.group, job.request.client, previews=previews,
-                adapters=job.request.adapters, shelf=shelf, second=self.second,
+                adapters=self._adapters, shelf=shelf, second=self.second,  # type: ignore[arg-type]
             )
         ]  # fmt: skip
 
@@ -281,6 +312,21 @@ class Later:
     def run(self) -> None:
         while self.calls:
             self.calls.pop(0)()
+
+    def close(self, seconds: float) -> None:
+        self.run()
+
+
+class AtOnce:
+    """The journal's thread: what is to be written is written."""
+
+    def submit(self, call: Callable[..., None], *args: Any) -> Future[None]:
+        call(*args)
+        done = Future[None]()
+        done.set_result(None)
+        return done
+
+    def shutdown(self, *, wait: bool) -> None: ...
 
 
 class Silent(Metrics):
@@ -310,49 +356,105 @@ class Asleep(BaseException):
 
 
 class Server(RuleBasedStateMachine):
-    """A server and its clients."""
+    """A server and its clients.
+
+    Attributes:
+        engine: of the present process.
+        files: that its writer has still to make.
+        jobs: those that were not over, with the time at which each has to be.
+        known: all jobs by id, as the last process that had each left it.
+        tried: processes that were killed while a job ran, since its last image.
+        struck: jobs that ran when a process was killed by something else than a job.
+        kills: processes that each deadly job has ended.
+        fewer: whether a process was started without a model.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         WORLD.__init__()
+        self.hangs, self.turns, self.jobs, self.known = 0, 0, list[tuple[Job, float]](), dict[str, Job]()
+        self.tried, self.kills, self.struck, self.fewer = Counter[str](), Counter[str](), set[str](), False
+        memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a disk is slow to say that it has all
+        self._folder = tempfile.TemporaryDirectory(prefix="canvax-machine-", dir=memory)
+        self._start(MODELS)
+
+    def _start(self, names: Sequence[str]) -> None:
+        """A new process, which goes on with what its journal holds."""
+        WORLD.fails, WORLD.kills, WORLD.meanwhile = {}, {}, {}
         limits = EngineSettings(
-            on_request=MODELS[-1:], compile_on_demand=True, queue_seconds=1e9, memory=FITTING, keep_seconds=5.0
+            on_request=names[2:], compile_on_demand=True, queue_seconds=1e9, memory=FITTING, keep_seconds=KEEP
         )
-        self.engine = ImageEngine(MODELS[:-1], limits, Silent(), self._load)
+        journal = Journal(Path(self._folder.name, "jobs.db"))
+        self.files = Later()
+        self.engine = ImageEngine(names[:2], limits, Silent(), self._load, journal=journal)
         self.engine._compile_missing = lambda: None  # type: ignore[method-assign]
         self.engine._wake.wait = self._sleep  # type: ignore[method-assign]
-        self.turns, self.files, self.hangs = 0, Later(), 0
         self.engine._writer._threads = self.files  # type: ignore[assignment]
         self.engine._writer._count = 1
+        self.engine._book._later = AtOnce()  # type: ignore[assignment]
         self.engine._begin()
-        self.jobs: list[tuple[Job, float]] = []
-        """That were not over, with the time at which each has to be."""
-        self.adapters = {name: {entry: SimpleAdapter(entry) for entry in ADAPTERS} for name in MODELS}
+
+    def _restart(self, names: Sequence[str] = MODELS) -> None:
+        """The process has ended: another one begins, and clients find their jobs again."""
+        self.fewer = self.fewer or names != MODELS
+        self._start(names)
+        before, self.jobs = self.jobs, []
+        seconds = sum(item.expected + item.later[0] for item in self.engine._queue)
+        for job, _ in before:
+            again = self.engine.job(job.id, job.request.client)
+            assert again is not None, job.status
+            self.known[job.id] = again
+            self.jobs.append((again, WORLD.now + 40 + KEEP + 4 * seconds))
+
+    def _act(self, call: Callable[[], None]) -> None:
+        """What may fail, or end the process."""
+        try:
+            with acting():
+                call()
+        except Killed:
+            self._killed()
+
+    def _killed(self) -> None:
+        self.every_job_ends()
+        ran = [job for job, _ in self.jobs if job.status is Status.RUNNING]
+        killers = {item.job.id for key in self.engine._models.groups() for item in self._seated(key)}
+        killers &= {job.id for job in ran if job.request.prompt == DEADLY}
+        self.kills.update(killers)
+        self.tried.update(job.id for job in ran)
+        self.struck |= set() if killers else {job.id for job in ran}
+        assert not killers or max(self.kills[name] for name in killers) <= job_store.MOST_ATTEMPTS
+        self.engine._book._journal.close()  # type: ignore[union-attr]
+        self._restart()
+
+    def _seated(self, key: GroupKey) -> Sequence[Item]:
+        return self.engine._models.group(key).seated
 
     @rule(
         model=st.sampled_from(MODELS), client=st.sampled_from(("alice", "bob", "")), steps=st.integers(1, 5),
         n=st.integers(1, 2), size=st.sampled_from((0, 0, 0, 1, 2)),
         adapters=st.sets(st.sampled_from(ADAPTERS), max_size=PLACES), previews=st.integers(0, 2),
         seconds=st.sampled_from((None, None, 20.0, 40.0)), hires=st.sampled_from((0, 0, 2)),
+        prompt=st.sampled_from(("", "", "", "", "", DEADLY)),
     )  # fmt: skip
     def submit(
         self, model: str, client: str, steps: int, n: int = 1, size: int = 0, adapters: Any = (), previews: int = 0,
-        seconds: float | None = None, hires: int = 0,
+        seconds: float | None = None, hires: int = 0, prompt: str = "",
     ) -> None:  # fmt: skip
-        wanted = {self.adapters[model][name]: {"": 1.0} for name in adapters}
         ask = JobRequest(
-            "", model=model, client=client, steps=steps, n=n, height=SIZES[size], adapters=wanted,  # type: ignore[arg-type]
-            previews=previews, seconds=seconds, options={"hires": hires} if hires else {},
+            prompt, model=model, client=client, steps=steps, n=n, height=SIZES[size], previews=previews,
+            adapters=dict.fromkeys(adapters, 1.0), seconds=seconds, options={"hires": hires} if hires else {},
         )  # fmt: skip
         before = sum(item.expected + item.later[0] for item in self.engine._queue)
         try:
             job = self.engine.submit(ask)
         except Rejected as refused:
-            assert refused.code in ("too_late", "model_unavailable"), refused.code  # noqa: PT017
-            assert seconds or WORLD.fired
+            allowed = ("too_late", "model_unavailable", *(["model_not_found"] if self.fewer else []))
+            assert refused.code in allowed, refused.code  # noqa: PT017
+            assert seconds or WORLD.fired or self.fewer
         else:
             job.look()
             seconds = before + sum(item.expected + item.later[0] for item in self.engine._items[job.id])
+            self.known[job.id] = job
             self.jobs.append((job, WORLD.now + 40 + 4 * seconds))
 
     @rule(
@@ -390,6 +492,19 @@ class Server(RuleBasedStateMachine):
     def fail(self, name: str, count: int, message: str) -> None:
         WORLD.fails[name] = min(count, 3) if name == "look" else count, message
 
+    @rule(name=st.sampled_from(CALLS), count=st.integers(1, 9))
+    def kill(self, name: str, count: int) -> None:
+        """The process ends in one of the next calls."""
+        WORLD.kills = {name: count}
+
+    @rule(names=st.sampled_from((MODELS, MODELS, MODELS[:1])))
+    def restart(self, names: Sequence[str]) -> None:
+        """A stop that is meant, with another start, perhaps with fewer models."""
+        self.every_job_ends()
+        self.engine.drain(0.0)
+        self.engine.close()
+        self._restart(names)
+
     @rule(turns=st.integers(1, 9))
     def run(self, turns: int) -> None:
         for _ in range(turns):
@@ -402,8 +517,7 @@ class Server(RuleBasedStateMachine):
     @rule()
     def write(self) -> None:
         if self.turns >= self.hangs:
-            with acting():
-                self.files.run()
+            self._act(self.files.run)
 
     @rule(turns=st.sampled_from((5, 40)))
     def hang(self, turns: int) -> None:
@@ -412,10 +526,10 @@ class Server(RuleBasedStateMachine):
 
     @invariant()
     def something_can_run(self) -> None:
-        """Or be decoded, or the writer is full."""
-        ready = self.engine._models.groups()
-        if any(item.group in ready for item in self.engine._queue) or self.engine._in_decoder():
-            assert self._is_full() or self.engine._can_decode() or self.engine._leader() is not None
+        """Or be decoded, or the writer is full. A job that is to run alone waits for the last file of the others."""
+        ready, engine = self.engine._models.groups(), self.engine
+        if any(item.group in ready for item in engine._queue) and not (engine._suspects and self._unwritten()):
+            assert self._is_full() or engine._can_decode() or engine._leader() is not None
 
     @invariant()
     def all_is_counted_and_bounded(self) -> None:
@@ -423,13 +537,17 @@ class Server(RuleBasedStateMachine):
         assert writer.images + writer._previews == len(self.files.calls) <= HELD
         assert len(engine._to_decode) < FINISHED + max(ROW)
         left = sum(not picture.status.over for job in engine.jobs() for picture in job.pictures)
-        assert left <= engine._images()
+        held = sum(not picture.status.over for job, _ in engine._book.held() for picture in job.pictures)
+        assert left <= engine._images() + held
 
     @invariant()
     def nothing_is_lost(self) -> None:
         """The images of a job that is not over wait, run, are decoded or written."""
         places = Counter(item.job.id for item in [*self.engine._queue, *self.engine._in_decoder()])
+        held = [job for job, _ in self.engine._book.held()]
         for job in self.engine.jobs():
+            if job in held:
+                continue
             images = sum(not picture.status.over for picture in job.pictures)
             assert images <= places[job.id] + len(self.files.calls), job.status
 
@@ -439,7 +557,7 @@ class Server(RuleBasedStateMachine):
 
     @invariant()
     def adapters_are_where_images_have_them(self) -> None:
-        for name in MODELS:
+        for name in self.engine._models._served:
             model: Any = self.engine._models.named(name)
             items = [item for item in self.engine._queue.begun if item.group.model == name]
             assert model.shelf.slots._pins == Counter(entry for item in items for entry in item.adapters)
@@ -451,26 +569,43 @@ class Server(RuleBasedStateMachine):
     def every_job_ends(self) -> None:
         for job, late in self.jobs:
             assert job.status.over or WORLD.now < late, (job.request.model, job.request.client, WORLD.now - job.created)
-            expected = job.status is not Status.FAILED or WORLD.fired or job.error == ("timeout", ANY)
-            assert expected, f"{job.error}, after the server logged:\n{FAULTS.last}"
+            if job.pictures[0].status is Status.DONE or any(picture.data for picture in job.pictures):
+                self.tried[job.id] = 0
+            if job.status is Status.FAILED and not WORLD.fired:
+                expected = job.error in [("timeout", ANY), *self._deserved(job)]
+                assert expected, f"{job.error}, after the server logged:\n{FAULTS.last}"
         self.jobs = [(job, late) for job, late in self.jobs if not job.status.over]
+
+    def _deserved(self, job: Job) -> Iterator[tuple[str, Any]]:
+        """Errors that a job may have for what happened to it."""
+        if self.fewer:
+            yield "model_not_found", ANY
+        if job.request.prompt == DEADLY or (job.id in self.struck and self.tried[job.id] >= job_store.MOST_ATTEMPTS):
+            yield "server_killed", ANY
+
+    def _unwritten(self) -> bool:
+        return bool(self.files.calls or self.engine._in_decoder())
 
     def teardown(self) -> None:
         """Nothing is left when all is done."""
-        if self.engine.failure:
-            return
+        with suppress(Exception) if self.engine.failure else self._folder:
+            self._end()
+
+    def _end(self) -> None:
         while self.engine.jobs():
             self._turn()
             self.check_invariants_now()
         self.files.run()
         assert self.engine._images() == self.engine._seconds() == 0
-        queue, shelves = self.engine._queue, [self.engine._models.named(name).shelf for name in MODELS]
+        queue, shelves = self.engine._queue, [served.shelf for served in self.engine._models._served.values()]
         assert self.engine.state is State.READY
         assert (len(queue), queue.seconds, queue._active, self.engine._items) == (0, 0.0, {}, {})
         assert not any(shelf.slots._pins for shelf in shelves if shelf)
         self.engine._models.trim(set)
-        assert len(self.engine._models.groups()) <= MOST_GROUPS * len(MODELS)
-        assert all(item.over for key in self.engine._models.groups() for item in self.engine._models.group(key).seated)
+        warm = len(self.engine._models._kept)
+        assert len(self.engine._models.groups()) <= MOST_GROUPS * len(MODELS) + warm
+        assert all(item.over for key in self.engine._models.groups() for item in self._seated(key))
+        self.engine.close()
 
     def check_invariants_now(self) -> None:
         self.something_can_run()
@@ -485,11 +620,10 @@ class Server(RuleBasedStateMachine):
             self.build()
             self.write()
         if self.engine._can_decode() or self.engine._leader() is not None:
-            with acting():
-                try:
-                    self.engine._next_turn()
-                except Asleep:  # a program became ready, and its model waits for the writer
-                    assert self._is_full()
+            try:
+                self._act(self.engine._next_turn)
+            except Asleep:  # a program became ready, and its model waits for the writer
+                assert self._is_full()
             assert not self.engine._can_decode()  # before more rows
         else:
             self.engine._book.expire()
@@ -501,15 +635,15 @@ class Server(RuleBasedStateMachine):
 
     def _build(self) -> None:
         if key := self.engine._missing():
-            with acting():
-                self.engine._build(key)
+            self._act(lambda: self.engine._build(key))
 
     def _load(self, name: str) -> Any:
         WORLD.call("load", LOAD)
         return SimpleNamespace(params={}, safety_checker=None)
 
-    def _sleep(self, seconds: float | None) -> NoReturn:
-        raise Asleep
+    def _sleep(self, seconds: float | None) -> None:
+        if seconds != 0:
+            raise Asleep
 
 
 class SimpleAdapter(str):
@@ -540,7 +674,9 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(engine, "jax", SimpleNamespace(local_devices=lambda: [memory]))
     monkeypatch.setattr(engine, "check", StubChecked)
     monkeypatch.setattr(models, "ServedModel", StubServed)
-    monkeypatch.setattr(models, "sample", lambda name, *_, **options: StubChecked(JobRequest(""), name))
+    monkeypatch.setattr(
+        models, "sample", lambda name, _, width, height, **options: StubChecked(JobRequest("", height=height), name)
+    )
     monkeypatch.setattr(models, "MOST_GROUPS", MOST_GROUPS)
     monkeypatch.setattr(writing, "HELD", HELD)
     monkeypatch.setattr(engine, "MOST_FINISHED", FINISHED)
@@ -548,36 +684,173 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(writing, "preview_file", lambda *_: b"preview")
     log = logging.getLogger("canvax.server")
     monkeypatch.setattr(log, "handlers", [FAULTS])
-    monkeypatch.setattr(log, "propagate", False)
     before = log.level
-    log.setLevel(logging.ERROR)
+    log.setLevel(logging.WARNING)
     yield
     log.setLevel(before)
 
 
-def machine(examples: int) -> None:
+class Waits(Silent):
+    """What an operator sees of waiting."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        seconds = object.__getattribute__(self, "seconds")
+        return seconds.append if name == "waited" else seconds if name == "seconds" else super().__getattribute__(name)
+
+
+def ran(server: Server, *, until: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if until():
+            return
+        server._turn()
+    raise AssertionError([(job.id, job.status) for job, _ in server.jobs])
+
+
+@pytest.fixture
+def server(stubs: None) -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.teardown()
+
+
+def submitted(server: Server, prompt: str = "", client: str = "alice", steps: int = 3, **more: Any) -> str:
+    server.submit("a", client, steps, prompt=prompt, **more)
+    return server.jobs[-1][0].id
+
+
+def test_a_job_that_kills_two_processes_fails_and_others_are_done(server: Server) -> None:
+    """The third process does it no more; those that ran beside it run again, and what waited is done first."""
+    deadly = submitted(server, DEADLY)
+    names = [submitted(server, client=client) for client in ("alice", "bob") * 3]
+    ran(server, until=lambda: sum(server.kills.values()) == 1)
+    waited = [name for name in names if not server.known[name].attempts]
+    assert 0 < len(waited) < len(names)
+    ran(server, until=lambda: sum(server.kills.values()) == 2)
+    assert {server.known[name].status for name in waited} == {Status.DONE}
+    ran(server, until=lambda: not server.engine.jobs())
+    assert server.known[deadly].error == ("server_killed", ANY)
+    assert {server.known[name].status for name in names} == {Status.DONE}
+    assert server.kills == {deadly: 2}
+
+
+def test_a_job_that_may_have_killed_a_process_has_no_company(server: Server) -> None:
+    for _ in range(4):
+        submitted(server)
+    ran(server, until=lambda: len(server.engine._queue.begun) == 2)
+    WORLD.kills = {"step": 1}
+    server._turn()
+    names = {job.id for job, _ in server.jobs}
+    for i in range(80):
+        if i % 3 == 0:
+            submitted(server, client="bob", steps=2)
+        server._turn()
+        begun = {item.job.id for item in server.engine._queue.begun}
+        assert not begun & {job.id for job, _ in server.jobs if job.attempts} or len(begun) == 1
+    assert {server.known[name].status for name in names} == {Status.DONE}
+
+
+def test_what_was_made_at_the_start_stays(stubs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = range(64, 64 + 8 * 18, 8)
+    monkeypatch.setattr(StubServed, "sizes", lambda served, warm: (((64, size), (1,)) for size in sizes))
+    server = Server()
+    made = set(server.engine._models.groups())
+    assert len(made) == 18 * 2
+    for height in (512, 520, 528, 536):
+        server.engine._models.add(StubGroup(GroupKey("a", height, 64, Kinds()), (1,)))
+    server.engine._models.trim(set)
+    kept = set(server.engine._models.groups())
+    assert made < kept
+    assert len(kept - made) == MOST_GROUPS
+    server._folder.cleanup()
+
+
+def test_a_stop_that_is_meant_is_no_attempt(server: Server) -> None:
+    name = submitted(server, n=2)
+    for _ in range(2 * job_store.MOST_ATTEMPTS):
+        ran(server, until=lambda: server.known[name].status is Status.RUNNING)
+        server.restart(MODELS)
+    ran(server, until=lambda: server.known[name].status is Status.DONE)
+
+
+def test_an_image_that_is_done_clears_its_job(server: Server) -> None:
+    """Of many images, each process has done one before it was killed."""
+    name = submitted(server, n=8)
+
+    def done() -> int:
+        return sum(picture.data is not None for picture in server.known[name].pictures)
+
+    for _ in range(job_store.MOST_ATTEMPTS + 1):
+        before = done()
+        ran(server, until=lambda before=before: done() > before)  # type: ignore[misc]
+        WORLD.kills = {"step": 1}
+        ran(server, until=lambda: not WORLD.kills)
+    assert server.known[name].status is Status.QUEUED
+    ran(server, until=lambda: server.known[name].status is Status.DONE)
+
+
+def test_jobs_wait_for_a_model_that_a_start_lacks(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    server.submit("b", "alice", 3)
+    name = server.jobs[-1][0].id
+    server.restart(MODELS[:1])
+    assert [record.levelno for record in caplog.records if "model='b'" in record.getMessage()] == [logging.WARNING]
+    assert server.known[name].status is Status.QUEUED
+    assert server.engine._book.until_late() is not None
+    server.restart(MODELS)
+    ran(server, until=lambda: server.known[name].status is Status.DONE)
+    server.submit("b", "alice", 3)
+    name = server.jobs[-1][0].id
+    server.restart(MODELS[:1])
+    before = WORLD.now
+    ran(server, until=lambda: server.known[name].status.over)
+    assert server.known[name].error == ("model_not_found", ANY)
+    assert KEEP <= WORLD.now - before < KEEP + 1
+    server.restart(MODELS)
+    again = server.engine.job(name, "alice")
+    assert again
+    assert again.status is Status.FAILED
+
+
+def test_waiting_is_seen_once_for_each_image(server: Server) -> None:
+    """Not for second passes, and not for the time in which there was no server."""
+    server.engine._metrics = waits = Waits()
+    submitted(server, n=2, hires=2)
+    ran(server, until=lambda: not server.engine.jobs())
+    assert len(waits.seconds) == 2
+    submitted(server)
+    server.jobs.clear()
+    WORLD.now += 3600.0
+    server.restart(MODELS)
+    server.engine._metrics = waits = Waits()
+    ran(server, until=lambda: not server.engine.jobs())
+    assert not waits.seconds
+
+
+def machine(examples: int, steps: int) -> None:
     run_state_machine_as_test(
         Server,
         settings=settings(
-            max_examples=examples, stateful_step_count=16, deadline=None, suppress_health_check=list(HealthCheck),
-            print_blob=False,
+            max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
         ),
-    )  # fmt: skip
+    )
 
 
 def test_whatever_happens_every_job_ends(stubs: None) -> None:
-    machine(40)
+    machine(15, 40)
 
 
 @pytest.mark.weekly
 def test_whatever_happens_every_job_ends_at_length(stubs: None) -> None:
-    machine(2000)
+    machine(1000, 60)
 
 
-def test_a_job_that_fails_shows_what_was_logged(stubs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_fails_shows_what_was_logged(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """A setting that some stub does not have, say."""
-    monkeypatch.setattr(StubItem, "metadata", lambda self, model: self.request.options.zebra)
-    server = Server()
-    server.submit("a", "alice", 1)
-    with pytest.raises(AssertionError, match="zebra"):
-        server.run(9)
+    with monkeypatch.context() as patch:
+        patch.setattr(StubItem, "metadata", lambda self, model: self.request.options.zebra)
+        submitted(server, steps=1)
+        with pytest.raises(AssertionError, match="zebra"):
+            server.run(9)
+    server.jobs.clear()

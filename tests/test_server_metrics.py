@@ -21,6 +21,7 @@ SERIES = {
     "canvax_first_preview_seconds": ("histogram", set()),
     "canvax_queue_images": ("gauge", set()),
     "canvax_queue_cost_seconds": ("gauge", set()),
+    "canvax_journal_writable": ("gauge", set()),
     "canvax_steps_total": ("counter", {"size"}),
     "canvax_slot_steps_total": ("counter", {"size", "state"}),
     "canvax_step_seconds": ("histogram", {"size", "batch"}),

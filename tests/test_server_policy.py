@@ -97,6 +97,28 @@ def test_a_stream_of_short_work_does_not_starve_long_work() -> None:
     assert long.finished < PATIENCE * 20 + 2 * 20
 
 
+def test_a_second_pass_does_not_starve() -> None:
+    """Its first pass began after minutes of work, and the counts of them are gone: the queue was empty meanwhile."""
+    queue, now = Queue(), 0.0
+
+    def short_work(until: float) -> None:
+        nonlocal now
+        while now < until and not twice.finished:
+            while queue.waiting("small") < 2:
+                arrive(queue, now, "short", 2.0)
+            now = run(queue, now + 1.0, now)
+
+    twice = Work("twice", 4.0)
+    short_work(600.0)
+    twice.deadline = now + PATIENCE * 4.0
+    queue.add(twice)
+    now = run(queue, now + 100.0, now)
+    twice.group, twice.done, twice.deadline, twice.finished = "large", 0.0, now + PATIENCE * 4.0, None
+    queue.add(twice)
+    short_work(now + PATIENCE * 4.0 + 2 * 4.0)
+    assert twice.finished
+
+
 def test_a_client_with_thousands_does_not_delay_another_one() -> None:
     queue = Queue()
     for i in range(2000):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -277,17 +276,6 @@ def test_an_upscale_says_how_many_tiles_it_has() -> None:
     asked = check(JobRequest("x", image=Image.new("RGB", (64, 64)), upscale=3.0, seed=1), "emoji", MODEL)
     assert asked.job(JobRequest("x"), lambda job: None).tiles == asked.images == 25
     assert check(JobRequest("x", n=3), "emoji", MODEL).job(JobRequest("x"), lambda job: None).tiles == 0
-
-
-def test_a_journal_whose_jobs_have_other_fields_is_of_another_version(tmp_path: Path) -> None:
-    path = tmp_path / "jobs.db"
-    with booked(path) as book:
-        accept(book, job_of())
-    with closing(sqlite3.connect(path)) as base:
-        base.execute("""UPDATE jobs SET ask = replace(ask, '"prompt"', '"text"')""")
-        base.commit()
-    with booked(path) as book, pytest.raises(InputError, match="another version"):
-        list(book.recover(lambda job: None))
 
 
 @pytest.mark.parametrize("api", ["/v1/images/generations", "/api/jobs"])

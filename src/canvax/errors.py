@@ -117,6 +117,16 @@ class OutOfMemoryError(CanvaxError, MemoryError):
     """A device has too little memory for what was asked; the message says what would fit."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, of JAX or of Python, means that there was too little memory.
+
+    XLA's CPU backend has no word for it where one of YNNPACK's operations gets none.
+    """
+    text = str(error)
+    words = ("RESOURCE_EXHAUSTED" in text, "out of memory" in text.lower(), "YNNPACK operation failed" in text)
+    return isinstance(error, MemoryError) or any(words)
+
+
 class Cancelled(CanvaxError):
     """A callback asked to stop between two steps."""
 

@@ -99,8 +99,8 @@ class StubEngine:
     def job(self, name: str, client: str) -> Job | None:
         return self.book.get(name, client)
 
-    def jobs(self) -> Sequence[Job]:
-        return self.book.open()
+    def jobs(self, client: str | None = None) -> Sequence[Job]:
+        return [job for job in self.book.open() if client in (None, job.request.client)]
 
     def _cancel(self, job: Job) -> None:
         self.book.end(job, Status.CANCELLED)

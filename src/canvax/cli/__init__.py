@@ -18,7 +18,7 @@ from typing import Any
 
 from canvax.cli.arguments import COMMANDS, parse
 from canvax.cli.terminal import complain, emit_json, flush, hush_stdout, show_warning, tolerant_streams
-from canvax.errors import CanvaxError, HintWarning, InputError
+from canvax.errors import CanvaxError, HintWarning, InputError, is_out_of_memory
 from canvax.weights.data_folder import using
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -113,7 +113,7 @@ def without_missing_tpu() -> None:
 
 def _guarded(run: Command, arguments: list[str], report: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
     """Run a command; returns its exit code, and the error if there was one."""
-    debug = os.environ.get("CANVAX_DEBUG", "") not in ("", "0")
+    debug = debugging()
     try:
         run(arguments, report)
     except KeyboardInterrupt:
@@ -137,6 +137,11 @@ def _guarded(run: Command, arguments: list[str], report: dict[str, Any]) -> tupl
     return 0, None
 
 
+def debugging() -> bool:
+    """Whether tracebacks are wanted."""
+    return os.environ.get("CANVAX_DEBUG", "") not in ("", "0")
+
+
 def _setting_of_jax(error: Exception) -> str:
     """The variable of the environment that JAX refuses when it is imported, with its value; "" if it is not that."""
     match = re.search(r"environment '(JAX_\w+)'|JAX flag (jax_\w+)", str(error))
@@ -151,7 +156,7 @@ def _error(kind: str, message: str) -> dict[str, Any]:
 def _unexpected(error: Exception) -> str:
     """One line for an unexpected error, and what to do about it."""
     first = (str(error).strip().splitlines() or [""])[0]
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in first or "out of memory" in first.lower():
+    if is_out_of_memory(error):
         return (
             f"not enough memory ({first[:200]}); use a smaller --batch-size, --width and --height, or --dtype bfloat16"
         )

@@ -47,6 +47,9 @@ class Parser(argparse.ArgumentParser):
         if rest and "prompts" not in known:
             cure = "a prompt goes with -p, in quotes" if "-p" in self._option_string_actions else "leave it out"
             cure = f"there is no place for another file; {cure}" if os.path.exists(rest[0]) else cure
+            positional = (action for action in self._actions if not action.option_strings)
+            if several := next((action.dest for action in positional if action.nargs in ("*", "+")), None):
+                cure = f"write the {several} one after the other, before the flags"
             self.error(f"{rest[0]!r} is not expected here; {cure}")
         if rest:
             known.prompts += rest

@@ -14,12 +14,14 @@ import time
 import warnings
 import webbrowser
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from canvax.cli import BAD_INPUT, FAILED, debugging
 from canvax.cli.compile import open_pipeline
 from canvax.cli.generate_arguments import (
     OUTPUT,
@@ -105,7 +107,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         page=not arguments.no_page,
         history=output if opens_page else None,
     )
-    with listen(arguments.host, arguments.port, spare=opens_page) as listener:
+    with listen(arguments.host, arguments.port, spare=opens_page) as listener, _errors_logged(arguments):
         _log_to_stderr(quiet=arguments.quiet or opens_page)
         say: Callable[[str], None] = (lambda text: None) if arguments.quiet else complain
         if not opens_page and not sys.stderr.isatty():  # a program reads it, for which every line is JSON
@@ -326,6 +328,19 @@ def listen(host: str, port: int | None, *, spare: bool = False) -> socket.socket
         cure = "name an address of this machine, such as 127.0.0.1"
         raise InputError("host", host, f"cannot be listened on: {reason}", cure) from None
     return listener
+
+
+@contextmanager
+def _errors_logged(arguments: argparse.Namespace) -> Iterator[None]:
+    """Log an error that ends the server, where a program reads its log: as JSON, as all else."""
+    try:
+        yield
+    except CanvaxError as error:
+        log = logging.getLogger("canvax.server")
+        if arguments.command == "ui" or sys.stderr.isatty() or not log.handlers or debugging():
+            raise
+        log.error(" ".join(error.format(arguments.write).split()) if isinstance(error, InputError) else str(error))
+        raise SystemExit(BAD_INPUT if isinstance(error, InputError) else FAILED) from None
 
 
 def _log_to_stderr(*, quiet: bool) -> None:

@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 
 from canvax.compile import cache, key
 from canvax.compile.monitor import counting
+from canvax.errors import is_out_of_memory
 from canvax.originals import replaced
 
 
@@ -74,7 +75,7 @@ class CacheEntry:
             payload, in_tree, out_tree = pickle.loads(executable)
             return deserialize_and_load(payload, in_tree, out_tree, self.devices[0].client, self.devices)
         except Exception as error:  # whatever JAX, the plugin and pickle raise, compiling again is the cure
-            if _out_of_memory(error):
+            if is_out_of_memory(error):
                 raise
             self.remove(error)
             return None
@@ -92,7 +93,19 @@ class CacheEntry:
         except Exception as error:  # not every backend can
             cache.logger.debug("%s cannot be stored: %s", self.header["description"]["program"], error)
             return 0
-        return cache.write(self.path, self.header | {"created": time.time()}, executable)
+        return self.keep(executable)
+
+    def keep(self, data: bytes) -> int:
+        """Store bytes; returns bytes on disk, 0 if they cannot be stored."""
+        return cache.write(self.path, self.header | {"created": time.time()}, data)
+
+    def beside(self, name: str, others: Sequence[CacheEntry]) -> CacheEntry:
+        """Where what is called ``name`` is stored about this program and ``others``: with any other key of one of them
+        it is another file."""
+        keys = sorted(entry.header["key"] for entry in (self, *others))
+        header = self.header | {"key": key.digest([name, keys])}
+        header["description"] = self.header["description"] | {"program": name}
+        return CacheEntry(self.path.with_name(f"{header['key']}.program"), header, self.devices)
 
 
 def find_entry(
@@ -206,7 +219,7 @@ class LoadedProgram(Program):
             with _plain_settings():
                 result = jax.block_until_ready(program(*arguments))
         except jax.errors.JaxRuntimeError as error:
-            if _out_of_memory(error):
+            if is_out_of_memory(error):
                 raise
             with self._lock:
                 if self._program is program:
@@ -215,10 +228,6 @@ class LoadedProgram(Program):
             return super().__call__(*arguments)
         self._proven = True
         return result
-
-
-def _out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _own(devices: Sequence[Any]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -293,6 +293,11 @@ class Programs:
             if program is not None:
                 self._compiled[key] = program
             return program
+
+    def entry(self, name: str, params: Params, wanted: Sequence[Program]) -> CacheEntry | None:
+        """Where what is called ``name`` is stored about programs; None if one of them is not stored."""
+        entries = [entry for program in wanted if (entry := self._entry(self._call(params, program)))]
+        return entries[0].beside(name, entries[1:]) if len(entries) == len(wanted) else None
 
     def _entry(self, call: _Call) -> CacheEntry | None:
         if not call.program.stored:

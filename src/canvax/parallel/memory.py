@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import jax
 from jax.sharding import Mesh
 
-from canvax.errors import InputError, OutOfMemoryError
+from canvax.errors import InputError, OutOfMemoryError, is_out_of_memory
 
 _MEMINFO = Path("/proc/meminfo")
 _CONTROL = Path("/sys/fs/cgroup")
@@ -142,10 +142,9 @@ def explained(cure: Callable[[], str]) -> Iterator[None]:
     except OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, MemoryError) as error:
-        text = str(error).strip()
-        if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()):
+        if not is_out_of_memory(error):
             raise
-        first = (text.splitlines() or ["out of memory"])[0][:200]
+        first = (str(error).strip().splitlines() or ["out of memory"])[0][:200]
         raise OutOfMemoryError(f"the device ran out of memory ({first}); {cure()}") from error
 
 

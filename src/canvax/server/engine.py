@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -149,9 +150,11 @@ class ImageEngine:
             announce=self._announcer,
         )
         self._book = JobStore(metrics, journal, settings.keep_seconds, self._ended, log_prompts=settings.log_prompts)
-        self._wake = threading.Condition(self._book.lock)
+        self._wake = self._book.changed
         self._queue: Queue[Item] = Queue(lambda item: item.cost)
+        self._metrics.watch_journal(self._book.records)
         self._items: dict[str, list[Item]] = {}
+        self._suspects: list[Job] = []
         self._to_decode: list[tuple[Item, HostArray]] = []
         self._closed, self._tells, self._began, self._worked = False, 0.0, 0.0, 0.0
         self._door = threading.Lock()  # who is inside decides about a new job, so that nobody else fills the queue
@@ -194,11 +197,16 @@ class ImageEngine:
 
     def job(self, name: str, client: str) -> Job | None:
         """See ``Engine``."""
-        return self._book.get(name, client)
+        job = self._book.get(name, client)
+        if job is None and not self._book.complete:  # it may be one of those that are still to be read
+            check_ready(self.state)
+        return job
 
-    def jobs(self) -> Sequence[Job]:
+    def jobs(self, client: str | None = None) -> Sequence[Job]:
         """See ``Engine``."""
-        return self._book.open()
+        if client is not None and not self._book.complete:
+            check_ready(self.state)
+        return [job for job in self._book.open() if client in (None, job.request.client)]
 
     def drain(self, seconds: float) -> bool:
         """Accept no more and finish what was accepted; whether that was done in time. What is left fails."""
@@ -207,6 +215,8 @@ class ImageEngine:
                 return True
             if self._state is not State.FAILED:
                 self._state = State.DRAINING
+            for job, _ in self._book.held():  # nobody will do them here
+                self._book.fail(job, "draining", _STOPPED, resumes=True)
             done = self._wake.wait_for(lambda: not self.jobs() or self._closed, seconds)
             for job in self.jobs():
                 self._book.fail(job, "draining", _STOPPED, resumes=True)
@@ -288,10 +298,12 @@ class ImageEngine:
         """Put the images of a job that are not done into the queue."""
         arrived, job.ahead, before = time.monotonic(), len(self._queue), self._seconds()
         self._items[job.id] = items = []
+        self._suspects += [job] if job.attempts else []
         for picture in job.pictures:
             for item in [] if picture.status.over else checked.items(job, picture):
                 (item.expected, item.shared), *later = costs
                 item.later = later[0] if later else item.later
+                item.client = f"\0{job.id}" if job.attempts else item.client  # its images wait apart from others
                 item.deadline = arrived + PATIENCE * _alone(costs) * (len(items) + 1)
                 items.append(item)
                 self._queue.add(item)
@@ -323,7 +335,8 @@ class ImageEngine:
             raise invalid("n", f"n: {images} images or tiles are more than the {most} that may wait; ask for less")
         if count + images > most or (count and seconds + shared * images > self._settings.queue_seconds):
             wait = min(max(1.0, seconds / 4), 60.0)
-            raise Rejected(429, "queue_full", f"{count} images are waiting; try again later", retry_after=wait)
+            waits = f"{count} images are" if count + images > most else f"{seconds:.0f} seconds of work are"
+            raise Rejected(429, "queue_full", f"{waits} waiting; try again later", retry_after=wait)
         if job_request.seconds is not None and alone > job_request.seconds:
             why = f"seconds={job_request.seconds:g}: an image takes about {alone:.1f} s; allow more"
             raise Rejected(400, "too_late", why, param="seconds")
@@ -383,9 +396,15 @@ class ImageEngine:
         with self._wake:
             for job in self._book.recover(self._cancel):
                 self._resume(job)
+            if self._closed:
+                return
             if self._state is State.STARTING:
                 self._state = State.READY
             self._wake.notify_all()
+        for why, count in Counter(refused.message for _, refused in self._book.held()).items():
+            seconds = self._settings.keep_seconds
+            jobs = "1 recorded job waits" if count == 1 else f"{count} recorded jobs wait"
+            log.warning("%s for another start of the server until %g s are over: %s", jobs, seconds, why)
         self._say(f"ready in {time.perf_counter() - began:.1f} s")
 
     def _resume(self, job: Job) -> None:
@@ -397,7 +416,10 @@ class ImageEngine:
             checked = check(request, job.model, served.model, served.shelf)
             costs = self._costs(checked)
         except Rejected as refused:
-            self._book.fail(job, refused.code, str(refused))
+            self._book.hold(job, refused)
+        except Exception:  # one job is no reason not to start
+            log.exception("a recorded job cannot be resumed")
+            self._book.fail(job, "server_error", "the server cannot go on with it; ask again")
         else:
             self._add(job, checked, costs)
             job.request = without_pixels(job.request)
@@ -427,13 +449,36 @@ class ImageEngine:
         if finished >= MOST_FINISHED:
             return None
         groups = self._models.groups()
-        leader = self._queue.first(groups, time.monotonic(), may_begin)
+        leader = self._queue.first(groups, time.monotonic(), self._may_begin)
         # Weights stay on the devices until all is decoded that they are for.
         waits = leader is not None and finished and groups[leader.group] is not None and not self._writer.room
         return None if waits else leader
 
     def _can_decode(self) -> bool:
         return bool(self._in_decoder()) and self._writer.room > 0
+
+    def _may_begin(self, items: Sequence[Item]) -> Sequence[Item]:
+        """As ``may_begin``; a job with which a process was killed begins after the journal's other jobs, and alone."""
+        self._suspects = [job for job in self._suspects if job.attempts and not job.status.over]
+        waiting = [item.job for item in items if item.job.attempts]
+        if not self._suspects:
+            return may_begin(items)
+        begun = self._at_work()
+        tried = next((job for job in self._suspects if job in begun), None)
+        if tried is None:
+            ready = self._models.groups()
+            others = any(item.job.resumed and not item.job.attempts and item.group in ready for item in self._queue)
+            if others or not waiting:
+                return may_begin(item for item in items if not item.job.attempts)
+            if begun:
+                return []
+            tried = waiting[0]
+        return may_begin(item for item in items if item.job is tried)
+
+    def _at_work(self) -> set[Job]:
+        """The jobs that have images on the devices, between them or in the writer."""
+        images = [item for items in self._items.values() for item in items]
+        return {item.job for item in images if item.picture.status is Status.RUNNING and not self._queue.waits(item)}
 
     def _turn(self) -> None:
         """Some rows of one batch, and what is finished decoded."""
@@ -495,11 +540,12 @@ class ImageEngine:
             if self._queue.waits(leader) and leader in chosen:
                 self._start(leader)
             while not whole and len(chosen) < size:
-                item = self._queue.next(group.key, groups, now, may_begin)
+                item = self._queue.next(group.key, groups, now, self._may_begin)
                 if item is None:
                     break
                 chosen.append(item)
                 self._start(item)
+        self._book.counted()
         ready = [item for item in chosen if self._encoded(group, item)]
         self._on_devices(group, lambda: group.seat(ready, size))
         return bool(group.seated)
@@ -508,8 +554,10 @@ class ImageEngine:
         """A waiting image begins."""
         self._queue.begin(item, time.monotonic())
         item.hold()
+        if item.shown.status is Status.QUEUED and not item.job.resumed:  # not for a second pass, or while nothing ran
+            self._metrics.waited(time.time() - item.job.created)
         item.picture.status = item.shown.status = Status.RUNNING
-        self._metrics.waited(time.time() - item.job.created)
+        self._book.begins(item.job)
         if item.job.status is Status.QUEUED:
             item.job.ahead = 0
             item.job.tell(Changed(Status.RUNNING))
@@ -598,6 +646,8 @@ class ImageEngine:
         if not item.over:
             item.deadline = time.monotonic() + PATIENCE * item.left
             self._queue.add(item)
+            if item.job not in self._at_work():
+                self._book.rests(item.job)
             self._compile_missing()
 
     # Faults, and the events that watchers get.

@@ -73,6 +73,11 @@ class Colours:
         self._xx, self._xy = np.eye(channels + 1) * 1e-3, np.zeros((channels + 1, 3))
         self._seen = 0
 
+    @property
+    def known(self) -> bool:
+        """Whether it has seen an image."""
+        return self._seen > 0
+
     def learn(self, latents: HostArray, pixels: HostArray) -> None:
         """From an image: latents [h, w, C] and pixels [H, W, 3] float32 in 0..1."""
         if self._seen >= _LEARNT_FROM or not np.isfinite(pixels).all():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from canvax.compile.aot import BuildCallback
+from canvax.compile.aot import BuildCallback, CacheEntry
 from canvax.compile.kinds import DENOISERS, Kinds, Ready
 from canvax.compile.programs import Programs
 from canvax.denoise import Known
@@ -35,6 +35,12 @@ AT_ONCE = 0.2
 """Seconds that a call of the denoiser should take: who comes or goes waits for its end. With half of it one client's
 images of 20 and 30 steps take 4 % longer."""
 
+LOOKS = 3
+"""Measurements of each batch, at different times: other work of the machine disturbs the quickest least."""
+
+SLOW = 1.0
+"""Seconds of a row that is measured once: the first of a start are waited for."""
+
 _SMOOTH = 0.2
 """Weight of a new measurement among the old ones."""
 
@@ -52,13 +58,15 @@ class Timings:
         row: one row of the denoiser at each batch.
         encode: texts and images of one image.
         decode: one image.
-        left_out: as ``row``, for batches that save no time and are not used.
+        left_out: as ``row``, for batches that nobody asked for, save no time and are not used.
+        kept: whether they were measured at an earlier start.
     """
 
     row: dict[int, float] = field(default_factory=dict)
     encode: float = 0.0
     decode: float = 0.0
     left_out: dict[int, float] = field(default_factory=dict)
+    kept: bool = False
 
     def image(self, rows: float) -> float:
         """An image of so many rows by itself."""
@@ -109,6 +117,7 @@ class Group:
         self.used = 0.0
         self.alone = padded_batch(1, programs.mesh)
         self.batches = sorted({self.alone, *(padded_batch(batch, programs.mesh) for batch in batches)})
+        self._asked = tuple(self.batches)
         self._model, self._programs, self._params = model, programs, params
         self._ready: Ready | None = None
         self._idle: Idle | None = None
@@ -135,28 +144,58 @@ class Group:
         return shared + len(kinds.guided) * len(self.batches)
 
     def measure(self, carry: ParkedImage) -> None:
-        """Time a row of each batch, in one lane and in more, and forget what is no faster than fewer images."""
+        """Time a row of each batch, in one lane and in more.
+
+        Batches that nobody asked for are forgotten where they are no faster than fewer images.
+        """
+        seen: dict[tuple[int, int], float] = {}
         measured: dict[int, tuple[float, int]] = {}
-        most = self._most_lanes
-        for batch in self.batches:
-            lanes, before = 1, float("inf")
-            while lanes == 1 or (lanes <= most and self._has_room(batch, lanes)):
-                images = batch * lanes
-                seconds = self._measured(images, lanes, carry)
-                if seconds / images > WORTH_IT * before:
-                    most = lanes // 2  # larger batches share the cores better
-                    break
-                before = seconds / images
-                measured[images] = min(measured.get(images, (seconds, lanes)), (seconds, lanes))
-                lanes *= 2
-        self.timings.row = {images: seconds for images, (seconds, _) in sorted(measured.items())}
-        useful = {best_batch(self.timings.row, waiting) for waiting in range(1, max(measured) + 1)}
-        self.batches = sorted({self.alone, *useful})
-        self.timings.left_out = {images: row for images, row in self.timings.row.items() if images not in self.batches}
-        self.timings.row = {images: self.timings.row[images] for images in self.batches}
+        for _ in range(LOOKS):
+            measured, most = {}, self._most_lanes
+            for batch in self._asked:
+                lanes, before = 1, float("inf")
+                while lanes == 1 or (lanes <= most and self._has_room(batch, lanes)):
+                    images = batch * lanes
+                    seconds = seen[batch, lanes] = self._measured(images, lanes, carry, seen.get((batch, lanes)))
+                    if seconds / images > WORTH_IT * before:
+                        most = lanes // 2  # larger batches share the cores better
+                        break
+                    before = seconds / images
+                    measured[images] = min(measured.get(images, (seconds, lanes)), (seconds, lanes))
+                    lanes *= 2
+        self._use(measured)
+
+    def _use(self, measured: Mapping[int, tuple[float, int]]) -> None:
+        """Choose batches by the seconds of a row of so many images, and the lanes that these are of."""
+        row = {images: seconds for images, (seconds, _) in sorted(measured.items())}
+        useful = {best_batch(row, waiting) for waiting in range(1, max(row) + 1)}
+        self.batches = sorted({*self._asked, *useful})
+        self.timings.left_out = {images: seconds for images, seconds in row.items() if images not in self.batches}
+        self.timings.row = {images: row[images] for images in self.batches}
         self._lanes = {images: measured[images][1] for images in self.batches}
-        sizes = {images // lanes for images, lanes in self._lanes.items()}
-        self._denoisers = {size: self._denoisers[size] for size in sorted(sizes)}
+
+    def entry(self, params: Params) -> CacheEntry | None:
+        """Where timings are stored between processes: beside the programs that they are of. None if these are not."""
+        alone, *others = (self._programs.wanted(params, self._latents(size), self.key.kinds) for size in self._asked)
+        programs = [*alone.values(), *(program for wanted in others for program in _denoisers(wanted).values())]
+        return self._programs.entry(f"timings in {self._most_lanes} lanes", params, programs)
+
+    def keep(self, entry: CacheEntry) -> None:
+        """Store what was measured for the next process."""
+        timings = self.timings
+        rows = [[images, seconds, self._lanes[images]] for images, seconds in timings.row.items()]
+        entry.keep(json.dumps({"rows": rows, "encode": timings.encode, "decode": timings.decode}).encode())
+
+    def recall(self, entry: CacheEntry, carry: ParkedImage) -> bool:
+        """Take what an earlier process has measured, and run each batch once; whether there was something."""
+        if (kept := entry.read()) is None:
+            return False
+        kept = json.loads(kept)
+        self._use({images: (seconds, lanes) for images, seconds, lanes in kept["rows"]})
+        self.timings.encode, self.timings.decode, self.timings.kept = kept["encode"], kept["decode"], True
+        for images in self.batches:
+            self._timed(images, carry, 1)  # the first call of a program is slower
+        return True
 
     def _has_room(self, batch: int, lanes: int) -> bool:
         """Whether so many calls at a time fit into memory, as far as the device reports it."""
@@ -164,13 +203,16 @@ class Group:
         needed = max(program_bytes(compiled.executable) or 0 for compiled in self._denoisers[batch].values())
         return free is None or lanes * needed <= free
 
-    def _measured(self, images: int, lanes: int, carry: ParkedImage) -> float:
-        """Seconds of a row of so many images in so many lanes."""
+    def _measured(self, images: int, lanes: int, carry: ParkedImage, before: float | None) -> float:
+        """Seconds of a row of so many images in so many lanes; ``before``: what was measured so far."""
         self._lanes[images] = lanes
-        self._timed(images, carry, 1)  # the first call of a program is slower
-        single = self._timed(images, carry, 1)
-        rows = min(len(carry.run.table), rows_at_once(single))  # a call has its own time, which these share
-        return single if single > 1 else statistics.median(self._timed(images, carry, rows) for _ in range(3))
+        if before is None:
+            self._timed(images, carry, 1)  # the first call of a program is slower
+            before = self._timed(images, carry, 1)
+        if before > SLOW:
+            return before
+        rows = min(len(carry.run.table), rows_at_once(before))  # a call has its own time, which these share
+        return min(before, self._timed(images, carry, rows))
 
     def _timed(self, images: int, carry: ParkedImage, rows: int) -> float:
         """Seconds of each of so many rows of a full batch, in one call."""
@@ -220,7 +262,11 @@ class Group:
         )
         decode = f"decoding {1e3 * self.timings.decode:.0f} ms"
         decode += f"; left out, since they save no time: {left_out}" if left_out else ""
-        return f"{self.key.size} is warm: a step of a batch of {rows}; {decode}"
+        decode += ", as measured at an earlier start" if self.timings.kept else ""
+        kinds = self.key.kinds
+        of = f", {kinds.chunks} chunks" if kinds.chunks > 1 else ""
+        of += f", {len(kinds.references)} reference images" if kinds.references else ""
+        return f"{self.key.model} is warm at {self.key.size}{of}: a step of a batch of {rows}; {decode}"
 
     def scaled(self, key: GroupKey) -> Timings:
         """What another size of the model may take, with programs for single images alone."""

@@ -9,11 +9,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from canvax.errors import CanvaxError, InputError
+from canvax.errors import CanvaxError, InputError, is_out_of_memory
 from canvax.server.jobs import Changed, Finished, Job, JobRequest, Rejected, Status, without_pixels
 from canvax.server.journal import Journal
 from canvax.server.logs import now
@@ -24,8 +24,14 @@ log = logging.getLogger("canvax.server")
 KEPT_BYTES = 512 << 20
 """Of finished files that wait to be fetched."""
 
-PASSING = ("server_error", "out_of_memory", "draining")
+PASSING = ("server_error", "out_of_memory", "draining", "model_unavailable")
 """Codes of failures that another try may not meet."""
+
+MOST_ATTEMPTS = 2
+"""Processes that may be killed while they work on a job; then it fails."""
+
+_PATIENCE = 1.0
+"""Seconds that an image waits at most for the disk before it begins."""
 
 _PAUSE = 1.0
 """Seconds after which a journal that cannot be written is tried again."""
@@ -43,6 +49,7 @@ class JobStore:
 
     Attributes:
         lock: for whoever reads and changes several things at once.
+        changed: with that lock: notified when an image is done, or a job over.
     """
 
     def __init__(
@@ -55,18 +62,26 @@ class JobStore:
         log_prompts: bool = False,
     ) -> None:
         self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self._metrics, self._journal, self._keep, self._ended = metrics, journal, keep, ended
         self._log_prompts = log_prompts
         self._open: OrderedDict[str, Job] = OrderedDict()
         self._over: OrderedDict[str, tuple[float, Job]] = OrderedDict()
         self._once: dict[tuple[str, str], Job] = {}
         self._limited: dict[str, Job] = {}
+        self._held: OrderedDict[str, tuple[float, Job, Rejected]] = OrderedDict()
         self._tries = 0.0
+        self._counted: set[str] = set()  # jobs of which the journal counts an attempt of this process
+        self._begun: Future[None] | None = None
+        self.complete = journal is None
+        """Whether all jobs of the journal are known."""
         # Whoever holds the lock must not wait for the disk: what no client waits for is written in this thread.
         self._later = ThreadPoolExecutor(1, "canvax journal")
 
     def close(self) -> None:
         """Write what is still to be written, and close the journal."""
+        with self.lock:
+            self.rests(*self._open.values())
         self._later.shutdown(wait=True)
         if self._journal:
             self._journal.close()
@@ -146,12 +161,49 @@ class JobStore:
         """The jobs of a journal that are not over, one after the other: each holds its images, decoded."""
         for job in self._journal.recover(cancel) if self._journal else ():
             self.enter(job)
-            if not job.status.over:
+            if job.status.over:
+                del self._open[job.id]
+                self._over[job.id] = time.monotonic(), job
+            elif job.error:
+                self.fail(job, *job.error)
+            elif job.attempts >= MOST_ATTEMPTS:
+                why = f"the server was killed {job.attempts} times at work on this job, perhaps for lack of memory"
+                self.fail(job, "server_killed", f"{why}; ask for a smaller image")
+            else:
                 yield job
                 continue
             job.request = without_pixels(job.request)
-            del self._open[job.id]
-            self._over[job.id] = time.monotonic(), job
+        self.complete = True
+
+    def hold(self, job: Job, refused: Rejected) -> None:
+        """Keep a job of the journal that this server cannot do: it fails later, unless another server is started."""
+        with self.lock:
+            job.hints = (refused.message,)
+            self._held[job.id] = time.monotonic() + self._keep, job, refused
+
+    def held(self) -> Sequence[tuple[Job, Rejected]]:
+        """The jobs that are kept in this way, and why."""
+        return [(job, refused) for _, job, refused in self._held.values()]
+
+    def begins(self, job: Job) -> None:
+        """An image of a job begins; under the lock. Wait for ``counted`` before it can do any harm."""
+        if self._journal and job.id not in self._counted:
+            self._counted.add(job.id)
+            self._begun = self._write_later(self._journal.begun, job)
+
+    def rests(self, *jobs: Job) -> None:
+        """No image of these jobs is at work: if the process is killed now it was not for them. Under the lock."""
+        counted = [job for job in jobs if job.id in self._counted]
+        if self._journal and counted:
+            self._counted -= {job.id for job in counted}
+            self._write_later(self._journal.stopped, *counted)
+
+    def counted(self) -> None:
+        """Wait for the disk, without the lock and not for long: a process that is killed now has tried these jobs."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            with suppress(TimeoutError):
+                begun.result(_PATIENCE)
 
     def finished(self, job: Job, index: int) -> None:
         """An image has its file; with the last one the job is done. It waits for the disk, without the lock."""
@@ -160,8 +212,9 @@ class JobStore:
         with self.lock:
             if job.status.over:
                 return
-            job.pictures[index].status = Status.DONE
+            job.pictures[index].status, job.attempts = Status.DONE, 0
             job.tell(Finished(index))
+            self.changed.notify_all()
             if all(picture.status is Status.DONE for picture in job.pictures):
                 self.end(job, Status.DONE)
 
@@ -181,9 +234,12 @@ class JobStore:
                 if not picture.status.over:
                     picture.status = status
             job.seconds_left, job.ahead = None, 0
+            if parked:
+                self.rests(job)
+            self._counted.discard(job.id)
             self._over[job.id] = time.monotonic(), job  # before it leaves the others: ``get`` looks there first
-            self._open.pop(job.id, None)
-            self._limited.pop(job.id, None)
+            for jobs in (self._open, self._limited, self._held):
+                jobs.pop(job.id, None)
             outcome = "parked" if parked else str(status)
             self._metrics.over(job.model, outcome, time.time() - job.created)
             log.info(json.dumps(self._line(job, outcome)))
@@ -199,6 +255,9 @@ class JobStore:
         with self.lock:
             if self._forgets() <= 0:
                 self.forget()
+            for until, job, refused in list(self._held.values()):
+                if time.monotonic() >= until:
+                    self.fail(job, refused.code, refused.message)
             for job in list(self._limited.values()):
                 if now - job.created > (job.request.seconds or 0):
                     self.fail(job, "timeout", f"the images were not done within {job.request.seconds:g} s")
@@ -207,7 +266,8 @@ class JobStore:
         """Seconds until ``expire`` has something to do; None if it never has."""
         now = time.time()
         ends = [job.created + (job.request.seconds or 0) - now for job in self._limited.values()]
-        wait = min([*ends, self._forgets()])
+        held = [until - time.monotonic() for until, _, _ in self._held.values()]
+        wait = min([*ends, *held, self._forgets()])
         return max(0.01, wait) if wait < math.inf else None
 
     def forget(self) -> None:
@@ -229,9 +289,10 @@ class JobStore:
         when = next((when for when, _ in self._over.values()), math.inf)
         return when + self._keep - time.monotonic()
 
-    def _write_later(self, write: Callable[..., None], *jobs: Job) -> None:
+    def _write_later(self, write: Callable[..., None], *jobs: Job) -> Future[None] | None:
         with suppress(RuntimeError):  # the book is closed
-            self._later.submit(write, *jobs)
+            return self._later.submit(write, *jobs)
+        return None
 
     def _line(self, job: Job, outcome: str) -> dict[str, Any]:
         """Of the log: what was asked for, without words or pictures unless they are asked for."""
@@ -260,9 +321,8 @@ def _recording() -> Iterator[None]:
 
 def reason(error: Exception) -> tuple[str, str]:
     """Code and message for a job that a fault ends."""
-    text = str(error)
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
+    if is_out_of_memory(error):
         return "out_of_memory", "the devices have too little memory for this image; ask for a smaller one"
     if isinstance(error, CanvaxError):
-        return "invalid_value" if isinstance(error, InputError) else "server_error", text
+        return "invalid_value" if isinstance(error, InputError) else "server_error", str(error)
     return "server_error", "the image could not be generated; the server's log says why"

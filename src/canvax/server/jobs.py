@@ -259,6 +259,10 @@ class Job:
         self.tiles = 0
         """That its image is made of; 0 where nothing is made of tiles."""
         self.created = time.time() if created is None else created
+        self.resumed = created is not None
+        """Whether an earlier process accepted it."""
+        self.attempts = 0
+        """Processes that were killed after they had begun it, while it had no image since."""
         self.status = Status.QUEUED
         self.error: tuple[str, str] | None = None
         """Code and message of a job that failed."""
@@ -501,9 +505,17 @@ class Engine(Protocol):
         ...
 
     def job(self, name: str, client: str) -> Job | None:
-        """A job of this client by its id, for ten minutes after it is over."""
+        """A job of this client by its id, for ten minutes after it is over.
+
+        Raises:
+            Rejected: the jobs of the journal are still to be read, and this may be one of them.
+        """
         ...
 
-    def jobs(self) -> Sequence[Job]:
-        """The jobs that are not over, oldest first."""
+    def jobs(self, client: str | None = None) -> Sequence[Job]:
+        """The jobs that are not over, oldest first: all, or those of a client.
+
+        Raises:
+            Rejected: for a client, as ``job``.
+        """
         ...

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 from PIL import Image
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
@@ -142,7 +143,10 @@ def routes(engine: Engine) -> list[BaseRoute]:
         cards = await reading(engine.adapters, request.query_params.get("model"))
         return json_answer({"adapters": [{"name": card.name, "alias": card.alias} for card in cards]})
 
-    async def submit(request: Request) -> Response:
+    async def jobs(request: Request) -> Response:
+        if request.method != "POST":
+            found = await run_in_threadpool(engine.jobs, client_of(request))
+            return json_answer({"jobs": [job_json(job) for job in found]})
         body = await read_json(request, NewJob)
         job = await asked(request, engine, _ask, body, engine, client_of(request), once_of(request))
         job.look(COMES)
@@ -186,7 +190,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
     endpoints = [
         ("/api/models", models, ["GET"]),
         ("/api/adapters", adapters, ["GET"]),
-        ("/api/jobs", submit, ["POST"]),
+        ("/api/jobs", jobs, ["GET", "POST"]),
         ("/api/jobs/{name}", job_route, ["GET", "DELETE"]),
         ("/api/jobs/{name}/images/{index}", image, ["GET"]),
         ("/api/jobs/{name}/events", events, ["GET"]),

@@ -50,6 +50,13 @@ _SETTINGS = (
     "foreign_keys = ON",
     "secure_delete = ON",  # what is forgotten is erased
 )
+_LATER_TABLES = """
+CREATE TABLE IF NOT EXISTS probe (data BLOB);
+CREATE TABLE IF NOT EXISTS attempts (
+    job TEXT PRIMARY KEY REFERENCES jobs(id) ON DELETE CASCADE, count INTEGER NOT NULL
+);
+"""
+"""That a journal of an earlier version may lack, and that this earlier version passes over."""
 _VACUUM = "PRAGMA incremental_vacuum"
 
 
@@ -67,6 +74,7 @@ class Journal:
         self.broken: str | None = None
         self._failed = 0  # bytes of the largest write that did not succeed
         self._path, self._lock, self._forgotten, self._made = path, threading.Lock(), 0, False
+        self._closed = False
         try:
             # SQLite would let others of this machine read it. A file that is there is not opened here: closing it again
             # would give up the lock of a journal that this process has open.
@@ -116,6 +124,19 @@ class Journal:
             metadata = self._encoded(dict(picture.metadata))
             row = (job.id, index, picture.width, picture.height, picture.data, metadata)
             self._write(f"{statement} WHERE EXISTS (SELECT 1 FROM jobs WHERE id = ?)", (*row, job.id))
+            self._write("UPDATE attempts SET count = min(count, 1) WHERE job = ?", (job.id,))
+
+    def begun(self, job: Job) -> None:
+        """Count an attempt: a job begins in this process."""
+        count = "INSERT INTO attempts SELECT id, 1 FROM jobs WHERE id = ? ON CONFLICT DO UPDATE SET count = count + 1"
+        with self._tolerant():
+            self._write(count, (job.id,))
+
+    def stopped(self, *jobs: Job) -> None:
+        """Take back this process's attempt of jobs that are not at work any more."""
+        with self._tolerant():
+            for job in jobs:
+                self._write("UPDATE attempts SET count = count - 1 WHERE job = ?", (job.id,))
 
     def over(self, job: Job) -> None:
         """Write how a job ended."""
@@ -143,17 +164,21 @@ class Journal:
     def recover(self, cancel: Callable[[Job], None]) -> Iterator[Job]:
         """The jobs that are there, oldest first, each read when it is asked for; ``cancel`` as for ``Job``.
 
+        A job that this version cannot carry out has its ``error`` already. Once the journal is closed no more come.
+
         Raises:
-            InputError: the file is damaged, or of another version of canvax.
+            InputError: the file is damaged.
         """
+        last = -1
         try:
-            with self._lock:
-                numbers = self._base.execute("SELECT number FROM jobs ORDER BY number").fetchall()
-            for number in numbers:
+            while True:
                 with self._lock:
-                    job = self._job(
-                        self._base.execute("SELECT * FROM jobs WHERE number = ?", number).fetchone(), cancel
-                    )
+                    if self._closed:
+                        return
+                    statement = "SELECT * FROM jobs WHERE number > ? ORDER BY number LIMIT 1"
+                    if (row := self._base.execute(statement, (last,)).fetchone()) is None:
+                        return
+                    last, job = row[0], self._job(row, cancel)
                 yield job
         except (sqlite3.Error, msgspec.DecodeError, TypeError, ValueError, LookupError, OSError, SyntaxError) as error:
             cure = "move it away to begin anew, or put back a copy"
@@ -168,6 +193,7 @@ class Journal:
                     # Its write-ahead log first: SQLite leaves the log of a file that is gone.
                     for path in (self._path.with_name(f"{self._path.name}-wal"), self._path):
                         path.unlink(missing_ok=True)
+            self._closed = True
             self._base.close()
 
     def _begin(self) -> None:
@@ -184,7 +210,7 @@ class Journal:
             for setting in (*once, *_SETTINGS):
                 base.execute(f"PRAGMA {setting}").fetchall()
             marks = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
-            tables = f"{_TABLES if empty else ''} CREATE TABLE IF NOT EXISTS probe (data BLOB);"
+            tables = _TABLES + _LATER_TABLES if empty else _LATER_TABLES
             base.executescript(f"BEGIN IMMEDIATE; {tables} {marks} COMMIT;")  # it is locked from here
         except sqlite3.OperationalError as error:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
@@ -198,11 +224,13 @@ class Journal:
         values = msgspec.json.decode(job_request)
         values |= {name: _decoded(values.get(name)) for name in ("control", "image_prompt", "references")}
         values["references"] = tuple(values["references"] or ())
-        if values["image_prompt"] is not None:
-            values["image_prompt"] = [PromptImage(**picture) for picture in values["image_prompt"]]
-        if unknown := values.keys() - {field.name for field in fields(JobRequest)}:
-            cure = "finish it with the canvax that wrote it, or name another file"
-            raise InputError(f"--journal {self._path}: is of another version of canvax ({min(unknown)}); {cure}")
+        prompts, gone = values["image_prompt"] or [], sorted(values.keys() - _names(JobRequest))
+        gone += [name for prompt in prompts for name in sorted(prompt.keys() - _names(PromptImage))]
+        if gone:  # for its client and its key alone
+            values = {"prompt": "", **{name: values[name] for name in _names(JobRequest) & values.keys()}}
+            values["image_prompt"] = None
+        elif values["image_prompt"] is not None:
+            values["image_prompt"] = [PromptImage(**prompt) for prompt in prompts]
         job_request = JobRequest(**values, image=_unpacked(image), mask=_unpacked(mask))
         images = [Picture(i, *numbers) for i, numbers in enumerate(msgspec.json.decode(pictures))]
         job = Job(job_request, model, images, cancel=cancel, name=name, created=created)
@@ -223,6 +251,10 @@ class Journal:
             job.error = (code, message) if code else None
             for picture in images:
                 picture.status = picture.status if picture.status.over else job.status
+        elif gone:
+            job.error = "server_error", f"another version of canvax accepted it, with {gone[0]!r:.80}; ask again"
+        count = self._base.execute("SELECT count FROM attempts WHERE job = ?", (name,)).fetchone()
+        job.attempts = count[0] if count and not job.status.over else 0
         return job
 
     @contextmanager
@@ -259,6 +291,11 @@ class Journal:
             return msgspec.json.encode(value, enc_hook=_plain)
         except (ValueError, OverflowError, RecursionError) as error:  # not its words: they may be somebody's prompt
             raise CanvaxError(f"journal {self._path}: cannot be written ({type(error).__name__})") from None
+
+
+def _names(record: type[Any]) -> set[str]:
+    """Of a record's fields."""
+    return {field.name for field in fields(record)}
 
 
 def _plain(value: Any) -> Any:

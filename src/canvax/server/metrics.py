@@ -48,6 +48,7 @@ class Metrics:
         self._preview = time("canvax_first_preview_seconds", "From accepting an image to its first preview.")
         self._queued = gauge("canvax_queue_images", "Images that are not done.")
         self._queue_cost = gauge("canvax_queue_cost_seconds", "Seconds of work in them.")
+        self._journal = gauge("canvax_journal_writable", "0 while jobs are refused with not_recorded, else 1.")
         self._steps = count("canvax_steps_total", "Steps of images.", ["size"])
         self._slots = count("canvax_slot_steps_total", "Steps of slots, with an image or without.", ["size", "state"])
         self._step_seconds = time("canvax_step_seconds", "One step of a batch.", ["size", "batch"])
@@ -116,6 +117,10 @@ class Metrics:
     def not_kept(self) -> None:
         """A finished image could not be saved."""
         self._not_kept.inc()
+
+    def watch_journal(self, writable: Callable[[], bool]) -> None:
+        """Where to read whether jobs can be recorded."""
+        self._journal.set_function(writable)
 
     def stepped(self, size: str, slots: int, used: int, rows: int, seconds: float) -> None:
         """A call of the denoiser: ``rows`` steps of a batch of ``slots``, of which ``used`` hold an image."""

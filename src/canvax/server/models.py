@@ -222,29 +222,38 @@ class ServedModel:
         group.draw(group.begin(shown.item(job, job.pictures[0])), 1)
 
     def time(self, asked: Checked, group: Group) -> None:
-        """Run everything once for an image that is thrown away: first calls are slower, and costs are wanted."""
+        """Run everything once for an image that is thrown away: first calls are slower, and costs are wanted, which are
+        measured where no earlier process has."""
         job_request = JobRequest(asked.request.prompts[0])
         job = Job(job_request, self.name, asked.pictures(), cancel=lambda job: None)
-        group.begin(asked.item(job, job.pictures[0]))
-        began = time.perf_counter()
         carried = group.begin(asked.item(job, job.pictures[0]))
-        group.timings.encode = time.perf_counter() - began
-        group.measure(carried)
-        latents, finished = group.draw(carried, _MOST_ROWS)
-        pixels = group.decode([latents])
-        group.timings.decode = 0.0
-        group.decode([latents])
+        entry = group.entry(self._shapes)
+        known = entry is not None and group.recall(entry, carried)
+        if not known:
+            began = time.perf_counter()
+            group.begin(asked.item(job, job.pictures[0]))
+            group.timings.encode = time.perf_counter() - began
+            group.measure(carried)
+        latents, finished = group.draw(carried, 1 if known and self.colours.known else _MOST_ROWS)
+        decode, (pixels,) = group.timings.decode, group.decode([latents])
+        group.timings.decode = decode
+        if not known:
+            group.decode([latents])
+            if entry is not None:
+                group.keep(entry)
         if finished:
-            self.colours.learn(latents, pixels[0])
+            self.colours.learn(latents, pixels)
 
     def refusal(self, wanted: GroupKey, warm: Sequence[Warm]) -> Rejected:
         """Why there are no programs for a key, and what to ask for in its place."""
         keys = list(self.groups)
-        sizes = sorted({key.size for key in keys} | {f"{width}x{height}" for (width, height), _ in self.sizes(warm)})
-        if wanted.size not in sizes:
+        usual = next((key.kinds for key in keys if key.size == wanted.size), None)
+        if usual is None:
+            sizes = sorted(
+                {key.size for key in keys} | {f"{width}x{height}" for (width, height), _ in self.sizes(warm)}
+            )
             message = f"{wanted.size} is not ready on this server; ask for {' or '.join(sizes)}"
             return Rejected(400, "size_not_ready", message, param="width")
-        usual = next(key.kinds for key in keys if key.size == wanted.size)
         differs = [name for name in Kinds._fields if getattr(wanted.kinds, name) != getattr(usual, name)]
         if differs == ["chunks"]:
             most = max(key.kinds.chunks for key in keys)
@@ -362,7 +371,7 @@ UNKNOWN_SECONDS = 60.0
 """Of an image, where nothing was measured yet."""
 
 MOST_GROUPS = 32
-"""That each model keeps; where there are more, those that no image needs are forgotten."""
+"""Beside those made at the start, that each model keeps; of more, those that no image needs are forgotten."""
 
 LARGEST = 4
 """Times the pixels of the largest size in ``warm``, that are compiled on demand."""
@@ -415,6 +424,7 @@ class ModelSet:
         self._adapters, self._lanes, self._on_request = adapters, lanes, on_request
         self._on_demand, self._memory, self._say, self._announce = on_demand, memory, say, announce
         self._served: dict[str, ServedModel] = {}
+        self._kept: set[GroupKey] = set()
         self._settled = 0.0
 
     def begin(self) -> None:
@@ -440,6 +450,7 @@ class ModelSet:
                         served.warm(sample(name, served.model, *size, **options, shown=True), group)
                     served.time(checked, group)
                     self.add(group)
+                    self._kept.add(group.key)
                     self._say(group.summary())
         for name in self._on_request:
             try:
@@ -562,15 +573,16 @@ class ModelSet:
         served.groups = {**served.groups, group.key: group}
 
     def trim(self, used: Callable[[], Collection[GroupKey]]) -> None:
-        """Forget the groups that were not used for longest, where there are too many. In the engine's thread.
+        """Forget the groups that were not used for longest, where too many were made for requests. In the engine's
+        thread.
 
         Args:
             used: the groups of images that wait, are in a batch or are to be decoded.
         """
         for served in self._served.values():
-            if (excess := len(served.groups) - MOST_GROUPS) > 0:
-                busy = used()
-                idle = sorted(served.groups.keys() - busy, key=lambda key: served.groups[key].used)
+            made = served.groups.keys() - self._kept
+            if (excess := len(made) - MOST_GROUPS) > 0:
+                idle = sorted(made - set(used()), key=lambda key: served.groups[key].used)
                 served.groups = {key: group for key, group in served.groups.items() if key not in idle[:excess]}
 
     def _make_room(self, coming: ServedModel | None) -> None:

@@ -56,6 +56,7 @@ _BARE = {
 _GETS = {
     "/api/models": "Models and samplers.",
     "/api/adapters": "Adapters of a model.",
+    "/api/jobs": "The client's jobs that are not over, oldest first.",
     "/api/jobs/{name}": "A job.",
     "/api/jobs/{name}/events": "Its events, as they happen.",
     "/api/jobs/{name}/images/{index}": "One of its images.",

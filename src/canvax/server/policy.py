@@ -118,7 +118,8 @@ class Queue(Generic[WorkT]):
         return waiting + sum(self._cost(work) for work in self.begun)
 
     def add(self, work: WorkT) -> None:
-        """One more that waits."""
+        """One more that waits, for its first pass or for another one."""
+        work.turn = None
         self._waiting += self._cost(work)
         if not self._active.get(work.client):  # time in which it asked for nothing is no credit
             others = [self._given[client] for client, count in self._active.items() if count]

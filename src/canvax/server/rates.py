@@ -82,6 +82,6 @@ class Rated:
         """See ``Engine``."""
         return self._engine.job(name, client)
 
-    def jobs(self) -> Sequence[Job]:
+    def jobs(self, client: str | None = None) -> Sequence[Job]:
         """See ``Engine``."""
-        return self._engine.jobs()
+        return self._engine.jobs(client)
