@@ -213,3 +213,11 @@ def test_previews_are_made_while_somebody_sees_them(monkeypatch: pytest.MonkeyPa
     looks = who in ("polls", "watches")
     assert calls.count("decode") == (4 if looks else 1)
     assert calls.count("step") == (4 if looks else 1)
+
+
+def test_an_idle_server_keeps_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nobody asks for a job, which is what does not wait for a lock any more."""
+    monkeypatch.setattr("canvax.server.job_store.KEPT_BYTES", 0)
+    with started() as (engine, _):
+        ended([engine.submit(JobRequest("a red apple", steps=1))])
+        until(lambda: not engine._book._over)
