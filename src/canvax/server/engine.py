@@ -440,6 +440,7 @@ class ImageEngine:
                 self._wake.wait(self._book.until_late())
                 self._began, self._progress = time.perf_counter(), time.monotonic()
                 self._book.expire()
+                self._book.forget()
             self._progress = time.monotonic()
             return not self._closed
 
