@@ -104,10 +104,24 @@ def test_serve_config(name: str) -> None:
 
 
 def test_pods_are_not_root() -> None:
-    (pod,) = pods(read(DEPLOY / "kustomize" / "base" / "deployment.yaml"))
+    (pod,) = pods(read(DEPLOY / "kustomize" / "base" / "statefulset.yaml"))
     assert pod["securityContext"]["runAsNonRoot"]
     assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"]
     assert "USER 10001:10001" in (DEPLOY / "Dockerfile").read_text()
+
+
+def test_replicas_have_a_volume_and_a_journal_each() -> None:
+    """With one claim for all, the second server finds the journal in use, or its node without the volume."""
+    base = DEPLOY / "kustomize" / "base"
+    manifests = {path: read(base / path) for path in read(base / "kustomization.yaml")["resources"]}
+    assert {path.name for path in base.iterdir()} == {*manifests, "kustomization.yaml"}
+    by_kind = {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in manifests.values()}
+    spec = by_kind["StatefulSet", "canvax"]["spec"]
+    assert ("Service", spec["serviceName"]) in by_kind
+    (claim,), ((container,),) = spec["volumeClaimTemplates"], [pod["containers"] for pod in pods(spec)]
+    (path,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == claim["metadata"]["name"]]
+    assert container["args"][container["args"].index("--journal") + 1].startswith(f"{path}/")
+    assert not any("persistentVolumeClaim" in volume for pod in pods(spec) for volume in pod["volumes"])
 
 
 def test_compiled_programs_outlive_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -753,10 +753,12 @@ def test_one_line_of_log_for_each_request(guarded: Web, caplog: pytest.LogCaptur
         return [line for line in told if line.get(name) == value]
 
     end = time.monotonic() + 30
-    while not (lines("id", "mine") and lines("id", "refused") and lines("job", job["id"])) and time.monotonic() < end:
+    while not (lines("id", "mine") and lines("id", "refused") and lines("outcome", "done")) and time.monotonic() < end:
         time.sleep(0.01)
-    [mine], [refused], [ended] = lines("id", "mine"), lines("id", "refused"), lines("job", job["id"])
-    assert set(mine) == {"time", "id", "client", "method", "path", "status", "seconds"}
+    [mine], [refused] = lines("id", "mine"), lines("id", "refused")
+    [ended] = [line for line in lines("job", job["id"]) if "outcome" in line]
+    assert set(mine) == {"time", "id", "client", "method", "path", "status", "seconds", "job"}
+    assert mine["job"] == job["id"]
     assert 0 <= mine["seconds"] < 60
     told = {name: mine[name] for name in ("client", "method", "path", "status")}
     assert told == {"client": "alice", "method": "POST", "path": "/api/jobs", "status": 202}

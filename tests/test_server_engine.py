@@ -365,6 +365,7 @@ def watched(engine: ImageEngine) -> tuple[Job, list[Previewed]]:
     """A job with four previews, and the list that they come into."""
     seen: list[Previewed] = []
     job = engine.submit(JobRequest("a red apple", seed=7, previews=4, steps=20))
+    job.look(60)
     tell = job.tell
     job.tell = lambda event: (seen.append(event) if isinstance(event, Previewed) else None, tell(event))[1]  # type: ignore[method-assign]
     return job, seen
@@ -487,6 +488,7 @@ def test_an_image_made_larger_is_that_of_the_pipeline(engine: ImageEngine) -> No
     before, seen = compilations(), []
     company = [engine.submit(JobRequest("a dog face", seed=i, steps=9 + i, client="other")) for i in range(5)]
     job = engine.submit(JobRequest("a red apple", image=image, upscale=2.5, seed=5, steps=20, previews=3))
+    job.look(60)
     tell = job.tell
     job.tell = lambda event: (seen.append(event), tell(event))[1]  # type: ignore[method-assign]
     finished([job, *company])
@@ -513,6 +515,7 @@ def test_a_second_pass_begins_from_the_image_of_the_first(engine: ImageEngine) -
     options = {"hires": 1.5, "hires_strength": 0.5, "hires_steps": 6}
     small = engine.submit(JobRequest(**asked))
     both = engine.submit(JobRequest(**asked, n=2, previews=4, options=options))
+    both.look(60)
     tell = both.tell
     both.tell = lambda event: (seen.append(event), tell(event))[1]  # type: ignore[method-assign]
     latent = engine.submit(JobRequest(**asked, options={**options, "hires_method": "latent"}))
@@ -531,6 +534,26 @@ def test_a_second_pass_begins_from_the_image_of_the_first(engine: ImageEngine) -
     steps = [event.step for event in seen if isinstance(event, Stepped) and event.index == 0]
     assert steps == sorted(set(steps))
     until(lambda: {one.number for one in seen if isinstance(one, Previewed) and one.index == 0} == {0, 1, 2, 3})
+
+
+HIRES = {"hires": 1.5, "hires_strength": 0.5, "hires_steps": 4}
+LATENT = {"prompt_syntax": "a1111", "hires_method": "latent", "eta": 0.3}
+TWO_PASSES: list[dict[str, Any]] = [
+    {"prompt": "a red apple", "sampler": "Euler a", "negative_prompt": "blue", "n": 2},
+    {"prompt": "a [cat:dog:0.5] face", "options": LATENT},
+    {"prompt": "a lemon", "guidance_scale": 1.0, "options": {"sigmas": "karras"}},
+    {"prompt": "a pizza", "options": {"variation_seed": 5, "variation_strength": 0.3, "guidance_rescale": 0.7}},
+]
+"""Where a setting could be applied in both passes by one of them, and in one by the other."""
+
+
+@pytest.mark.parametrize("ask", TWO_PASSES, ids=lambda ask: ask["prompt"])
+def test_two_passes_are_those_of_the_pipeline(engine: ImageEngine, ask: dict[str, Any]) -> None:
+    """What is done to an image is done once, or twice, in both."""
+    ask = {"steps": 6, **ask, "options": HIRES | ask.get("options", {})}
+    expected = called(ask, {}, 9)
+    finished([job := engine.submit(JobRequest(**ask, seed=9))])
+    same(job, expected)
 
 
 def test_an_image_made_larger_leaves_the_batch_when_it_is_cancelled(engine: ImageEngine) -> None:

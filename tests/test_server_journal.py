@@ -412,6 +412,7 @@ def test_finished_files_beyond_a_limit_are_forgotten() -> None:
         done(one, 0)
         one.pictures[0].data = bytes(KEPT_BYTES * 2 // 5)
         ledger.finished(one, 0)
+    ledger.forget()
     assert [ledger.get(one.id, "") for one in jobs] == [None, None, *jobs[2:]]
 
 

@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from canvax import Options
 from canvax.compile.kinds import Kinds
 from canvax.server import engine, group, job_store, jobs, models, writing
 from canvax.server.adapter_cache import Slots
@@ -45,6 +46,9 @@ SIZES = (64, 96, 128)
 
 MOST_GROUPS = 2
 PLACES = 2
+HELD, FINISHED = 2, 3
+"""Images and previews that the writer holds, and images that wait for it before no rows are run."""
+
 ADAPTERS = ("ink", "clay", "wool")
 LOAD, DECODE, OVERHEAD = 0.5, 0.1, 0.05
 ROW = {1: 1.0, 2: 1.2}
@@ -272,7 +276,7 @@ class StubChecked:
         self._adapters = {shelf.adapters[adapter]: scale for adapter, scale in ask.adapters.items()} if shelf else {}
         self.table = range(self.rows)
         self.request = SimpleNamespace(
-            guided=True, embedded=False, init_images=None, options=SimpleNamespace(**ask.options)
+            guided=True, embedded=False, init_images=None, options=Options(**ask.options, progress=False)
         )
         self.second: Any = None
         if ask.options:
@@ -309,7 +313,7 @@ class Later:
         while self.calls:
             self.calls.pop(0)()
 
-    def shutdown(self, *, wait: bool) -> None:
+    def close(self, seconds: float) -> None:
         self.run()
 
 
@@ -334,6 +338,19 @@ class Silent(Metrics):
         return lambda *_: None
 
 
+class Faults(logging.Handler):
+    """The log of the server: its last exception, for whoever has to find out why a job failed."""
+
+    last = "nothing"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.last = logging.Formatter().formatException(record.exc_info)
+
+
+FAULTS = Faults()
+
+
 class Asleep(BaseException):
     """The engine waits although there is work."""
 
@@ -355,7 +372,7 @@ class Server(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         WORLD.__init__()
-        self.turns, self.jobs, self.known = 0, list[tuple[Job, float]](), dict[str, Job]()
+        self.hangs, self.turns, self.jobs, self.known = 0, 0, list[tuple[Job, float]](), dict[str, Job]()
         self.tried, self.kills, self.struck, self.fewer = Counter[str](), Counter[str](), set[str](), False
         memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a disk is slow to say that it has all
         self._folder = tempfile.TemporaryDirectory(prefix="canvax-machine-", dir=memory)
@@ -373,6 +390,7 @@ class Server(RuleBasedStateMachine):
         self.engine._compile_missing = lambda: None  # type: ignore[method-assign]
         self.engine._wake.wait = self._sleep  # type: ignore[method-assign]
         self.engine._writer._threads = self.files  # type: ignore[assignment]
+        self.engine._writer._count = 1
         self.engine._book._later = AtOnce()  # type: ignore[assignment]
         self.engine._begin()
 
@@ -434,6 +452,7 @@ class Server(RuleBasedStateMachine):
             assert refused.code in allowed, refused.code  # noqa: PT017
             assert seconds or WORLD.fired or self.fewer
         else:
+            job.look()
             seconds = before + sum(item.expected + item.later[0] for item in self.engine._items[job.id])
             self.known[job.id] = job
             self.jobs.append((job, WORLD.now + 40 + 4 * seconds))
@@ -497,14 +516,29 @@ class Server(RuleBasedStateMachine):
 
     @rule()
     def write(self) -> None:
-        self._act(self.files.run)
+        if self.turns >= self.hangs:
+            self._act(self.files.run)
+
+    @rule(turns=st.sampled_from((5, 40)))
+    def hang(self, turns: int) -> None:
+        """No file is made for a while."""
+        self.hangs = self.turns + turns
 
     @invariant()
     def something_can_run(self) -> None:
-        """But for a job that is to run alone, which waits for the last file of the others."""
+        """Or be decoded, or the writer is full. A job that is to run alone waits for the last file of the others."""
         ready, engine = self.engine._models.groups(), self.engine
         if any(item.group in ready for item in engine._queue) and not (engine._suspects and self._unwritten()):
-            assert engine._leader() is not None
+            assert self._is_full() or engine._can_decode() or engine._leader() is not None
+
+    @invariant()
+    def all_is_counted_and_bounded(self) -> None:
+        engine, writer = self.engine, self.engine._writer
+        assert writer.images + writer._previews == len(self.files.calls) <= HELD
+        assert len(engine._to_decode) < FINISHED + max(ROW)
+        left = sum(not picture.status.over for job in engine.jobs() for picture in job.pictures)
+        held = sum(not picture.status.over for job, _ in engine._book.held() for picture in job.pictures)
+        assert left <= engine._images() + held
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -538,7 +572,8 @@ class Server(RuleBasedStateMachine):
             if job.pictures[0].status is Status.DONE or any(picture.data for picture in job.pictures):
                 self.tried[job.id] = 0
             if job.status is Status.FAILED and not WORLD.fired:
-                assert job.error in [("timeout", ANY), *self._deserved(job)], job.error
+                expected = job.error in [("timeout", ANY), *self._deserved(job)]
+                assert expected, f"{job.error}, after the server logged:\n{FAULTS.last}"
         self.jobs = [(job, late) for job, late in self.jobs if not job.status.over]
 
     def _deserved(self, job: Job) -> Iterator[tuple[str, Any]]:
@@ -560,6 +595,8 @@ class Server(RuleBasedStateMachine):
         while self.engine.jobs():
             self._turn()
             self.check_invariants_now()
+        self.files.run()
+        assert self.engine._images() == self.engine._seconds() == 0
         queue, shelves = self.engine._queue, [served.shelf for served in self.engine._models._served.values()]
         assert self.engine.state is State.READY
         assert (len(queue), queue.seconds, queue._active, self.engine._items) == (0, 0.0, {}, {})
@@ -582,11 +619,19 @@ class Server(RuleBasedStateMachine):
         if self.turns % 5 == 0:
             self.build()
             self.write()
-        if self.engine._in_decoder() or self.engine._leader() is not None:
-            self._act(self.engine._next_turn)
+        if self.engine._can_decode() or self.engine._leader() is not None:
+            try:
+                self._act(self.engine._next_turn)
+            except Asleep:  # a program became ready, and its model waits for the writer
+                assert self._is_full()
+            assert not self.engine._can_decode()  # before more rows
         else:
             self.engine._book.expire()
         self.every_job_ends()
+
+    def _is_full(self) -> bool:
+        """Whether images are finished that the writer has no room for."""
+        return bool(self.engine._in_decoder()) and not self.engine._writer.room
 
     def _build(self) -> None:
         if key := self.engine._missing():
@@ -633,11 +678,16 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         models, "sample", lambda name, _, width, height, **options: StubChecked(JobRequest("", height=height), name)
     )
     monkeypatch.setattr(models, "MOST_GROUPS", MOST_GROUPS)
+    monkeypatch.setattr(writing, "HELD", HELD)
+    monkeypatch.setattr(engine, "MOST_FINISHED", FINISHED)
     monkeypatch.setattr(writing, "image_file", lambda *_: (WORLD.call("write"), b"file")[1])
     monkeypatch.setattr(writing, "preview_file", lambda *_: b"preview")
-    logging.disable()
+    log = logging.getLogger("canvax.server")
+    monkeypatch.setattr(log, "handlers", [FAULTS])
+    before = log.level
+    log.setLevel(logging.WARNING)
     yield
-    logging.disable(logging.NOTSET)
+    log.setLevel(before)
 
 
 class Waits(Silent):
@@ -742,7 +792,6 @@ def test_an_image_that_is_done_clears_its_job(server: Server) -> None:
 
 
 def test_jobs_wait_for_a_model_that_a_start_lacks(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    logging.disable(logging.NOTSET)
     server.submit("b", "alice", 3)
     name = server.jobs[-1][0].id
     server.restart(MODELS[:1])
@@ -795,3 +844,13 @@ def test_whatever_happens_every_job_ends(stubs: None) -> None:
 @pytest.mark.weekly
 def test_whatever_happens_every_job_ends_at_length(stubs: None) -> None:
     machine(1000, 60)
+
+
+def test_a_job_that_fails_shows_what_was_logged(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setting that some stub does not have, say."""
+    with monkeypatch.context() as patch:
+        patch.setattr(StubItem, "metadata", lambda self, model: self.request.options.zebra)
+        submitted(server, steps=1)
+        with pytest.raises(AssertionError, match="zebra"):
+            server.run(9)
+    server.jobs.clear()

@@ -471,6 +471,22 @@ def test_a1111_progress_shows_the_image_on_its_way(site: Site) -> None:
     assert site.http.get("/sdapi/v1/progress").json()["progress"] == 0.0
 
 
+def test_previews_are_for_who_asks_for_them(site: Site) -> None:
+    site.engine.pace = 0.15
+    thread = threading.Thread(target=lambda: site.post("/sdapi/v1/txt2img", OPEN_WEBUI | {"steps": 8}))
+    thread.start()
+    until(lambda: site.engine.accepted)
+    (job,) = site.engine.accepted
+    until(lambda: job._watchers)  # which waits for the end
+    assert not job.looked_at
+    site.http.get("/sdapi/v1/progress", params={"skip_current_image": "true"})
+    assert not job.looked_at
+    site.http.get("/sdapi/v1/progress")
+    assert job.looked_at
+    job.cancel()
+    thread.join()
+
+
 @pytest.mark.parametrize("word", ["interrupt", "skip"])
 def test_a1111_interrupt(site: Site, word: str) -> None:
     site.engine.pace = 0.1

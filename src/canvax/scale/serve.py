@@ -236,7 +236,7 @@ def imagine(engine: Engine) -> Sequence[BaseRoute]:
         if size is not None and not size.isdecimal():
             raise Rejected(400, "invalid_value", f"img_size={size[:40]!r} is not a number of pixels", param="img_size")
         side = None if size is None else int(size[:6])
-        job = await submitted(engine, JobRequest(prompt, width=side, height=side, client=client_of(request)))
+        job = await submitted(request, engine, JobRequest(prompt, width=side, height=side, client=client_of(request)))
         await settled(request, job)
         if job.status is not Status.DONE:
             raise failure(job)

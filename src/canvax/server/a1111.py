@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,6 +34,7 @@ from canvax.samplers.specs import SAMPLERS, SamplerSpec
 from canvax.server.answers import (
     answering,
     asked,
+    cancelled,
     client_of,
     decoding,
     encoded,
@@ -42,6 +44,7 @@ from canvax.server.answers import (
     json_answer,
     model_header,
     read_json,
+    reading,
     settled,
     without_none,
 )
@@ -87,7 +90,7 @@ _EMPTY: dict[str, Any] = {
 
 
 PREVIEWS = 6
-"""Of each image: clients ask for one about every second."""
+"""Of each image, while its client asks for them: about every second."""
 _FILLS = ("fill", "original", "noise", "nothing")
 _CHURN = (("s_churn", 0.0), ("s_tmin", 0.0), ("s_tmax", 0.0), ("s_noise", 1.0))
 """And what clients send that mean nothing by it."""
@@ -267,7 +270,7 @@ class _Session:
         if chosen and self.called(chosen) is None:
             raise _not_served(chosen)
         card = self.card(client, chosen, body.model)
-        job = await asked(self.engine, request_of, body, card, client)
+        job = await asked(request, self.engine, request_of, body, card, client)
         self.running[job.id] = running = _Running(job, owner)
         try:
             await settled(request, job, running.hear)
@@ -303,13 +306,15 @@ class _Session:
         if word not in (*_YES, *_NO):
             message = f"skip_current_image={word!r:.80} is neither true nor false"
             raise Rejected(422, "invalid_value", message, param="skip_current_image")
+        if running and word in _NO:
+            running.job.look()
         return json_answer(_progress(running, with_image=word in _NO))
 
     async def interrupt(self, request: Request) -> Response:
         """Stop the job that runs. Skipping is the same: all images of a job are generated together."""
         if running := self.current(_owner(request)):
             running.interrupted = True
-            running.job.cancel()
+            await cancelled(running.job)
         return json_answer({})
 
     async def options(self, request: Request) -> Response:
@@ -338,12 +343,12 @@ class _Session:
         return json_answer({})
 
     async def adapters(self, request: Request) -> Response:
-        cards = self.engine.adapters(self.card(client_of(request)).id)
+        cards = await reading(self.engine.adapters, self.card(client_of(request)).id)
         listed = [{"name": card.name, "alias": card.alias, "path": card.file, "metadata": {}} for card in cards]
         return json_answer(listed)
 
     async def refresh_adapters(self, request: Request) -> Response:
-        await run_in_threadpool(self.engine.adapters, self.card(client_of(request)).id, refresh=True)
+        await reading(partial(self.engine.adapters, self.card(client_of(request)).id, refresh=True))
         return json_answer(None)
 
     async def models(self, _: Request) -> Response:

@@ -45,7 +45,8 @@ MOST_VALUES = 100_000
 DECODERS = 4
 """Images that are decoded at the same time: each may take a few hundred megabytes meanwhile."""
 
-_limits: RunVar[anyio.CapacityLimiter] = RunVar("decoders")
+_decoders: RunVar[anyio.CapacityLimiter] = RunVar("decoders")
+_readers: RunVar[anyio.CapacityLimiter] = RunVar("readers")
 _CHARSET = re.compile(r"\bcharset\*?\d*\*?\s*=\s*\"?([^\";\s]*)")
 _WHERE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _HEAD = re.compile(r"(?:options\.)?([a-z_0-9]+)(?=[=: ])")
@@ -263,29 +264,45 @@ def nearest_size(card: ModelCard, size: tuple[int, int]) -> tuple[int, int]:
 
 async def decoding(function: Callable[..., Body], *arguments: Any) -> Body:
     """What a function gives that decodes images: off the event loop, and few at a time."""
+    return await anyio.to_thread.run_sync(function, *arguments, limiter=_limiter(_decoders, DECODERS))
+
+
+async def reading(function: Callable[..., Body], *arguments: Any) -> Body:
+    """What a function gives that reads many files: off the event loop, and one at a time, since they read the same."""
+    return await anyio.to_thread.run_sync(function, *arguments, limiter=_limiter(_readers, 1))
+
+
+def _limiter(limits: RunVar[anyio.CapacityLimiter], count: int) -> anyio.CapacityLimiter:
+    """Of the event loop that runs."""
     try:
-        limit = _limits.get()
+        return limits.get()
     except LookupError:
-        _limits.set(limit := anyio.CapacityLimiter(DECODERS))
-    return await anyio.to_thread.run_sync(function, *arguments, limiter=limit)
+        limits.set(limit := anyio.CapacityLimiter(count))
+        return limit
 
 
-async def asked(engine: Engine, make: Callable[..., JobRequest], *arguments: Any) -> Job:
+async def asked(request: Request, engine: Engine, make: Callable[..., JobRequest], *arguments: Any) -> Job:
     """The job of the ask that a function gives, which decodes images: submitted at once, so that few of them wait.
 
     Raises:
         Rejected: it was not accepted.
     """
-    return await decoding(lambda: engine.submit(make(*arguments)))
+    return _logged(request, await decoding(lambda: engine.submit(make(*arguments))))
 
 
-async def submitted(engine: Engine, job_request: JobRequest) -> Job:
+async def submitted(request: Request, engine: Engine, job_request: JobRequest) -> Job:
     """The job, accepted.
 
     Raises:
         Rejected: it was not.
     """
-    return await run_in_threadpool(engine.submit, job_request)
+    return _logged(request, await run_in_threadpool(engine.submit, job_request))
+
+
+def _logged(request: Request, job: Job) -> Job:
+    """The job, whose id goes into the request's line of the log."""
+    request.state.log = {"job": job.id}
+    return job
 
 
 def failure(job: Job) -> Rejected:
@@ -314,7 +331,7 @@ async def settled(request: Request, job: Job, hear: Callable[[Event], None] | No
 
         try:
             tasks.start_soon(listen)
-            async with aclosing(_events(job)) as events:
+            async with aclosing(_events(job, previews=False)) as events:
                 async for event in events:
                     if hear:
                         hear(event)
@@ -324,18 +341,23 @@ async def settled(request: Request, job: Job, hear: Callable[[Event], None] | No
 
 
 def give_up(job: Job) -> None:
-    """Cancel a job whose client is gone, unless it is over or may be asked for again."""
+    """Cancel a job whose client is gone, unless it is over or may be asked for again. Does not wait for it."""
     if not job.status.over and not job.request.once:
-        job.cancel()
+        asyncio.get_running_loop().run_in_executor(None, job.cancel)
 
 
-def _events(job: Job) -> AsyncGenerator[Event, None]:
-    return cast(AsyncGenerator[Event, None], job.watch())
+async def cancelled(job: Job) -> None:
+    """Cancel a job. The engine may hold its lock for long, as while it starts: the event loop does not wait for it."""
+    await run_in_threadpool(job.cancel)
+
+
+def _events(job: Job, *, previews: bool) -> AsyncGenerator[Event, None]:
+    return cast(AsyncGenerator[Event, None], job.watch(previews=previews))
 
 
 async def watched(job: Job) -> AsyncIterator[Event | None]:
     """What happens to a job; None after each ``PAUSE`` seconds in which nothing did."""
-    async with aclosing(_events(job)) as events:
+    async with aclosing(_events(job, previews=True)) as events:
         coming = asyncio.ensure_future(anext(events, None))
         try:
             while True:

@@ -53,6 +53,9 @@ INPUT_BYTES = 1 << 30
 MOST_FAULTS = 10
 """Turns in a row that may fail for reasons that nobody foresaw; after one more the engine gives up."""
 
+MOST_FINISHED = 64
+"""Images whose rows are done and that wait for the writer; with more no rows are run."""
+
 CHEAP_PREVIEWS = 0.25
 """Part of an image's own time that its previews may take with the real decoder; else a linear map makes them."""
 
@@ -149,7 +152,6 @@ class ImageEngine:
         self._book = JobStore(metrics, journal, settings.keep_seconds, self._ended, log_prompts=settings.log_prompts)
         self._wake = self._book.changed
         self._queue: Queue[Item] = Queue(lambda item: item.cost)
-        self._metrics.watch_queue(lambda: len(self._queue), lambda: self._queue.seconds)
         self._metrics.watch_journal(self._book.records)
         self._items: dict[str, list[Item]] = {}
         self._suspects: list[Job] = []
@@ -161,14 +163,20 @@ class ImageEngine:
         self._leading: Item | None = None
         self._compiler: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="canvax engine", daemon=True)
-        self._writer = Writer(self._book, metrics, settings.output)
+        self._writer = Writer(self._book, metrics, settings.output, self._freed)
+        metrics.watch_queue(self._images, self._seconds)
+        metrics.watch_files(lambda: len(self._to_decode), lambda: self._writer.images, lambda: self._writer.oldest)
 
     @property
     def state(self) -> State:
-        """What it does at present. Without progress for ``stall_seconds`` it counts as failed until it goes on."""
-        progress = self._progress
-        stalled = progress is not None and time.monotonic() - progress > self._settings.stall_seconds
-        return State.FAILED if stalled else self._state
+        """What it does at present.
+
+        Where the devices make no progress for ``stall_seconds``, or a file takes that long, it counts as failed until
+        it goes on.
+        """
+        progress, most = self._progress, self._settings.stall_seconds
+        stalled = progress is not None and time.monotonic() - progress > most
+        return State.FAILED if stalled or self._writer.oldest > most else self._state
 
     def start(self) -> None:
         """Begin to load; ``state`` says when it is ready."""
@@ -225,7 +233,7 @@ class ImageEngine:
             self._wake.notify_all()
         if self._thread.ident is not None:
             self._thread.join(0 if self._state is State.STARTING else seconds)
-        self._writer.close()
+        self._writer.close(seconds)
         self._book.close()
 
     def readiness(self) -> State:
@@ -288,7 +296,7 @@ class ImageEngine:
 
     def _add(self, job: Job, checked: Checked, costs: Costs) -> None:
         """Put the images of a job that are not done into the queue."""
-        arrived, job.ahead, before = time.monotonic(), len(self._queue), self._queue.seconds
+        arrived, job.ahead, before = time.monotonic(), len(self._queue), self._seconds()
         self._items[job.id] = items = []
         self._suspects += [job] if job.attempts else []
         for picture in job.pictures:
@@ -303,11 +311,19 @@ class ImageEngine:
         self._compile_missing()
         self._wake.notify_all()
 
+    def _images(self) -> int:
+        """That are not done: before their last row or behind it, until their files are made."""
+        return len(self._queue) + len(self._to_decode) + self._writer.images
+
+    def _seconds(self) -> float:
+        """Of work in them."""
+        return self._queue.seconds + (len(self._to_decode) + self._writer.images) * self._writer.pace
+
     def _check_room(self, job_request: JobRequest, checked: Checked, costs: Costs) -> None:
         """Refuse what would wait for too long, or hold too much memory meanwhile."""
         alone, shared = _alone(costs), sum(shared for _, shared in costs)
         images, most = checked.images, self._settings.queue_images
-        seconds, count = self._queue.seconds, len(self._queue)
+        seconds, count = self._seconds(), self._images()
         if size := checked.input_bytes:
             if size > INPUT_BYTES:
                 raise Rejected(413, "too_large", "the images of this request take too much memory; send smaller ones")
@@ -410,21 +426,37 @@ class ImageEngine:
             if all(picture.status.over for picture in job.pictures):
                 self._book.end(job, Status.DONE)
 
+    def _freed(self) -> None:
+        """The writer has room for another image."""
+        with self._wake:
+            self._wake.notify_all()
+
     def _wait(self) -> bool:
         """Until there is something to do; False when it is time to stop."""
         self._began, self._worked = time.perf_counter(), 0.0
         with self._wake:
-            while not self._closed and not self._to_decode and self._leader() is None:
+            while not self._closed and not self._can_decode() and self._leader() is None:
                 self._progress = None  # nobody waits for it
                 self._wake.wait(self._book.until_late())
                 self._began, self._progress = time.perf_counter(), time.monotonic()
                 self._book.expire()
+                self._book.forget()
             self._progress = time.monotonic()
             return not self._closed
 
     def _leader(self) -> Item | None:
-        """The image that decides what is done next."""
-        return self._queue.first(self._models.groups(), time.monotonic(), self._may_begin)
+        """The image that decides what is done next. None, too, while it has to wait for those that are finished."""
+        finished = len(self._in_decoder())
+        if finished >= MOST_FINISHED:
+            return None
+        groups = self._models.groups()
+        leader = self._queue.first(groups, time.monotonic(), self._may_begin)
+        # Weights stay on the devices until all is decoded that they are for.
+        waits = leader is not None and finished and groups[leader.group] is not None and not self._writer.room
+        return None if waits else leader
+
+    def _can_decode(self) -> bool:
+        return bool(self._in_decoder()) and self._writer.room > 0
 
     def _may_begin(self, items: Sequence[Item]) -> Sequence[Item]:
         """As ``may_begin``; a job with which a process was killed begins after the journal's other jobs, and alone."""
@@ -450,7 +482,7 @@ class ImageEngine:
         return {item.job for item in images if item.picture.status is Status.RUNNING and not self._queue.waits(item)}
 
     def _turn(self) -> None:
-        """Some rows of one batch, and one image decoded."""
+        """Some rows of one batch, and what is finished decoded."""
         self._leading = None
         with self._wake:
             self._book.expire()
@@ -460,20 +492,24 @@ class ImageEngine:
             group = self._models.group(leader.group)
             if self._seat(group, leader):
                 self._step(group, served)
-        self._decode()
+        self._decode_all()
         self._tell_queue()
         if leader is not None:
             self._metrics.turned(time.perf_counter() - self._began - self._worked)
 
     def _in_decoder(self) -> list[Item]:
-        """Images that are to be decoded."""
-        return [item for item, _ in self._to_decode if not item.over]
+        """Images that are to be decoded; those that are over leave."""
+        if any(item.over for item, _ in self._to_decode):
+            self._to_decode = [(item, latents) for item, latents in self._to_decode if not item.over]
+        return [item for item, _ in self._to_decode]
 
     def _put_on(self, key: GroupKey) -> ServedModel | None:
-        """The model with its weights on the devices; None where it cannot be loaded, and then its jobs fail."""
+        """The model with its weights on the devices; None where it cannot be loaded, and then its jobs fail, and where
+        it has to wait for what is finished."""
         if self._models.groups()[key] is not None:
-            while self._in_decoder():  # while their weights are there
-                self._decode()
+            self._decode_all()  # while their weights are there
+            if self._in_decoder():
+                return None
         self._progress = None  # loading may take as long as it takes
         try:
             return self._models.put_on(key)
@@ -554,13 +590,14 @@ class ImageEngine:
         for item in (item for item in seated if not item.over):
             event = item.progress(slower)
             item.job.seconds_left = event.seconds_left
-            if item.picture.step in item.previews and id(item) not in done and not served.safety_checker:
+            if item.picture.step in item.stops and id(item) not in done and not served.safety_checker:
                 self._preview(group, served, item)
             item.job.tell(event)
         with self._wake:
             for item, _ in finished:
                 self._remove(item)
-        self._to_decode += finished
+                item.carried = None
+            self._to_decode += finished
 
     def _preview(self, group: Group, served: ServedModel, item: Item) -> None:
         """How an image looks now: decoded where that costs little, else by colours alone."""
@@ -574,15 +611,17 @@ class ImageEngine:
         else:
             self._writer.preview(served, item, pixels, latents)
 
+    def _decode_all(self) -> None:
+        """Decode what is finished, before more rows are run; where the writer is full, later."""
+        while self._can_decode():
+            self._decode()
+
     def _decode(self) -> None:
-        """The images that wait for it longest, as many as are decoded at once."""
-        self._to_decode = waiting = [(item, latents) for item, latents in self._to_decode if not item.over]
-        if not waiting:
-            return
+        """The images that wait for it longest, as many as are decoded at once and the writer takes."""
+        waiting = self._to_decode
         key = waiting[0][0].group
         group, served = self._models.group(key), self._models.named(key.model)
-        chosen = [entry for entry in waiting if entry[0].group == key][: group.decodes]
-        self._to_decode = [entry for entry in waiting if not any(entry is other for other in chosen)]
+        chosen = [entry for entry in waiting if entry[0].group == key][: min(group.decodes, self._writer.room)]
         began = time.perf_counter()
         try:
             pixels = group.decode([latents for _, latents in chosen])
@@ -592,24 +631,25 @@ class ImageEngine:
                 self._book.fail(item.job, *reason(error))
             return
         self._metrics.decoded(self._since(began))
-        for (item, latents), image in zip(chosen, pixels, strict=True):
-            if item.second is None:
-                self._writer.image(served, item, image, latents)
-            else:
-                self._enlarge(served, item, image, latents)
+        with self._wake:  # each is counted once
+            for (item, latents), image in zip(chosen, pixels, strict=True):
+                if item.second is None:
+                    self._writer.image(served, item, image, latents)
+                else:
+                    self._enlarge(served, item, image, latents)
+            self._to_decode = [entry for entry in self._to_decode if not any(entry is other for other in chosen)]
 
     def _enlarge(self, served: ServedModel, item: Item, pixels: HostArray, latents: HostArray) -> None:
         """An image has its first pass behind it: it waits for the second one."""
-        if item.picture.step in item.previews and not served.safety_checker:
+        if item.picture.step in item.stops and not served.safety_checker:
             self._writer.preview(served, item, pixels, latents)
         item.enlarge(pixels, latents)
-        with self._wake:
-            if not item.over:
-                item.deadline = time.monotonic() + PATIENCE * item.left
-                self._queue.add(item)
-                if item.job not in self._at_work():
-                    self._book.rests(item.job)
-                self._compile_missing()
+        if not item.over:
+            item.deadline = time.monotonic() + PATIENCE * item.left
+            self._queue.add(item)
+            if item.job not in self._at_work():
+                self._book.rests(item.job)
+            self._compile_missing()
 
     # Faults, and the events that watchers get.
 

@@ -383,8 +383,8 @@ class Group:
     def _rows(self) -> int:
         """As many as take ``AT_ONCE``, and not past a row after which somebody wants to look."""
         rows = rows_at_once(self.timings.row[len(self._seats)])
-        steps = [(item.picture.step, item.previews) for item in self.seated]
-        return min([rows, *(row - step for step, previews in steps for row in previews if row > step)])
+        steps = [(item.picture.step, item.stops) for item in self.seated]
+        return min([rows, *(row - step for step, stops in steps for row in stops if row > step)])
 
     def _new_batch(self, images: int) -> Lanes:
         """An empty batch of so many images, for which there are programs."""

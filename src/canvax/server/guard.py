@@ -30,12 +30,25 @@ LARGEST_QUESTION = 256 << 10
 PATIENCE = 30.0
 """Seconds in which nothing of a body comes, after which nobody waits for the rest."""
 
+LONGEST = 300.0
+"""Seconds in which all of a body has to come."""
+
+BODIES = 32
+"""Times ``Rules.max_body``: bytes of all bodies at a time. A body is held until its request is answered."""
+
+MOST_REQUESTS = 1000
+"""That are answered at a time, beside those for ``_MONITORS``."""
+
+_BUSY = 5.0
+"""Seconds after which a client that was one too many may try again."""
+
 _CLIENT_GONE = 499
 """What nginx logs for a client that did not wait for its answer. Nobody is sent it."""
 
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _PROBES = ("/health", "/ready")
 _PUBLIC = ("/", *_PROBES)
+_MONITORS = (*_PROBES, "/metrics")
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _POLICY = (
     "default-src 'self'; img-src 'self' blob: data:; style-src 'self'; script-src 'self'; connect-src 'self'; "
@@ -79,6 +92,7 @@ class Guard:
     def __init__(self, app: ASGIApp, rules: Rules, wrong: Wrong, metrics: Metrics) -> None:
         self._app, self._rules, self._wrong, self._metrics = app, rules, wrong, metrics
         self._probed: dict[str, int] = {}
+        self._load = _Load(BODIES * rules.max_body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -105,10 +119,14 @@ class Guard:
             await send(message)
             whole = message["type"] == "http.response.body" and not message.get("more_body", False)
 
-        limited = _Limited(receive, self._limit(scope["path"]))
+        limited = _Limited(receive, self._limit(scope["path"]), self._load)
         left = False  # before there was an answer
+        counts = scope["path"] not in _MONITORS
+        self._load.requests += counts
         try:
             try:
+                if counts and self._load.requests > MOST_REQUESTS:
+                    raise busy()
                 self._check(scope, headers, state)
                 early = self._preflight(scope, headers)
                 await (early or self._app)(scope, limited.receive, reply)
@@ -122,6 +140,8 @@ class Guard:
                 elif not whole:
                     raise
         finally:
+            self._load.requests -= counts
+            self._load.bytes -= limited.size
             seconds = time.perf_counter() - began
             status = _CLIENT_GONE if left else status or 500
             self._metrics.request(scope["path"], status, seconds)
@@ -196,27 +216,57 @@ class Guard:
             answer.add_vary_header("Origin")
 
 
-class _Limited:
-    """Counts a body that does not say how long it is, and does not wait for one that does not come."""
+@dataclass
+class _Load:
+    """What all requests hold at the moment.
 
-    def __init__(self, receive: Receive, most: int) -> None:
-        self._receive, self._left, self._most, self._whole = receive, most, most, False
-        self.gone = False
-        """Whether the client closed the connection."""
+    Attributes:
+        most: bytes of bodies.
+    """
+
+    most: int
+    bytes: int = 0
+    requests: int = 0
+
+
+class _Limited:
+    """Counts a body that does not say how long it is, and does not wait for one that does not come.
+
+    Attributes:
+        gone: whether the client closed the connection.
+        size: bytes that came.
+    """
+
+    def __init__(self, receive: Receive, most: int, load: _Load) -> None:
+        self._receive, self._most, self._load, self._whole = receive, most, load, False
+        self._end = time.monotonic() + LONGEST
+        self.gone, self.size = False, 0
 
     async def receive(self) -> Message:
+        left = self._end - time.monotonic()
         try:
-            async with asyncio.timeout(None if self._whole else PATIENCE):
+            async with asyncio.timeout(None if self._whole else min(PATIENCE, left)):
                 message = await self._receive()
         except TimeoutError:
-            raise Rejected(408, "timeout", f"nothing of the body came for {PATIENCE:g} s; send it again") from None
+            what = f"nothing of the body came for {PATIENCE:g} s"
+            what = what if left > PATIENCE else f"the body did not come within {LONGEST:g} s"
+            raise Rejected(408, "timeout", f"{what}; send it again") from None
         self.gone = self.gone or message["type"] == "http.disconnect"
         if message["type"] == "http.request":
-            self._left -= len(message.get("body", b""))
-            if self._left < 0:
+            size = len(message.get("body", b""))
+            self.size += size
+            self._load.bytes += size
+            if self.size > self._most:
                 raise too_large(self._most)
+            if self._load.bytes > self._load.most:
+                raise busy()
             self._whole = not message.get("more_body", False)
         return message
+
+
+def busy() -> Rejected:
+    """A refusal of a request while there are too many."""
+    return Rejected(503, "busy", "too many requests at a time; try again soon", retry_after=_BUSY)
 
 
 def too_large(most: int) -> Rejected:

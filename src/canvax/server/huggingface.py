@@ -82,7 +82,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
             content: Body | bytes = await request.body()
         else:
             content = await read_json(request, Body, status=422, strict=False)
-        job = await asked(engine, _ask, content, name, kind, client_of(request))
+        job = await asked(request, engine, _ask, content, name, kind, client_of(request))
         await settled(request, job)
         if job.status is not Status.DONE:
             raise failure(job)

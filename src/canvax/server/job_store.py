@@ -90,17 +90,17 @@ class JobStore:
         """Whether the journal can be written. Where it could not be, another try begins, and a later call says more."""
         if self._journal is None or self._journal.broken is None:
             return True
-        with self.lock:
-            if (now := time.monotonic()) >= self._tries:
-                self._tries = now + _PAUSE
-                self._write_later(self._journal.check)
+        if (now := time.monotonic()) >= self._tries:
+            self._tries = now + _PAUSE
+            self._write_later(self._journal.check)
         return False
 
     def get(self, name: str, client: str) -> Job | None:
-        """A job of this client."""
-        with self.lock:
-            self.forget()
-            job = self._open.get(name) or self._over.get(name, (0.0, None))[1]
+        """A job of this client. Without the lock, for which an event loop cannot wait."""
+        job = self._open.get(name)
+        if job is None:
+            when, job = self._over.get(name, (0.0, None))
+            job = job if time.monotonic() - when <= self._keep else None
         return job if job and job.request.client == client else None
 
     def open(self) -> Sequence[Job]:
@@ -234,12 +234,12 @@ class JobStore:
                 if not picture.status.over:
                     picture.status = status
             job.seconds_left, job.ahead = None, 0
-            for jobs in (self._open, self._limited, self._held):
-                jobs.pop(job.id, None)
             if parked:
                 self.rests(job)
             self._counted.discard(job.id)
-            self._over[job.id] = time.monotonic(), job
+            self._over[job.id] = time.monotonic(), job  # before it leaves the others: ``get`` looks there first
+            for jobs in (self._open, self._limited, self._held):
+                jobs.pop(job.id, None)
             outcome = "parked" if parked else str(status)
             self._metrics.over(job.model, outcome, time.time() - job.created)
             log.info(json.dumps(self._line(job, outcome)))

@@ -20,6 +20,9 @@ from canvax.images.inputs import fingerprint
 
 Format = Literal["png", "jpeg", "webp"]
 
+LOOKS = 15.0
+"""Seconds after asking how a job looks, within which somebody asks again. Previews are made as long."""
+
 LONGEST_MESSAGE = 600
 """Characters of a refusal: it may repeat what was sent."""
 
@@ -181,6 +184,7 @@ class Picture:
         data: the file, once it is done.
         metadata: the settings that give it again, as in ``canvax.Result.metadata``.
         file: its name in the server's folder of images; None if it is not saved there.
+        not_kept: why it could not be saved there; None where it was, or where the server saves none.
     """
 
     index: int
@@ -193,6 +197,7 @@ class Picture:
     data: bytes | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     file: str | None = None
+    not_kept: str | None = None
 
 
 @dataclass(frozen=True)
@@ -269,6 +274,16 @@ class Job:
         self._cancel = cancel
         self._lock = threading.Lock()
         self._watchers: set[_Mailbox] = set()
+        self._viewers, self._looked = 0, 0.0
+
+    @property
+    def looked_at(self) -> bool:
+        """Whether anybody would see a preview that is made now."""
+        return self._viewers > 0 or time.monotonic() < self._looked
+
+    def look(self, seconds: float = LOOKS) -> None:
+        """Somebody will want previews for so many seconds, without watching events."""
+        self._looked = max(self._looked, time.monotonic() + seconds)
 
     def is_of(self, job_request: JobRequest) -> bool:
         """Whether it was made for this very ask, and not for an earlier one with the same Idempotency-Key."""
@@ -287,14 +302,15 @@ class Job:
         for mailbox in watchers:
             mailbox.post(event)
 
-    async def watch(self) -> AsyncIterator[Event]:
+    async def watch(self, *, previews: bool = True) -> AsyncIterator[Event]:
         """Events from now on, beginning with the present status; ends when the job is over.
 
-        Who reads slowly misses previews and steps, never an image or the end.
+        Who reads slowly misses previews and steps, never an image or the end. ``previews``: whether they are of use.
         """
         mailbox = _Mailbox()
         with self._lock:
             self._watchers.add(mailbox)
+            self._viewers += previews
         try:
             status = self.status
             yield Changed(status)
@@ -308,10 +324,11 @@ class Job:
         finally:
             with self._lock:
                 self._watchers.discard(mailbox)
+                self._viewers -= previews
 
     async def finished(self) -> None:
         """Wait until it is over."""
-        async for _ in self.watch():
+        async for _ in self.watch(previews=False):
             pass
 
 

@@ -28,6 +28,7 @@ from canvax.samplers.specs import SAMPLERS
 from canvax.server.answers import (
     answering,
     asked,
+    cancelled,
     client_of,
     data_url,
     decoding,
@@ -38,6 +39,7 @@ from canvax.server.answers import (
     nearest_size,
     once_of,
     read_json,
+    reading,
     sent_event,
     watched,
 )
@@ -62,6 +64,9 @@ from canvax.server.work import INVERSE, LONGEST_PROMPT, MOST_IMAGES, MOST_STEPS,
 
 PREVIEWS = 8
 """Of an image, where a client wants any."""
+
+COMES = 2.0
+"""Seconds within which a client that wants previews begins to watch its job."""
 
 _FIELDS = {
     "prompt": "prompt", "negative_prompt": "negative_prompt", "seed": "seed", "width": "width", "height": "height",
@@ -135,7 +140,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
         return json_answer({"models": cards, "samplers": samplers})
 
     async def adapters(request: Request) -> Response:
-        cards = engine.adapters(request.query_params.get("model"))
+        cards = await reading(engine.adapters, request.query_params.get("model"))
         return json_answer({"adapters": [{"name": card.name, "alias": card.alias} for card in cards]})
 
     async def jobs(request: Request) -> Response:
@@ -143,7 +148,8 @@ def routes(engine: Engine) -> list[BaseRoute]:
             found = await run_in_threadpool(engine.jobs, client_of(request))
             return json_answer({"jobs": [job_json(job) for job in found]})
         body = await read_json(request, NewJob)
-        job = await asked(engine, _ask, body, engine, client_of(request), once_of(request))
+        job = await asked(request, engine, _ask, body, engine, client_of(request), once_of(request))
+        job.look(COMES)
         return json_answer(job_json(job), {"Location": f"/api/jobs/{job.id}"}, 202)
 
     def job_of(request: Request) -> Job:
@@ -156,7 +162,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
     async def job_route(request: Request) -> Response:
         job = job_of(request)
         if request.method == "DELETE":
-            job.cancel()
+            await cancelled(job)
         return json_answer(job_json(job))
 
     async def image(request: Request) -> Response:
@@ -220,7 +226,7 @@ def job_json(job: Job) -> dict[str, Any]:
 
 
 def _picture_json(job: Job, picture: Picture) -> dict[str, Any]:
-    names = ("index", "status", "step", "steps", "seed", "width", "height", "file")
+    names = ("index", "status", "step", "steps", "seed", "width", "height", "file", "not_kept")
     return {name: getattr(picture, name) for name in names} | {"url": _url(job, picture)}
 
 
@@ -393,7 +399,7 @@ def _as_sent(job: Job, event: Event) -> bytes:
 
 
 def _image_json(job: Job, picture: Picture) -> dict[str, Any]:
-    names = ("index", "seed", "width", "height", "file")
+    names = ("index", "seed", "width", "height", "file", "not_kept")
     return {name: getattr(picture, name) for name in names} | {"url": _url(job, picture)}
 
 

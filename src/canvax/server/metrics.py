@@ -58,6 +58,10 @@ class Metrics:
         self._decode = time("canvax_decode_seconds", "Decoding latents.")
         self._between = time("canvax_turn_overhead_seconds", "A turn of the engine without encoding, steps, decoding.")
         self._file = time("canvax_file_seconds", "Writing the file of an image.")
+        self._not_kept = count("canvax_files_failed_total", "Images that could not be saved in the folder.")
+        self._undecoded = gauge("canvax_undecoded_images", "Images behind their last step that are not decoded.")
+        self._writing = gauge("canvax_writing_images", "Images that are decoded, whose files are not made.")
+        self._oldest = gauge("canvax_writing_seconds", "The longest that the file of an image has taken until now.")
         self._compiled = count("canvax_programs_compiled_total", "Programs that canvax compiled.", ["program"])
         self._compile_seconds = count("canvax_compile_seconds_total", "Seconds of that.", ["program"])
         all_compiled = gauge("canvax_compilations", "All that JAX has compiled in this process.")
@@ -101,6 +105,18 @@ class Metrics:
         """Where to read how much is not done, whenever somebody asks."""
         self._queued.set_function(images)
         self._queue_cost.set_function(seconds)
+
+    def watch_files(
+        self, undecoded: Callable[[], float], writing: Callable[[], float], oldest: Callable[[], float]
+    ) -> None:
+        """Where to read how much of that is behind its last step."""
+        self._undecoded.set_function(undecoded)
+        self._writing.set_function(writing)
+        self._oldest.set_function(oldest)
+
+    def not_kept(self) -> None:
+        """A finished image could not be saved."""
+        self._not_kept.inc()
 
     def watch_journal(self, writable: Callable[[], bool]) -> None:
         """Where to read whether jobs can be recorded."""

@@ -117,7 +117,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
             message = f"strength={body.strength!r} without an image: images are sent to /v1/images/edits"
             raise Rejected(400, "invalid_value", message, param="strength")
         job_request = _ask(request, engine, body)
-        return await _answer(request, await submitted(engine, job_request), body, "image_generation")
+        return await _answer(request, await submitted(request, engine, job_request), body, "image_generation")
 
     async def edit(request: Request) -> Response:
         job, body = await decoding(edited, request, *await read_form(request))

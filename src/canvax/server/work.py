@@ -95,7 +95,7 @@ class Item:
         deadline: on the engine's clock.
         expected: seconds that it takes alone.
         shared: the engine's seconds for it where many wait.
-        previews: steps of its picture after which a preview is wanted.
+        previews: steps of its picture after which a preview is wanted, if anybody looks.
         decodes: whether they are decoded; decided at the first, so that all of an image are of one kind.
         turn: see ``canvax.server.policy.Work``.
         carried: where it stands, while it has no slot; None before it is encoded.
@@ -131,6 +131,11 @@ class Item:
     before: int = 0
     recorded: Request | None = None
     _holds: bool = False
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Steps of its picture after which somebody wants to look."""
+        return self.previews if self.job.looked_at else ()
 
     def hold(self) -> None:
         """It begins: its adapters stay in their places."""
