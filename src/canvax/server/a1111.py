@@ -294,7 +294,7 @@ class _Session:
     async def enlarge(self, request: Request) -> Response:
         """An image made larger by the model, tile by tile, whatever upscaler a client names."""
         body, client = await read_json(request, Enlargement, status=422, strict=False), client_of(request)
-        job = await asked(self.engine, enlargement_of, body, self.card(client), client)
+        job = await asked(request, self.engine, enlargement_of, body, self.card(client), client)
         await settled(request, job, lambda event: None)
         if job.status is not Status.DONE:
             raise failure(job)
