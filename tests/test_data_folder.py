@@ -18,7 +18,7 @@ from canvax.errors import InputError
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import JobRequest, Rejected, State, Status
 from canvax.server.metrics import Metrics
-from canvax.weights.data_folder import VARIABLE, find_named, lora_folder, models
+from canvax.weights.data_folder import VARIABLE, data_folder, find_named, lora_folder, models, using
 from canvax.weights.location import BUNDLED, Location
 from tests.support.adapter_files import write
 from tests.support.serving import until
@@ -75,6 +75,34 @@ def test_a_name_of_two_files_is_refused(folder: Path) -> None:
     with pytest.raises(InputError) as caught:
         Location("twice", argument="lora").local()
     assert (caught.value.argument, caught.value.value) == ("lora", "twice")
+
+
+def test_a_server_offers_no_model_of_an_ambiguous_name(folder: Path, small_folder: Path) -> None:
+    (folder / "models/checkpoints/other").symlink_to(small_folder)
+    assert set(models()) == {"other", "tiny"}
+    (folder / "models/Stable-diffusion/tiny").symlink_to(small_folder)
+    assert set(models()) == {"other"}
+
+
+def test_hidden_folders_are_not_searched(folder: Path) -> None:
+    for hidden in (".trash", "VAE/.ipynb_checkpoints"):
+        (folder / "models" / hidden).mkdir()
+        write(folder / "models" / hidden / "gone.safetensors", VAE)
+    assert find_named("gone", "vae") is None
+
+
+@pytest.mark.parametrize("before", [None, "before"])
+def test_the_folder_of_a_command_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    for name in ("before", "flag"):
+        (tmp_path / name).mkdir()
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if before:
+        monkeypatch.setenv(VARIABLE, str(tmp_path / before))
+    with using(str(tmp_path / "flag")):
+        assert data_folder() == tmp_path / "flag"
+    assert data_folder() == (tmp_path / before if before else None)
 
 
 @pytest.mark.parametrize(
