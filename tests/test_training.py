@@ -73,8 +73,8 @@ def one_device() -> Any:
 def toy_loss(p: Any, samples: Any, shared: Any, key: Any) -> Any:
     """A quadratic whose samples are noisy, so that a wrong key or index shows in the loss."""
     wanted = samples["x"] + 0.1 * jax.random.normal(key, samples["x"].shape)
-    value = jnp.square(p["w"] - wanted).mean()
-    return value, {"distance": jnp.abs(p["w"] - wanted).mean()}
+    apart = p["w"][None] - wanted
+    return jnp.square(apart).mean(), {"distance": jnp.abs(apart).mean()}
 
 
 def toy(folder: Path, plan: Plan = PLAN, mesh: Any = None, **session: Any) -> tuple[Any, bool]:
