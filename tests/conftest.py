@@ -38,6 +38,11 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from canvax.weights.location import BUNDLED
 from tests.support.bundled import PACKAGED
+from tests.support.numbers import begin_anew
+
+# Numbers and shapes become others only where the code says so: a silent float32 in a 16-bit network is an error.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Most tests of the bundled model decode its latents to 64 x 64 pixels, with the autoencoder that its larger one was
 # made of, for a tenth of the work. Processes that tests start, and tests that ask for ``packaged``, have the model of
@@ -135,6 +140,12 @@ def use_folder(folder: str | None) -> None:
     if jax.config.values["jax_compilation_cache_dir"] != folder:
         jax.config.update("jax_compilation_cache_dir", folder)
         reset_cache()
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """A test has the same random numbers alone, and after others."""
+    begin_anew()
 
 
 @pytest.fixture(scope="module")

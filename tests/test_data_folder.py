@@ -19,7 +19,16 @@ from canvax.families.local_models import local_models
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import JobRequest, Rejected, State, Status
 from canvax.server.metrics import Metrics
-from canvax.weights.data_folder import VARIABLE, by_name, files, find_named, lora_folder, usual_syntax
+from canvax.weights.data_folder import (
+    VARIABLE,
+    by_name,
+    data_folder,
+    files,
+    find_named,
+    lora_folder,
+    using,
+    usual_syntax,
+)
 from canvax.weights.location import BUNDLED, Location
 from tests.support.adapter_files import write
 from tests.support.serving import until
@@ -109,6 +118,34 @@ def test_files_that_cannot_be_used(folder: Path, small_folder: Path) -> None:
     assert left_out.keys() == {"old", "deliberate_v2", "damaged"}
     assert "canvax convert old.ckpt" in left_out["old"]
     assert "autoencoder" in left_out["deliberate_v2"]  # which it lacks
+
+
+def test_a_server_offers_models_of_one_name_by_their_folders(folder: Path, small_folder: Path) -> None:
+    (folder / "models/checkpoints/other").symlink_to(small_folder)
+    assert set(local_models().models) == {"other", "tiny"}
+    (folder / "models/Stable-diffusion/tiny").symlink_to(small_folder)
+    assert set(local_models().models) == {"other", "checkpoints/tiny", "Stable-diffusion/tiny"}
+
+
+def test_hidden_folders_are_not_searched(folder: Path) -> None:
+    for hidden in (".trash", "VAE/.ipynb_checkpoints"):
+        (folder / "models" / hidden).mkdir()
+        write(folder / "models" / hidden / "gone.safetensors", VAE)
+    assert find_named("gone", "vae") is None
+
+
+@pytest.mark.parametrize("before", [None, "before"])
+def test_the_folder_of_a_command_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    for name in ("before", "flag"):
+        (tmp_path / name).mkdir()
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if before:
+        monkeypatch.setenv(VARIABLE, str(tmp_path / before))
+    with using(str(tmp_path / "flag")):
+        assert data_folder() == tmp_path / "flag"
+    assert data_folder() == (tmp_path / before if before else None)
 
 
 @pytest.mark.parametrize(

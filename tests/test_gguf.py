@@ -79,6 +79,52 @@ def test_every_quantization(kind: Any, tmp_path: Path) -> None:
     np.testing.assert_array_equal(opened(path)["a"].read(), wanted)
 
 
+def q8_0(block: bytes) -> list[float]:
+    (d,) = struct.unpack_from("<e", block)
+    return [d * q for q in struct.unpack_from("<32b", block, 2)]
+
+
+def q4_0(block: bytes) -> list[float]:
+    (d,) = struct.unpack_from("<e", block)
+    return [d * (q - 8) for q in (*(byte & 15 for byte in block[2:]), *(byte >> 4 for byte in block[2:]))]
+
+
+def q5_1(block: bytes) -> list[float]:
+    d, m, high = struct.unpack_from("<eeI", block)
+    low = *(byte & 15 for byte in block[8:]), *(byte >> 4 for byte in block[8:])
+    return [d * (q + 16 * (high >> i & 1)) + m for i, q in enumerate(low)]
+
+
+def q4_k(block: bytes) -> list[float]:
+    """Eight parts of 32, each with a scale and a minimum of 6 bits; two parts share bytes."""
+    d, m = struct.unpack_from("<ee", block)
+    packed, low = block[4:16], block[16:]
+    pairs = [(packed[i] & 63, packed[i + 4] & 63) for i in range(4)]
+    pairs += [(packed[i + 8] & 15 | packed[i] >> 6 << 4, packed[i + 8] >> 4 | packed[i + 4] >> 6 << 4)
+              for i in range(4)]  # fmt: skip
+    return [
+        d * scale * (byte >> 4 * (part % 2) & 15) - m * least
+        for part, (scale, least) in enumerate(pairs)
+        for byte in low[32 * (part // 2) : 32 * (part // 2 + 1)]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "by_hand", "halves"), [("Q8_0", q8_0, 1), ("Q4_0", q4_0, 1), ("Q5_1", q5_1, 2), ("Q4_K", q4_k, 2)]
+)
+def test_numbers_by_their_formulas(kind: str, by_hand: Any, halves: int, tmp_path: Path) -> None:
+    """As ggml defines its blocks, without the package; each begins with scales of 16 bits."""
+    quantization = gguf.GGMLQuantizationType[kind]
+    numbers, size = gguf.GGML_QUANT_SIZES[quantization]
+    rng = np.random.default_rng(2)
+    stored = rng.integers(0, 256, (4, size), np.uint8)
+    stored[:, : 2 * halves] = rng.uniform(0.01, 0.1, (4, halves)).astype("<f2").view(np.uint8)
+    path = tmp_path / "a.gguf"
+    path.write_bytes(raw(("a", [2 * numbers, 2], quantization.value, 0), data=stored.tobytes()))
+    wanted = np.array([by_hand(block.tobytes()) for block in stored]).reshape(2, 2 * numbers)
+    np.testing.assert_allclose(opened(path)["a"].read(), wanted, rtol=1e-5, atol=1e-6)
+
+
 TWO = b"\0" * 64
 BROKEN = {
     "empty": b"",

@@ -15,7 +15,7 @@ SRC = Path(__file__).parent.parent / "src" / "canvax"
 # Each row may import only rows above it, and its own package.
 ROWS: list[set[str]] = [
     {"types", "errors", "_version", "originals"},
-    {"checked", "settings"},
+    {"settings"},
     {"call"},
     {"files", "familiar"},
     {"kernels"},

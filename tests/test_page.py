@@ -332,9 +332,12 @@ def test_history_is_the_folder_of_images(saving: Site) -> None:
     assert site.count(".tile") == 5  # also the image whose file has no prompt
 
 
+@pytest.mark.parametrize("answer", [7, 20])  # of 20 images three fill the page exactly
 @thorough
-def test_older_images_of_the_folder_come_when_they_are_asked_for(saving: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "PAGE", 7)
+def test_older_images_of_the_folder_come_when_they_are_asked_for(
+    saving: Site, monkeypatch: pytest.MonkeyPatch, answer: int
+) -> None:
+    monkeypatch.setattr(history, "PAGE", answer)
     folder = saving.stub.folder
     assert folder
     folder.mkdir()
@@ -344,11 +347,35 @@ def test_older_images_of_the_folder_come_when_they_are_asked_for(saving: Site, m
     saving.open()
     assert 60 <= saving.count(".tile") < 70
     assert saving.page.inner_text("#history-count").endswith("+")
+    assert saving.page.is_visible("#older")
     saving.page.fill("#search", "pear")
     saving.page.wait_for_selector(".tile >> text=the first pear")
     saving.page.fill("#search", "")
     saving.page.click("#older")
     assert saving.count(".tile") == 80
+
+
+@thorough
+def test_undo_waits_for_the_deletion(saving: Site) -> None:
+    """However late the server moves the file, it is back in the end."""
+    folder, asked, held = saving.stub.folder, [], []
+    assert folder
+    saving.draw("a red apple")
+
+    def late(route: Any) -> None:
+        asked.append(route.request.method)
+        held.append(route) if route.request.method == "DELETE" else route.continue_()
+
+    saving.page.route("**/api/images/*", late)
+    saving.page.locator(".tile .open").focus()
+    saving.page.keyboard.press("Delete")
+    saving.page.wait_for_selector(".toast >> text=folder")
+    saving.page.keyboard.press("z")
+    saving.page.wait_for_timeout(200)
+    assert "POST" not in asked
+    held[0].continue_()
+    saving.page.wait_for_selector(".tile[data-id]")
+    assert len(list(folder.glob("*.png"))) == 1
 
 
 @thorough

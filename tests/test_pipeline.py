@@ -377,7 +377,8 @@ def test_precision_around_a_picture(emoji: canvax.StableDiffusion) -> None:
 def test_settings_for_finding_faults_are_for_the_code_of_the_user(emoji: canvax.StableDiffusion) -> None:
     want = draw(emoji, "a red apple", seed=1).pixels
     pipe = dataclasses.replace(emoji, programs=dataclasses.replace(emoji.programs, _compiled={}))
-    settings = {"jax_disable_jit": True, "jax_numpy_rank_promotion": "raise", "jax_transfer_guard": "disallow"}
+    settings = {"jax_disable_jit": True, "jax_numpy_rank_promotion": "raise", "jax_numpy_dtype_promotion": "strict",
+                "jax_transfer_guard": "disallow"}  # fmt: skip
     before = {name: jax.config.values[name] for name in settings}
     seen: list[canvax.Step] = []
     try:

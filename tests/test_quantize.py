@@ -100,6 +100,23 @@ def test_which_weights() -> None:
     assert 2.57e9 < bytes_of["unet"] < 2.7e9  # 5.14 GB in bfloat16
 
 
+@pytest.mark.parametrize(
+    ("preset", "blocks", "whole"),
+    [
+        ("z-image", {"context_refiner", "layers", "noise_refiner"}, "adaLN_modulation"),
+        ("flux2-klein-4b", {"single_transformer_blocks", "transformer_blocks"}, None),
+        ("krea-2", {"text_fusion", "transformer_blocks"}, "projector"),
+    ],
+)
+def test_which_weights_of_transformers(preset: str, blocks: set[str], whole: str | None) -> None:
+    """Matrices of blocks without their modulation; what every token passes once stays whole."""
+    spec = quantized_specs(PRESETS[preset].specs(), "int8")["transformer"]
+    for name, param in flatten(spec):
+        if name.endswith("weight") and len(param.shape) > 1:
+            parts = name.split(".")
+            assert (param.dtype == "int8") == (parts[0] in blocks and whole not in parts), name
+
+
 def test_what_stays_whole_in_text_encoders() -> None:
     """The projection of pooled text and the embeddings, which every number of a prompt passes through."""
     specs = PRESETS["sdxl"].specs()

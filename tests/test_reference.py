@@ -42,16 +42,20 @@ def test_pages_are_complete(pages: dict[str, str]) -> None:
 
 
 def commands(page: Path) -> list[str]:
-    """The lines of a page's shell blocks that run canvax."""
-    blocks = re.findall(
-        r"^```(?:sh|ini)\n(.*?)^```", page.read_text(encoding="utf-8").replace("\\\n", " "), re.M | re.S
-    )
-    lines = [line.partition(" #")[0] for block in blocks for line in block.splitlines()]
+    """The lines of a page's shell blocks, and of its indented ones, that run canvax."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    fenced = re.findall(r"^ *```(?:sh|ini)\n(.*?)^ *```", text, re.M | re.S)
+    indented = re.findall(r"^    (.*)$", re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S), re.M)
+    lines = [line.partition(" #")[0].strip() for line in "\n".join(fenced + indented).splitlines()]
     return [match[1] for line in lines if (match := re.search(r"(?:^|bin/|&& )canvax ([a-z]+ .*|[a-z]+)$", line))]
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [*sorted(DOCS.glob("*.md")), *(DOCS.parent / name for name in ("README.md", "CONTRIBUTING.md"))],
+    ids=lambda page: page.stem,
+)  # fmt: skip
 def test_commands_are_understood(page: Path) -> None:
+    assert page.stem not in ("README", "cli") or commands(page)
     for command in commands(page):
         parse(shlex.split(command.rstrip("'").partition(" | ")[0].partition(" > ")[0]))
 

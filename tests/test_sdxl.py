@@ -107,7 +107,7 @@ def test_numbers_that_16_bits_round_are_embedded_exactly(what: str) -> None:
     """bfloat16 has no 999 and no 1001, which are both its 1000."""
     params = init_params(unet_spec(UNET), 0)
     timesteps = jnp.array([999.0, 1000.0] if what == "timestep" else [500.0, 500.0])
-    sizes = jnp.array([[1001.0], [1000.0]] if what == "sizes" else [[1000.0], [1000.0]]) * jnp.ones(6)
+    sizes = jnp.array([[1001.0], [1000.0]] if what == "sizes" else [[1000.0], [1000.0]]) * jnp.ones((1, 6))
 
     def embedded(dtype: Any) -> np.ndarray:
         p = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)

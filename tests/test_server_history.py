@@ -73,10 +73,26 @@ def test_pages_follow_each_other(site: tuple[Web, Path], folder: Path, monkeypat
     assert second.json()["next"] is None
 
 
+def test_files_of_other_programs_hide_nothing(
+    site: tuple[Web, Path], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer reads few files; the next one goes on behind them."""
+    monkeypatch.setattr(history, "_MOST_READ", 2)
+    for number in range(5):
+        Image.new("RGB", (8, 8)).save(folder / f"other-{number}.png")
+    seen, after, answers = [], None, 0
+    while answers == 0 or after is not None:
+        answer = site[0].http.get("/api/images", params=after and {"after": after})
+        seen, after, answers = seen + names(answer), answer.json()["next"], answers + 1
+    assert seen == ["00002-2.png", "00001-1.png", "00000-0.png"]
+    assert answers == 5  # of ten files, one of which is a link
+
+
 def test_an_image_is_sent_as_it_is(site: tuple[Web, Path], folder: Path) -> None:
     answer = site[0].http.get("/api/images/00001-1.png")
     assert answer.content == (folder / "00001-1.png").read_bytes()
     assert answer.headers["content-type"] == "image/png"
+    assert "private" in answer.headers["cache-control"]  # no cache between keeps it for others
 
 
 @pytest.mark.parametrize(

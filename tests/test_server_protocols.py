@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -490,16 +491,15 @@ def test_previews_are_for_who_asks_for_them(site: Site) -> None:
 @pytest.mark.parametrize("word", ["interrupt", "skip"])
 def test_a1111_interrupt(site: Site, word: str) -> None:
     site.engine.pace = 0.1
-    told: list[httpx.Response] = []
-    thread = threading.Thread(target=lambda: told.append(site.post("/sdapi/v1/txt2img", OPEN_WEBUI | {"steps": 90})))
-    thread.start()
-    until(lambda: site.http.get("/sdapi/v1/progress").json()["progress"] > 0)
-    assert site.post(f"/sdapi/v1/{word}", headers={"x-client": "other"}).status_code == 200
-    assert site.engine.jobs()  # which is another's
-    assert site.post(f"/sdapi/v1/{word}").json() == {}
-    thread.join(5)
-    assert (told[0].status_code, told[0].json()["images"]) == (200, [])
-    assert json.loads(told[0].json()["info"])["all_seeds"] == []
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(site.post, "/sdapi/v1/txt2img", OPEN_WEBUI | {"steps": 90})
+        until(lambda: site.http.get("/sdapi/v1/progress").json()["progress"] > 0)
+        assert site.post(f"/sdapi/v1/{word}", headers={"x-client": "other"}).status_code == 200
+        assert not site.engine.accepted[-1].status.over  # which is another's
+        assert site.post(f"/sdapi/v1/{word}").json() == {}
+        answer = asked.result(5)
+    assert (answer.status_code, answer.json()["images"]) == (200, [])
+    assert json.loads(answer.json()["info"])["all_seeds"] == []
 
 
 LAYERS = "in override_settings it is called CLIP_stop_at_last_layers"

@@ -66,8 +66,10 @@ def _convolved(p: Params, x: Array, convolve: Callable[[Array, Array], Array]) -
     weight = weight.astype(dtype)
     if dtype == jnp.float16:
         power = jnp.exp2(jnp.round(jnp.log2(scale)))
-        weight, scale = weight * power.astype(dtype), scale / power
-    return (convolve(weight, x.astype(dtype)).astype(jnp.float32) * scale).astype(x.dtype)
+        weight = weight * jax.lax.broadcast_to_rank(power.astype(dtype), weight.ndim)
+        scale = scale / power
+    y = convolve(weight, x.astype(dtype)).astype(jnp.float32)
+    return (y * jax.lax.broadcast_to_rank(scale, y.ndim)).astype(x.dtype)
 
 
 def linear(p: Params, x: Array) -> Array:
@@ -118,7 +120,7 @@ def with_shares(p: Params, shares: Array | None) -> Params:
 
 def _biased(p: Params, y: Array) -> Array:
     """Adds the layer's bias, if it has any, to ``y``."""
-    return y + p["bias"] if "bias" in p else y
+    return y + jax.lax.broadcast_to_rank(p["bias"], y.ndim) if "bias" in p else y
 
 
 def gated_linear(p: Params, x: Array) -> tuple[Array, Array]:
@@ -132,12 +134,13 @@ def gated_linear(p: Params, x: Array) -> tuple[Array, Array]:
         return values, gate
     product = partial(jnp.einsum, "...c,cgo->...go")
     if PRODUCT_SCALE in p:
-        y = matmul_8bit(x, p["weight"], p[PRODUCT_SCALE]) + p["bias"]
+        y = matmul_8bit(x, p["weight"], p[PRODUCT_SCALE])
     elif SCALE in p:
-        y = product(x, p["weight"].astype(x.dtype), preferred_element_type=jnp.float32) * p[SCALE]
-        y = y.astype(x.dtype) + p["bias"]
+        y = product(x, p["weight"].astype(x.dtype), preferred_element_type=jnp.float32)
+        y = (y * jax.lax.broadcast_to_rank(p[SCALE], y.ndim)).astype(x.dtype)
     else:
-        y = product(x, p["weight"]) + p["bias"]
+        y = product(x, p["weight"])
+    y = _biased(p, y)
     if LOW_RANK in p:
         y = y + _low_rank(p[LOW_RANK], lambda down: matmul(x, down)).reshape(y.shape)
     return y[..., 0, :], y[..., 1, :]
@@ -210,8 +213,8 @@ def group_norm(
     else:
         variance = mean_of(jnp.square(widened() - jnp.repeat(mean, channels // groups, 1)[:, None]))
     # A single multiply-add per element, which fuses with the activation that follows.
-    weight = p["weight"].astype(jnp.float32).reshape(groups, -1)
-    bias = p["bias"].astype(jnp.float32).reshape(groups, -1)
+    weight = p["weight"].astype(jnp.float32).reshape(1, groups, -1)
+    bias = p["bias"].astype(jnp.float32).reshape(1, groups, -1)
     scale = weight * jax.lax.rsqrt(variance + eps)[..., None]
     shift = bias - mean[..., None] * scale
     y = widened() * scale.reshape(batch, 1, channels) + shift.reshape(batch, 1, channels)
@@ -242,7 +245,8 @@ def layer_norm(p: Params, x: Array, *, eps: float = 1e-5) -> Array:
     else:
         variance = jnp.square(centred).mean(-1, keepdims=True)
     y = centred * jax.lax.rsqrt(variance + eps)
-    return (y * p["weight"].astype(jnp.float32) + p["bias"].astype(jnp.float32)).astype(x.dtype)
+    weight, bias = (jax.lax.broadcast_to_rank(p[name].astype(jnp.float32), x.ndim) for name in ("weight", "bias"))
+    return (y * weight + bias).astype(x.dtype)
 
 
 def embedding_spec(entries: int, width: int) -> Spec:

@@ -31,6 +31,7 @@ from canvax.weights.controlnet import open_control  # noqa: E402
 from canvax.weights.location import Location  # noqa: E402
 from tests.support.ldm_files import ldm_unet, write_folder  # noqa: E402
 from tests.support.ldm_files import model as ldm_model  # noqa: E402
+from tests.support.numbers import rng  # noqa: E402
 
 from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error  # noqa: E402
 from .test_image_to_image import mask, photo  # noqa: E402
@@ -55,7 +56,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "projection_class_embeddings_input_dim": 24 + 6 * 8, "use_linear_projection": True,
     },
 }  # fmt: skip
-rng = np.random.default_rng(0)
 
 
 def tame(module: Any, factor: float = 0.3) -> Any:

@@ -23,6 +23,7 @@ from canvax.models.presets import SDXL_UNET  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.params import flatten  # noqa: E402
+from tests.support.numbers import rng  # noqa: E402
 
 from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error  # noqa: E402
 from .test_controlnet import KINDS, SMALL, tame  # noqa: E402
@@ -35,7 +36,6 @@ UNION: dict[str, Any] = {
     "num_control_type": TYPES, "num_trans_channel": 32, "num_trans_head": 8, "num_trans_layer": 2,
     "num_proj_channel": 32, "conditioning_embedding_out_channels": (16, 32, 48, 64),
 }  # fmt: skip
-rng = np.random.default_rng(0)
 
 
 def net_of(seed: int = 5, **changes: Any) -> Any:

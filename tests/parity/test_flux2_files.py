@@ -91,7 +91,7 @@ def test_single_files(files: dict[str, Path], folder: Path, wanted: canvax.Stabl
     assert_same(pipe.params, wanted.params)
     comfy = {f"model.diffusion_model.{name.replace('norm.scale', 'norm.weight')}": array
              for name, array in safetensors.numpy.load_file(files["model"]).items()}  # fmt: skip
-    base = write(tmp_path / "flux-2-klein-base-4b.safetensors", comfy)
+    base = write(tmp_path / "FLUX-2-klein-Base-4b.safetensors", comfy)
     pipe = load(base, files, vae=folder, text_encoder=folder)
     assert (pipe.model.defaults.num_inference_steps, pipe.model.networks.denoiser.distilled) == (50, False)
     assert_same(pipe.params, wanted.params)
@@ -132,6 +132,19 @@ def test_gguf(files: dict[str, Path], folder: Path, tmp_path: Path) -> None:
     for quantize in (None, "int8"):
         one, other = (load(found["model"], found, quantize=quantize).params for found in (small, plain))
         assert_same(one, other)
+
+
+def test_a_padding_token_with_its_properties(folder: Path, wanted: canvax.StableDiffusion, tmp_path: Path) -> None:
+    """Older releases of transformers write tokens so; without any the checkpoint is refused."""
+    words = Path(shutil.copytree(folder / "tokenizer", tmp_path / "words"))
+    config = json.loads((words / "tokenizer_config.json").read_text())
+    for pad in ({"__type": "AddedToken", "content": config["pad_token"], "lstrip": False}, None):
+        (words / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": pad}))
+        if pad:
+            assert load(folder, tokenizer=words).tokenizer.pad == wanted.tokenizer.pad
+        else:
+            with pytest.raises(canvax.CheckpointError):
+                load(folder, tokenizer=words)
 
 
 def test_files_that_do_not_fit(files: dict[str, Path], tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ import canvax  # noqa: E402
 from canvax.call import Call  # noqa: E402
 from canvax.cli import main  # noqa: E402
 from canvax.compile.programs import load_or_compile  # noqa: E402
+from canvax.images.inputs import fingerprint  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.pipelines.request import make_request  # noqa: E402
@@ -37,7 +38,7 @@ from canvax.server.jobs import JobRequest, State  # noqa: E402
 from canvax.server.metrics import Metrics  # noqa: E402
 from canvax.server.models import Warm  # noqa: E402
 from canvax.server.work import check, sample  # noqa: E402
-from tests.support.serving import until  # noqa: E402
+from tests.support.serving import held, until  # noqa: E402
 
 from .reference import nchw, nhwc, psnr, randomise, relative_error  # noqa: E402
 from .test_z_image_pipeline import tokenizer, write_factors  # noqa: E402
@@ -203,6 +204,7 @@ def test_a_large_reference(klein: Model) -> None:
     processor = klein.theirs.image_processor
     small = processor._resize_and_crop(processor._resize_to_target_area(large), 928, 1120)
     np.testing.assert_array_equal(np.asarray(request.references.images[0][0]), np.asarray(small))
+    assert request.references.fingerprints == [fingerprint(large)]  # which the user can compute, too
 
 
 def test_the_shift_follows_the_size_and_the_steps(klein: Model) -> None:
@@ -519,9 +521,10 @@ def test_several_devices(klein: Model, axes: dict[str, int]) -> None:
 
 @pytest.mark.slow
 def test_eight_bits(klein: Model) -> None:
+    """46 dB; weights of 7 bits have 38. Wrong scales are what ``test_quantize`` sees."""
     pipe = canvax.load(klein.folder, dtype="float32", quantize="int8", mesh=klein.ours.mesh)
     got = pipe(PROMPTS, latents=klein.noise(), height=HEIGHT, width=WIDTH, num_inference_steps=2, options=QUIET)
-    assert psnr(got.pixels, klein.draw().pixels) > 30
+    assert psnr(got.pixels, klein.draw().pixels) > 42
     whole = {name for name, one in pipe.params["transformer"].items() if "scale" not in str(one)}
     assert whole >= {"proj_out", "x_embedder", "norm_out", "single_stream_modulation"}
 
@@ -548,7 +551,8 @@ def test_requests_share_a_batch_of_a_server(klein: Model, monkeypatch: pytest.Mo
         until(lambda: engine.state is not State.STARTING, 300)
         assert engine.failure is None
         assert "editing" in engine.models()[0].tasks
-        jobs = [engine.submit(JobRequest(**ask, width=WIDTH, height=HEIGHT)) for ask in asks]
+        with held(engine):
+            jobs = [engine.submit(JobRequest(**ask, width=WIDTH, height=HEIGHT)) for ask in asks]
         for ask, job in zip(asks, jobs, strict=True):
             until(lambda job=job: job.status.over, 300)
             cut = PIL.ImageOps.fit(ask["image"], (WIDTH, HEIGHT), PIL.Image.Resampling.LANCZOS)

@@ -93,7 +93,7 @@ def test_zero_star() -> None:
     alpha = cfg_zero_star_scale(conditional, unconditional)
     want = alpha * unconditional + torch.tensor(SCALE)[:, None] * (conditional - alpha * unconditional)
     want = np.moveaxis(want.reshape(nchw(CONDITIONAL).shape).numpy(), 1, -1)
-    rows, steps = jnp.array([3, 3]), jnp.array([2.0, 4.0])
+    rows, steps = jnp.array([3.0, 3.0]), jnp.array([2.0, 4.0])
     got = zero_star(jnp.asarray(UNCONDITIONAL), jnp.asarray(CONDITIONAL), jnp.asarray(SCALE), rows, steps)
     assert relative_error(got[0], want[0]) < 1e-5
     assert not np.asarray(got[1]).any()

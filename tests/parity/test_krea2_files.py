@@ -97,7 +97,7 @@ def test_single_files(files: dict[str, Path], folder: Path, wanted: canvax.Stabl
     assert pipe.model.scheduler.schedule.shift == wanted.model.scheduler.schedule.shift
     prefixed = {f"model.diffusion_model.{name}": array
                 for name, array in safetensors.numpy.load_file(files["model"]).items()}  # fmt: skip
-    raw = write(tmp_path / "krea2_raw_bf16.safetensors", prefixed)
+    raw = write(tmp_path / "Krea2_RAW_bf16.safetensors", prefixed)
     pipe = load(raw, files, vae=folder, text_encoder=folder)
     assert_same(pipe, wanted)
     assert (pipe.model.defaults.num_inference_steps, pipe.model.scheduler.schedule.size_shift) == (28, "exponential")

@@ -18,15 +18,11 @@ from canvax.models.clip import text_encoder, text_encoder_spec  # noqa: E402
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig  # noqa: E402
 from canvax.models.unet import unet, unet_spec  # noqa: E402
 from canvax.models.vae import vae_decode, vae_encode, vae_spec  # noqa: E402
+from tests.support.numbers import normal, rng  # noqa: E402
 
 from .reference import nchw, nhwc, params_of, randomise, relative_error  # noqa: E402
 
 TOLERANCE = 1e-4
-rng = np.random.default_rng(0)
-
-
-def normal(*shape: int) -> np.ndarray:
-    return rng.standard_normal(shape, dtype=np.float32)
 
 
 def strip(config: object, **changes: object) -> dict[str, object]:

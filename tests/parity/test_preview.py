@@ -13,10 +13,10 @@ diffusers = pytest.importorskip("diffusers")
 
 import canvax  # noqa: E402
 from canvax.models.tiny import tiny_decode  # noqa: E402
+from tests.support.numbers import rng  # noqa: E402
 
 from .reference import nchw, nhwc, randomise, relative_error  # noqa: E402
 
-rng = np.random.default_rng(0)
 SHAPES = {
     "as released": {},
     "wide latents": {"latent_channels": 16},

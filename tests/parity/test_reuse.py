@@ -23,13 +23,13 @@ from canvax.models.denoiser import Reusing, UNetDenoiser  # noqa: E402
 from canvax.models.unet import skip_connections, unet_spec  # noqa: E402
 from canvax.samplers import SamplerTable, build_table, from_scheduler_config  # noqa: E402
 from canvax.samplers.table import SLOTS, run  # noqa: E402
+from tests.support.numbers import rng  # noqa: E402
 
 from .reference import nchw, nhwc, params_of, randomise, relative_error  # noqa: E402
 from .test_models import SMALL_UNET, strip  # noqa: E402
 
 SCHEDULER = from_scheduler_config({"_class_name": "DDIMScheduler", "clip_sample": False})
 STEPS, GUIDANCE = 9, 3.0
-rng = np.random.default_rng(0)
 
 
 class Overlooking:

@@ -27,6 +27,7 @@ from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.params import flatten  # noqa: E402
 from canvax.weights.location import BUNDLED  # noqa: E402
 from tests.support.bundled import VOCABULARY  # noqa: E402
+from tests.support.numbers import rng  # noqa: E402
 
 from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error  # noqa: E402
 
@@ -38,7 +39,6 @@ EULER = {
     "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1,
     "timestep_spacing": "leading", "interpolation_type": "linear", "prediction_type": "epsilon",
 }  # fmt: skip
-rng = np.random.default_rng(0)
 
 
 def unet_config(text: int, pooled: int, numbers: int) -> UNetConfig:

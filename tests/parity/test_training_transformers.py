@@ -218,10 +218,11 @@ def dequantised(model: Path, folder: Path) -> Path:
     assert whole.params is not None
     assert small.params is not None
     params = dict(flatten(whole.params["transformer"]))
-    for name, array in flatten(small.params["transformer"]):
+    kept = dict(flatten(small.params["transformer"]))
+    for name, array in kept.items():
         if name.endswith(SCALE):
             weight = name.removesuffix(SCALE) + "weight"
-            params[weight] = np.asarray(dict(flatten(small.params["transformer"]))[weight] * array)
+            params[weight] = np.asarray(kept[weight], np.float32) * np.asarray(array)
     whole.save(folder, {**whole.params, "transformer": unflatten(params)})
     return folder
 

@@ -34,7 +34,7 @@ from canvax.server.group import Group  # noqa: E402
 from canvax.server.jobs import JobRequest, State  # noqa: E402
 from canvax.server.metrics import Metrics  # noqa: E402
 from canvax.server.models import Warm  # noqa: E402
-from tests.support.serving import until  # noqa: E402
+from tests.support.serving import held, until  # noqa: E402
 
 from .reference import nchw, nhwc, psnr, randomise, relative_error  # noqa: E402
 
@@ -294,7 +294,8 @@ def test_requests_share_a_batch_of_a_server(
         until(lambda: engine.state is not State.STARTING, 300)
         assert engine.failure is None
         together = {"width": WIDTH, "height": HEIGHT, "image": image, "strength": 0.5}
-        jobs = [engine.submit(JobRequest(**ask, **together)) for ask in asks]
+        with held(engine):
+            jobs = [engine.submit(JobRequest(**ask, **together)) for ask in asks]
         for ask, job in zip(asks, jobs, strict=True):
             until(lambda job=job: job.status.over, 300)
             keywords = {"num_inference_steps": ask["steps"], **{k: v for k, v in ask.items() if k != "steps"}}

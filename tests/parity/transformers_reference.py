@@ -14,12 +14,6 @@ TOLERANCE = 1e-4
 
 State = dict[str, np.ndarray]
 
-rng = np.random.default_rng(0)
-
-
-def normal(*shape: int) -> np.ndarray:
-    return rng.standard_normal(shape, dtype=np.float32)
-
 
 def to_torch(x: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -51,13 +52,29 @@ def served(app: ASGIApp, *, named: bool = True) -> Iterator[str]:
         thread.join(10)
 
 
-def until(true: object, seconds: float = 10.0) -> None:
-    """Wait for something to become true."""
-    assert callable(true)
+def until(true: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait until ``true()`` holds; fail with its source after so many ``seconds``."""
     end = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < end, "it never happened"
+        assert time.monotonic() < end, f"not within {seconds:g} s: {inspect.getsource(true).strip()}"
         time.sleep(0.01)
+
+
+@contextmanager
+def held(engine: ImageEngine) -> Iterator[None]:
+    """Keep an engine between two turns: jobs submitted meanwhile wait side by side, however fast it is."""
+    go_on, turn = threading.Event(), engine._turn
+
+    def wait_and_turn() -> None:
+        go_on.wait()
+        turn()
+
+    engine._turn = wait_and_turn
+    try:
+        yield
+    finally:
+        engine._turn = turn
+        go_on.set()
 
 
 @contextmanager

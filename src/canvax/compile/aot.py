@@ -177,9 +177,9 @@ def load_or_compile(
 def _plain_settings() -> Iterator[None]:
     """Without JAX's settings for finding faults in one's own code, whose rules our programs break on purpose.
 
-    They are compiled ahead, take small arrays of the host, and add a bias to a batch.
+    They are compiled ahead, and take small arrays of the host.
     """
-    with jax.disable_jit(False), jax.transfer_guard("allow"), jax.numpy_rank_promotion("allow"):
+    with jax.disable_jit(False), jax.transfer_guard("allow"):
         yield
 
 

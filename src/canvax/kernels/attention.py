@@ -50,9 +50,9 @@ def plain_attention(q: Array, k: Array, v: Array, lengths: Array | None = None, 
     scores = jnp.einsum("bqnd,bknd->bnqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     if causal:
         future = jnp.arange(k.shape[1])[None, :] > jnp.arange(q.shape[1])[:, None]
-        scores = jnp.where(future, jnp.finfo(jnp.float32).min, scores)
+        scores = jnp.where(future[None, None], jnp.finfo(jnp.float32).min, scores)
     if lengths is not None:
-        padding = jnp.arange(k.shape[1]) >= lengths[:, None, None, None]
+        padding = jnp.arange(k.shape[1])[None, None, None] >= lengths[:, None, None, None]
         scores = jnp.where(padding, jnp.finfo(jnp.float32).min, scores)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return matmul(weights, v.swapaxes(1, 2)).swapaxes(1, 2)  # by head: [B, N, Tq, Tk] times [B, N, Tk, Dh]

@@ -255,7 +255,7 @@ def _by_tiles(weight: Array, x: Array) -> Array:
 
     def rows_of_tiles(first: Array | np.ndarray) -> Array:
         """Returns [n, 4, 4 * across, outputs] for the rows of tiles that begin with the pixels ``first`` [n]."""
-        pixels = (first[:, None] + inside).reshape(36, -1)
+        pixels = (first[None, None, :, None] + inside).reshape(36, -1)
         tiles = jax.lax.bitcast_convert_type(bits.at[pixels].get(mode="promise_in_bounds"), x.dtype).astype(jnp.float32)
         points = jnp.matmul(TO_POINTS, tiles.reshape(36, -1)).reshape(36, -1, c)
         y = jnp.matmul(TO_PIXELS, (points @ kernel).reshape(36, -1)).reshape(4, 4, -1, across, outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from canvax.kernels.target import target_platform
@@ -15,7 +16,8 @@ def matmul(x: Array, weight: Array, scale: Array | None = None) -> Array:
     twice the rate of float32 if the processor can (AVX512-BF16), and below the rate of float32 otherwise.
     """
     if scale is not None:
-        return (jnp.matmul(x, weight, preferred_element_type=jnp.float32) * scale).astype(x.dtype)
+        y = jnp.matmul(x, weight, preferred_element_type=jnp.float32)
+        return (y * jax.lax.broadcast_to_rank(scale, y.ndim)).astype(x.dtype)
     if x.dtype == jnp.bfloat16 and target_platform() == "cpu":
         return jnp.matmul(x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
     return x @ weight
@@ -40,4 +42,5 @@ def matmul_8bit(x: Array, weight: Array, scale: Array) -> Array:
     elif not whole and x.dtype == jnp.bfloat16:
         sums = jnp.bfloat16  # which has the range; float32 would take as long to write as to compute
     y = jnp.tensordot(narrow, weight, 1, preferred_element_type=sums).astype(jnp.float32)
-    return (y * rows.reshape(*x.shape[:-1], *[1] * scale.ndim) * scale).astype(x.dtype)
+    y = y * rows.reshape(*x.shape[:-1], *[1] * scale.ndim)
+    return (y * jax.lax.broadcast_to_rank(scale, y.ndim)).astype(x.dtype)

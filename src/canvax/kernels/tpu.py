@@ -74,7 +74,7 @@ def attend_by_flash(q: Array, k: Array, v: Array, lengths: Array | None = None) 
     ids = None
     if padded_k > keys or lengths is not None:
         # Tokens with equal ids attend to each other: queries and real keys have id 0, padded keys 1.
-        filled = jnp.arange(padded_k) >= (jnp.full(batch, keys) if lengths is None else lengths)[:, None]
+        filled = jnp.arange(padded_k)[None] >= (jnp.full(batch, keys) if lengths is None else lengths)[:, None]
         ids = SegmentIds(jnp.zeros((batch, padded_q), jnp.int32), filled.astype(jnp.int32))
     backward = dict.fromkeys(_BACKWARD_BLOCKS, LANES)
     sizes = BlockSizes(block_b=1, block_q=block_q, block_k_major=block_k, block_k=block_k, **backward)

@@ -49,7 +49,7 @@ def text_encoder(p: Params, ids: Array, cfg: ClipTextConfig, *, skip: Array | in
 def hidden_states(p: Params, ids: Array, cfg: ClipTextConfig, *, skip: Array | int = 0) -> tuple[Array, Array]:
     """Output of the layer ``skip`` before the last and of the last one, both [B, T, D] and not normalised."""
     p = p["text_model"]
-    positions = p["embeddings"]["position_embedding"]["weight"][: ids.shape[1]]
+    positions = p["embeddings"]["position_embedding"]["weight"][None, : ids.shape[1]]
     x = embedding(p["embeddings"]["token_embedding"], ids) + positions
     wanted = cfg.num_hidden_layers - jnp.asarray(skip, jnp.int32)
     chosen = x

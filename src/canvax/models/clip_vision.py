@@ -46,11 +46,11 @@ def vision_encoder(p: Params, images: Array, cfg: ClipVisionConfig) -> tuple[Arr
     """
     p = p["vision_model"]
     dtype = compute_dtype(p)
-    x = (images - jnp.asarray(MEAN, images.dtype)) / jnp.asarray(STD, images.dtype)
+    x = (images - jnp.array(MEAN, images.dtype, ndmin=4)) / jnp.array(STD, images.dtype, ndmin=4)
     x = conv2d(p["embeddings"]["patch_embedding"], x.astype(dtype), stride=cfg.patch_size, padding=(0, 0))
     x = x.reshape(x.shape[0], -1, cfg.hidden_size)
     whole = jnp.broadcast_to(p["embeddings"]["class_embedding"], (x.shape[0], 1, cfg.hidden_size))
-    x = jnp.concatenate([whole, x], axis=1) + p["embeddings"]["position_embedding"]["weight"]
+    x = jnp.concatenate([whole, x], axis=1) + p["embeddings"]["position_embedding"]["weight"][None]
     x = layer_norm(p["pre_layrnorm"], x, eps=cfg.layer_norm_eps)
     before = x
     with jax.named_scope("image_encoder"):

@@ -218,7 +218,7 @@ def fused(p: Params, means: Array, weights: Array, net: UnionNet) -> Array:
         net: the record.
     """
     with jax.named_scope("control_types"):
-        tokens = (means + p["task_embedding"]) * weights[..., None]
+        tokens = (means + p["task_embedding"][None]) * weights[..., None]
         for i in range(net.union.num_trans_layer):
             layer = p["transformer_layes"][str(i)]
             tokens = tokens + _attention(layer["attn"], layer_norm(layer["ln_1"], tokens))

@@ -44,7 +44,7 @@ def rotary_embedding(ids: Array, axes: Sequence[int], theta: float) -> Rope:
     frequencies = [theta ** (-np.arange(0, width, 2, dtype=np.float64) / width) for width in axes]
     positions = ids.astype(jnp.float32)
     angles = jnp.concatenate(
-        [positions[..., i, None] * jnp.asarray(f, jnp.float32) for i, f in enumerate(frequencies)], axis=-1
+        [positions[..., i, None] * jnp.array(f, jnp.float32, ndmin=3) for i, f in enumerate(frequencies)], axis=-1
     )
     return Rope(jnp.cos(angles), jnp.sin(angles))
 
@@ -73,7 +73,7 @@ def rotated(spec: Spec, head_dim: int) -> Spec:
 
 def grid_ids(tokens: int, width: Array) -> tuple[Array, Array]:
     """Row and column of each token of images that are ``width`` [B] tokens wide, both [B, T]: width is data."""
-    index = jnp.arange(tokens)
+    index = jnp.arange(tokens)[None]
     return index // width[:, None], index % width[:, None]
 
 
@@ -106,7 +106,7 @@ class Squares(NamedTuple):
 def squares(tokens: int, width: Array) -> Squares:
     """Those of images of so many ``tokens``, ``width`` [B] tokens wide: width is data."""
     row, column = (ids[..., None] for ids in grid_ids(tokens, width))
-    quarter, across = jnp.arange(4), 2 * width[:, None, None]
+    quarter, across = jnp.arange(4)[None, None], 2 * width[:, None, None]
     latents = (2 * row + quarter // 2) * across + 2 * column + quarter % 2
     row, column = grid_ids(4 * tokens, 2 * width)
     quarters = 4 * (row // 2 * width[:, None] + column // 2) + 2 * (row % 2) + column % 2
@@ -125,7 +125,7 @@ def rms_norm(p: Params, x: Array, *, eps: float, offset: float = 0.0) -> Array:
     """
     x32 = x.astype(jnp.float32)
     y = x32 * jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + eps)
-    return (y * (p["weight"].astype(jnp.float32) + offset)).astype(x.dtype)
+    return (y * jax.lax.broadcast_to_rank(p["weight"].astype(jnp.float32) + offset, x.ndim)).astype(x.dtype)
 
 
 def layer_norm(x: Array, *, eps: float = 1e-6) -> Array:
@@ -143,7 +143,7 @@ def modulated(x: Array, shift: Array | float, scale: Array | float) -> Array:
 def sinusoids(t: Array, width: int) -> Array:
     """Embedding of times [B] in 0..1000 -> [B, width] float32, cosines first."""
     half = width // 2
-    angles = t.astype(jnp.float32)[:, None] * jnp.exp(-np.log(1e4) * jnp.arange(half, dtype=jnp.float32) / half)
+    angles = t.astype(jnp.float32)[:, None] * jnp.exp(-np.log(1e4) * jnp.arange(half, dtype=jnp.float32) / half)[None]
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 

@@ -95,8 +95,8 @@ def flux2_vae_encode(p: Params, images: Array, cfg: Flux2VaeConfig, *, tiled: bo
 
 
 def _statistics(p: Params, cfg: Flux2VaeConfig) -> tuple[Array, Array]:
-    """Mean and standard deviation of the latents, each [128] float32."""
-    mean, variance = (p["bn"][name].astype(jnp.float32) for name in ("running_mean", "running_var"))
+    """Mean and standard deviation of the latents, each [1, 1, 1, 128] float32."""
+    mean, variance = (p["bn"][name].astype(jnp.float32)[None, None, None] for name in ("running_mean", "running_var"))
     return mean, jax.lax.sqrt(variance + cfg.batch_norm_eps)
 
 

@@ -220,10 +220,10 @@ def krea2(p: Params, x: Array, timestep: Array, context: Krea2Context, cfg: Krea
     h = jnp.concatenate([linear(p["img_in"], x), context.text], axis=1)
     for i in range(cfg.num_layers):
         block = p["transformer_blocks"][str(i)]
-        modulation = tuple(jnp.split(shared + block["scale_shift_table"], 6, axis=1))
+        modulation = tuple(jnp.split(shared + block["scale_shift_table"][None], 6, axis=1))
         h = _block(block, h, context.rope, context.lengths, modulation, eps=cfg.norm_eps)
     last = p["final_layer"]
-    scale, shift = jnp.split(time[:, None] + last["scale_shift_table"], 2, axis=1)
+    scale, shift = jnp.split(time[:, None] + last["scale_shift_table"][None], 2, axis=1)
     return linear(last["linear"], modulated(_norm(last["norm"], h[:, :tokens], cfg), shift, scale))
 
 

@@ -404,7 +404,7 @@ def timestep_embedding(timesteps: Array, width: int, *, flip_sin_to_cos: bool, f
     """Sinusoids of the timestep (Ho et al. 2020, after Vaswani et al. 2017, section 3.5): [B] -> [B, width] float32."""
     half = width // 2
     exponent = -math.log(10000.0) * jnp.arange(half, dtype=jnp.float32) / (half - freq_shift)
-    angles = timesteps.astype(jnp.float32)[:, None] * jnp.exp(exponent)
+    angles = timesteps.astype(jnp.float32)[:, None] * jnp.exp(exponent)[None]
     parts = (jnp.cos(angles), jnp.sin(angles)) if flip_sin_to_cos else (jnp.sin(angles), jnp.cos(angles))
     return jnp.pad(jnp.concatenate(parts, axis=-1), ((0, 0), (0, width % 2)))
 

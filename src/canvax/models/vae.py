@@ -103,7 +103,7 @@ def in_tiles(
     def add(whole: Array, corner: Array) -> tuple[Array, None]:
         begin = (0, corner[0] * inner, corner[1] * inner, 0)
         part = jax.lax.dynamic_slice(x, begin, (x.shape[0], tall * inner, wide * inner, x.shape[-1]))
-        made = function(part).astype(jnp.float32) * down[:, None, None] * across[:, None]
+        made = function(part).astype(jnp.float32) * down[None, :, None, None] * across[None, None, :, None]
         at = (0, corner[0] * outer, corner[1] * outer, 0)
         before = jax.lax.dynamic_slice(whole, at, made.shape)
         return jax.lax.dynamic_update_slice(whole, before + made, at), None
@@ -112,8 +112,8 @@ def in_tiles(
         blank = jnp.zeros((x.shape[0], size[0] * outer, size[1] * outer, channels), jnp.float32)
         whole, _ = jax.lax.scan(add, blank, corners)
         # Axis by axis: their product would be a constant of the picture's size inside the program.
-        whole /= _covered(size[0] * outer, outer, tops, down)[:, None, None]
-        return whole / _covered(size[1] * outer, outer, lefts, across)[:, None]
+        whole /= _covered(size[0] * outer, outer, tops, down)[None, :, None, None]
+        return whole / _covered(size[1] * outer, outer, lefts, across)[None, None, :, None]
 
 
 def even_tiles(size: int, tile: int, overlap: int) -> tuple[int, list[int]]:

@@ -151,8 +151,8 @@ def wan_vae_decode(p: Params, latents: Array, cfg: WanVaeConfig, *, tile: int | 
 
     With ``tile``, so many pixels of a side at a time, as ``canvax.models.vae.vae_decode_tiled`` does.
     """
-    z = latents * jnp.asarray(cfg.latents_std, latents.dtype) + jnp.asarray(cfg.latents_mean, latents.dtype)
-    z, p = linear(p["post_quant_conv"], z), p["decoder"]
+    centre, deviation = _statistics(cfg, latents)
+    z, p = linear(p["post_quant_conv"], latents * deviation + centre), p["decoder"]
     h, rise = _mid_block(p["mid_block"], conv2d(p["conv_in"], z)), partial(_rise, p, cfg=cfg)
     if tile is None:
         return rise(h)
@@ -172,8 +172,13 @@ def wan_vae_encode(p: Params, images: Array, cfg: WanVaeConfig, *, tile: int | N
         h = in_tiles(fall, images, size, *sides, cfg.factor, 1, cfg.widths[-1]).astype(images.dtype)
     h = _head(encoder, _mid_block(encoder["mid_block"], h))
     mean, logvar = jnp.split(linear(p["quant_conv"], h), 2, axis=-1)
-    centre, deviation = (jnp.asarray(values, mean.dtype) for values in (cfg.latents_mean, cfg.latents_std))
+    centre, deviation = _statistics(cfg, mean)
     return (mean - centre) / deviation, jnp.clip(logvar, -30.0, 20.0) - 2 * jnp.log(deviation)
+
+
+def _statistics(cfg: WanVaeConfig, x: Array) -> tuple[Array, Array]:
+    """Mean and standard deviation of the latents, each [1, 1, 1, C] in the dtype of ``x``."""
+    return jnp.array(cfg.latents_mean, x.dtype, ndmin=4), jnp.array(cfg.latents_std, x.dtype, ndmin=4)
 
 
 def _rise(p: Params, h: Array, cfg: WanVaeConfig) -> Array:
@@ -210,7 +215,7 @@ def _norm(p: Params, x: Array) -> Array:
     """Root-mean-square normalisation over the channels of a pixel, in float32."""
     x32 = x.astype(jnp.float32)
     length = jnp.maximum(jnp.linalg.norm(x32, axis=-1, keepdims=True), 1e-12)
-    return (x32 / length * (x.shape[-1] ** 0.5 * p["gamma"].astype(jnp.float32))).astype(x.dtype)
+    return (x32 / length * (x.shape[-1] ** 0.5 * p["gamma"].astype(jnp.float32)[None, None, None])).astype(x.dtype)
 
 
 @outlined

@@ -168,7 +168,7 @@ def z_image_context(
     filled = -(-jnp.maximum(lengths, 1) // MULTIPLE) * MULTIPLE  # a slot of a batch without an image has no prompt
     index = jnp.arange(rows)
     caption = linear(p["cap_embedder"]["1"], rms_norm(p["cap_embedder"]["0"], text, eps=cfg.norm_eps))
-    caption = jnp.where(index[:, None] < lengths[:, None, None], caption, p["cap_pad_token"])
+    caption = jnp.where(index[None, :, None] < lengths[:, None, None], caption, p["cap_pad_token"][None])
 
     zeros = jnp.zeros_like(index)
     caption_ids = jnp.broadcast_to(jnp.stack([1 + index, zeros, zeros], axis=-1), (batch, rows, 3))

@@ -257,7 +257,8 @@ def training_times(
     check_count("size", size)
     if focus is not None and len(focus) != 2:
         raise InputError("focus", focus, "is not a mean and a spread")
-    part = (jax.random.permutation(order_key, batch) + jax.random.uniform(time_key, (batch,))) / batch
+    order = jax.random.permutation(order_key, batch).astype(jnp.float32)
+    part = (order + jax.random.uniform(time_key, (batch,))) / batch
     if focus is not None:
         mean, spread = focus
         part = jax.nn.sigmoid(mean + spread * jax.scipy.stats.norm.ppf(part))

@@ -523,7 +523,8 @@ def _update(
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         total, _ = jax.lax.scan(add_gradients, zeros, (samples, jnp.arange(plan.accumulate)))
         (value, logged), gradient = jax.tree.map(lambda leaf: leaf / plan.accumulate, total)
-    changes, memory = optimizer.update(gradient, state.optimizer, state.params)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the power of its step
+        changes, memory = optimizer.update(gradient, state.optimizer, state.params)
     rate = learning_rate(state.step, steps, plan)
     shares = {name: plan.rates.get(name, plan.learning_rate) / plan.learning_rate for name in state.params}
 
@@ -564,7 +565,7 @@ def _compile(update: Any, state: TrainState, data: Any, shared: Any, plan: Plan,
 
         zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(step, 0, state)[1])
         state, total = jax.lax.fori_loop(0, count, add, (state, zeros))
-        return state, jax.tree.map(lambda value: value / count, total)
+        return state, jax.tree.map(lambda value: value / count.astype(jnp.float32), total)
 
     return compiled_on(
         mesh,

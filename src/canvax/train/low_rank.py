@@ -225,13 +225,13 @@ def merged(factors: Params, params: Params, chosen: Targets, *, scale: float) ->
                 layer = _layer(tree, part)
                 added = jnp.einsum("...r,ro->...o", down, up) * scale
                 weight = layer["weight"]
+                wide = weight.astype(jnp.float32)
                 if SCALE in layer:
-                    whole, scales = quantize(
-                        np.asarray(weight.astype(added.dtype) * layer[SCALE] + added), weight.dtype
-                    )
+                    wide = wide * jax.lax.broadcast_to_rank(layer[SCALE], wide.ndim)
+                    whole, scales = quantize(np.asarray(wide + added), weight.dtype)
                     layer[SCALE] = jax.device_put(scales, layer[SCALE].sharding)
                 else:
-                    whole = (weight + added).astype(weight.dtype)
+                    whole = (wide + added).astype(weight.dtype)
                 layer["weight"] = jax.device_put(whole, weight.sharding)
         result[component] = tree
     return result
