@@ -16,6 +16,7 @@ from canvax.cli.arguments import parse
 from canvax.cli.serve import _load
 from canvax.errors import InputError
 from canvax.families.local_models import local_models
+from canvax.images.metadata import save_image
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import JobRequest, Rejected, State, Status
 from canvax.server.metrics import Metrics
@@ -110,6 +111,26 @@ def test_the_syntax_of_prompts_is_that_of_the_folder(folder: Path, monkeypatch: 
     assert usual_syntax() == "comfy"
     monkeypatch.delenv(VARIABLE)
     assert usual_syntax() == "plain"
+
+
+def test_the_model_of_an_image_is_found_by_its_name(
+    folder: Path, small_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An image names a file without its folder. Where none or several have the name, the user names it."""
+    path = tmp_path / "a.png"
+    save_image(path, Image.new("RGB", (8, 8)), {"prompt": "a cat", "seed": 1, "model": "./tiny", "canvax": "0.1.0"})
+
+    def info() -> str:
+        assert main(["info", str(path)]) == 0
+        return capsys.readouterr().out
+
+    assert "--model tiny" in info()
+    (folder / "models/Stable-diffusion/tiny").symlink_to(small_folder)
+    assert "--model MODEL" in info()
+    assert main(["generate", "--from-image", str(path), "-o", str(tmp_path / "b.png")]) == 2
+    assert "--model" in capsys.readouterr().err
+    Path("tiny").symlink_to(small_folder)
+    assert "--model ./tiny" in info()
 
 
 def test_files_that_cannot_be_used(folder: Path, small_folder: Path) -> None:

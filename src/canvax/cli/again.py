@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -50,7 +51,7 @@ def again(metadata: Mapping[str, Any]) -> Again:
         words = ["canvax", "upscale", "IMAGE"]
         settings |= {"height": None, "width": None}
     words += _flag("prompt", metadata.get("prompt", ""))
-    words += _flag("model", recorded_model(metadata) or (None if ours else "MODEL"))
+    words += _flag("model", recorded_model(metadata) or ("MODEL" if is_lost(metadata) else None))
     for name in OF_MODEL if ours else ():
         words += _flag(name, metadata.get(name) or None)
     words += ["--zero-snr"] * (metadata.get("scheduler") == ZERO_SNR)
@@ -98,11 +99,25 @@ def _is_sampler(name: str) -> bool:
 def recorded_model(metadata: Mapping[str, Any]) -> Any:
     """Return the model of an image as ``--model`` takes it, or None.
 
-    Other programs name a file without its folder, which is found in the folder of models alone.
+    Other programs name a file without its folder, and canvax writes ``./`` in place of the folder. Where no such file
+    is here, it is found in the folder of models alone, if only one has the name.
     """
-    model = metadata.get("model")
-    known = "canvax" in metadata or model in list(BUNDLED) or (isinstance(model, str) and find_named(model, "model"))
-    return model or None if known else None
+    model, ours = metadata.get("model"), "canvax" in metadata
+    if (
+        not isinstance(model, str)
+        or model in BUNDLED
+        or (ours and (not model.startswith("./") or Path(model).exists()))
+    ):
+        return model or None if ours or model in list(BUNDLED) else None
+    name = model.removeprefix("./")
+    with suppress(InputError):  # several files have the name
+        return name if find_named(name, "model") else None
+    return None
+
+
+def is_lost(metadata: Mapping[str, Any]) -> bool:
+    """Whether the user has to name the model of an image."""
+    return recorded_model(metadata) is None and (bool(metadata.get("model")) or "canvax" not in metadata)
 
 
 def _images(metadata: Mapping[str, Any]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.call import Call, FromFiles
-from canvax.cli.again import OF_MODEL, adapters_lost, of_python, recorded_model
+from canvax.cli.again import OF_MODEL, adapters_lost, is_lost, of_python, recorded_model
 from canvax.cli.generate_arguments import ZERO_SNR, networks_of
 from canvax.cli.image_prompts import check_same
 from canvax.cli.terminal import complain
@@ -302,10 +302,10 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
     }
     if not by_canvax:
         _warn_of_losses(path, metadata)
-        if not (arguments.model or recorded["model"]):
-            model = f"was generated with {metadata['model']!r}" if metadata.get("model") else "does not name its model"
-            raise InputError(f"{path}: {model}; name your copy of it with --model")
         settings["negative_prompt"] = settings.get("negative_prompt") or None  # others write "" for none
+    if is_lost(metadata) and not arguments.model:
+        model = f"was generated with {metadata['model']!r}" if metadata.get("model") else "does not name its model"
+        raise InputError(f"{path}: {model}; name your copy of it with --model")
     for name, value in recorded.items():
         if value is not None and not isinstance(value, str):
             raise InputError(f"{path}: its {name} {value!r} is not text; name it with a flag")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.adapters import info_lines
-from canvax.cli.again import again, recorded_model
+from canvax.cli.again import again, is_lost
 from canvax.cli.generate_arguments import PART_FLAGS, location_keywords, part_keywords
 from canvax.cli.plan import from_references, parse_references
 from canvax.cli.terminal import byte_size, complain, say, table
@@ -192,7 +192,7 @@ def _image_lines(report: Mapping[str, Any]) -> list[str]:
     other = metadata.get("other")
     if networks := [name for name in (other if isinstance(other, dict) else ()) if name.startswith("<")]:
         lines.append(f"\nIts prompt named {', '.join(networks)}; name the files with --lora FILE:WEIGHT.")
-    if "grid" not in metadata and "canvax" not in metadata and recorded_model(metadata) is None:
+    if "grid" not in metadata and is_lost(metadata):
         model = f"{metadata['model']!r}" if metadata.get("model") else "a model that the file does not name"
         lines.append(f"\nIt was generated with {model}: put the file of your copy in place of MODEL.")
     losses = dict.fromkeys(clause for each in report["losses"] for clause in each)
