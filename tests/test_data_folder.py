@@ -18,7 +18,7 @@ from canvax.errors import InputError
 from canvax.families.local_models import local_models
 from canvax.images.metadata import save_image
 from canvax.server.engine import EngineSettings, ImageEngine
-from canvax.server.jobs import JobRequest, Rejected, State, Status
+from canvax.server.jobs import Job, JobRequest, Rejected, State, Status
 from canvax.server.metrics import Metrics
 from canvax.weights.data_folder import (
     VARIABLE,
@@ -221,7 +221,12 @@ def test_prompts_find_loras(folder: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.slow
-def test_a_server_loads_the_others_when_asked(folder: Path, small_folder: Path) -> None:
+def test_a_server_loads_the_others_when_asked(
+    folder: Path, small_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[str] = []
+    tell = Job.tell
+    monkeypatch.setattr(Job, "tell", lambda job, event: (waits.append(job.waits_for), tell(job, event))[1])
     (folder / "models/Stable-diffusion/sd15/deliberate_v2.safetensors").unlink()
     (folder / "models/checkpoints/broken").mkdir()
     (folder / "models/checkpoints/broken/model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
@@ -248,6 +253,9 @@ def test_a_server_loads_the_others_when_asked(folder: Path, small_folder: Path) 
         until(lambda: job.status.over, 300)
         assert job.status is Status.DONE
         assert "reading tiny" in spoken
+        assert "loading tiny" in waits
+        assert any(text.startswith("compiling, 1 of ") for text in waits)
+        assert not job.waits_for
         alone = canvax.load(small_folder, progress=False)("a cat", seed=1, num_inference_steps=2)
         with Image.open(io.BytesIO(job.pictures[0].data or b"")) as image:
             np.testing.assert_allclose(np.asarray(image, np.int16), np.asarray(alone[0], np.int16), atol=1)

@@ -24,7 +24,7 @@ from PIL import Image
 
 from canvax.images.metadata import save_numbered
 from canvax.server import history
-from canvax.server.jobs import ControlCard, Rejected
+from canvax.server.jobs import Changed, ControlCard, Rejected, Status
 from tests.support.page_stub import PAGE, SAMPLERS, PaintedEngine, Stub, encoded
 from tests.support.server_stub import CARD
 
@@ -635,6 +635,24 @@ def test_two_selected_are_compared_unless_one_is_a_sheet(site: Site) -> None:
         site.page.wait_for_selector(".toast >> text=sheet")
         site.page.click(".toast [aria-label=Dismiss]")
     assert not site.count("#compare[open]")
+
+
+@thorough
+def test_what_an_image_waits_for_is_on_its_tile(site: Site) -> None:
+    """Loading and compiling have no time left that anybody knows."""
+    turn = site.stub.engine.turn
+    with turn:
+        site.draw("a red apple", wait=False)
+        site.page.wait_for_selector(".tile.busy >> text=Waiting")
+        job = site.stub.engine.accepted[0]
+        job.waits_for, job.seconds_left = "compiling, 2 of 5 programs", 60.0
+        job.tell(Changed(Status.QUEUED))
+        site.page.wait_for_selector(".tile.busy >> text=Compiling, 2 of 5 programs")
+        assert site.page.inner_text("#queue-text") == "1 image in 1 job: compiling, 2 of 5 programs"
+        job.waits_for = ""
+        job.tell(Changed(Status.QUEUED))
+        site.page.wait_for_selector(".tile.busy >> text=Waiting")
+    site.idle()
 
 
 @thorough

@@ -81,7 +81,18 @@ def test_a_job_from_submitting_to_fetching(site: Web) -> None:
     job = answer.json()
     assert answer.headers["location"] == f"/api/jobs/{job['id']}"
     assert re.fullmatch(r"[0-9a-f]{32}", job["id"])
-    assert set(job) == {"id", "status", "created", "model", "ahead", "seconds_left", "images", "error", "hints"}
+    assert set(job) == {
+        "id",
+        "status",
+        "created",
+        "model",
+        "ahead",
+        "seconds_left",
+        "waits_for",
+        "images",
+        "error",
+        "hints",
+    }
     job = site.done(job)
     assert (job["status"], job["error"]) == ("done", None)
     assert [(one["index"], one["seed"], one["status"]) for one in job["images"]] == [(0, 7, "done"), (1, 8, "done")]

@@ -280,7 +280,8 @@ def opened(text: str) -> Image.Image:
 def told(job: Job) -> dict[str, Any]:
     return {
         "id": job.id, "status": job.status, "created": job.created, "ahead": job.ahead,
-        "seconds_left": job.seconds_left, "images": [shown(job, picture) for picture in job.pictures],
+        "seconds_left": job.seconds_left, "waits_for": job.waits_for or None,
+        "images": [shown(job, picture) for picture in job.pictures],
         "error": {"code": job.error[0], "message": job.error[1]} if job.error else None,
     }  # fmt: skip
 

@@ -133,7 +133,7 @@ class ImageEngine:
         self._state = State.STARTING
         self.failure: BaseException | None = None
         self._settings, self._metrics, self._say = settings, metrics, say
-        self._announcer = Announcer(say, metrics.compiled)
+        self._announcer = Announcer(say, metrics.compiled, self._tell_compiling)
         alone = settings.batching == "none"
         self._models = ModelSet(
             names,
@@ -162,6 +162,7 @@ class ImageEngine:
         self._faults = 0
         self._leading: Item | None = None
         self._compiler: threading.Thread | None = None
+        self._building: GroupKey | None = None
         self._thread = threading.Thread(target=self._run, name="canvax engine", daemon=True)
         self._writer = Writer(self._book, metrics, settings.output, self._freed)
         metrics.watch_queue(self._images, self._seconds)
@@ -511,6 +512,9 @@ class ImageEngine:
             if self._in_decoder():
                 return None
         self._progress = None  # loading may take as long as it takes
+        is_loading = self._models.groups()[key] is not None
+        if is_loading:
+            self._tell_waits(lambda item: item.group.model == key.model, f"loading {key.model}")
         try:
             return self._models.put_on(key)
         except Exception:
@@ -521,6 +525,8 @@ class ImageEngine:
             return None
         finally:
             self._progress = time.monotonic()
+            if is_loading:
+                self._tell_waits(lambda item: item.group.model == key.model, "")
 
     def _since(self, began: float) -> float:
         """Seconds, which are no overhead of this turn."""
@@ -700,6 +706,7 @@ class ImageEngine:
 
     def _build(self, key: GroupKey) -> None:
         """Make a group's programs; where they cannot be made its jobs fail."""
+        self._building = key
         try:
             group = self._models.build(key)
         except Exception as fault:
@@ -709,9 +716,25 @@ class ImageEngine:
                 for item in [item for item in self._queue if item.group == key]:
                     self._book.fail(item.job, "server_error", message)
             return
+        finally:
+            self._building = None
         with self._wake:
             self._models.add(group)
             self._wake.notify_all()
+        self._tell_waits(lambda item: item.group == key, "")
+
+    def _tell_compiling(self) -> None:
+        """Tell those who wait for the programs that are compiled how many are ready."""
+        if (key := self._building) is not None:
+            self._tell_waits(lambda item: item.group == key, f"compiling, {self._announcer.progress}")
+
+    def _tell_waits(self, waits: Callable[[Item], bool], what: str) -> None:
+        """Tell the jobs of images in the queue what must be done before they can begin."""
+        with self._wake:
+            jobs = {item.job.id: item.job for item in self._queue if waits(item)}
+            for job in jobs.values():
+                job.waits_for = what
+                job.tell(Changed(job.status))
 
     def _tell_queue(self) -> None:
         """How long everyone will wait: once a second, and of a long queue less often, so that it costs little."""

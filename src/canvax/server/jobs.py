@@ -268,6 +268,8 @@ class Job:
         """Code and message of a job that failed."""
         self.ahead = 0
         """Images that come before it."""
+        self.waits_for = ""
+        """What must be done before its images can begin, such as "compiling, 2 of 5 programs"; "" if nothing must."""
         self.hints: tuple[str, ...] = ()
         """What is said to whoever asked, such as words that the model never saw."""
         self.seconds_left: float | None = None

@@ -219,6 +219,7 @@ def job_json(job: Job) -> dict[str, Any]:
         "model": job.model,
         "ahead": job.ahead,
         "seconds_left": _rounded(job.seconds_left),
+        "waits_for": job.waits_for or None,
         "images": [_picture_json(job, picture) for picture in job.pictures],
         "error": code_message,
         "hints": job.hints,

@@ -342,14 +342,16 @@ def model_names(models: Sequence[str]) -> dict[str, str]:
 
 
 class Announcer:
-    """Tells operators and metrics what is compiled.
+    """Tells operators, metrics and those who wait what is compiled.
 
     Attributes:
         progress: how many programs of a size are ready, such as "3 of 7 programs".
     """
 
-    def __init__(self, say: Callable[[str], None], compiled: Callable[[str, float], None]) -> None:
-        self._say, self._compiled = say, compiled
+    def __init__(
+        self, say: Callable[[str], None], compiled: Callable[[str, float], None], changed: Callable[[], None]
+    ) -> None:
+        self._say, self._compiled, self._changed = say, compiled, changed
         self._ready = self._all = 0
         self.progress = ""
 
@@ -357,6 +359,7 @@ class Announcer:
         """The programs of another size come now."""
         self._ready, self._all = 0, count
         self.progress = f"0 of {count} programs"
+        self._changed()
 
     def __call__(self, build: Build) -> None:
         """As ``BuildCallback``."""
@@ -364,6 +367,7 @@ class Announcer:
             return
         self._ready += 1
         self.progress = f"{self._ready} of {max(self._ready, self._all)} programs"
+        self._changed()
         if not build.cached:
             self._compiled(build.program, build.seconds)
             self._say(f"compiled the {build.program} in {build.seconds:.1f} s, {self.progress} ready")

@@ -245,6 +245,9 @@ export function showBusy(tile, preview = null) {
   if (!$("tiles").querySelector('.target[tabindex="0"]')) setCurrent(tile);
 }
 
+/** What must be done before an image begins: "Compiling, 2 of 5 programs". */
+const begins = ({ waitsFor }) => (waitsFor ? waitsFor[0].toUpperCase() + waitsFor.slice(1) : "Waiting");
+
 function textOf(task, image) {
   if (task.status === "failed") return task.message || "Failed.";
   if (task.status === "waiting") {
@@ -255,8 +258,9 @@ function textOf(task, image) {
   }
   if (task.status === "running") {
     const left = task.secondsLeft === null ? "" : `${duration(task.secondsLeft)} left`;
-    return image.step ? [`${image.step} / ${image.steps}`, left].filter(Boolean).join(" · ") : "Waiting";
+    return image.step ? [`${image.step} / ${image.steps}`, left].filter(Boolean).join(" · ") : begins(task);
   }
+  if (task.status === "queued" && task.waitsFor) return begins(task);
   return task.status === "queued" && task.ahead ? `Waiting, ${task.ahead} ahead` : task.status === "queued" ? "Waiting" : "Sending";
 }
 
@@ -266,7 +270,8 @@ export function showQueue() {
   const missing = active.reduce((sum, task) => sum + task.images.filter(({ done }) => !done).length, 0);
   const left = Math.max(...active.filter(({ secondsLeft }) => secondsLeft !== null).map(({ secondsLeft }) => secondsLeft));
   $("queue").hidden = !active.length;
-  const time = Number.isFinite(left) && !connection.gone ? `, ${duration(left)} left` : "";
+  const doing = active.find(({ waitsFor }) => waitsFor)?.waitsFor;
+  const time = doing ? `: ${doing}` : Number.isFinite(left) && !connection.gone ? `, ${duration(left)} left` : "";
   $("queue-text").textContent = `${plural(missing, "image")} in ${plural(active.length, "job")}${time}`;
   document.title = active.length ? `(${missing}) canvax` : "canvax";
 }

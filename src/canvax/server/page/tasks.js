@@ -77,6 +77,7 @@ export class Task extends EventTarget {
     this.status = id ? "queued" : "sending";
     this.ahead = 0;
     this.secondsLeft = null;
+    this.waitsFor = "";
     this.message = "";
     this.images = Array.from({ length: settings.n ?? 1 }, (_, index) => ({
       index, step: 0, steps: settings.steps ?? 0, preview: null, done: false, seed: settings.seed ?? null,
@@ -162,7 +163,8 @@ export class Task extends EventTarget {
 
   async #take(job) {
     this.ahead = job.ahead;
-    this.secondsLeft = job.seconds_left;
+    this.secondsLeft = job.waits_for ? null : job.seconds_left;  // nobody knows how long that takes
+    this.waitsFor = job.waits_for ?? "";
     this.message = job.error?.message ?? "";
     for (const image of job.images) {
       Object.assign(this.images[image.index] ?? {}, { step: image.step, steps: image.steps, seed: image.seed });
