@@ -53,6 +53,9 @@ _KINDS = {
 }
 """What people call what decides programs."""
 
+_ON_DEMAND = "start the server with --compile-on-demand"
+"""What an operator can do, who is often the one who asks."""
+
 _MOST_ROWS = 16
 """Of an image that is generated for its timings alone."""
 
@@ -255,7 +258,7 @@ class ServedModel:
             sizes = sorted(
                 {key.size for key in keys} | {f"{width}x{height}" for (width, height), _ in self.sizes(warm)}
             )
-            message = f"{wanted.size} is not ready on this server; ask for {' or '.join(sizes)}"
+            message = f"{wanted.size} is not ready on this server; ask for {' or '.join(sizes)}, or {_ON_DEMAND}"
             return Rejected(400, "size_not_ready", message, param="width")
         differs = [name for name in Kinds._fields if getattr(wanted.kinds, name) != getattr(usual, name)]
         if differs == ["chunks"]:
@@ -270,7 +273,7 @@ class ServedModel:
             message = f"prompt: {why}, and this server has no programs for that; {cure}"
             return Rejected(400, "not_compiled", message, param="prompt")
         named = " and ".join(_KINDS.get(name, name) for name in differs)
-        message = f"{named}: this server has no programs for that; leave it out"
+        message = f"{named}: this server has no programs for that; leave it out, or {_ON_DEMAND}"
         param = {"image_prompts": "image_prompt", "references": "image"}.get(differs[0], "options")
         return Rejected(400, "not_compiled", message, param=param)
 
@@ -297,9 +300,7 @@ class ServedModel:
             max_images=MOST_IMAGES,
             max_steps=MOST_STEPS,
             tasks=(*tasks[model.is_refiner :], *(["editing"] if edits else [])),
-            examples=model.defaults.examples
-            or examples
-            or ("a red apple on a wooden table", "a lighthouse at sunset, oil painting"),
+            examples=examples or ("a red apple on a wooden table", "a lighthouse at sunset, oil painting"),
             created=self.created,
             sha256=hashlib.sha256(config.encode()).hexdigest(),
             controls=controls,

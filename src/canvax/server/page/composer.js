@@ -398,7 +398,7 @@ export function takeReferences(blobs) {
 
 async function addReferences(blobs) {
   for (const blob of blobs) {
-    if (input && references.length + 1 >= model().references) return toast(`At most ${plural(model().references, "reference image")}: remove one first.`);
+    if (input && references.length + 1 >= model().references) return toast(`At most ${plural(model().references, "reference image")}: remove one first${model().any_size ? "" : ", or start the server with --compile-on-demand"}.`);
     try {
       if (!input) await replaceInput(blob, null, []);
       else if (await createImageBitmap(blob)) references = [...references, blob];
