@@ -193,7 +193,7 @@ def test_command(pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     with Image.open("one.png") as image:
         np.testing.assert_array_equal(np.asarray(image), np.asarray(want.images[0]))
     assert [*want.metadata[0]["control_sha256"][0]] == ["depth", "tile:0.5"]
-    assert "--control depth=CONTROL1,tile:0.5=CONTROL1" in again(want.metadata[0]).command
+    assert "--control depth=CONTROL1,tile:0.5=CONTROL2" in again(want.metadata[0]).command
     assert main(["generate", "--from-image", "one.png", *shown, "-o", "two.png"]) == 0
     assert Path("one.png").read_bytes() == Path("two.png").read_bytes()
     capsys.readouterr()

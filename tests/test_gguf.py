@@ -181,7 +181,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     reader._blocks.cache_clear()
     assert opened(tmp_path / "plain.gguf")["a.weight"].read().shape == (4, 32)
-    with pytest.raises(InputError, match=r"canvax\[gguf\]"):
+    with pytest.raises(InputError, match="the package gguf"):
         open_gguf(tmp_path / "small.gguf")
     part = inspect(tmp_path / "small.gguf")
     assert part is not None

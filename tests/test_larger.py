@@ -173,8 +173,9 @@ def test_variations(emoji: canvax.StableDiffusion) -> None:
 def test_a_variation_is_the_same_alone_and_in_any_call(emoji: canvax.StableDiffusion) -> None:
     """The place in a call changes nothing, and the metadata of each image generates it again."""
     vary: dict[str, Any] = {"variation_seed": 9, "variation_strength": 0.3}
-    noise = [noise_of(emoji._request(Call("a fox", num_images_per_prompt=n, seed=seed, options=canvax.Options(**vary)),
-                                     None, as_set=True)) for n, seed in ((3, 4), (1, 6))]  # fmt: skip
+    options = canvax.Options(**vary)
+    calls = [Call("a fox", num_images_per_prompt=n, seed=seed, options=options) for n, seed in ((3, 4), (1, 6))]
+    noise = [noise_of(emoji.model, emoji._request(call, None, as_set=True)) for call in calls]
     np.testing.assert_array_equal(noise[0][2:], noise[1])
     result = draw(emoji, num_images_per_prompt=2, **vary)
     told = result.metadata[1]

@@ -239,8 +239,8 @@ def test_a_stopped_batch_goes_on_with_the_same_bytes(run: Run, monkeypatch: pyte
     run("batch", rows_file(ROWS), "-o", "all", *BATCH)
     add = Output.add
 
-    def stop(self: Output, line: Any, *others: Any) -> None:
-        add(self, line, *others)
+    def stop(self: Output, line: Any, *others: Any, **keywords: Any) -> None:
+        add(self, line, *others, **keywords)
         if len(self.known) == 2:
             raise KeyboardInterrupt
 

@@ -152,7 +152,7 @@ def test_a_server_without_a_folder_has_no_history() -> None:
 
 
 def test_the_page_knows_of_the_folder(site: tuple[Web, Path]) -> None:
-    assert "<body data-history>" in site[0].http.get("/").text
+    assert '<body data-history data-syntax="plain">' in site[0].http.get("/").text
 
 
 def test_decoded_size_is_read_without_pixels(site: tuple[Web, Path], folder: Path) -> None:

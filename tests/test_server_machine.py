@@ -124,6 +124,7 @@ class World:
 
 
 WORLD = World()
+FILES = SimpleNamespace(index={}, configs={})
 CLOCK = SimpleNamespace(**dict.fromkeys(("monotonic", "perf_counter", "time"), lambda: WORLD.now))
 
 
@@ -231,7 +232,7 @@ class StubServed(ServedModel):
     def __init__(self, name: str, load: Callable[[str], Any], *_: Any, weights: bool = True) -> None:
         networks = SimpleNamespace(controls=(), ip_adapters=(), denoiser=SimpleNamespace(edits=False))
         defaults = SimpleNamespace(num_inference_steps=20)
-        model: Any = SimpleNamespace(networks=networks, revision=None, defaults=defaults)
+        model: Any = SimpleNamespace(networks=networks, revision=None, defaults=defaults, files=FILES)
         self.name, self.params, self.model, self.on_request = name, {} if weights else None, model, not weights
         self.groups, self.used, self.failed, self.retry, self.load_seconds = {}, 0.0, 0, 0.0, LOAD
         self.safety_checker, self.shelf, self._load = None, StubShelf(), load  # type: ignore[assignment]
@@ -639,7 +640,7 @@ class Server(RuleBasedStateMachine):
 
     def _load(self, name: str) -> Any:
         WORLD.call("load", LOAD)
-        return SimpleNamespace(params={}, safety_checker=None)
+        return SimpleNamespace(params={}, safety_checker=None, model=SimpleNamespace(files=FILES))
 
     def _sleep(self, seconds: float | None) -> None:
         if seconds != 0:

@@ -28,7 +28,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 import canvax  # noqa: E402
 from canvax.cli import main  # noqa: E402
-from canvax.families.read import read_networks  # noqa: E402
+from canvax.families.read import read_model, read_networks  # noqa: E402
 from canvax.models.presets import PRESETS  # noqa: E402
 from canvax.params import flatten  # noqa: E402
 from canvax.weights.entries import Entry  # noqa: E402
@@ -189,8 +189,9 @@ def test_what_a_released_2_x_predicts(spread: float, predicts: str, made: Made, 
     bias = spread * torch.tensor([-1.0, 1.0]).repeat(160)
     arrays[f"{UNET}output_blocks.11.1.transformer_blocks.0.norm1.bias"] = bias
     save_file(arrays, tmp_path / "model.safetensors")
+    files = open_files(Location(tmp_path / "model.safetensors"))
     with pytest.warns(UserWarning, match=predicts):
-        files = open_files(Location(tmp_path / "model.safetensors"))
+        read_model(files, "float32")
     assert files.config("scheduler")["prediction_type"] == predicts
 
 

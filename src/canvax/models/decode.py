@@ -91,7 +91,8 @@ class KL(_Configured):
         p, dtype = widened(p, upcast=self.cfg.force_upcast)
         moments = (vae_encode_tiled if tiled else vae_encode)(p, (2 * images - 1).astype(dtype), self.cfg)
         mean, logvar = (part.astype(jnp.float32) for part in moments)
-        return (mean - self.cfg.shift) / self.cfg.scale, jnp.exp(logvar / 2) / self.cfg.scale
+        scale, shift = (jnp.array(each, mean.dtype, ndmin=4) for each in (self.cfg.scale, self.cfg.shift))
+        return (mean - shift) / scale, jnp.exp(logvar / 2) / scale
 
 
 def widened(p: Params, *, upcast: bool) -> tuple[Params, DType]:

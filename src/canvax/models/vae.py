@@ -145,9 +145,9 @@ def divisor(number: int, most: int) -> int:
 def _unscaled(latents: Array, cfg: VaeConfig) -> Array:
     """Latents as the encoder gave them: the denoiser's are brought to about unit variance."""
     if cfg.latents_std is not None:
-        latents = latents * jnp.asarray(cfg.latents_std, latents.dtype)
+        latents = latents * jnp.array(cfg.latents_std, latents.dtype, ndmin=4)
     latents = latents / cfg.scaling_factor + (cfg.shift_factor or 0.0)
-    return latents if cfg.latents_mean is None else latents + jnp.asarray(cfg.latents_mean, latents.dtype)
+    return latents if cfg.latents_mean is None else latents + jnp.array(cfg.latents_mean, latents.dtype, ndmin=4)
 
 
 def vae_middle(p: Params, latents: Array, cfg: VaeConfig, rows: int | None = None) -> Array:

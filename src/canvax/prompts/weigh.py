@@ -22,6 +22,7 @@ def weighed(features: Any, weights: Any, empty: Any, syntax: PromptSyntax) -> An
         scaled = features * weights
         before, after = (array.mean((-2, -1), keepdims=True) for array in (features, scaled))
         size = (scaled**2).mean((-2, -1), keepdims=True)
-        known = after**2 > _NOTHING * size  # otherwise the mean, and so the ratio, is only rounding error
-        return scaled * (known * before / (after + ~known) + ~known)
+        # Otherwise the mean, and so the ratio, is only rounding error.
+        known = (after**2 > _NOTHING * size).astype(scaled.dtype)
+        return scaled * (known * before / (after + (1 - known)) + (1 - known))
     return empty + (features - empty) * weights

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -22,6 +21,7 @@ from canvax.compile.programs import Programs
 from canvax.engine.lanes import most_lanes
 from canvax.errors import CanvaxError, InputError
 from canvax.families.base import Model
+from canvax.files import named_path
 from canvax.models.beside import ADAPTERS
 from canvax.parallel.memory import free_bytes
 from canvax.parallel.multihost import is_spread
@@ -331,7 +331,7 @@ def model_names(models: Sequence[str]) -> dict[str, str]:
     """
     names: dict[str, str] = {}
     for text in models:
-        model, path = text, Path(text).expanduser()
+        model, path = text, named_path("models", text)
         if not path.exists() and (named := _NAMED.fullmatch(text)):
             name, model = named.groups()
         else:
