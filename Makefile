@@ -128,7 +128,7 @@ $(UV):
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 
 .venv/runtime: pyproject.toml | $(UV)
-	$(INSTALL) .venv --editable .
+	$(INSTALL) .venv --editable '.[serve]'
 	touch $@
 
 .venv/train: pyproject.toml | $(UV)
