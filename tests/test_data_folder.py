@@ -137,7 +137,7 @@ def test_files_that_cannot_be_used(folder: Path, small_folder: Path) -> None:
     (folder / "models/checkpoints/damaged.safetensors").write_bytes(b"\0" * 20)
     left_out = local_models().left_out
     assert left_out.keys() == {"old", "deliberate_v2", "damaged"}
-    assert "canvax convert old.ckpt" in left_out["old"]
+    assert f"canvax convert {folder / 'models/checkpoints/old.ckpt'}" in left_out["old"]
     assert "autoencoder" in left_out["deliberate_v2"]  # which it lacks
 
 

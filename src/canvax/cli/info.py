@@ -21,7 +21,7 @@ from canvax.images.formats import FORMATS, LOCAL
 from canvax.images.metadata import read_metadata
 from canvax.tokenizers.concepts import Concepts
 from canvax.weights.data_folder import find_named
-from canvax.weights.entries import PICKLES, Entry
+from canvax.weights.entries import Entry
 from canvax.weights.files import open_weights
 from canvax.weights.identify import EMBEDDING, INDEX, LORA, MODEL, TRANSFORMER, Found, inspect, listing
 from canvax.weights.location import BUNDLED, Location, warn_unused_cache
@@ -107,13 +107,18 @@ def folder_info(folder: Path) -> dict[str, Any]:
     Raises:
         InputError: it holds nothing that canvax knows, or cannot be read.
     """
+    from canvax.families.local_models import fault_of
+
     try:
         parts = [alone] if (alone := inspect(folder)) else list(listing(folder))
     except OSError as error:
         raise InputError(f"{folder}: cannot be read ({error.strerror}); choose another folder") from None
     if not parts:
         raise InputError(f"{folder}: holds no models, images, LoRAs or other files that canvax reads")
-    rows = [{"file": str(part.path), "kind": part.what, "family": part.family or None} for part in parts]
+    rows = [
+        {"file": str(part.path), "kind": part.what, "family": part.family or None, "fault": fault_of(part) or None}
+        for part in parts
+    ]
     return {"folder": str(folder), "files": rows}
 
 
@@ -124,9 +129,8 @@ def _folder_lines(report: Mapping[str, Any]) -> list[str]:
         path = Path(part["file"])
         rows.append((str(path.relative_to(root)) if path != root else str(path), part["kind"], part["family"] or ""))
     lines = table(rows)
-    if any(Path(part["file"]).suffix.lower() in PICKLES for part in report["files"]):
-        lines += ["", "canvax convert FILE FILE.safetensors takes the tensors out of a pickle without running it."]
-    return lines
+    faults = [f"{Path(part['file']).name} {part['fault']}" for part in report["files"] if part["fault"]]
+    return [*lines, "", "These files cannot be used:", *faults] if faults else lines
 
 
 def part_info(part: Found) -> dict[str, Any]:

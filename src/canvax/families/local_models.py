@@ -39,7 +39,7 @@ class LocalModels(NamedTuple):
 def local_models() -> LocalModels:
     """Return the models of the folder of models, and the files in it that cannot be used; from headers alone."""
     parts = files()
-    faults = {part.path: fault for part in parts if (fault := _fault(part))}
+    faults = {part.path: fault for part in parts if (fault := fault_of(part))}
     names = by_name([part.path for part in parts])
     models = {
         name: path
@@ -49,10 +49,10 @@ def local_models() -> LocalModels:
     return LocalModels(models, {name: faults[path] for name, path in names.items() if path in faults})
 
 
-def _fault(part: Found) -> str:
+def fault_of(part: Found) -> str:
     """Say why a file cannot be used, with the cure; "" for one that can, and for images."""
     if part.path.suffix.lower() in PICKLES:
-        return pickle_refused(part.path.name)
+        return f"is a pickle: {pickle_refused(part.path)}"
     if part.kind is TRANSFORMER:
         with suppress(CanvaxError):
             if _PARTS.keys() <= completed(Overrides(), Location(part.path)).parts.keys():
