@@ -59,7 +59,8 @@ def fault_of(part: Found) -> str:
                 return ""
         return f"is the transformer of {part.family} alone: put its text encoder and its autoencoder into the folder"
     if part.kind is None:
-        return "" if part.what == "an image" else f"is {part.what} {part.family}".rstrip()
+        cure = ": copy or download it again" if part.what == "damaged" else ""
+        return "" if part.what == "an image" else f"is {part.what} {part.family}".rstrip() + cure
     return "" if part.kind.flag else f"is {part.kind.name}: {part.kind.cure}"
 
 
