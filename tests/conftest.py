@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import signal
 import tempfile
 from collections import Counter
 from contextlib import suppress
@@ -20,6 +21,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # PyTorch's threads wait by spinn
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["CANVAX_CACHE_DIR"] = "off"  # what a test compiles depends on no other run
 os.environ["CANVAX_CACHE_SECRET"] = "tests"  # in place of a file in the home folder
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell began the run in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # JAX keeps what it compiles in one folder for a run, its workers and the processes that tests start. The first of them
 # makes it. A program that comes from it counts as compiled (canvax.compile.monitor): tests of recompiling see it.

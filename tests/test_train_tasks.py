@@ -218,7 +218,7 @@ def test_a_process_that_is_stopped_writes_its_state(model: Path, pictures: Path,
         while child.poll() is None and len(read_log(log)) < begun + 3:
             time.sleep(0.05)
         child.send_signal(number)
-        codes.append(child.wait())
+        codes.append(child.wait(120))
         (step,) = (entry.read() for entry in open_safetensors(tmp_path / "lora" / STATE) if entry.name == "step")
         assert step == read_log(log)[-1]["step"]
     assert codes == [130, 130]
