@@ -21,7 +21,7 @@ from canvax.weights.overrides import Overrides
 
 _PARTS: Mapping[str, FileKind] = {"text_encoder": LANGUAGE_MODEL, "vae": AUTOENCODER}
 _OF_TRANSFORMERS = ("diffusion_models", "unet")
-"""Folders of ComfyUI; those of the other parts lie beside them."""
+"""Folders of ComfyUI for transformers; the folders of the other parts are next to them."""
 
 
 class LocalModels(NamedTuple):
@@ -67,8 +67,8 @@ def fault_of(part: Found) -> str:
 def completed(overrides: Overrides, location: Location) -> Overrides:
     """Add the text encoder and the autoencoder that a transformer in a file of its own lacks.
 
-    They are looked for in the folder of models, and beside the transformer in the folders of ComfyUI. Of several files
-    that fit the first by name is taken. ``Overrides.reasons`` says which.
+    Files are searched in the folder of models; without one, in ComfyUI's folders around the transformer. Of several files
+    that fit, the first by name is taken. ``Overrides.reasons`` says which.
 
     Returns:
         The overrides; unchanged for other models and where no file fits.
@@ -97,7 +97,7 @@ def completed(overrides: Overrides, location: Location) -> Overrides:
 
 
 def _around(path: Path) -> Iterator[Found]:
-    """Yield what lies in the folder of models, or in the folders beside a transformer's."""
+    """Yield what lies in the folder of models, or in ComfyUI's folders around a transformer."""
     if data_folder() is not None:
         yield from files()
     elif (place := next((each for each in path.parents if each.name in _OF_TRANSFORMERS), None)) is not None:

@@ -139,8 +139,8 @@ def by_name(paths: Sequence[Path]) -> dict[str, Path]:
             for last in (_stem(path), file)
             for depth in range(len(folders) + 1)
         ]
-        own = (name for name in spellings if sum(_has_name(other, folder, name) for other in paths) == 1)
-        names["/".join(next(own, (*folders, file)))] = path
+        unique = (name for name in spellings if sum(_has_name(other, folder, name) for other in paths) == 1)
+        names["/".join(next(unique, (*folders, file)))] = path
     return names
 
 

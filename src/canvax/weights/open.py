@@ -231,7 +231,7 @@ def find_tokenizer(location: Location, *, otherwise: Path | None = None) -> Path
     Args:
         location: that folder or a file in it, a folder of a model that has it in ``tokenizer``, or a Hub id, with
             perhaps a folder behind it.
-        otherwise: the folder to take where no tokenizer lies beside a local file.
+        otherwise: the folder to take where there is no tokenizer next to a local file.
 
     Raises:
         InputError, CheckpointError, HubError: it is not there.

@@ -125,8 +125,7 @@ class Overrides:
         configs |= {name: part.config for name, part in opened.items()}
         folders = files.folders
         if (tokenizer := self._tokenizer(where, files)) is not None:
-            beside = self.tokenizer is None  # the text encoder
-            folder = find_tokenizer(tokenizer, otherwise=QWEN if beside else None)
+            folder = find_tokenizer(tokenizer, otherwise=QWEN if self.tokenizer is None else None)
             components.setdefault("tokenizer", "Qwen2Tokenizer")
             folders = lambda part: folder if part == "tokenizer" else files.folders(part)  # noqa: E731
         configs["scheduler"] = {**configs.get("scheduler", {}), **self.scheduler}
