@@ -67,8 +67,8 @@ def fault_of(part: Found) -> str:
 def completed(overrides: Overrides, location: Location) -> Overrides:
     """Add the text encoder and the autoencoder that a transformer in a file of its own lacks.
 
-    Files are searched in the folder of models; without one, in ComfyUI's folders around the transformer. Of several files
-    that fit, the first by name is taken. ``Overrides.reasons`` says which.
+    Files are searched in the folder of models; without one, in ComfyUI's folders around the transformer. Of several
+    files that fit, the first by name is taken. ``Overrides.reasons`` says which.
 
     Returns:
         The overrides; unchanged for other models and where no file fits.
