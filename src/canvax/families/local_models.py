@@ -82,17 +82,14 @@ def completed(overrides: Overrides, location: Location) -> Overrides:
     choices = [[each.path for each in around if each.kind is _PARTS[name]] for name in missing]
     for paths in product(*choices):
         found = {name: names.get(path, str(path)) for name, path in zip(missing, paths, strict=True)}
-        others = {name: len(choice) - 1 for name, choice in zip(missing, choices, strict=True)}
-        chosen = replace(overrides, **found, reasons={**overrides.reasons, **_reasons(found, others)})
+        reasons = {name: f"{part}, the first file that fits" for name, part in found.items()}
+        chosen = replace(overrides, **found, reasons=reasons)
         with suppress(CheckpointError, InputError):
             opened = chosen.apply(open_files(location, given=chosen.parts, weights=False))
-            if "text_encoder" in found and "vision_config" in opened.configs["text_encoder"]:
-                if not _reads_images(paths[missing.index("text_encoder")]):
-                    continue
-            elif "text_encoder" in found and _reads_images(paths[missing.index("text_encoder")]):
-                continue
             read_networks(opened)
-            return chosen
+            of_vision = "vision_config" in opened.configs["text_encoder"]
+            if "text_encoder" not in found or _reads_images(paths[missing.index("text_encoder")]) == of_vision:
+                return chosen
     return overrides
 
 
@@ -102,14 +99,6 @@ def _around(path: Path) -> Iterator[Found]:
         yield from files()
     elif (place := next((each for each in path.parents if each.name in _OF_TRANSFORMERS), None)) is not None:
         yield from listing(place.parent)
-
-
-def _reasons(found: Mapping[str, str], others: Mapping[str, int]) -> dict[str, str]:
-    return {
-        name: f"{part}, which fits"
-        + (f"; {{{name}=NAME}} chooses one of {others[name]} others" if others[name] else "")
-        for name, part in found.items()
-    }
 
 
 def _reads_images(path: Path) -> bool:
