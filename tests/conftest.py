@@ -42,7 +42,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from canvax.weights.location import BUNDLED
 from tests.support.bundled import PACKAGED
-from tests.support.numbers import begin_anew
+from tests.support.random_numbers import begin_anew
 
 # Numbers and shapes become others only where the code says so: a silent float32 in a 16-bit network is an error.
 jax.config.update("jax_numpy_dtype_promotion", "strict")

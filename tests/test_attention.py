@@ -14,7 +14,7 @@ from canvax.kernels import gpu
 from canvax.kernels.attention import attention, plain_attention
 from canvax.kernels.target import compiling_for
 from canvax.parallel.mesh import make_mesh, over_batch
-from tests.support.numbers import rng
+from tests.support.random_numbers import rng
 
 ROUNDING = 1e-5
 

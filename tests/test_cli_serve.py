@@ -243,7 +243,7 @@ def test_sigterm_finishes_what_was_accepted(tmp_path: Path) -> None:
         assert len([line for line in lines if line.get("path") == "/ready"]) <= 4  # not one for each probe
         mine = next(line for line in lines if line.get("id") == "mine")
         assert (mine["path"], mine["status"], mine["client"]) == ("/api/jobs", 202, "alice")
-        assert next(line for line in lines if "job" in line)["outcome"] == "done"
+        assert next(line for line in lines if "outcome" in line)["outcome"] == "done"
 
 
 @slow

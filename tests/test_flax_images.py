@@ -257,7 +257,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "NaN": ({"image": np.full((D, B, 3, 64, 64), np.nan)}, r"not in -1\.\.1"),
     "bytes": ({"image": np.full((D, B, 3, 64, 64), 255, np.uint8)}, r"not in -1\.\.1"),
     "odd size": ({"image": np.zeros((D, B, 3, 60, 64))}, "height=60 is not divisible by 8"),
-    "strength": ({"strength": 1.5}, r"strength=1.5 is not in 0\.\.1"),
+    "strength": ({"strength": 1.5}, r"strength=1.5 is not a number in 0\.\.1"),
     "strength of NaN": ({"strength": float("nan")}, "strength=nan"),
     "no step": ({"strength": 0.1}, "less than one step"),
     "noise": ({"noise": np.zeros((D, B, 8, 8, 4))}, r"noise has shape.*\(2, 2, 4, 8, 8\)"),

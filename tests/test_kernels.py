@@ -22,7 +22,7 @@ from canvax.kernels.outline import by_rows, outlined, recomputed
 from canvax.kernels.target import compiled_on, compiling_for, target_platform, traced
 from canvax.nn import conv2d, conv2d_of_doubled, group_norm
 from canvax.parallel.mesh import make_mesh
-from tests.support.numbers import rng
+from tests.support.random_numbers import rng
 
 ROUNDING = 1e-5
 """Of sums of hundreds of products of numbers up to five, in float32."""

@@ -10,7 +10,7 @@ import pytest
 
 from canvax.kernels.target import compiling_for
 from canvax.nn import group_norm, layer_norm
-from tests.support.numbers import rng
+from tests.support.random_numbers import rng
 
 SCALES = {"plain": (0.0, 1.0), "small": (0.0, 3e-3), "shifted": (4.0, 0.5), "beyond float16 when squared": (0.0, 400.0)}
 """Mean and deviation of the inputs."""

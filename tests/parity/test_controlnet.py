@@ -31,7 +31,7 @@ from canvax.weights.controlnet import open_control  # noqa: E402
 from canvax.weights.location import Location  # noqa: E402
 from tests.support.ldm_files import ldm_unet, write_folder  # noqa: E402
 from tests.support.ldm_files import model as ldm_model  # noqa: E402
-from tests.support.numbers import rng  # noqa: E402
+from tests.support.random_numbers import rng  # noqa: E402
 
 from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error  # noqa: E402
 from .test_image_to_image import mask, photo  # noqa: E402

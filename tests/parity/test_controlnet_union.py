@@ -23,7 +23,7 @@ from canvax.models.presets import SDXL_UNET  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.params import flatten  # noqa: E402
-from tests.support.numbers import rng  # noqa: E402
+from tests.support.random_numbers import rng  # noqa: E402
 
 from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error  # noqa: E402
 from .test_controlnet import KINDS, SMALL, tame  # noqa: E402

@@ -18,7 +18,7 @@ from canvax.models.clip import text_encoder, text_encoder_spec  # noqa: E402
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig  # noqa: E402
 from canvax.models.unet import unet, unet_spec  # noqa: E402
 from canvax.models.vae import vae_decode, vae_encode, vae_spec  # noqa: E402
-from tests.support.numbers import normal, rng  # noqa: E402
+from tests.support.random_numbers import normal, rng  # noqa: E402
 
 from .reference import nchw, nhwc, params_of, randomise, relative_error  # noqa: E402
 

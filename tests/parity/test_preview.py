@@ -13,7 +13,7 @@ diffusers = pytest.importorskip("diffusers")
 
 import canvax  # noqa: E402
 from canvax.models.tiny import tiny_decode  # noqa: E402
-from tests.support.numbers import rng  # noqa: E402
+from tests.support.random_numbers import rng  # noqa: E402
 
 from .reference import nchw, nhwc, randomise, relative_error  # noqa: E402
 

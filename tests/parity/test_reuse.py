@@ -23,7 +23,7 @@ from canvax.models.denoiser import Reusing, UNetDenoiser  # noqa: E402
 from canvax.models.unet import skip_connections, unet_spec  # noqa: E402
 from canvax.samplers import SamplerTable, build_table, from_scheduler_config  # noqa: E402
 from canvax.samplers.table import SLOTS, run  # noqa: E402
-from tests.support.numbers import rng  # noqa: E402
+from tests.support.random_numbers import rng  # noqa: E402
 
 from .reference import nchw, nhwc, params_of, randomise, relative_error  # noqa: E402
 from .test_models import SMALL_UNET, strip  # noqa: E402

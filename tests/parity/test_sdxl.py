@@ -27,7 +27,7 @@ from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.params import flatten  # noqa: E402
 from canvax.weights.location import BUNDLED  # noqa: E402
 from tests.support.bundled import VOCABULARY  # noqa: E402
-from tests.support.numbers import rng  # noqa: E402
+from tests.support.random_numbers import rng  # noqa: E402
 
 from .reference import nchw, nhwc, params_of, psnr, randomise, relative_error  # noqa: E402
 

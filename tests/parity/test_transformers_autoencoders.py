@@ -24,7 +24,7 @@ from canvax.models.flux2_vae import (  # noqa: E402
 )
 from canvax.models.vae import vae_spec  # noqa: E402
 from canvax.models.wan_vae import WanVaeConfig, from_video, wan_vae_decode, wan_vae_encode, wan_vae_spec  # noqa: E402
-from tests.support.numbers import normal  # noqa: E402
+from tests.support.random_numbers import normal  # noqa: E402
 
 from .reference import nchw, nhwc, randomise, relative_error  # noqa: E402
 from .transformers_reference import TOLERANCE, params_of, stored  # noqa: E402

@@ -21,7 +21,7 @@ from canvax.models.flux2 import Flux2Config, flux2, flux2_context, flux2_spec, r
 from canvax.models.krea2 import Krea2Config, krea2, krea2_context, krea2_spec  # noqa: E402
 from canvax.models.z_image import ZImageConfig, z_image, z_image_context, z_image_spec  # noqa: E402
 from canvax.params import Params, halves_first, pairs_together  # noqa: E402
-from tests.support.numbers import normal  # noqa: E402
+from tests.support.random_numbers import normal  # noqa: E402
 
 from .reference import nchw, nhwc, randomise, relative_error  # noqa: E402
 from .transformers_reference import TOLERANCE, params_of, stored, to_torch, unfused  # noqa: E402
