@@ -25,7 +25,7 @@ def data() -> dict[str, np.ndarray]:
 
 def loss(p: Any, samples: Any, shared: Any, key: Any) -> Any:
     wanted = shared["scale"] * samples["x"] + 0.1 * jax.random.normal(key, samples["x"].shape)
-    return jnp.square(p["w"] - wanted).mean(), {}
+    return jnp.square(p["w"][None] - wanted).mean(), {}
 
 
 def train(folder: Path, samples: dict[str, np.ndarray], deadline: float | None = None) -> tuple[Any, bool]:
