@@ -420,7 +420,7 @@ def test_info_of_a_folder(run: Run, tmp_path: Path) -> None:
     assert code == 0
     listed, _, faults = out.partition("These files cannot be used:\n")
     assert len([line for line in listed.splitlines() if line]) == len(found) + 1
-    assert [line.split()[0] for line in faults.splitlines()] == [
+    assert [line.partition(":")[0] for line in faults.splitlines()] == [
         *("cut.safetensors", "flux.safetensors", "old.ckpt", "pruned.safetensors", "odd.safetensors"),
     ]
     assert run("info", "m", "--memory")[0] == BAD_INPUT

@@ -627,6 +627,14 @@ def test_an_idle_server_forgets_its_jobs(engine: ImageEngine, monkeypatch: pytes
     until(lambda: not engine._book._over)  # though nobody asks
 
 
+def test_a_guess_of_a_row_gives_way_to_the_first_measurement() -> None:
+    timings = Timings({1: 3.0}, guessed=True)
+    timings.learn_row(1, 0.1)
+    assert timings.row == {1: pytest.approx(0.1)}
+    timings.learn_row(1, 1.1)
+    assert 0.1 < timings.row[1] < 1.0
+
+
 def test_waits_count_that_batches_do_several_images_at_a_time(
     engine: ImageEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

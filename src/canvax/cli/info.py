@@ -129,7 +129,7 @@ def _folder_lines(report: Mapping[str, Any]) -> list[str]:
         path = Path(part["file"])
         rows.append((str(path.relative_to(root)) if path != root else str(path), part["kind"], part["family"] or ""))
     lines = table(rows)
-    faults = [f"{Path(part['file']).name} {part['fault']}" for part in report["files"] if part["fault"]]
+    faults = [f"{Path(part['file']).name}: {part['fault']}" for part in report["files"] if part["fault"]]
     return [*lines, "", "These files cannot be used:", *faults] if faults else lines
 
 

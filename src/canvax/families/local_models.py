@@ -52,16 +52,16 @@ def local_models() -> LocalModels:
 def fault_of(part: Found) -> str:
     """Say why a file cannot be used, with the cure; "" for one that can, and for images."""
     if part.path.suffix.lower() in PICKLES:
-        return f"is a pickle: {pickle_refused(part.path)}"
+        return f"a pickle: {pickle_refused(part.path)}"
     if part.kind is TRANSFORMER:
         with suppress(CanvaxError):
             if _PARTS.keys() <= completed(Overrides(), Location(part.path)).parts.keys():
                 return ""
-        return f"is the transformer of {part.family} alone: put its text encoder and its autoencoder into the folder"
+        return f"the transformer of {part.family} alone: put its text encoder and its autoencoder into the folder"
     if part.kind is None:
         cure = ": copy or download it again" if part.what == "damaged" else ""
-        return "" if part.what == "an image" else f"is {part.what} {part.family}".rstrip() + cure
-    return "" if part.kind.flag else f"is {part.kind.name}: {part.kind.cure}"
+        return "" if part.what == "an image" else f"{part.what} {part.family}".rstrip() + cure
+    return "" if part.kind.flag else f"{part.kind.name}: {part.kind.cure}"
 
 
 def completed(overrides: Overrides, location: Location) -> Overrides:

@@ -60,6 +60,7 @@ class Timings:
         decode: one image.
         left_out: as ``row``, for batches that nobody asked for, save no time and are not used.
         kept: whether they were measured at an earlier start.
+        guessed: whether ``row`` is a guess, which the first measurement replaces.
     """
 
     row: dict[int, float] = field(default_factory=dict)
@@ -67,6 +68,7 @@ class Timings:
     decode: float = 0.0
     left_out: dict[int, float] = field(default_factory=dict)
     kept: bool = False
+    guessed: bool = False
 
     def image(self, rows: float) -> float:
         """An image of so many rows by itself."""
@@ -78,7 +80,8 @@ class Timings:
 
     def learn_row(self, batch: int, seconds: float) -> None:
         """A new measurement of a row."""
-        self.row[batch] += _SMOOTH * (seconds - self.row[batch])
+        self.row[batch] += (1.0 if self.guessed else _SMOOTH) * (seconds - self.row[batch])
+        self.guessed = False
 
     def learn_decode(self, seconds: float) -> None:
         """A new measurement of decoding."""

@@ -575,6 +575,7 @@ class ModelSet:
             group.assume(usual)
         else:
             group.timings.row = {group.alone: UNKNOWN_SECONDS / served.model.defaults.num_inference_steps}
+            group.timings.guessed = True
         return group
 
     def add(self, group: Group) -> None:
