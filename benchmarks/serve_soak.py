@@ -380,7 +380,7 @@ def soak(folder: Path, options: argparse.Namespace) -> int:
         for thread in threads:
             thread.start()
         hangs = seconds / 4, seconds / 4 + min(HANGS, seconds / 8)
-        told = 0
+        reported = 0
         kills, flooded = [seconds * 0.45, seconds * 0.75], False
         while any(thread.is_alive() for thread in threads):
             now, life = time.monotonic() - began, lives[-1]
@@ -396,7 +396,7 @@ def soak(folder: Path, options: argparse.Namespace) -> int:
                 threads[-1].start()
             if now > hangs[1]:
                 hang.unlink(missing_ok=True)
-            if life.begun or ready(base):  # loading and compiling take memory of their own
+            if life.begun or ready(base):  # loading and compiling take more memory for a while
                 life.begun = True
                 life.samples.append((now, resident(life.process.pid)))
             try:
@@ -410,8 +410,8 @@ def soak(folder: Path, options: argparse.Namespace) -> int:
                 break
             counts, problems = dict(test.statuses), len(test.problems)
             line = f"{now:.0f} s, {resident(life.process.pid):.0f} MB, {counts}, {problems} problems"
-            print(line, *test.problems[told:], flush=True)
-            told = problems
+            print(line, *test.problems[reported:], flush=True)
+            reported = problems
             time.sleep(seconds / 300)
         lives[-1].wait_until_ready(base)
         left = [line for line in metrics(test) if line.startswith(("canvax_queue_images", "canvax_undecoded_images"))]

@@ -99,16 +99,14 @@ def _is_sampler(name: str) -> bool:
 def recorded_model(metadata: Mapping[str, Any]) -> Any:
     """Return the model of an image as ``--model`` takes it, or None.
 
-    Other programs name a file without its folder, and canvax writes ``./`` in place of the folder. Where no such file
-    is here, it is found in the folder of models alone, if only one has the name.
+    Other programs name a file without its folder, and canvax writes ``./`` in place of the folder. Where that file
+    is missing, it is searched in the folder of models, and found if only one file has the name.
     """
     model, ours = metadata.get("model"), "canvax" in metadata
-    if (
-        not isinstance(model, str)
-        or model in BUNDLED
-        or (ours and (not model.startswith("./") or Path(model).exists()))
-    ):
-        return model or None if ours or model in list(BUNDLED) else None
+    if not isinstance(model, str):
+        return model or None if ours else None
+    if model in BUNDLED or (ours and (not model.startswith("./") or Path(model).exists())):
+        return model or None
     name = model.removeprefix("./")
     with suppress(InputError):  # several files have the name
         return name if find_named(name, "model") else None
@@ -164,7 +162,7 @@ def _image_prompts_lost(metadata: Mapping[str, Any]) -> Iterator[str]:
             yield f"image prompt {i + 1} was given as an array and is not in the file"
     read_by = [prompt.get("adapter") for prompt in prompts]
     if prompts and len(adapters) > 1 and read_by != list(range(len(adapters))):
-        yield f"its image prompts were read by the adapters {read_by}, and --ip-image gives each its own, in order"
+        yield f"its image prompts were read by the adapters {read_by}, and --ip-image gives one to each, in order"
 
 
 def _adapters(metadata: Mapping[str, Any]) -> Iterator[str]:

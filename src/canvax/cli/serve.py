@@ -150,12 +150,12 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 def _first(offered: Mapping[str, Path], output: Path | None) -> list[str]:
     """Return the model of the folder of models to begin with: that of the newest image in ``output``, or the first."""
-    recent: Any = None
-    if output is not None and output.is_dir():
-        for path in sorted(output.iterdir(), key=lambda path: -path.stat().st_mtime)[:_NEWEST]:
+    if offered and output is not None and output.is_dir():
+        for path in sorted(output.iterdir(), key=lambda path: -path.lstat().st_mtime)[:_NEWEST]:
             with suppress(InputError):
-                recent = recent or read_metadata(path).get("model")
-    return [recent] if recent in offered else list(offered)[:1]
+                if recent := read_metadata(path).get("model"):
+                    return [recent] if recent in offered else list(offered)[:1]
+    return list(offered)[:1]
 
 
 def _left_out_lines(left_out: Mapping[str, str]) -> Iterator[str]:

@@ -99,7 +99,7 @@ class CacheEntry:
         """Store bytes; returns bytes on disk, 0 if they cannot be stored."""
         return cache.write(self.path, self.header | {"created": time.time()}, data)
 
-    def beside(self, name: str, others: Sequence[CacheEntry]) -> CacheEntry:
+    def derived(self, name: str, others: Sequence[CacheEntry]) -> CacheEntry:
         """Where what is called ``name`` is stored about this program and ``others``: with any other key of one of them
         it is another file."""
         keys = sorted(entry.header["key"] for entry in (self, *others))

@@ -298,7 +298,7 @@ class Programs:
     def entry(self, name: str, params: Params, wanted: Sequence[Program]) -> CacheEntry | None:
         """Where what is called ``name`` is stored about programs; None if one of them is not stored."""
         entries = [entry for program in wanted if (entry := self._entry(self._call(params, program)))]
-        return entries[0].beside(name, entries[1:]) if len(entries) == len(wanted) else None
+        return entries[0].derived(name, entries[1:]) if len(entries) == len(wanted) else None
 
     def _entry(self, call: _Call) -> CacheEntry | None:
         if foreign(call.program.function):  # whose names mean something else in other processes

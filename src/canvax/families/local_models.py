@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -39,7 +39,7 @@ class LocalModels(NamedTuple):
 def local_models() -> LocalModels:
     """Return the models of the folder of models, and the files in it that cannot be used; from headers alone."""
     parts = files()
-    faults = {part.path: fault for part in parts if (fault := fault_of(part))}
+    faults = {part.path: fault for part in parts if (fault := fault_of(part, parts))}
     names = by_name([part.path for part in parts])
     models = {
         name: path
@@ -49,13 +49,13 @@ def local_models() -> LocalModels:
     return LocalModels(models, {name: faults[path] for name, path in names.items() if path in faults})
 
 
-def fault_of(part: Found) -> str:
-    """Say why a file cannot be used, with the cure; "" for one that can, and for images."""
+def fault_of(part: Found, near: Sequence[Found] | None = None) -> str:
+    """Say why a file cannot be used, with the cure; "" for usable files and images. ``near`` is as in ``completed``."""
     if part.path.suffix.lower() in PICKLES:
         return f"a pickle: {pickle_refused(part.path)}"
     if part.kind is TRANSFORMER:
         with suppress(CanvaxError):
-            if _PARTS.keys() <= completed(Overrides(), Location(part.path)).parts.keys():
+            if _PARTS.keys() <= completed(Overrides(), Location(part.path), near).parts.keys():
                 return ""
         return f"the transformer of {part.family} alone: put its text encoder and its autoencoder into the folder"
     if part.kind is None:
@@ -64,11 +64,16 @@ def fault_of(part: Found) -> str:
     return "" if part.kind.flag else f"{part.kind.name}: {part.kind.cure}"
 
 
-def completed(overrides: Overrides, location: Location) -> Overrides:
+def completed(overrides: Overrides, location: Location, near: Sequence[Found] | None = None) -> Overrides:
     """Add the text encoder and the autoencoder that a transformer in a file of its own lacks.
 
     Files are searched in the folder of models; without one, in ComfyUI's folders around the transformer. Of several
     files that fit, the first by name is taken. ``Overrides.reasons`` says which.
+
+    Args:
+        overrides: the parts that the caller names.
+        location: the model.
+        near: the files to search, if the caller has listed them already.
 
     Returns:
         The overrides; unchanged for other models and where no file fits.
@@ -77,9 +82,9 @@ def completed(overrides: Overrides, location: Location) -> Overrides:
     path = location.local() if missing else None
     if path is None or not path.is_file() or (part := inspect(path)) is None or part.kind is not TRANSFORMER:
         return overrides
-    names = {path: name for name, path in by_name([part.path for part in files()]).items()}
-    around = sorted(_around(path), key=lambda part: part.path.name)
-    choices = [[each.path for each in around if each.kind is _PARTS[name]] for name in missing]
+    near = sorted(_around(path) if near is None else near, key=lambda part: part.path.name)
+    names = {path: name for name, path in by_name([part.path for part in near]).items()}
+    choices = [[each.path for each in near if each.kind is _PARTS[name]] for name in missing]
     for paths in product(*choices):
         found = {name: names.get(path, str(path)) for name, path in zip(missing, paths, strict=True)}
         reasons = {name: f"{part}, the first file that fits" for name, part in found.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -129,19 +130,19 @@ def by_name(paths: Sequence[Path]) -> dict[str, Path]:
     That is the file's name without its ending, behind folders where other files have it too, or with the ending where
     files differ in nothing else.
     """
-    folder, names = data_folder(), {}
+    folder = data_folder()
     if folder is None:
-        return names
+        return {}
+    spellings: dict[Path, list[tuple[str, ...]]] = {}
     for path in paths:
         *folders, file = path.relative_to(folder).parts
-        spellings = [
-            (*folders[len(folders) - depth :], last)
-            for last in (_stem(path), file)
-            for depth in range(len(folders) + 1)
-        ]
-        unique = (name for name in spellings if sum(_has_name(other, folder, name) for other in paths) == 1)
-        names["/".join(next(unique, (*folders, file)))] = path
-    return names
+        depths = range(len(folders) + 1)
+        spellings[path] = [(*folders[len(folders) - depth :], last) for last in (_stem(path), file) for depth in depths]
+    counts = Counter(name for names in spellings.values() for name in set(names))
+    return {
+        "/".join(next((name for name in names if counts[name] == 1), names[-1])): path
+        for path, names in spellings.items()
+    }
 
 
 def _has_name(path: Path, folder: Path, name: tuple[str, ...]) -> bool:
