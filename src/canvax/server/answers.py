@@ -142,11 +142,20 @@ def _decoded(body: bytes, kind: type[Body], status: int, strict: bool) -> Body:
             sent = msgspec.json.decode(body)
         raise field_error(error, kind, sent, status) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        match = _BYTE.search(str(error))
-        at = int(match[1]) if match else 0
-        near = f" near {body[max(0, at - 30) : at + 10].decode(errors='replace')!r}" if match else f" ({error})"
+        at = _fault_at(body, error)
+        near = "" if at is None else f" near {body[max(0, at - 30) : at + 10].decode(errors='replace')!r}"
         message = f"the body is not JSON that can be read{near}; send an object in UTF-8"
         raise Rejected(status, "invalid_json", message) from None
+
+
+def _fault_at(body: bytes, error: Exception) -> int | None:
+    """Return the first byte that is not UTF-8, else the byte that msgspec names, if it names one."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as invalid:
+        return invalid.start
+    match = _BYTE.search(str(error))
+    return int(match[1]) if match else None
 
 
 def field_error(error: msgspec.ValidationError, kind: Any, sent: Any, status: int = 400) -> Rejected:
