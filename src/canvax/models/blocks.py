@@ -25,7 +25,7 @@ from canvax.nn import (
     with_shares,
     without_shares,
 )
-from canvax.params import Axis, Params, Spec
+from canvax.params import Axis, Params, Spec, whole
 from canvax.types import Array
 
 TRANSFORMER_NORM_EPS = 1e-6
@@ -44,7 +44,7 @@ def resnet_block_spec(inputs: int, outputs: int, time_width: int | None, *, grou
         "conv2": conv2d_spec(outputs, outputs, axes=(hidden, "conv_out")),
     }
     if time_width is not None:
-        spec["time_emb_proj"] = linear_spec(time_width, outputs, (None, hidden))
+        spec["time_emb_proj"] = whole(linear_spec(time_width, outputs, (None, hidden)))
     if inputs != outputs:
         spec["conv_shortcut"] = linear_spec(inputs, outputs, conv=True)
     return spec

@@ -9,7 +9,7 @@ from canvax.kernels.attention import attention
 from canvax.kernels.outline import outlined
 from canvax.models.configs import ClipTextConfig, ClipVisionConfig
 from canvax.nn import ACTIVATIONS, embedding, embedding_spec, layer_norm, linear, linear_spec, norm_spec
-from canvax.params import Axis, Params, Spec
+from canvax.params import Axis, Params, Spec, whole
 from canvax.types import Array
 
 
@@ -26,7 +26,7 @@ def text_encoder_spec(cfg: ClipTextConfig, *, projection: bool = False) -> Spec:
         }
     }
     if projection:
-        spec["text_projection"] = linear_spec(cfg.hidden_size, cfg.projection_dim, bias=False)
+        spec["text_projection"] = whole(linear_spec(cfg.hidden_size, cfg.projection_dim, bias=False))
     return spec
 
 

@@ -34,7 +34,7 @@ from canvax.models.dit import (
 )
 from canvax.models.text import Conditions
 from canvax.nn import linear, linear_spec
-from canvax.params import Params, Spec
+from canvax.params import Params, Spec, whole
 from canvax.quantize import compute_dtype
 from canvax.types import Array, DType, HostArray
 
@@ -106,16 +106,16 @@ def flux2_spec(cfg: Flux2Config) -> Spec:
     embedders = {"timestep_embedder": embedder} | ({"guidance_embedder": embedder} if cfg.guidance_embeds else {})
     block, single = (kind(width, cfg.num_attention_heads, inner) for kind in (double_block_spec, parallel_block_spec))
     return {
-        "time_guidance_embed": embedders,
-        "double_stream_modulation_img": {"linear": matrix(width, 6 * width)},
-        "double_stream_modulation_txt": {"linear": matrix(width, 6 * width)},
-        "single_stream_modulation": {"linear": matrix(width, 3 * width)},
-        "x_embedder": matrix(cfg.in_channels, width),
-        "context_embedder": matrix(cfg.joint_attention_dim, width),
+        "time_guidance_embed": whole(embedders),
+        "double_stream_modulation_img": {"linear": whole(matrix(width, 6 * width))},
+        "double_stream_modulation_txt": {"linear": whole(matrix(width, 6 * width))},
+        "single_stream_modulation": {"linear": whole(matrix(width, 3 * width))},
+        "x_embedder": whole(matrix(cfg.in_channels, width)),
+        "context_embedder": whole(matrix(cfg.joint_attention_dim, width)),
         "transformer_blocks": {str(i): block for i in range(cfg.num_layers)},
         "single_transformer_blocks": {str(i): single for i in range(cfg.num_single_layers)},
-        "norm_out": {"linear": matrix(width, 2 * width)},
-        "proj_out": matrix(width, cfg.in_channels),
+        "norm_out": {"linear": whole(matrix(width, 2 * width))},
+        "proj_out": whole(matrix(width, cfg.in_channels)),
     }
 
 

@@ -37,7 +37,7 @@ from canvax.models.dit import (
 )
 from canvax.models.text import Conditions
 from canvax.nn import linear, linear_spec, with_shares, without_shares
-from canvax.params import Axis, Param, Params, Spec
+from canvax.params import Axis, Param, Params, Spec, whole
 from canvax.quantize import compute_dtype
 from canvax.types import Array
 
@@ -112,24 +112,26 @@ def krea2_spec(cfg: Krea2Config) -> Spec:
     block["attn"] = rotated(block["attn"], cfg.attention_head_dim)
     fusion = _block_spec(text, cfg.text_num_attention_heads, cfg.text_num_key_value_heads, cfg.text_intermediate_size)
     return {
-        "img_in": linear_spec(cfg.in_channels, width),
-        "time_embed": {"linear_1": linear_spec(cfg.timestep_embed_dim, width), "linear_2": linear_spec(width, width)},
-        "time_mod_proj": linear_spec(width, 6 * width),
+        "img_in": whole(linear_spec(cfg.in_channels, width)),
+        "time_embed": whole(
+            {"linear_1": linear_spec(cfg.timestep_embed_dim, width), "linear_2": linear_spec(width, width)}
+        ),
+        "time_mod_proj": whole(linear_spec(width, 6 * width)),
         "text_fusion": {
             "layerwise_blocks": {str(i): fusion for i in range(cfg.num_layerwise_text_blocks)},
-            "projector": linear_spec(cfg.num_text_layers, 1, bias=False),
+            "projector": whole(linear_spec(cfg.num_text_layers, 1, bias=False)),
             "refiner_blocks": {str(i): fusion for i in range(cfg.num_refiner_text_blocks)},
         },
         "txt_in": {
             "norm": _norm_spec(text),
-            "linear_1": linear_spec(text, width),
-            "linear_2": linear_spec(width, width),
+            "linear_1": whole(linear_spec(text, width)),
+            "linear_2": whole(linear_spec(width, width)),
         },
         "transformer_blocks": {str(i): block for i in range(cfg.num_layers)},
         "final_layer": {
             "scale_shift_table": Param((2, width), (None, None), init="zeros"),
             "norm": _norm_spec(width),
-            "linear": linear_spec(width, cfg.in_channels),
+            "linear": whole(linear_spec(width, cfg.in_channels)),
         },
     }
 

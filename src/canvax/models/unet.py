@@ -28,7 +28,7 @@ from canvax.models.blocks import (
 )
 from canvax.models.configs import UNetConfig
 from canvax.nn import conv2d, conv2d_spec, group_norm, linear, linear_spec, norm_spec
-from canvax.params import Params, Spec
+from canvax.params import Params, Spec, whole
 from canvax.types import Array
 
 CrossAttentionKV = dict[str, dict[str, Any]]
@@ -130,8 +130,8 @@ def unet_spec(cfg: UNetConfig) -> Spec:
     first, last = cfg.block_out_channels[0], cfg.block_out_channels[-1]
     time, groups = 4 * first, cfg.norm_num_groups
     return {
-        "conv_in": conv2d_spec(cfg.in_channels, first),
-        "time_embedding": _time_spec(cfg),
+        "conv_in": whole(conv2d_spec(cfg.in_channels, first)),
+        "time_embedding": whole(_time_spec(cfg)),
         **_addition_spec(cfg),
         "down_blocks": {str(i): _level_spec(level, cfg, "downsamplers") for i, level in enumerate(_down_levels(cfg))},
         "mid_block": {
@@ -140,7 +140,7 @@ def unet_spec(cfg: UNetConfig) -> Spec:
         },
         "up_blocks": {str(i): _level_spec(level, cfg, "upsamplers") for i, level in enumerate(_up_levels(cfg))},
         "conv_norm_out": norm_spec(first),
-        "conv_out": conv2d_spec(first, cfg.out_channels),
+        "conv_out": whole(conv2d_spec(first, cfg.out_channels)),
     }
 
 
@@ -157,7 +157,7 @@ def _addition_spec(cfg: UNetConfig) -> Spec:
         return {}
     time = 4 * cfg.block_out_channels[0]
     first = linear_spec(cfg.projection_class_embeddings_input_dim, time)
-    return {"add_embedding": {"linear_1": first, "linear_2": linear_spec(time, time)}}
+    return {"add_embedding": whole({"linear_1": first, "linear_2": linear_spec(time, time)})}
 
 
 def _attention_spec(channels: int, heads: int, depth: int, cfg: UNetConfig) -> Spec:

@@ -33,7 +33,7 @@ from canvax.models.dit import (
 )
 from canvax.models.text import Conditions
 from canvax.nn import linear, linear_spec
-from canvax.params import Param, Params, Spec
+from canvax.params import Param, Params, Spec, whole
 from canvax.quantize import compute_dtype
 from canvax.types import Array
 
@@ -104,24 +104,23 @@ def z_image_spec(cfg: ZImageConfig) -> Spec:
         return {str(i): _block_spec(cfg, modulated=modulated) for i in range(count)}
 
     return {
-        "all_x_embedder": {SIZE: linear_spec(features, width)},
+        "all_x_embedder": {SIZE: whole(linear_spec(features, width))},
         "noise_refiner": blocks(cfg.n_refiner_layers),
         "context_refiner": blocks(cfg.n_refiner_layers, modulated=False),
-        "t_embedder": {
-            "mlp": {
-                "0": linear_spec(TIME_WIDTH, TIME_INNER),
-                "2": linear_spec(TIME_INNER, cfg.time_width),
-            }
-        },
-        "cap_embedder": {"0": rms_norm_spec(cfg.cap_feat_dim), "1": linear_spec(cfg.cap_feat_dim, width)},
+        "t_embedder": whole(
+            {"mlp": {"0": linear_spec(TIME_WIDTH, TIME_INNER), "2": linear_spec(TIME_INNER, cfg.time_width)}}
+        ),
+        "cap_embedder": {"0": rms_norm_spec(cfg.cap_feat_dim), "1": whole(linear_spec(cfg.cap_feat_dim, width))},
         "x_pad_token": token,
         "cap_pad_token": token,
         "layers": blocks(cfg.n_layers),
         "all_final_layer": {
-            SIZE: {
-                "linear": linear_spec(width, features),
-                "adaLN_modulation": {"1": linear_spec(cfg.time_width, width)},
-            }
+            SIZE: whole(
+                {
+                    "linear": linear_spec(width, features),
+                    "adaLN_modulation": {"1": linear_spec(cfg.time_width, width)},
+                }
+            )
         },
     }
 
@@ -129,7 +128,7 @@ def z_image_spec(cfg: ZImageConfig) -> Spec:
 def _block_spec(cfg: ZImageConfig, *, modulated: bool) -> Spec:
     spec = sandwich_block_spec(cfg.dim, cfg.n_heads, int(cfg.dim / 3 * 8))
     if modulated:
-        spec["adaLN_modulation"] = {"0": linear_spec(cfg.time_width, 4 * cfg.dim)}
+        spec["adaLN_modulation"] = {"0": whole(linear_spec(cfg.time_width, 4 * cfg.dim))}
     return spec
 
 
