@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import canvax
+from canvax.families.known import PRESETS
 from canvax.files import written
 from canvax.kernels import gpu
 from canvax.kernels.attention import attention
@@ -32,7 +33,6 @@ from canvax.kernels.target import compiled_on
 from canvax.models.configs import VaeConfig
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
-from canvax.models.presets import PRESETS
 from canvax.models.unet import unet
 from canvax.models.vae import vae_decode
 from canvax.parallel.mesh import make_mesh

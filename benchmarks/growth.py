@@ -91,7 +91,7 @@ def full_size(rounds: int) -> dict[str, dict[int, dict[str, float]]]:
     import jax
     import jax.numpy as jnp
 
-    from canvax.models.presets import PRESETS
+    from canvax.families.known import PRESETS
     from canvax.models.unet import unet, unet_spec
     from canvax.params import init_params
 
@@ -122,8 +122,8 @@ def traced(model: str) -> dict[str, dict[int, dict[str, float]]]:
     import jax.numpy as jnp
     from jax.sharding import AbstractMesh, AxisType
 
+    from canvax.families.known import PRESETS
     from canvax.kernels.target import compiling_for
-    from canvax.models.presets import PRESETS
     from canvax.models.unet import unet, unet_spec
     from canvax.parallel.mesh import AXES
     from canvax.parallel.rules import abstract_params

@@ -24,8 +24,8 @@ from PIL import Image, ImageDraw, ImageFont
 from scipy.ndimage import gaussian_filter
 
 import canvax
+from canvax.families.known import PRESETS
 from canvax.models.deep_features import deep_shape, unet_reusing
-from canvax.models.presets import PRESETS
 from canvax.models.unet import unet, unet_context, unet_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten, init_params, unflatten

@@ -23,8 +23,8 @@ import transformers
 
 from benchmarks.lab.models import write_random
 from canvax.families.base import Model
+from canvax.families.known import PRESETS
 from canvax.families.read import read_model
-from canvax.models.presets import PRESETS
 from canvax.models.text import encode_text
 from canvax.models.unet import unet
 from canvax.models.vae import vae_decode, vae_encode
@@ -96,7 +96,7 @@ def denoiser(checkpoint: Model, folder: Path) -> Iterator[tuple[str, float]]:
     t = np.array([981, 21], np.float32)[:batch]
     told, added = {}, {}
     if xl:
-        numbers = [1024, 768, 0, 64, 6] if checkpoint.is_refiner else [1024, 768, 0, 64, 512, 512]
+        numbers = [1024, 768, 0, 64, 6] if checkpoint.family.is_refiner else [1024, 768, 0, 64, 512, 512]
         told = {"pooled": normal(batch, 1280), "time_ids": np.array([numbers], np.float32)}
         added = {"text_embeds": torch.from_numpy(told["pooled"]), "time_ids": torch.from_numpy(told["time_ids"])}
     model = diffusers.UNet2DConditionModel.from_pretrained(folder / "unet").eval()

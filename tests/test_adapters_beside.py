@@ -18,8 +18,8 @@ import pytest
 import canvax
 from canvax.compile.monitor import counting
 from canvax.errors import HintWarning, InputError
+from canvax.families.known import PRESETS
 from canvax.models.beside import LAYERS, Places, slots
-from canvax.models.presets import PRESETS
 from canvax.pipelines.adapters import Adapters
 from canvax.pipelines.unmerged import Bank
 from tests.support.adapter_files import Draw, Made, dora, layers, loha, lokr, lora, lora_tucker, write

@@ -30,11 +30,11 @@ from canvax.cli import BAD_INPUT, INTERRUPTED, main
 from canvax.cli.bench import _figures, lines
 from canvax.compile.programs import Programs
 from canvax.errors import CanvaxError, InputError
-from canvax.families.read import FAMILIES, read_model
+from canvax.families.known import FAMILIES, PRESETS
+from canvax.families.read import read_model
 from canvax.kernels.target import compiling_for
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
-from canvax.models.presets import PRESETS
 from canvax.models.text import clip_encoders
 from canvax.models.unet import unet, unet_spec
 from canvax.parallel.mesh import make_mesh
@@ -348,7 +348,7 @@ def test_guidance_is_that_of_the_model(
     seen = []
     monkeypatch.setattr("canvax.planning.flops.evaluation_flops", lambda *_, guided: seen.append(guided) or 1.0)
     networks = SimpleNamespace(latent_shape=lambda *sides: (*sides, 4), unguided=unguided)
-    family = replace(FAMILIES[0], no_guidance=none)
+    family = replace(FAMILIES[0], guidance_off=none)
     pipe = SimpleNamespace(
         model=SimpleNamespace(name="model", dtype="float32", family=family, networks=networks),
         programs=SimpleNamespace(mesh=make_mesh(jax.devices()[:1])),

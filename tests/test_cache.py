@@ -738,7 +738,7 @@ def test_a_default_call_is_what_is_prepared(
     asked: list[Kinds] = []
     monkeypatch.setattr(Programs, "ready", lambda self, params, latents, kinds, announce: asked.append(kinds) or {})
     folder = write_small_checkpoint(tmp_path / "inpainting", unet=dataclasses.replace(UNET, in_channels=9))
-    from_zero = dataclasses.replace(emoji.model.family, no_guidance=0.0)
+    from_zero = dataclasses.replace(emoji.model.family, guidance_off=0.0)
     turbo, guided = (
         dataclasses.replace(
             emoji.model, family=from_zero, defaults=dataclasses.replace(emoji.model.defaults, guidance_scale=scale)

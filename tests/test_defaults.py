@@ -21,7 +21,7 @@ from PIL import Image
 
 import canvax
 from canvax.cli.arguments import build_parser
-from canvax.families.read import FAMILIES
+from canvax.families.known import FAMILIES
 from canvax.pipelines.generate import second_pass
 from canvax.pipelines.request import Call, make_request
 from canvax.server.a1111 import ImageToImage, TextToImage, request_of

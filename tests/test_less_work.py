@@ -20,12 +20,12 @@ from canvax.compile.programs import Programs
 from canvax.denoise import InFlight, StepInputs, denoise
 from canvax.engine import batch
 from canvax.engine.segments import DeepPlan, guided_rows, segments
+from canvax.families.known import PRESETS
 from canvax.guidance import Guidance
 from canvax.kernels import cpu
 from canvax.kernels.target import plain_kernels
 from canvax.models import decode as decode_module
 from canvax.models.deep_features import deep_shape, unet_reusing
-from canvax.models.presets import PRESETS
 from canvax.models.unet import skip_connections, unet, unet_context
 from canvax.models.vae import even_tiles, vae_decode, vae_decode_tiled, vae_encode, vae_encode_tiled, vae_spec
 from canvax.parallel.mesh import make_mesh, over_batch

@@ -25,14 +25,14 @@ from canvax.compile import cache, key
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
 from canvax.engine import batch
-from canvax.families.base import Defaults, Family, Model, Numbers
+from canvax.families.base import Defaults, Family, Model, SizeConditions
+from canvax.families.known import PRESETS
 from canvax.guidance import Guidance
 from canvax.models.beside import Places
 from canvax.models.controlled import Controlled
 from canvax.models.denoiser import Around, Denoiser, Perturbed, Reusing, Row
 from canvax.models.flux2 import Flux2Config, Flux2Denoiser
 from canvax.models.networks import Networks
-from canvax.models.presets import PRESETS
 from canvax.models.text import Conditions, TextEncoders
 from canvax.nn import gelu, linear, linear_spec
 from canvax.originals import foreign
@@ -128,7 +128,7 @@ class Squares:
         return latents, jnp.zeros_like(latents)
 
 
-def hues(model: Model, height: int, width: int, options: Any) -> tuple[Numbers, Numbers]:
+def hues(model: Model, height: int, width: int, options: Any) -> tuple[SizeConditions, SizeConditions]:
     return {"hue": np.ones(1, np.float32)}, {"hue": np.zeros(1, np.float32)}
 
 
@@ -139,7 +139,7 @@ FAMILY = Family(
     read=lambda files: NETWORKS,
     tokenizer=lambda files, encoder: LetterTokenizer(),
     defaults=Defaults(num_inference_steps=4, guidance_scale=3.0),
-    numbers=hues,
+    size_conditions=hues,
 )
 
 
@@ -219,7 +219,7 @@ def transformer() -> canvax.StableDiffusion:
         joint_attention_dim=WIDTH, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False,
     )  # fmt: skip
     networks = dataclasses.replace(NETWORKS, denoiser=Flux2Denoiser(cfg))
-    return pipeline_of(networks, Family("small", (), FAMILY.read, FAMILY.tokenizer, FAMILY.defaults))
+    return pipeline_of(networks, Family("small", (), FAMILY.read, FAMILY.tokenizer, defaults=FAMILY.defaults))
 
 
 def test_one_entry_of_conditions_is_for_all_latents(transformer: canvax.StableDiffusion) -> None:

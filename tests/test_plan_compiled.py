@@ -14,8 +14,8 @@ import pytest
 
 import canvax
 from canvax.cli import BAD_INPUT, main
+from canvax.families.known import PRESETS
 from canvax.models.networks import Networks
-from canvax.models.presets import PRESETS
 from canvax.params import count
 from canvax.planning import compiling
 from canvax.planning.job import PROGRAMS, Job

@@ -18,9 +18,9 @@ import canvax
 from canvax.cli.plan import lines
 from canvax.compile.inspect import collectives
 from canvax.compile.programs import Programs
+from canvax.families.known import PRESETS
 from canvax.kernels.target import compiled_on
 from canvax.models.denoiser import UNetDenoiser
-from canvax.models.presets import PRESETS
 from canvax.nn import group_norm, layer_norm
 from canvax.parallel.mesh import AXES
 from canvax.parallel.rules import abstract_params

@@ -20,12 +20,12 @@ import numpy as np
 
 from benchmarks.lab.layouts import LAYOUTS, SMALL, Stored, fields_of, write_chat_tokenizer
 from canvax.errors import InputError
+from canvax.families.known import PRESETS
 from canvax.models.networks import Networks
-from canvax.models.presets import PRESETS
 from canvax.params import Param, flatten, init_param
 from canvax.types import DType, HostArray
-from canvax.weights.folder import KINDS, STEMS
-from canvax.weights.identify import INDEX
+from canvax.weights.folder import INDEX, KINDS, STEMS
+from canvax.weights.layouts import arrays_to_save, reads_parts_of_arrays
 from canvax.weights.location import BUNDLED
 from canvax.weights.safetensors import Outgoing, write_safetensors
 
@@ -98,8 +98,8 @@ def random_arrays(preset: Networks, dtype: DType, seed: int = 0) -> dict[str, Se
             Outgoing(key, shape, param.dtype_in(dtype), partial(numbers, param, param.dtype_in(dtype), shape))
             for key, param, shape in arrays
         ]
-        if layout and name not in layout.family.copied:
-            components[name] = layout.family.outgoing(preset, name, components[name])
+        if layout and not reads_parts_of_arrays(preset, name):
+            components[name] = arrays_to_save(preset, name, layout.family.stacks, components[name])
     return components
 
 

@@ -23,17 +23,16 @@ from canvax.adapters import change  # noqa: E402
 from canvax.cli import main  # noqa: E402
 from canvax.cli.arguments import build_parser  # noqa: E402
 from canvax.cli.compile import open_pipeline  # noqa: E402
+from canvax.families.flux2 import FLUX2  # noqa: E402
 from canvax.models.flux2 import Flux2Config, flux2_spec  # noqa: E402
 from canvax.models.flux2_vae import Flux2VaeConfig, flux2_vae_spec  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.planning.plan import architecture  # noqa: E402
 from canvax.samplers import build_table  # noqa: E402
-from canvax.weights.formats import flux2_stacks  # noqa: E402
 from canvax.weights.lora import read_adapter  # noqa: E402
 from canvax.weights.overrides import Overrides  # noqa: E402
 from canvax.weights.rules import Names  # noqa: E402
 from canvax.weights.single_file import vae_config  # noqa: E402
-from canvax.weights.transformer_file import LAYOUTS  # noqa: E402
 from tests.support.ldm_files import ldm_vae  # noqa: E402
 
 from .test_flux2_pipeline import build, lora, original  # noqa: E402
@@ -226,8 +225,9 @@ def test_sizes_of_the_released_files(layers: tuple[int, int], heads: int, text: 
     cfg = Flux2Config(num_layers=layers[0], num_single_layers=layers[1], num_attention_heads=heads,
                       joint_attention_dim=text, guidance_embeds=False)  # fmt: skip
     spec = flux2_spec(cfg)
-    assert len(shapes_of(spec, Names(flux2_stacks(cfg.dim, 3 * cfg.dim)))) == count
-    assert Flux2Config.from_dict(LAYOUTS["FLUX.2"].config(shapes_of(spec))) == cfg
+    assert len(shapes_of(spec, Names(FLUX2.stacks))) == count
+    assert FLUX2.single_file is not None
+    assert Flux2Config.from_dict(FLUX2.single_file.config(shapes_of(spec))) == cfg
 
 
 @pytest.mark.parametrize("cfg", [Flux2VaeConfig(), Flux2VaeConfig(decoder_block_out_channels=(96, 192, 384, 384))])

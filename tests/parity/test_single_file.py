@@ -28,8 +28,8 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 import canvax  # noqa: E402
 from canvax.cli import main  # noqa: E402
+from canvax.families.known import PRESETS  # noqa: E402
 from canvax.families.read import read_model, read_networks  # noqa: E402
-from canvax.models.presets import PRESETS  # noqa: E402
 from canvax.params import flatten  # noqa: E402
 from canvax.weights.entries import Entry  # noqa: E402
 from canvax.weights.location import Location  # noqa: E402

@@ -22,6 +22,7 @@ import canvax  # noqa: E402
 from canvax.cli import main  # noqa: E402
 from canvax.families.convert import convert  # noqa: E402
 from canvax.families.local_models import local_models  # noqa: E402
+from canvax.families.z_image import Z_IMAGE  # noqa: E402
 from canvax.models.configs import ClipTextConfig  # noqa: E402
 from canvax.models.decoder_lm import DecoderConfig, decoder_lm_spec  # noqa: E402
 from canvax.models.text import clip_encoders  # noqa: E402
@@ -32,7 +33,6 @@ from canvax.pipelines.texts import prompt_tokens  # noqa: E402
 from canvax.weights.language_model import language_model_config  # noqa: E402
 from canvax.weights.rules import Names  # noqa: E402
 from canvax.weights.safetensors import Outgoing  # noqa: E402
-from canvax.weights.transformer_file import LAYOUTS  # noqa: E402
 from tests.support.ldm_files import ldm_vae  # noqa: E402
 
 from .test_z_image_pipeline import PROMPTS, build, draw, noise, reference  # noqa: E402
@@ -336,8 +336,9 @@ def shapes_of(spec: Any, names: Names | None = None) -> dict[str, tuple[int, ...
 
 def test_sizes_of_the_released_files() -> None:
     """ComfyUI's file has 453 arrays; the sizes read off shapes are those of the released models."""
-    layout = LAYOUTS["Z-Image"]
-    assert len(shapes_of(z_image_spec(ZImageConfig()), layout.names)) == 453
+    layout = Z_IMAGE.single_file
+    assert layout is not None
+    assert len(shapes_of(z_image_spec(ZImageConfig()), Names(Z_IMAGE.names))) == 453
     config = layout.config(shapes_of(z_image_spec(ZImageConfig())))
     assert ZImageConfig.from_dict(config) == ZImageConfig()
     qwen = DecoderConfig(head_dim=128)

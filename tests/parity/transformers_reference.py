@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from canvax.families.flux2 import NAMES
 from canvax.params import Param, Params, Spec, flatten, unflatten
-from canvax.weights.formats import flux2_rules
 from canvax.weights.rules import Names, _longest
 
 TOLERANCE = 1e-4
@@ -47,7 +47,7 @@ def same_names_and_shapes(state: State, spec: Spec) -> dict[str, Param]:
 def unfused(state: State, spec: Spec) -> State:
     """FLUX.2's checkpoint with each layer in an array of its own."""
     declared: dict[str, Param] = dict(flatten(spec))
-    names, result = Names(flux2_rules()), State()
+    names, result = Names(NAMES), State()
     for name, array in state.items():
         match = _longest(names._theirs, name.split("."))
         if match is None:

@@ -194,8 +194,9 @@ def check_batch_size(size: int | None) -> None:
 
 def check_against_model(arguments: argparse.Namespace, calls: Sequence[Call], source: Source) -> None:
     """Check what depends on the model, if its files are on disk. No weights are read."""
+    from canvax.families.known import family_of
     from canvax.families.local_models import completed
-    from canvax.families.read import family_of, read_model
+    from canvax.families.read import read_model
     from canvax.pipelines.request import check_for_model, check_start
     from canvax.quantize import check_kind
     from canvax.weights.cast import parse_dtype

@@ -23,7 +23,8 @@ from canvax.tokenizers.concepts import Concepts
 from canvax.weights.data_folder import find_named
 from canvax.weights.entries import Entry
 from canvax.weights.files import open_weights
-from canvax.weights.identify import EMBEDDING, INDEX, LORA, MODEL, TRANSFORMER, Found, inspect, listing
+from canvax.weights.folder import INDEX
+from canvax.weights.identify import EMBEDDING, LORA, MODEL, TRANSFORMER, Found, inspect, listing
 from canvax.weights.location import BUNDLED, Location, warn_unused_cache
 from canvax.weights.lora import adapter_info
 
@@ -210,8 +211,8 @@ def _text(value: Any) -> str:
 
 def _files(arguments: argparse.Namespace) -> ModelFiles:
     """The files of the model. Downloads them only if they are not on disk."""
+    from canvax.families.known import family_of
     from canvax.families.local_models import completed
-    from canvax.families.read import family_of
     from canvax.weights.open import open_files
     from canvax.weights.overrides import Overrides
 

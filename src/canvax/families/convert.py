@@ -15,8 +15,9 @@ import numpy as np
 
 from canvax.errors import CheckpointError, InputError, check_flag, warn
 from canvax.families.base import Model
+from canvax.families.known import family_of
 from canvax.families.local_models import completed
-from canvax.families.read import family_of, read_model
+from canvax.families.read import read_model
 from canvax.files import check_writable, named_path
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks

@@ -12,10 +12,10 @@ from typing import NamedTuple
 from canvax.errors import CanvaxError, CheckpointError, InputError
 from canvax.families.read import read_networks
 from canvax.weights.data_folder import by_name, data_folder, files
-from canvax.weights.entries import PICKLES
+from canvax.weights.entries import PICKLES, pickle_refused
 from canvax.weights.files import open_weights
 from canvax.weights.identify import AUTOENCODER, LANGUAGE_MODEL, MODEL, TRANSFORMER, FileKind, Found, inspect, listing
-from canvax.weights.location import Location, pickle_refused
+from canvax.weights.location import Location
 from canvax.weights.open import open_files
 from canvax.weights.overrides import Overrides
 

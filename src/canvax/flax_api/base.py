@@ -281,7 +281,7 @@ class FlaxPipeline:
         if steered:
             size = steered.pixels.shape[2:4]
         shape = self._latents_shape(lead[-1], *size)
-        if negative is None and not self.model.zeros_for_no_negative:
+        if negative is None and not self.model.zero_negative_embeds:
             negative = np.broadcast_to(self._ids("")[0], ids.shape)
         inputs = check_inputs(call, ids, negative, shape[1:], lead, "latents" if strength is None else "noise")
         inputs = replace(inputs, control=steered)
@@ -377,7 +377,7 @@ class FlaxPipeline:
         They are the same for prompt and negative prompt.
         """
         height, width = (side * self.vae_scale_factor for side in latents)
-        numbers, _ = self.model.numbers(height, width, {})
+        numbers, _ = self.model.size_conditions(height, width, {})
         return {name: np.tile(row, (batch, 1)) for name, row in numbers.items()}
 
     def _programs_on(self, devices: list[Any], *, stacked: bool) -> Programs:

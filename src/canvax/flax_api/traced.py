@@ -82,7 +82,7 @@ class FlaxTextToImage(FlaxPipeline):
         if traced or (scales > 1).any():
             if neg_prompt_ids is not None:
                 negative = encode(neg_prompt_ids)
-            elif self.model.zeros_for_no_negative:
+            elif self.model.zero_negative_embeds:
                 negative = jax.tree.map(jnp.zeros_like, conditions)
             else:
                 negative = encode(jnp.broadcast_to(self._ids(""), prompt_ids.shape))

@@ -96,7 +96,7 @@ class Flux2Config(Config):
 
 def flux2_spec(cfg: Flux2Config) -> Spec:
     """Parameters of the transformer, none of which is a bias. Checkpoints store some layers as one, which devices split
-    each by itself: see ``canvax.weights.formats.flux2_rules``."""
+    each by itself: see ``STACKS`` in ``canvax.families.flux2``."""
     width, inner = cfg.dim, int(cfg.dim * cfg.mlp_ratio)
 
     def matrix(inputs: int, outputs: int) -> Spec:

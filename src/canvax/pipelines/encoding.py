@@ -176,7 +176,7 @@ def encode(
     shares: tuple[Any, ...] = ()
     if beside is not None:
         shares = ({name: put(filled(beside.weights[name], batch), split) for name in model.tokenizers},)
-    numbers = model.numbers(request.height, request.width, request.options.changed())
+    numbers = model.size_conditions(request.height, request.width, request.options.changed())
     rows = local_indices(batch, split)
 
     def on_devices(ids: Ids) -> Conditions:

@@ -77,7 +77,7 @@ def encode(
         conditions["text"] = conditions["text"].astype(compute_dtype(weights))
     (tall, wide), factor = model.native_size, model.networks.size_step
     size = check_size("height", height, tall, factor), check_size("width", width, wide, factor)
-    numbers, _ = model.numbers(*size, {})
+    numbers, _ = model.size_conditions(*size, {})
     conditions |= {name: jnp.tile(jnp.asarray(row), (len(prompts), 1)) for name, row in numbers.items()}
     if model.networks.embeds_guidance:
         scale = check_guidance(guidance_scale, model.defaults.guidance_scale)

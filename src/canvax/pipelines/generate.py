@@ -386,7 +386,7 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
     shared |= {name: value for name, value in optional.items() if value is not None}
     shared |= {name: dict(entries) for name, entries in model.merged.items()}
     # Where no negative prompt means zeros, None and "" are two images; elsewhere they are one.
-    plain = model.zeros_for_no_negative and not request.zeros
+    plain = model.zero_negative_embeds and not request.zeros
     negatives = [negative if plain else negative or None for negative in request.negatives]
     beside = request.beside.records if request.beside else [{}] * len(request.prompts)
     return [

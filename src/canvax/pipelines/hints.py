@@ -59,7 +59,7 @@ def _there(model: Model, request: Request) -> dict[str, tuple[bool, str]]:
         "text": (texts, "without a prompt as text"),
         "prompt as text": (request.embeds[0] is None, "without a prompt as text"),
         "negative prompt as text": (request.embeds[1] is None, "without a negative prompt as text"),
-        "guidance": (request.guided, f"without a guidance scale above {request.no_guidance:g}"),
+        "guidance": (request.guided, f"without a guidance scale above {request.guidance_off:g}"),
         "image": (init is not None, "without an image"),
         "encoded image": (init is not None or again, "without an image"),
         "strength below 1": (init is None or init.strength < 1, "without a strength below 1"),
@@ -120,10 +120,10 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
             yield HintWarning(name, NO_VALUE, "acts on the negative prompt alone, since the prompt is encoded")
     scale, usual = request.guidance, f"{model.defaults.guidance_scale:g} is usual"
     if scale < 0 and not (request.guided or request.embedded or options.guidance_steps):
-        yield HintWarning("guidance_scale", scale, f"switches guidance off, as {request.no_guidance:g} does", usual)
+        yield HintWarning("guidance_scale", scale, f"switches guidance off, as {request.guidance_off:g} does", usual)
     if scale > BURNT and not options.guidance_steps:
         yield HintWarning("guidance_scale", scale, "burns the image", usual)
-    if model.networks.denoiser.distilled and scale > request.no_guidance:
+    if model.networks.denoiser.distilled and scale > request.guidance_off:
         yield HintWarning("guidance_scale", scale, f"has no effect: {model.name} is distilled and needs no guidance")
     if options.guidance_steps and scale != model.defaults.guidance_scale:
         yield HintWarning("guidance_scale", scale, "has no effect: guidance_steps replace it")
@@ -152,7 +152,7 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
             "negative_prompt",
             NO_VALUE,
             f"is not read with {off}",
-            f"give more than {request.no_guidance:g}, or leave it out",
+            f"give more than {request.guidance_off:g}, or leave it out",
         )
     if request.embedded and any(request.negatives):
         problem = f"is not read by {model.name}, which is not guided by one"

@@ -20,8 +20,9 @@ from canvax.compile.programs import Programs
 from canvax.errors import NO_VALUE, HintWarning, InputError, check_count, check_flag, refuse_tracers, warn
 from canvax.familiar import SAVE, accepts
 from canvax.families.base import Model
+from canvax.families.known import family_of
 from canvax.families.local_models import completed
-from canvax.families.read import family_of, read_model
+from canvax.families.read import read_model
 from canvax.files import named_path
 from canvax.models.text import Conditions
 from canvax.parallel import multihost

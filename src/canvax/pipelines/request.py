@@ -14,7 +14,7 @@ from PIL import Image
 from canvax.call import MAX_SIDE, Call
 from canvax.denoise import Known
 from canvax.errors import NO_VALUE, InputError, refuse_tracers
-from canvax.families.base import Model
+from canvax.families.base import SECOND_PROMPTS, Model
 from canvax.images.inputs import MOST_PIXELS, entry, fingerprint, read_images
 from canvax.images.masks import (
     Box,
@@ -57,7 +57,7 @@ class Request:
     """One call, checked: an entry for each image where lists stand. ``shape`` is that of the latents, [B, h, w, C].
 
     ``zeros``: no negative prompt was given, not even an empty one, and the model wants zeros for that.
-    ``embedded``: no negative prompt is read at any guidance scale. ``no_guidance``: ``Family.no_guidance``.
+    ``embedded``: no negative prompt is read at any guidance scale. ``guidance_off``: ``Family.guidance_off``.
     ``on_device``: pixels and latents stay on the devices.
     """
 
@@ -77,7 +77,7 @@ class Request:
     hires_prompts: list[str]
     zeros: bool
     embedded: bool
-    no_guidance: float
+    guidance_off: float
     texts: Texts
     embeds: tuple[Embeds | None, Embeds | None] = (None, None)
     init_images: InitImages | None = None
@@ -112,7 +112,7 @@ class Request:
     @property
     def scales(self) -> tuple[float, ...]:
         """Guidance scales of the steps, of which 1 is none; one for all steps, or one for each."""
-        return tuple(scale + (1 - self.no_guidance) for scale in self.options.guidance_steps or (self.guidance,))
+        return tuple(scale + (1 - self.guidance_off) for scale in self.options.guidance_steps or (self.guidance,))
 
     @property
     def composed(self) -> bool:
@@ -193,9 +193,9 @@ def make_request(model: Model, call: Call) -> Request:
         negatives_2=negatives_2,
         hires_prompts=check_second("hires_prompt", options.hires_prompt, prompts, per_prompt),
         options=options,
-        zeros=negative is None and options.negative_prompt_2 is None and model.zeros_for_no_negative,
+        zeros=negative is None and options.negative_prompt_2 is None and model.zero_negative_embeds,
         embedded=model.networks.unguided,
-        no_guidance=model.family.no_guidance,
+        guidance_off=model.family.guidance_off,
         texts=read_texts(model, (prompts, prompts_2), (negatives, negatives_2), options, run),
         embeds=embeds,
         init_images=init,
@@ -272,7 +272,8 @@ def check_for_model(options: Options, model: Model) -> None:
     Raises:
         InputError: naming the options and the kind of model they are for.
     """
-    unused = model.family.unused_options(model)
+    one = dict.fromkeys(SECOND_PROMPTS, "it has one text encoder") if len(model.text.encoders) == 1 else {}
+    unused = one | dict(model.family.unused_options)
     for name in sorted(options.changed().keys() & unused.keys()):
         raise InputError(name, NO_VALUE, f"is not supported by {model.name}: {unused[name]}", "leave it out")
     for name in ("guidance_steps", "guidance_interval", "guidance_rescale"):
@@ -357,7 +358,7 @@ def check_start(
             "goes from an image to its noise and needs latents",
             "pass the {latents} of the image, such as result.latents",
         )
-    if model.is_refiner and not started and not image:
+    if model.family.is_refiner and not started and not image:
         raise InputError(
             "image",
             NO_VALUE,

@@ -40,11 +40,6 @@ from canvax.server.policy import PATIENCE, Groups
 from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, sample, usable_samplers
 from canvax.tokenizers.concepts import STYLES
 
-_FAMILIES = {
-    "sd": "Stable Diffusion", "sdxl": "Stable Diffusion XL",
-    "flux2": "FLUX.2", "z-image": "Z-Image", "krea-2": "Krea 2",
-}  # fmt: skip
-
 _KINDS = {
     "method": "options.guidance_method",
     "perturbs": "options.pag_scale",
@@ -289,7 +284,7 @@ class ServedModel:
         tasks = ("text-to-image", "image-to-image", "inpainting", "upscaling")
         return ModelCard(
             id=self.name,
-            family=_FAMILIES.get(model.family.name, model.family.name),
+            family=model.family.title or model.family.name,
             native=(wide, tall),
             sizes=sizes,
             any_size=any_size,
@@ -299,7 +294,7 @@ class ServedModel:
             sampler=model.sampler_names(None)[1],
             max_images=MOST_IMAGES,
             max_steps=MOST_STEPS,
-            tasks=(*tasks[model.is_refiner :], *(["editing"] if edits else [])),
+            tasks=(*tasks[model.family.is_refiner :], *(["editing"] if edits else [])),
             examples=examples or ("a red apple on a wooden table", "a lighthouse at sunset, oil painting"),
             created=self.created,
             sha256=hashlib.sha256(config.encode()).hexdigest(),
@@ -307,7 +302,7 @@ class ServedModel:
             ip_adapters=ip_adapters,
             styles=STYLES if concepts else (),
             guided=not networks.denoiser.distilled,
-            no_guidance=model.family.no_guidance,
+            no_guidance=model.family.guidance_off,
             negative_prompt=not networks.unguided,
             prompt_weights=not model.text.whole,
             clip_skip=model.text.max_skip,

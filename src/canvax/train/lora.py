@@ -164,7 +164,7 @@ class Lora:
         networks = model.networks
         specs: dict[str, Spec] = {networks.denoiser.component: networks.denoiser.spec}
         specs |= model.text.specs if self.text else {}
-        return low_rank.targets(specs, self.layers, model.family.stacks(networks))
+        return low_rank.targets(specs, self.layers, model.family.stacks)
 
 
 def train_lora(

@@ -640,4 +640,4 @@ def _size_conditions(model: Model, size: tuple[int, ...], frame: np.ndarray) -> 
     """Returns SDXL's size conditions of an image: original size, corner of the crop, target size."""
     height, width, top, left = map(int, frame)
     options = {"original_size": (height, width), "crops_coords_top_left": (top, left), "target_size": size}
-    return model.numbers(size[0], size[1], options)[0]["time_ids"]
+    return model.size_conditions(size[0], size[1], options)[0]["time_ids"]

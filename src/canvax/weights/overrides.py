@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from canvax.errors import CheckpointError, InputError, nearest, warn
+from canvax.families.known import AUTOENCODERS, LANGUAGE_MODELS
 from canvax.files import named_path, read_json
 from canvax.samplers.schedule import PREDICTION_TYPES
 from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
-from canvax.weights.formats import TAESD, vae_rules, wan_vae_rules
+from canvax.weights.formats import TAESD, vae_rules
 from canvax.weights.identify import AUTOENCODER, CLASSES, MODEL, VAE, expect
-from canvax.weights.language_model import CLASSES as LANGUAGE_MODELS
 from canvax.weights.language_model import open_language_model
+from canvax.weights.layouts import wan_vae_rules
 from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.open import find_tokenizer, open_part
 from canvax.weights.rules import Names
@@ -181,7 +182,7 @@ def open_vae(location: Location, original: Mapping[str, Any]) -> NetworkFiles:
             if CLASSES.get(str(config.get("_class_name"))) is not AUTOENCODER:
                 raise CheckpointError(
                     f"vae={name!r}: its config.json is of the class {str(config.get('_class_name'))[:80]!r}; canvax "
-                    "reads AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage and AutoencoderTiny"
+                    f"reads {', '.join(AUTOENCODERS)}"
                 )
 
         files = open_part(location, "vae", accept, "diffusers")
