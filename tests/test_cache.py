@@ -189,7 +189,12 @@ def flip(position: float) -> Callable[[bytes], bytes]:
 @pytest.mark.parametrize("spoil", [flip(0.0), flip(0.5), lambda data: b"", lambda data: data[:-1]])
 def test_a_spoilt_file_is_made_again(folder: Path, spoil: Any) -> None:
     doubled()
-    only(folder).write_bytes(spoil(only(folder).read_bytes()))
+    (stored,) = cache.stored_programs()
+    key, data = stored.header["key"], stored.path.read_bytes()
+    stored.path.write_bytes(spoil(data))
+    assert cache.read(stored.path, key) is None
+    assert not stored.path.exists()
+    stored.path.write_bytes(spoil(data))
     assert [doubled(), doubled()] == [[False], [True]]
 
 
