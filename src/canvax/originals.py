@@ -10,6 +10,8 @@ import gc
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from functools import cached_property, partial
 from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -24,6 +26,7 @@ TRACED = (
 _originals: dict[tuple[str, str], tuple[Mapping[str, Any], tuple[Any, ...]]] = {}
 """Of modules ("" as the second name) and of their classes: the names, and what they stood for after the import."""
 
+_replacing: ContextVar[tuple[tuple[Any, ...], ...]] = ContextVar("canvax_replacing", default=())
 _kept: dict[int, Any] = {}
 """Replacements by their id, kept alive so that no other object takes it."""
 
@@ -54,14 +57,14 @@ def _remember(module: ModuleType) -> None:
             _originals[module.__name__, value.__qualname__] = vars(value), tuple(vars(value).values())
 
 
-def replaced() -> tuple[tuple[str, str, str, int], ...]:
+def replaced() -> tuple[tuple[Any, ...], ...]:
     """Return names that no longer stand for what they did, with the id of what each stands for now.
 
-    Each is (module, class, name, id): functions, methods, classes and constants, but not what was changed inside of a
-    value. Names that came later, of modules imported since for one, are not looked at. Every call of a pipeline asks:
-    it takes some 50 microseconds.
+    Each is (module, class, name, id), or an argument of ``replacing``: functions, methods, classes and constants, but
+    not what was changed inside of a value. Names that came later, of modules imported since for one, are not looked
+    at. Every call of a pipeline asks: it takes some 50 microseconds.
     """
-    changed = []
+    changed: list[tuple[Any, ...]] = [*_replacing.get()]
     for (module, owner), (names, values) in tuple(_originals.items()):
         now = tuple(names.values())[: len(values)]
         if not _equal(now, values):
@@ -70,6 +73,16 @@ def replaced() -> tuple[tuple[str, str, str, int], ...]:
                     _kept[id(value)] = value
                     changed.append((module, owner, name, id(value)))
     return tuple(changed)
+
+
+@contextmanager
+def replacing(code: tuple[Any, ...]) -> Iterator[None]:
+    """Count ``code`` as replaced within it, in this context alone. Its objects stay alive as long as traces of it."""
+    token = _replacing.set((*_replacing.get(), code))
+    try:
+        yield
+    finally:
+        _replacing.reset(token)
 
 
 def _equal(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
