@@ -20,7 +20,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # PyTorch's threads wait by spinn
 # Containers set it. Each process that a test starts would then compile all of canvax's Python anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["CANVAX_CACHE_DIR"] = "off"  # what a test compiles depends on no other run
-os.environ["CANVAX_CACHE_SECRET"] = "tests"  # in place of a file in the home folder
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell began the run in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)

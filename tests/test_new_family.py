@@ -331,7 +331,7 @@ def test_an_edited_network_is_another_program(
     first, pipe = notebook["Mine"], pipeline_of(networks_of(notebook, part))
     pixels = [draw(pipe).pixels]
     assert draw(pipe).compilations == 0
-    assert not cache.programs()
+    assert not cache.stored_programs()
 
     def changed(pipe: canvax.StableDiffusion) -> bool:
         pixels.append(draw(pipe).pixels)

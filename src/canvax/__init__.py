@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from canvax._version import __version__
 from canvax.originals import watch
 
-watch()
+watch(__name__)
 
 if TYPE_CHECKING:
     from canvax.errors import (

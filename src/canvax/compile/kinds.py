@@ -33,7 +33,7 @@ LatentShape = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class ProgramSpec:
     """A function of parameters and arrays, to be compiled.
 
     Attributes:
@@ -82,7 +82,7 @@ class Compiled(NamedTuple):
         executable: of its weights and inputs.
     """
 
-    program: Program
+    program: ProgramSpec
     executable: Any
 
     def __call__(self, params: Params, *inputs: Any) -> Any:

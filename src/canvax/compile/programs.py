@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from canvax.compile.abstract import abstract_of, on_each_device
 from canvax.compile.aot import Build, BuildCallback, CacheEntry, find_entry, load_or_compile
 from canvax.compile.at_once import at_once
-from canvax.compile.kinds import DENOISERS, Compiled, Kinds, LatentShape, Program, Ready, reference_encoder
+from canvax.compile.kinds import DENOISERS, Compiled, Kinds, LatentShape, ProgramSpec, Ready, reference_encoder
 from canvax.denoise import IDLE_ROWS, WINDOW, InFlight, Known, StepInputs, denoise
 from canvax.guidance import Guidance
 from canvax.kernels.target import compile_or_fall_back
@@ -43,10 +43,10 @@ MOST_PROGRAMS = 64
 PLAIN = Kinds()
 
 
-class _Answer(NamedTuple):
-    """Of ``Programs.ready``: what was asked, the arrays of the parameters, not kept alive by it, and the programs."""
+class _CachedReady(NamedTuple):
+    """The programs that ``Programs.ready`` returned for a request and for arrays of parameters (weak references)."""
 
-    asked: Any
+    request: Any
     leaves: list[weakref.ref[Any]]
     ready: Ready
 
@@ -54,7 +54,7 @@ class _Answer(NamedTuple):
 class _Call(NamedTuple):
     """A program with the abstract arguments that it is compiled for, and the key that it has in memory."""
 
-    program: Program
+    program: ProgramSpec
     arguments: tuple[Any, ...]
     key: Any
 
@@ -77,9 +77,9 @@ class Programs:
     _compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
     _building: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    _answers: deque[_Answer] = field(init=False, default_factory=lambda: deque(maxlen=8), repr=False, compare=False)
+    _recent: deque[_CachedReady] = field(init=False, default_factory=lambda: deque(maxlen=8), repr=False, compare=False)
 
-    def wanted(self, params: Params, latents: LatentShape, kinds: Kinds = PLAIN) -> dict[str, Program]:
+    def wanted(self, params: Params, latents: LatentShape, kinds: Kinds = PLAIN) -> dict[str, ProgramSpec]:
         """The programs of a run on latents [B, h, w, C].
 
         text encoder            ({component: ids [B, T] int32}, skip int32) -> text and pooled text; with places also
@@ -110,17 +110,17 @@ class Programs:
         # few are kept, for who goes to and fro between tasks or sizes. What differs soonest is compared first.
         leaves, structure = jax.tree.flatten(params)
         code = replaced(), foreign(self.networks, kinds)
-        asked = latents, kinds, jax.config.values["jax_default_matmul_precision"], code, structure
-        for last in tuple(self._answers):
-            if last.asked == asked and all(ref() is leaf for ref, leaf in zip(last.leaves, leaves, strict=True)):
+        request = latents, kinds, jax.config.values["jax_default_matmul_precision"], code, structure
+        for last in tuple(self._recent):
+            if last.request == request and all(ref() is leaf for ref, leaf in zip(last.leaves, leaves, strict=True)):
                 return last.ready
         ready = self.compile(params, self.wanted(params, latents, kinds), announce)
         if all(isinstance(leaf, Array) for leaf in leaves):
-            self._answers.append(_Answer(asked, [weakref.ref(leaf) for leaf in leaves], ready))
+            self._recent.append(_CachedReady(request, [weakref.ref(leaf) for leaf in leaves], ready))
         return ready
 
     def compile(
-        self, params: Params, wanted: Mapping[str, Program], announce: BuildCallback | None = None
+        self, params: Params, wanted: Mapping[str, ProgramSpec], announce: BuildCallback | None = None
     ) -> dict[str, Compiled]:
         """``wanted`` programs, those that are missing compiled at the same time."""
         calls = {name: self._call(params, program) for name, program in wanted.items()}
@@ -141,7 +141,7 @@ class Programs:
         """One of the programs of a run; ``params`` need hold no other components than those that it reads."""
         return self.compile(params, {name: self.wanted(params, latents, kinds)[name]}, announce)[name]
 
-    def _wanted(self, dtypes: Mapping[str, DType], latents: LatentShape, kinds: Kinds) -> dict[str, Program]:
+    def _wanted(self, dtypes: Mapping[str, DType], latents: LatentShape, kinds: Kinds) -> dict[str, ProgramSpec]:
         networks, batch, places = self.networks, latents[0], kinds.places
         factor, alone = networks.vae.factor, padded_batch(1, self.mesh)
         pixels = (alone, latents[1] * factor, latents[2] * factor, 3)
@@ -156,30 +156,30 @@ class Programs:
         if places is not None:
             inputs += (dict.fromkeys(text.names, self._batched((batch, places.count), jnp.float32)),)
         encode, facts = partial(encode_text, cfg=text), {"batch": batch}
-        programs = {"text encoder": Program("text encoder", encode, text.names, inputs, places, facts)}
+        programs = {"text encoder": ProgramSpec("text encoder", encode, text.names, inputs, places, facts)}
         if kinds.decoder:
             decode = partial(decode_images, cfg=networks.vae, **tiled(kinds.decoder))
             inputs, facts = (self._batched(latents, jnp.float32),), {"batch": batch, **size}
-            programs["decoder"] = Program("decoder", decode, "vae", inputs, facts=facts)
+            programs["decoder"] = ProgramSpec("decoder", decode, "vae", inputs, facts=facts)
         image, facts = (self._batched(pixels, jnp.float32),), {"batch": alone, **size}
         if kinds.image_encoder:
             read = partial(encode_images, cfg=networks.vae, **tiled(kinds.image_encoder))
-            programs["image encoder"] = Program("image encoder", read, "vae", image, facts=facts)
+            programs["image encoder"] = ProgramSpec("image encoder", read, "vae", image, facts=facts)
         for height, width in kinds.references:
             pixels = (self._batched((alone, height, width, 3), jnp.float32),)
             facts = {"batch": alone, "height": height, "width": width}
             read = partial(encode_images, cfg=networks.vae)
             name = reference_encoder((height, width))
-            programs[name] = Program("image encoder", read, "vae", pixels, facts=facts)
+            programs[name] = ProgramSpec("image encoder", read, "vae", pixels, facts=facts)
         for guided in kinds.guided:
             programs[DENOISERS[guided]] = self._denoiser(dtypes, latents, kinds, guided=guided, size=size)
         for name, net in networks.controls:
             if name in kinds.controls:
                 read = partial(encode_control, net=net)
-                programs[name] = Program("control encoder", read, name, image, facts=facts)
+                programs[name] = ProgramSpec("control encoder", read, name, image, facts=facts)
         return programs | self._image_prompts(kinds)
 
-    def _image_prompts(self, kinds: Kinds) -> dict[str, Program]:
+    def _image_prompts(self, kinds: Kinds) -> dict[str, ProgramSpec]:
         if not kinds.image_prompts and not kinds.sees:
             return {}
         from canvax.models.ip_adapter import encode_image_prompt, read_image_prompt  # which most calls never need
@@ -189,18 +189,18 @@ class Programs:
         for kind in kinds.image_prompts:
             read = partial(read_image_prompt, net=dict(self.networks.ip_adapters)[kind.component])
             inputs = (self._batched((alone, *kind.reads), jnp.float32),)
-            programs[kind.component] = Program("image prompt encoder", read, kind.component, inputs, facts=facts)
+            programs[kind.component] = ProgramSpec("image prompt encoder", read, kind.component, inputs, facts=facts)
         if kinds.sees:
             net = self.networks.image_encoder
             assert net is not None
             inputs = (self._batched((alone, net.cfg.image_size, net.cfg.image_size, 3), jnp.float32),)
             see = partial(encode_image_prompt, net=net)
-            programs[IMAGE_ENCODER] = Program("image prompt encoder", see, IMAGE_ENCODER, inputs, facts=facts)
+            programs[IMAGE_ENCODER] = ProgramSpec("image prompt encoder", see, IMAGE_ENCODER, inputs, facts=facts)
         return programs
 
     def _denoiser(
         self, dtypes: Mapping[str, DType], latents: LatentShape, kinds: Kinds, *, guided: bool, size: Mapping[str, int]
-    ) -> Program:
+    ) -> ProgramSpec:
         networks, (batch, height, width, channels) = self.networks, latents
         denoiser = networks.denoiser_of(
             kinds.controls,
@@ -245,7 +245,7 @@ class Programs:
         static: dict[str, Any] = {"denoiser": denoiser, "guidance": guidance}
         components = (denoiser.component, *kinds.controls) if kinds.controls else denoiser.component
         facts = {"batch": batch, **size, "guided": guided, "reuse": kinds.deep_layers > 0}
-        return Program("denoiser", partial(denoise, **static), components, (inputs,), kinds.places, facts)
+        return ProgramSpec("denoiser", partial(denoise, **static), components, (inputs,), kinds.places, facts)
 
     def _split(self, shapes: Any) -> Any:
         """Shapes of arrays that are split over the batch."""
@@ -261,7 +261,7 @@ class Programs:
         """A whole number."""
         return self._whole((), jnp.int32)
 
-    def _call(self, params: Params, program: Program) -> _Call:
+    def _call(self, params: Params, program: ProgramSpec) -> _Call:
         arguments = (abstract_of(program.weights(params)), *program.inputs)
         leaves, structure = jax.tree.flatten(arguments)
         signature = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
@@ -295,7 +295,7 @@ class Programs:
                 self._compiled[key] = program
             return program
 
-    def entry(self, name: str, params: Params, wanted: Sequence[Program]) -> CacheEntry | None:
+    def entry(self, name: str, params: Params, wanted: Sequence[ProgramSpec]) -> CacheEntry | None:
         """Where what is called ``name`` is stored about programs; None if one of them is not stored."""
         entries = [entry for program in wanted if (entry := self._entry(self._call(params, program)))]
         return entries[0].derived(name, entries[1:]) if len(entries) == len(wanted) else None

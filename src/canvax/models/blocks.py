@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from canvax.kernels.attention import attention
-from canvax.kernels.outline import by_rows, outlined
+from canvax.kernels.outline import by_rows, outlined, scope
 from canvax.nn import (
     conv2d,
     conv2d_of_doubled,
@@ -128,8 +128,9 @@ def transformer(
         for i in map(str, range(len(text))):
             k, v, *images = text[i]
             y = _transformer_block(
-                p["transformer_blocks"][i], y, k, v, *(images or ((),)), perturbed, heads=heads, upcast=upcast
-            )
+                p["transformer_blocks"][i], y, k, v, *(images or ((),)), perturbed, heads=heads, upcast=upcast,
+                where=f"transformer_blocks.{i}",
+            )  # fmt: skip
         return x + linear(p["proj_out"], y).reshape(b, h, w, c)
 
 
@@ -164,7 +165,8 @@ def _transformer_block(
 ) -> Array:
     """Self-attention, attention to the text's keys and values and a gated feed-forward, each pre-norm and residual."""
     h = layer_norm(p["norm1"], x)
-    attended = attend(p["attn1"], h, h, heads=heads, upcast=upcast)
+    with scope("attn1"):
+        attended = attend(p["attn1"], h, h, heads=heads, upcast=upcast)
     if perturbed is not None:
         attended = jnp.where(
             perturbed[:, None, None], linear(p["attn1"]["to_out"]["0"], linear(p["attn1"]["to_v"], h)), attended
@@ -174,7 +176,8 @@ def _transformer_block(
     def each_row(p: Params, rows: Any, k: Array, v: Array, images: Any, shares: Any) -> Array:
         p, (x, masks) = with_shares(p, shares), rows
         prompts = [(*kv, mask) for kv, mask in zip(images, masks, strict=True)]
-        x = x + attend_kv(p["attn2"], layer_norm(p["norm2"], x), k, v, prompts, upcast=upcast)
+        with scope("attn2"):
+            x = x + attend_kv(p["attn2"], layer_norm(p["norm2"], x), k, v, prompts, upcast=upcast)
         h, gate = gated_linear(p["ff"]["net"]["0"]["proj"], layer_norm(p["norm3"], x))
         return x + linear(p["ff"]["net"]["2"], h * gelu(gate))  # GEGLU: Shazeer 2020, table 1
 

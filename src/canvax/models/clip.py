@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 from canvax.kernels.attention import attention
-from canvax.kernels.outline import outlined
+from canvax.kernels.outline import outlined, scope
 from canvax.models.configs import ClipTextConfig, ClipVisionConfig
 from canvax.nn import ACTIVATIONS, embedding, embedding_spec, layer_norm, linear, linear_spec, norm_spec
 from canvax.params import Axis, Params, Spec, whole
@@ -53,9 +52,9 @@ def hidden_states(p: Params, ids: Array, cfg: ClipTextConfig, *, skip: Array | i
     x = embedding(p["embeddings"]["token_embedding"], ids) + positions
     wanted = cfg.num_hidden_layers - jnp.asarray(skip, jnp.int32)
     chosen = x
-    with jax.named_scope("text_encoder"):
+    with scope("text_encoder"):
         for i in range(cfg.num_hidden_layers):
-            x = layer(p["encoder"]["layers"][str(i)], x, cfg=cfg)
+            x = layer(p["encoder"]["layers"][str(i)], x, cfg=cfg, where=f"layers.{i}")
             chosen = jnp.where(wanted == i + 1, x, chosen)
     return chosen, x
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
+from canvax.kernels.outline import scope
 from canvax.models.clip import layer, layer_spec
 from canvax.models.configs import ClipVisionConfig
 from canvax.nn import conv2d, conv2d_spec, embedding_spec, layer_norm, norm_spec
@@ -53,7 +53,8 @@ def vision_encoder(p: Params, images: Array, cfg: ClipVisionConfig) -> tuple[Arr
     x = jnp.concatenate([image, x], axis=1) + p["embeddings"]["position_embedding"]["weight"][None]
     x = layer_norm(p["pre_layrnorm"], x, eps=cfg.layer_norm_eps)
     before = x
-    with jax.named_scope("image_encoder"):
+    with scope("image_encoder"):
         for i in range(cfg.num_hidden_layers):
-            before, x = x, layer(p["encoder"]["layers"][str(i)], x, cfg=cfg, causal=False)
+            before = x
+            x = layer(p["encoder"]["layers"][str(i)], x, cfg=cfg, causal=False, where=f"layers.{i}")
     return before, layer_norm(p["post_layernorm"], x[:, 0], eps=cfg.layer_norm_eps)

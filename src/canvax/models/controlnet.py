@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from canvax.errors import CheckpointError
+from canvax.kernels.outline import scope
 from canvax.models.blocks import resnet_block_spec
 from canvax.models.configs import Config, Count, Levels, UNetConfig
 from canvax.models.text import Conditions
@@ -224,7 +225,7 @@ def controlnet(
 
 def outputs_of(p: Params, first: Array, context: Context, net: ControlNet) -> list[Array]:
     """As ``controlnet``, from what the way down begins with [B, h, w, C0]."""
-    with jax.named_scope("controlnet"):
+    with scope("controlnet"):
         skips = [first]
         skips += unet_down(p, skips[0], context, net.unet)
         middle = unet_mid(p, skips[-1], context, net.unet)

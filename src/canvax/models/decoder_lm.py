@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
-import jax
 import jax.numpy as jnp
 
 from canvax.errors import CheckpointError
 from canvax.kernels.attention import attention
-from canvax.kernels.outline import outlined
+from canvax.kernels.outline import outlined, scope
 from canvax.models.configs import Config, Count, Epsilon, Ids, Layers, Range
 from canvax.models.dit import Rope, qk_norm_spec, rms_norm, rms_norm_spec, rotary_embedding, rotate, swiglu, swiglu_spec
 from canvax.models.text import FIRST, Conditions
@@ -134,9 +133,9 @@ def decoder_lm(p: Params, ids: Array, lengths: Array, cfg: DecoderConfig, *, tap
     rope = rotary_embedding(jnp.arange(ids.shape[1])[None, :, None], (cfg.width_of_head,), cfg.rope_theta)
     h = embedding(p["embed_tokens"], ids)
     stream = [h]
-    with jax.named_scope("text_encoder"):
+    with scope("text_encoder"):
         for i in range(max(taps)):
-            h = _layer(p["layers"][str(i)], h, rope, lengths, cfg=cfg)
+            h = _layer(p["layers"][str(i)], h, rope, lengths, cfg=cfg, where=f"layers.{i}")
             stream.append(h)
     return jnp.stack([stream[tap] for tap in taps], axis=2)
 

@@ -210,11 +210,13 @@ def flux2(
     for i in range(cfg.num_layers):
         block = p["transformer_blocks"][str(i)]
         streams = image, text, for_image, for_text
-        image, text = double_block(block, *streams, context.rope, context.lengths, eps=cfg.eps)
+        where = f"transformer_blocks.{i}"
+        image, text = double_block(block, *streams, context.rope, context.lengths, eps=cfg.eps, where=where)
     h = jnp.concatenate([text, image], axis=1)
     for i in range(cfg.num_single_layers):
         block = p["single_transformer_blocks"][str(i)]
-        h = parallel_block(block, h, for_both, context.rope, context.lengths, eps=cfg.eps)
+        where = f"single_transformer_blocks.{i}"
+        h = parallel_block(block, h, for_both, context.rope, context.lengths, eps=cfg.eps, where=where)
     scale, shift = _chunks(p["norm_out"], time, 2)  # in the other order than everywhere else
     return linear(p["proj_out"], modulated(layer_norm(h[:, rows : rows + tokens], eps=cfg.eps), shift, scale))
 

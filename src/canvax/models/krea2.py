@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from canvax.errors import CheckpointError
-from canvax.kernels.outline import outlined
+from canvax.kernels.outline import outlined, scope
 from canvax.models.beside import ADAPTERS, Places, with_adapters
 from canvax.models.configs import Config, Count, Depth, Epsilon, Factor, Layers
 from canvax.models.denoiser import Row, SquareDenoiser
@@ -184,15 +184,17 @@ def krea2_context(
     batch, rows, layers, channels = text.shape
     lengths = jnp.maximum(lengths, 1)  # a slot of a batch without an image has no prompt
     fusion = p["text_fusion"]
-    with jax.named_scope("text_fusion"):
+    with scope("text_fusion"):
         h = text.reshape(batch * rows, layers, channels)
         bare, shares = without_shares(fusion)  # of each image, and here each row of its text is one of the batch
         each = with_shares(bare, None if shares is None else jnp.repeat(shares, rows, axis=0))
         for i in range(cfg.num_layerwise_text_blocks):
-            h = _block(each["layerwise_blocks"][str(i)], h, None, None, eps=cfg.norm_eps)
+            h = _block(each["layerwise_blocks"][str(i)], h, None, None, eps=cfg.norm_eps, where=f"layerwise_blocks.{i}")
         h = linear(each["projector"], h.swapaxes(1, 2)).reshape(batch, rows, channels)
         for i in range(cfg.num_refiner_text_blocks):
-            h = _block(fusion["refiner_blocks"][str(i)], h, None, lengths, eps=cfg.norm_eps)
+            h = _block(
+                fusion["refiner_blocks"][str(i)], h, None, lengths, eps=cfg.norm_eps, where=f"refiner_blocks.{i}"
+            )
         h = linear(p["txt_in"]["linear_1"], _norm(p["txt_in"]["norm"], h, cfg))
         h = linear(p["txt_in"]["linear_2"], jax.nn.gelu(h, approximate=True))
     row, column = grid_ids(tokens, width)
@@ -223,7 +225,8 @@ def krea2(p: Params, x: Array, timestep: Array, context: Krea2Context, cfg: Krea
     for i in range(cfg.num_layers):
         block = p["transformer_blocks"][str(i)]
         modulation = tuple(jnp.split(shared + block["scale_shift_table"][None], 6, axis=1))
-        h = _block(block, h, context.rope, context.lengths, modulation, eps=cfg.norm_eps)
+        where = f"transformer_blocks.{i}"
+        h = _block(block, h, context.rope, context.lengths, modulation, eps=cfg.norm_eps, where=where)
     last = p["final_layer"]
     scale, shift = jnp.split(time[:, None] + last["scale_shift_table"][None], 2, axis=1)
     return linear(last["linear"], modulated(_norm(last["norm"], h[:, :tokens], cfg), shift, scale))

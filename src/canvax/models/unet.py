@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from canvax.kernels.outline import scope
 from canvax.models.blocks import (
     TransformerKV,
     downsample,
@@ -309,7 +310,7 @@ def unet_down(
     skips = []
     for at, (i, level, j) in enumerate(down_layers(cfg)[layers]):
         block = p["down_blocks"][str(i)]
-        with jax.named_scope(f"down_{i}"):
+        with scope(f"down_blocks.{i}"):
             if j is None:
                 h = downsample(block["downsamplers"]["0"], h, padding=(1, 1))
             else:
@@ -323,12 +324,13 @@ def unet_mid(p: Params, h: Array, context: Context, cfg: UNetConfig) -> Array:
     """The middle, at the lowest resolution: [B, h, w, C] -> [B, h, w, C]."""
     groups, eps = cfg.norm_num_groups, cfg.norm_eps
     block, kv = p["mid_block"], context.text["mid_block"].get("0")
-    with jax.named_scope("mid"):
+    with scope("mid_block"):
         h = resnet_block(block["resnets"]["0"], h, context.time, groups=groups, eps=eps)
         if kv is None:  # of small ControlNets
             return h
         options = {"upcast": cfg.upcast_attention, "perturbed": context.special.perturbed}
-        h = transformer(block["attentions"]["0"], h, kv, heads=cfg.heads[-1], groups=groups, **options)
+        with scope("attentions.0"):
+            h = transformer(block["attentions"]["0"], h, kv, heads=cfg.heads[-1], groups=groups, **options)
         return resnet_block(block["resnets"]["1"], h, context.time, groups=groups, eps=eps)
 
 
@@ -348,7 +350,7 @@ def unet_up(
     skips = list(skips)
     for i, level, j in up_layers(cfg)[layers]:
         block = p["up_blocks"][str(i)]
-        with jax.named_scope(f"up_{i}"):
+        with scope(f"up_blocks.{i}"):
             skip = skips.pop()
             h = jnp.concatenate([h, skip], axis=-1)
             h = _layer(block, context.text["up_blocks"][str(i)], context, level, j, h, cfg)
@@ -393,9 +395,9 @@ def _layer(
         h = resnet_block(block["resnets"][str(j)], h, time, groups=groups, eps=cfg.norm_eps)
         if kv is None:
             return h
-        return transformer(
-            block["attentions"][str(j)], h, kv, heads=level.heads, groups=groups, upcast=cfg.upcast_attention
-        )
+        with scope(f"attentions.{j}"):
+            upcast = cfg.upcast_attention
+            return transformer(block["attentions"][str(j)], h, kv, heads=level.heads, groups=groups, upcast=upcast)
 
     return (jax.checkpoint(layer) if context.special.remat else layer)(h, context.time, kv.get(str(j)))
 
