@@ -19,7 +19,7 @@ import canvax
 from canvax.compile.monitor import counting
 from canvax.errors import HintWarning, InputError
 from canvax.parallel.place import HOST
-from canvax.pipelines.adapters import file_of
+from canvax.pipelines.adapter_files import file_of
 from tests.support.adapter_files import Draw, layers, lora, write
 from tests.support.control_files import controlnet
 from tests.support.refusals import refused

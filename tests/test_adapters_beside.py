@@ -21,7 +21,7 @@ from canvax.errors import HintWarning, InputError
 from canvax.models.beside import LAYERS, Places, slots
 from canvax.models.presets import PRESETS
 from canvax.pipelines.adapters import Adapters
-from canvax.pipelines.unmerged import Bank
+from canvax.pipelines.slots import Bank
 from tests.support.adapter_files import Draw, Made, dora, layers, loha, lokr, lora, lora_tucker, write
 from tests.support.control_files import controlnet
 from tests.support.refusals import refused

@@ -26,7 +26,7 @@ from benchmarks.lab.layouts import CHAT_TEMPLATE  # noqa: E402
 from canvax.compile.programs import load_or_compile  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
-from canvax.pipelines.adapters import shares_of  # noqa: E402
+from canvax.pipelines.shares import shares_of  # noqa: E402
 from canvax.samplers import build_table  # noqa: E402
 from canvax.server.adapter_cache import AdapterCache, AdapterSettings  # noqa: E402
 from canvax.server.engine import EngineSettings, ImageEngine  # noqa: E402

@@ -277,7 +277,7 @@ class StableDiffusion(LoadedModel):
         """A call, checked, and what its images have of adapters that are beside the weights."""
         if adapters is None and not self._beside:
             return make_request(self.model, call)
-        from canvax.pipelines.adapters import shares_of  # which most pipelines never need
+        from canvax.pipelines.shares import shares_of  # which most pipelines never need
 
         count = check_count("num_images_per_prompt", call.num_images_per_prompt)
         prompt, shares = shares_of(self.adapters, call.prompt, adapters, count, as_set=as_set)
