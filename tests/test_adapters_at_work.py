@@ -160,7 +160,7 @@ def test_a_pipeline_with_other_weights_is_not_pickled(folder: Path) -> None:
 def test_the_file_of_a_folder_is_recorded(sd: canvax.StableDiffusion, loras: Path) -> None:
     """So that the name alone loads the same again."""
     sd.adapters.load("ink", loras, weight_name="ink.safetensors")
-    record = sd.adapters.record()["adapters"]["ink"]
+    record = sd.adapters._record()["adapters"]["ink"]
     assert sd.adapters.load("again", record["file"], 0.0).sha256 == record["sha256"]
 
 

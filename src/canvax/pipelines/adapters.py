@@ -117,27 +117,23 @@ class _Word(NamedTuple):
 
 
 class Adapters(Mapping[str, LoadedAdapter]):
-    """The adapters of a pipeline by name, in the order of loading; textual inversions are in ``words``.
-
-    Attributes:
-        of_folder: those that prompts have put beside the weights, the last used last.
-    """
+    """The adapters of a pipeline by name, in the order of loading; textual inversions are in ``words``."""
 
     def __init__(self, pipe: LoadedModel) -> None:
         """Adapters of a pipeline, which gets a new model and new parameters when they change."""
         self._pipe = pipe
         self._bank: Bank | None = None
-        self.of_folder: dict[str, None] = {}
+        self._of_folder: dict[str, None] = {}
         self._loaded: dict[str, LoadedAdapter] = {}
         self._words: dict[str, _Word] = {}
         self._folder: Path | None = None
         self._merging = Merging(pipe.model.specs, pipe.mesh)
 
-    def handed_to(self, pipe: LoadedModel) -> Adapters:
+    def _handed_to(self, pipe: LoadedModel) -> Adapters:
         """The same adapters for another pipeline with the same weights; from then on each changes its weights alone."""
         other = Adapters(pipe)
         other._loaded = {name: replace(adapter) for name, adapter in self._loaded.items()}
-        other._words, other._folder, other.of_folder = dict(self._words), self._folder, dict(self.of_folder)
+        other._words, other._folder, other._of_folder = dict(self._words), self._folder, dict(self._of_folder)
         other._bank = self._bank and self._bank.copy()
         self._merging.handed_to(other._merging)
         return other
@@ -147,7 +143,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return self._pipe.model
 
     @property
-    def denoiser(self) -> str:
+    def _denoiser(self) -> str:
         """The component whose weights ``<lora:name:0.5:0.8>`` gives second."""
         return self._model.networks.denoiser.component
 
@@ -271,11 +267,6 @@ class Adapters(Mapping[str, LoadedAdapter]):
                 packed_adapter.place = slot
             self._bank = bank
 
-    @property
-    def bank(self) -> Bank | None:
-        """The places beside the weights, if there are any."""
-        return self._bank
-
     def _put_beside(self, loaded: LoadedAdapter) -> None:
         """Into a free place; the first adapter makes places of its rank."""
         bank = self._bank
@@ -395,7 +386,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             merged = [held for name in gone & self._loaded.keys() if (held := self._loaded[name]).place is None]
             changed = {key for adapter in merged for key in adapter.adapter.parts}
             for name in gone:
-                self.of_folder.pop(name, None)
+                self._of_folder.pop(name, None)
             self._apply(
                 {name: adapter for name, adapter in self._loaded.items() if name not in gone},
                 {name: word for name, word in self._words.items() if name not in gone | with_them},
@@ -417,7 +408,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         self._folder = None if folder is None else Path(folder).expanduser()
 
     @contextmanager
-    def named_in(self, prompt: str | Sequence[str]) -> Iterator[str | list[str]]:
+    def _named_in(self, prompt: str | Sequence[str]) -> Iterator[str | list[str]]:
         """With the adapters that a prompt names, which it yields without their names; afterwards as before.
 
         Calls in other threads wait meanwhile: a device may not have room for two sets of weights.
@@ -425,7 +416,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         Raises:
             InputError: there is no such adapter in the folder, or prompts of one call name different ones.
         """
-        words, tags = take_tags([prompt] if isinstance(prompt, str) else prompt, self.denoiser)
+        words, tags = take_tags([prompt] if isinstance(prompt, str) else prompt, self._denoiser)
         with self._pipe.changing:
             before = {name: adapter.weight for name, adapter in self._loaded.items()}
             weights: dict[str, Any] = {}
@@ -448,7 +439,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             self.load(tag, file_of(self._folder, tag), 0.0)
         return tag
 
-    def recipe(self) -> list[tuple[Any, ...]]:
+    def _recipe(self) -> list[tuple[Any, ...]]:
         """Calls that load the same again: a method, its positional arguments and its keywords."""
         places = self._bank and self._bank.places
         calls: list[tuple[Any, ...]] = [("beside", (places.rank, places.count, places.layers), {})] if places else []
@@ -463,12 +454,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
                 calls.append(call)
         return calls
 
-    def restore(self, recipe: Sequence[tuple[Any, ...]]) -> None:
-        """Make the calls of a ``recipe``."""
-        for method, arguments, keywords in recipe:
-            getattr(self, method)(*arguments, **keywords)
-
-    def record(self) -> dict[str, Any]:
+    def _record(self) -> dict[str, Any]:
         """What is merged now, for the metadata of images."""
         active = {
             adapter.name: adapter.record(adapter.weight)
@@ -482,7 +468,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def _own(self) -> Params:
         return self._pipe._params(None)
 
-    def without(self, component: str) -> Params:
+    def _without(self, component: str) -> Params:
         """The parameters of a component as they are without adapters."""
         return self._merging.without(self._own(), component)
 
@@ -551,7 +537,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             }
             tokenizers = {part: replace(tokenizer, added=added[part]) for part, tokenizer in tokenizers.items()}
         self._loaded, self._words = loaded, words
-        self._pipe.exchange(replace(self._model, tokenizers=tokenizers, merged=self.record()), params)
+        self._pipe.exchange(replace(self._model, tokenizers=tokenizers, merged=self._record()), params)
 
     def _change(self, key: Key, loaded: Mapping[str, LoadedAdapter], words: Mapping[str, _Word]) -> Change:
         """What adapters and words together do to one parameter."""

@@ -29,7 +29,7 @@ def shares_of(
     Raises:
         InputError: an adapter is not there, or not beside the weights.
     """
-    bank = adapters.bank
+    bank = adapters._bank
     if bank is None:
         if asked is None:
             return prompt, None
@@ -83,7 +83,7 @@ def _without_tags(prompt: Any, adapters: Adapters) -> tuple[Any, list[Tags]]:
     prompts: Any = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(prompts, list | tuple) or not all(isinstance(prompt, str) for prompt in prompts):
         return prompt, [{}]  # which is refused elsewhere
-    tags = [{} if adapters.folder is None else tags_of(prompt, adapters.denoiser) for prompt in prompts]
+    tags = [{} if adapters.folder is None else tags_of(prompt, adapters._denoiser) for prompt in prompts]
     words = [without_networks(prompt) if tag else prompt for prompt, tag in zip(prompts, tags, strict=True)]
     return words[0] if isinstance(prompt, str) else words, tags
 
@@ -94,14 +94,14 @@ def _put_beside(adapters: Adapters, bank: Bank, tag: str, named: set[str]) -> No
         assert adapters.folder is not None
         path = file_of(adapters.folder, tag)
         held = [name for name, adapter in adapters.items() if adapter.place is not None]
-        idle = [name for name in adapters.of_folder if name not in named]
+        idle = [name for name in adapters._of_folder if name not in named]
         if len(held) == bank.places.count and idle:
             adapters.remove(idle[0])
         adapters.load(tag, path, 0.0, beside=True)
-        adapters.of_folder[tag] = None
-    elif tag in adapters.of_folder:
-        del adapters.of_folder[tag]
-        adapters.of_folder[tag] = None
+        adapters._of_folder[tag] = None
+    elif tag in adapters._of_folder:
+        del adapters._of_folder[tag]
+        adapters._of_folder[tag] = None
 
 
 def _there(weight: float | dict[str, float], bank: Bank) -> float | dict[str, float]:
