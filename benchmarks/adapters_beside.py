@@ -29,7 +29,7 @@ from safetensors.numpy import save_file
 import canvax
 from canvax.families.known import PRESETS
 from canvax.models.beside import Places, slots
-from canvax.pipelines.unmerged import Bank
+from canvax.pipelines.slots import Bank
 from canvax.weights.lora import read_adapter
 
 

@@ -19,7 +19,7 @@ import canvax
 from canvax.compile.monitor import counting
 from canvax.errors import HintWarning, InputError
 from canvax.parallel.place import HOST
-from canvax.pipelines.adapters import file_of
+from canvax.pipelines.adapter_files import file_of
 from tests.support.adapter_files import Draw, layers, lora, write
 from tests.support.control_files import controlnet
 from tests.support.refusals import refused
@@ -160,7 +160,7 @@ def test_a_pipeline_with_other_weights_is_not_pickled(folder: Path) -> None:
 def test_the_file_of_a_folder_is_recorded(sd: canvax.StableDiffusion, loras: Path) -> None:
     """So that the name alone loads the same again."""
     sd.adapters.load("ink", loras, weight_name="ink.safetensors")
-    record = sd.adapters.record()["adapters"]["ink"]
+    record = sd.adapters._record()["adapters"]["ink"]
     assert sd.adapters.load("again", record["file"], 0.0).sha256 == record["sha256"]
 
 

@@ -21,7 +21,7 @@ from canvax.errors import HintWarning, InputError
 from canvax.families.known import PRESETS
 from canvax.models.beside import LAYERS, Places, slots
 from canvax.pipelines.adapters import Adapters
-from canvax.pipelines.unmerged import Bank
+from canvax.pipelines.slots import Bank
 from tests.support.adapter_files import Draw, Made, dora, layers, loha, lokr, lora, lora_tucker, write
 from tests.support.control_files import controlnet
 from tests.support.refusals import refused
@@ -190,8 +190,8 @@ def test_weights_of_blocks_are_those_of_merging(sd: canvax.StableDiffusion, lora
     merged = pixels(sd)
     sd.adapters.remove()
     sd.adapters.load("ink", loras / "ink.safetensors", beside=True)  # which makes places of its rank
-    assert sd.adapters.bank is not None
-    assert (sd.adapters.bank.places.rank, sd.adapters.bank.places.count) == (8, 4)
+    assert sd.adapters._bank is not None
+    assert (sd.adapters._bank.places.rank, sd.adapters._bank.places.count) == (8, 4)
     sd.adapters.set({"ink": table})
     np.testing.assert_allclose(pixels(sd), merged, atol=1e-4)
 
@@ -345,7 +345,7 @@ def test_a_pickled_pipeline_brings_them(sd: canvax.StableDiffusion, loras: Path)
     sd.adapters.beside(rank=RANK, places=2)
     sd.adapters.load("ink", loras / "ink.safetensors", 0.6, beside=True)
     again = pickle.loads(pickle.dumps(sd))
-    assert again.adapters.bank.places == Places(2, RANK)
+    assert again.adapters._bank.places == Places(2, RANK)
     np.testing.assert_allclose(pixels(again), pixels(sd), atol=1e-5)
 
 

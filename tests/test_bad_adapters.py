@@ -15,7 +15,7 @@ import canvax
 from canvax.cli import main
 from canvax.errors import CanvaxError, HintWarning, InputError
 from canvax.params import flatten
-from canvax.pipelines.unmerged import parse_weight
+from canvax.pipelines.adapter_weights import parse_weight
 from canvax.weights.lora import Adapter
 from tests.support.adapter_files import Draw, write
 from tests.support.checkpoints import raw_safetensors

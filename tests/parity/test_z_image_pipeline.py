@@ -26,7 +26,7 @@ from benchmarks.lab.layouts import CHAT_TEMPLATE  # noqa: E402
 from canvax.compile.programs import load_or_compile  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
-from canvax.pipelines.adapters import shares_of  # noqa: E402
+from canvax.pipelines.shares import shares_of  # noqa: E402
 from canvax.samplers import build_table  # noqa: E402
 from canvax.server.adapter_cache import AdapterCache, AdapterSettings  # noqa: E402
 from canvax.server.engine import EngineSettings, ImageEngine  # noqa: E402
@@ -383,7 +383,7 @@ def test_prompts_name_weights_of_the_transformer(folder: Path, tmp_path: Path) -
     lora(tmp_path / "style.safetensors", "peft")
     pipe.adapters.folder = tmp_path
     for tag in ("<lora:style:1:0.5>", "<lora:style:unet=0.5>"):
-        with pipe.adapters.named_in(tag):
+        with pipe.adapters._named_in(tag):
             assert pipe.adapters["style"].weights == {"transformer": 0.5}
         cache = AdapterCache(pipe.model, pipe.mesh, AdapterSettings(tmp_path))
         assert [weights["transformer"] for weights in cache.wanted(tag, {})[1].values()] == [0.5]

@@ -310,7 +310,7 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
             if getattr(arguments, name) is not None:
                 raise InputError(name, NO_VALUE, "needs adapters", "give {lora_dir} or {lora}")
         return None
-    from canvax.pipelines.unmerged import COUNT, check_places
+    from canvax.pipelines.slots import COUNT, check_places
     from canvax.server.adapter_cache import AdapterSettings
     from canvax.weights.safetensors import open_safetensors
 

@@ -100,7 +100,7 @@ class StableDiffusion(LoadedModel):
         if self.params is None or not self._made_by:
             why = "without parameters" if self.params is None else "with parameters that canvax.load did not give it"
             raise TypeError(f"a pipeline {why} cannot be pickled; call canvax.load in each process")
-        adapters = self.adapters.recipe() if "adapters" in vars(self) else ()
+        adapters = self.adapters._recipe() if "adapters" in vars(self) else ()
         return _load_again, (self._made_by, dict(self.mesh.shape), adapters)
 
     @cached_property
@@ -114,7 +114,7 @@ class StableDiffusion(LoadedModel):
         """The pipeline that a method has made of this one, with the adapters that are in the weights of both."""
         pipe = StableDiffusion(*made, safety_checker=self.safety_checker)
         if "adapters" in vars(self):
-            vars(pipe)["adapters"] = self.adapters.handed_to(pipe)
+            vars(pipe)["adapters"] = self.adapters._handed_to(pipe)
         keywords = {name: value for name, value in source.items() if name not in ("token", "progress")}
         pipe._made_by.update({**self._made_by, method: (arguments, keywords)} if self._made_by else {})
         return pipe
@@ -163,7 +163,7 @@ class StableDiffusion(LoadedModel):
 
         opened = open_controls(self.model, control_sources([] if controlnet is None else controlnet, **source))
         with self.changing:
-            trained = self.adapters.without if "adapters" in vars(self) else None
+            trained = self.adapters._without if "adapters" in vars(self) else None
             other = with_controls(self.model, self.programs, self.params, opened, trained=trained)
             return self._with("with_controlnet", (controlnet,), source, *other)
 
@@ -248,7 +248,7 @@ class StableDiffusion(LoadedModel):
         """
         arguments = {name: value for name, value in locals().items() if name not in ("self", "more")}
         if not self._beside and params is None and not isinstance(prompt, Mapping) and self._names_adapters(prompt):
-            with self.adapters.named_in(prompt) as words:
+            with self.adapters._named_in(prompt) as words:
                 everything: dict[str, Any] = {**arguments, "prompt": words}
                 return self(**everything)
         spread = multihost.is_spread(self.programs.mesh)
@@ -271,13 +271,13 @@ class StableDiffusion(LoadedModel):
     def _beside(self) -> bool:
         """Whether adapters are beside the weights."""
         loaded = vars(self).get("adapters")  # an empty one is false
-        return loaded is not None and loaded.bank is not None
+        return loaded is not None and loaded._bank is not None
 
     def _request(self, call: Call, adapters: Any, *, as_set: bool) -> Request:
         """A call, checked, and what its images have of adapters that are beside the weights."""
         if adapters is None and not self._beside:
             return make_request(self.model, call)
-        from canvax.pipelines.adapters import shares_of  # which most pipelines never need
+        from canvax.pipelines.shares import shares_of  # which most pipelines never need
 
         count = check_count("num_images_per_prompt", call.num_images_per_prompt)
         prompt, shares = shares_of(self.adapters, call.prompt, adapters, count, as_set=as_set)
@@ -371,8 +371,8 @@ def _load_again(made_by: MadeBy, mesh: Mapping[str, int], adapters: Sequence[Any
     pipe = load(*arguments, mesh=make_mesh(devices[:count], **mesh) if count <= len(devices) else None, **keywords)
     for method, (arguments, keywords) in calls.items():
         pipe = getattr(pipe, method)(*arguments, **keywords)
-    if adapters:
-        pipe.adapters.restore(adapters)
+    for method, values, source in adapters:
+        getattr(pipe.adapters, method)(*values, **source)
     return pipe
 
 

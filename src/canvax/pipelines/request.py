@@ -49,7 +49,7 @@ from canvax.types import HostArray
 
 if TYPE_CHECKING:
     from canvax.pipelines.image_prompts import ImagePrompts
-    from canvax.pipelines.unmerged import Shares
+    from canvax.pipelines.slots import Shares
 
 
 @dataclass(frozen=True, eq=False)
