@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any, Literal, TypedDict, get_args
 
 from canvax.errors import InputError, check_function, nearest
-from canvax.settings import check_all, check_once, is_whole, numbers_of, setting
+from canvax.settings import check_all, check_once, declared, is_whole, numbers_of, setting
 
 Spacing = Literal["leading", "trailing", "linspace"]
 GuidanceMethod = Literal["cfg", "cfg_zero", "apg"]
@@ -212,6 +212,13 @@ class Load:
 
     def __post_init__(self) -> None:
         check_all(self)
+
+    def keywords(self, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """Return the arguments of some names; by default those but ``model`` that differ from their defaults."""
+        if names is not None:
+            return {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in declared(Load) if name != "model"}
+        return {name: value for name, value in values.items() if value != declared(Load)[name].default}
 
 
 @dataclass(frozen=True)

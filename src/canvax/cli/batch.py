@@ -11,7 +11,7 @@ from canvax.call import IMAGE, Call, Load
 from canvax.cli.arguments import versions
 from canvax.cli.generate import check_against_model, description, join_others, load_model
 from canvax.cli.images import check_table
-from canvax.cli.loading import IN_PASSING, check_ip_adapters, keywords_of, load_of
+from canvax.cli.loading import IN_PASSING, check_ip_adapters, load_of
 from canvax.cli.terminal import complain, say, seconds, stoppable
 from canvax.errors import NO_VALUE, InputError, check_count, nearest
 from canvax.files import named_path
@@ -146,7 +146,7 @@ def _output(arguments: argparse.Namespace, plan: Plan, load: Load, *, spread: bo
 
     number, shares = _share(arguments.share)
     index, processes = (jax.process_index(), jax.process_count()) if spread else (0, 1)
-    decisive = keywords_of(load, [name for name in declared(Load) if name not in IN_PASSING])
+    decisive = load.keywords([name for name in declared(Load) if name not in IN_PASSING])
     decisive |= {name: list(getattr(arguments, name) or ()) for name in ("controlnet", "ip_adapter")}
     decisive |= {name: getattr(arguments, name) for name in ("ip_encoder", "format", "quality", "batch_size", "seed")}
     decisive |= {name: files for name in ("lora", "embedding") if (files := getattr(arguments, name))}
@@ -209,7 +209,7 @@ def _on_ray(arguments: argparse.Namespace, plan: Plan, load: Load, most: int) ->
             "mesh", NO_VALUE, "does not go with --ray: each model has all devices that Ray gives it", "leave it out"
         )
     own = ("model", "mesh", "progress", "safety_checker")
-    keywords = keywords_of(load, [name for name in declared(Load) if name not in own])
+    keywords = load.keywords([name for name in declared(Load) if name not in own])
     settings = {"batch_size": arguments.batch_size, "most": most, "quality": arguments.quality}
     settings |= {"model": load.model, "image_format": arguments.format, "load": keywords}
     settings |= {"ip_adapter": list(arguments.ip_adapter or ()), "ip_encoder": arguments.ip_encoder}

@@ -49,12 +49,6 @@ def load_of(arguments: argparse.Namespace, **changed: Any) -> Load:
     return Load(**{"progress": not getattr(arguments, "quiet", True), **given, **changed})
 
 
-def keywords_of(load: Load, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return the arguments that differ from their defaults as keywords of ``canvax.load``; or those of some names."""
-    chosen = {name: getattr(load, name) for name in (declared(Load) if names is None else names)}
-    return chosen if names else {name: value for name, value in chosen.items() if value != declared(Load)[name].default}
-
-
 def load_with(arguments: argparse.Namespace, load: Load | None = None, *, weights: bool = True) -> StableDiffusion:
     """Open the model that flags name, with its networks for control images and image prompts.
 
@@ -68,9 +62,7 @@ def load_with(arguments: argparse.Namespace, load: Load | None = None, *, weight
         return _without_weights(load, arguments)
     import canvax
 
-    keywords = keywords_of(load)
-    keywords.pop("model", None)
-    pipe = canvax.load(load.model, **keywords)
+    pipe = canvax.load(load.model, **load.keywords())
     if not getattr(arguments, "ip_adapter", None):
         return pipe
     return pipe.with_ip_adapter(arguments.ip_adapter, arguments.ip_encoder, **_hub(load))
@@ -88,7 +80,7 @@ def _without_weights(load: Load, arguments: argparse.Namespace) -> StableDiffusi
     from canvax.pipelines.pipeline import StableDiffusion
 
     names = ("dtype", "quantize", "mesh", "precision", "progress", *LOCATION)
-    opened = open_model(load.model, weights=False, overrides=overrides_of(load), **keywords_of(load, names))
+    opened = open_model(load.model, weights=False, overrides=overrides_of(load), **load.keywords(names))
     if load.controlnet:
         networks = open_controls(opened[0], control_sources(load.controlnet, variant=load.variant, **_hub(load)))
         opened = with_controls(*opened, networks, weights=False)
@@ -102,7 +94,7 @@ def overrides_of(load: Load) -> Overrides:
     """Return the parts that stand in for those of the model."""
     from canvax.weights.overrides import Overrides
 
-    return Overrides.of(**keywords_of(load, PARTS))
+    return Overrides.of(**load.keywords(PARTS))
 
 
 def files_of(load: Load) -> ModelFiles:
@@ -116,14 +108,14 @@ def files_of(load: Load) -> ModelFiles:
     from canvax.weights.location import Location
     from canvax.weights.open import open_files
 
-    source = keywords_of(load, LOCATION)
+    source = load.keywords(LOCATION)
     overrides = completed(overrides_of(load), origin := Location(load.model, **source))
     files = open_files(origin, accept=family_of, prediction=overrides.prediction, given=overrides.parts)
     return overrides.apply(files, **source)
 
 
 def _hub(load: Load) -> dict[str, Any]:
-    return keywords_of(load, ("token", "cache_dir", "local_files_only", "progress"))
+    return load.keywords(("token", "cache_dir", "local_files_only", "progress"))
 
 
 def check_ip_adapters(arguments: argparse.Namespace) -> None:

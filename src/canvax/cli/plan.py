@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
-from canvax.cli.loading import keywords_of, load_of
+from canvax.cli.loading import load_of
 from canvax.cli.terminal import say, table
 from canvax.errors import InputError, to_stderr
 
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         references=parse_references(arguments.references),
         reuse=not arguments.fresh,
         announce=None if arguments.quiet else _announce,
-        **keywords_of(load_of(arguments), PARTS),
+        **load_of(arguments).keywords(PARTS),
     )
     report |= result.to_dict()
     if not arguments.json:

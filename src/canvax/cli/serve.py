@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.cli import BAD_INPUT, FAILED, debugging
 from canvax.cli.generate_arguments import OUTPUT
-from canvax.cli.loading import LOCATION, PARTS, check_ip_adapters, keywords_of, load_of, load_with, overrides_of
+from canvax.cli.loading import LOCATION, PARTS, check_ip_adapters, load_of, load_with, overrides_of
 from canvax.cli.terminal import complain, show_warning
 from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, check_count, warn
 from canvax.files import check_writable, named_path
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     output = _output(arguments)
     first = _first(offered, output if opens_page else None)
     usual = load_of(arguments, model="emoji")
-    names = _names([*arguments.models, *arguments.model] or first or ["emoji"], keywords_of(usual, LOCATION))
+    names = _names([*arguments.models, *arguments.model] or first or ["emoji"], usual.keywords(LOCATION))
     _check_parts(usual, names)
     on_request = tuple(name for name in offered if name not in (*names, *names.values()))
     if usual.dtype is not None:

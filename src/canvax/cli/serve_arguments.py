@@ -48,8 +48,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     _limits(parser.add_argument_group("limits"))
     add_load(parser, without=("model",), help={
         "safety_checker": "the models' own: images that it refuses are answered black, and none has previews",
-        "offload": "keep weights in the host's memory; on the devices are those of the denoiser while images are "
-        "generated, and of other networks while they run",
+        "offload": "keep weights of text encoders and autoencoder in the host's memory while they do not run; those of "
+        "the denoiser stay on the devices",
     })  # fmt: skip
     images = parser.add_argument_group("networks for images of requests, each flag once for each network")
     add_networks(images)
