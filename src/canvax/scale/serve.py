@@ -179,7 +179,8 @@ class Images:
         import canvax
 
         wanted = self._wanted
-        pipe = canvax.load(name, **wanted.loading.keywords() | ({"revision": revision} if revision else {}))
+        pinned: dict[str, Any] = {"revision": revision} if revision else {}
+        pipe = canvax.load(name, **wanted.loading.keywords() | pinned)
         return pipe.with_ip_adapter(_listed(wanted.ip_adapter)) if wanted.ip_adapter else pipe
 
 
