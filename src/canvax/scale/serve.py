@@ -104,7 +104,7 @@ class Wanted:
             if kinds.get(name) is bool or (name in _LOADING and True in _LOADING[name].kind.choices):
                 value = {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower(), value)
             if name in _LOADING:  # "" is as if it were left out
-                loading |= {name: _listed(value) if name == "controlnet" else value} if value != "" else {}
+                loading |= {name: _listed(str(value)) if name == "controlnet" else value} if value != "" else {}
                 continue
             try:
                 values[name] = value if isinstance(value, kinds[name]) else _number(kinds[name], value)
