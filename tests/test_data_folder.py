@@ -13,7 +13,7 @@ from PIL import Image
 import canvax
 from canvax.cli import main
 from canvax.cli.arguments import parse
-from canvax.cli.serve import _load
+from canvax.cli.loading import load_of, load_with
 from canvax.errors import InputError
 from canvax.families.local_models import local_models
 from canvax.images.metadata import save_image
@@ -235,7 +235,8 @@ def test_a_server_loads_the_others_when_asked(
     arguments = parse(["serve"])
 
     def load(name: str, **keywords: Any) -> Any:
-        return _load(name, arguments, **keywords)
+        weights = keywords.pop("weights", True)
+        return load_with(arguments, load_of(arguments, model=name, **keywords), weights=weights)
 
     spoken: list[str] = []
     settings = EngineSettings(on_request=("broken", "tiny"), memory=1 << 30)

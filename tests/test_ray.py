@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import canvax
+from canvax.call import Load
 from canvax.errors import InputError
 from canvax.scale.data import blocks_of
 
@@ -146,6 +147,12 @@ def test_arguments_of_serve() -> None:
     assert Wanted.of({"model": "a,b", "most": "3", "imagine": "true", "gpus": 1}) == Wanted(
         model="a,b", most=3, imagine=True, gpus=1.0
     )
+    given = {"quantize": "int8", "controlnet": "a,b", "offload": "true", "vae": "", "revision": "v2"}
+    loading = Load(quantize="int8", controlnet=["a", "b"], offload=True, revision="v2", progress=False)
+    assert Wanted.of(given).loading == loading
+    with pytest.raises(InputError) as refused:
+        Wanted.of({"quantize": "int9"})
+    assert refused.value.argument == "quantize"
     for given, said in (({"modle": "a"}, "did you mean 'model'"), ({"most": "x"}, "most='x' is not int"),
                         ({"replicas": "-3"}, "replicas='-3'"),
                         ({"imagine": "maybe"}, "imagine='maybe' is not bool")):  # fmt: skip

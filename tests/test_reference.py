@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from canvax.call import OptionRecord
+from canvax.call import Load, OptionRecord
 from canvax.cli.arguments import COMMANDS, parse
 from canvax.settings import declared
 
@@ -36,7 +36,7 @@ def test_pages_are_up_to_date(pages: dict[str, str]) -> None:
 def test_pages_are_complete(pages: dict[str, str]) -> None:
     for command in COMMANDS:
         assert f"## canvax {command}" in pages["command-line.md"]
-    for name in declared(OptionRecord):
+    for name in (*declared(Load), *declared(OptionRecord)):
         assert f"| `{name}` |" in pages["settings.md"]
     assert "| `GET /api/images` |" in pages["http-api.md"]
 

@@ -19,7 +19,7 @@ from PIL import Image
 
 import canvax
 from canvax.cli.arguments import parse
-from canvax.cli.serve import _load
+from canvax.cli.loading import load_of, load_with
 from canvax.compile.monitor import counting
 from canvax.images.metadata import metadata_in
 from canvax.scale.serve import Images, Wanted
@@ -224,7 +224,8 @@ def test_flags(root: Path, pipe: canvax.StableDiffusion) -> None:
     arguments = parse(["serve", str(root / "base"), "--quiet", *map(str, words)])
     listed = [",".join(map(str, names)) for names in (nets, prompts)]
     replica: Any = SimpleNamespace(_wanted=Wanted.of({"controlnet": listed[0], "ip_adapter": listed[1]}))
-    for loaded in (_load(str(root / "base"), arguments), Images._load(replica, str(root / "base"))):
+    with_flags = load_with(arguments, load_of(arguments, model=str(root / "base")))
+    for loaded in (with_flags, Images._load(replica, str(root / "base"))):
         assert cards(loaded.model) == cards(pipe.model)
 
 

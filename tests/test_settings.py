@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -16,7 +17,8 @@ import numpy as np
 import pytest
 
 import canvax
-from canvax.call import IMAGE, Call, FromFiles, OptionFields, OptionRecord
+from canvax.call import IMAGE, Call, FromFiles, Load, LoadFlags, OptionFields, OptionRecord
+from canvax.cli.again import again
 from canvax.cli.images import ALIASES, SETTINGS
 from canvax.images.infotext import from_infotext
 from canvax.pipelines.checks import FITS_ALL, check_size
@@ -71,11 +73,45 @@ def test_every_entry_point_takes_the_record() -> None:
     assert "reuse" not in schema["properties"]
 
 
+def test_load_takes_the_record() -> None:
+    parameters = signature(canvax.load).parameters.values()
+    assert {one.name: one.default for one in parameters} == {name: one.default for name, one in declared(Load).items()}
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("quantize", "int9"), ("prediction_type", "eps"), ("offload", 1), ("safety_checker", "yes"),
+        ("local_files_only", None), ("progress", 0), ("precision", "hihgest"), ("revision", 1), ("mesh", "data"),
+        ("mesh", 4), ("scheduler", 1), ("dtype", "float12"),
+    ],
+)  # fmt: skip
+def test_load_refuses(argument: str, value: Any) -> None:
+    with pytest.raises(canvax.InputError) as refused:
+        canvax.load("emoji", **{argument: value})
+    assert refused.value.argument == argument
+
+
+def test_a_mesh_is_text_as_well() -> None:
+    assert dict(canvax.load(mesh="data=1,model=2").programs.mesh.shape) == {"data": 1, "model": 2}
+
+
+def test_precision_is_in_metadata() -> None:
+    result = canvax.load(mesh="data=1", precision="highest")("a cat", num_inference_steps=1, progress=False)
+    assert result.metadata[0]["precision"] == "highest"
+    assert "--precision highest" in again(result.metadata[0]).command
+
+
 def test_names_are_unambiguous() -> None:
     records = (Call, FromFiles, OptionRecord)
     names = [name for record in records for name in declared(record)]
     others = [also for record in records for one in declared(record).values() for also in one.setting.also]
-    flags = [flag for record in records for one in offered(record, "command").values() for flag in one.flags]
+    flags = [
+        flag
+        for record in (Load, LoadFlags, *records)
+        for one in offered(record, "command").values()
+        for flag in one.flags
+    ]
     assert len(names) == len(set(names))
     assert len(others) == len(set(others))
     assert len(flags) == len(set(flags))

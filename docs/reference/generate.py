@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from canvax.call import OptionRecord
+from canvax.call import Load, OptionRecord
 from canvax.cli.arguments import build_parser
 from canvax.familiar import flax_tables, tables
 from canvax.samplers.specs import SAMPLERS
@@ -84,7 +84,12 @@ def settings() -> str:
         rows.append((f"`{name}`", _flags_of(field), ", ".join(others[name])))
     return "\n\n".join([
         "# Settings",
-        "The fields of `canvax.Options`. [The pipeline](../pipeline.md#options) says where they can be given.",
+        "The arguments of `canvax.load`, and the fields of `canvax.Options`.",
+        "## Loading a model",
+        "Flags of a command are those that make a difference there. [Loading](../loading.md) explains them.",
+        markdown(Load).strip(),
+        "## Options",
+        "[The pipeline](../pipeline.md#options) says where they can be given.",
         markdown(OptionRecord).strip(),
         "## Names elsewhere",
         table(("Option", "Command line", "Names of other programs"), rows),

@@ -1,4 +1,4 @@
-"""The settings of a call, each declared once: its arguments, and the options that are seldom changed.
+"""The settings of ``canvax.load`` and of a call, each declared once: arguments, and options that are seldom changed.
 
 Keywords, flags, columns of batch jobs, JSON fields, PNG texts and the tables of the docs are read off these records
 (``canvax.settings``). ``canvax.pipelines.options.Options`` adds the checks of several options together.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any, Literal, TypedDict, get_args
 
 from canvax.errors import InputError, check_function, nearest
-from canvax.settings import check_once, is_whole, numbers_of, setting
+from canvax.settings import check_all, check_once, declared, is_whole, numbers_of, setting
 
 Spacing = Literal["leading", "trailing", "linspace"]
 GuidanceMethod = Literal["cfg", "cfg_zero", "apg"]
@@ -33,6 +33,8 @@ MaskFill = Literal["original", "fill", "noise", "nothing"]
 MaskBlend = Literal["denoised", "renoised"]
 ControlMode = Literal["balanced", "guess", "prompt", "control"]
 HiresMethod = Literal["pixel", "latent"]
+Quantize = Literal["int8", "float8", "int8-w8a8", "float8-w8a8"]
+PredictionType = Literal["epsilon", "v_prediction", "sample", "flow_prediction"]
 HIRES_STRENGTHS: Mapping[HiresMethod, float] = {"pixel": 0.4, "latent": 0.7}
 """Default strengths of the second pass: below 0.55 or so enlarged latents stay blurred."""
 
@@ -46,6 +48,8 @@ MOST_GUIDANCE = 10_000
 MOST_TRAINED = 1_000_000
 """Pixels of a side of an image that a model was trained on."""
 
+MODEL = "model"
+DEVICES = "devices"
 SUBJECT = "what to generate"
 IMAGE = "from an image"
 CONTROL = "from a control image (the first three once for each network)"
@@ -54,6 +58,9 @@ SAMPLING = "settings (data: changing them does not recompile, except where noted
 HIRES = "a second pass at a larger size"
 SDXL = "SDXL only"
 PYTHON = "Python only"
+
+ZERO_SNR: Mapping[str, Any] = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+"""Fields of the noise schedule of a model that was trained with zero terminal SNR."""
 
 _IN_PYTHON = "only Python code can give it"
 _BATCHED = "images in a batch stand at different steps"
@@ -133,6 +140,102 @@ def read_sides(name: str, value: Any) -> tuple[int, int, int, int]:
         raise InputError(*wrong)
     left, top, right, bottom = map(int, sides)
     return left, top, right, bottom
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """The arguments of ``canvax.load``. What files, the Hub and JAX have to say is checked where they are asked."""
+
+    model: Any = setting(
+        "emoji", "a folder, a safetensors or GGUF file, a Hub id owner/name, or emoji, which is in the package",
+        group=MODEL, metavar="MODEL", flags=("-m", "--model"),
+    )  # fmt: skip
+    dtype: Any = setting(
+        None, "float32, bfloat16 or float16, of weights and activations",
+        unset="bfloat16 on TPU and GPU, float16 before Ampere, float32 on the CPU", group=MODEL, metavar="DTYPE",
+    )  # fmt: skip
+    quantize: Quantize | None = setting(
+        None,
+        "int8 or float8: large weights in 8 bits, to save memory; int8-w8a8 or float8-w8a8: matmuls in 8 bits as well",
+        group=MODEL, metavar="KIND",
+    )  # fmt: skip
+    precision: str | None = setting(
+        None, "matmul precision of JAX; highest for real float32 on TPU and GPU", unset="JAX's default", group=MODEL,
+        metavar="NAME",
+    )  # fmt: skip
+    safety_checker: bool | None = setting(
+        None, "check images with the model's safety checker, which makes those black that it refuses", group=MODEL,
+    )  # fmt: skip
+    prediction_type: PredictionType | None = setting(
+        None, "epsilon or v_prediction, where the model does not say or is wrong", group=MODEL, metavar="TYPE",
+    )  # fmt: skip
+    scheduler: Any = setting(
+        None,
+        "for a model that was trained with zero terminal SNR and whose files do not say so; in Python any fields of "
+        "scheduler_config.json", group=MODEL,
+        flags=("--zero-snr",), const=ZERO_SNR,
+    )  # fmt: skip
+    vae: Any = setting(
+        None, "another autoencoder: a folder, a Hub id or a safetensors file; madebyollin/taesd is a small one",
+        group=MODEL, metavar="VAE",
+    )  # fmt: skip
+    text_encoder: Any = setting(
+        None, "the language model for a transformer in one file: a file, a folder or a Hub id", group=MODEL,
+        metavar="FILE",
+    )  # fmt: skip
+    tokenizer: Any = setting(
+        None, "the language model's tokenizer: a folder or a Hub id", unset="that in the text encoder's folder",
+        group=MODEL, metavar="FOLDER",
+    )  # fmt: skip
+    revision: str | None = setting(
+        None, "branch, tag or commit of a Hub id", unset="main", group=MODEL, metavar="REV",
+    )  # fmt: skip
+    variant: str | None = setting(None, "variant of the weights, such as fp16", group=MODEL, metavar="NAME")
+    cache_dir: Any = setting(None, "folder of the files from the Hub", group=MODEL, metavar="FOLDER")
+    local_files_only: bool = setting(False, "never ask the Hub", group=MODEL)
+    token: Any = setting(
+        None, "Hub token; prefer the variable HF_TOKEN, since other users can see a command line",
+        group=MODEL, metavar="TOKEN",
+    )  # fmt: skip
+    progress: bool = setting(True, "show downloads on stderr", group=PYTHON, closed={"command": "--quiet"})
+    controlnet: Any = setting(
+        None, "a ControlNet or T2I-Adapter: a folder, a Hub id or a safetensors file", group=CONTROL, metavar="NET",
+        flags=("--controlnet", "--control-net"), repeats=True,
+    )  # fmt: skip
+    mesh: Any = setting(
+        None, "data=4,model=2 splits the batch 4 ways and the weights 2 ways", unset="data over all devices",
+        group=DEVICES, metavar="AXES",
+    )  # fmt: skip
+    offload: bool = setting(
+        False, "keep weights in the host's memory, and on the devices those of the network that runs", group=DEVICES,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check_all(self)
+
+    def keywords(self, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """Return the arguments of some names; by default those but ``model`` that differ from their defaults."""
+        if names is not None:
+            return {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in declared(Load) if name != "model"}
+        return {name: value for name, value in values.items() if value != declared(Load)[name].default}
+
+
+@dataclass(frozen=True)
+class LoadFlags:
+    """What flags have besides arguments of ``canvax.load``: ``pipe.with_ip_adapter`` takes two of them."""
+
+    data_dir: str | None = setting(
+        None, "folder of models as A1111 or ComfyUI have it, whose files are called by name", unset="CANVAX_DATA_DIR",
+        group=MODEL, metavar="FOLDER",
+    )  # fmt: skip
+    ip_adapter: Any = setting(
+        None, "an IP-Adapter, which reads image prompts: a safetensors file, here or OWNER/NAME/FILE on the Hub",
+        group=PROMPTS, metavar="FILE", repeats=True,
+    )  # fmt: skip
+    ip_encoder: str | None = setting(
+        None, "CLIP's image encoder", unset="the one beside the adapter", group=PROMPTS, metavar="FOLDER",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

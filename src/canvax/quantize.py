@@ -26,8 +26,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.errors import InputError, nearest
+from canvax.call import Load
+from canvax.errors import InputError
 from canvax.params import Param, Params, Spec
+from canvax.settings import check_setting
 from canvax.types import DType, HostArray
 
 KINDS: Mapping[str, str] = {
@@ -69,13 +71,12 @@ def _width(dtype: DType) -> tuple[int, str]:
 
 
 def check_kind(kind: str | None, *, trained: bool = False) -> str | None:
-    """Returns ``kind`` if it is a key of ``KINDS`` or None.
+    """Returns ``kind`` if it is a key of ``KINDS`` or None. With ``trained`` gradients are needed.
 
     Raises:
-        InputError: ``kind`` is unknown; or gradients are needed (``trained``), and rounded activations have none.
+        InputError: ``kind`` is unknown, or rounds activations, which then have no gradient.
     """
-    if kind is not None and (not isinstance(kind, str) or kind not in KINDS):
-        raise InputError("quantize", kind, "is not known", nearest(str(kind), list(KINDS)))
+    check_setting(Load, "quantize", kind)
     if trained and kind is not None and kind.endswith(_PRODUCTS):
         raise InputError("quantize", kind, "rounds activations, which then have no gradient", "take int8 or float8")
     return kind

@@ -22,8 +22,8 @@ import canvax  # noqa: E402
 from canvax.adapters import change  # noqa: E402
 from canvax.cli import main  # noqa: E402
 from canvax.cli.arguments import build_parser  # noqa: E402
-from canvax.cli.compile import open_pipeline  # noqa: E402
 from canvax.families.flux2 import FLUX2  # noqa: E402
+from canvax.cli.loading import load_with  # noqa: E402
 from canvax.models.flux2 import Flux2Config, flux2_spec  # noqa: E402
 from canvax.models.flux2_vae import Flux2VaeConfig, flux2_vae_spec  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
@@ -187,7 +187,7 @@ def test_commands_that_take_the_parts(
     parts = {name: path for name, path in files.items() if name != "model"}
     assert architecture(files["model"], Overrides.of(**parts)) == wanted.model.networks
     words = ["compile", str(files["model"]), *flags, "--dtype", "float32", "-q"]
-    assert open_pipeline(words[1], build_parser().parse_args(words)).model.networks == wanted.model.networks
+    assert load_with(build_parser().parse_args(words), weights=False).model.networks == wanted.model.networks
     assert main(["serve", str(files["model"]), "emoji", *flags, "--port", "0"]) == 2
 
 

@@ -11,24 +11,15 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 from canvax._version import __version__
-from canvax.cli.generate_arguments import (
-    Once,
-    add_batch,
-    add_control,
-    add_controlnet,
-    add_dtype,
-    add_generate,
-    add_ip_adapter,
-    add_parts,
-    add_quantize,
-    add_source,
-    add_upscale,
-)
+from canvax.call import Load
+from canvax.cli.generate_arguments import Once, add_batch, add_control, add_generate, add_upscale
+from canvax.cli.loading import add_load, add_networks
 from canvax.cli.parser import Parser, writer
 from canvax.cli.serve_arguments import SERVE_EXAMPLES, add_serve
 from canvax.cli.terminal import say
 from canvax.cli.train_arguments import add_train
 from canvax.errors import did_you_mean, slip
+from canvax.settings import declared, described
 
 COMMANDS = {
     name: name
@@ -237,9 +228,10 @@ def _info(commands: Any) -> None:
         description="Describe a model (only headers are read), or tell how an image was generated.",
     )
     info.add_argument("what", metavar="MODEL|IMAGE.png", help="emoji, a folder, a Hub id owner/name, or a PNG")
-    add_parts(info)
-    add_source(info)
     _memory(info)
+    add_load(info, without=("model", "safety_checker", "offload"), help={
+        name: f"with --memory: {described(declared(Load)[name])}" for name in ("dtype", "quantize", "precision", "mesh")
+    })  # fmt: skip
     info.add_argument(
         "--prompts", dest="concepts", action="store_true", help="what a small model can generate: its concepts"
     )
@@ -316,11 +308,8 @@ def _compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mask", action="store_true", help="for generate --mask: its denoiser too")
     _references(parser)
     networks = parser.add_argument_group("for control images and image prompts, each flag once for each network")
-    add_controlnet(networks)
-    add_ip_adapter(networks)
-    add_dtype(parser)
-    add_parts(parser)
-    add_source(parser)
+    add_networks(networks)
+    add_load(parser, without=("model", "safety_checker", "offload"))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
 
@@ -328,9 +317,9 @@ def _compile(parser: argparse.ArgumentParser) -> None:
 def _convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, a file, a Hub id owner/name, or a pickle")
     parser.add_argument("to", metavar="OUTPUT", help="a file that ends in .safetensors, or a folder")
-    parser.add_argument("--dtype", metavar="DTYPE", help="float16, bfloat16 or float32 (as they are)")
     parser.add_argument("--overwrite", action="store_true", help="replace a file, or write into a folder with files")
-    add_source(parser)
+    without = ("model", "quantize", "precision", "safety_checker", "prediction_type", "scheduler", "mesh", "offload")
+    add_load(parser, without=without, help={"dtype": "float16, bfloat16 or float32 (as they are)"})
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
 
@@ -364,8 +353,6 @@ def _memory(parser: argparse.ArgumentParser) -> None:
         "-b", "--batch-size", type=int, metavar="N", help="images at once (one for each device of the data axis)"
     )
     _references(group)
-    add_dtype(group)
-    group.add_argument("--mesh", metavar="AXES", help="data=4,model=2 (data over all devices)")
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
@@ -378,16 +365,17 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         "--target", required=True, metavar="CHIPS", help="a TPU generation and its chips, tpu-v5e:2x2, or a GPU, "
         "gpu-h100 or gpu-h100:8; a wrong name lists all",
     )  # fmt: skip
-    parser.add_argument("--mesh", metavar="AXES", help="devices along each axis: data=4 (all on data)")
     parser.add_argument("-b", "--batch", type=int, metavar="N", help="images at once on all chips (one on each)")
     parser.add_argument("--size", metavar="WIDTHxHEIGHT", help=_SIZE_HELP)
     _references(parser)
     parser.add_argument("--steps", type=int, metavar="N", help="evaluations of the denoiser (the model's default)")
     parser.add_argument("--no-guidance", action="store_true", help="plan for images without guidance: half the work")
-    parser.add_argument("--dtype", metavar="DTYPE", help="dtype of weights and activations (bfloat16)")
-    add_quantize(parser)
     parser.add_argument("--fresh", action="store_true", help="compile again, even if an earlier result is stored")
-    add_source(parser, variant=False)
+    without = ("model", "precision", "safety_checker", "prediction_type", "scheduler", "variant", "offload")
+    add_load(parser, without=without, help={
+        "dtype": "float32, bfloat16 or float16, of weights and activations (bfloat16, float16 before Ampere)",
+        "mesh": "devices along each axis: data=4 (all on data)",
+    })  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
 
@@ -399,9 +387,6 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="sampler steps (the model's default)")
     parser.add_argument("--tasks", action="store_true", help="also image to image and inpainting, as ratios")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="number of timed runs (3)")
-    parser.add_argument("--mesh", metavar="AXES", help="data=4,model=2 (data over all devices)")
-    add_dtype(parser)
-    add_parts(parser)
-    add_source(parser)
+    add_load(parser, without=("model", "safety_checker"))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from canvax.cli.arguments import versions
-from canvax.cli.generate_arguments import source_keywords
+from canvax.cli.loading import load_with
 from canvax.cli.plan import parse_size
 from canvax.cli.terminal import complain, say, table
 from canvax.errors import check_count
@@ -32,18 +32,10 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     if arguments.steps is not None:
         check_count("steps", arguments.steps, 1000)
     import canvax
-    from canvax.parallel.mesh import mesh_of
 
     if not arguments.quiet:
         complain(f"loading {arguments.model}")
-    pipe = canvax.load(
-        arguments.model,
-        dtype=arguments.dtype,
-        quantize=arguments.quantize,
-        mesh=mesh_of(arguments.mesh),
-        progress=not arguments.quiet,
-        **source_keywords(arguments),
-    )
+    pipe = load_with(arguments)
     results, others = [], {name: [] for name in TASKS if arguments.tasks}
     usual = {"height": height, "width": width, "num_inference_steps": arguments.steps, "seed": 0}
     for turn in range(rounds + 1):  # the first round compiles

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canvax.call import Call
+from canvax.call import Call, Load
 from canvax.cli.adapters import check_adapters, load_adapters
 from canvax.cli.arguments import versions
-from canvax.cli.generate_arguments import OUTPUT, with_networks
-from canvax.cli.images import ZERO_SNR, Source, check_table, gather, images_of, shared, sized
+from canvax.cli.generate_arguments import OUTPUT
+from canvax.cli.images import check_table, gather, images_of, shared, sized
+from canvax.cli.loading import files_of, load_with, overrides_of
 from canvax.cli.preview import previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
 from canvax.errors import NO_VALUE, CanvaxError, CheckpointError, HintWarning, HubError, InputError, warn
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     timings = dict.fromkeys(STAGES, 0.0)
     report |= {"files": [], "grid": None, "seeds": [], "metadata": [], "timings": timings, "compilations": 0}
     spread = join_others(arguments)
-    calls, source = gather(arguments)
+    calls, load = gather(arguments)
     if spread:
         calls = _with_common_seeds(calls)
     where = Destination.checked(arguments, calls)
@@ -57,8 +58,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
             "preview", NO_VALUE, "does not go with --distributed, where no process has all images", "leave it out"
         )
     _hint_at_quotes(arguments)
-    check_against_model(arguments, calls, source)
-    pipe = load_model(arguments, source)
+    check_against_model(calls, load)
+    pipe = load_model(arguments, load)
     timings["load"] = time.perf_counter() - began
     report |= description(pipe)
     calls = sized(calls, pipe.model)
@@ -192,35 +193,23 @@ def check_batch_size(size: int | None) -> None:
         raise InputError("batch_size", size, "is not a whole number in 1..1000000")
 
 
-def check_against_model(arguments: argparse.Namespace, calls: Sequence[Call], source: Source) -> None:
+def check_against_model(calls: Sequence[Call], load: Load) -> None:
     """Check what depends on the model, if its files are on disk. No weights are read."""
-    from canvax.families.known import family_of
-    from canvax.families.local_models import completed
     from canvax.families.read import read_model
+    from canvax.pipelines.checks import check_precision
     from canvax.pipelines.request import check_for_model, check_start
-    from canvax.quantize import check_kind
     from canvax.weights.cast import parse_dtype
-    from canvax.weights.location import Location as ModelLocation
-    from canvax.weights.open import open_files
-    from canvax.weights.overrides import Overrides
 
-    if source.dtype is not None:
-        parse_dtype(source.dtype, quantizes=True)
-    check_kind(source.quantize)
-    if any(call.control for call in calls) and not source.controlnet:
+    if load.dtype is not None:
+        parse_dtype(load.dtype, quantizes=True)
+    check_precision(load.precision)
+    if any(call.control for call in calls) and not load.controlnet:
         raise InputError(
             "control", NO_VALUE, "needs a ControlNet", "name the network that reads the image with {controlnet}"
         )
-    fields = ZERO_SNR if source.zero_snr else None
-    overrides = Overrides.of(source.vae, source.prediction_type, fields, source.text_encoder, source.tokenizer)
+    overrides_of(load)
     try:
-        origin = ModelLocation(
-            source.model, source.revision, source.variant, cache_dir=arguments.cache_dir, local_files_only=True
-        )
-        overrides = completed(overrides, origin)
-        files = open_files(origin, accept=family_of, prediction=overrides.prediction, given=overrides.parts)
-        hub = {"cache_dir": arguments.cache_dir, "local_files_only": True}
-        files = overrides.apply(files, **hub)
+        files = files_of(dataclasses.replace(load, local_files_only=True))
     except (CheckpointError, HubError):
         return  # the model is not on disk, or there is none: loading reports it
     model = read_model(files, "float32")
@@ -233,43 +222,22 @@ def check_against_model(arguments: argparse.Namespace, calls: Sequence[Call], so
         check_start(call.options, call.sampler, None, model, image=call.image is not None)
 
 
-def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion:
-    """Load the model that the flags ask for onto their devices."""
-    import canvax
+def load_model(arguments: argparse.Namespace, load: Load) -> StableDiffusion:
+    """Load the model that the flags ask for onto their devices, with its networks and adapters."""
     from canvax.parallel import multihost
     from canvax.parallel.mesh import mesh_of
 
     check_adapters(arguments)
-    mesh = mesh_of(arguments.mesh)
+    mesh = mesh_of(load.mesh)
     if not multihost.leads(mesh):
         arguments.quiet = True
     if not arguments.quiet:
-        complain(f"loading {source.model}")
-    keywords: dict[str, Any] = {"controlnet": list(source.controlnet)} if source.controlnet else {}
-    names = ("vae", "prediction_type", "text_encoder", "tokenizer")
-    parts: dict[str, Any] = {name: getattr(source, name) for name in names}
-    parts["scheduler"] = ZERO_SNR if source.zero_snr else None
-    keywords |= {name: value for name, value in parts.items() if value is not None}
-    pipe = canvax.load(
-        source.model,
-        dtype=source.dtype,
-        quantize=source.quantize,
-        revision=source.revision,
-        variant=source.variant,
-        token=arguments.token,
-        cache_dir=arguments.cache_dir,
-        local_files_only=arguments.local_files_only,
-        mesh=mesh,
-        safety_checker=arguments.safety_checker or None,
-        progress=not arguments.quiet,
-        offload=arguments.offload,
-        **keywords,
-    )
+        complain(f"loading {load.model}")
+    pipe = load_with(arguments, dataclasses.replace(load, mesh=mesh, progress=not arguments.quiet))
     if not arguments.quiet:
         for name, reason in pipe.model.reasons.items():
             if ", a guess" not in reason:  # which was a warning
                 complain(f"{name.replace('_', ' ')}: {reason}", label="")
-    pipe = with_networks(pipe, arguments)
     load_adapters(pipe, arguments)
     return pipe
 

@@ -7,15 +7,14 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canvax.call import Call, FromFiles
+from canvax.call import ZERO_SNR, Call, FromFiles, Load
 from canvax.cli.again import OF_MODEL, adapters_lost, is_lost, of_python, recorded_model
-from canvax.cli.generate_arguments import ZERO_SNR, networks_of
 from canvax.cli.image_prompts import check_same
+from canvax.cli.loading import check_ip_adapters, load_of
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
 from canvax.images.infotext import settings_left
@@ -61,33 +60,8 @@ def shared(call: Call) -> tuple[Any, ...]:
     return *settings, *absent, *images
 
 
-@dataclass(frozen=True)
-class Source:
-    """The model to load, with its parts."""
-
-    model: str
-    revision: str | None
-    variant: str | None
-    dtype: str | None
-    quantize: str | None
-    vae: str | None = None
-    prediction_type: str | None = None
-    text_encoder: str | None = None
-    tokenizer: str | None = None
-    zero_snr: bool = False
-    controlnet: tuple[str, ...] = ()
-    ip_adapter: tuple[str, ...] = ()
-    ip_encoder: str | None = None
-
-
-def source_of(arguments: argparse.Namespace) -> Source:
-    """Return the model that flags name."""
-    settings: dict[str, Any] = {name: getattr(arguments, name) for name in OF_MODEL}
-    return Source(arguments.model or "emoji", **settings, **networks_of(arguments), zero_snr=arguments.zero_snr)
-
-
-def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = ()) -> tuple[list[Call], Source]:
-    """Return a call for each image, and the model, that the command line asks for.
+def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = ()) -> tuple[list[Call], Load]:
+    """Return a call for each image, and how to load the model, that the command line asks for.
 
     Settings come from ``--from-image``; flags override them, and a line of the prompt file overrides the flags.
     Image i uses seed + i, unless its line has a seed. With ``cells`` there is an image for each cell, whose settings
@@ -97,17 +71,16 @@ def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = (
         InputError: a setting is wrong, or there is no prompt.
     """
     base: dict[str, Any] = {}
-    source = source_of(arguments)
+    load = load_of(arguments)
+    check_ip_adapters(arguments)
     entries: list[tuple[str, dict[str, Any]]] = [
         ("", {"prompt": prompt}) for prompt in (*arguments.prompts, *arguments.prompt)
     ]
     if arguments.prompt_file is not None:
         entries += read_prompt_file(arguments.prompt_file)
     if arguments.from_image is not None:
-        base, source = _from_image(arguments)
+        base, load = _from_image(arguments)
         entries = entries or [("", {"prompt": base.get("prompt", "")})]
-    zero_snr = source.zero_snr or arguments.zero_snr
-    source = dataclasses.replace(source, **networks_of(arguments), zero_snr=zero_snr)
     if not entries:
         cells_of = " --x steps=10,20" if arguments.command == "sheet" else ""
         raise InputError(f'no prompt; try: canvax {arguments.command} "a red apple"{cells_of}')
@@ -115,10 +88,10 @@ def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = (
         entries = [(where, {**entry, **cell}) for where, entry in entries for cell in cells]
     flags = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
     settings = {**{name: base[name] for name in SETTINGS if base.get(name) is not None}, **flags}
-    calls = list(_calls(entries, settings, len(source.ip_adapter)))
+    calls = list(_calls(entries, settings, len(arguments.ip_adapter or ())))
     for call, *_ in grouped(calls, shared):
         check_table(call, None)
-    return calls, source
+    return calls, load
 
 
 def _calls(entries: Sequence[tuple[str, dict[str, Any]]], flags: Mapping[str, Any], adapters: int) -> Iterator[Call]:
@@ -262,8 +235,8 @@ def _entry(where: str, line: str) -> dict[str, Any]:
     return dict(zip(names, (value for value in fields.values() if value is not None), strict=True))
 
 
-def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
-    """Return the settings in the metadata of an image, and its model unless flags name another."""
+def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Load]:
+    """Return the settings in the metadata of an image, and how to load its model unless flags name another."""
     path = Path(arguments.from_image)
     metadata = read_metadata(path)
     check_kinds(path, metadata)
@@ -313,8 +286,9 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
         recorded["revision"] = recorded["variant"] = None
     model = arguments.model or recorded["model"] or "emoji"
     parts: dict[str, Any] = {name: getattr(arguments, name) or recorded[name] for name in OF_MODEL}
-    scheduler = metadata.get("scheduler") if by_canvax else None
-    return settings, Source(model, **parts, zero_snr=scheduler == ZERO_SNR)
+    if by_canvax and metadata.get("scheduler") == ZERO_SNR:
+        parts["scheduler"] = ZERO_SNR
+    return settings, load_of(arguments, model=model, **parts)
 
 
 def _check_same(path: Path, metadata: Mapping[str, Any], name: str, file: str | None) -> None:

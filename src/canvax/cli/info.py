@@ -7,12 +7,13 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.adapters import info_lines
 from canvax.cli.again import again, is_lost
-from canvax.cli.generate_arguments import PART_FLAGS, location_keywords, part_keywords
+from canvax.cli.loading import PARTS, files_of, load_of, load_with, overrides_of
 from canvax.cli.plan import from_references, parse_references
 from canvax.cli.terminal import byte_size, complain, say, table
 from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count
@@ -35,7 +36,7 @@ MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a parameter, for each dtype that a model can be loaded in."""
 
 _MEMORY_FLAGS = ("memory", "width", "height", "batch_size", "references", "dtype", "quantize", "mesh")
-_MODEL_FLAGS = (*_MEMORY_FLAGS, "concepts", "revision", "variant", "cache_dir", "token", *PART_FLAGS)
+_MODEL_FLAGS = (*_MEMORY_FLAGS, "concepts", "revision", "variant", "cache_dir", "token", *PARTS)
 """What says nothing of an image or an adapter."""
 
 
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         _show(arguments, _folder_lines(report))
         return
     file = inspect(path) if path.is_file() and not is_image else None
-    is_whole = file is not None and file.kind is TRANSFORMER and any(part_keywords(arguments).values())
+    is_whole = file is not None and file.kind is TRANSFORMER and any(getattr(arguments, name) for name in PARTS)
     part = file if file is not None and not is_whole and file.kind not in (None, MODEL) else None
     is_adapter = file is not None and file.kind in (LORA, EMBEDDING)
     kind = "an image" if is_image else part.what if part else ""
@@ -211,27 +212,16 @@ def _text(value: Any) -> str:
 
 def _files(arguments: argparse.Namespace) -> ModelFiles:
     """The files of the model. Downloads them only if they are not on disk."""
-    from canvax.families.known import family_of
-    from canvax.families.local_models import completed
-    from canvax.weights.open import open_files
-    from canvax.weights.overrides import Overrides
-
-    overrides = completed(Overrides.of(**part_keywords(arguments)), Location(arguments.what))
-
-    def open_source(local: bool) -> ModelFiles:
-        hub = {**location_keywords(arguments), "local_files_only": local}
-        files = open_files(Location(arguments.what, **hub), accept=family_of, given=overrides.parts)
-        return overrides.apply(files, **hub)
-
+    load = load_of(arguments, model=arguments.what)
     try:
-        files = open_source(True)
-        warn_unused_cache(arguments.cache_dir, arguments.what, *overrides.parts.values())
+        files = files_of(replace(load, local_files_only=True))
+        warn_unused_cache(load.cache_dir, load.model, *overrides_of(load).parts.values())
         return files
     except CanvaxError:
-        if arguments.local_files_only or os.path.lexists(arguments.what) or not Location(arguments.what).repository:
+        if load.local_files_only or os.path.lexists(load.model) or not Location(load.model).repository:
             raise
-        complain(f"{arguments.what} is not on disk yet; downloading it")
-        return open_source(False)
+        complain(f"{load.model} is not on disk yet; downloading it")
+        return files_of(load)
 
 
 def model_info(files: ModelFiles) -> dict[str, Any]:
@@ -281,35 +271,22 @@ def model_info(files: ModelFiles) -> dict[str, Any]:
 
 def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
     """The memory that each device of this machine needs, from the compiled programs. Reads no weights."""
-    from canvax.parallel.mesh import mesh_of
     from canvax.parallel.rules import device_bytes
     from canvax.pipelines.checks import MOST_IMAGES, check_size
-    from canvax.pipelines.loaded import open_model
-    from canvax.pipelines.pipeline import StableDiffusion
     from canvax.weights.cast import parse_dtype
-    from canvax.weights.overrides import Overrides
 
     for name in ("width", "height"):
         check_size(name, getattr(arguments, name), 0)
     if arguments.batch_size is not None:
         check_count("batch_size", arguments.batch_size, MOST_IMAGES)
-    mesh = mesh_of(arguments.mesh)
-    model, programs, _ = open_model(
-        arguments.what,
-        dtype=arguments.dtype,
-        quantize=arguments.quantize,
-        mesh=mesh,
-        weights=False,
-        progress=False,
-        overrides=Overrides.of(**part_keywords(arguments)),
-        **location_keywords(arguments),
-    )
+    pipe = load_with(arguments, load_of(arguments, model=arguments.what), weights=False)
+    model, mesh = pipe.model, pipe.programs.mesh
     height, width = (
         getattr(arguments, name) or side for name, side in zip(("height", "width"), model.native_size, strict=True)
     )
     batch = arguments.batch_size or mesh.shape["data"]
     references = parse_references(arguments.references)
-    memory = StableDiffusion(model, programs).memory(height, width, batch, references=references)
+    memory = pipe.memory(height, width, batch, references=references)
     return {
         "platform": mesh.devices.flat[0].platform,
         "mesh": dict(mesh.shape),

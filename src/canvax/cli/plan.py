@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
-from canvax.cli.generate_arguments import source_keywords
+from canvax.cli.loading import load_of
 from canvax.cli.terminal import say, table
 from canvax.errors import InputError, to_stderr
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from canvax.planning.plan import Plan, ProgramPlan
 
 GIB = 2**30
+
+PARTS = ("revision", "token", "cache_dir", "local_files_only", "vae", "text_encoder", "tokenizer")
+"""Arguments of ``canvax.load`` that change what is planned."""
 
 _NAMES = {"encode": "text encoder", "denoise": "denoiser, one evaluation", "decode": "decoder"}
 
@@ -39,7 +42,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         references=parse_references(arguments.references),
         reuse=not arguments.fresh,
         announce=None if arguments.quiet else _announce,
-        **source_keywords(arguments),
+        **load_of(arguments).keywords(PARTS),
     )
     report |= result.to_dict()
     if not arguments.json:

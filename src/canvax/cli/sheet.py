@@ -86,13 +86,13 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     if "prompt" in cells[0] and not arguments.prompts + arguments.prompt:
         arguments.prompts = [cells[0]["prompt"]]
     seed = check_seed(arguments.seed)
-    calls, source = gather(arguments, [{"seed": seed} | cell for cell in cells])
+    calls, load = gather(arguments, [{"seed": seed} | cell for cell in cells])
     _check_sizes(calls, axes)
     where = Destination.checked(arguments, calls[:1])
     check_batch_size(arguments.batch_size)
     preview = None if arguments.preview is None else new_image("preview", arguments.preview)
-    check_against_model(arguments, calls, source)
-    pipe = load_model(arguments, source)
+    check_against_model(calls, load)
+    pipe = load_model(arguments, load)
     report |= description(pipe) | {"files": [], "compilations": 0, "metadata": []}
     total, made = 0.0, dict[int, tuple[Image.Image, Mapping[str, Any]]]()
     calls = sized(calls, pipe.model)

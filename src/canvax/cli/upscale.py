@@ -7,7 +7,8 @@ from typing import Any
 
 from canvax.call import MAX_SIDE, Call
 from canvax.cli.generate import Destination, check_against_model, description, load_model
-from canvax.cli.images import OPTIONS, check_table, source_of
+from canvax.cli.images import OPTIONS, check_table
+from canvax.cli.loading import load_of
 from canvax.cli.terminal import complain, say, seconds
 from canvax.errors import NO_VALUE, InputError, check_count
 from canvax.images.inputs import read_images
@@ -31,9 +32,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         )
     _check(arguments, call)
     where = Destination.checked(arguments, [call])
-    source = source_of(arguments)
-    check_against_model(arguments, [call], source)
-    pipe = load_model(arguments, source)
+    load = load_of(arguments)
+    check_against_model([call], load)
+    pipe = load_model(arguments, load)
     report |= description(pipe)
     named = {name: getattr(arguments, name) for name in ("scale", "strength", "overlap", "batch_size", "seed")}
     named = {"batch" if name == "batch_size" else name: value for name, value in named.items() if value is not None}
@@ -45,7 +46,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         guidance_scale=call.guidance_scale,
         sampler=call.sampler,
         options=call.options,
-        control=bool(source.controlnet),
+        control=bool(load.controlnet),
         **named,
     )
     path = where.save(result.images[0], result.metadata[0])

@@ -222,7 +222,7 @@ class Model:
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """Parts that are not the checkpoint's own, as arguments of ``canvax.load``."""
+        """What the checkpoint does not say, as arguments of ``canvax.load``: parts in place of its own, precision."""
         return dict(self.files.overrides)
 
     @property

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from canvax.files import named_path
 from canvax.models.text import Conditions
 from canvax.parallel import multihost
 from canvax.parallel.memory import Memory, check_weights, free_bytes, program_bytes
-from canvax.parallel.mesh import check_mesh, make_mesh, padded_batch, refuse_fork
+from canvax.parallel.mesh import check_mesh, mesh_of, padded_batch, refuse_fork
 from canvax.parallel.place import HOST, waits
 from canvax.parallel.rules import abstract_params, check_params, check_split, device_bytes, is_on, place, place_all
 from canvax.params import Params
@@ -403,7 +403,7 @@ def open_model(
     *,
     dtype: DType | None = None,
     quantize: str | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
     precision: str | None = None,
     offload: bool = False,
     weights: bool | Collection[str] = True,
@@ -424,7 +424,7 @@ def open_model(
     check_kind(quantize)
     check_precision(precision)
     size_limit()
-    mesh = make_mesh() if mesh is None else check_mesh(mesh)
+    mesh = mesh_of(mesh) if isinstance(mesh, str | None) else check_mesh(mesh)
     dtype = default_dtype(mesh) if dtype is None else dtype
 
     origin = Location(model, **source)
@@ -432,7 +432,10 @@ def open_model(
     replaced = completed(overrides or Overrides(), origin)
 
     def look(files: ModelFiles) -> None:
-        opened = read_model(replaced.apply(files, **source), dtype, quantize)
+        files = replaced.apply(files, **source)
+        if precision is not None:  # images differ by it, and their metadata has it
+            files = replace(files, overrides={**files.overrides, "precision": precision})
+        opened = read_model(files, dtype, quantize)
         if check is not None:
             check(opened)
         check_split(opened.networks.denoiser.spec, mesh.shape, opened.name)

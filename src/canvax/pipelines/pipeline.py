@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.call import OptionFields
+from canvax.call import Load, OptionFields
 from canvax.compile.monitor import counting
-from canvax.errors import InputError, check_count, check_flag, refuse_tracers
+from canvax.errors import InputError, check_count, refuse_tracers
 from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
 from canvax.families.base import Model
 from canvax.models.beside import ADAPTERS
@@ -43,6 +43,7 @@ from canvax.pipelines.translate import (
 )
 from canvax.pipelines.upscale import AT_ONCE, STRENGTH, upscaled
 from canvax.samplers import SamplerSpec, SamplerTable, Solver
+from canvax.settings import declared
 from canvax.types import Array, DType
 from canvax.weights.location import Location, warn_unused_cache
 from canvax.weights.overrides import Overrides
@@ -387,7 +388,7 @@ def load(
     token: str | bool | None = None,
     cache_dir: str | Path | None = None,
     local_files_only: bool = False,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
     precision: str | None = None,
     safety_checker: bool | None = None,
     progress: bool = True,
@@ -414,8 +415,9 @@ def load(
         token: Hub token; by default HF_TOKEN or the stored login.
         cache_dir: where the Hub's files are kept.
         local_files_only: never ask the Hub.
-        mesh: devices with the axes ``data`` and ``model``, as ``canvax.make_mesh`` makes them; by default all
-            devices on ``data``, those of all processes that ``jax.distributed`` has joined.
+        mesh: devices with the axes ``data`` and ``model``, as ``canvax.make_mesh`` makes them, or a text such as
+            "data=4,model=2"; by default all devices on ``data``, those of all processes that ``jax.distributed`` has
+            joined.
         precision: JAX matmul precision; "highest" for real float32 on TPU and GPU.
         safety_checker: True to load the model's, another 1.2 GB: images that it refuses become black, and
             ``nsfw`` in their metadata is true.
@@ -441,11 +443,10 @@ def load(
         HubError: the Hub cannot be reached or does not have it.
         OutOfMemoryError: the weights do not fit into the devices.
     """
+    arguments = Load(**locals())
     from canvax.pipelines.networks import control_sources, open_controls, with_controls
     from canvax.pipelines.safety import check_has_checker, load_safety_checker
 
-    if not isinstance(safety_checker, bool | None):
-        raise InputError("safety_checker", safety_checker, "is not True, for the model's checker, or None")
     hub = {"variant": variant, "token": token, "cache_dir": cache_dir}
     hub |= {"local_files_only": local_files_only, "progress": progress}
     sources = control_sources([] if controlnet is None else controlnet, **hub)
@@ -457,7 +458,7 @@ def load(
         quantize=quantize,
         mesh=mesh,
         precision=precision,
-        offload=check_flag("offload", offload),
+        offload=arguments.offload,
         accept=check_has_checker if safety_checker else None,
         check=lambda files: controls.extend(open_controls(files, sources)),
         revision=revision,
@@ -466,8 +467,8 @@ def load(
     warn_unused_cache(cache_dir, model, *(source.name for source in sources), *overrides.parts.values())
     checker = load_safety_checker(Location(model, revision, **hub)) if safety_checker else None
     pipe = StableDiffusion(*(with_controls(*opened, controls) if controls else opened), checker)
-    keywords = {"dtype": pipe.model.dtype, "quantize": quantize, "revision": pipe.model.revision, "variant": variant}
-    keywords |= {"cache_dir": cache_dir, "local_files_only": local_files_only, "precision": precision}
-    keywords |= {"offload": offload, "safety_checker": safety_checker, "controlnet": controlnet, **pipe.model.overrides}
+    again = [name for name in declared(Load) if name not in ("model", "mesh", "token", "progress")]
+    keywords = {name: getattr(arguments, name) for name in again}
+    keywords |= {"dtype": pipe.model.dtype, "revision": pipe.model.revision, **pipe.model.overrides}
     pipe._made_by["load"] = (pipe.model.name,), keywords
     return pipe

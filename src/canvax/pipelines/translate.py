@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import numpy as np
 
-from canvax.call import Call
+from canvax.call import Call, Load
 from canvax.errors import NO_VALUE, InputError, shown
 from canvax.familiar import CALL, HARMLESS, LESS_GUIDANCE, LOAD, PAGE, ForeignName, Translate, answer, renamed
 from canvax.pipelines.checks import floats
@@ -37,20 +36,13 @@ GIVEN = CALL | {
 
 
 @cache
-def load_arguments() -> tuple[str, ...]:
-    """The arguments of ``canvax.load``."""
-    import canvax  # which imports this module
-
-    return tuple(signature(canvax.load).parameters)
-
-
 def place_of(name: str) -> str:
     """Where something is given that is no attribute of a pipeline; empty where it is given nowhere."""
     if name in _ARGUMENTS or name in _OWN or (name in CALL and CALL[name].becomes):
         return f"it is an argument of a call: pipe(prompt, {name}=...)"
     if name in CALL:
         return CALL[name].answer
-    return f"it is an argument of canvax.load: canvax.load(model, {name}=...)" if name in load_arguments() else ""
+    return f"it is an argument of canvax.load: canvax.load(model, {name}=...)" if name in declared(Load) else ""
 
 
 def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +66,7 @@ def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[st
     for name in left:
         if name in _OWN or name in _SPECIAL:
             continue
-        if name in load_arguments() and name not in CALL:
+        if name in declared(Load) and name not in CALL:
             raise InputError(f"{name} belongs to the model, not to a call: canvax.load(model, {name}=...)")
         takes = f"it takes {', '.join(_ARGUMENTS)} and the fields of canvax.Options"
         raise InputError(answer(name, CALL, [*_ARGUMENTS, *_OWN, *_SPECIAL], "an argument of a call", takes=takes))
@@ -264,4 +256,4 @@ def loader(table: Mapping[str, ForeignName], arguments: Sequence[str], kind: str
 
 def translate_load(arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     """The keywords of ``canvax.load``, given its ``arguments`` and ``others``."""
-    return loader(LOAD, load_arguments(), "an argument of canvax.load")(arguments, others)
+    return loader(LOAD, tuple(declared(Load)), "an argument of canvax.load")(arguments, others)

@@ -25,6 +25,7 @@ from canvax.files import named_path
 from canvax.models.beside import ADAPTERS
 from canvax.parallel.memory import free_bytes
 from canvax.parallel.multihost import is_spread
+from canvax.parallel.place import on_devices, waits
 from canvax.parallel.rules import abstract_params
 from canvax.params import Params
 from canvax.pipelines.checks import check_size
@@ -138,7 +139,8 @@ class ServedModel:
         loaded = load(name) if weights else load(name, weights=False)
         files = dataclasses.replace(loaded.model.files, name=name)  # folders on the disk are the operator's business
         self.model, self.programs = dataclasses.replace(loaded.model, files=files), loaded.programs
-        self.params = loaded.params if weights else None
+        self._waiting: frozenset[str] = frozenset()
+        self.params = self._as_served(loaded.params) if weights else None
         self.safety_checker = loaded.safety_checker
         self.created = int(time.time())
         self.colours = Colours(self.model.vae.latent_channels)
@@ -155,13 +157,31 @@ class ServedModel:
         """Whether its weights are on the devices."""
         return self.params is not None
 
-    @cached_property
+    @property
     def bytes(self) -> int:
-        """Of its weights, on each device."""
-        return sum(
-            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(self._shapes)
-        )
+        """Of its weights, on each device at a time."""
+        waiting = [size for name, size in self._sizes.items() if name in self._waiting]
+        return sum(self._sizes.values()) - sum(waiting) + max(waiting, default=0)
+
+    @cached_property
+    def _sizes(self) -> Mapping[str, int]:
+        """Bytes of each component on each device."""
+        return {
+            name: sum(
+                math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(part)
+            )
+            for name, part in self._shapes.items()
+        }
+
+    def _as_served(self, params: Params) -> Params:
+        """Its parameters; of those that wait in the host's memory the denoiser's stay on the devices.
+
+        Images are encoded and decoded while others are denoised.
+        """
+        often = params.keys() - {*self.model.text.names, "vae"}
+        served = {name: on_devices(part) if name in often else part for name, part in params.items()}
+        self._waiting = frozenset(name for name, part in served.items() if waits(part))
+        return served
 
     @cached_property
     def _shapes(self) -> Params:
@@ -178,7 +198,7 @@ class ServedModel:
             now, before = loaded.model.files, self.model.files
             if (now.index, now.configs) != (before.index, before.configs):
                 raise CanvaxError(f"{self.name} was replaced on the disk; start the server again to serve the new one")
-            self.params, self.safety_checker = loaded.params, loaded.safety_checker
+            self.params, self.safety_checker = self._as_served(loaded.params), loaded.safety_checker
             if self.shelf:
                 self.shelf.put_on()
 

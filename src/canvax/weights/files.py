@@ -34,7 +34,7 @@ class ModelFiles:
         variant: the variant asked for; components without it are read from their plain files.
         unread: components that canvax leaves alone, such as ``safety_checker``.
         reasons: of a single file what was read off its arrays, and how that is known.
-        overrides: parts that are not the model's, as arguments of ``canvax.load``.
+        overrides: what is not the model's, such as parts, as arguments of ``canvax.load``.
     """
 
     name: str
