@@ -397,6 +397,18 @@ def test_sizes_along_a_sheet(here: Path, emoji: canvax.StableDiffusion, capsys: 
     np.testing.assert_array_equal(pixels[:, cell + (cell - 64) // 2 :][:, :64], want)
 
 
+def test_a_load_says_which_parts_were_chosen(
+    here: Path, emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """How a single file is read is for ``canvax info``."""
+    facts = {"kind": "an SD: it has its arrays", "vae": "orangemix, the first file that fits"}
+    monkeypatch.setattr(type(emoji.model), "reasons", facts)
+    assert main(["generate", "a fox", "--steps", "2"]) == 0
+    shown = capsys.readouterr().err
+    assert facts["vae"] in shown
+    assert facts["kind"] not in shown
+
+
 def test_models_along_a_sheet(here: Path, emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each model with each VAE is loaded once, whatever the other cells are."""
     loaded = []

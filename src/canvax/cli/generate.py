@@ -266,7 +266,7 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
     )
     if not arguments.quiet:
         for name, reason in pipe.model.reasons.items():
-            if ", a guess" not in reason:  # which was a warning
+            if name in pipe.model.files.components:  # a part that was chosen; canvax info says how the rest is known
                 complain(f"{name.replace('_', ' ')}: {reason}", label="")
     pipe = with_networks(pipe, arguments)
     load_adapters(pipe, arguments)

@@ -134,7 +134,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Load:
+class Cells:
     """The cells of one model and VAE.
 
     Attributes:
@@ -160,7 +160,7 @@ class Load:
             yield [i for i, _ in same], [call for _, call in same], pipe
 
 
-def _loads(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]]) -> list[Load]:
+def _loads(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]]) -> list[Cells]:
     """Return the cells by model and VAE, so that each is loaded once."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, cell in enumerate(cells):
@@ -169,7 +169,7 @@ def _loads(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]]) ->
     for named, places in groups.items():
         chosen = argparse.Namespace(**vars(arguments) | dict(named))
         calls, source = gather(chosen, [_settings(cells[i]) for i in places])
-        loads.append(Load(chosen, source, [(i, cells[i].get(LORA)) for i in places], calls))
+        loads.append(Cells(chosen, source, [(i, cells[i].get(LORA)) for i in places], calls))
     return loads
 
 
