@@ -19,6 +19,7 @@ from canvax.call import OptionRecord
 from canvax.cli import BAD_INPUT, main
 from canvax.cli.arguments import parse
 from canvax.images.grid import make_sheet
+from canvax.images.metadata import read_metadata
 from canvax.models.configs import ClipVisionConfig
 from canvax.models.denoiser import UNetDenoiser
 from canvax.noise import initial_noise, pasted_in_the_middle, slerp
@@ -432,6 +433,10 @@ def test_upscale_command(here: Path, emoji: canvax.StableDiffusion, capsys: pyte
     told = capsys.readouterr().out
     assert "canvax upscale IMAGE --prompt 'a fox'" in told
     assert "--scale 2.0" in told
+    assert main(["upscale", "fox.png", "--steps", "6", "-o", "plain.png", "-q"]) == 0
+    assert read_metadata("plain.png")["upscale"]["prompt"] == "a fox"  # that of the file, which no tile was given
+    again = emoji.upscale(draw(emoji).images[0], num_inference_steps=6, options=canvax.Options(progress=False))
+    assert again.metadata[0]["upscale"]["prompt"] == "a fox"
     assert main(["upscale", "nowhere.png", "-o", "x.png"]) == BAD_INPUT
     assert main(["upscale", "fox.png", "--scale", "99", "-o", "x.png", "-q"]) == BAD_INPUT
     assert not Path("x.png").exists()
