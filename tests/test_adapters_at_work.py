@@ -490,6 +490,13 @@ def test_the_command(
     assert len(files) == 2
     np.testing.assert_array_equal(image("a.png"), image(str(files[0])))
     assert (image("a.png") != image("plain.png")).any()
+    along = ["--x", "lora=0,0.5", "--y", "prompt=a cat;a dog"]
+    code, out, _ = run("sheet", *shared, "--lora", ink, *along, "-o", "sheet.png", "--json")
+    assert code == 0
+    cells = [
+        (one["prompt"], one.get("adapters", {}).get("ink", {}).get("weight")) for one in json.loads(out)["metadata"]
+    ]
+    assert cells == [("a cat", 0.0), ("a cat", 0.5), ("a dog", 0.0), ("a dog", 0.5)]
     code, out, _ = run("info", "a.png")
     assert code == 0
     line = out.strip().splitlines()[-1]

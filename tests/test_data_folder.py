@@ -136,9 +136,9 @@ def test_the_model_of_an_image_is_found_by_its_name(
 def test_files_that_cannot_be_used(folder: Path, small_folder: Path) -> None:
     (folder / "models/checkpoints/damaged.safetensors").write_bytes(b"\0" * 20)
     left_out = local_models().left_out
-    assert left_out.keys() == {"old", "deliberate_v2", "damaged"}
-    assert f"canvax convert {folder / 'models/checkpoints/old.ckpt'}" in left_out["old"]
-    assert "autoencoder" in left_out["deliberate_v2"]  # which it lacks
+    assert left_out.keys() == {"old.ckpt", "deliberate_v2.safetensors", "damaged.safetensors"}
+    assert f"canvax convert {folder / 'models/checkpoints/old.ckpt'}" in left_out["old.ckpt"]
+    assert "autoencoder" in left_out["deliberate_v2.safetensors"]  # which it lacks
 
 
 def test_a_server_offers_models_of_one_name_by_their_folders(folder: Path, small_folder: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_server_loads_the_others_when_asked(
     try:
         until(lambda: engine.state is not State.STARTING, 300)
         assert [card.id for card in engine.models()] == ["emoji", "tiny"]
-        assert any(text.startswith("broken is left out") for text in spoken)
+        assert any(text.startswith("broken.safetensors is left out") for text in spoken)
         assert "reading tiny" not in spoken
         with pytest.raises(Rejected) as refused:
             engine.submit(JobRequest("a cat", model="tiny", width=128, height=64))

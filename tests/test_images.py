@@ -342,6 +342,23 @@ def test_many_writers_share_a_folder(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == [f"{i:05d}-1.png" for i in range(32)]
 
 
+def test_images_saved_at_once_have_different_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of different seeds, whose names differ in any case."""
+    together = threading.Barrier(4)
+
+    def save(*arguments: Any, **more: Any) -> Path:
+        together.wait(10)  # all have their names, and no file is there
+        return save_image(*arguments, **more)
+
+    monkeypatch.setattr("canvax.images.metadata.save_image", save)
+    threads = [threading.Thread(target=save_numbered, args=(tmp_path, picture(8, 8), METADATA, i)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(name[:5] for name in os.listdir(tmp_path)) == [f"{i:05d}" for i in range(4)]
+
+
 # What other programs wrote
 
 

@@ -19,6 +19,7 @@ from canvax.call import OptionRecord
 from canvax.cli import BAD_INPUT, main
 from canvax.cli.arguments import parse
 from canvax.images.grid import make_sheet
+from canvax.images.metadata import read_metadata
 from canvax.models.configs import ClipVisionConfig
 from canvax.models.denoiser import UNetDenoiser
 from canvax.noise import initial_noise, pasted_in_the_middle, slerp
@@ -368,8 +369,12 @@ def _left(pixels: np.ndarray) -> int:
         ["a", "b", "--x", "steps=1"],
         ["a", "--x", "seed=" + ",".join(map(str, range(500)))],
         ["--x", "steps=1"],
-        ["a", "--x", "width=64,96"],
-        ["a", "--x", "steps=1,2", "--y", "hires=1,2"],
+        ["a", "--x", "size=64"],
+        ["a", "--x", "size=64x64,65x64"],
+        ["a", "--x", "lora=0,1"],
+        ["a", "--x", "lora=ink", "--lora", "ink.safetensors"],
+        ["a", "--x", "model=emoji,nothing.safetensors", "-m", "emoji"],
+        ["a", "--x", "vae=nothing.safetensors"],
         ["a", "--x", "steps=1,2", "--batch-size", "0"],
         ["a", "--x", "steps=1,2", "--preview", "now.txt"],
     ],
@@ -380,11 +385,42 @@ def test_bad_sheets(words: list[str], here: Path, monkeypatch: pytest.MonkeyPatc
     assert not list(here.iterdir())
 
 
-def test_images_of_a_sheet_have_one_size(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("canvax.cli.sheet.generate_all", lambda *_, **__: pytest.fail("an image is generated"))
-    for side in (64, 96):
-        Image.new("RGB", (side, side)).save(f"{side}.png")
-    assert main(["sheet", "a fox", "--x", "image=64.png,96.png", "-q"]) == BAD_INPUT
+def test_sizes_along_a_sheet(here: Path, emoji: canvax.StableDiffusion, capsys: pytest.CaptureFixture[str]) -> None:
+    """Cells have the largest size, and smaller images are in their middle."""
+    words = ["sheet", "a fox", "--x", "size=96x64,64x64", "--steps", "2", "-s", "4", "-q"]
+    assert main([*words, "-o", "sheet.png", "--json"]) == 0
+    metadata = json.loads(capsys.readouterr().out)["metadata"]
+    assert [(one["width"], one["height"]) for one in metadata] == [(96, 64), (64, 64)]
+    want = np.asarray(emoji("a fox", width=64, height=64, num_inference_steps=2, seed=4, progress=False).images[0])
+    with Image.open("sheet.png") as sheet:
+        pixels = np.asarray(sheet.convert("RGB"))[-64:]
+    cell = pixels.shape[1] // 2
+    np.testing.assert_array_equal(pixels[:, cell + (cell - 64) // 2 :][:, :64], want)
+
+
+def test_a_load_says_which_parts_were_chosen(
+    here: Path, emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """How a single file is read is for ``canvax info``."""
+    facts = {"kind": "an SD: it has its arrays", "vae": "orangemix, the first file that fits"}
+    monkeypatch.setattr(type(emoji.model), "reasons", facts)
+    assert main(["generate", "a fox", "--steps", "2"]) == 0
+    shown = capsys.readouterr().err
+    assert facts["vae"] in shown
+    assert facts["kind"] not in shown
+
+
+def test_models_along_a_sheet(here: Path, emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each model with each VAE is loaded once, whatever the other cells are."""
+    loaded = []
+    monkeypatch.setattr("canvax.cli.sheet.check_against_model", lambda *_: None)
+    monkeypatch.setattr(canvax, "load", lambda model, **more: loaded.append((model, more.get("vae"))) or emoji)
+    words = ["--steps", "2", "-s", "4", "-q"]
+    assert main(["sheet", "a fox", "--x", "model=emoji,other", "--y", "vae=one,two", *words, "-o", "a.png"]) == 0
+    assert loaded == [("emoji", "one"), ("other", "one"), ("emoji", "two"), ("other", "two")]
+    loaded.clear()
+    assert main(["sheet", "--x", "model=emoji,other", "--y", "prompt=a fox;a cat", *words, "-o", "b.png"]) == 0
+    assert loaded == [("emoji", None), ("other", None)]
 
 
 def test_upscale_command(here: Path, emoji: canvax.StableDiffusion, capsys: pytest.CaptureFixture[str]) -> None:
@@ -397,6 +433,10 @@ def test_upscale_command(here: Path, emoji: canvax.StableDiffusion, capsys: pyte
     told = capsys.readouterr().out
     assert "canvax upscale IMAGE --prompt 'a fox'" in told
     assert "--scale 2.0" in told
+    assert main(["upscale", "fox.png", "--steps", "6", "-o", "plain.png", "-q"]) == 0
+    assert read_metadata("plain.png")["upscale"]["prompt"] == "a fox"  # that of the file, which no tile was given
+    again = emoji.upscale(draw(emoji).images[0], num_inference_steps=6, options=canvax.Options(progress=False))
+    assert again.metadata[0]["upscale"]["prompt"] == "a fox"
     assert main(["upscale", "nowhere.png", "-o", "x.png"]) == BAD_INPUT
     assert main(["upscale", "fox.png", "--scale", "99", "-o", "x.png", "-q"]) == BAD_INPUT
     assert not Path("x.png").exists()

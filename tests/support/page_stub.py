@@ -160,6 +160,7 @@ class Stub:
             Route("/", self.page),
             Route("/health", self.health),
             Route("/api/models", self.models),
+            Route("/api/prompts", self.prompts),
             Route("/api/adapters", self.adapters),
             Route("/api/jobs", self.submit, methods=["POST"]),
             Route("/api/jobs/{id}", self.job, methods=["GET", "DELETE"]),
@@ -207,6 +208,10 @@ class Stub:
         cards = [replace(card, controls=self.controls, ip_adapters=self.ip_adapters, **self.card) for card in usual]
         told = [asdict(card) | {"name": card.id, "default": i == 0} for i, card in enumerate(cards)]
         return JSONResponse({"models": told, "samplers": SAMPLERS})
+
+    async def prompts(self, request: Request) -> Response:
+        self.check(request)
+        return JSONResponse({"prompts": self.card.get("prompts", ())})
 
     async def adapters(self, request: Request) -> Response:
         self.check(request)

@@ -57,6 +57,8 @@ examples:
   canvax sheet "a cat" --x steps=5,10,20 --y sampler="Euler,DPM++ 2M,UniPC" -s 1
   canvax sheet "a cat" --x guidance=1,3,5,7 --y "prompt=a cat;a dog" -o sheet.png
   canvax sheet "a fox" --image lemon.png --x strength=0.3,0.5,0.7,0.9
+  canvax sheet "a cat" --x size=512x512,768x512 --y "model=owner/name,./mine.safetensors"
+  canvax sheet "a cat" --lora ink.safetensors --x lora=0,0.5,1 --y vae=owner/one,owner/two
 """
 _BATCH_EXAMPLES = """
 A row has a prompt and what else it wants to say: id, seed, steps, sampler, guidance_scale, width, negative_prompt, ...
@@ -250,7 +252,11 @@ def _derived(commands: Any, plain: Any) -> None:
         formatter_class=plain,
     )
     sheet.add_argument(
-        "--x", action=Once, metavar="NAME=VALUES", help="across: steps=10,20,40; values with commas: prompt='a;b'"
+        "--x",
+        action=Once,
+        metavar="NAME=VALUES",
+        help="across: steps=10,20,40; values with commas: prompt='a;b'; "
+        "besides settings: size, model, vae, lora (its weights)",
     )
     sheet.add_argument("--y", action=Once, metavar="NAME=VALUES", help="down: sampler='Euler,DPM++ 2M'")
     add_generate(sheet)

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -92,6 +93,10 @@ MOST = 10**9 - 1
 """Larger numbers in file names are not counters, but e.g. dates."""
 
 
+_NAMING, _BEING_WRITTEN = threading.Lock(), set[Path]()
+"""Names of files that threads are writing: they are in no listing of their folder yet."""
+
+
 def unique_path(folder: str | Path, seed: int, *, prefix: str = "") -> Path:
     """Returns a free name ``00001-SEED.png`` in a folder: above the highest number there.
 
@@ -101,8 +106,9 @@ def unique_path(folder: str | Path, seed: int, *, prefix: str = "") -> Path:
         InputError: the folder cannot be listed.
     """
     folder = Path(folder)
+    names = [path.name for path in tuple(_BEING_WRITTEN) if path.parent == folder]  # before those that are written
     try:
-        names = os.listdir(folder) if folder.is_dir() else []
+        names += os.listdir(folder) if folder.is_dir() else []
     except OSError as error:
         why = f"cannot be looked into ({error.strerror}), so that no free name is known"
         raise InputError(f"{folder}: {why}; choose another folder") from None
@@ -114,14 +120,21 @@ def unique_path(folder: str | Path, seed: int, *, prefix: str = "") -> Path:
 def save_numbered(
     folder: str | Path, image: Image, metadata: Mapping[str, Any], seed: int, *, prefix: str = ""
 ) -> Path:
-    """Writes an image under the next free name (``unique_path``), also if other processes write to the folder."""
+    """Writes an image under the next free name (``unique_path``), also if other processes write to the folder.
+
+    Images that threads of this process write at once have different numbers.
+    """
     while True:
-        path = unique_path(folder, seed, prefix=prefix)
+        with _NAMING:
+            path = unique_path(folder, seed, prefix=prefix)
+            _BEING_WRITTEN.add(path)
         try:
             return save_image(path, image, metadata)
         except InputError:
             if not path.exists():
                 raise
+        finally:
+            _BEING_WRITTEN.discard(path)
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
@@ -195,6 +208,20 @@ def _texts_of(file: BinaryIO, path: Path) -> dict[str, str]:
     is_png = file.read(len(_SIGNATURE)) == _SIGNATURE
     file.seek(0)
     return dict(_texts(file, path, (JSON_TEXT, INFOTEXT, COMFY_TEXT))) if is_png else exif_texts(file, path)
+
+
+def prompt_of(metadata: Mapping[str, Any]) -> str:
+    """Returns the prompt of an image; of one that was enlarged without a prompt, that of the image before."""
+    enlarged = metadata.get("upscale")
+    before = enlarged.get("prompt") if isinstance(enlarged, dict) else None
+    return next((text for text in (metadata.get("prompt"), before) if text and isinstance(text, str)), "")
+
+
+def prompt_in(file: BinaryIO) -> str:
+    """Returns the prompt that the metadata of an open image file holds; empty if it holds none."""
+    with suppress(InputError, ValueError, RecursionError):
+        return prompt_of(metadata_in(file, Path("the image")))
+    return ""
 
 
 def check_kinds(path: Path, metadata: Mapping[str, Any]) -> None:

@@ -104,7 +104,9 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
     known = {part for name in added for part in name.lower().split()}
     if unknown := [word for word in strange if word not in known]:
         rest = f" and {len(unknown) - LISTED} more" if len(unknown) > LISTED else ""
-        problem = f"has words that {model.name} has never seen: {', '.join(unknown[:LISTED])}{rest}"
+        near = [(word, model.concepts.nearest(word)) for word in unknown[:LISTED]]
+        listed = ", ".join(f"{word} (near: {known})" if known else word for word, known in near)
+        problem = f"has words that {model.name} has never seen: {listed}{rest}"
         yield HintWarning("prompt", NO_VALUE, problem, f"canvax info {model.name} --prompts lists what it knows")
     (tall, wide), pixels = model.native_size, request.height * request.width
     if not tall * wide / FAR <= pixels <= tall * wide * FAR:

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
 from canvax.images.inputs import MOST_PIXELS, fingerprint, read_images
 from canvax.images.masks import as_floats, extended, resized
+from canvax.images.metadata import prompt_in, prompt_of
 from canvax.models.controlnet_union import UnionNet
 from canvax.noise import NoiseKind, check_seed, initial_noise
 from canvax.pipelines.options import Options
@@ -51,7 +53,8 @@ def upscaled(
     if not isinstance(prompt, str):
         raise InputError("prompt", prompt, "is not text", "all tiles have one prompt")
     seed = check_seed(seed)
-    tiles = Tiles(model, source, scale=scale, overlap=overlap, seed=seed, noise=options.noise)
+    shown = "" if prompt else _prompt_of(image)
+    tiles = Tiles(model, source, scale=scale, overlap=overlap, seed=seed, noise=options.noise, prompt=shown)
     results = []
     for begin in range(0, len(tiles), batch):
         some = list(range(begin, min(begin + batch, len(tiles))))
@@ -134,6 +137,14 @@ def check_scale(scale: Any, source: Image.Image) -> tuple[int, int]:
     return width, height
 
 
+def _prompt_of(image: Any) -> str:
+    """The prompt that an image file, or an image of canvax, was generated with."""
+    if isinstance(image, str | Path):
+        with open(image, "rb") as file:
+            return prompt_in(file)
+    return prompt_of(getattr(image, "metadata", {}))
+
+
 class Tiles:
     """An image, ``scale`` times as large, in tiles of the size that the model was trained for.
 
@@ -144,6 +155,7 @@ class Tiles:
         overlap: pixels that neighbours share at least; None for three eighths of a tile.
         seed: of the noise.
         noise: its kind.
+        prompt: of the image, which is recorded where its tiles have none.
 
     Attributes:
         width: of the whole, in pixels.
@@ -156,7 +168,15 @@ class Tiles:
     """
 
     def __init__(
-        self, model: Model, source: Image.Image, *, scale: Any, overlap: Any, seed: int, noise: NoiseKind
+        self,
+        model: Model,
+        source: Image.Image,
+        *,
+        scale: Any,
+        overlap: Any,
+        seed: int,
+        noise: NoiseKind,
+        prompt: str = "",
     ) -> None:
         self.width, self.height = check_scale(scale, source)
         tall, wide = self._size = model.native_size
@@ -170,7 +190,7 @@ class Tiles:
         large = resized(source, self.height, self.width)
         self.large = extended(large, (0, 0, columns - self.width, rows - self.height))
         (self._noise,) = initial_noise([seed], model.networks.latent_shape(1, rows, columns)[1:], noise)
-        settings = {"scale": scale, "overlap": overlap}
+        settings = {"scale": scale, "overlap": overlap} | ({"prompt": prompt} if prompt else {})
         self._record = {"noise": noise, "image_sha256": fingerprint(source), "upscale": settings}
         self._lock = threading.Lock()
         self._sum: HostArray | None = None

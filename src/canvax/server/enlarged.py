@@ -46,7 +46,8 @@ def cut(job_request: JobRequest, model: Model, seed: int, noise: NoiseKind) -> t
     if width * height > MOST_PIXELS:
         size = f"{width} x {height} pixels, more than {MOST_PIXELS}"
         raise invalid("upscale", f"upscale={job_request.upscale:g} makes {size}; use less, or send a smaller image")
-    tiles = Tiles(model, job_request.image, scale=job_request.upscale, overlap=None, seed=seed, noise=noise)
+    scale, prompt = job_request.upscale, job_request.source_prompt
+    tiles = Tiles(model, job_request.image, scale=scale, overlap=None, seed=seed, noise=noise, prompt=prompt)
     if len(tiles) > MOST_TILES:
         size = f"{len(tiles)} tiles, more than {MOST_TILES}"
         raise invalid("upscale", f"upscale={job_request.upscale:g} makes {size}; use less, or send a smaller image")

@@ -90,6 +90,7 @@ class JobRequest:
         mask: white is generated anew.
         strength: 0..1, how much of the run is done.
         upscale: how many times larger than the image, which is gone over tile by tile then; None for another task.
+        source_prompt: that the image was generated with, for the metadata of one that is enlarged without a prompt.
         control: control images: one, or of several types a dict; with several networks a list of one for each, None
             for one that is left out. How strong they are is among the options. True with ``upscale``: each tile is its
             own.
@@ -121,6 +122,7 @@ class JobRequest:
     mask: Image.Image | None = None
     strength: float | None = None
     upscale: float | None = None
+    source_prompt: str = ""
     control: Any = None
     image_prompt: Sequence[PromptImage] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -397,6 +399,7 @@ class ModelCard:
         max_steps: likewise.
         tasks: "text-to-image", "image-to-image", "inpainting", "upscaling", "editing".
         examples: prompts that it is good at.
+        prompts: all concepts that it knows; none for most models, which take any prompt.
         styles: words that choose its style, written as ", STYLE style" behind a prompt.
         guided: whether it reads a guidance scale.
         no_guidance: the guidance scale that is none, with which no negative prompt is read.
@@ -428,6 +431,7 @@ class ModelCard:
     sha256: str
     controls: tuple[ControlCard, ...] = ()
     ip_adapters: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = ()
     styles: tuple[str, ...] = ()
     guided: bool = True
     no_guidance: float = 1.0

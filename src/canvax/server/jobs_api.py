@@ -21,7 +21,7 @@ from canvax.errors import InputError, nearest
 from canvax.images.infotext import settings_left
 from canvax.images.maps import SETTINGS as MAPS
 from canvax.images.maps import control_map
-from canvax.images.metadata import metadata_in
+from canvax.images.metadata import metadata_in, prompt_in
 from canvax.pipelines.control import OPTIONS
 from canvax.pipelines.references import MOST
 from canvax.samplers.specs import SAMPLERS
@@ -44,7 +44,7 @@ from canvax.server.answers import (
     watched,
 )
 from canvax.server.fields import Scale, Seed, Side, Strength
-from canvax.server.images_in import Pixels, colours, image_of_bytes, image_of_text, white_mask
+from canvax.server.images_in import Pixels, bytes_of_text, colours, image_of_bytes, image_of_text, white_mask
 from canvax.server.jobs import (
     MEDIA_TYPES,
     Changed,
@@ -139,6 +139,9 @@ def routes(engine: Engine) -> list[BaseRoute]:
         ]
         return json_answer({"models": cards, "samplers": samplers})
 
+    async def prompts(request: Request) -> Response:
+        return json_answer({"prompts": model_named(engine, request.query_params.get("model")).prompts})
+
     async def adapters(request: Request) -> Response:
         cards = await reading(engine.adapters, request.query_params.get("model"))
         return json_answer({"adapters": [{"name": card.name, "alias": card.alias} for card in cards]})
@@ -189,6 +192,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
 
     endpoints = [
         ("/api/models", models, ["GET"]),
+        ("/api/prompts", prompts, ["GET"]),
         ("/api/adapters", adapters, ["GET"]),
         ("/api/jobs", jobs, ["GET", "POST"]),
         ("/api/jobs/{name}", job_route, ["GET", "DELETE"]),
@@ -262,9 +266,11 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequ
         raise Rejected(400, "invalid_value", problem, param="negative_prompt")
     if twice := [name for name in OPTIONS if getattr(body, name) is not None and name in (body.options or {})]:
         raise Rejected(400, "invalid_value", f"{twice[0]} is in options as well; send it once", param=twice[0])
-    image = mask = None
+    image, mask, source_prompt = None, None, ""
     if body.image is not None:
-        image = colours("image", image_of_text("image", body.image))
+        data = bytes_of_text("image", body.image)
+        image = colours("image", image_of_bytes("image", data))
+        source_prompt = prompt_in(io.BytesIO(data)) if body.upscale is not None and not body.prompt else ""
     if body.mask is not None:
         mask = white_mask("mask", image_of_text("mask", body.mask))
         if image is not None and mask.size != image.size:
@@ -296,6 +302,7 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequ
         mask=mask,
         strength=body.strength,
         upscale=body.upscale,
+        source_prompt=source_prompt,
         control=control,
         image_prompt=image_prompt,
         options={**(body.options or {}), **control_options},

@@ -320,6 +320,7 @@ class ServedModel:
             sha256=hashlib.sha256(config.encode()).hexdigest(),
             controls=controls,
             ip_adapters=ip_adapters,
+            prompts=tuple(concepts),
             styles=STYLES if concepts else (),
             guided=not networks.denoiser.distilled,
             no_guidance=model.family.guidance_off,

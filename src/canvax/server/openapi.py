@@ -56,6 +56,7 @@ _BARE = {
 """Paths to which nothing is posted."""
 _GETS = {
     "/api/models": "Models and samplers.",
+    "/api/prompts": "All concepts that a small model knows.",
     "/api/adapters": "Adapters of a model.",
     "/api/jobs": "The client's jobs that are not over, oldest first.",
     "/api/jobs/{name}": "A job.",

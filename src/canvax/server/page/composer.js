@@ -1,8 +1,9 @@
 // The form: what to draw and how; the input image and its mask.
+import { getJson } from "./api.js";
 import { besideBody, besideFiles, besideSettings, prepareBeside, setAdapters, showBeside, showBesideText, showPrepared } from "./beside.js";
 import { canvasOf, crisp, fitted, paint, toBlob, toDataUrl } from "./pictures.js";
 import { preparePrompt, showSyntax } from "./prompt.js";
-import { $, announce, button, el, plural, remember, remembered, setIcon, toast } from "./ui.js";
+import { $, announce, button, el, openDialog, plural, remember, remembered, setIcon, toast } from "./ui.js";
 
 let catalogue = { models: [], samplers: [] };
 /** {blob, mask: canvas of the input's size or null, original} or null. */
@@ -18,6 +19,7 @@ let others = {};
 /** The card of a model; without a model, that of the first, which is the default. */
 export const cardOf = (id) => catalogue.models.find((one) => one.id === id) ?? catalogue.models[0];
 export const model = () => cardOf($("model").value);
+export const models = () => catalogue.models.map(({ id }) => id);
 export const samplers = () => catalogue.samplers.filter(({ name }) => model()?.samplers?.includes(name) ?? true);
 export const samplerLabel = (name) => catalogue.samplers.find((one) => one.name === name)?.label ?? name;
 export const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
@@ -32,8 +34,6 @@ const meant = (name) => {
 };
 export const hasModels = () => catalogue.models.length > 0;
 
-/** Samplers that people choose most, before the others. */
-const OFTEN = ["dpmpp_2m", "euler_a", "euler", "dpmpp_2m_sde", "dpmpp_sde", "unipc", "heun", "ddim", "lcm", "flow_euler"];
 const LINKED = [["steps", "steps-number"], ["guidance", "guidance-number"]];
 
 export async function setCatalogue(models) {
@@ -97,9 +97,7 @@ function showModel() {
   $("steps").max = Math.min(card.max_steps, Math.max(20, 2 * card.steps));
   const first = el("option", { value: "", textContent: card.sampler ? `Default: ${samplerLabel(card.sampler)}` : "Default" });
   const option = ({ name, label: text }) => el("option", { value: name, textContent: text });
-  const usual = OFTEN.map((name) => samplers().find((one) => one.name === name)).filter(Boolean);
-  const rest = samplers().filter((one) => !usual.includes(one)).sort((a, b) => a.label.localeCompare(b.label));
-  $("sampler").replaceChildren(first, el("optgroup", { label: "Used most" }, ...usual.map(option)), el("optgroup", { label: "Others" }, ...rest.map(option)));
+  $("sampler").replaceChildren(first, ...samplers().map(option));
   ownSettings();
   showInput();
   showSyntax();
@@ -115,6 +113,13 @@ function sizesOf(card) {
   const usual = card.any_size ? SHAPES.map(([w, h]) => [round(Math.sqrt((area * w) / h)), round(Math.sqrt((area * h) / w))]) : [];
   return [...new Map([...card.sizes, ...usual].map((size) => [size.join(), size])).values()];
 }
+
+export const sizes = () => sizesOf(model());
+/** Whether the model makes images of this size. */
+export const canMake = (width, height) => {
+  const { any_size: any, size_step: step, sizes: ready } = model();
+  return ready.some(([w, h]) => w === width && h === height) || (any && [width, height].every((side) => side > 0 && side % step === 0));
+};
 
 /** The usual name of a shape, where it has one. */
 function shapeOf(width, height) {
@@ -312,7 +317,11 @@ export async function apply(given) {
   if (given.sampler !== undefined && given.sampler !== null) setSampler(given.sampler);
   if (given.n) $("count").value = given.n;
   if (given.format) $("format").value = given.format;
-  if (given.strength !== undefined && given.strength !== null) $("strength").value = given.strength;
+  if (given.upscale) {
+    if ([...$("upscale-by").options].some(({ value }) => Number(value) === given.upscale)) $("upscale-by").value = given.upscale;
+    if (given.strength) $("upscale-strength").value = given.strength;
+    showUpscaling();
+  } else if (given.strength !== undefined && given.strength !== null) $("strength").value = given.strength;
   if (given.options) setOptions(given.options);
   if (given.seed !== undefined && given.seed !== null) $("seed").value = given.seed;
   if (given.lock !== undefined) showLock(given.lock);
@@ -520,10 +529,29 @@ export async function bodyOf(job, files) {
   return Object.assign(body, besideBody(job, body));
 }
 
-/** What the server says of a job that it accepted. A prompt's syntax has a line of its own. */
+/** What the server says of a job that it accepted. A prompt's syntax has a line of its own, and a list of words its dialog. */
 export function showHints(hints) {
   const others = $("syntax-note").hidden ? hints : hints.filter((text) => !text.includes("prompt_syntax"));
-  $("hints").replaceChildren(...others.map((text) => el("li", { textContent: text })));
+  const command = /; canvax info \S+ --prompts .*/;
+  $("hints").replaceChildren(...others.map((text) => el("li", { textContent: `${text[0].toUpperCase()}${text.slice(1).replace(command, ". ")}` },
+    command.test(text) ? el("button", { type: "button", className: "link", textContent: "Show what it knows", onclick: showKnown }) : null)));
+}
+
+let known = [];
+
+async function showKnown() {
+  known = (await getJson(`api/prompts?model=${encodeURIComponent(model().id)}`).catch((error) => { toast(error.message); return { prompts: [] }; })).prompts;
+  if (!known.length) return;
+  $("known-search").value = "";
+  listKnown();
+  openDialog($("known"));
+}
+
+function listKnown() {
+  const words = $("known-search").value.toLowerCase().split(/\s+/);
+  $("known-list").replaceChildren(...known.filter((name) => words.every((word) => name.includes(word))).map((name) => el("li", {}, el("button", {
+    type: "button", textContent: name, onclick: () => { $("known").close(); apply({ prompt: name }); showHints([]); keepDraft(); $("prompt").focus(); },
+  }))));
 }
 
 /** A number that is none or out of its range, or undefined. */
@@ -551,6 +579,7 @@ export function formError(text, param = null, id = null) {
 }
 
 export function prepareComposer() {
+  $("known-search").addEventListener("input", listKnown);
   prepareBeside();
   preparePrompt();
   for (const [range, number] of LINKED) {

@@ -44,10 +44,12 @@ const sort = () => records.sort((a, b) => b.created - a.created);
 /** The next images of the server's folder. What the browser keeps of an image has its inputs, too. */
 async function loadOlder() {
   const page = await olderImages(older);
-  const here = new Set(records.map(({ file, settings }) => `${file} ${settings.seed}`));  // the prompt may differ
+  // The prompt may differ, and the seed of a sheet.
+  const mark = ({ file, kind, settings }) => (kind === "sheet" ? file : `${file} ${settings.seed}`);
+  const here = new Set(records.map(mark));
   for (const { file, ...image } of page.images) {
     image.settings.prompt ??= "";
-    if (here.has(`${file} ${image.settings.seed}`)) continue;
+    if (here.has(mark({ file, ...image }))) continue;
     records.push({ id: `file:${encodeURIComponent(file)}`, favourite: false, ...image, file });
   }
   older = page.next;
