@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.call import Call
-from canvax.cli.adapters import check_adapters, load_adapters
+from canvax.cli.adapters import check_adapters, load_adapters, load_named
 from canvax.cli.arguments import versions
 from canvax.cli.generate_arguments import OUTPUT, with_networks
 from canvax.cli.images import ZERO_SNR, Source, check_table, gather, images_of, shared, sized
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         )
     _hint_at_quotes(arguments)
     check_against_model(arguments, calls, source)
-    pipe = load_model(arguments, source)
+    pipe = load_model(arguments, source, calls)
     timings["load"] = time.perf_counter() - began
     report |= description(pipe)
     calls = sized(calls, pipe.model)
@@ -232,8 +232,8 @@ def check_against_model(arguments: argparse.Namespace, calls: Sequence[Call], so
         check_start(call.options, call.sampler, None, model, image=call.image is not None)
 
 
-def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion:
-    """Load the model that the flags ask for onto their devices."""
+def load_model(arguments: argparse.Namespace, source: Source, calls: Sequence[Call] = ()) -> StableDiffusion:
+    """Load the model that the flags ask for onto their devices, with the textual inversions that the calls name."""
     import canvax
     from canvax.parallel import multihost
     from canvax.parallel.mesh import mesh_of
@@ -270,6 +270,7 @@ def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion
                 complain(f"{name.replace('_', ' ')}: {reason}", label="")
     pipe = with_networks(pipe, arguments)
     load_adapters(pipe, arguments)
+    load_named(pipe, calls, arguments)
     return pipe
 
 

@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     check_batch_size(arguments.batch_size)
     preview = None if arguments.preview is None else new_image("preview", arguments.preview)
     check_against_model(arguments, calls, source)
-    pipe = load_model(arguments, source)
+    pipe = load_model(arguments, source, calls)
     report |= description(pipe) | {"files": [], "compilations": 0, "metadata": []}
     total, made = 0.0, dict[int, tuple[Image.Image, Mapping[str, Any]]]()
     calls = sized(calls, pipe.model)

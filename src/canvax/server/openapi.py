@@ -56,7 +56,7 @@ _BARE = {
 """Paths to which nothing is posted."""
 _GETS = {
     "/api/models": "Models and samplers.",
-    "/api/adapters": "Adapters of a model.",
+    "/api/adapters": "Adapters and embeddings of a model.",
     "/api/jobs": "The client's jobs that are not over, oldest first.",
     "/api/jobs/{name}": "A job.",
     "/api/jobs/{name}/events": "Its events, as they happen.",
