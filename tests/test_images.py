@@ -26,7 +26,7 @@ from canvax.images import metadata as module
 from canvax.images.convert import to_pil, to_uint8, upright_rgb
 from canvax.images.formats import GeneratedImage
 from canvax.images.grid import make_grid
-from canvax.images.infotext import from_infotext, parts_of, settings_left, to_infotext
+from canvax.images.infotext import embeddings_in, from_infotext, parts_of, settings_left, to_infotext
 from canvax.images.metadata import read_metadata, save_image, save_numbered, unique_path
 from canvax.samplers import CURVES, SAMPLERS, find
 from canvax.scale import work
@@ -487,7 +487,9 @@ def test_a1111(tmp_path: Path) -> None:
         },
     }
     assert settings_left(got) == {"Hires upscaler": "Latent", "<lora:x:0.5>": ""}
-    assert settings_left({"other": {"TI hashes": "bad: 1", "User": "me", "Version": "1"}}) == {"TI hashes": "bad: 1"}
+    facts = {"other": {"TI hashes": "bad: 1, a, b: 2", "User": "me", "Version": "1"}}
+    assert (settings_left(facts), embeddings_in(facts)) == ({}, ["bad", "b"])
+    assert embeddings_in({"embeddings": {"wool": {"file": "./wool.safetensors"}}}) == ["wool"]
 
 
 def test_stable_diffusion_cpp() -> None:

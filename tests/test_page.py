@@ -75,7 +75,7 @@ def test_the_commands_for_other_models_are_those_of_the_docs() -> None:
 
 
 def test_it_is_small() -> None:
-    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 200_000
+    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 210_000
 
 
 def test_nothing_is_inline() -> None:
@@ -780,6 +780,27 @@ def test_names_of_adapters_are_completed(site: Site) -> None:
     assert page.input_value("#prompt") == "a fox <lora:ink:1>"
     assert page.locator("#completions").is_hidden()
     assert not site.stub.bodies  # Enter has chosen the name and has not generated
+
+
+@browser_only
+def test_embeddings_of_the_folder(site: Site) -> None:
+    """A chip writes a name into the text that was last written in; what a name is, is said under the prompt."""
+    page = site.page
+    page.fill("#prompt", "a fox")
+    page.fill("#negative", "blurry")
+    assert page.inner_text("#words-note") == ""
+    page.click("#embeddings summary")
+    assert page.locator("#embedding-list button:disabled").all_inner_texts() == ["yarn"]
+    page.click("#embedding-list button:text('wool')")
+    assert (page.input_value("#prompt"), page.input_value("#negative")) == ("a fox", "blurry, wool")
+    page.fill("#prompt", "woolly yarn")
+    notes = page.locator("#words-note li").all_inner_texts()
+    assert [note.split()[0].strip(":") for note in notes] == ["wool", "yarn"]
+    assert "yarn.safetensors" in notes[1]
+    assert page.inner_text("#embeddings-text") == "wool"
+    page.fill("#negative", "")
+    page.fill("#prompt", "a fox")
+    assert page.inner_text("#words-note") == ""
 
 
 @thorough

@@ -218,7 +218,10 @@ class Stub:
         model = request.query_params.get("model")
         await asyncio.sleep(self.slow.get(model or "", 0))
         cards = self.engine.adapters(model)
-        return JSONResponse({"adapters": [{"name": one.name, "alias": one.alias} for one in cards]})
+        words = [{"name": one.name, "fault": one.fault} for one in self.engine.embeddings(model)]
+        return JSONResponse(
+            {"adapters": [{"name": one.name, "alias": one.alias} for one in cards], "embeddings": words}
+        )
 
     async def submit(self, request: Request) -> Response:
         self.check(request)

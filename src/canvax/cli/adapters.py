@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.terminal import byte_size, complain
-from canvax.errors import InputError
+from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, warn
 from canvax.files import named_path
-from canvax.weights.data_folder import lora_folder
+from canvax.weights.data_folder import embedding_files, lora_folder
 
 if TYPE_CHECKING:
+    from canvax.call import Call
     from canvax.pipelines.pipeline import StableDiffusion
     from canvax.weights.location import Location
 
@@ -84,6 +85,27 @@ def load_adapters(pipe: StableDiffusion, arguments: argparse.Namespace) -> None:
             complain(f"{Path(source).name}: write {' or '.join(words)} in a prompt")
     if (folder := arguments.lora_dir or lora_folder()) is not None:
         pipe.adapters.folder = folder
+
+
+def load_named(pipe: StableDiffusion, calls: Sequence[Call], arguments: argparse.Namespace) -> None:
+    """Load the textual inversions of the folder of models that the prompts of calls name; say which do not fit."""
+    from canvax.pipelines.texts import texts_of
+    from canvax.tokenizers.clip import words_in
+    from canvax.weights.embeddings import read_word
+    from canvax.weights.lora import token_widths
+
+    files = embedding_files()
+    names = files.keys() - {word.lower() for word in pipe.adapters.words}
+    texts = dict.fromkeys(text for call in calls for text in texts_of(call.prompt, call.negative_prompt, call.options))
+    for name in dict.fromkeys(word for text in texts for word, *_ in words_in(text, names)):
+        try:
+            read_word(files[name], name, token_widths(pipe.model.networks.text.specs))
+            pipe.adapters.load_embedding(files[name], name)
+        except CanvaxError as fault:
+            warn(HintWarning("prompt", NO_VALUE, f"has {name!r}, which is read as text: {fault}"))
+        else:
+            if not arguments.quiet:
+                complain(f"{name}: a textual inversion, {files[name]}")
 
 
 def info_lines(report: Mapping[str, Any]) -> list[str]:

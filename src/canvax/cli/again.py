@@ -14,7 +14,7 @@ from canvax.pipelines.image_prompts import NONE
 from canvax.pipelines.options import Options
 from canvax.samplers import find
 from canvax.settings import as_flags, declared, offered
-from canvax.weights.data_folder import find_named
+from canvax.weights.data_folder import embedding_files, find_named
 from canvax.weights.location import BUNDLED
 
 OF_MODEL = (
@@ -181,7 +181,8 @@ def _adapters(metadata: Mapping[str, Any]) -> Iterator[str]:
             files.append(entry.get("file"))
             if is_weight(entry.get("weight")):
                 yield from _flag("lora", f"{entry.get('file')}:{entry['weight']}")
-    for source in dict.fromkeys(map(str, _table(metadata, "embeddings").values())):
+    at_hand = embedding_files()
+    for source in dict.fromkeys(source for name, source in _words(metadata) if name.lower() not in at_hand):
         if source not in files:  # words of an adapter come with it
             yield from _flag("embedding", source)
 
@@ -194,9 +195,15 @@ def adapters_lost(metadata: Mapping[str, Any]) -> Iterator[str]:
             yield f"the weight of its adapter {name} is {weight}, and --lora takes one number"
         elif entry.get("revision"):
             yield f"its adapter {name} is of the revision {entry['revision']}, and --lora takes the newest"
-    for name, source in _table(metadata, "embeddings").items():
-        if name != Path(str(source)).stem and not name.startswith("<"):
+    for name, source in _words(metadata):
+        if name.lower() != Path(source).stem.lower() and not name.startswith("<"):
             yield f"the word of its embedding {source} was {name}, and --embedding takes the word in the file"
+
+
+def _words(metadata: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each textual inversion with its file; older images hold the file alone."""
+    for name, entry in _table(metadata, "embeddings").items():
+        yield name, str(entry.get("file") if isinstance(entry, dict) else entry)
 
 
 def is_weight(value: Any) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.call import Call, Load
-from canvax.cli.adapters import check_adapters, load_adapters
+from canvax.cli.adapters import check_adapters, load_adapters, load_named
 from canvax.cli.arguments import versions
 from canvax.cli.generate_arguments import OUTPUT
 from canvax.cli.images import check_table, gather, images_of, shared, sized
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         )
     _hint_at_quotes(arguments)
     check_against_model(calls, load)
-    pipe = load_model(arguments, load)
+    pipe = load_model(arguments, load, calls)
     timings["load"] = time.perf_counter() - began
     report |= description(pipe)
     calls = sized(calls, pipe.model)
@@ -222,8 +222,8 @@ def check_against_model(calls: Sequence[Call], load: Load) -> None:
         check_start(call.options, call.sampler, None, model, image=call.image is not None)
 
 
-def load_model(arguments: argparse.Namespace, load: Load) -> StableDiffusion:
-    """Load the model that the flags ask for onto their devices, with its networks and adapters."""
+def load_model(arguments: argparse.Namespace, load: Load, calls: Sequence[Call] = ()) -> StableDiffusion:
+    """Load the model that the flags ask for onto their devices, with the textual inversions that the calls name."""
     from canvax.parallel import multihost
     from canvax.parallel.mesh import mesh_of
 
@@ -239,6 +239,7 @@ def load_model(arguments: argparse.Namespace, load: Load) -> StableDiffusion:
             if name in pipe.model.files.components:  # a part that was chosen; canvax info says how the rest is known
                 complain(f"{name.replace('_', ' ')}: {reason}", label="")
     load_adapters(pipe, arguments)
+    load_named(pipe, calls, arguments)
     return pipe
 
 

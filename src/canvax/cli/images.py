@@ -17,7 +17,7 @@ from canvax.cli.image_prompts import check_same
 from canvax.cli.loading import check_ip_adapters, load_of
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
-from canvax.images.infotext import settings_left
+from canvax.images.infotext import embeddings_in, settings_left
 from canvax.images.inputs import fingerprint, read_images
 from canvax.images.metadata import check_kinds, read_metadata
 from canvax.noise import check_seed, image_seeds
@@ -31,6 +31,7 @@ from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 from canvax.scale.rows import check_prompt_line, json_object, text_lines
 from canvax.scale.work import call_of, grouped
 from canvax.settings import aliases, declared, offered
+from canvax.weights.data_folder import embedding_files
 
 if TYPE_CHECKING:
     from canvax.families.base import Model
@@ -256,7 +257,8 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Load]:
     _check_references(path, metadata, arguments)
     for name in ("image", "mask"):
         _check_same(path, metadata, name, getattr(arguments, name))
-    used = {*map(str, metadata.get("adapters") or ()), *map(str, metadata.get("embeddings") or ())}
+    words = {word for word in map(str, metadata.get("embeddings") or ()) if word.lower() not in embedding_files()}
+    used = {*map(str, metadata.get("adapters") or ()), *words}
     if used and not (arguments.lora or arguments.embedding):
         complain(
             f"{path}: was generated with {', '.join(sorted(used))[:200]}; name the files with --lora and --embedding",
@@ -332,6 +334,9 @@ def _check_control(path: Path, metadata: Mapping[str, Any], arguments: argparse.
 
 
 def _warn_of_losses(path: Path, metadata: Mapping[str, Any]) -> None:
-    if other := settings_left(metadata):
+    lost = dict.fromkeys(
+        f"embedding {name}" for name in embeddings_in(metadata) if name.lower() not in embedding_files()
+    )
+    if other := settings_left(metadata) | lost:
         left = ", ".join(f"{name}: {value!s:.80}" if value else str(name) for name, value in other.items())
         complain(f"{path}: settings that cannot be read are left out: {left}", label="warning: ")

@@ -151,7 +151,7 @@ class Cells:
 
     def run(self) -> Iterator[tuple[list[int], list[Call], StableDiffusion]]:
         """Load the model, and yield the cells and the calls of each weight of the LoRA."""
-        pipe = load_model(self.arguments, self.load)
+        pipe = load_model(self.arguments, self.load, self.calls)
         calls = sized(self.calls, pipe.model)
         for weight in dict.fromkeys(weight for _, weight in self.cells):
             if weight is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 from canvax.call import MAX_SIDE, Call
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     where = Destination.checked(arguments, [call])
     load = load_of(arguments)
     check_against_model([call], load)
-    pipe = load_model(arguments, load)
+    pipe = load_model(arguments, load, [replace(call, negative_prompt=arguments.negative_prompt)])
     report |= description(pipe)
     named = {name: getattr(arguments, name) for name in ("scale", "strength", "overlap", "batch_size", "seed")}
     named = {"batch" if name == "batch_size" else name: value for name, value in named.items() if value is not None}

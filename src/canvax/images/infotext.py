@@ -31,8 +31,9 @@ _CURVES = {
 }
 """Schedule type in lower case -> name of the curve in canvax."""
 _KEY = re.compile(r"\s*([A-Za-z][\w /+\-]*):\s*")
-_FACTS = ("Version", "Model hash", "VAE hash", "Lora hashes", "Hashes", "User", "Created Date")
-"""What changes no image. "TI hashes" is not among them: only it says that an embedding was in the prompt."""
+_EMBEDDINGS = "TI hashes"
+_FACTS = ("Version", "Model hash", "VAE hash", "Lora hashes", _EMBEDDINGS, "Hashes", "User", "Created Date")
+"""What changes no image. Of embeddings ``embeddings_in`` tells."""
 NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]*>", re.IGNORECASE)
 """A network in a prompt, which is not text for the encoder."""
 _SIZE = r"(\d{1,6})x(\d{1,6})"
@@ -80,6 +81,9 @@ def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     # The folders of a local model's path are private.
     local = os.path.isabs(model) or model.startswith("./") or os.path.isdir(model)
     yield "Model", os.path.basename(os.path.normpath(model)) if local else model
+    words = metadata.get("embeddings") or {}
+    hashes = {name: entry["sha256"][:12] for name, entry in words.items() if isinstance(entry, Mapping)}
+    yield _EMBEDDINGS, ", ".join(f"{name}: {sha256}" for name, sha256 in hashes.items())
     yield "Denoising strength", metadata.get("strength")
     if options.get("hires", 1) > 1:
         method = options.get("hires_method", "pixel")
@@ -134,6 +138,14 @@ def settings_left(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Returns another program's settings that canvax cannot use, except versions and hashes, which change no image."""
     other = metadata.get("other")
     return {name: value for name, value in other.items() if name not in _FACTS} if isinstance(other, dict) else {}
+
+
+def embeddings_in(metadata: Mapping[str, Any]) -> list[str]:
+    """Return the textual inversions that an image was generated with, by the words of its prompts."""
+    ours, other = metadata.get("embeddings"), metadata.get("other")
+    hashes = str(other.get(_EMBEDDINGS) or "") if isinstance(other, dict) else ""
+    theirs = [name.strip() for name, colon, _ in (part.rpartition(":") for part in hashes.split(",")) if colon]
+    return list(dict.fromkeys([*map(str, ours if isinstance(ours, dict) else ()), *theirs]))
 
 
 def parts_of(text: str) -> tuple[str, str, dict[str, str]]:

@@ -114,6 +114,7 @@ class _Word(NamedTuple):
     ids: Mapping[str, tuple[int, ...]]
     vectors: Mapping[str, HostArray]
     source_keywords: Mapping[str, Any]
+    sha256: str
 
 
 class Adapters(Mapping[str, LoadedAdapter]):
@@ -232,7 +233,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         tell_of_odd(name, loaded.weights)
         with self._pipe.changing:
             check_name(name, self._loaded)  # another thread may have loaded it meanwhile
-            words = self._placed(adapter.embeddings, str(source), None, origin.keywords)
+            words = self._placed(adapter.embeddings, str(source), None, origin.keywords, loaded.sha256)
             if beside:
                 self._put_beside(loaded)
             changed = set() if beside else set(adapter.parts)
@@ -331,7 +332,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             paths = paths[:1]
         embeddings = read_embeddings(paths, widths, asked)
         with self._pipe.changing:
-            words = self._placed(embeddings, str(source), asked, origin.keywords)
+            words = self._placed(embeddings, str(source), asked, origin.keywords, sha256_of(paths[0]))
             self._apply(self._loaded, {**self._words, **words}, set())
         return tuple(words)
 
@@ -462,7 +463,10 @@ class Adapters(Mapping[str, LoadedAdapter]):
             if adapter.place is None and adapter.acts
         }
         result: dict[str, Any] = {"adapters": active} if active else {}
-        words = {name: file_named(word.source, word.source_keywords) for name, word in self._words.items()}
+        words = {
+            name: {"file": file_named(word.source, word.source_keywords), "sha256": word.sha256}
+            for name, word in self._words.items()
+        }
         return result | ({"embeddings": words} if words else {})
 
     def _own(self) -> Params:
@@ -483,6 +487,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         source: str,
         token: str | tuple[str, ...] | None,
         source_keywords: Mapping[str, Any],
+        sha256: str,
     ) -> dict[str, _Word]:
         """Embeddings with free rows of the tables.
 
@@ -506,7 +511,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
                     )
                 ids[part] = tuple(free[: len(vectors)])
             self._hint(embedding)
-            words[embedding.name] = _Word(source, token, ids, embedding.vectors, source_keywords)
+            words[embedding.name] = _Word(source, token, ids, embedding.vectors, source_keywords, sha256)
         return words
 
     def _hint(self, embedding: Embedding) -> None:

@@ -186,7 +186,7 @@ def _of_words(
     texts = [*prompts, *negatives, *second]
     matches = dict.fromkeys(match[0] for text in texts for match in _WORD.finditer(text))
     bare = {word: word.lower().removeprefix("embedding:") for word in matches}
-    if free := [word for word in matches if not {bare[word], bare[word].rpartition(".")[0]} & added]:
+    if free := [word for word in matches if not {(to := bare[word]), to.strip("<>"), to.rpartition(".")[0]} & added]:
         yield as_text(free[0], "pipe.adapters.load_embedding or --embedding loads a textual inversion of this name")
     for name, elsewhere in (("negative_prompt", negatives), ("hires_prompt", second)):
         if network := _first(NETWORK, elsewhere):

@@ -99,6 +99,13 @@ class Texts:
         return chunk_count(counts, whole=self.whole)
 
 
+def texts_of(prompt: Any, negative_prompt: Any, options: Any) -> list[str]:
+    """All texts of a call that its text encoders read; ``options`` are ``canvax.Options``."""
+    more = (options.prompt_2, options.negative_prompt_2, options.hires_prompt)
+    sides = [side if isinstance(side, list | tuple) else [side] for side in (prompt, negative_prompt, *more)]
+    return [text for side in sides for text in side if isinstance(text, str)]
+
+
 def prompt_tokens(text: TextEncoders, chunks: int = COUNTS[-1]) -> int:
     """How many tokens of a prompt fit into so many chunks, with the template of a language model."""
     return min(chunks * text.tokens, text.most) if text.whole else chunks * (text.tokens - 2)

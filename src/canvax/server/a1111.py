@@ -71,7 +71,6 @@ _EMPTY: dict[str, Any] = {
     "sd-vae": [],
     "sd-modules": [],
     "latent-upscale-modes": [{"name": "Latent"}],
-    "embeddings": {"loaded": {}, "skipped": {}},
     "hypernetworks": [],
     "prompt-styles": [],
     "face-restorers": [],
@@ -351,6 +350,19 @@ class _Session:
         await reading(partial(self.engine.adapters, self.card(client_of(request)).id, refresh=True))
         return json_answer(None)
 
+    async def embeddings(self, request: Request) -> Response:
+        cards = await reading(self.engine.embeddings, self.card(client_of(request)).id)
+        kinds: dict[str, dict[str, Any]] = {"loaded": {}, "skipped": {}}
+        nothing = dict.fromkeys(("step", "sd_checkpoint", "sd_checkpoint_name"))
+        for card in cards:
+            entry = {**nothing, "shape": card.width, "vectors": card.vectors}
+            kinds["skipped" if card.fault else "loaded"][card.name] = entry
+        return json_answer(kinds)
+
+    async def refresh_embeddings(self, request: Request) -> Response:
+        await reading(partial(self.engine.embeddings, self.card(client_of(request)).id, refresh=True))
+        return json_answer(None)
+
     async def models(self, _: Request) -> Response:
         return json_answer([_described(card) for card in self.engine.models()])
 
@@ -364,6 +376,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
         "options": session.options,
         "sd-models": session.models,
         "loras": session.adapters,
+        "embeddings": session.embeddings,
         "samplers": _always(_samplers()),
         "schedulers": _always(_schedulers()),
     }
@@ -375,8 +388,9 @@ def routes(engine: Engine) -> list[BaseRoute]:
         "skip": session.interrupt,
         "options": session.choose,
         "png-info": _png_info,
-        **dict.fromkeys(("refresh-checkpoints", "refresh-vae", "refresh-embeddings"), nothing),
+        **dict.fromkeys(("refresh-checkpoints", "refresh-vae"), nothing),
         "refresh-loras": session.refresh_adapters,
+        "refresh-embeddings": session.refresh_embeddings,
     }
     return [
         Route(f"/sdapi/v1/{name}", answering(error, endpoint), methods=[method])

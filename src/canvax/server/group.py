@@ -95,7 +95,8 @@ class Group:
         key: what the programs are for.
         model: the model.
         programs: its programs.
-        params: gives its parameters, which are on the devices while the group runs.
+        params: gives its parameters, which are on the devices while the group runs; with the vectors of the words
+            that it is given.
         batches: images of one call of a denoiser; multiples of the mesh's ``data`` axis.
         lanes: calls at the same time, at most (``canvax.engine.lanes``).
 
@@ -111,7 +112,7 @@ class Group:
         key: GroupKey,
         model: Model,
         programs: Programs,
-        params: Callable[[], Params],
+        params: Callable[..., Params],
         batches: Sequence[int],
         lanes: int = 1,
     ) -> None:
@@ -241,7 +242,8 @@ class Group:
             assert self._idle is not None
             if item.shelf is not None:
                 item.request = replace(item.request, beside=item.shelf.shares(item.adapters))
-            prepared = prepare(self._model, self._programs, self._params(), item.request, self._ready, item.table)
+            params = self._params(item.words)
+            prepared = prepare(self._model, self._programs, params, item.request, self._ready, item.table)
             names = item.request.control.names if item.request.control else ()
             carried = self._idle.beside(prepared.batch.carried()[0], names)
             item.carried = carried._replace(flight=_with_known(carried.flight, self.key.kinds))

@@ -457,6 +457,23 @@ class AdapterCard:
     file: str
 
 
+@dataclass(frozen=True)
+class EmbeddingCard:
+    """What clients see of a textual inversion that prompts may name.
+
+    Attributes:
+        name: as prompts write it.
+        fault: why it cannot be used with the model; "" if it can.
+        vectors: how many it has.
+        width: of each.
+    """
+
+    name: str
+    fault: str = ""
+    vectors: int = 0
+    width: int = 0
+
+
 class State(StrEnum):
     """Of an engine."""
 
@@ -500,6 +517,10 @@ class Engine(Protocol):
         Raises:
             Rejected: there is no such model.
         """
+        ...
+
+    def embeddings(self, model: str | None, *, refresh: bool = False) -> Sequence[EmbeddingCard]:
+        """The textual inversions that a model's prompts may name; as ``adapters``."""
         ...
 
     def submit(self, job_request: JobRequest, /) -> Job:

@@ -18,7 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from canvax.errors import InputError, nearest
-from canvax.images.infotext import settings_left
+from canvax.images.infotext import embeddings_in, settings_left
 from canvax.images.maps import SETTINGS as MAPS
 from canvax.images.maps import control_map
 from canvax.images.metadata import metadata_in, prompt_in
@@ -61,6 +61,7 @@ from canvax.server.jobs import (
     Stepped,
 )
 from canvax.server.work import INVERSE, LONGEST_PROMPT, MOST_IMAGES, MOST_STEPS, NOT_OFFERED
+from canvax.weights.data_folder import embedding_files
 
 PREVIEWS = 8
 """Of an image, where a client wants any."""
@@ -143,8 +144,10 @@ def routes(engine: Engine) -> list[BaseRoute]:
         return json_answer({"prompts": model_named(engine, request.query_params.get("model")).prompts})
 
     async def adapters(request: Request) -> Response:
-        cards = await reading(engine.adapters, request.query_params.get("model"))
-        return json_answer({"adapters": [{"name": card.name, "alias": card.alias} for card in cards]})
+        model = request.query_params.get("model")
+        listed = [{"name": card.name, "alias": card.alias} for card in await reading(engine.adapters, model)]
+        words = [{"name": card.name, "fault": card.fault} for card in await reading(engine.embeddings, model)]
+        return json_answer({"adapters": listed, "embeddings": words})
 
     async def jobs(request: Request) -> Response:
         if request.method != "POST":
@@ -460,6 +463,7 @@ def as_job(metadata: dict[str, Any]) -> dict[str, Any]:
     missing += ["image"] if "references_sha256" in recorded else []
     if recorded.get("noise") == "given":
         missing.append("latents")
+    missing += [f"embedding {name}" for name in embeddings_in(recorded) if name.lower() not in embedding_files()]
     missing += [f"{name}: {value}" if value else name for name, value in settings_left(recorded).items()]
     return {"settings": settings, "missing": missing}
 

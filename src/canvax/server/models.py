@@ -34,11 +34,12 @@ from canvax.pipelines.safety import SafetyChecker
 from canvax.pipelines.texts import prompt_tokens
 from canvax.server.adapter_cache import AdapterCache, AdapterSettings
 from canvax.server.control import cards
+from canvax.server.embedding_cache import EmbeddingCache, Words
 from canvax.server.files import Colours
 from canvax.server.group import Group
 from canvax.server.jobs import Job, JobRequest, ModelCard, Rejected
 from canvax.server.policy import PATIENCE, Groups
-from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, sample, usable_samplers
+from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, check, sample, usable_samplers
 from canvax.tokenizers.concepts import STYLES
 
 _KINDS = {
@@ -111,6 +112,7 @@ class ServedModel:
 
     Attributes:
         shelf: the adapters.
+        embeddings: the textual inversions.
         model: everything but its weights.
         groups: by key, those whose programs are ready. Another dict after each change: any thread may read it.
         colours: for previews.
@@ -148,6 +150,7 @@ class ServedModel:
             raise InputError("a server runs on the devices of one process; give it a mesh of jax.local_devices()")
         self._lanes = lanes or most_lanes(self.programs.mesh)
         self.shelf = AdapterCache(self.model, self.programs.mesh, adapters) if adapters else None
+        self.embeddings = EmbeddingCache(self.model, self.programs.mesh)
         if self.shelf and not weights:
             self.shelf.take_off()
         self.load_seconds = time.perf_counter() - began if weights else self.bytes / _READ_SPEED
@@ -210,9 +213,18 @@ class ServedModel:
             self.shelf.take_off()
         self.params = None
 
-    def loaded_params(self) -> Params:
-        """Its weights, which are there."""
+    def check(self, job_request: JobRequest) -> Checked:
+        """What it is asked for.
+
+        Raises:
+            Rejected: naming the field and the cure.
+        """
+        return check(job_request, self.name, self.model, self.shelf, self.embeddings)
+
+    def loaded_params(self, words: Words = ()) -> Params:
+        """Its weights, which are there, with the vectors of these words. With words in the engine's thread."""
         assert self.params is not None
+        self.params = self.embeddings.fill(self.params, words) if words else self.params
         return self.shelf.beside(self.params) if self.shelf else self.params
 
     def sizes(self, warm: Sequence[Warm]) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:

@@ -57,7 +57,7 @@ _BARE = {
 _GETS = {
     "/api/models": "Models and samplers.",
     "/api/prompts": "All concepts that a small model knows.",
-    "/api/adapters": "Adapters of a model.",
+    "/api/adapters": "Adapters and embeddings of a model.",
     "/api/jobs": "The client's jobs that are not over, oldest first.",
     "/api/jobs/{name}": "A job.",
     "/api/jobs/{name}/events": "Its events, as they happen.",

@@ -76,6 +76,22 @@ def lora_folder() -> Path | None:
     return next((path for path in parts if path.name.lower() in _LORAS and any(path.rglob("*.safetensors"))), None)
 
 
+def embedding_files() -> dict[str, Path]:
+    """Return the files in the folders of textual inversions of the folder of models, by the names that prompts use.
+
+    Names are in lower case. A pickle beside its safetensors file is left out.
+    """
+    from canvax.weights.entries import PICKLES
+
+    folder = data_folder()
+    places = [folder / "embeddings", folder / "models/embeddings"] if folder else []
+    paths = [path for place in places for path in sorted(place.rglob("*")) if path.is_file()]
+    paths = [path for path in paths if path.suffix.lower() in (".safetensors", *PICKLES)]
+    safe = {path.with_suffix("") for path in paths if path.suffix == ".safetensors"}
+    usable = [path for path in paths if path.suffix == ".safetensors" or path.with_suffix("") not in safe]
+    return {name.lower(): path for name, path in by_name(usable).items()}
+
+
 def find_named(name: str, argument: str) -> Path | None:
     """Find a file or folder of the folder of models by its name.
 
@@ -154,7 +170,9 @@ def _has_name(path: Path, folder: Path, name: tuple[str, ...]) -> bool:
 
 def _roots(folder: Path) -> list[Path]:
     """The parts of an installation that hold models, so that its programs are not searched; else the folder itself."""
-    return [path for part in ("models", "embeddings") if (path := folder / part).is_dir()] or [folder]
+    if not (folder / "models").is_dir():
+        return [folder]
+    return [path for part in ("models", "embeddings") if (path := folder / part).is_dir()]
 
 
 def _weights(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:

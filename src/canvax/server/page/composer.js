@@ -4,6 +4,7 @@ import { besideBody, besideFiles, besideSettings, prepareBeside, setAdapters, sh
 import { canvasOf, crisp, fitted, paint, toBlob, toDataUrl } from "./pictures.js";
 import { preparePrompt, showSyntax } from "./prompt.js";
 import { $, announce, button, el, openDialog, plural, remember, remembered, setIcon, toast } from "./ui.js";
+import { prepareWords, saidOfWord, showWords } from "./words.js";
 
 let catalogue = { models: [], samplers: [] };
 /** {blob, mask: canvas of the input's size or null, original} or null. */
@@ -328,6 +329,7 @@ export async function apply(given) {
   showStrength();
   showFold();
   showSyntax();
+  showWords();
   growAll();
   if (given.adapters) await setAdapters(given.adapters);
 }
@@ -529,9 +531,9 @@ export async function bodyOf(job, files) {
   return Object.assign(body, besideBody(job, body));
 }
 
-/** What the server says of a job that it accepted. A prompt's syntax has a line of its own, and a list of words its dialog. */
+/** What the server says of a job that it accepted. Syntax and embeddings have lines of their own, a list of words its dialog. */
 export function showHints(hints) {
-  const others = $("syntax-note").hidden ? hints : hints.filter((text) => !text.includes("prompt_syntax"));
+  const others = hints.filter((text) => !saidOfWord(text) && ($("syntax-note").hidden || !text.includes("prompt_syntax")));
   const command = /; canvax info \S+ --prompts .*/;
   $("hints").replaceChildren(...others.map((text) => el("li", { textContent: `${text[0].toUpperCase()}${text.slice(1).replace(command, ". ")}` },
     command.test(text) ? el("button", { type: "button", className: "link", textContent: "Show what it knows", onclick: showKnown }) : null)));
@@ -582,6 +584,7 @@ export function prepareComposer() {
   $("known-search").addEventListener("input", listKnown);
   prepareBeside();
   preparePrompt();
+  prepareWords();
   for (const [range, number] of LINKED) {
     $(range).addEventListener("input", () => { $(number).value = $(range).value; paintRange($(range)); });
     $(number).addEventListener("input", () => { $(range).value = $(number).value; paintRange($(range)); });
@@ -608,7 +611,7 @@ export function prepareComposer() {
       remember("upscaling", Object.fromEntries(["upscale-by", "upscale-strength"].map((name) => [name, $(name).value])));
     });
   }
-  $("composer").addEventListener("input", () => { formError(""); showHints([]); showSyntax(); growAll(); keepDraft(); });
+  $("composer").addEventListener("input", () => { formError(""); showHints([]); showSyntax(); showWords(); growAll(); keepDraft(); });
   $("input-remove").addEventListener("click", () => { removeReference(0); $("prompt").focus(); });
   $("hires-method").addEventListener("change", () => { $("hires-strength").value = HIRES_STRENGTHS[$("hires-method").value]; showHires(); });
   for (const id of ["hires", "hires-strength"]) $(id).addEventListener("input", () => showHires());
