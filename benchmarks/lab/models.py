@@ -38,7 +38,7 @@ _CLASSES = {
     "text_encoder_2": "CLIPTextModelWithProjection",
 }
 
-KNOWN = {name: preset for name, preset in (PRESETS | SMALL).items() if name != "sdxl-refiner"}
+KNOWN = {name: preset for name, preset in {**PRESETS, **SMALL}.items() if name != "sdxl-refiner"}
 """Presets that can draw by themselves, by name."""
 
 _SCHEDULER = {

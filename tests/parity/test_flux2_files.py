@@ -22,8 +22,8 @@ import canvax  # noqa: E402
 from canvax.adapters import change  # noqa: E402
 from canvax.cli import main  # noqa: E402
 from canvax.cli.arguments import build_parser  # noqa: E402
-from canvax.families.flux2 import FLUX2  # noqa: E402
 from canvax.cli.loading import load_with  # noqa: E402
+from canvax.families.flux2 import FLUX2  # noqa: E402
 from canvax.models.flux2 import Flux2Config, flux2_spec  # noqa: E402
 from canvax.models.flux2_vae import Flux2VaeConfig, flux2_vae_spec  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402

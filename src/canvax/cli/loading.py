@@ -103,8 +103,8 @@ def files_of(load: Load) -> ModelFiles:
     Raises:
         InputError, CheckpointError, HubError: a file is missing, damaged or refused.
     """
-    from canvax.families.local_models import completed
     from canvax.families.known import family_of
+    from canvax.families.local_models import completed
     from canvax.weights.location import Location
     from canvax.weights.open import open_files
 
