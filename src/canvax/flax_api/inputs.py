@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from canvax.errors import FLOAT32_MAX, CheckpointError, InputError
-from canvax.families.read import SDXL
+from canvax.families.sdxl import SDXL
 from canvax.flax_api.images import ControlImage, SourceImages
 from canvax.flax_api.keys import LatentsShape, host_draw, wrap_keys
 from canvax.models.text import Conditions, TextEncoders
