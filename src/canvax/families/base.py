@@ -112,7 +112,7 @@ class SingleFile:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """What models of one kind have in common: data, and the few functions that are not data.
 
