@@ -21,6 +21,7 @@ from PIL import Image
 
 import canvax
 from canvax.cli.arguments import build_parser
+from canvax.families.base import Family
 from canvax.families.known import FAMILIES
 from canvax.pipelines.generate import second_pass
 from canvax.pipelines.request import Call, make_request
@@ -76,6 +77,11 @@ def of_a1111() -> dict[str, Any]:
     }
 
 
+def of_family(family: Family) -> dict[str, Any]:
+    both = {"base": family.defaults, "distilled": family.distilled}
+    return {name: dataclasses.asdict(defaults) if defaults else None for name, defaults in both.items()}
+
+
 def of_hires(model: Any, method: Any) -> float:
     given = second_pass(
         model, make_request(model, Call("x", options=canvax.Options(hires=2, hires_method=method)))
@@ -90,7 +96,7 @@ def test_defaults(emoji: canvax.StableDiffusion) -> None:
         "StableDiffusion": of_call(canvax.StableDiffusion.__call__),
         "StableDiffusion.upscale": of_call(canvax.StableDiffusion.upscale),
         "Options": of_fields(canvax.Options),
-        "families": {family.name: dataclasses.asdict(family.defaults) for family in FAMILIES},
+        "families": {family.name: of_family(family) for family in FAMILIES},
         "hires_strength": {method: of_hires(emoji.model, method) for method in ("pixel", "latent")},
         "A1111": of_a1111(),
         "JobRequest": of_fields(JobRequest),

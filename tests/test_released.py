@@ -126,7 +126,8 @@ def test_folder(released: dict[str, Any], tmp_path: Path) -> None:
         "ZImage": "z-image",
         "Flux2": "flux2",
     }
-    assert model.family.name == next((family for start, family in families.items() if name.startswith(start)), "krea-2")
+    wanted = next((family for start, family in families.items() if name.startswith(start)), "krea-2")
+    assert model.family.name == wanted + ("-refiner" if index.get("requires_aesthetics_score") else "")
     scheduler = CONFIGS[parts["scheduler"]]
     if "unet" in parts:
         unet = CONFIGS[parts["unet"]]

@@ -78,7 +78,7 @@ def write_random(folder: Path, preset: Networks, *, dtype: DType | None = None, 
     (folder / "scheduler").mkdir()
     if layout:
         write_chat_tokenizer(folder / "tokenizer")
-        scheduler = {"_class_name": layout.classes["scheduler"], **layout.scheduler}
+        scheduler = layout.scheduler
     else:
         for name in preset.text.parts:
             shutil.copytree(BUNDLED["emoji"] / "tokenizer", folder / name.replace("text_encoder", "tokenizer"))

@@ -85,6 +85,7 @@ class SingleFile:
         config: the transformer's config, from shapes of arrays under the names of diffusers. Raises ``KeyError`` or
             ``IndexError`` for arrays that are missing, ``ValueError`` with the reason for other models.
         configs: configs of the other parts, as far as their arrays do not tell them.
+        tokenizer: folder of the tokenizer for a text encoder that has none beside it.
         stems: what the name of a file has in it if it is the base model, and if it is distilled.
         base: fields of the scheduler's config that tell the base model; without any, ``model_index.json`` does.
         index: further fields of ``model_index.json``.
@@ -94,6 +95,7 @@ class SingleFile:
     marks: tuple[str, ...]
     config: Callable[[Shapes], dict[str, Any]]
     configs: Mapping[str, Mapping[str, Any]]
+    tokenizer: Path
     stems: tuple[str, str]
     base: Mapping[str, Any] = field(default_factory=dict)
     index: Mapping[str, Any] = field(default_factory=dict)
@@ -110,7 +112,7 @@ class SingleFile:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """What models of one kind have in common: data, and the few functions that are not data.
 

@@ -16,6 +16,7 @@ from canvax.families.language import (
     QWEN3,
     QWEN3_4B,
     SHIFT_BY_SIZE,
+    TOKENIZER,
     check_fit,
     read_chat_tokenizer,
 )
@@ -205,6 +206,7 @@ FLUX2 = Family(
             "vae": _VAE,
             "scheduler": FLOW | SHIFT_BY_SIZE | {"max_image_seq_len": 4096, "shift": 3.0},
         },
+        tokenizer=TOKENIZER,
         stems=("base", "klein"),
     ),
     unused_options=NO_OPTIONS_OF_SDXL,

@@ -13,7 +13,6 @@ from canvax.families.sd import SD
 from canvax.families.sdxl import SDXL, SDXL_REFINER
 from canvax.families.z_image import Z_IMAGE
 from canvax.models.networks import Networks
-from canvax.models.text import FIRST
 
 FAMILIES: tuple[Family, ...] = (SD, SDXL_REFINER, SDXL, Z_IMAGE, FLUX2, KREA2)
 """The first that fits a checkpoint is the checkpoint's family."""
@@ -21,14 +20,11 @@ FAMILIES: tuple[Family, ...] = (SD, SDXL_REFINER, SDXL, Z_IMAGE, FLUX2, KREA2)
 MODELS = ", ".join(dict.fromkeys(family.models or family.title for family in FAMILIES))
 """What canvax runs, for people."""
 
-PRESETS: Mapping[str, Networks] = {name: net for family in FAMILIES for name, net in family.presets.items()}
+PRESETS: dict[str, Networks] = {name: net for family in FAMILIES for name, net in family.presets.items()}
 """The published models by name: what can be planned, measured or initialised without a checkpoint."""
 
 AUTOENCODERS = tuple(dict.fromkeys(kind for family in FAMILIES for kind in family.classes.get("vae", ())))
-LANGUAGE_MODELS = tuple(
-    dict.fromkeys(kind for family in FAMILIES if family.single_file for kind in family.classes[FIRST])
-)
-"""Classes of parts that can be given apart from a model."""
+"""Their classes."""
 
 
 def family_of(index: Mapping[str, Any]) -> Family:

@@ -14,6 +14,7 @@ from canvax.families.language import (
     QWEN3_VL,
     QWEN3_VL_4B,
     SHIFT_BY_SIZE,
+    TOKENIZER,
     check_fit,
     read_chat_tokenizer,
 )
@@ -170,6 +171,7 @@ KREA2 = Family(
             "vae": {"_class_name": "AutoencoderKLQwenImage"},
             "scheduler": FLOW | SHIFT_BY_SIZE | {"max_image_seq_len": 6400},
         },
+        tokenizer=TOKENIZER,
         stems=("raw", "turbo"),
         index={"patch_size": 2},
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from canvax.errors import CheckpointError
 from canvax.families.base import AESTHETICS, SECOND_PROMPTS, SIZES, TARGET_SIZES
 from canvax.models.decoder_lm import DecoderConfig, LanguageModel
@@ -10,6 +12,9 @@ from canvax.tokenizers.chat import ChatTokenizer
 from canvax.weights.files import ModelFiles
 
 NO_OPTIONS_OF_SDXL = dict.fromkeys((*SECOND_PROMPTS, *SIZES, *TARGET_SIZES, *AESTHETICS), "it is not an SDXL model")
+
+TOKENIZER = Path(__file__).parent.parent / "assets" / "qwen" / "tokenizer"
+"""The tokenizer of Qwen3, which Qwen3-VL shares."""
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],

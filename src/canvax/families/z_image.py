@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from canvax.families.base import Defaults, Family, Shapes, SingleFile, check_components, parsed, read_autoencoder
-from canvax.families.language import FLOW, NO_OPTIONS_OF_SDXL, QWEN3, QWEN3_4B, check_fit, read_chat_tokenizer
+from canvax.families.language import (
+    FLOW,
+    NO_OPTIONS_OF_SDXL,
+    QWEN3,
+    QWEN3_4B,
+    TOKENIZER,
+    check_fit,
+    read_chat_tokenizer,
+)
 from canvax.models.configs import VaeConfig
 from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.networks import Networks
@@ -126,6 +134,7 @@ Z_IMAGE = Family(
         marks=("cap_pad_token", "noise_refiner."),
         config=_config,
         configs={FIRST: QWEN3, "vae": _VAE, "scheduler": {**FLOW, "use_dynamic_shifting": False, "shift": 3.0}},
+        tokenizer=TOKENIZER,
         stems=("base", "turbo"),
         base={"shift": 6.0},
         unused=("norm_final.weight",),

@@ -38,7 +38,7 @@ class SamplerSpec:
     solver: Solver
     order: str = ""
     stochastic: bool = False
-    evaluations: str = ""
+    evaluations: str = "n"
     when: str = ""
     source: str = ""
     implied: Mapping[str, Any] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class SamplerSpec:
         check_function("sampler", solver, 3, "(schedule, steps, options), and returns a SamplerTable")
         name = getattr(solver, "__name__", type(solver).__name__)
         settings = tuple(each.name for each in fields(SamplerOptions))
-        return cls(name, name, None, None, None, solver, eta=True, settings=settings)
+        return cls(name, name, None, None, None, solver, evaluations="", eta=True, settings=settings)
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -67,8 +67,6 @@ SAMPLERS = (
         *("dpmpp_2m", "DPM++ 2M", "DPMSolverMultistepScheduler", "sample_dpmpp_2m", "dpmpp_2m"),
         solver=solvers.dpm_multistep,
         order="2",
-        stochastic=False,
-        evaluations="n",
         when="The best default: converged in 20 to 25 steps, with or without Karras sigmas.",
         source="Lu et al. 2022, arXiv:2211.01095",
         implied={"algorithm_type": "dpmsolver++", "solver_order": 2},
@@ -78,8 +76,6 @@ SAMPLERS = (
     SamplerSpec(
         *("unipc", "UniPC", "UniPCMultistepScheduler", None, "uni_pc", solvers.unipc),
         order="4",
-        stochastic=False,
-        evaluations="n",
         when="Corrects each step with the next evaluation; converged in 15 to 20 steps. B(h) = h.",
         source="Zhao et al. 2023, arXiv:2302.04867",
         implied={"predict_x0": True, "solver_type": "bh1", "solver_order": 3},
@@ -89,8 +85,6 @@ SAMPLERS = (
     SamplerSpec(
         *("euler", "Euler", "EulerDiscreteScheduler", "sample_euler", "euler", solvers.euler),
         order="1",
-        stochastic=False,
-        evaluations="n",
         when="Simple and robust; 20 to 30 steps; the default of SDXL.",
         source="Karras et al. 2022, arXiv:2206.00364",
         also=("k_euler",),
@@ -101,7 +95,6 @@ SAMPLERS = (
         solver=solvers.euler_ancestral,
         order="1 (eta 0)",
         stochastic=True,
-        evaluations="n",
         when="Varied and soft images in 20 to 40 steps; the image keeps changing with the number of steps.",
         source="Song et al. 2021, arXiv:2011.13456; k-diffusion",
         also=("k_euler_a", "k_euler_ancestral"),
@@ -113,7 +106,6 @@ SAMPLERS = (
         solver=solvers.dpm_multistep,
         order="2 (eta 0)",
         stochastic=True,
-        evaluations="n",
         when="DPM++ 2M with fresh noise in each step: more texture, 25 to 40 steps.",
         source="Lu et al. 2022, arXiv:2211.01095, appendix B",
         implied={"algorithm_type": "sde-dpmsolver++", "solver_order": 2},
@@ -126,7 +118,6 @@ SAMPLERS = (
         solver=solvers.dpm_multistep,
         order="2 (eta 0)",
         stochastic=True,
-        evaluations="n",
         when="DPM++ 2M SDE with one more step of memory; exponential sigmas, 30 to 50 steps.",
         source="Lu et al. 2022, arXiv:2211.01095; k-diffusion",
         implied={
@@ -153,8 +144,6 @@ SAMPLERS = (
     SamplerSpec(
         *("ddim", "DDIM", "DDIMScheduler", None, "ddim", solvers.ddim),
         order="1",
-        stochastic=False,
-        evaluations="n",
         when="Simple, and works with every model; 30 to 50 steps. With `eta` above 0 it adds noise.",
         source="Song et al. 2021, arXiv:2010.02502",
         also=("DDIMParallelScheduler",),
@@ -163,9 +152,7 @@ SAMPLERS = (
     ),
     SamplerSpec(
         *("ddpm", "DDPM", "DDPMScheduler", None, "ddpm", solvers.ddpm),
-        order="",
         stochastic=True,
-        evaluations="n",
         when="The original stochastic sampler; needs hundreds of steps. For comparison with papers.",
         source="Ho et al. 2020, arXiv:2006.11239",
         also=("DDPMParallelScheduler",),
@@ -174,7 +161,6 @@ SAMPLERS = (
     SamplerSpec(
         *("pndm", "PLMS", "PNDMScheduler", None, None, solvers.pndm),
         order="2",
-        stochastic=False,
         evaluations="n + 1",
         when="The original sampler of Stable Diffusion 1.x; 50 steps. DPM++ 2M is as good in half of them.",
         source="Liu et al. 2022, arXiv:2202.09778",
@@ -185,7 +171,6 @@ SAMPLERS = (
     SamplerSpec(
         *("pndm_prk", "PNDM PRK", "PNDMScheduler", None, None, solvers.pndm),
         order="2",
-        stochastic=False,
         evaluations="n + 9",
         when="PNDM with its Runge-Kutta start, as in the paper; at least 4 steps.",
         source="Liu et al. 2022, arXiv:2202.09778",
@@ -196,7 +181,6 @@ SAMPLERS = (
     SamplerSpec(
         *("heun", "Heun", "HeunDiscreteScheduler", "sample_heun", "heun", solvers.heun),
         order="2",
-        stochastic=False,
         evaluations="2n - 1",
         when="Accurate, with two evaluations per step; 15 to 25 steps. Good as a reference, not for speed.",
         source="Karras et al. 2022, arXiv:2206.00364",
@@ -206,7 +190,6 @@ SAMPLERS = (
     SamplerSpec(
         *("dpm2", "DPM2", "KDPM2DiscreteScheduler", "sample_dpm_2", "dpm_2", solvers.dpm2),
         order="2",
-        stochastic=False,
         evaluations="2n - 1",
         when="The midpoint method; like Heun, 15 to 25 steps.",
         source="Lu et al. 2022, arXiv:2206.00927; k-diffusion",
@@ -228,8 +211,6 @@ SAMPLERS = (
     SamplerSpec(
         *("lms", "LMS", "LMSDiscreteScheduler", "sample_lms", "lms", solvers.lms),
         order="4",
-        stochastic=False,
-        evaluations="n",
         when="From the first days of Stable Diffusion; 40 to 60 steps, unstable with few. DPM++ 2M is better.",
         source="Adams methods; k-diffusion",
         also=("k_lms",),
@@ -250,8 +231,6 @@ SAMPLERS = (
     SamplerSpec(
         *("dpmpp_3m", "DPM++ 3M", "DPMSolverMultistepScheduler", None, None, solvers.dpm_multistep),
         order="2",
-        stochastic=False,
-        evaluations="n",
         when="Smaller error than DPM++ 2M, for unguided or weakly guided images.",
         source="Lu et al. 2022, arXiv:2211.01095",
         implied={"algorithm_type": "dpmsolver++", "solver_order": 3},
@@ -262,7 +241,6 @@ SAMPLERS = (
         solver=solvers.dpm_multistep,
         order="2 (eta 0)",
         stochastic=True,
-        evaluations="n",
         when="DPM++ 2M SDE with another second-order correction; hardly different.",
         source="Lu et al. 2022, arXiv:2211.01095, appendix B",
         implied={"algorithm_type": "sde-dpmsolver++", "solver_order": 2, "solver_type": "heun"},
@@ -274,8 +252,6 @@ SAMPLERS = (
         *("dpm_single_2", "DPM-Solver++ singlestep 2", "DPMSolverSinglestepScheduler", None, None),
         solver=solvers.dpm_singlestep,
         order="2",
-        stochastic=False,
-        evaluations="n",
         when="DPM++ without memory between blocks of two evaluations; 20 to 30 steps.",
         source="Lu et al. 2022, arXiv:2211.01095",
         implied={"algorithm_type": "dpmsolver++", "solver_order": 2, "lower_order_final": True},
@@ -286,8 +262,6 @@ SAMPLERS = (
         *("dpm_single_3", "DPM-Solver++ singlestep 3", "DPMSolverSinglestepScheduler", None, None),
         solver=solvers.dpm_singlestep,
         order="3",
-        stochastic=False,
-        evaluations="n",
         when="Singlestep 2 with blocks of three evaluations; for unguided images.",
         source="Lu et al. 2022, arXiv:2211.01095",
         implied={"algorithm_type": "dpmsolver++", "solver_order": 3, "solver_type": "heun", "lower_order_final": True},
@@ -297,8 +271,6 @@ SAMPLERS = (
     SamplerSpec(
         *("unipc_bh2", "UniPC BH2", "UniPCMultistepScheduler", None, "uni_pc_bh2", solvers.unipc),
         order="4",
-        stochastic=False,
-        evaluations="n",
         when="UniPC with B(h) = exp(h) - 1, better for guided images in 5 to 10 steps.",
         source="Zhao et al. 2023, arXiv:2302.04867",
         implied={"predict_x0": True, "solver_type": "bh2", "solver_order": 3},
@@ -307,8 +279,6 @@ SAMPLERS = (
     SamplerSpec(
         *("deis", "DEIS", "DEISMultistepScheduler", None, "deis", solvers.deis),
         order="3",
-        stochastic=False,
-        evaluations="n",
         when="Multistep in eps, related to DPM-Solver; 20 to 30 steps.",
         source="Zhang and Chen 2023, arXiv:2204.13902",
         implied={"solver_order": 3, "final_sigmas_type": "zero"},
@@ -317,8 +287,6 @@ SAMPLERS = (
     SamplerSpec(
         *("ipndm", "IPNDM", "IPNDMScheduler", None, "ipndm", solvers.ipndm),
         order="2",
-        stochastic=False,
-        evaluations="n",
         when="PNDM without its start, one evaluation a step; 20 to 30 steps of an even schedule.",
         source="Zhang and Chen 2023, arXiv:2204.13902; Liu et al. 2022, arXiv:2202.09778",
     ),
@@ -326,7 +294,6 @@ SAMPLERS = (
         *("sa_solver", "SA-Solver", "SASolverScheduler", None, "sa_solver", solvers.sa_solver),
         order="2 (eta 0)",
         stochastic=True,
-        evaluations="n",
         when="Stochastic, with predictor and corrector; 20 to 40 steps.",
         source="Xue et al. 2023, arXiv:2309.05019",
         implied={"predict_x0": True, "final_sigmas_type": "zero"},
@@ -335,9 +302,7 @@ SAMPLERS = (
     ),
     SamplerSpec(
         *("lcm", "LCM", "LCMScheduler", None, "lcm", solvers.lcm),
-        order="",
         stochastic=True,
-        evaluations="n",
         when="Only for latent consistency models and LCM adapters; 2 to 8 steps, guidance 1 to 2.",
         source="Luo et al. 2023, arXiv:2310.04378",
         implied={"timestep_scaling": float("inf")},
@@ -346,9 +311,7 @@ SAMPLERS = (
     ),
     SamplerSpec(
         *("tcd", "TCD", "TCDScheduler", None, None, solvers.tcd),
-        order="",
         stochastic=True,
-        evaluations="n",
         when="Only for trajectory consistency models and Hyper-SD adapters; 2 to 8 steps; eta (gamma) 0.3.",
         source="Zheng et al. 2024, arXiv:2402.19159",
         implied={"final_sigmas_type": "zero"},
@@ -358,8 +321,6 @@ SAMPLERS = (
     SamplerSpec(
         *("edm_euler", "EDM Euler", "EDMEulerScheduler", None, None, solvers.euler),
         order="1",
-        stochastic=False,
-        evaluations="n",
         when="For models with EDM preconditioning; elsewhere it is Euler.",
         source="Karras et al. 2022, arXiv:2206.00364",
         settings=(*CHURN, "final_sigmas_type"),
@@ -368,8 +329,6 @@ SAMPLERS = (
         *("edm_dpmpp_2m", "EDM DPM++ 2M", "EDMDPMSolverMultistepScheduler", None, None),
         solver=solvers.dpm_multistep,
         order="2",
-        stochastic=False,
-        evaluations="n",
         when="For models with EDM preconditioning (Playground v2.5); elsewhere it is DPM++ 2M.",
         source="Karras et al. 2022, arXiv:2206.00364; Lu et al. 2022, arXiv:2211.01095",
         implied={"algorithm_type": "dpmsolver++", "solver_order": 2},
@@ -379,8 +338,6 @@ SAMPLERS = (
     SamplerSpec(
         *("flow_euler", "Flow Euler", "FlowMatchEulerDiscreteScheduler", None, None, solvers.euler),
         order="1",
-        stochastic=False,
-        evaluations="n",
         when="The usual one of flow models; elsewhere it is Euler.",
         source="Lipman et al. 2023, arXiv:2210.02747; Esser et al. 2024, arXiv:2403.03206",
         also=("flow_match_euler",),
@@ -389,7 +346,6 @@ SAMPLERS = (
     SamplerSpec(
         *("flow_heun", "Flow Heun", "FlowMatchHeunDiscreteScheduler", None, None, solvers.heun),
         order="2",
-        stochastic=False,
         evaluations="2n - 1",
         when="For flow models, two evaluations a step; elsewhere it is Heun.",
         source="Lipman et al. 2023, arXiv:2210.02747",
@@ -398,8 +354,6 @@ SAMPLERS = (
     SamplerSpec(
         *("ddim_inverse", "DDIM inversion", "DDIMInverseScheduler", None, None, solvers.ddim_inverse),
         order="1",
-        stochastic=False,
-        evaluations="n",
         when="Backwards: from the latents of an image to the noise that DDIM starts from. 50 steps or more.",
         source="Song et al. 2021, arXiv:2010.02502",
         also=("ddim_inversion",),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from canvax.errors import CheckpointError, InputError, nearest, warn
-from canvax.families.known import AUTOENCODERS, LANGUAGE_MODELS
+from canvax.families.known import AUTOENCODERS, family_of
 from canvax.files import named_path, read_json
 from canvax.samplers.schedule import PREDICTION_TYPES
 from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
@@ -28,9 +28,6 @@ from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.open import find_tokenizer, open_part
 from canvax.weights.rules import Names
 from canvax.weights.single_file import vae_config
-
-QWEN = Path(__file__).parent.parent / "assets" / "qwen" / "tokenizer"
-"""The tokenizer of all language models that are text encoders here: Qwen3's, which Qwen3-VL shares."""
 
 _OF_LOCATION = ("token", "cache_dir", "local_files_only", "progress")
 _HALF = re.compile(r"\d+\.(?:conv\.\d+\.)?(?:weight|bias)")
@@ -110,7 +107,8 @@ class Overrides:
         arguments = self.arguments
         if not arguments:
             return files
-        configs, components = dict(files.configs), dict(files.components)
+        configs, components, family = dict(files.configs), dict(files.components), family_of(files.index)
+        single = family.single_file
         hub = {name: value for name, value in location.items() if name in _OF_LOCATION}
         where = {name: Location(part, argument=name, **hub) for name, part in self.parts.items()}
         opened: dict[str, NetworkFiles] = {}
@@ -118,7 +116,7 @@ class Overrides:
             opened["vae"] = vae = open_vae(where["vae"], configs.get("vae", {}))
             components["vae"] = str(vae.config["_class_name"]).removeprefix("Flax")
         for name in where.keys() - {"vae"}:
-            if components.get("text_encoder") not in LANGUAGE_MODELS:
+            if single is None:
                 problem = f"does not go with {files.name}, whose text encoder is no language model"
                 raise InputError(name, self.parts[name], problem, "leave it out")
         if "text_encoder" in where:
@@ -126,8 +124,9 @@ class Overrides:
         configs |= {name: part.config for name, part in opened.items()}
         folders = files.folders
         if (tokenizer := self._tokenizer(where, files)) is not None:
-            folder = find_tokenizer(tokenizer, otherwise=QWEN if self.tokenizer is None else None)
-            components.setdefault("tokenizer", "Qwen2Tokenizer")
+            assert single is not None  # else it was refused
+            folder = find_tokenizer(tokenizer, otherwise=single.tokenizer if self.tokenizer is None else None)
+            components.setdefault("tokenizer", family.classes["tokenizer"][0])
             folders = lambda part: folder if part == "tokenizer" else files.folders(part)  # noqa: E731
         configs["scheduler"] = {**configs.get("scheduler", {}), **self.scheduler}
         if self.prediction is not None:

@@ -1,0 +1,111 @@
+"""A family is one place: its record is data, and nothing else in the package repeats it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import canvax
+from canvax.families.base import Family
+from canvax.families.flux2 import FLUX2
+from canvax.families.known import FAMILIES, PRESETS
+from canvax.families.krea2 import KREA2
+from canvax.models.flux2 import Flux2Config, flux2_spec
+from canvax.params import flatten
+from canvax.types import HostArray
+from canvax.weights import identify
+from canvax.weights.adapter_names import module_table
+from canvax.weights.entries import Entry
+from canvax.weights.rules import Names
+from canvax.weights.safetensors import Outgoing
+
+SRC = Path(canvax.__file__).parent
+SINGLE = [family for family in FAMILIES if family.single_file]
+TINY = Flux2Config(
+    in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=2,
+    joint_attention_dim=8, timestep_guidance_channels=8, axes_dims_rope=(2, 2, 2, 2), guidance_embeds=False,
+)  # fmt: skip
+
+
+def stored(name: str, shape: tuple[int, ...]) -> Entry:
+    return Entry(name, shape, np.dtype("float32"), Path("file"), ((0, 4 * int(np.prod(shape))),), "torch")
+
+
+def outgoing(name: str, array: HostArray) -> Outgoing:
+    return Outgoing(name, array.shape, array.dtype, lambda: array)
+
+
+def test_a_family_is_data_and_few_functions() -> None:
+    functions = [field.name for field in dataclasses.fields(Family) if "Callable" in str(field.type)]
+    assert "read" in functions
+    assert len(functions) <= 7, functions
+
+
+@pytest.mark.parametrize("family", SINGLE, ids=lambda family: family.name)
+def test_nothing_of_a_family_is_elsewhere(family: Family) -> None:
+    """Its classes, the marks of its files and its presets, but for the files in which it is declared."""
+    assert family.single_file is not None
+    own = Path(inspect.getfile(family.read))
+    words = [*family.pipelines, *family.classes["transformer"], *family.single_file.marks]
+    for path in sorted(SRC.rglob("*.py")):
+        if path != own and path.parent.name != "models":
+            text = path.read_text(encoding="utf-8")
+            assert not [word for word in words if f'"{word}' in text], path
+
+
+@pytest.mark.parametrize("family", SINGLE, ids=lambda family: family.name)
+def test_tables_are_built_of_the_families(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tells a file, and the names that LoRAs of other programs use."""
+    assert family.single_file is not None
+    shapes = {f"{mark}0.weight": (1,) for mark in family.single_file.marks}
+    assert identify.transformer_family(shapes) is family
+    assert identify.family_of(shapes) == (family.title, 0)
+    assert identify.identify(shapes) is identify.TRANSFORMER
+    with monkeypatch.context() as patch:
+        patch.setattr(identify, "FAMILIES", [other for other in FAMILIES if other is not family])
+        assert identify.transformer_family(shapes) is None
+    networks = next(iter(family.presets.values()))
+    assert PRESETS.items() >= family.presets.items()
+    table = module_table({"transformer": networks.denoiser.spec})
+    layers = [name.removesuffix(".weight") for name, _ in flatten(networks.denoiser.spec) if name.endswith(".weight")]
+    theirs = {name for layer in layers for name, _, _ in Names(family.names).theirs(layer)}
+    assert len(theirs) > 50
+    assert {name.replace(".", "_") for name in theirs} <= table.keys()
+
+
+@pytest.mark.parametrize("ratio", [1.0, 2.5, 3.0])
+def test_stacks_of_every_width_of_the_feed_forward(ratio: float) -> None:
+    """diffusers' stacks and the authors' are taken apart into what the spec declares."""
+    spec = flux2_spec(dataclasses.replace(TINY, mlp_ratio=ratio))
+    declared = {name: param.checkpoint_shapes[0] for name, param in flatten(spec)}
+    arrays = [outgoing(name, np.zeros(shape, np.float32)) for name, shape in declared.items()]
+    files = Names(FLUX2.stacks).to_theirs(arrays)
+    assert len(files) < len(declared)
+    parts = Names(FLUX2.names).to_ours([stored(array.name, array.shape) for array in files])
+    assert {part.name: part.shape for part in parts} == declared
+    width, inner = TINY.dim, int(TINY.dim * ratio)
+    parts = Names(FLUX2.names).to_ours([stored("single_blocks.0.linear1.weight", (3 * width + 2 * inner, width))])
+    assert {part.name: part.shape for part in parts}.items() <= declared.items()
+    assert len(parts) == 5
+
+
+@pytest.mark.parametrize("shape", [(48,), (47, 16), (16, 16)])
+def test_no_such_stack(shape: tuple[int, ...]) -> None:
+    """It stays as it is, and loading reports it."""
+    entry = stored("single_blocks.0.linear1.weight", shape)
+    assert Names(FLUX2.names).to_ours([entry]) == [entry]
+
+
+def test_six_rows_in_one() -> None:
+    """Krea 2's tables, which its authors store as one row."""
+    names = Names(KREA2.names)
+    table = np.arange(12, dtype=np.float32).reshape(6, 2)
+    (row,) = names.to_theirs([outgoing("transformer_blocks.0.scale_shift_table", table)])
+    assert (row.name, row.shape) == ("blocks.0.mod.lin", (12,))
+    np.testing.assert_array_equal(row.get(), np.arange(12))
+    (entry,) = names.to_ours([stored(row.name, row.shape)])
+    assert (entry.name, entry.shape) == ("transformer_blocks.0.scale_shift_table", (6, 2))
