@@ -77,15 +77,16 @@ def attend_head_by_head(
     keys, so its softmax needs no second pass. The result is divided, not the scores, since it is narrower.
     """
     batch, queries, heads, _ = q.shape
-    chunk = max(1, min(queries, CHUNK_SCORES // k.shape[1]))
-    padded = -(-queries // chunk) * chunk
+    chunks = -(-queries // max(1, CHUNK_SCORES // k.shape[1]))
+    chunk = -(-queries // chunks)
+    padded = chunks * chunk
 
     def by_head(x: Array) -> Array:
         return x.swapaxes(1, 2).reshape(batch * heads, x.shape[1], -1)
 
     def in_chunks(x: Array) -> Array:
         x = jnp.pad(x, ((0, 0), (0, padded - queries), (0, 0)))
-        return x.reshape(batch * heads, padded // chunk, chunk, x.shape[2])
+        return x.reshape(batch * heads, chunks, chunk, x.shape[2])
 
     # In float32 the queries are scaled; in 16 bits the scores, for which scaling the queries would add a rounding.
     early, late = (scale, 1.0) if q.dtype == jnp.float32 else (1.0, scale)
@@ -93,7 +94,7 @@ def attend_head_by_head(
         bias = in_chunks(jnp.broadcast_to(bias, (batch, heads, queries, k.shape[1])).reshape(-1, queries, k.shape[1]))
 
     def head(operands: tuple[Array, Array, Array, Array | None, Array | None]) -> Array:
-        chunks, k, v, mask, bias = operands
+        parts, k, v, mask, bias = operands
 
         def attend_chunk(operands: tuple[Array, Array | None]) -> Array:
             q, bias = operands
@@ -108,12 +109,12 @@ def attend_head_by_head(
             return (values / weights.astype(jnp.float32).sum(-1, keepdims=True)).astype(v.dtype)
 
         # The gradient computes a chunk's weights again: storing them would take the memory of the whole score matrix.
-        return jax.lax.map(jax.checkpoint(attend_chunk), (chunks, bias))
+        return jax.lax.map(jax.checkpoint(attend_chunk), (parts, bias))
 
     # XLA multiplies in bfloat16 only if the keys are transposed beforehand, and otherwise in float32.
     per_head = None if mask is None else jnp.repeat(mask, heads, axis=0)
-    chunks = in_chunks(by_head(q if early == 1.0 else q * jnp.asarray(early, q.dtype)))
-    out = jax.lax.map(head, (chunks, by_head(k).swapaxes(1, 2), by_head(v), per_head, bias))
+    parts = in_chunks(by_head(q if early == 1.0 else q * jnp.asarray(early, q.dtype)))
+    out = jax.lax.map(head, (parts, by_head(k).swapaxes(1, 2), by_head(v), per_head, bias))
     return out.reshape(batch, heads, padded, -1)[:, :, :queries].swapaxes(1, 2)
 
 
