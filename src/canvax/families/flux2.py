@@ -73,7 +73,7 @@ def _tokenizer(files: ModelFiles, encoder: TextEncoder) -> ChatTokenizer:
 
 def _defaults_of(networks: Networks, schedule: NoiseSchedule) -> Defaults | None:
     del schedule
-    return DISTILLED if networks.denoiser.distilled else None
+    return DISTILLED if networks.denoiser.facts.distilled else None
 
 
 def empirical_mu(tokens: int, steps: int) -> float:
@@ -107,7 +107,7 @@ def _stacks(networks: Networks) -> Sequence[Rule]:
 
 def _widths(networks: Networks) -> tuple[int, int]:
     """Of a token and of a feed-forward."""
-    cfg = networks.denoiser.cfg
+    cfg = networks.config
     return cfg.dim, int(cfg.dim * cfg.mlp_ratio)
 
 

@@ -365,7 +365,7 @@ def _open(model: str | Path, overrides: Overrides, **source: Any) -> tuple[Netwo
         for name, part in overrides.parts.items():
             raise InputError(name, part, f"does not go with the preset {model}", "leave it out")
         networks, family = PRESETS[model], family_of_preset(model)
-        return networks, family, DISTILLED if networks.denoiser.distilled else family.defaults
+        return networks, family, DISTILLED if networks.denoiser.facts.distilled else family.defaults
     try:
         origin = Location(model, progress=False, **source)
         overrides = completed(overrides, origin)
