@@ -126,7 +126,7 @@ def grid(drawn: dict[str, np.ndarray], cell: int = 96, label: int = 200, shown: 
 
 def full_size(rounds: int = 3) -> None:
     """Print what an evaluation of the UNet takes at 512 x 512, guided, in full and with its deep features reused."""
-    cfg = PRESETS["sd15"].denoiser.cfg
+    cfg = PRESETS["sd15"].config
     params = jax.device_put(init_params(unet_spec(cfg), 0))
     x = np.random.default_rng(0).standard_normal((2, 64, 64, 4)).astype(np.float32)
     arguments = (x, np.full(2, 500.0, np.float32), np.zeros((2, 77, cfg.cross_attention_dim), np.float32))
@@ -158,7 +158,7 @@ def full_size(rounds: int = 3) -> None:
 
 def variants(rounds: int = 3) -> None:
     """Print time and memory of the same evaluation with weights of 8 bits, taking turns."""
-    cfg = PRESETS["sd15"].denoiser.cfg
+    cfg = PRESETS["sd15"].config
     spec = unet_spec(cfg)
     noise = np.random.default_rng(0).standard_normal((2, 64, 64, 4)).astype(np.float32)
     text = np.zeros((2, 77, cfg.cross_attention_dim), np.float32)

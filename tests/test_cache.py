@@ -456,7 +456,7 @@ def test_replaced_code_is_traced_in_loops_of_ones_own(platform: str, monkeypatch
         calls.clear()
         with compiling_for(platform):
             row = {"timestep": jnp.zeros(1)}
-            jax.make_jaxpr(lambda p: denoiser.apply(p, x, row, denoiser.prepare(p, text), None))(params)
+            jax.make_jaxpr(lambda p: denoiser.apply(p, x, row, denoiser.prepare(p, text, x.shape), None))(params)
         return len(calls)
 
     assert calls_of_a_trace() == 0

@@ -247,10 +247,10 @@ def test_reuse_computes_what_the_network_computes(emoji: canvax.StableDiffusion)
     shared = {"noisy": np.zeros(1, bool), "recompute": np.ones(1, bool), "reuse": np.array([[1, 0]], np.float32)}
     inputs = jax.tree.map(jnp.asarray, StepInputs(flight, rows, shared, np.int32(1)))
     pag, again = Guidance(perturbs=True), networks.denoiser_of(perturbs=True, reuse_layers=2)
-    memory = again.memory((3, *LATENTS), lambda _: jnp.dtype("float32"))
+    memory = again.inputs((1, *LATENTS), {}, lambda _: jnp.dtype("float32")).memory
     with plain_kernels():
         plain = denoise(params, inputs, denoiser=networks.denoiser_of(perturbs=True), guidance=pag)[0]
-        inputs = inputs._replace(memory=jnp.zeros(memory.shape, memory.dtype))
+        inputs = inputs._replace(memory=jnp.zeros((3, *memory.shape), memory.dtype))
         reusing = denoise(params, inputs, denoiser=again, guidance=pag)[0]
         usual = denoise(params, inputs, denoiser=networks.denoiser)[0]
     np.testing.assert_allclose(reusing, plain, atol=1e-4)

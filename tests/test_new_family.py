@@ -28,16 +28,26 @@ from canvax.engine import batch
 from canvax.families.base import Defaults, Family, Model, SizeConditions
 from canvax.families.known import PRESETS
 from canvax.guidance import Guidance
-from canvax.models.beside import Places
 from canvax.models.controlled import Controlled
-from canvax.models.denoiser import Around, Denoiser, Perturbed, Reusing, Row
+from canvax.models.denoiser import (
+    PERTURBED,
+    PROMPT,
+    Around,
+    Denoiser,
+    Facts,
+    Inputs,
+    Packing,
+    Perturbed,
+    Reusing,
+    Row,
+    UNetDenoiser,
+)
 from canvax.models.flux2 import Flux2Config, Flux2Denoiser
 from canvax.models.networks import Networks
 from canvax.models.text import Conditions, TextEncoders
 from canvax.nn import gelu, linear, linear_spec
 from canvax.originals import foreign
 from canvax.parallel.mesh import make_mesh
-from canvax.parallel.place import map_parts
 from canvax.params import Params, Spec, init_params
 from canvax.samplers import from_scheduler_config
 from canvax.types import Array
@@ -60,11 +70,11 @@ class MlpDenoiser(Denoiser):
         return {name: linear_spec(size, WIDTH) for name, size in inputs.items()} | {"out": linear_spec(WIDTH, CHANNELS)}
 
     @property
-    def native_size(self) -> tuple[int, int]:
-        return 8, 8
+    def facts(self) -> Facts:
+        return Facts(native_size=(8, 8))
 
-    def inputs(self, latents: Sequence[int], text: Any, dtype: Any) -> dict[str, Any]:
-        return {"hue": jax.ShapeDtypeStruct((latents[0], 1), jnp.float32)}
+    def inputs(self, latents: Sequence[int], text: Any, dtype: Any) -> Inputs:
+        return Inputs({"hue": jax.ShapeDtypeStruct((latents[0], 1), jnp.float32)})
 
     def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> Array:
         told = linear(p["text"], conditions["text"].mean(1)) + linear(p["hue"], conditions["hue"])
@@ -213,7 +223,7 @@ def test_what_only_some_networks_can_do_is_refused(pipe: canvax.StableDiffusion)
 
 @pytest.fixture(scope="module")
 def transformer() -> canvax.StableDiffusion:
-    """A pipeline around a small FLUX.2, whose loop has latents in one row."""
+    """A pipeline around a small FLUX.2, whose loop has tokens."""
     cfg = Flux2Config(
         in_channels=CHANNELS, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=WIDTH, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False,
@@ -233,14 +243,61 @@ def test_one_entry_of_conditions_is_for_all_latents(transformer: canvax.StableDi
 def test_latents_that_stay_on_the_devices(transformer: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
     size = {"height": 8, "width": 16, "num_inference_steps": 2}
     want = draw(transformer, ["a fox", "a hen"], **size)
-    with monkeypatch.context() as patch:
-        patch.setattr(batch, "map_parts", None)  # by way of the host
-        got = draw(transformer, ["a fox", "a hen"], output_type="jax", **size)
-    np.testing.assert_array_equal(got.latents, want.latents)
-    read = []
-    monkeypatch.setattr(batch, "map_parts", lambda function, array: read.append(array) or map_parts(function, array))
-    np.testing.assert_array_equal(draw(transformer, ["a fox", "a hen"], **size).latents, want.latents)
-    assert len(read) == 1
+    monkeypatch.setattr(batch, "map_parts", None)  # by way of the host
+    for output in ("pil", "jax"):
+        got = draw(transformer, ["a fox", "a hen"], output_type=output, **size)
+        np.testing.assert_array_equal(got.latents, want.latents)
+    assert want.latents.shape == (2, 4, 8, CHANNELS)
+
+
+@dataclass(frozen=True)
+class TokenDenoiser(MlpDenoiser):
+    """The same network for latents that the loop holds as tokens of 2 x 2."""
+
+    channels_first: bool = False
+
+    @property
+    def facts(self) -> Facts:
+        return Facts(native_size=(8, 8), packing=Packing(2, self.channels_first))
+
+    def apply(self, p: Params, x: Array, row: Row, prepared: Array, memory: Any) -> tuple[Array, Any]:
+        features = (CHANNELS, 4) if self.channels_first else (4, CHANNELS)
+        latents = x.reshape(len(x), -1, *features)
+        latents = latents.swapaxes(2, 3) if self.channels_first else latents
+        out, memory = MlpDenoiser.apply(self, p, latents, row, prepared, memory)
+        return (out.swapaxes(2, 3) if self.channels_first else out).reshape(x.shape), memory
+
+
+@pytest.mark.parametrize("channels_first", [False, True])
+def test_a_loop_of_tokens_makes_the_same_images(pipe: canvax.StableDiffusion, channels_first: bool) -> None:
+    """Latents go in, come out, are kept, seen and changed on the way as those of a loop that holds them as they are."""
+    tokens = pipeline_of(dataclasses.replace(NETWORKS, denoiser=TokenDenoiser(channels_first)))
+    image, mask = np.zeros((16, 24, 3), np.uint8), np.zeros((16, 24), np.uint8)
+    image[:, ::3, 0], mask[4:, 8:], mask[:, 20:] = 255, 255, 128
+    calls: list[dict[str, Any]] = [
+        {}, {"height": 24, "width": 16}, {"output_type": "jax"}, {"image": image, "mask": mask, "strength": 0.7},
+        {"image": image, "mask": mask, "strength": 0.7, "mask_blend": "renoised"},
+        {"callback": lambda step: {"latents": step.latents[:, ::-1] + step.denoised}},
+    ]  # fmt: skip
+    for call in calls:
+        want, got = (draw(one, ["a fox", "a hen"], **{"height": 16, "width": 24} | call) for one in (pipe, tokens))
+        assert want.latents.std() > 0.1
+        np.testing.assert_allclose(got.latents, want.latents, atol=1e-5)
+        np.testing.assert_allclose(got.pixels, want.pixels, atol=1e-5)
+
+
+def test_tokens_are_squares_of_latents() -> None:
+    latents = np.arange(2 * 4 * 6 * 3).reshape(2, 4, 6, 3)
+    for packing in (Packing(2), Packing(2, channels_first=True), Packing(1), Packing()):
+        packed = packing.pack(latents)
+        assert packed.shape == packing.shape(latents.shape)
+        np.testing.assert_array_equal(packing.unpack(packed, 4, 6), latents)
+        np.testing.assert_array_equal(packing.pack(jnp.asarray(latents)), packed)
+    square = latents[0, 2:, 2:4]  # row 1 and column 1 of 2 x 3 tokens
+    np.testing.assert_array_equal(Packing(2).pack(latents)[0, 0, 4], square.reshape(-1))
+    np.testing.assert_array_equal(
+        Packing(2, channels_first=True).pack(latents)[0, 0, 4], np.moveaxis(square, -1, 0).reshape(-1)
+    )
 
 
 @dataclass(frozen=True)
@@ -256,12 +313,42 @@ MEMBERS = [name for name in vars(Denoiser) if not name.startswith("_")]
 @pytest.mark.parametrize("name", MEMBERS)
 def test_a_record_around_a_denoiser_has_all_that_it_has(name: str) -> None:
     inner: Any = SimpleNamespace(**{member: object() for member in MEMBERS}, cfg=object())
-    for around in (Plain(inner), Plain(Plain(inner)), *([Perturbed(inner)] if name != "prepare" else [])):
-        assert getattr(around, name) is getattr(inner, name)
+    inner.facts = Facts(offers=("residuals", "perturbed", "recall"))
+    for around in (Plain(inner), Plain(Plain(inner)), Perturbed(inner), Controlled(Reusing(inner, 1), ())):
         assert around.cfg is inner.cfg
-    overridden = {name for kind in (Reusing, Controlled) for name in vars(kind)}
-    if name not in overridden:
-        assert getattr(Controlled(Reusing(inner, UNET, 1), ()), name) is getattr(inner, name)
+        if name not in {member for kind in (type(around), type(around.base)) for member in vars(kind)}:
+            assert getattr(around, name) is getattr(inner, name)
+
+
+@pytest.mark.parametrize("around", [Perturbed, lambda base: Reusing(base, 1), lambda base: Controlled(base, ())])
+def test_what_a_denoiser_does_not_offer_is_refused(around: Any) -> None:
+    unet = UNetDenoiser(UNET)
+    assert around(Plain(unet)).cfg is UNET
+    for base in (MlpDenoiser(), Plain(MlpDenoiser())):
+        with pytest.raises(canvax.InputError) as caught:
+            around(base)
+        assert (caught.value.argument, caught.value.value) == ("denoiser", "mixer")
+
+
+def test_records_around_a_unet_in_any_order() -> None:
+    """Each keeps what it prepares to itself, and hands on what those around it ask for."""
+    unet = UNetDenoiser(UNET)
+    p: Any = init_params(unet.spec, 0)
+    x = jax.random.normal(jax.random.key(0), (2, 8, 8, UNET.in_channels))
+    text = jax.random.normal(jax.random.key(1), (2, 5, UNET.cross_attention_dim))
+    conditions: Any = {"text": text, "role": jnp.array([PROMPT, PERTURBED], jnp.int32)}
+    row: Any = {"timestep": jnp.full(2, 500.0), "recompute": jnp.bool_(True), "reuse": jnp.array([1.0, 0.0])}
+    found = []
+    for denoiser in (unet, Perturbed(unet), Reusing(Perturbed(Plain(unet)), 1), Perturbed(Reusing(unet, 1))):
+        shape = denoiser.inputs(x.shape, {}, lambda _: jnp.float32).memory
+        memory = shape and jnp.zeros((2, *shape.shape))
+        prepared = denoiser.prepare(p, conditions, x.shape)
+        found.append(denoiser.apply(p, x, row, prepared, memory)[0])
+    plain, *others = found
+    for other in others:
+        np.testing.assert_allclose(other[0], plain[0], atol=1e-5)
+        np.testing.assert_allclose(other, others[0], atol=1e-5)
+        assert np.abs(other[1] - plain[1]).max() > 1e-3
 
 
 def test_a_network_around_that_of_a_checkpoint() -> None:
@@ -269,15 +356,12 @@ def test_a_network_around_that_of_a_checkpoint() -> None:
     networks = canvax.load("emoji").model.networks
     mine = dataclasses.replace(networks, denoiser=Plain(networks.denoiser))
     assert (mine.native_size, mine.size_numbers) == (networks.native_size, networks.size_numbers)
-    places = Places(2, 4)
-    inner = mine.denoiser_of(places=places, reuse_layers=1, perturbs=True)
-    assert inner.inputs((1, 8, 8, 32), {}, jnp.dtype) == networks.denoiser_of(places=places).inputs(
+    assert mine.denoiser_of(perturbs=True).inputs((1, 8, 8, 32), {}, jnp.dtype) == networks.denoiser.inputs(
         (1, 8, 8, 32), {}, jnp.dtype
     )
     assert copy.copy(mine) == pickle.loads(pickle.dumps(mine)) == mine
     klein: Any = Networks(Plain(Flux2Denoiser(Flux2Config(), is_distilled=True)), Squares(), TextEncoders((Letters(),)))
     assert klein.unguided
-    assert klein.denoiser_of(references=1024).base.references == 1024
 
 
 CELLS = {
@@ -378,7 +462,7 @@ def test_what_is_code_of_the_user() -> None:
     assert foreign(NETWORKS, Kinds()) == foreign(NETWORKS, Kinds()) != ()
     assert foreign(canvax.load("emoji").model.networks, Kinds(), Guidance()) == ()
     wrapped = jax.jit(lambda *_: 0.0)
-    for value in (draw, partial(draw), lambda: draw, {"a": [draw]}, Perturbed(MlpDenoiser()), np.zeros(2000), wrapped):
+    for value in (draw, partial(draw), lambda: draw, {"a": [draw]}, Plain(MlpDenoiser()), np.zeros(2000), wrapped):
         assert foreign(value)
 
 

@@ -93,7 +93,7 @@ class Layout:
         encoder, vae = networks.text.encoders[0], networks.vae
         assert isinstance(encoder, LanguageModel)
         vae = vae if isinstance(vae, VaeConfig) else vae.cfg
-        written = {"transformer": fields_of(networks.denoiser.cfg), "vae": fields_of(vae)}
+        written = {"transformer": fields_of(networks.config), "vae": fields_of(vae)}
         if isinstance(vae, WanVaeConfig):
             written["vae"]["temperal_downsample"] = TIMES_HALVED
         written = {name: fields | {"_class_name": self.classes[name]} for name, fields in written.items()}

@@ -115,7 +115,7 @@ def _arrays(preset: Networks) -> dict[str, list[Stored]]:
 
 
 def _unet_configs(preset: Networks) -> dict[str, dict[str, Any]]:
-    configs = {"unet": preset.denoiser.cfg, "vae": preset.vae, **preset.text.parts}
+    configs = {"unet": preset.config, "vae": preset.vae, **preset.text.parts}
     kinds = {
         name: {"_class_name": _CLASSES[name]} if KINDS[name] == "diffusers" else {"model_type": "clip_text_model"}
         for name in configs

@@ -21,7 +21,7 @@ from canvax.families.base import Model
 from canvax.families.read import read_model
 from canvax.kernels.target import compiled_on, compiling_for
 from canvax.models.configs import VaeConfig
-from canvax.models.denoiser import Denoiser
+from canvax.models.denoiser import Denoiser, evaluate
 from canvax.models.flux2_vae import Flux2VaeConfig, flux2_vae_decode
 from canvax.models.text import encode_text
 from canvax.models.unet import unet
@@ -110,9 +110,7 @@ _DECODERS = {VaeConfig: vae_decode, Flux2VaeConfig: flux2_vae_decode, WanVaeConf
 
 def _evaluate(denoiser: Denoiser, params: Params, x: Any, timesteps: Any, conditions: Any) -> Any:
     """A whole evaluation of a transformer, with what a picture's other steps need not compute again."""
-    p = params[denoiser.component]
-    prepared = denoiser.prepare(p, conditions, x.shape)
-    return denoiser.apply(p, x, {"timestep": timesteps}, prepared, None)[0]
+    return evaluate(denoiser, params[denoiser.component], x, timesteps, conditions)
 
 
 def _picture(job: Asked, inputs: dict[str, np.ndarray], began: float) -> Ready:
@@ -240,6 +238,8 @@ def _picture_flops(job: Asked, pipe: canvax.StableDiffusion) -> float:
         total += times * _flops(function, params, arguments)
         if part in DENOISERS and model.text.whole:
             denoiser, (x, _, conditions) = model.networks.denoiser, arguments
-            prepare = partial(denoiser.prepare, latents=x.shape)
-            total -= (times - 1) * _flops(prepare, params[denoiser.component], (conditions,))
+            packing = denoiser.facts.packing
+            sizes = {name: jnp.full(len(x), size, jnp.int32) for name, size in packing.sizes(x.shape[2]).items()}
+            prepare = partial(denoiser.prepare, latents=packing.shape(x.shape))
+            total -= (times - 1) * _flops(prepare, params[denoiser.component], ({**conditions, **sizes},))
     return total

@@ -92,7 +92,7 @@ def test_single_files(files: dict[str, Path], folder: Path, wanted: canvax.Stabl
              for name, array in safetensors.numpy.load_file(files["model"]).items()}  # fmt: skip
     base = write(tmp_path / "FLUX-2-klein-Base-4b.safetensors", comfy)
     pipe = load(base, files, vae=folder, text_encoder=folder)
-    assert (pipe.model.defaults.num_inference_steps, pipe.model.networks.denoiser.distilled) == (50, False)
+    assert (pipe.model.defaults.num_inference_steps, pipe.model.networks.denoiser.facts.distilled) == (50, False)
     assert_same(pipe.params, wanted.params)
 
 
@@ -104,7 +104,7 @@ def test_the_name_of_a_file_tells_what_its_arrays_do_not(files: dict[str, Path],
             warnings.simplefilter("always")
             pipe = load(model, files)
         assert [one.category for one in caught] == [canvax.HintWarning] * (distilled is None)
-        assert pipe.model.networks.denoiser.distilled == (distilled is not False)
+        assert pipe.model.networks.denoiser.facts.distilled == (distilled is not False)
 
 
 @pytest.mark.parametrize("marker", ["scale_weight", "weight_scale"])

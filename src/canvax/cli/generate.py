@@ -287,7 +287,7 @@ def generate_all(
 
 def _reference(pipe: StableDiffusion, call: Call) -> Any:
     """Return the image that a model made for editing reads, which is one of a whole batch; None for other calls."""
-    edits = pipe.model.networks.denoiser.edits and call.strength is None and call.mask is None
+    edits = pipe.model.networks.denoiser.facts.edits and call.strength is None and call.mask is None
     return call.image if edits else None
 
 

@@ -143,7 +143,7 @@ def sized(calls: Sequence[Call], model: Model) -> list[Call]:
         InputError: an image cannot be used.
     """
     known: dict[Any, tuple[Any, Any]] = {}
-    edits, step = model.networks.denoiser.edits, model.networks.size_step
+    edits, step = model.networks.denoiser.facts.edits, model.networks.size_step
     resized = []
     for call in calls:
         if is_alone(call, call.options):

@@ -37,7 +37,8 @@ def _decoded(pipe: StableDiffusion, latents: HostArray) -> HostArray:
     whole = filled(latents, padded_batch(len(latents), mesh))
     way = "tiled" if is_tiled(latents.shape[1] * factor, latents.shape[2] * factor) else "whole"
     decode = pipe.programs.program("decoder", pipe.params, whole.shape, Kinds(guided=(), decoder=way))  # pyright: ignore[reportArgumentType]
-    return np.asarray(decode(pipe.params, put(whole, over_batch(mesh))))[: len(latents)]
+    packed = pipe.model.networks.packing.pack(whole)
+    return np.asarray(decode(pipe.params, put(packed, over_batch(mesh))))[: len(latents)]
 
 
 @contextmanager

@@ -26,8 +26,10 @@ from canvax.compile.kinds import DENOISERS, Compiled, Kinds, LatentShape, Progra
 from canvax.denoise import IDLE_ROWS, WINDOW, InFlight, Known, StepInputs, denoise
 from canvax.guidance import Guidance
 from canvax.kernels.target import compile_or_fall_back
+from canvax.models.beside import ADAPTERS
 from canvax.models.controlled import encode_control
-from canvax.models.decode import decode_images, encode_images
+from canvax.models.decode import decode_images, decode_packed, encode_images
+from canvax.models.denoiser import REFERENCES
 from canvax.models.networks import Networks
 from canvax.models.text import IMAGE_ENCODER, IMAGE_PROMPTS, encode_text
 from canvax.originals import foreign, replaced
@@ -84,7 +86,7 @@ class Programs:
 
         text encoder            ({component: ids [B, T] int32}, skip int32) -> text and pooled text; with places also
                                 how much of each every image has, {component: [B, K] float32}
-        decoder                 latents [B, h, w, C] float32 -> images [B, H, W, 3] float32 in 0..1
+        decoder                 latents float32, as the loop has them -> images [B, H, W, 3] float32 in 0..1
         image encoder           images [1, H, W, 3] float32 in 0..1 -> mean, deviation; for each size of a reference
                                 image, too
         denoiser                ``StepInputs``, as ``canvax.denoise``
@@ -159,7 +161,10 @@ class Programs:
         programs = {"text encoder": ProgramSpec("text encoder", encode, text.names, inputs, places, facts)}
         if kinds.decoder:
             decode = partial(decode_images, cfg=networks.vae, **tiled(kinds.decoder))
-            inputs, facts = (self._batched(latents, jnp.float32),), {"batch": batch, **size}
+            shape, facts = networks.packing.shape(latents), {"batch": batch, **size}
+            if shape != latents:
+                decode = partial(decode_packed, packing=networks.packing, size=latents[1:3], **decode.keywords)
+            inputs = (self._batched(shape, jnp.float32),)
             programs["decoder"] = ProgramSpec("decoder", decode, "vae", inputs, facts=facts)
         image, facts = (self._batched(pixels, jnp.float32),), {"batch": alone, **size}
         if kinds.image_encoder:
@@ -201,48 +206,41 @@ class Programs:
     def _denoiser(
         self, dtypes: Mapping[str, DType], latents: LatentShape, kinds: Kinds, *, guided: bool, size: Mapping[str, int]
     ) -> ProgramSpec:
-        networks, (batch, height, width, channels) = self.networks, latents
-        denoiser = networks.denoiser_of(
-            kinds.controls,
-            kinds.places,
-            perturbs=kinds.perturbs,
-            reuse_layers=kinds.deep_layers,
-            references=networks.room(kinds.references),
-        )
-        shape = *denoiser.loop_size(height, width), channels
-        latents = batch, *shape
+        networks, batch, sizes = self.networks, latents[0], self.networks.packing.sizes(latents[2])
+        denoiser = networks.denoiser_of(kinds.controls, perturbs=kinds.perturbs, reuse_layers=kinds.deep_layers)
+        loop = networks.packing.shape(latents)
         guidance = Guidance(kinds.method if guided else "cfg", kinds.perturbs, guided and kinds.parts > 0)
         text = networks.text.conditions(batch, tuple(dtypes[name] for name in networks.text.names), kinds.chunks)
-        conditions = {**text, **denoiser.inputs(latents, text, dtypes.__getitem__)}
-        conditions |= dict.fromkeys(denoiser.size_inputs(height, width), jax.ShapeDtypeStruct((batch,), jnp.int32))
+        reads = denoiser.inputs(loop, text, dtypes.__getitem__)
+        conditions = {**text, **reads.conditions, **dict.fromkeys(sizes, jax.ShapeDtypeStruct((batch,), jnp.int32))}
+        if kinds.places is not None:
+            conditions[ADAPTERS] = jax.ShapeDtypeStruct((batch, kinds.places.count), jnp.float32)
+        if kinds.references:
+            conditions[REFERENCES] = networks.references(batch, kinds.references)
         if kinds.image_prompts:
-            conditions[IMAGE_PROMPTS] = networks.image_prompts(kinds.image_prompts, latents, dtypes.__getitem__)
+            conditions[IMAGE_PROMPTS] = networks.image_prompts(kinds.image_prompts, loop, dtypes.__getitem__)
         prompts = (conditions,) * (1 + max(1, kinds.parts) if guided else 1)
+        image = jax.ShapeDtypeStruct(loop, jnp.float32)
         flight = InFlight(
-            jax.ShapeDtypeStruct((batch, SLOTS, *shape), jnp.float32),
+            jax.ShapeDtypeStruct((batch, SLOTS, *loop[1:]), jnp.float32),
             prompts,
             jax.ShapeDtypeStruct((batch, 2), jnp.uint32),
-            Known(
-                jax.ShapeDtypeStruct((*latents[:3], 1), jnp.float32),
-                jax.ShapeDtypeStruct(latents, jnp.float32),
-                jax.ShapeDtypeStruct((batch,), jnp.bool_),
-            )
-            if kinds.known
-            else None,
+            Known(image, image, jax.ShapeDtypeStruct((batch,), jnp.bool_)) if kinds.known else None,
         )
-        columns = {**denoiser.columns, **guidance.columns(len(prompts))}
+        columns = {**reads.columns, **guidance.columns(len(prompts))}
         rows = {name: (column.shape, column.dtype) for name, column in IDLE_ROWS.items()}
         rows |= {name: ((WINDOW, *column.shape), column.dtype) for name, column in columns.items()}
-        shared = {"noisy": jax.ShapeDtypeStruct((), jnp.bool_), **denoiser.shared}
-        samples = (batch * (len(prompts) + kinds.perturbs), *shape)
+        shared = {"noisy": jax.ShapeDtypeStruct((), jnp.bool_), **reads.shared}
+        samples = batch * (len(prompts) + kinds.perturbs)
+        memory = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((samples, *leaf.shape), leaf.dtype), reads.memory)
         inputs = StepInputs(
             self._split(flight),
             {name: self._batched((batch, *shape), dtype) for name, (shape, dtype) in rows.items()},
             {name: self._whole((WINDOW, *column.shape), column.dtype) for name, column in shared.items()},
             self._one(),
-            self._split(denoiser.memory(samples, dtypes.__getitem__)),
+            self._split(memory),
         )
-        static: dict[str, Any] = {"denoiser": denoiser, "guidance": guidance}
+        static: dict[str, Any] = {"denoiser": denoiser, "guidance": guidance, "places": kinds.places}
         components = (denoiser.component, *kinds.controls) if kinds.controls else denoiser.component
         facts = {"batch": batch, **size, "guided": guided, "reuse": kinds.deep_layers > 0}
         return ProgramSpec("denoiser", partial(denoise, **static), components, (inputs,), kinds.places, facts)

@@ -67,7 +67,7 @@ class Lanes:
         """D of an image in flight at the last row run [h, w, C] float32."""
         batch, at = self._at(slot)
         assert batch.denoised is not None
-        return np.asarray(batch.denoised)[at]
+        return batch.unpacked(np.asarray(batch.denoised)[at])
 
     def take(self, slot: int) -> HostArray:
         """As ``Batch.take``."""

@@ -203,7 +203,7 @@ def _other_networks(ours: Networks, theirs: Networks) -> Iterator[str]:
     for name, spec in specs.items():
         if spec != original[name]:
             yield f"{name}: its parameters are not those of this kind of model"
-    pairs = [("unet", ours.denoiser.cfg, theirs.denoiser.cfg), ("vae", ours.vae, theirs.vae)]
+    pairs = [("unet", ours.config, theirs.config), ("vae", ours.vae, theirs.vae)]
     pairs += [(name, cfg, theirs.text.parts[name]) for name, cfg in ours.text.parts.items()]
     for name, our_cfg, other in pairs:
         for field in (field.name for field in dataclasses.fields(our_cfg)):

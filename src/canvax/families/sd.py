@@ -31,7 +31,7 @@ def read(files: ModelFiles) -> Networks:
 
 def _faults(networks: Networks, files: ModelFiles) -> list[str]:
     del files
-    kind = networks.denoiser.cfg.addition_embed_type
+    kind = networks.config.addition_embed_type
     return [f"addition_embed_type {kind!r} of the UNet does not suit its text encoders"] if kind else []
 
 

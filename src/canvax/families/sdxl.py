@@ -45,7 +45,7 @@ def read(files: ModelFiles) -> Networks:
 
 def _faults(networks: Networks, files: ModelFiles) -> list[str]:
     index_flag(files, "force_zeros_for_empty_prompt", True)  # refuses another value than true and false
-    kind, second = networks.denoiser.cfg.addition_embed_type, networks.text.parts.get(SECOND)
+    kind, second = networks.config.addition_embed_type, networks.text.parts.get(SECOND)
     if kind is None or second is None:
         return [f"addition_embed_type {kind!r} of the UNet does not suit its text encoders"]
     try:

@@ -352,7 +352,7 @@ class FlaxPipeline:
         batch.fill(inputs.noise, prompts, inputs.words, tables, images=images, columns=columns)
         while batch.rows_left:
             batch.step(WINDOW)
-        final = jax.device_get(batch.samples())
+        final = jax.device_get(batch.samples)
         return jax.device_get(ready["decoder"](params, jax.device_put(final, split))) if decode else final
 
     def _by_encoder(self, ids: Any) -> dict[str, Any]:

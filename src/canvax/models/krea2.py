@@ -16,13 +16,11 @@ import jax.numpy as jnp
 
 from canvax.errors import CheckpointError
 from canvax.kernels.outline import outlined, scope
-from canvax.models.beside import ADAPTERS, Places, with_adapters
 from canvax.models.configs import Config, Count, Depth, Epsilon, Factor, Layers
-from canvax.models.denoiser import Row, SquareDenoiser
+from canvax.models.denoiser import COLUMNS, Denoiser, Facts, Packing, Row
 from canvax.models.dit import (
     Modulation,
     Rope,
-    Squares,
     grid_ids,
     modulated,
     rms_norm,
@@ -31,7 +29,6 @@ from canvax.models.dit import (
     self_attention,
     self_attention_spec,
     sinusoids,
-    squares,
     swiglu,
     swiglu_spec,
 )
@@ -249,37 +246,32 @@ def _block(
 
 
 @dataclass(frozen=True)
-class Krea2Denoiser(SquareDenoiser):
+class Krea2Denoiser(Denoiser):
     """The transformer inside the loop. It gives the velocity of a flow.
 
     Attributes:
         cfg: its config.
-        places: of ``SquareDenoiser``.
     """
 
     cfg: Krea2Config
-    places: Places | None = None
+
+    @property
+    def component(self) -> str:
+        return "transformer"
 
     @property
     def spec(self) -> Spec:
         return krea2_spec(self.cfg)
 
-    def prepare(
-        self, p: Params, conditions: Conditions, latents: Sequence[int]
-    ) -> tuple[Params, Krea2Context, Squares]:
-        if self.places is not None:
-            p = with_adapters(p, conditions[ADAPTERS], self.spec, self.places)
-        batch, height, width, _ = latents
-        tokens, text = height * width // 4, conditions["text"][:, DROPPED:].astype(compute_dtype(p))
-        text = text.reshape(*text.shape[:2], self.cfg.num_text_layers, self.cfg.text_hidden_dim)
-        columns = conditions.get("columns", jnp.full(batch, width // 2, jnp.int32))
-        context = krea2_context(p, text, conditions["length"] - DROPPED, columns, self.cfg, tokens=tokens)
-        return p if self.places else {}, context, squares(tokens, columns)
+    @property
+    def facts(self) -> Facts:
+        return Facts(native_size=(128, 128), packing=Packing(2, channels_first=True))
 
-    def apply(
-        self, p: Params, x: Array, row: Row, prepared: tuple[Params, Krea2Context, Squares], memory: Any
-    ) -> tuple[Array, Any]:
-        adapted, context, places = prepared
-        tokens = places.pack(x.astype(compute_dtype(p)), channels_first=True)
-        velocity = krea2(adapted or p, tokens, row["timestep"], context, self.cfg)
-        return places.unpack(velocity, channels_first=True).reshape(x.shape), memory
+    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> Krea2Context:
+        text, columns = conditions["text"][:, DROPPED:].astype(compute_dtype(p)), conditions[COLUMNS]
+        text = text.reshape(*text.shape[:2], self.cfg.num_text_layers, self.cfg.text_hidden_dim)
+        return krea2_context(p, text, conditions["length"] - DROPPED, columns, self.cfg, tokens=latents[2])
+
+    def apply(self, p: Params, x: Array, row: Row, prepared: Krea2Context, memory: Any) -> tuple[Array, Any]:
+        tokens = x[:, 0].astype(compute_dtype(p))
+        return krea2(p, tokens, row["timestep"], prepared, self.cfg)[:, None], memory

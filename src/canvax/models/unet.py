@@ -198,25 +198,6 @@ def cross_attention_kv(p: Params, text: Array, cfg: UNetConfig) -> CrossAttentio
         }
 
 
-def least_bytes(cfg: UNetConfig, samples: int, height: int, width: int, itemsize: int) -> int:
-    """Bytes that the features for skip connections take together in the middle of the network: less than it needs.
-
-    Args:
-        cfg: of the network.
-        samples: at once, with guidance two for each image.
-        height: of latents.
-        width: of latents.
-        itemsize: bytes of a number.
-    """
-    channels, pixels = cfg.block_out_channels, height * width
-    total = channels[0] * pixels
-    for level, (width_of_level, layers) in enumerate(zip(channels, cfg.layers, strict=True)):
-        total += layers * width_of_level * (pixels >> 2 * level)
-        if level + 1 < len(channels):
-            total += width_of_level * (pixels >> 2 * (level + 1))
-    return samples * total * itemsize
-
-
 def unet(
     p: Params,
     x: Array,

@@ -14,13 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from canvax.errors import CheckpointError
-from canvax.models.beside import ADAPTERS, Places, with_adapters
 from canvax.models.configs import Config, Count, Depth, Epsilon, Factor, Layers
-from canvax.models.denoiser import Row, SquareDenoiser
+from canvax.models.denoiser import COLUMNS, Denoiser, Facts, Packing, Row
 from canvax.models.dit import (
     Modulation,
     Rope,
-    Squares,
     grid_ids,
     layer_norm,
     rms_norm,
@@ -29,7 +27,6 @@ from canvax.models.dit import (
     sandwich_block,
     sandwich_block_spec,
     sinusoids,
-    squares,
 )
 from canvax.models.text import Conditions
 from canvax.nn import linear, linear_spec
@@ -232,36 +229,31 @@ def _modulation(p: Params, time: Array) -> Modulation:
 
 
 @dataclass(frozen=True)
-class ZImageDenoiser(SquareDenoiser):
+class ZImageDenoiser(Denoiser):
     """The transformer inside the loop. It gives the velocity of a flow.
 
     Attributes:
         cfg: its config.
-        places: of ``SquareDenoiser``.
     """
 
     cfg: ZImageConfig
-    places: Places | None = None
+
+    @property
+    def component(self) -> str:
+        return "transformer"
 
     @property
     def spec(self) -> Spec:
         return z_image_spec(self.cfg)
 
-    def prepare(
-        self, p: Params, conditions: Conditions, latents: Sequence[int]
-    ) -> tuple[Params, ZImageContext, Squares]:
-        if self.places is not None:
-            p = with_adapters(p, conditions[ADAPTERS], self.spec, self.places)
-        batch, height, width, _ = latents
-        tokens, text = height * width // 4, conditions["text"].astype(compute_dtype(p))
-        columns = conditions.get("columns", jnp.full(batch, width // 2, jnp.int32))
-        context = z_image_context(p, text, conditions["length"], columns, self.cfg, tokens=tokens)
-        return p if self.places else {}, context, squares(tokens, columns)
+    @property
+    def facts(self) -> Facts:
+        return Facts(native_size=(128, 128), packing=Packing(2))
 
-    def apply(
-        self, p: Params, x: Array, row: Row, prepared: tuple[Params, ZImageContext, Squares], memory: Any
-    ) -> tuple[Array, Any]:
-        adapted, context, places = prepared
-        tokens = places.pack(x.astype(compute_dtype(p)), channels_first=False)
-        velocity = z_image(adapted or p, tokens, row["timestep"], context, self.cfg)
-        return places.unpack(velocity, channels_first=False).reshape(x.shape), memory
+    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> ZImageContext:
+        text, columns = conditions["text"].astype(compute_dtype(p)), conditions[COLUMNS]
+        return z_image_context(p, text, conditions["length"], columns, self.cfg, tokens=latents[2])
+
+    def apply(self, p: Params, x: Array, row: Row, prepared: ZImageContext, memory: Any) -> tuple[Array, Any]:
+        tokens = x[:, 0].astype(compute_dtype(p))
+        return z_image(p, tokens, row["timestep"], prepared, self.cfg)[:, None], memory

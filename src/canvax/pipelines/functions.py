@@ -19,6 +19,7 @@ from canvax.families.base import Ids, Model
 from canvax.images.masks import as_floats
 from canvax.kernels.target import jitted
 from canvax.models.decode import decode_images, encode_images
+from canvax.models.denoiser import evaluate
 from canvax.models.text import SECOND, Conditions, encode_text
 from canvax.parallel.place import on_devices
 from canvax.parallel.rules import check_params
@@ -126,9 +127,7 @@ def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditi
             "timestep", NO_VALUE, f"has shape {timesteps.shape}", f"give one number, or one for each of {len(latents)}"
         )
     timesteps = jnp.broadcast_to(timesteps.astype(jnp.float32), latents.shape[:1])
-    prepared = denoiser.prepare(weights, conditions, latents.shape)
-    output, _ = denoiser.apply(weights, latents, {"timestep": timesteps}, prepared, None)
-    return output.astype(jnp.float32)
+    return evaluate(denoiser, weights, latents, timesteps, conditions).astype(jnp.float32)
 
 
 def decode(model: Model, params: Params, latents: Array) -> Array:
@@ -193,7 +192,8 @@ def _check_conditions(model: Model, conditions: Any, count: int) -> None:
         raise InputError("conditions", conditions, "is not a dict of arrays", cure)
     networks = model.networks
     text = networks.text.conditions(count, [jnp.float32] * len(networks.text.encoders))
-    shapes = {**text, **networks.denoiser.inputs(networks.latent_shape(count, *model.native_size), text, jnp.dtype)}
+    loop = networks.packing.shape(networks.latent_shape(count, *model.native_size))
+    shapes = {**text, **networks.denoiser.inputs(loop, text, jnp.dtype).conditions}
     if unknown := sorted(map(repr, conditions.keys() - shapes.keys())):
         raise InputError("conditions", NO_VALUE, f"has {', '.join(unknown)}, which {model.name} does not read", cure)
     for name, leaf in shapes.items():

@@ -25,7 +25,7 @@ from canvax.images.formats import GeneratedImage
 from canvax.images.inputs import entry
 from canvax.images.masks import resized
 from canvax.parallel import multihost
-from canvax.parallel.memory import check_least, check_programs
+from canvax.parallel.memory import check_programs
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import local_rows, put
 from canvax.params import Params
@@ -63,11 +63,6 @@ def text_to_image(
     display = Display(shown=multihost.leads(mesh) and request.options.progress)
     table, deep, kinds = work(model, request)
     latents = (padded_batch(count, mesh), *request.shape[1:])
-    evaluated, itemsize = (
-        latents[0] // mesh.shape["data"] * (2 if request.guided else 1),
-        jnp.dtype(model.dtype).itemsize,
-    )
-    check_least(model.networks.denoiser.least_bytes(evaluated, *latents[1:3], itemsize), mesh, cure)
     ready = programs.ready(params, latents, kinds, display.announce)
     check_programs(((compiled.program.name, compiled.executable) for compiled in ready.values()), mesh, cure)
 
@@ -75,9 +70,9 @@ def text_to_image(
         batch, keep = prepare(model, programs, params, request, ready, table, deep, tables)
     with clock("denoise"):
         is_steered = denoise(batch, request, table, display, spread=spread, keep=keep)
-        samples = batch.samples(on_device=request.on_device)
-        rows: Any
+        samples, rows = batch.samples, None
         indices, rows = (list(range(count)), samples[:count]) if request.on_device else local_rows(samples, count)
+        rows = batch.unpacked(rows)
     del batch  # with its copy of weights that wait elsewhere
     with clock("decode"):
         pixels: Any = np.zeros((0, request.height, request.width, 3), np.float32)
@@ -188,12 +183,14 @@ def denoise(
             bar.advance(left - batch.rows_left)
             display.stepped()
             if keep is not None:
-                latents = local_rows(batch.samples(), count)[1]
+                latents = batch.unpacked(local_rows(batch.samples, count)[1])
                 batch.replace(keep(latents, total - batch.rows_left))
             if callback:
                 row = total - batch.rows_left - 1
                 assert batch.denoised is not None
-                latents, denoised = local_rows(batch.samples(), count)[1], local_rows(batch.denoised, count)[1]
+                latents, denoised = (
+                    batch.unpacked(local_rows(array, count)[1]) for array in (batch.samples, batch.denoised)
+                )
                 step = Step(
                     row, total, float(table.timestep[row]), latents.copy(), denoised, scale=float(table.scale[row])
                 )

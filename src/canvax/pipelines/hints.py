@@ -125,7 +125,7 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
         yield HintWarning("guidance_scale", scale, f"switches guidance off, as {request.guidance_off:g} does", usual)
     if scale > BURNT and not options.guidance_steps:
         yield HintWarning("guidance_scale", scale, "burns the image", usual)
-    if model.networks.denoiser.distilled and scale > request.guidance_off:
+    if model.networks.denoiser.facts.distilled and scale > request.guidance_off:
         yield HintWarning("guidance_scale", scale, f"has no effect: {model.name} is distilled and needs no guidance")
     if options.guidance_steps and scale != model.defaults.guidance_scale:
         yield HintWarning("guidance_scale", scale, "has no effect: guidance_steps replace it")

@@ -59,7 +59,7 @@ def check_editing(networks: Networks, name: str) -> None:
     Raises:
         InputError: naming the model.
     """
-    if not networks.denoiser.edits:
+    if not networks.denoiser.facts.edits:
         why = f"are for models that edit, and {name} is none"
         raise InputError("references", NO_VALUE, why, "leave them out")
 

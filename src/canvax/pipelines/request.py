@@ -154,7 +154,7 @@ def make_request(model: Model, call: Call) -> Request:
         size = (size[0] or references.sizes[0][0], size[1] or references.sizes[0][1])
     image = call.image if references is None else None
     init = check_init_images(image, call.mask, call.strength, size, len(prompts), factor, options)
-    if init is not None and init.masks and model.networks.denoiser.edits:
+    if init is not None and init.masks and model.networks.denoiser.facts.edits:
         references = References([init.images])
     if init is None:
         height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
@@ -249,7 +249,7 @@ def is_alone(call: Call, options: Options) -> bool:
 
 def _references(model: Model, call: Call, options: Options) -> References | None:
     """The image of a call as reference images, for a model that edits, unless it is what the run begins from."""
-    if not is_alone(call, options) or not model.networks.denoiser.edits:
+    if not is_alone(call, options) or not model.networks.denoiser.facts.edits:
         return None
     return check_references(call.image, model.networks.size_step)
 
@@ -285,12 +285,12 @@ def check_for_model(options: Options, model: Model) -> None:
                 "leave it out",
             )
     for name in ("pag_scale", "pag_adaptive_scale"):
-        if model.networks.unet is None and name in options.changed():
+        if "perturbed" not in model.networks.denoiser.facts.offers and name in options.changed():
             problem = f"is not supported by {model.name}: its attention cannot be perturbed"
             raise InputError(name, NO_VALUE, problem, "leave it out")
     check_clip_skip(options.clip_skip, model)
     check_layers(options.reuse_layers, model)
-    if options.reuse > 1 and not model.networks.denoiser.most_layers:
+    if options.reuse > 1 and not model.networks.most_layers:
         raise InputError("reuse", options.reuse, f"{model.name} has no features to reuse", "leave it out")
 
 
@@ -322,7 +322,7 @@ def check_layers(layers: int, model: Model) -> None:
     Raises:
         InputError: naming how many it has.
     """
-    most = max(1, model.networks.denoiser.most_layers)
+    most = max(1, model.networks.most_layers)
     if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= most:
         raise InputError("reuse_layers", layers, f"is not in 1..{most}, the skip connections of {model.name}")
 

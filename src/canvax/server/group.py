@@ -362,7 +362,8 @@ class Group:
 
     def _decode(self, latents: Sequence[HostArray]) -> HostArray:
         assert self._ready is not None
-        sent = put(filled(np.stack(latents), self.alone), over_batch(self._programs.mesh))
+        packed = self._programs.networks.packing.pack(np.stack(latents))
+        sent = put(filled(packed, self.alone), over_batch(self._programs.mesh))
         return np.asarray(self._ready["decoder"](self._params(), sent))[: len(latents)]
 
     def clear(self, *, smaller: bool = False) -> list[Item]:
@@ -418,5 +419,5 @@ def _with_known(flight: Any, kinds: Kinds) -> Any:
         return flight
     _, _, height, width, channels = flight.state.shape
     empty = np.zeros((1, height, width, channels), np.float32)
-    whole = Known(np.ones((1, height, width, 1), np.float32), empty, np.zeros(1, bool))
+    whole = Known(np.ones_like(empty), empty, np.zeros(1, bool))
     return flight._replace(known=whole)

@@ -308,7 +308,7 @@ class ServedModel:
         """What clients see of it; ``references``: of a request that edits, at most."""
         model, (tall, wide) = self.model, self.model.native_size
         sizes = tuple(dict.fromkeys(size for size, _ in self.sizes(warm)))
-        networks, edits = model.networks, model.networks.denoiser.edits
+        networks, edits = model.networks, model.networks.denoiser.facts.edits
         config = json.dumps([model.files.index, model.revision, model.dtype, str(model.networks)], default=str)
         concepts = model.concepts.names
         examples = model.defaults.examples or tuple(concepts[:: max(1, len(concepts) // _EXAMPLES)][:_EXAMPLES])
@@ -334,7 +334,7 @@ class ServedModel:
             ip_adapters=ip_adapters,
             prompts=tuple(concepts),
             styles=STYLES if concepts else (),
-            guided=not networks.denoiser.distilled,
+            guided=not networks.denoiser.facts.distilled,
             no_guidance=model.family.guidance_off,
             negative_prompt=not networks.unguided,
             prompt_weights=not model.text.whole,
@@ -479,7 +479,7 @@ class ModelSet:
             if served.shelf:
                 self._say(served.shelf.summary())
             for size, batches in served.sizes(self._warm):
-                most = self._references if served.model.networks.denoiser.edits else 0
+                most = self._references if served.model.networks.denoiser.facts.edits else 0
                 for chunks, references in product(self._chunks, range(1 + most)):
                     options: dict[str, Any] = {"chunks": chunks, "shelf": served.shelf, "references": references}
                     checked = sample(name, served.model, *size, **options)

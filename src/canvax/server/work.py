@@ -540,7 +540,7 @@ def _references(job_request: JobRequest, model: Model) -> tuple[Any, tuple[int |
     that every size has one set of programs for each number of them."""
     image, size = job_request.image, (job_request.width, job_request.height)
     begins = job_request.mask is not None or job_request.strength is not None
-    if image is None or begins or not model.networks.denoiser.edits:
+    if image is None or begins or not model.networks.denoiser.facts.edits:
         if job_request.references:
             why = "are beside an image, without a mask and a strength, for a model that edits"
             raise InputError("references", NO_VALUE, why, "leave them out")

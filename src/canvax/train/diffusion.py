@@ -21,7 +21,7 @@ from canvax.kernels.outline import recomputed
 from canvax.models.clip import text_encoder_spec
 from canvax.models.configs import ClipTextConfig, UNetConfig
 from canvax.models.controlnet import ControlNet
-from canvax.models.denoiser import Denoiser
+from canvax.models.denoiser import Denoiser, evaluate
 from canvax.models.text import FIRST, Conditions, TextEncoders, encode_text
 from canvax.models.unet import Residuals, Special, unet, unet_spec
 from canvax.params import Params, init_params
@@ -307,14 +307,8 @@ def _evaluated(
     p: Params, noisy: Array, timestep: Array, encoded: Conditions, network: Denoiser, *, remat: bool
 ) -> Array:
     """Returns the output of a denoiser for latents [B, h, w, C], as the loop of a pipeline evaluates it."""
-    batch, height, width, channels = noisy.shape
-    sizes = {name: jnp.full(batch, size) for name, size in network.size_inputs(height, width).items()}
-    x = noisy.reshape(batch, *network.loop_size(height, width), channels)
-    p = p[network.component]
     with recomputed(remat):
-        prepared = network.prepare(p, {**encoded, **sizes}, x.shape)
-        output, _ = network.apply(p, x, {"timestep": timestep}, prepared, None)
-    return output.reshape(noisy.shape)
+        return evaluate(network, p[network.component], noisy, timestep, encoded)
 
 
 def _residuals(
