@@ -41,10 +41,10 @@ from canvax.compile.programs import Programs
 from canvax.kernels import cpu
 from canvax.kernels.target import compiling_for, jitted
 from canvax.models import blocks, clip
-from canvax.models.clip import text_encoder_spec
+from canvax.models.clip import clip_encoders, text_encoder_spec
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
-from canvax.models.text import TextEncoders, clip_encoders
+from canvax.models.text import TextEncoders
 from canvax.originals import replaced
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
 from canvax.parallel.rules import abstract_params

@@ -33,7 +33,7 @@ from canvax.models.denoiser import Around, Denoiser, Perturbed, Reusing, Row
 from canvax.models.flux2 import Flux2Config, Flux2Denoiser
 from canvax.models.networks import Networks
 from canvax.models.presets import PRESETS
-from canvax.models.text import Conditions, TextEncoders
+from canvax.models.text import Conditions, Shapes, TextEncoder, TextEncoders
 from canvax.nn import gelu, linear, linear_spec
 from canvax.originals import foreign
 from canvax.parallel.mesh import make_mesh
@@ -43,7 +43,7 @@ from canvax.samplers import from_scheduler_config
 from canvax.types import Array
 from tests.support.small_checkpoint import UNET
 
-WIDTH, CHANNELS, FACTOR, TOKENS = 8, 3, 2, 5
+WIDTH, CHANNELS, FACTOR = 8, 3, 2
 
 
 @dataclass(frozen=True)
@@ -76,37 +76,49 @@ class MlpDenoiser(Denoiser):
 
 
 @dataclass(frozen=True)
-class Letters:
-    """A text encoder that embeds the letters of a text."""
+class Letters(TextEncoder):
+    """A text encoder that embeds the letters of a text, and reads how many there are."""
 
-    component = "reader"
+    component: str
+    lengths: tuple[int, ...]
     tokenizer = "letters"
-    tokens = TOKENS
-    whole = False
-    most = 0
-    width = WIDTH
-    pooled_width = 0
-    max_skip = 0
 
     @property
     def spec(self) -> Spec:
         return {"embed": linear_spec(256, WIDTH)}
 
-    def encode(self, p: Params, ids: Array, skip: Array) -> Conditions:
-        return {"text": linear(p["embed"], jax.nn.one_hot(ids, 256))}
+    def inputs(self, length: int) -> Shapes:
+        return super().inputs(length) | {"count": jax.ShapeDtypeStruct((), jnp.int32)}
+
+    def read(self, tokenizer: Any, texts: Sequence[str], length: int) -> dict[str, np.ndarray]:
+        return super().read(tokenizer, texts, length) | {"count": np.array([len(text) for text in texts], np.int32)}
+
+    def outputs(self, length: int, dtype: Any) -> Shapes:
+        return {"text": jax.ShapeDtypeStruct((length, WIDTH), dtype)}
+
+    def encode(self, p: Params, ids: Array, count: Array) -> Conditions:
+        letters = jnp.arange(ids.shape[1])[None] < count[:, None]
+        return {"text": linear(p["embed"], jax.nn.one_hot(jnp.where(letters, ids, -1), 256))}
+
+
+@dataclass(frozen=True)
+class OneAfterAnother(TextEncoders):
+    """Joins texts on the axis of the tokens."""
+
+    def join(self, outputs: Sequence[Any]) -> Any:
+        return {"text": jnp.concatenate([output["text"] for output in outputs], axis=1)}
 
 
 class LetterTokenizer:
     """A letter is a token."""
 
-    bos, eos, pad = 0, 1, 2
     added: tuple[str, ...] = ()
 
     def ids(self, text: str) -> list[int]:
         return [ord(letter) % 256 for letter in text]
 
-    def units(self, text: str) -> list[tuple[int, ...]]:
-        return [(i,) for i in self.ids(text)]
+    def __call__(self, texts: Sequence[str], *, length: int) -> np.ndarray:
+        return np.array([[*self.ids(text), *[0] * length][:length] for text in texts], np.int32)
 
 
 @dataclass(frozen=True)
@@ -132,7 +144,8 @@ def hues(model: Model, height: int, width: int, options: Any) -> tuple[Numbers, 
     return {"hue": np.ones(1, np.float32)}, {"hue": np.zeros(1, np.float32)}
 
 
-NETWORKS = Networks(MlpDenoiser(), Squares(), TextEncoders((Letters(),)))
+TEXT = OneAfterAnother((Letters("reader", (5, 20)), Letters("speller", (7,))))
+NETWORKS = Networks(MlpDenoiser(), Squares(), TEXT)
 FAMILY = Family(
     name="mixer",
     pipelines=("MixerPipeline",),
@@ -275,7 +288,7 @@ def test_a_network_around_that_of_a_checkpoint() -> None:
         (1, 8, 8, 32), {}, jnp.dtype
     )
     assert copy.copy(mine) == pickle.loads(pickle.dumps(mine)) == mine
-    klein: Any = Networks(Plain(Flux2Denoiser(Flux2Config(), is_distilled=True)), Squares(), TextEncoders((Letters(),)))
+    klein: Any = Networks(Plain(Flux2Denoiser(Flux2Config(), is_distilled=True)), Squares(), TEXT)
     assert klein.unguided
     assert klein.denoiser_of(references=1024).base.references == 1024
 
@@ -292,8 +305,8 @@ class Mine(MlpDenoiser):
     "text": """
 @dataclass(frozen=True)
 class Mine(Letters):
-    def encode(self, p, ids, skip):
-        return {{"text": {gain} * boosted(Letters.encode(self, p, ids, skip)["text"])}}
+    def encode(self, p, ids, count):
+        return {{"text": {gain} * boosted(Letters.encode(self, p, ids, count)["text"])}}
 """,
     "vae": """
 import typing
@@ -314,7 +327,7 @@ def run_cell(notebook: dict[str, Any], name: str, gain: float) -> None:
 
 
 def networks_of(notebook: dict[str, Any], part: str) -> Networks:
-    mine = notebook["Mine"]()
+    mine = notebook["Mine"](*(["reader", (5,)] if part == "text" else []))
     return dataclasses.replace(NETWORKS, **{part: TextEncoders((mine,)) if part == "text" else mine})
 
 

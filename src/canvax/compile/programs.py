@@ -29,7 +29,7 @@ from canvax.kernels.target import compile_or_fall_back
 from canvax.models.controlled import encode_control
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.networks import Networks
-from canvax.models.text import IMAGE_ENCODER, IMAGE_PROMPTS, encode_text
+from canvax.models.text import IMAGE_ENCODER, IMAGE_PROMPTS, encode_and_join
 from canvax.originals import foreign, replaced
 from canvax.parallel.mesh import over_batch, padded_batch, replicated
 from canvax.params import Params
@@ -82,8 +82,8 @@ class Programs:
     def wanted(self, params: Params, latents: LatentShape, kinds: Kinds = PLAIN) -> dict[str, Program]:
         """The programs of a run on latents [B, h, w, C].
 
-        text encoder            ({component: ids [B, T] int32}, skip int32) -> text and pooled text; with places also
-                                how much of each every image has, {component: [B, K] float32}
+        text encoder            what each text encoder reads -> conditions, and the outputs of each encoder; see
+                                ``canvax.models.text.encode_and_join``
         decoder                 latents [B, h, w, C] float32 -> images [B, H, W, 3] float32 in 0..1
         image encoder           images [1, H, W, 3] float32 in 0..1 -> mean, deviation; for each size of a reference
                                 image, too
@@ -151,11 +151,12 @@ class Programs:
             return {"tiled": True} if way == "tiled" else {}
 
         text = replace(networks.text, places=places)
-        tokens = text.tokens * (kinds.chunks if text.whole else 1)
-        inputs: tuple[Any, ...] = dict.fromkeys(text.names, self._batched((batch, tokens), jnp.int32)), self._one()
+        inputs: tuple[Any, ...] = (
+            jax.tree.map(lambda leaf: self._batched((batch, *leaf.shape), leaf.dtype), text.inputs(kinds.lengths)),
+        )
         if places is not None:
             inputs += (dict.fromkeys(text.names, self._batched((batch, places.count), jnp.float32)),)
-        encode, facts = partial(encode_text, cfg=text), {"batch": batch}
+        encode, facts = partial(encode_and_join, cfg=text), {"batch": batch}
         programs = {"text encoder": Program("text encoder", encode, text.names, inputs, places, facts)}
         if kinds.decoder:
             decode = partial(decode_images, cfg=networks.vae, **tiled(kinds.decoder))
@@ -212,7 +213,7 @@ class Programs:
         shape = *denoiser.loop_size(height, width), channels
         latents = batch, *shape
         guidance = Guidance(kinds.method if guided else "cfg", kinds.perturbs, guided and kinds.parts > 0)
-        text = networks.text.conditions(batch, tuple(dtypes[name] for name in networks.text.names), kinds.chunks)
+        text = networks.text.conditions(batch, tuple(dtypes[name] for name in networks.text.names), kinds.lengths)
         conditions = {**text, **denoiser.inputs(latents, text, dtypes.__getitem__)}
         conditions |= dict.fromkeys(denoiser.size_inputs(height, width), jax.ShapeDtypeStruct((batch,), jnp.int32))
         if kinds.image_prompts:

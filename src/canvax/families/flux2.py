@@ -49,7 +49,7 @@ def read(files: ModelFiles) -> Networks:
         )
     vae = Flux2Autoencoder(parsed(Flux2VaeConfig, files, "vae"))
     *earlier, tap = taps(lm.num_hidden_layers)
-    text = LanguageModel(lm, tap, tuple(earlier), ROWS)
+    text = LanguageModel(lm, tap, tuple(earlier), (ROWS,), ROWS)
     check_fit(
         files,
         latents=(transformer.in_channels, vae.latent_channels),
@@ -68,7 +68,7 @@ def _tokenizer(files: ModelFiles, encoder: TextEncoder) -> ChatTokenizer:
     token = tokenizer.backend.token_to_id(word) if isinstance(word, str) else None
     if token is None:
         raise CheckpointError(f"{path}: names no pad_token of its tokenizer. Download the checkpoint again.")
-    return replace(tokenizer, pad=~token)
+    return replace(tokenizer, pad=token)
 
 
 def _defaults_of(networks: Networks, schedule: NoiseSchedule) -> Defaults | None:

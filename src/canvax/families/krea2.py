@@ -14,7 +14,7 @@ from canvax.errors import CheckpointError
 from canvax.families.base import Defaults, Family, check_components, parsed
 from canvax.families.language import check_fit, language_model_entries, read_chat_tokenizer, unused_options
 from canvax.models.decoder_lm import DecoderConfig, LanguageModel
-from canvax.models.krea2 import PROMPT, TAPS, TEMPLATE, Krea2Config, Krea2Denoiser
+from canvax.models.krea2 import LENGTHS, PROMPT, TAPS, TEMPLATE, Krea2Config, Krea2Denoiser
 from canvax.models.networks import Networks
 from canvax.models.text import FIRST, TextEncoder, TextEncoders
 from canvax.models.wan_vae import UNUSED, WanAutoencoder, WanVaeConfig, from_video
@@ -59,7 +59,7 @@ def read(files: ModelFiles) -> Networks:
         text=(transformer.text_hidden_dim, lm.hidden_size),
     )
     *earlier, tap = taps
-    text = LanguageModel(lm, tap, tuple(earlier), most=PROMPT)
+    text = LanguageModel(lm, tap, tuple(earlier), LENGTHS, PROMPT)
     return Networks(Krea2Denoiser(transformer), vae, TextEncoders((text,)), prediction="flow_prediction")
 
 

@@ -47,11 +47,12 @@ def check_fit(files: ModelFiles, *, latents: tuple[int, int], text: tuple[int, i
 def language_model_entries(encoder: TextEncoder, entries: Sequence[Entry]) -> list[Entry]:
     """The layers of a language model that are read, saved with or without its head and vision encoder."""
     assert isinstance(encoder, LanguageModel)
+    unread = ("lm_head.", "visual.") if "norm" in encoder.spec["model"] else ("lm_head.", "model.norm.", "visual.")
     layers = []
     for entry in entries:
         name = whole_name(entry.name)
         layer = _LAYER.match(name)
-        if not (name.startswith(("lm_head.", "model.norm.", "visual.")) or (layer and int(layer[1]) >= encoder.tap)):
+        if not (name.startswith(unread) or (layer and int(layer[1]) >= encoder.tap)):
             layers.append(replace(entry, name=name))
     return layers
 

@@ -22,6 +22,7 @@ from canvax.families.base import (
     read_clip_tokenizer,
     read_clip_unet_vae,
 )
+from canvax.models.clip import clip_configs
 from canvax.models.networks import Networks
 from canvax.models.text import FIRST, SECOND
 from canvax.samplers import stable_diffusion_config
@@ -38,7 +39,7 @@ def read(files: ModelFiles) -> Networks:
 
 def _faults(networks: Networks, files: ModelFiles) -> list[str]:
     _zero_empty_negative(files)  # refuses another value than true and false
-    kind, second = networks.denoiser.cfg.addition_embed_type, networks.text.parts.get(SECOND)
+    kind, second = networks.denoiser.cfg.addition_embed_type, clip_configs(networks.text).get(SECOND)
     if kind is None or second is None:
         return [f"addition_embed_type {kind!r} of the UNet does not suit its text encoders"]
     try:

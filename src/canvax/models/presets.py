@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+from canvax.models.clip import clip_encoders
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
 from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.flux2 import ROWS, Flux2Config, Flux2Denoiser, taps
 from canvax.models.flux2_vae import Flux2Autoencoder, Flux2VaeConfig
-from canvax.models.krea2 import PROMPT, TAPS, Krea2Config, Krea2Denoiser
+from canvax.models.krea2 import LENGTHS, PROMPT, TAPS, Krea2Config, Krea2Denoiser
 from canvax.models.networks import Networks
-from canvax.models.text import TextEncoders, clip_encoders
+from canvax.models.text import TextEncoders
 from canvax.models.wan_vae import WanAutoencoder, WanVaeConfig
 from canvax.models.z_image import ZImageConfig, ZImageDenoiser
 
@@ -99,13 +100,13 @@ PRESETS = {
     "flux2-klein-4b": Networks(
         Flux2Denoiser(FLUX2_KLEIN_4B, is_distilled=True),
         Flux2Autoencoder(Flux2VaeConfig()),
-        TextEncoders((LanguageModel(QWEN3_4B, _TAP, tuple(_EARLIER), ROWS),)),
+        TextEncoders((LanguageModel(QWEN3_4B, _TAP, tuple(_EARLIER), (ROWS,), ROWS),)),
         "flow_prediction",
     ),
     "krea-2": Networks(
         Krea2Denoiser(Krea2Config()),
         WanAutoencoder(WanVaeConfig()),
-        TextEncoders((LanguageModel(QWEN3_VL_4B, TAPS[-1], TAPS[:-1], most=PROMPT),)),
+        TextEncoders((LanguageModel(QWEN3_VL_4B, TAPS[-1], TAPS[:-1], LENGTHS, PROMPT),)),
         "flow_prediction",
     ),
     "sdxl-refiner": Networks(UNetDenoiser(SDXL_REFINER_UNET), SDXL_VAE, clip_encoders(None, SDXL_TEXT_2)),
