@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ class Letters(TextEncoder):
     def inputs(self, length: int) -> Shapes:
         return super().inputs(length) | {"count": jax.ShapeDtypeStruct((), jnp.int32)}
 
-    def read(self, tokenizer: Any, texts: Sequence[str], length: int) -> dict[str, np.ndarray]:
+    def read(self, tokenizer: Any, texts: Sequence[str], length: int, images: Any = ()) -> dict[str, np.ndarray]:
         return super().read(tokenizer, texts, length) | {"count": np.array([len(text) for text in texts], np.int32)}
 
     def outputs(self, length: int, dtype: Any) -> Shapes:
@@ -199,6 +199,49 @@ def test_everything_a_user_changes_is_data(pipe: canvax.StableDiffusion) -> None
         got = draw(pipe, **changes)
         assert got.compilations == 0
         assert np.abs(got.latents - want.latents).max() > 1e-4
+
+
+def test_encoders_have_lengths_of_their_own(pipe: canvax.StableDiffusion) -> None:
+    """A longer prompt takes the longer length of one encoder; a prompt that one of them cannot read is refused."""
+    short, long = (np.asarray(pipe.encode(text)["text"]) for text in ("a fox", "a foxes"))
+    assert (short.shape, long.shape) == ((1, 5 + 7, WIDTH), (1, 20 + 7, WIDTH))
+    np.testing.assert_allclose(short[:, :5], long[:, :5], atol=1e-6)
+    assert np.abs(long[:, 6] - long[:, 7]).max() > 1e-3 > np.abs(long[:, 7] - long[:, 19]).max()  # behind 7 letters
+    for prompt, syntax in {"a fox and a hen": "plain", "a (fox)": "a1111"}.items():
+        with pytest.raises(canvax.InputError) as caught:
+            draw(pipe, prompt, options=canvax.Options(progress=False, prompt_syntax=syntax))
+        assert caught.value.argument == "prompt"
+
+
+def test_conditions_in_place_of_prompts(pipe: canvax.StableDiffusion) -> None:
+    """The other side is brought to their length; what was joined on its tokens cannot be brought to another."""
+    short, long = map(pipe.encode, ("a fox", "a foxes"))
+    for prompt, negative in ((short, "red"), (long, "red"), (long, short | {"text": long["text"]})):
+        text = "a fox" if prompt is short else "a foxes"
+        want = draw(pipe, text, negative_prompt=negative if isinstance(negative, str) else text)
+        np.testing.assert_array_equal(draw(pipe, prompt, negative_prompt=negative).latents, want.latents)
+    for prompt, negative in ((short, "a foxes"), (short | {"text": long["text"][:, :9]}, "red")):
+        with pytest.raises(canvax.InputError) as caught:
+            draw(pipe, prompt, negative_prompt=negative)
+        assert caught.value.argument == "prompt"
+
+
+@dataclass(frozen=True)
+class Seeing(Letters):
+    """An encoder that sees the reference images beside a prompt."""
+
+    seen: ClassVar[list[Any]] = []
+
+    def read(self, tokenizer: Any, texts: Sequence[str], length: int, images: Any = ()) -> dict[str, np.ndarray]:
+        self.seen.append([[image.size for image in each] for each in images])
+        return super().read(tokenizer, texts, length)
+
+
+def test_an_encoder_sees_the_images_that_are_edited(transformer: canvax.StableDiffusion) -> None:
+    networks = dataclasses.replace(transformer.model.networks, text=TextEncoders((Seeing("reader", (5,)),)))
+    pipe = pipeline_of(networks, transformer.model.family)
+    draw(pipe, ["a fox", "a hen"], image=[np.zeros((8, 12, 3), np.uint8)] * 2, height=8, width=8)
+    assert [[(12, 8)] * 2] * 2 in Seeing.seen
 
 
 def test_an_image_to_begin_from_and_a_mask(pipe: canvax.StableDiffusion) -> None:
@@ -372,7 +415,7 @@ def test_an_edited_network_is_traced_again_in_loops_of_ones_own() -> None:
 
 def test_what_a_function_leaves_behind_is_no_edit(pipe: canvax.StableDiffusion) -> None:
     """Nor is what a pipeline that it names has done since."""
-    seen = []
+    seen: ClassVar[list[Any]] = []
 
     def rule(negative: Array, prompt: Array, scale: Array) -> Array:
         seen.append((pipe, scale))

@@ -168,16 +168,21 @@ class ClipEncoder(TextEncoder):
         """Return the length for prompts, which are repeated up to it."""
         return self.chunk * chunk_count(length // self.chunk for length in needed)
 
-    def words(self, tokenizer: Any, pieces: Sequence[Fragment], options: Mapping[str, Any]) -> ChunkedWords:
+    def words(
+        self, tokenizer: Any, pieces: Sequence[Fragment], options: Mapping[str, Any], images: Sequence[Any] = ()
+    ) -> ChunkedWords:
+        del images
         syntax, skip = options.get("prompt_syntax", "plain"), options.get("clip_skip", 0)
         return read_chunks(tokenizer, pieces, syntax, self.chunk, skip)
 
     def extended(self, words: ChunkedWords, length: int) -> ChunkedWords:
         return extended(words, length)
 
-    def read(self, tokenizer: Any, texts: Sequence[str], length: int) -> dict[str, HostArray]:
+    def read(
+        self, tokenizer: Any, texts: Sequence[str], length: int, images: Sequence[Sequence[Any]] = ()
+    ) -> dict[str, HostArray]:
         """Return the inputs of one chunk of each text, cut off behind it."""
-        del length
+        del length, images
         return {"ids": tokenizer(texts, length=self.chunk), "skip": np.zeros(len(texts), np.int32)}
 
     def passes(self, tokenizer: Any, words: Sequence[ChunkedWords], length: int) -> Passes:

@@ -197,7 +197,10 @@ class LanguageModel(TextEncoder):
     def room(self, length: int) -> int:
         return min(length, self.most)
 
-    def read(self, tokenizer: Any, texts: Sequence[str], length: int) -> dict[str, HostArray]:
+    def read(
+        self, tokenizer: Any, texts: Sequence[str], length: int, images: Sequence[Sequence[Any]] = ()
+    ) -> dict[str, HostArray]:
+        del images
         lengths = [len(tokenizer.ids(text)) for text in texts]
         return {"ids": tokenizer(texts, length=length), "length": np.array(lengths, np.int32)}
 

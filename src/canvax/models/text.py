@@ -46,10 +46,12 @@ class Words(NamedTuple):
     Attributes:
         length: its tokens.
         text: the prompt.
+        images: reference images beside it.
     """
 
     length: int
     text: str
+    images: Sequence[Any] = ()
 
 
 class Passes(NamedTuple):
@@ -68,7 +70,8 @@ class Passes(NamedTuple):
 class TextEncoder:
     """A text encoder: a frozen record with a ``repr`` that holds all that decides its program.
 
-    One that reads a prompt as a whole declares the five members below and ``read``, if it has other inputs than ids.
+    One that reads a prompt as a whole declares ``component``, ``tokenizer``, ``lengths``, ``spec``, ``outputs`` and
+    ``encode``, and ``inputs`` and ``read`` if it reads more than ids. What else is here is for encoders like CLIP's.
 
     Attributes:
         component: its key in ``params``, which is its folder in a checkpoint.
@@ -100,8 +103,16 @@ class TextEncoder:
         """Return the arrays that ``encode`` reads of one prompt of ``length`` tokens."""
         return {"ids": jax.ShapeDtypeStruct((length,), jnp.int32)}
 
-    def read(self, tokenizer: Any, texts: Sequence[str], length: int) -> dict[str, HostArray]:
-        """Return ``inputs`` [n, ...] of prompts."""
+    def count(self, tokenizer: Any, text: str, images: Sequence[Any]) -> int:
+        """Return the tokens of a prompt, and of the reference images beside it where the encoder sees these."""
+        del images
+        return len(tokenizer.ids(text))
+
+    def read(
+        self, tokenizer: Any, texts: Sequence[str], length: int, images: Sequence[Sequence[Any]] = ()
+    ) -> dict[str, HostArray]:
+        """Return ``inputs`` [n, ...] of prompts of at most ``length`` tokens, with the reference images beside each."""
+        del images
         return {"ids": tokenizer(texts, length=length)}
 
     def room(self, length: int) -> int:
@@ -113,13 +124,16 @@ class TextEncoder:
         longest = max(needed)
         return next((length for length in self.lengths if length >= longest), longest)
 
-    def words(self, tokenizer: Any, pieces: Sequence[Fragment], options: Mapping[str, Any]) -> Any:
+    def words(
+        self, tokenizer: Any, pieces: Sequence[Fragment], options: Mapping[str, Any], images: Sequence[Any] = ()
+    ) -> Any:
         """Read a prompt.
 
         Args:
             tokenizer: its tokenizer.
             pieces: the prompt, in pieces with weights.
             options: of the call, those that were given.
+            images: reference images beside it.
 
         Returns:
             ``Words``, or another record with a ``length``.
@@ -131,9 +145,9 @@ class TextEncoder:
         text, most = "".join(piece for piece, _ in pieces), self.room(self.lengths[-1])
         if any(weight != 1 for _, weight in pieces):
             raise InputError("prompt", text[:60], "has weights or BREAK, which a language model does not read")
-        if (length := len(tokenizer.ids(text))) > most:
+        if (length := self.count(tokenizer, text, images)) > most:
             raise InputError("prompt", text[:60], f"has {length} tokens, more than {most}", "shorten it")
-        return Words(length, text)
+        return Words(length, text, images)
 
     def extended(self, words: Any, length: int) -> Any:
         """Return ``words`` at the length of what another encoder reads of the same image."""
@@ -141,7 +155,7 @@ class TextEncoder:
 
     def passes(self, tokenizer: Any, words: Sequence[Any], length: int) -> Passes:
         """Return how prompts are encoded that were brought to ``length``."""
-        return Passes([self.read(tokenizer, [one.text for one in words], length)])
+        return Passes([self.read(tokenizer, [one.text for one in words], length, [one.images for one in words])])
 
     def lengthened(self, text: HostArray, length: int) -> HostArray:
         """Return features [n, T, D] of a shorter length as those of ``length``."""

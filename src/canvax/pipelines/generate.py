@@ -312,7 +312,8 @@ def second_pass(model: Model, request: Request) -> Request:
     texts, embeds = replace(request.texts, stages=[replace(request.texts.stages[-1], step=0)]), request.embeds
     if options.hires_prompt is not None:
         prompts, embeds = request.hires_prompts, (None, embeds[1])
-        texts = read_texts(model, (prompts, prompts), (request.negatives, request.negatives_2), options, steps)
+        negatives = (request.negatives, request.negatives_2)
+        texts = read_texts(model, (prompts, prompts), negatives, options, steps, request.references)
     blank = [Image.new("RGB", (width, height))]
     larger = replace(
         request,

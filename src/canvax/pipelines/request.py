@@ -196,7 +196,7 @@ def make_request(model: Model, call: Call) -> Request:
         zeros=negative is None and options.negative_prompt_2 is None and model.zeros_for_no_negative,
         embedded=model.networks.unguided,
         no_guidance=model.family.no_guidance,
-        texts=read_texts(model, (prompts, prompts_2), (negatives, negatives_2), options, run),
+        texts=read_texts(model, (prompts, prompts_2), (negatives, negatives_2), options, run, references),
         embeds=embeds,
         init_images=init,
         control=controls,

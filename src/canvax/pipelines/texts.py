@@ -18,6 +18,7 @@ from canvax.families.base import Model
 from canvax.images.infotext import without_networks
 from canvax.models.text import SECOND, TextEncoders
 from canvax.pipelines.options import Options
+from canvax.pipelines.references import References
 from canvax.prompts import PromptSyntax, check_weight, fragments, parts_of, schedule_of
 from canvax.types import HostArray
 
@@ -70,7 +71,12 @@ class Texts:
 
 
 def read_texts(
-    model: Model, prompts: Sequence[Sequence[str]], negatives: Sequence[Sequence[str]], options: Options, steps: int
+    model: Model,
+    prompts: Sequence[Sequence[str]],
+    negatives: Sequence[Sequence[str]],
+    options: Options,
+    steps: int,
+    references: References | None = None,
 ) -> Texts:
     """The texts of a call.
 
@@ -80,11 +86,12 @@ def read_texts(
         negatives: likewise.
         options: of the call: the syntax.
         steps: that are run.
+        references: of the call, which some encoders see.
 
     Raises:
         InputError: a prompt is too long, or its weights are too large.
     """
-    syntax, read = options.prompt_syntax, _Reader(model, options)
+    syntax, read = options.prompt_syntax, _Reader(model, options, references)
     composed = [[parts_of(text) if syntax == "a1111" else [(text, 1.0)] for text in side] for side in prompts]
     most = max(len(parts) for side in composed for parts in side)
     if most > MOST_PARTS:
@@ -113,27 +120,27 @@ def _scheduled(text: str, syntax: PromptSyntax, steps: int) -> list[tuple[int, s
 class _Reader:
     """Reads texts, each text once."""
 
-    def __init__(self, model: Model, options: Options) -> None:
-        self._model, self._options = model, options.changed()
+    def __init__(self, model: Model, options: Options, references: References | None) -> None:
+        self._model, self._options, self._references = model, options.changed(), references
         self._syntax: PromptSyntax = options.prompt_syntax
-        self._read: dict[tuple[str, str], Any] = {}
+        self._read: dict[tuple[Any, ...], Any] = {}
 
     def all(self, sides: list[list[list[tuple[int, str]]]], step: int) -> list[Wording]:
         """What the encoders read at a step, for each image, of the texts for the first and for the second."""
         encoders = self._model.text.encoders
         of_encoders = [sides[len(encoders) > 1 and encoder.component == SECOND] for encoder in encoders]
         return [
-            self._model.text.even([self.one(i, _at(side[image], step)) for i, side in enumerate(of_encoders)])
+            self._model.text.even([self.one(i, _at(side[image], step), image) for i, side in enumerate(of_encoders)])
             for image in range(len(sides[0]))
         ]
 
-    def one(self, index: int, text: str) -> Any:
-        """What an encoder reads of a text."""
-        encoder = self._model.text.encoders[index]
-        key = encoder.component, text
+    def one(self, index: int, text: str, image: int) -> Any:
+        """What an encoder reads of the text of an image."""
+        encoder, images = self._model.text.encoders[index], self._references.of(image) if self._references else ()
+        key = encoder.component, text, *map(id, images)
         if key not in self._read:
             pieces = [(self._model.concepts.spelled(piece), weight) for piece, weight in fragments(text, self._syntax)]
-            self._read[key] = encoder.words(self._model.tokenizers[encoder.component], pieces, self._options)
+            self._read[key] = encoder.words(self._model.tokenizers[encoder.component], pieces, self._options, images)
         return self._read[key]
 
 
@@ -159,7 +166,8 @@ def check_conditions(name: str, value: Mapping[str, Any], model: Model) -> Embed
         raise InputError(
             name, NO_VALUE, "is a table of settings", "write pipe(**settings), or give the prompt's text alone"
         )
-    if unknown := sorted(map(repr, value.keys() - shapes.keys() - {"time_ids", "guidance"})):
+    numbers, _ = model.numbers(*model.native_size, {})
+    if unknown := sorted(map(repr, value.keys() - shapes.keys() - numbers.keys() - {"guidance"})):
         if model.networks.denoiser.component in value:  # pipe(prompt, params, key), as in diffusers' Flax
             raise InputError(
                 name, NO_VALUE, "is a model's weights", "a pipeline has its own, others are given as {params}"
