@@ -177,7 +177,7 @@ def test_a_callback_that_removes_an_adapter_loses_no_image(sd: canvax.StableDiff
 
 def expected(sd: canvax.StableDiffusion, prompt: list[Any]) -> np.ndarray:
     """The text's features with vectors put in by hand: ``prompt`` holds words, and vectors [n, D]."""
-    from canvax.models.clip import text_encoder
+    from canvax.models.clip import clip_configs, text_encoder
 
     assert sd.params is not None
     p = sd.params["text_encoder"]
@@ -196,7 +196,7 @@ def expected(sd: canvax.StableDiffusion, prompt: list[Any]) -> np.ndarray:
     framed = np.concatenate([framed, np.repeat(table[[tokenizer.pad]], 77 - len(framed), 0)])
     inner = dict(p["text_model"])
     inner["embeddings"] = dict(inner["embeddings"], token_embedding={"weight": framed})
-    cfg = sd.model.text.parts["text_encoder"]
+    cfg = clip_configs(sd.model.text)["text_encoder"]
     assert cfg is not None
     return np.asarray(text_encoder({"text_model": inner}, np.arange(77)[None], cfg))
 

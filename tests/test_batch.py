@@ -70,10 +70,13 @@ def table_of(pipe: canvax.StableDiffusion, image: Image) -> SamplerTable:
 def encoded(pipe: canvax.StableDiffusion, prompt: str) -> dict[str, Any]:
     """Conditions of one prompt, each [1, ...] on the host."""
     count = pipe.programs.mesh.shape["data"]
-    ids = {name: np.repeat(one([prompt]), count, axis=0) for name, one in pipe.model.tokenizers.items()}
+    inputs = {
+        encoder.component: encoder.read(pipe.model.tokenizers[encoder.component], [prompt] * count, 77)
+        for encoder in pipe.model.text.encoders
+    }
     assert pipe.params is not None
     program = pipe.programs.program("text encoder", pipe.params, (count, *LATENTS))
-    features = program(pipe.params, ids, np.int32(0))
+    features, _ = program(pipe.params, inputs)
     return {name: np.asarray(array)[:1] for name, array in features.items()}
 
 

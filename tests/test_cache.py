@@ -40,10 +40,10 @@ from canvax.compile.programs import Programs
 from canvax.kernels import cpu
 from canvax.kernels.target import compiling_for, jitted
 from canvax.models import blocks, clip
-from canvax.models.clip import text_encoder_spec
+from canvax.models.clip import clip_encoders, text_encoder_spec
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
-from canvax.models.text import TextEncoders, clip_encoders
+from canvax.models.text import TextEncoders
 from canvax.originals import replaced
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
 from canvax.parallel.rules import abstract_params
@@ -115,8 +115,8 @@ def test_kept_privately_and_used_again(folder: Path, weights: Any) -> None:
     def encode() -> tuple[np.ndarray, list[bool]]:
         ours, builds = Programs(NETWORKS, make_mesh(ONE)), []
         program = ours.program("text encoder", weights, (1, 8, 8, 4), Kinds(guided=()), builds.append)
-        ids = jax.device_put(np.arange(77, dtype=np.int32)[None], over_batch(ours.mesh))
-        text = program(weights, {"text_encoder": ids}, np.int32(0))["text"]
+        inputs = {"ids": np.arange(77, dtype=np.int32)[None], "skip": np.zeros(1, np.int32)}
+        text = program(weights, {"text_encoder": jax.device_put(inputs, over_batch(ours.mesh))})[0]["text"]
         return np.asarray(text), [build.cached for build in builds if build.seconds is not None]
 
     (first, made), (second, loaded) = encode(), encode()
@@ -411,13 +411,13 @@ def zeros(q: Any, k: Any, v: Any, **_: Any) -> Any:
 
 def test_replaced_code_is_run_and_not_kept(folder: Path, weights: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the original ran before, and the original again afterwards."""
-    ids = {"text_encoder": np.arange(77)[None]}
+    inputs = {"text_encoder": {"ids": np.arange(77)[None], "skip": np.zeros(1, np.int32)}}
     ours = Programs(NETWORKS, make_mesh(ONE))
 
     def text(programs: Programs) -> tuple[np.ndarray, list[bool]]:
         builds: list[Build] = []
         program = programs.program("text encoder", weights, (1, 8, 8, 4), Kinds(guided=()), builds.append)
-        encoded = np.asarray(program(weights, ids, np.int32(0))["text"])
+        encoded = np.asarray(program(weights, inputs)[0]["text"])
         return encoded, [build.cached for build in builds[::2]]
 
     def files() -> set[Path]:

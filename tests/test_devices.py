@@ -20,11 +20,11 @@ from canvax.compile.inspect import collectives
 from canvax.compile.kinds import Compiled
 from canvax.compile.programs import Programs
 from canvax.families.known import PRESETS
+from canvax.models.clip import clip_encoders
 from canvax.models.configs import UNetConfig
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
 from canvax.models.presets import SD15_UNET, SDXL_UNET
-from canvax.models.text import clip_encoders
 from canvax.models.unet import unet_spec
 from canvax.parallel import memory
 from canvax.parallel.mesh import check_mesh, make_mesh, mesh_of, parse_mesh

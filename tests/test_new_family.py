@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ from canvax.models.denoiser import (
 )
 from canvax.models.flux2 import Flux2Config, Flux2Denoiser
 from canvax.models.networks import Networks
-from canvax.models.text import Conditions, TextEncoders
+from canvax.models.text import Conditions, Shapes, TextEncoder, TextEncoders
 from canvax.nn import gelu, linear, linear_spec
 from canvax.originals import foreign
 from canvax.parallel.mesh import make_mesh
@@ -53,7 +53,7 @@ from canvax.samplers import from_scheduler_config
 from canvax.types import Array
 from tests.support.small_checkpoint import UNET
 
-WIDTH, CHANNELS, FACTOR, TOKENS = 8, 3, 2, 5
+WIDTH, CHANNELS, FACTOR = 8, 3, 2
 
 
 @dataclass(frozen=True)
@@ -86,37 +86,49 @@ class MlpDenoiser(Denoiser):
 
 
 @dataclass(frozen=True)
-class Letters:
-    """A text encoder that embeds the letters of a text."""
+class Letters(TextEncoder):
+    """A text encoder that embeds the letters of a text, and reads how many there are."""
 
-    component = "reader"
+    component: str
+    lengths: tuple[int, ...]
     tokenizer = "letters"
-    tokens = TOKENS
-    whole = False
-    most = 0
-    width = WIDTH
-    pooled_width = 0
-    max_skip = 0
 
     @property
     def spec(self) -> Spec:
         return {"embed": linear_spec(256, WIDTH)}
 
-    def encode(self, p: Params, ids: Array, skip: Array) -> Conditions:
-        return {"text": linear(p["embed"], jax.nn.one_hot(ids, 256))}
+    def inputs(self, length: int) -> Shapes:
+        return super().inputs(length) | {"count": jax.ShapeDtypeStruct((), jnp.int32)}
+
+    def read(self, tokenizer: Any, texts: Sequence[str], length: int, images: Any = ()) -> dict[str, np.ndarray]:
+        return super().read(tokenizer, texts, length) | {"count": np.array([len(text) for text in texts], np.int32)}
+
+    def outputs(self, length: int, dtype: Any) -> Shapes:
+        return {"text": jax.ShapeDtypeStruct((length, WIDTH), dtype)}
+
+    def encode(self, p: Params, ids: Array, count: Array) -> Conditions:
+        letters = jnp.arange(ids.shape[1])[None] < count[:, None]
+        return {"text": linear(p["embed"], jax.nn.one_hot(jnp.where(letters, ids, -1), 256))}
+
+
+@dataclass(frozen=True)
+class OneAfterAnother(TextEncoders):
+    """Joins texts on the axis of the tokens."""
+
+    def join(self, outputs: Sequence[Any]) -> Any:
+        return {"text": jnp.concatenate([output["text"] for output in outputs], axis=1)}
 
 
 class LetterTokenizer:
     """A letter is a token."""
 
-    bos, eos, pad = 0, 1, 2
     added: tuple[str, ...] = ()
 
     def ids(self, text: str) -> list[int]:
         return [ord(letter) % 256 for letter in text]
 
-    def units(self, text: str) -> list[tuple[int, ...]]:
-        return [(i,) for i in self.ids(text)]
+    def __call__(self, texts: Sequence[str], *, length: int) -> np.ndarray:
+        return np.array([[*self.ids(text), *[0] * length][:length] for text in texts], np.int32)
 
 
 @dataclass(frozen=True)
@@ -142,7 +154,8 @@ def hues(model: Model, height: int, width: int, options: Any) -> tuple[SizeCondi
     return {"hue": np.ones(1, np.float32)}, {"hue": np.zeros(1, np.float32)}
 
 
-NETWORKS = Networks(MlpDenoiser(), Squares(), TextEncoders((Letters(),)))
+TEXT = OneAfterAnother((Letters("reader", (5, 20)), Letters("speller", (7,))))
+NETWORKS = Networks(MlpDenoiser(), Squares(), TEXT)
 FAMILY = Family(
     name="mixer",
     pipelines=("MixerPipeline",),
@@ -196,6 +209,49 @@ def test_everything_a_user_changes_is_data(pipe: canvax.StableDiffusion) -> None
         got = draw(pipe, **changes)
         assert got.compilations == 0
         assert np.abs(got.latents - want.latents).max() > 1e-4
+
+
+def test_encoders_have_lengths_of_their_own(pipe: canvax.StableDiffusion) -> None:
+    """A longer prompt takes the longer length of one encoder; a prompt that one of them cannot read is refused."""
+    short, long = (np.asarray(pipe.encode(text)["text"]) for text in ("a fox", "a foxes"))
+    assert (short.shape, long.shape) == ((1, 5 + 7, WIDTH), (1, 20 + 7, WIDTH))
+    np.testing.assert_allclose(short[:, :5], long[:, :5], atol=1e-6)
+    assert np.abs(long[:, 6] - long[:, 7]).max() > 1e-3 > np.abs(long[:, 7] - long[:, 19]).max()  # behind 7 letters
+    for prompt, syntax in {"a fox and a hen": "plain", "a (fox)": "a1111"}.items():
+        with pytest.raises(canvax.InputError) as caught:
+            draw(pipe, prompt, options=canvax.Options(progress=False, prompt_syntax=syntax))
+        assert caught.value.argument == "prompt"
+
+
+def test_conditions_in_place_of_prompts(pipe: canvax.StableDiffusion) -> None:
+    """The other side is brought to their length; what was joined on its tokens cannot be brought to another."""
+    short, long = map(pipe.encode, ("a fox", "a foxes"))
+    for prompt, negative in ((short, "red"), (long, "red"), (long, short | {"text": long["text"]})):
+        text = "a fox" if prompt is short else "a foxes"
+        want = draw(pipe, text, negative_prompt=negative if isinstance(negative, str) else text)
+        np.testing.assert_array_equal(draw(pipe, prompt, negative_prompt=negative).latents, want.latents)
+    for prompt, negative in ((short, "a foxes"), (short | {"text": long["text"][:, :9]}, "red")):
+        with pytest.raises(canvax.InputError) as caught:
+            draw(pipe, prompt, negative_prompt=negative)
+        assert caught.value.argument == "prompt"
+
+
+@dataclass(frozen=True)
+class Seeing(Letters):
+    """An encoder that sees the reference images beside a prompt."""
+
+    seen: ClassVar[list[Any]] = []
+
+    def read(self, tokenizer: Any, texts: Sequence[str], length: int, images: Any = ()) -> dict[str, np.ndarray]:
+        self.seen.append([[image.size for image in each] for each in images])
+        return super().read(tokenizer, texts, length)
+
+
+def test_an_encoder_sees_the_images_that_are_edited(transformer: canvax.StableDiffusion) -> None:
+    networks = dataclasses.replace(transformer.model.networks, text=TextEncoders((Seeing("reader", (5,)),)))
+    pipe = pipeline_of(networks, transformer.model.family)
+    draw(pipe, ["a fox", "a hen"], image=[np.zeros((8, 12, 3), np.uint8)] * 2, height=8, width=8)
+    assert [[(12, 8)] * 2] * 2 in Seeing.seen
 
 
 def test_an_image_to_begin_from_and_a_mask(pipe: canvax.StableDiffusion) -> None:
@@ -360,7 +416,7 @@ def test_a_network_around_that_of_a_checkpoint() -> None:
         (1, 8, 8, 32), {}, jnp.dtype
     )
     assert copy.copy(mine) == pickle.loads(pickle.dumps(mine)) == mine
-    klein: Any = Networks(Plain(Flux2Denoiser(Flux2Config(), is_distilled=True)), Squares(), TextEncoders((Letters(),)))
+    klein: Any = Networks(Plain(Flux2Denoiser(Flux2Config(), is_distilled=True)), Squares(), TEXT)
     assert klein.unguided
 
 
@@ -376,8 +432,8 @@ class Mine(MlpDenoiser):
     "text": """
 @dataclass(frozen=True)
 class Mine(Letters):
-    def encode(self, p, ids, skip):
-        return {{"text": {gain} * boosted(Letters.encode(self, p, ids, skip)["text"])}}
+    def encode(self, p, ids, count):
+        return {{"text": {gain} * boosted(Letters.encode(self, p, ids, count)["text"])}}
 """,
     "vae": """
 import typing
@@ -398,7 +454,7 @@ def run_cell(notebook: dict[str, Any], name: str, gain: float) -> None:
 
 
 def networks_of(notebook: dict[str, Any], part: str) -> Networks:
-    mine = notebook["Mine"]()
+    mine = notebook["Mine"](*(["reader", (5,)] if part == "text" else []))
     return dataclasses.replace(NETWORKS, **{part: TextEncoders((mine,)) if part == "text" else mine})
 
 
@@ -443,7 +499,7 @@ def test_an_edited_network_is_traced_again_in_loops_of_ones_own() -> None:
 
 def test_what_a_function_leaves_behind_is_no_edit(pipe: canvax.StableDiffusion) -> None:
     """Nor is what a pipeline that it names has done since."""
-    seen = []
+    seen: ClassVar[list[Any]] = []
 
     def rule(negative: Array, prompt: Array, scale: Array) -> Array:
         seen.append((pipe, scale))

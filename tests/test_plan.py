@@ -21,10 +21,10 @@ from canvax.compile.programs import Programs
 from canvax.errors import CanvaxError, CheckpointError, InputError
 from canvax.families.known import PRESETS
 from canvax.families.read import read_model
+from canvax.models.clip import clip_encoders
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.flux2 import Flux2Config
 from canvax.models.networks import Networks
-from canvax.models.text import clip_encoders
 from canvax.parallel.mesh import make_mesh, parse_mesh
 from canvax.parallel.rules import abstract_params
 from canvax.params import count

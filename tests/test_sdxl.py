@@ -17,6 +17,7 @@ import canvax
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import compilations
 from canvax.compile.programs import Programs
+from canvax.models.clip import clip_encoders
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
 from canvax.models.presets import (
@@ -26,7 +27,6 @@ from canvax.models.presets import (
     SDXL_UNET,
     SDXL_VAE,
 )
-from canvax.models.text import clip_encoders
 from canvax.models.unet import unet_context, unet_spec
 from canvax.models.vae import vae_decode, vae_spec
 from canvax.parallel.mesh import make_mesh

@@ -554,7 +554,7 @@ def test_flipped_pictures_keep_their_control_image_and_use_every_caption(
         return jnp.zeros_like(x)
 
     monkeypatch.setattr(diffusion, "add_noise", lambda x0, noise, alphas: x0)
-    monkeypatch.setattr(diffusion, "encode_text", lambda p, ids, *_, **__: {"text": ids["text_encoder"]})
+    monkeypatch.setattr(diffusion, "encode_text", lambda p, inputs, **_: {"text": inputs["text_encoder"]["ids"]})
     monkeypatch.setattr(diffusion, "unet", unet)
     monkeypatch.setattr(ControlNet, "encode", lambda self, p, images: (images,))
     monkeypatch.setattr(ControlNet, "prepare", lambda self, p, conditions: {})

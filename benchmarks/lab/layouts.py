@@ -19,7 +19,7 @@ from canvax.models.decoder_lm import DecoderConfig, LanguageModel, decoder_lm_sp
 from canvax.models.dit import rms_norm_spec
 from canvax.models.flux2 import ROWS, Flux2Config, Flux2Denoiser, taps
 from canvax.models.flux2_vae import Flux2Autoencoder, Flux2VaeConfig
-from canvax.models.krea2 import DROPPED, Krea2Config, Krea2Denoiser
+from canvax.models.krea2 import DROPPED, LENGTHS, PROMPT, Krea2Config, Krea2Denoiser
 from canvax.models.krea2 import TEMPLATE as KREA2_TEMPLATE
 from canvax.models.networks import Networks
 from canvax.models.text import FIRST, TextEncoders
@@ -151,7 +151,7 @@ SMALL = {
                 block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, latent_channels=4
             )
         ),
-        TextEncoders((LanguageModel(_SMALL_LM, _TAP, tuple(_EARLIER), ROWS),)),
+        TextEncoders((LanguageModel(_SMALL_LM, _TAP, tuple(_EARLIER), (ROWS,), ROWS),)),
         "flow_prediction",
     ),
     "krea-2-small": Networks(
@@ -170,7 +170,11 @@ SMALL = {
             )
         ),
         TextEncoders(
-            (LanguageModel(replace(_SMALL_LM, model_type="qwen3_vl_text", num_hidden_layers=6), 5, (1, 3), most=546),)
+            (
+                LanguageModel(
+                    replace(_SMALL_LM, model_type="qwen3_vl_text", num_hidden_layers=6), 5, (1, 3), LENGTHS, PROMPT
+                ),
+            )
         ),
         "flow_prediction",
     ),

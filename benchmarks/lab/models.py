@@ -21,6 +21,7 @@ import numpy as np
 from benchmarks.lab.layouts import LAYOUTS, SMALL, Stored, fields_of, write_chat_tokenizer
 from canvax.errors import InputError
 from canvax.families.known import PRESETS
+from canvax.models.clip import clip_configs
 from canvax.models.networks import Networks
 from canvax.params import Param, flatten, init_param
 from canvax.types import DType, HostArray
@@ -80,7 +81,7 @@ def write_random(folder: Path, preset: Networks, *, dtype: DType | None = None, 
         write_chat_tokenizer(folder / "tokenizer")
         scheduler = layout.scheduler
     else:
-        for name in preset.text.parts:
+        for name in clip_configs(preset.text):
             shutil.copytree(BUNDLED["emoji"] / "tokenizer", folder / name.replace("text_encoder", "tokenizer"))
         scheduler = _SCHEDULER | {"prediction_type": preset.prediction}
     _write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
@@ -115,7 +116,7 @@ def _arrays(preset: Networks) -> dict[str, list[Stored]]:
 
 
 def _unet_configs(preset: Networks) -> dict[str, dict[str, Any]]:
-    configs = {"unet": preset.config, "vae": preset.vae, **preset.text.parts}
+    configs = {"unet": preset.config, "vae": preset.vae, **clip_configs(preset.text)}
     kinds = {
         name: {"_class_name": _CLASSES[name]} if KINDS[name] == "diffusers" else {"model_type": "clip_text_model"}
         for name in configs
@@ -125,13 +126,13 @@ def _unet_configs(preset: Networks) -> dict[str, dict[str, Any]]:
 
 def _unet_index(preset: Networks) -> dict[str, Any]:
     index: dict[str, Any] = {name: [KINDS[name], _CLASSES[name]] for name in preset.specs()}
-    for name in preset.text.parts:
+    for name in clip_configs(preset.text):
         index[name.replace("text_encoder", "tokenizer")] = ["transformers", "CLIPTokenizer"]
     index |= {
         "_class_name": "StableDiffusionXLPipeline" if preset.text.pooled_width else "StableDiffusionPipeline",
         "scheduler": ["diffusers", "DDIMScheduler"],
     }
-    if "text_encoder" not in preset.text.parts:
+    if "text_encoder" not in clip_configs(preset.text):
         index |= {"_class_name": "StableDiffusionXLImg2ImgPipeline", "requires_aesthetics_score": True}
     return index
 

@@ -20,6 +20,7 @@ from canvax.compile.monitor import compilations, traces
 from canvax.families.base import Model
 from canvax.families.read import read_model
 from canvax.kernels.target import compiled_on, compiling_for
+from canvax.models.clip import clip_configs
 from canvax.models.configs import VaeConfig
 from canvax.models.denoiser import Denoiser, evaluate
 from canvax.models.flux2_vae import Flux2VaeConfig, flux2_vae_decode
@@ -57,7 +58,7 @@ def prepare(job: Asked, inputs: dict[str, np.ndarray]) -> Ready:
     compiled = compiled_on(mesh, function, params, *arguments)
     facts = _facts(params) | {"load_s": loaded - began, "compile_s": time.perf_counter() - starts}
     facts["flops"] = _flops(function, params, arguments)
-    outputs = partial(_of_prompts, job, inputs) if job["part"] == "text" and model.text.whole else _float32
+    outputs = partial(_of_prompts, job, inputs) if job["part"] == "text" and not clip_configs(model.text) else _float32
     return lambda: jax.block_until_ready(compiled(params, *arguments)), outputs, facts
 
 
@@ -87,14 +88,18 @@ def _call(
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The function of a part, and its arguments after the parameters."""
     if part == "text":
-        return partial(encode_text, cfg=model.text), (inputs, np.int32(0))
+        read: dict[str, dict[str, np.ndarray]] = {}
+        for name, array in inputs.items():
+            component, _, name = name.partition("/")
+            read.setdefault(component, {})[name] = array
+        return partial(encode_text, cfg=model.text), (read,)
     dtype = compute_dtype(params)
     latents = inputs["latents"].astype(dtype)
     if part == "vae":
         cfg = getattr(model.vae, "cfg", model.vae)
         decode: Any = _DECODERS[type(cfg)]
         return lambda p, z: decode(p["vae"], z, cfg), (latents,)
-    if model.text.whole:
+    if not clip_configs(model.text):
         conditions = {"text": inputs["text"].astype(dtype), "length": inputs["length"]}
         return partial(_evaluate, model.networks.denoiser), (latents, inputs["timesteps"], conditions)
     added = {name: inputs[name] for name in ("pooled", "time_ids") if name in inputs}
@@ -207,8 +212,8 @@ def _float32(result: Any) -> dict[str, np.ndarray]:
 
 def _of_prompts(job: Asked, inputs: dict[str, np.ndarray], result: Any) -> dict[str, np.ndarray]:
     """Features without those of padding, which are nobody's, but for those of FLUX.2."""
-    (ids,) = inputs.values()
-    return {"text": _float32(result)["text"] * ((ids >= 0) | (job["family"] == "flux2"))[..., None]}
+    tokens, length = np.arange(inputs["text_encoder/ids"].shape[1]), inputs["text_encoder/length"]
+    return {"text": _float32(result)["text"] * ((tokens < length[:, None]) | (job["family"] == "flux2"))[..., None]}
 
 
 def _square(leaf: Any) -> float:
@@ -231,12 +236,12 @@ def _picture_flops(job: Asked, pipe: canvax.StableDiffusion) -> float:
     assert pipe.params is not None
     model, params, total = pipe.model, pipe.params, 0.0
     whole = Job(**{field.name: job[field.name] for field in dataclasses.fields(Job)})
-    texts = 1 if model.text.whole else 2
+    texts = 2 if clip_configs(model.text) else 1
     for part, times in (("text", texts), ("denoiser", job["steps"]), ("vae", 1)):
         numbers = make_inputs(dataclasses.replace(whole, part=part), model)
         function, arguments = _call(part, model, params, numbers)
         total += times * _flops(function, params, arguments)
-        if part in DENOISERS and model.text.whole:
+        if part in DENOISERS and not clip_configs(model.text):
             denoiser, (x, _, conditions) = model.networks.denoiser, arguments
             packing = denoiser.facts.packing
             sizes = {name: jnp.full(len(x), size, jnp.int32) for name, size in packing.sizes(x.shape[2]).items()}

@@ -18,9 +18,10 @@ from PIL import Image  # noqa: E402
 
 import canvax  # noqa: E402
 from canvax.compile.monitor import compilations  # noqa: E402
+from canvax.models.clip import clip_configs, clip_encoders  # noqa: E402
 from canvax.models.configs import ClipTextConfig, UNetConfig  # noqa: E402
 from canvax.models.presets import SDXL_REFINER_UNET, SDXL_TEXT, SDXL_TEXT_2, SDXL_UNET  # noqa: E402
-from canvax.models.text import clip_encoders, encode_text  # noqa: E402
+from canvax.models.text import encode_text  # noqa: E402
 from canvax.models.unet import unet, unet_spec  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
@@ -83,7 +84,7 @@ def test_full_size_parameters(name: str) -> None:
             module = diffusers.UNet2DConditionModel(**given(unets[name]))
         else:
             cls = "CLIPTextModelWithProjection" if name == "text_encoder_2" else "CLIPTextModel"
-            module = getattr(transformers, cls)(transformers.CLIPTextConfig(**given(text.parts[name])))
+            module = getattr(transformers, cls)(transformers.CLIPTextConfig(**given(clip_configs(text)[name])))
     prefix = "text_model." if name == "text_encoder" else ""
     declared = dict(flatten(unet_spec(unets[name]) if name in unets else text.specs[name]))
     found = {prefix + key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
@@ -108,8 +109,8 @@ def clip(cfg: ClipTextConfig, cls: str, seed: int) -> Any:
 def test_text_encoders(skip: int, eos: int) -> None:
     cfg = clip_encoders(clip_config("quick_gelu", 2), clip_config("gelu", eos))
     first, second = (
-        clip(cfg.parts["text_encoder"], "CLIPTextModel", 1),
-        clip(cfg.parts["text_encoder_2"], "CLIPTextModelWithProjection", 2),
+        clip(clip_configs(cfg)["text_encoder"], "CLIPTextModel", 1),
+        clip(clip_configs(cfg)["text_encoder_2"], "CLIPTextModelWithProjection", 2),
     )
     params = {
         "text_encoder": params_of(first, cfg.specs["text_encoder"], prefix="text_model."),
@@ -122,11 +123,12 @@ def test_text_encoders(skip: int, eos: int) -> None:
         one = first(torch.from_numpy(ids["text_encoder"]), output_hidden_states=True)
         two = second(torch.from_numpy(ids["text_encoder_2"]), output_hidden_states=True)
     want = np.concatenate([out.hidden_states[-(skip + 2)].numpy() for out in (one, two)], axis=-1)
-    got = jax.jit(encode_text, static_argnames="cfg")(params, ids, np.int32(skip), cfg=cfg)
+    inputs = {name: {"ids": each, "skip": np.full(3, skip, np.int32)} for name, each in ids.items()}
+    got = jax.jit(encode_text, static_argnames="cfg")(params, inputs, cfg=cfg)
     assert relative_error(got["text"], want) <= TOLERANCE
     assert relative_error(got["pooled"], two.text_embeds.numpy()) <= TOLERANCE
-    alone = clip_encoders(None, cfg.parts["text_encoder_2"])
-    got = jax.jit(encode_text, static_argnames="cfg")(params, ids, np.int32(skip), cfg=alone)
+    alone = clip_encoders(None, clip_configs(cfg)["text_encoder_2"])
+    got = jax.jit(encode_text, static_argnames="cfg")(params, inputs, cfg=alone)
     assert relative_error(got["text"], want[..., 32:]) <= TOLERANCE
 
 

@@ -23,13 +23,12 @@ from canvax.cli import main  # noqa: E402
 from canvax.families.convert import convert  # noqa: E402
 from canvax.families.local_models import local_models  # noqa: E402
 from canvax.families.z_image import Z_IMAGE  # noqa: E402
+from canvax.models.clip import clip_encoders  # noqa: E402
 from canvax.models.configs import ClipTextConfig  # noqa: E402
 from canvax.models.decoder_lm import DecoderConfig, decoder_lm_spec  # noqa: E402
-from canvax.models.text import clip_encoders  # noqa: E402
 from canvax.models.z_image import ZImageConfig, z_image_spec  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.params import flatten  # noqa: E402
-from canvax.pipelines.texts import prompt_tokens  # noqa: E402
 from canvax.weights.language_model import language_model_config  # noqa: E402
 from canvax.weights.rules import Names  # noqa: E402
 from canvax.weights.safetensors import Outgoing  # noqa: E402
@@ -271,8 +270,8 @@ def test_info_of_a_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_room_for_a_prompt(folder: Path) -> None:
     """Chunks are 128 tokens here, and 75 of CLIP's 77."""
-    assert prompt_tokens(load(folder).model.text, 2) == 256
-    assert prompt_tokens(clip_encoders(ClipTextConfig()), 2) == 150
+    assert load(folder).model.text.room((256,)) == 256
+    assert clip_encoders(ClipTextConfig()).room((154,)) == 150
 
 
 def test_command_line(

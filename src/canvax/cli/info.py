@@ -227,7 +227,7 @@ def _files(arguments: argparse.Namespace) -> ModelFiles:
 def model_info(files: ModelFiles) -> dict[str, Any]:
     """Components, parameters, memory and settings of a model. Reads no weights and starts no JAX backend."""
     from canvax.families.read import read_model
-    from canvax.pipelines.texts import prompt_tokens
+    from canvax.models.clip import clip_configs, most_skipped
     from canvax.weights.folder import KINDS
 
     model = read_model(files, "float32")
@@ -258,8 +258,8 @@ def model_info(files: ModelFiles) -> dict[str, Any]:
         },
         "text": {
             "width": model.text.width,
-            "layers": None if model.text.whole else model.text.max_skip + 1,
-            "tokens": prompt_tokens(model.text) if model.text.whole else model.text.tokens,
+            "layers": most_skipped(model.text) + 1 if clip_configs(model.text) else None,
+            "tokens": min(model.text.shortest) if clip_configs(model.text) else model.text.room(),
         },
         "latents": {"channels": model.vae.latent_channels, "factor": model.vae.factor},
         "defaults": {

@@ -31,7 +31,7 @@ from canvax.models.controlled import encode_control
 from canvax.models.decode import decode_images, decode_packed, encode_images
 from canvax.models.denoiser import REFERENCES
 from canvax.models.networks import Networks
-from canvax.models.text import IMAGE_ENCODER, IMAGE_PROMPTS, encode_text
+from canvax.models.text import IMAGE_ENCODER, IMAGE_PROMPTS, encode_and_join
 from canvax.originals import foreign, replaced
 from canvax.parallel.mesh import over_batch, padded_batch, replicated
 from canvax.params import Params
@@ -84,8 +84,8 @@ class Programs:
     def wanted(self, params: Params, latents: LatentShape, kinds: Kinds = PLAIN) -> dict[str, ProgramSpec]:
         """The programs of a run on latents [B, h, w, C].
 
-        text encoder            ({component: ids [B, T] int32}, skip int32) -> text and pooled text; with places also
-                                how much of each every image has, {component: [B, K] float32}
+        text encoder            what each text encoder reads -> conditions, and the outputs of each encoder; see
+                                ``canvax.models.text.encode_and_join``
         decoder                 latents float32, as the loop has them -> images [B, H, W, 3] float32 in 0..1
         image encoder           images [1, H, W, 3] float32 in 0..1 -> mean, deviation; for each size of a reference
                                 image, too
@@ -153,11 +153,12 @@ class Programs:
             return {"tiled": True} if way == "tiled" else {}
 
         text = replace(networks.text, places=places)
-        tokens = text.tokens * (kinds.chunks if text.whole else 1)
-        inputs: tuple[Any, ...] = dict.fromkeys(text.names, self._batched((batch, tokens), jnp.int32)), self._one()
+        inputs: tuple[Any, ...] = (
+            jax.tree.map(lambda leaf: self._batched((batch, *leaf.shape), leaf.dtype), text.inputs(kinds.lengths)),
+        )
         if places is not None:
             inputs += (dict.fromkeys(text.names, self._batched((batch, places.count), jnp.float32)),)
-        encode, facts = partial(encode_text, cfg=text), {"batch": batch}
+        encode, facts = partial(encode_and_join, cfg=text), {"batch": batch}
         programs = {"text encoder": ProgramSpec("text encoder", encode, text.names, inputs, places, facts)}
         if kinds.decoder:
             decode = partial(decode_images, cfg=networks.vae, **tiled(kinds.decoder))
@@ -210,7 +211,7 @@ class Programs:
         denoiser = networks.denoiser_of(kinds.controls, perturbs=kinds.perturbs, reuse_layers=kinds.deep_layers)
         loop = networks.packing.shape(latents)
         guidance = Guidance(kinds.method if guided else "cfg", kinds.perturbs, guided and kinds.parts > 0)
-        text = networks.text.conditions(batch, tuple(dtypes[name] for name in networks.text.names), kinds.chunks)
+        text = networks.text.conditions(batch, tuple(dtypes[name] for name in networks.text.names), kinds.lengths)
         reads = denoiser.inputs(loop, text, dtypes.__getitem__)
         conditions = {**text, **reads.conditions, **dict.fromkeys(sizes, jax.ShapeDtypeStruct((batch,), jnp.int32))}
         if kinds.places is not None:

@@ -14,10 +14,11 @@ import numpy as np
 
 from canvax.errors import CheckpointError, InputError, check_count, check_number, nearest
 from canvax.files import read_json
+from canvax.models.clip import ClipEncoder, clip_configs, clip_encoders
 from canvax.models.configs import AutoencoderConfig, ClipTextConfig, Config, TinyConfig, UNetConfig, VaeConfig
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
-from canvax.models.text import FIRST, SECOND, ClipEncoder, TextEncoder, TextEncoders, clip_encoders
+from canvax.models.text import FIRST, SECOND, TextEncoder, TextEncoders
 from canvax.params import Params, Spec
 from canvax.samplers import NoiseSchedule, Scheduler, curve_label, find
 from canvax.tokenizers.clip import ClipTokenizer
@@ -51,9 +52,6 @@ SIZES = (
 TARGET_SIZES = ("target_size", "negative_target_size")
 AESTHETICS = ("aesthetic_score", "negative_aesthetic_score")
 """Options for SDXL, its base and its refiner, that other families have no use for."""
-
-Ids = dict[str, np.ndarray]
-"""Token ids [B, T] int32 for each text encoder."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class Family:
         models: the models of it that canvax runs, if not all; for people.
         pipelines: the classes that ``model_index.json`` names.
         read: the networks of a checkpoint; configs are all that it reads. Raises ``CheckpointError``.
-        tokenizer: the tokenizer of a text encoder, which ``canvax.prompts.chunks.Tokenizer`` describes.
+        tokenizer: the tokenizer of a text encoder, as its ``words`` and ``read`` use it.
         classes: of each component, in ``model_index.json``; the first of them for a model in single files.
         index: fields of ``model_index.json`` that tell the family from others with the same pipelines.
         defaults: of models that bring none.
@@ -340,8 +338,8 @@ class Model:
     def _unread(self, part: Component, params: Params, dtype: DType | None) -> list[Outgoing]:
         """Return what saving needs of a component's files: of a language model the layers that are not read, of the
         autoencoder of a video all arrays, of which parts are read."""
-        copied = reads_parts_of_arrays(self.networks, part.name)
-        if not copied and not any(encoder.whole for encoder in self.text.encoders if encoder.component == part.name):
+        copied, reads_all = reads_parts_of_arrays(self.networks, part.name), part.name in clip_configs(self.text)
+        if not copied and (reads_all or part.name not in self.text.names):
             return []
         entries = self.files.entries(part.name)
         read = set() if copied else {(entry.path, entry.segments) for entry in part.entries(entries)}
@@ -384,7 +382,9 @@ def read_clip_unet_vae(
             f"the UNet takes {unet.in_channels} channels and gives {unet.out_channels}, the VAE has "
             f"{vae.latent_channels} (upscaling and editing models are not supported)"
         )
-    if unet.cross_attention_dim != text.width:
+    if len(lengths := {cfg.max_position_embeddings for cfg in configs.values()}) > 1:
+        faults.append(f"its text encoders read {' and '.join(map(str, sorted(lengths)))} tokens")
+    elif unet.cross_attention_dim != text.width:
         faults.append(f"the UNet reads text of width {unet.cross_attention_dim}, the encoders give {text.width}")
     if faults := faults + faults_of(networks, files):
         raise CheckpointError(f"{files}: its components do not fit together: " + "; ".join(faults))

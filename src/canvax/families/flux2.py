@@ -129,7 +129,7 @@ def read(files: ModelFiles) -> Networks:
 
 def _networks(transformer: Flux2Config, lm: DecoderConfig, vae: Flux2Autoencoder, *, is_distilled: bool) -> Networks:
     *earlier, tap = taps(lm.num_hidden_layers)
-    text = TextEncoders((LanguageModel(lm, tap, tuple(earlier), ROWS),))
+    text = TextEncoders((LanguageModel(lm, tap, tuple(earlier), (ROWS,), ROWS),))
     return Networks(Flux2Denoiser(transformer, is_distilled=is_distilled), vae, text, prediction="flow_prediction")
 
 
@@ -142,7 +142,7 @@ def _tokenizer(files: ModelFiles, encoder: TextEncoder) -> ChatTokenizer:
     token = tokenizer.backend.token_to_id(word) if isinstance(word, str) else None
     if token is None:
         raise CheckpointError(f"{path}: names no pad_token of its tokenizer. Download the checkpoint again.")
-    return replace(tokenizer, pad=~token)
+    return replace(tokenizer, pad=token)
 
 
 def empirical_mu(tokens: int, steps: int) -> float:

@@ -16,10 +16,11 @@ from canvax.families.base import (
     read_clip_tokenizer,
     read_clip_unet_vae,
 )
+from canvax.models.clip import clip_encoders
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
 from canvax.models.presets import SD15_TEXT, SD15_UNET, SD21_TEXT, SD21_UNET, SD_VAE
-from canvax.models.text import FIRST, clip_encoders
+from canvax.models.text import FIRST
 from canvax.samplers import Scheduler, from_scheduler_config, stable_diffusion_config
 from canvax.weights.files import ModelFiles
 

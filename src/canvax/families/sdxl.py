@@ -24,10 +24,11 @@ from canvax.families.base import (
     read_clip_tokenizer,
     read_clip_unet_vae,
 )
+from canvax.models.clip import clip_configs, clip_encoders
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
 from canvax.models.presets import SDXL_REFINER_UNET, SDXL_TEXT, SDXL_TEXT_2, SDXL_UNET, SDXL_VAE
-from canvax.models.text import FIRST, SECOND, clip_encoders
+from canvax.models.text import FIRST, SECOND
 from canvax.samplers import Scheduler, from_scheduler_config, stable_diffusion_config
 from canvax.weights.files import ModelFiles
 
@@ -45,7 +46,7 @@ def read(files: ModelFiles) -> Networks:
 
 def _faults(networks: Networks, files: ModelFiles) -> list[str]:
     index_flag(files, "force_zeros_for_empty_prompt", True)  # refuses another value than true and false
-    kind, second = networks.config.addition_embed_type, networks.text.parts.get(SECOND)
+    kind, second = networks.config.addition_embed_type, clip_configs(networks.text).get(SECOND)
     if kind is None or second is None:
         return [f"addition_embed_type {kind!r} of the UNet does not suit its text encoders"]
     try:

@@ -242,7 +242,7 @@ class FlaxPipeline:
             raise InputError(f"prompt={prompt!r} is empty; give one prompt or more")
         if not isinstance(prompt, str | list):
             raise InputError(f"prompt={prompt!r} is neither a string nor a list of strings")
-        prompts, length = [prompt] if isinstance(prompt, str) else prompt, self.model.text.tokens
+        prompts, length = [prompt] if isinstance(prompt, str) else prompt, min(self.model.text.shortest)
         ids = [tokenizer(prompts, length=length) for tokenizer in self.model.tokenizers.values()]
         return np.stack(ids, axis=1) if self.XL else ids[0]
 
@@ -322,7 +322,9 @@ class FlaxPipeline:
         ready = programs.ready(params, latents, kinds)
 
         def encoded(ids: np.ndarray) -> Conditions:
-            return ready["text encoder"](params, jax.device_put(self._by_encoder(ids), split), np.int32(0))
+            skip = np.zeros(count, np.int32)
+            inputs = {name: {"ids": each, "skip": skip} for name, each in self._by_encoder(ids).items()}
+            return ready["text encoder"](params, jax.device_put(inputs, split))[0]
 
         conditions, negative = encoded(inputs.ids), None
         if inputs.guided:

@@ -74,9 +74,8 @@ class FlaxTextToImage(FlaxPipeline):
 
         def encode(ids: Array) -> Conditions:
             text = self.model.text
-            return encode_text(
-                {name: params[name] for name in text.names}, self._by_encoder(ids), jnp.int32(0), cfg=text
-            )
+            inputs = {name: {"ids": each} for name, each in self._by_encoder(ids).items()}
+            return encode_text({name: params[name] for name in text.names}, inputs, cfg=text)
 
         conditions, negative = encode(prompt_ids), None
         if traced or (scales > 1).any():

@@ -54,6 +54,9 @@ DROPPED, TAPS = 34, (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)
 PROMPT = DROPPED + 512
 """Tokens of the longest prompt, with the template."""
 
+LENGTHS = (128, 256, 512, 768)
+"""Token lengths that programs are made for."""
+
 OFFSET = 1.0
 """Normalisations store the difference of their weights from 1, in float32."""
 

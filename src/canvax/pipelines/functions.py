@@ -7,6 +7,7 @@ padding and its mesh have no part in it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,17 +16,17 @@ import numpy as np
 from jax.core import Tracer
 
 from canvax.errors import NO_VALUE, InputError
-from canvax.families.base import Ids, Model
+from canvax.families.base import Model
 from canvax.images.masks import as_floats
 from canvax.kernels.target import jitted
 from canvax.models.decode import decode_images, encode_images
 from canvax.models.denoiser import evaluate
-from canvax.models.text import SECOND, Conditions, encode_text
+from canvax.models.text import SECOND, Conditions, encode_each, encode_text
 from canvax.parallel.place import on_devices
 from canvax.parallel.rules import check_params
 from canvax.params import Params
 from canvax.pipelines.checks import check_guidance, check_prompts, check_second, check_size
-from canvax.pipelines.encoding import Encoding, ids_of, is_plain
+from canvax.pipelines.encoding import inputs_of, is_one_pass, mixed, passes_of
 from canvax.pipelines.options import Options
 from canvax.pipelines.request import check_clip_skip, check_init_images
 from canvax.pipelines.texts import read_texts
@@ -34,6 +35,7 @@ from canvax.quantize import compute_dtype
 from canvax.types import Array
 
 _encode_text = jitted(encode_text, static_argnames="cfg")
+_encode_each = jitted(encode_each, static_argnames="cfg")
 _encode_images = jitted(encode_images, static_argnames="cfg")
 _decode_images = jitted(decode_images, static_argnames=("cfg", "tiled"))
 
@@ -64,17 +66,13 @@ def encode(
     texts = read_texts(model, (prompts, seconds), ([""], [""]), options, 1)
     if texts.parts > 1 or (texts.weights != 1).any():
         raise InputError("prompt", prompt, "adds prompts up (AND)", "encode each of them")
-    weights = {name: _weights(model, params, name) for name in model.text.names}
-
-    def one_pass(ids: Ids) -> Conditions:
-        return _encode_text(weights, dict(ids), jnp.int32(options.clip_skip), cfg=model.text)
-
-    wordings = texts.stages[0].parts[0]
-    if is_plain(model, wordings, texts.chunks):
-        conditions = dict(one_pass(ids_of(model, wordings, texts.chunks)))
+    text, weights = model.text, {name: _weights(model, params, name) for name in model.text.names}
+    passes = passes_of(model, texts.stages[0].parts[0], text.fit(texts.lengths))
+    if is_one_pass(passes):
+        conditions = dict(_encode_text(weights, inputs_of(text, passes), cfg=text))
     else:
-        encoding = Encoding(model, texts.syntax, texts.chunks, one_pass, range(len(prompts)), jnp)
-        conditions = encoding(wordings)
+        encode_each = partial(_encode_each, weights, cfg=text)
+        conditions = dict(mixed(text, passes, encode_each, range(len(prompts))))
         conditions["text"] = conditions["text"].astype(compute_dtype(weights))
     (tall, wide), factor = model.native_size, model.networks.size_step
     size = check_size("height", height, tall, factor), check_size("width", width, wide, factor)

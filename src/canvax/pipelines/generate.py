@@ -119,7 +119,7 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
         known=keeps(model, request) and request.options.mask_blend == "denoised",
         decoder=None if request.options.denoising_end < 1 else way,
         image_encoder=None if request.init_images is None or request.init_images.latents is not None else way,
-        chunks=request.chunks,
+        lengths=request.lengths,
         parts=request.texts.parts if request.composed else 0,
         method=request.options.guidance_method if request.guided else "cfg",
         perturbs=request.options.pag_scale > 0,
@@ -309,7 +309,8 @@ def second_pass(model: Model, request: Request) -> Request:
     texts, embeds = replace(request.texts, stages=[replace(request.texts.stages[-1], step=0)]), request.embeds
     if options.hires_prompt is not None:
         prompts, embeds = request.hires_prompts, (None, embeds[1])
-        texts = read_texts(model, (prompts, prompts), (request.negatives, request.negatives_2), options, steps)
+        negatives = (request.negatives, request.negatives_2)
+        texts = read_texts(model, (prompts, prompts), negatives, options, steps, request.references)
     blank = [Image.new("RGB", (width, height))]
     larger = replace(
         request,

@@ -351,7 +351,13 @@ class LoadedModel:
         return self.programs.ready(
             params,
             networks.latent_shape(images, height, width),
-            Kinds(guided=guides, decoder=way, image_encoder=way if reads else None, **more),
+            Kinds(
+                guided=guides,
+                decoder=way,
+                image_encoder=way if reads else None,
+                lengths=self.model.text.shortest,
+                **more,
+            ),
             display.announce,
         )
 

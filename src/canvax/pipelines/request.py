@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -28,6 +27,7 @@ from canvax.images.masks import (
     resized,
     rounded,
 )
+from canvax.models.clip import most_skipped
 from canvax.pipelines.checks import (
     check_guidance,
     check_latents,
@@ -42,7 +42,7 @@ from canvax.pipelines.checks import (
 from canvax.pipelines.control import ControlImages, check_control
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.references import References, check_references
-from canvax.pipelines.texts import Embeds, Texts, check_conditions, chunk_count, read_texts
+from canvax.pipelines.texts import Embeds, Texts, check_conditions, read_texts
 from canvax.samplers import SamplerSpec, SamplerTable, Solver, spec_of
 from canvax.samplers.strength import steps_of_strength
 from canvax.types import HostArray
@@ -120,11 +120,11 @@ class Request:
         return self.texts.parts > 1 or bool((self.texts.weights != 1).any())
 
     @property
-    def chunks(self) -> int:
-        """Of each prompt, for the denoiser."""
-        tokens = [embed["text"].shape[1] for embed in self.embeds if embed is not None]
-        counts = [self.texts.chunks, *(count // self.texts.tokens for count in tokens)]
-        return chunk_count(counts, whole=True) if self.texts.whole else math.lcm(*counts)
+    def lengths(self) -> tuple[int, ...]:
+        """The length for each text encoder that all prompts are brought to."""
+        text = self.texts.encoders
+        embeds = (text.lengths_of(embed["text"].shape[1]) for embed in self.embeds if embed is not None)
+        return text.fit({*self.texts.lengths, *filter(None, embeds)})
 
 
 def make_request(model: Model, call: Call) -> Request:
@@ -196,7 +196,7 @@ def make_request(model: Model, call: Call) -> Request:
         zeros=negative is None and options.negative_prompt_2 is None and model.zero_negative_embeds,
         embedded=model.networks.unguided,
         guidance_off=model.family.guidance_off,
-        texts=read_texts(model, (prompts, prompts_2), (negatives, negatives_2), options, run),
+        texts=read_texts(model, (prompts, prompts_2), (negatives, negatives_2), options, run, references),
         embeds=embeds,
         init_images=init,
         control=controls,
@@ -204,6 +204,7 @@ def make_request(model: Model, call: Call) -> Request:
         references=references,
     )
     check_composed(request, model)
+    check_lengths(request)
     if request.latents is not None and (options.variation_strength or options.seed_size):
         raise InputError(
             "latents",
@@ -231,6 +232,21 @@ def check_composed(request: Request, model: Model, name: str = "prompt") -> None
         problem = f"has AND or a weight, and {model.name} has no negative prompt"
         problem = problem if request.embedded else "has AND or a weight, which cannot be combined with reuse"
         raise InputError(name, NO_VALUE, problem, "leave AND and :weight out")
+
+
+def check_lengths(request: Request) -> None:
+    """Refuse conditions that cannot be brought to the length of the other prompts.
+
+    Raises:
+        InputError: names both numbers of rows.
+    """
+    text, lengths = request.texts.encoders, request.lengths
+    for name, embed in zip(("prompt", "negative_prompt"), request.embeds, strict=True):
+        if embed is None or (rows := embed["text"].shape[1]) == (wanted := text.rows(lengths)):
+            continue
+        if not text.is_lengthened(lengths):
+            problem = f"has {rows} rows of text, and the other prompts of the call need {wanted}"
+            raise InputError(name, NO_VALUE, problem, "give conditions for both sides, or a shorter prompt")
 
 
 def _image_prompts(model: Model, value: Any, count: int, options: Options) -> ImagePrompts | None:
@@ -300,8 +316,8 @@ def check_clip_skip(skip: int, model: Model) -> None:
     Raises:
         InputError: naming how many these are.
     """
-    if not 0 <= skip <= model.text.max_skip:
-        raise InputError("clip_skip", skip, f"is not in 0..{model.text.max_skip}, the layers that can be left out")
+    if not 0 <= skip <= (most := most_skipped(model.text)):
+        raise InputError("clip_skip", skip, f"is not in 0..{most}, the layers that can be left out")
 
 
 def check_seed_size(options: Options, factor: int) -> None:

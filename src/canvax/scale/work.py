@@ -333,7 +333,7 @@ class Worker:
     def _work(self, request: Request) -> Any:
         """Return ``work`` of a request, cached: few settings differ, and a table takes as long as all other checks."""
         key = (request.height, request.width, request.steps, request.guidance, request.sampler, request.options,
-               request.chunks, request.texts.parts, request.composed, request.guided,
+               request.lengths, request.texts.parts, request.composed, request.guided,
                request.control and request.control.names,
                request.image_prompts and request.image_prompts.kinds)  # fmt: skip
         from_images = request.init_images is not None or request.references is not None

@@ -269,7 +269,8 @@ class Group:
         decode += f"; left out, since they save no time: {left_out}" if left_out else ""
         decode += ", as measured at an earlier start" if self.timings.kept else ""
         kinds = self.key.kinds
-        of = f", {kinds.chunks} chunks" if kinds.chunks > 1 else ""
+        text = self._programs.networks.text
+        of = f", prompts of {text.room(kinds.lengths)} tokens" if kinds.lengths > text.shortest else ""
         of += f", {len(kinds.references)} reference images" if kinds.references else ""
         return f"{self.key.model} is warm at {self.key.size}{of}: a step of a batch of {rows}; {decode}"
 

@@ -23,6 +23,7 @@ from canvax.errors import CanvaxError, InputError
 from canvax.families.base import Model
 from canvax.files import named_path
 from canvax.models.beside import ADAPTERS
+from canvax.models.clip import clip_configs, most_skipped
 from canvax.parallel.memory import free_bytes
 from canvax.parallel.multihost import is_spread
 from canvax.parallel.place import on_devices, waits
@@ -31,7 +32,6 @@ from canvax.params import Params
 from canvax.pipelines.checks import check_size
 from canvax.pipelines.references import MOST as MOST_REFERENCES
 from canvax.pipelines.safety import SafetyChecker
-from canvax.pipelines.texts import prompt_tokens
 from canvax.server.adapter_cache import AdapterCache, AdapterSettings
 from canvax.server.control import cards
 from canvax.server.embedding_cache import EmbeddingCache, Words
@@ -288,9 +288,8 @@ class ServedModel:
             message = f"{wanted.size} is not ready on this server; ask for {' or '.join(sizes)}, or {_ON_DEMAND}"
             return Rejected(400, "size_not_ready", message, param="width")
         differs = [name for name in Kinds._fields if getattr(wanted.kinds, name) != getattr(usual, name)]
-        if differs == ["chunks"]:
-            most = max(key.kinds.chunks for key in keys)
-            room = prompt_tokens(self.model.text, most)
+        if differs == ["lengths"]:
+            room = self.model.text.room(max(key.kinds.lengths for key in keys))
             message = f"prompt: it is longer than the {room} tokens that this server has programs for; shorten it"
             return Rejected(400, "prompt_too_long", message, param="prompt")
         if "parts" in differs:
@@ -337,8 +336,8 @@ class ServedModel:
             guided=not networks.denoiser.facts.distilled,
             no_guidance=model.family.guidance_off,
             negative_prompt=not networks.unguided,
-            prompt_weights=not model.text.whole,
-            clip_skip=model.text.max_skip,
+            prompt_weights=bool(clip_configs(model.text)),
+            clip_skip=most_skipped(model.text),
             references=references if edits else 0,
             samplers=usable_samplers(model, *sizes[0]),
         )

@@ -481,7 +481,7 @@ def sample(
     prompt = concepts[0] if concepts else "a photograph of a red apple on a table"
     options = {}
     if chunks > 1:
-        prompt, options = "apple " * (model.text.tokens * (chunks - 1) + 1), {"prompt_syntax": "a1111"}
+        prompt, options = "apple " * (min(model.text.shortest) * (chunks - 1) + 1), {"prompt_syntax": "a1111"}
     steps = min(steps, model.scheduler.schedule.alphas_cumprod.size)
     images = examples(model, width, height) if shown else {}
     if references:

@@ -280,7 +280,9 @@ def _denoising_loss(
     )
     p = cast(objective.assemble(p, shared.get("frozen", {})), objective.dtype)
     hints = conditions.pop("control", None)
-    text = captions if objective.text is None else encode_text(p, captions, jnp.int32(0), cfg=objective.text)
+    text = captions
+    if objective.text is not None:
+        text = encode_text(p, {name: {"ids": ids} for name, ids in captions.items()}, cfg=objective.text)
     encoded: Any = {**text, **conditions}
     level, schedule = levels[times], objective.schedule
     if schedule.is_flow:

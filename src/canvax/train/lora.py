@@ -115,7 +115,7 @@ class Lora:
         """Makes the factors; the whole model is frozen, in the dtype of the computation."""
         factors = self._factors(model, training)
         denoiser = model.networks.denoiser.component
-        frozen = in_dtype(params, [denoiser, *(() if model.text.whole else model.text.names)], dtype)
+        frozen = in_dtype(params, [denoiser, *(name for name in model.text.names if name in params)], dtype)
         chosen = self._targets(model)
 
         def assemble(trained: Params, frozen: Params) -> Params:

@@ -264,7 +264,8 @@ def train(
     # All class images have one caption.
     sets = [pictures.captions] if prior is None else [pictures.captions, prior.captions[:1]]
     captions = [[[model.concepts.spelled(text) for text in texts] for texts in of_all] for of_all in sets]
-    length = _text_length(model, _texts(captions))
+    lengths = _text_lengths(model, _texts(captions))
+    length = min(lengths)
     plan = replace(training.plan, rates={**training.plan.rates, **aim.rates})
     decisive = {"size": size, "dtype": np.dtype(dtype).name, "pictures": pictures.digest(), **_decisive(training, aim)}
     if prior is not None:
@@ -284,7 +285,7 @@ def train(
             path.rename(numbered(path, read_facts(state)["total"]))
     unet, kept = model.networks.denoiser.component == "unet", None
     if not unet:  # the language model leaves the devices before the transformer comes
-        kept = _features(model, training, mesh, dtype, captions, length)
+        kept = _features(model, training, mesh, dtype, captions, lengths)
     # What is frozen would take in float32 the memory that gradients need.
     exact, opened = {"vae", *aim.exact(model)} if unet else set[str](), {"quantize": training.quantize, "mesh": mesh}
     rest = {part.name for part in model.components} - exact if unet else {model.networks.denoiser.component, "vae"}
@@ -533,22 +534,23 @@ def _texts(sets: Iterable[Captions], *more: str) -> list[str]:
     return [*(text for captions in sets for texts in captions for text in texts), *more]
 
 
-def _text_length(model: Model, texts: Sequence[str]) -> int:
-    """Returns how many tokens texts are padded to: as many as the text encoder reads, or those of the longest.
+def _text_lengths(model: Model, texts: Sequence[str]) -> tuple[int, ...]:
+    """Returns how many tokens texts are padded to, for each text encoder: the shortest length for a UNet.
 
     Raises:
-        InputError: a caption has more tokens than a language model reads.
+        InputError: a caption has more tokens than an encoder reads.
     """
-    text = model.text
-    if not text.whole:
-        return text.tokens
-    (tokenizer,) = model.tokenizers.values()
-    counts = {caption: len(tokenizer.ids(caption)) for caption in set(texts)}
-    longest = max(counts, key=lambda caption: counts[caption])
-    if counts[longest] > text.most:
-        problem = f"is a caption of {counts[longest]} tokens, more than {text.most}"
-        raise InputError("caption", longest[:60], problem, "shorten it")
-    return -(-counts[longest] // text.tokens) * text.tokens
+    text, tokenizers = model.text, model.tokenizers
+    if model.networks.unet is not None:
+        return text.shortest
+    needed = set()
+    for caption in dict.fromkeys(texts):
+        try:
+            words = [encoder.words(tokenizers[encoder.component], [(caption, 1.0)], {}) for encoder in text.encoders]
+        except InputError as error:
+            raise InputError("caption", caption[:60], error.problem, error.cure) from None
+        needed.add(tuple(one.length for one in text.even(words)))
+    return text.fit(needed)
 
 
 @dataclass(frozen=True)
@@ -565,7 +567,7 @@ class _Features:
 
 
 def _features(
-    model: Model, training: Training, mesh: Mesh, dtype: DType, sets: Sequence[Captions], length: int
+    model: Model, training: Training, mesh: Mesh, dtype: DType, sets: Sequence[Captions], lengths: Sequence[int]
 ) -> _Features:
     """Encodes each text of a run once, with a language model that is on the devices only during this call.
 
@@ -574,28 +576,32 @@ def _features(
     """
     distinct = list(dict.fromkeys(_texts(sets, "")))
     rows = sum(len(captions) * max(map(len, captions)) for captions in sets) + len(distinct)
-    needed, available = rows * length * model.text.width * np.dtype(dtype).itemsize, available_bytes()
+    needed = rows * model.text.rows(lengths) * model.text.width * np.dtype(dtype).itemsize
+    available = available_bytes()
     if available is not None and needed > available:
         problem = f"has captions whose features need {gigabytes(needed)} of the host's memory"
         cure = f"take fewer images or shorter captions: {gigabytes(available)} are free"
         raise InputError("pictures", training.pictures, problem, cure)
     model, _, params = open_model(training.model, dtype=dtype, mesh=mesh, weights=model.text.names)
 
-    def encoded(texts: Sequence[str], length: int) -> dict[str, HostArray]:
-        ids = {name: tokenizer(texts, length=length) for name, tokenizer in model.tokenizers.items()}
-        return encode_captions({name: params[name] for name in ids}, ids, model.text, mesh)
+    def encoded(texts: Sequence[str], lengths: Sequence[int]) -> dict[str, HostArray]:
+        inputs = {
+            encoder.component: encoder.read(model.tokenizers[encoder.component], texts, length)
+            for encoder, length in zip(model.text.encoders, lengths, strict=True)
+        }
+        return encode_captions({name: params[name] for name in inputs}, inputs, model.text, mesh)
 
     def reader(feature: HostArray) -> Reader:
         row = {text: index for index, text in enumerate(distinct)}
         return lambda texts, *, length: feature[[row[text] for text in texts]]
 
-    readers = {name: reader(feature) for name, feature in encoded(distinct, length).items()}
+    readers = {name: reader(feature) for name, feature in encoded(distinct, lengths).items()}
     prompts: dict[str, Any] = {}
     if training.prompts:
-        length = _text_length(model, [*training.prompts, ""])
-        prompts["prompt"] = encoded(training.prompts, length)
+        lengths = _text_lengths(model, [*training.prompts, ""])
+        prompts["prompt"] = encoded(training.prompts, lengths)
         if model.family.guides(model.networks, model.defaults.guidance_scale):
-            prompts["negative_prompt"] = encoded([""] * len(training.prompts), length)
+            prompts["negative_prompt"] = encoded([""] * len(training.prompts), lengths)
     return _Features(readers, prompts)
 
 

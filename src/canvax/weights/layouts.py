@@ -60,7 +60,7 @@ def arrays_read(networks: Networks, component: str, names: Sequence[Rule], entri
         return Names(vae_rules([entry.name for entry in entries])).to_ours(entries)
     if isinstance(network, LanguageModel):
         named = [replace(entry, name=whole_name(entry.name)) for entry in entries]
-        return [entry for entry in named if _is_read(entry.name, network.tap)]
+        return [entry for entry in named if _is_read(entry.name, network)]
     return entries
 
 
@@ -99,10 +99,14 @@ def _network(networks: Networks, component: str) -> Any:
     return networks.vae if component == "vae" else parts.get(component)
 
 
-def _is_read(name: str, tap: int) -> bool:
+def _is_read(name: str, model: LanguageModel) -> bool:
     """Whether an array of a language model is of the layers that are read: not of its head or vision encoder."""
     layer = _LAYER.match(name)
-    return not (name.startswith(("lm_head.", "model.norm.", "visual.")) or (layer and int(layer[1]) >= tap))
+    if layer:
+        return int(layer[1]) < model.tap
+    return not name.startswith(("lm_head.", "visual.")) and (
+        name != "model.norm.weight" or "norm" in model.spec["model"]
+    )
 
 
 def wan_vae_rules(names: Collection[str]) -> list[Rule]:
