@@ -493,10 +493,8 @@ def test_the_command(
     along = ["--x", "lora=0,0.5", "--y", "prompt=a cat;a dog"]
     code, out, _ = run("sheet", *shared, "--lora", ink, *along, "-o", "sheet.png", "--json")
     assert code == 0
-    cells = [
-        (one["prompt"], one.get("adapters", {}).get("ink", {}).get("weight")) for one in json.loads(out)["metadata"]
-    ]
-    assert cells == [("a cat", 0.0), ("a cat", 0.5), ("a dog", 0.0), ("a dog", 0.5)]
+    weights = [one.get("adapters", {}).get("ink", {}).get("weight") for one in json.loads(out)["metadata"]]
+    assert weights == [None, 0.5, None, 0.5]
     code, out, _ = run("info", "a.png")
     assert code == 0
     line = out.strip().splitlines()[-1]

@@ -260,6 +260,9 @@ def test_emoji_name_their_concepts(generate: Run, run: Run) -> None:
     listed = run("info", "emoji", "--prompts")[1].splitlines()
     assert len(listed) == 1015
     assert {"rocket", "red apple"} <= set(listed)
+    err = generate("a rokcet", "-s", 1, *FAST)[2]
+    assert "rokcet" in err
+    assert "rocket" in err  # the nearest word
 
 
 # Bad input

@@ -332,6 +332,21 @@ def test_history_is_the_folder_of_images(saving: Site) -> None:
     assert site.count(".tile") == 5  # also the image whose file has no prompt
 
 
+@thorough
+def test_nothing_is_said_of_a_folder_before_it_is_read(saving: Site) -> None:
+    saving.draw("a red apple")
+    context = saving.page.context.browser.new_context()
+    page, held = context.new_page(), []
+    page.route("**/api/images", lambda route: held.append(route))
+    page.goto(saving.url)
+    while not held:
+        page.wait_for_timeout(20)
+    assert page.locator("#empty").is_hidden()
+    held[0].continue_()
+    page.wait_for_selector(".tile[data-id]")
+    context.close()
+
+
 @pytest.mark.parametrize("answer", [7, 20])  # of 20 images three fill the page exactly
 @thorough
 def test_older_images_of_the_folder_come_when_they_are_asked_for(

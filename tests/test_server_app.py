@@ -200,6 +200,12 @@ def test_images_are_turned_as_their_exif_says(site: Web, api: str) -> None:
     assert (given.size, given.getpixel((0, 48)), given.getpixel((63, 48))) == ((64, 96), (255, 0, 0), (0, 0, 255))
 
 
+def test_what_a_small_model_knows_is_listed(site: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert site.http.get("/api/prompts").json() == {"prompts": []}
+    monkeypatch.setattr(site.engine, "models", lambda: [CARD, replace(CARD, id="small", prompts=("fox", "owl"))])
+    assert site.http.get("/api/prompts", params={"model": "small"}).json() == {"prompts": ["fox", "owl"]}
+
+
 def test_an_image_that_is_enlarged_brings_its_prompt(site: Web, tmp_path: Path) -> None:
     """For the metadata of the new one, where its tiles have none."""
     data = save_image(tmp_path / "a.png", Image.new("RGB", (64, 64)), {"prompt": "a fox", "seed": 1}).read_bytes()

@@ -14,6 +14,7 @@ from canvax.call import Load, OptionRecord
 from canvax.cli.arguments import build_parser
 from canvax.familiar import flax_tables, tables
 from canvax.samplers.specs import SAMPLERS
+from canvax.server import history
 from canvax.server.app import APIS
 from canvax.server.metrics import Metrics
 from canvax.server.openapi import description
@@ -124,7 +125,7 @@ def samplers() -> str:
 
 
 def http_api() -> str:
-    bodies = {path: body for api in APIS for path, body in api.BODIES.items()}
+    bodies = {path: body for api in (*APIS, history) for path, body in api.BODIES.items()}
     document = description(bodies, history=True)
     schemas = document["components"]["schemas"]
     parts = [

@@ -155,7 +155,7 @@ class Recipe:
             num_attention_heads=4,
             eos_token_id=self.vocabulary - 1,
         )
-        return Design(text, unet, vae, SCHEDULER, {"num_inference_steps": 20, "guidance_scale": 2.0})
+        return Design(text, unet, vae, SCHEDULER, {"num_inference_steps": 20, "guidance_scale": 3.0})
 
     @property
     def small(self) -> Recipe:

@@ -178,18 +178,19 @@ def _sheet(folder: Path, body: NewSheet) -> str:
     if len({*there}) < len(there) or not there:
         raise Rejected(400, "invalid_value", "files: names a file twice, or none; name each once", param="files")
     grid, images = [], list[Image.Image | None]()
-    for path in paths:
-        if path is None:
-            images.append(None)
-            continue
-        with open_regular(path) as raw, io.BufferedReader(raw) as file:
-            grid.append(canvax_metadata_in(file, path))
-            file.seek(0)
-            images.append(Image.open(file).convert("RGB"))
     try:
+        for path in paths:
+            if path is None:
+                images.append(None)
+                continue
+            with open_regular(path) as raw, io.BufferedReader(raw) as file:
+                grid.append(canvax_metadata_in(file, path))
+                file.seek(0)
+                images.append(Image.open(file).convert("RGB"))
         sheet = make_sheet(images, body.columns, body.rows)
-    except InputError as fault:
-        raise Rejected(400, "invalid_value", str(fault), param="files") from None
+    except (InputError, OSError, ValueError, Image.DecompressionBombError):
+        problem = "files: one is damaged, or they are too large for one sheet; send fewer"
+        raise Rejected(400, "invalid_value", problem, param="files") from None
     seed = grid[0]["seed"] if grid[0] and isinstance(grid[0].get("seed"), int) else 0
     written = save_numbered(folder, sheet, {"grid": grid, "seed": seed}, seed, prefix=_GRID)
     cells = written.with_suffix("")

@@ -535,7 +535,7 @@ export async function bodyOf(job, files) {
 export function showHints(hints) {
   const others = hints.filter((text) => !saidOfWord(text) && ($("syntax-note").hidden || !text.includes("prompt_syntax")));
   const command = /; canvax info \S+ --prompts .*/;
-  $("hints").replaceChildren(...others.map((text) => el("li", { textContent: `${text[0].toUpperCase()}${text.slice(1).replace(command, ". ")}` },
+  $("hints").replaceChildren(...others.map((text) => el("li", { textContent: text.replace(command, ". ") },
     command.test(text) ? el("button", { type: "button", className: "link", textContent: "Show what it knows", onclick: showKnown }) : null)));
 }
 

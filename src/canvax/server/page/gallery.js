@@ -11,6 +11,8 @@ let records = [];
 let shown = PAGE;
 /** Where the next images of the server's folder begin; null if all are here. */
 let older = hasFolder() ? "" : null;
+/** Whether the server's folder is being read: nobody knows yet that there are no images. */
+let loading = false;
 let deleted = [];
 /** Resolved once the server has moved the files of what was deleted. */
 let deleting = null;
@@ -58,6 +60,7 @@ async function loadOlder() {
 
 /** Show the tiles, with as many images of the server's folder as there is room for. */
 export async function renderAll() {
+  loading = older !== null;
   render();
   try {
     while (older !== null && listed().length < shown) {
@@ -67,6 +70,8 @@ export async function renderAll() {
   } catch (error) {
     if (error.status !== 401) toast(`The folder of images cannot be read: ${error.message}`);
   }
+  loading = false;
+  refresh();
 }
 
 /** A finished image of a task: kept, and shown in the place of its tile. */
@@ -161,7 +166,7 @@ function render() {
 function refresh() {
   const any = records.length + busy.size > 0 || Boolean(older);
   const tiles = $("tiles").children.length;
-  $("empty").hidden = any;
+  $("empty").hidden = any || loading;
   document.body.classList.toggle("nothing", !any);
   $("no-match").hidden = !any || tiles > 0;
   const [found, all] = [listed().length, `${records.length}${older === null ? "" : "+"}`];

@@ -15,6 +15,9 @@ const numbers = (test, what) => (text) => {
 
 const whole = (value) => Number.isInteger(value) && value >= 0;
 
+/** Autoencoders that the model may use in place of its VAE. */
+const vaes = () => Object.entries(model()?.vaes ?? {}).filter(([, fault]) => !fault).map(([name]) => name);
+
 const oneOf = (choices, what) => (text) => {
   const found = choices().find((names) => names.some((name) => name.toLowerCase() === text.toLowerCase()));
   if (!found) throw new Error(`There is no ${what} ${text || "without a name"}.`);
@@ -46,6 +49,7 @@ const AXES = {
   strength: { label: "Strength", read: numbers((value) => value > 0 && value <= 1, "strength from 0 to 1"), propose: () => [0.3, 0.5, 0.7, 0.9] },
   size: { label: "Size", read: sizeOf, propose: () => sizes().slice(0, 3).map((size) => size.join("x")), set: (job, [width, height]) => ({ ...job, width, height }), fields: ["width", "height"] },
   model: { label: "Model", read: oneOf(() => models().map((id) => [id]), "model"), propose: () => models().slice(0, 4), set: ofModel, fields: ["model", "guidance_scale", "negative_prompt"] },
+  vae: { label: "VAE", read: oneOf(() => vaes().map((name) => [name]), "VAE"), propose: () => vaes().slice(0, 3) },
   words: { label: "Words of the prompt", read: (text) => text, propose: () => [$("prompt").value.trim().split(/\s+/).at(-1) || "apple", "pear", "lemon"], fields: [] },
   none: { label: "Nothing", read: (text) => text, propose: () => [""], set: (job) => job, fields: [] },
 };
@@ -56,7 +60,7 @@ function axes() {
     label: `Weight of ${name}`, read: numbers((value) => Math.abs(value) <= 10, "weight from -10 to 10"), propose: () => [0, 0.5, 1],
     set: (job, value) => ({ ...job, adapters: { ...job.adapters, [name]: value } }), fields: ["adapters"],
   }];
-  const unusable = { strength: !currentInput(), guidance_scale: !model()?.guided, size: currentInput() || sizes().length < 2, model: models().length < 2 };
+  const unusable = { strength: !currentInput(), guidance_scale: !model()?.guided, size: currentInput() || sizes().length < 2, vae: !vaes().length, model: models().length < 2 };
   const weights = Object.keys(settings().adapters ?? {}).map(weight);
   return Object.fromEntries([...Object.entries(AXES), ...weights].filter(([name]) => !unusable[name]));
 }
