@@ -27,19 +27,21 @@ _own: ContextVar[Callable[..., Array] | None] = ContextVar("canvax_own_attention
 
 @contextmanager
 def using(form: Callable[..., Array]) -> Iterator[None]:
-    """Compute all attention by a form of your own. What runs within it is compiled anew, and stored nowhere.
+    """Computes all attention by a form of your own. What runs within it is compiled anew, and stored nowhere.
 
         def local(q, k, v, *, where, **terms):
-            window = jnp.abs(jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None]) < 64
-            bias = jnp.where(window, 0.0, -1e9)[None, None] if where.endswith("attn1") else None
-            return plain_attention(q, k, v, **{**terms, "bias": bias})
+            if where.endswith("attn1"):
+                near = jnp.abs(jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None]) < 64
+                terms["bias"] = jnp.where(near, 0.0, -1e9)[None, None]
+            return attention(q, k, v, **terms)
 
         with using(local):
             pipe("a red apple")
 
     Args:
-        form: called like ``plain_attention``, with the arguments of all devices, and with one more keyword, ``where``:
-            the layer's path in the parameters (``canvax.kernels.outline.where``).
+        form: called with queries, keys and values [B, T, heads, Dh], of all devices and perhaps fewer heads of keys;
+            with the keywords ``mask``, ``bias``, ``scale`` and ``causal`` of ``attention``; and with ``where``, the
+            layer's path (``canvax.kernels.outline.where``). Within it, ``attention`` is canvax's.
     """
     token = _own.set(form)
     try:
@@ -89,7 +91,11 @@ def attention(
         mask = prefix if mask is None else mask & prefix
     how = {"scale": q.shape[-1] ** -0.5 if scale is None else scale}
     if own:
-        return own(q, k, v, mask=mask, bias=bias, causal=causal, where=where(), **how)
+        token = _own.set(None)  # so that it may call this function
+        try:
+            return own(q, k, v, mask=mask, bias=bias, causal=causal, where=where(), **how)
+        finally:
+            _own.reset(token)
     if form is None:
         return plain_attention(q, k, v, mask=mask, bias=bias, causal=causal, **how)
     if form is gpu.attend_by_cudnn:
