@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import product
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -32,14 +34,16 @@ from canvax.pipelines.references import MOST as MOST_REFERENCES
 from canvax.pipelines.safety import SafetyChecker
 from canvax.pipelines.texts import prompt_tokens
 from canvax.server.adapter_cache import AdapterCache, AdapterSettings
-from canvax.server.control import cards
+from canvax.server.control import cards, publicly
 from canvax.server.embedding_cache import EmbeddingCache, Words
 from canvax.server.files import Colours
 from canvax.server.group import Group
 from canvax.server.jobs import Job, JobRequest, ModelCard, Rejected
 from canvax.server.policy import PATIENCE, Groups
+from canvax.server.vae_cache import VaeCache
 from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, check, sample, usable_samplers
 from canvax.tokenizers.concepts import STYLES
+from canvax.weights.data_folder import vae_files
 
 _FAMILIES = {
     "sd": "Stable Diffusion", "sdxl": "Stable Diffusion XL",
@@ -113,10 +117,12 @@ class ServedModel:
         adapters: that requests may name; None for none.
         lanes: batches that are run at the same time, at most; None for as many as may be of use.
         weights: without, it is opened now and loaded when it is first asked for.
+        vaes: files of autoencoders that requests may name, by name.
 
     Attributes:
         shelf: the adapters.
         embeddings: the textual inversions.
+        vaes: the autoencoders.
         model: everything but its weights.
         groups: by key, those whose programs are ready. Another dict after each change: any thread may read it.
         colours: for previews.
@@ -136,6 +142,7 @@ class ServedModel:
         lanes: int | None = None,
         *,
         weights: bool = True,
+        vaes: Mapping[str, Path] = MappingProxyType({}),
     ) -> None:
         self.name, self.on_request = name, not weights
         self.groups: Mapping[GroupKey, Group] = {}
@@ -154,6 +161,7 @@ class ServedModel:
         self._lanes = lanes or most_lanes(self.programs.mesh)
         self.shelf = AdapterCache(self.model, self.programs.mesh, adapters) if adapters else None
         self.embeddings = EmbeddingCache(self.model, self.programs.mesh)
+        self.vaes = VaeCache(self.model, self.programs.mesh, vaes)
         if self.shelf and not weights:
             self.shelf.take_off()
         self.load_seconds = time.perf_counter() - began if weights else self.bytes / _READ_SPEED
@@ -196,6 +204,7 @@ class ServedModel:
             group.park()
         if self.shelf:
             self.shelf.take_off()
+        self.vaes.take_off()
         self.params = None
 
     def check(self, job_request: JobRequest) -> Checked:
@@ -204,13 +213,17 @@ class ServedModel:
         Raises:
             Rejected: naming the field and the cure.
         """
-        return check(job_request, self.name, self.model, self.shelf, self.embeddings)
+        vae = self.vaes.find(job_request.vae) if job_request.vae else None
+        checked = check(job_request, self.name, self.model, self.shelf, self.embeddings)
+        return checked._replace(vae=vae)
 
-    def loaded_params(self, words: Words = ()) -> Params:
-        """Its weights, which are there, with the vectors of these words. With words in the engine's thread."""
+    def loaded_params(self, words: Words = (), vae: str | None = None) -> Params:
+        """Its weights, which are there, with the vectors of these words and another autoencoder; with either in the
+        engine's thread."""
         assert self.params is not None
         self.params = self.embeddings.fill(self.params, words) if words else self.params
-        return self.shelf.beside(self.params) if self.shelf else self.params
+        params = self.params if vae is None else {**self.params, "vae": self.vaes.weights(vae)}
+        return self.shelf.beside(params) if self.shelf else params
 
     def sizes(self, warm: Sequence[Warm]) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:
         """Width, height and batches to warm.
@@ -325,6 +338,8 @@ class ServedModel:
             clip_skip=model.text.max_skip,
             references=references if edits else 0,
             samplers=usable_samplers(model, *sizes[0]),
+            vae=publicly({"vae": vae})["vae"] if (vae := model.overrides.get("vae")) else "",
+            vaes=self.vaes.names,
         )
 
 
@@ -451,10 +466,11 @@ class ModelSet:
 
     def begin(self) -> None:
         """Load all, and make their programs ready."""
+        vaes = vae_files()
         for name in self._names:
             self._say(f"reading {name}")
             self._make_room(None)
-            served = ServedModel(name, self._load, self._adapters, self._lanes)
+            served = ServedModel(name, self._load, self._adapters, self._lanes, vaes=vaes)
             if self._memory is not None and served.bytes > self._memory:
                 raise InputError(
                     f"--memory {self._memory} bytes: the weights of {name} take {served.bytes}; allow more"
@@ -476,7 +492,8 @@ class ModelSet:
                     self._say(group.summary())
         for name in self._on_request:
             try:
-                self._served[name] = ServedModel(name, self._load, self._adapters, self._lanes, weights=False)
+                served = ServedModel(name, self._load, self._adapters, self._lanes, weights=False, vaes=vaes)
+                self._served[name] = served
             except CanvaxError as error:
                 self._say(f"{name} is left out: {error}")
         most = MOST_REFERENCES if self._on_demand else self._references
