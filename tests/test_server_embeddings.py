@@ -116,6 +116,8 @@ def test_others_are_said_where_the_user_looks(server: tuple[httpx.Client, ImageE
     assert not any(
         "wool" in hint for hint in client.post("/api/jobs", json=BODY | {"prompt": "<wool>"}).json()["hints"]
     )
+    answer = client.post("/sdapi/v1/txt2img", json=BODY | {"prompt": "an alien"}).json()
+    assert "alien.safetensors" in str(json.loads(answer["info"])["hints"])
     listed = {one["name"]: bool(one["fault"]) for one in client.get("/api/adapters").json()["embeddings"]}
     assert listed == {"wool": False, "yarn": False, "felt": False, "alien": True, "wool_old": True}
     kinds = client.get("/sdapi/v1/embeddings").json()
@@ -145,6 +147,7 @@ def test_rows_are_given_away(emoji: canvax.StableDiffusion, folder: Path) -> Non
         for i, vector in word.rows["text_encoder"].items():
             np.testing.assert_array_equal(table[i], vector)
     assert cache.fill(emoji.params, (felt,)) is not emoji.params  # after weights were loaded again
+    assert len(cache.summary().splitlines()) == 1 + len({"alien", "wool_old"})
     ids = reading(emoji.model, (felt,)).tokenizers["text_encoder"].ids("felt")
     assert ids == list(felt.rows["text_encoder"])
 

@@ -36,13 +36,13 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, small_folder: Path) -> Iterator[Path]:
-    """Three autoencoders with the config of the model's, one with another."""
+    """Four autoencoders with the config of the model's, of which "reader" decodes alike; one with another config."""
     folder = tmp_path_factory.mktemp("data")
-    for i, name in enumerate(NAMES):
+    for i, name in enumerate((*NAMES, "reader")):
         vae = folder / "models/VAE" / name
         shutil.copytree(BUNDLED["emoji"] / "vae", vae)
         arrays = load_file(vae / WEIGHTS)
-        for key in ("decoder.conv_out.weight", "encoder.conv_in.weight"):
+        for key in ("encoder.conv_in.weight", "decoder.conv_out.weight")[: 1 if name == "reader" else 2]:
             arrays[key] = arrays[key] * (0.6 + 0.1 * i)
         save_file(arrays, vae / WEIGHTS)
     shutil.copytree(small_folder / "vae", folder / "models/VAE/other")
@@ -90,7 +90,7 @@ def test_input_images_are_read_by_it(server: tuple[httpx.Client, ImageEngine]) -
     file = io.BytesIO()
     Image.effect_noise((64, 64), 90).convert("RGB").save(file, "png")
     sent = {"init_images": [base64.b64encode(file.getvalue()).decode()], "denoising_strength": 0.3, "path": "img2img"}
-    assert np.abs(drawn(client, **sent)[0] - drawn(client, "soft", **sent)[0]).max() > 5
+    assert np.abs(drawn(client, **sent)[0] - drawn(client, "reader", **sent)[0]).max() > 5
 
 
 def test_what_is_there_is_listed(server: tuple[httpx.Client, ImageEngine]) -> None:
@@ -99,9 +99,9 @@ def test_what_is_there_is_listed(server: tuple[httpx.Client, ImageEngine]) -> No
     (card,) = client.get("/api/models").json()["models"]
     assert (card["vae"], {name: bool(fault) for name, fault in card["vaes"].items()}) == (
         "",
-        {"hard": False, "odd": False, "soft": False, "other": True},
+        {"hard": False, "odd": False, "soft": False, "reader": False, "other": True},
     )
-    assert {one["model_name"] for one in client.get("/sdapi/v1/sd-vae").json()} == {*NAMES}
+    assert {one["model_name"] for one in client.get("/sdapi/v1/sd-vae").json()} == {*NAMES, "reader"}
     assert client.post("/sdapi/v1/options", json={"sd_vae": "gone"}).status_code == 404
     assert client.post("/sdapi/v1/options", json={"sd_vae": "soft.safetensors"}).status_code == 200
     assert drawn(client)[1]["vae"] == "soft"

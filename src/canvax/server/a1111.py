@@ -752,5 +752,6 @@ def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Pic
         "clip_skip": job_request.options.get("clip_skip", 0) + 1,
         "is_using_inpainting_conditioning": False,
         "version": f"canvax {__version__}",
+        **({"hints": job.hints} if job.hints else {}),
     }
     return encoded(info).decode()

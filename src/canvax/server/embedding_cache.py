@@ -29,6 +29,9 @@ from canvax.weights.embeddings import Embedding, read_word
 from canvax.weights.entries import PICKLES
 from canvax.weights.lora import TABLE, token_widths
 
+_MOST_LINES = 5
+"""About files that cannot be used, at the start."""
+
 
 @dataclass(frozen=True, eq=False)
 class Word:
@@ -119,6 +122,17 @@ class EmbeddingCache:
         with self._lock:
             read = {name: self._read(name) for name in self._paths}
         return [EmbeddingCard(name, file.fault, *file.shape) for name, file in read.items()]
+
+    def summary(self) -> str:
+        """For people: which files can be named, and why others cannot; "" without any."""
+        cards = self.cards()
+        usable = [card.name for card in cards if not card.fault]
+        left = [f"{card.name} cannot be used: {card.fault}" for card in cards if card.fault]
+        shown = [
+            *left[:_MOST_LINES],
+            *([f"{len(left) - _MOST_LINES} more cannot be used"] if left[_MOST_LINES:] else []),
+        ]
+        return "\n".join([f"{len(usable)} embeddings may be named in prompts", *shown]) if cards else ""
 
     def named(self, texts: Sequence[str]) -> tuple[Words, tuple[HintWarning, ...]]:
         """The textual inversions that texts name, and a hint for each file of the folder that they name in vain.

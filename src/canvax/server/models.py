@@ -478,6 +478,8 @@ class ModelSet:
             self._served[name] = served
             if served.shelf:
                 self._say(served.shelf.summary())
+            for line in served.embeddings.summary().splitlines():
+                self._say(line)
             for size, batches in served.sizes(self._warm):
                 most = self._references if served.model.networks.denoiser.edits else 0
                 for chunks, references in product(self._chunks, range(1 + most)):
