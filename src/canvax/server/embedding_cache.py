@@ -15,12 +15,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import Mesh
 
 from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError
 from canvax.families.base import Model
-from canvax.params import Params
-from canvax.pipelines.adapters import Change, Merging, sha256_of
+from canvax.parallel.rules import place
+from canvax.params import Params, flatten
+from canvax.pipelines.adapters import sha256_of
 from canvax.server.jobs import EmbeddingCard
 from canvax.tokenizers.clip import words_in
 from canvax.types import HostArray
@@ -100,9 +102,10 @@ class EmbeddingCache:
         self._files: dict[str, _File] = {}
         self._words: OrderedDict[str, Word] = OrderedDict()  # the last used last
         self._lock = threading.Lock()
-        self._merging = Merging({part: model.specs[part] for part in self._widths}, mesh)
+        self._mesh = mesh
         self._tables: dict[str, Any] = {}
-        self._written: dict[str, dict[int, HostArray]] = {}
+        self._written: dict[str, dict[int, HostArray]] = {}  # in a table, and what it was without them
+        self._kept: dict[str, HostArray] = {}
         self.refresh()
 
     @cached_property
@@ -192,20 +195,35 @@ class EmbeddingCache:
     # What follows is the engine's.
 
     def fill(self, params: Params, words: Words) -> Params:
-        """Parameters whose tables hold the vectors of these words; the same ones if they do."""
-        changes: dict[tuple[str, str], Change] = {}
+        """Parameters whose tables hold the vectors of these words; the same ones if they do.
+
+        Raises:
+            InputError: a vector overflows the dtype of the weights.
+        """
         for part in self._widths:
-            if _table(params, part) is not self._tables.get(part):  # loaded again
-                self._written[part] = {}
-            wanted = {i: vector for word in words for i, vector in word.rows[part].items()}
-            if any(self._written[part].get(i) is not vector for i, vector in wanted.items()):
-                self._written[part] |= wanted
-                changes[part, TABLE] = Change(rows=dict(self._written[part]))
-        if not changes:
-            return params
-        params = self._merging.apply(params, changes)
-        self._tables |= {part: _table(params, part) for part, _ in changes}
+            table, wanted = _table(params, part), {i: vector for word in words for i, vector in word.rows[part].items()}
+            if table is not self._tables.get(part):  # loaded again
+                self._written[part], self._kept[part] = {}, np.asarray(table)
+            written = self._written[part]
+            if all(written.get(i) is vector for i, vector in wanted.items()):
+                continue
+            filled = self._kept[part].copy()
+            for i, vector in (written | wanted).items():
+                with np.errstate(over="ignore"):
+                    filled[i] = vector.astype(filled.dtype)
+                if not np.isfinite(filled[i].astype(np.float32)).all():
+                    problem = f"names an embedding that overflows in {filled.dtype}"
+                    raise InputError("prompt", NO_VALUE, problem, "leave it out, or load the model in float32")
+            param = dict(flatten(self._model.specs[part]))[TABLE]
+            self._tables[part] = place(param, filled, self._mesh, table.sharding.memory_kind)
+            params = {**params, part: _with_table(params[part], TABLE.split("."), self._tables[part])}
+            self._written[part] = written | wanted
         return params
+
+
+def _with_table(node: Any, steps: Sequence[str], table: Any) -> Any:
+    """Nested dicts anew on the way to the token embeddings, with another array there."""
+    return {**node, steps[0]: _with_table(node[steps[0]], steps[1:], table)} if steps else table
 
 
 def _table(params: Params, part: str) -> Any:
