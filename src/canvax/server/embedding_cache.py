@@ -26,7 +26,7 @@ from canvax.pipelines.adapters import sha256_of
 from canvax.server.jobs import EmbeddingCard
 from canvax.tokenizers.clip import words_in
 from canvax.types import HostArray
-from canvax.weights.data_folder import embedding_files
+from canvax.weights.data_folder import embedding_files, embedding_name
 from canvax.weights.embeddings import Embedding, read_word
 from canvax.weights.entries import PICKLES
 from canvax.weights.lora import TABLE, token_widths
@@ -40,7 +40,7 @@ class Word:
     """A textual inversion with its rows.
 
     Attributes:
-        name: the word, in lower case.
+        name: the word, in the letters of its file.
         file: its file's name, without the folder.
         sha256: of the file.
         rows: the vector of each row of the table, by text encoder; in the order of the vectors.
@@ -65,13 +65,10 @@ def reading(model: Model, words: Words) -> Model:
     """The model with tokenizers that read these words."""
     if not words:
         return model
-    added = {
-        part: {word.name: tuple(word.rows[part]) for word in words if part in word.rows} for part in model.tokenizers
-    }
-    tokenizers = {
-        part: replace(tokenizer, added={**tokenizer.added, **added[part]}) if added[part] else tokenizer
-        for part, tokenizer in model.tokenizers.items()
-    }
+    tokenizers = dict(model.tokenizers)
+    for part in words[0].rows:
+        added = {word.name.lower(): tuple(word.rows[part]) for word in words}
+        tokenizers[part] = replace(tokenizers[part], added={**tokenizers[part].added, **added})
     return replace(model, tokenizers=tokenizers)
 
 
@@ -118,24 +115,24 @@ class EmbeddingCache:
     def refresh(self) -> None:
         """Look into the folder again."""
         loaded = {word for tokenizer in self._model.tokenizers.values() for word in getattr(tokenizer, "added", ())}
-        self._paths = {name: path for name, path in embedding_files().items() if name not in loaded}
+        paths = {name: path for name, path in embedding_files().items() if name not in loaded}
+        with self._lock:
+            self._paths = paths
 
     def cards(self) -> list[EmbeddingCard]:
         """All files of the folder, with the reason where one is not for this model."""
         with self._lock:
-            read = {name: self._read(name) for name in self._paths}
-        return [EmbeddingCard(name, file.fault, *file.shape) for name, file in read.items()]
+            read = [(embedding_name(name, path), self._read(name)) for name, path in self._paths.items()]
+        return [EmbeddingCard(name, file.fault, *file.shape) for name, file in read]
 
     def summary(self) -> str:
         """For people: which files can be named, and why others cannot; "" without any."""
         cards = self.cards()
         usable = [card.name for card in cards if not card.fault]
         left = [f"{card.name} cannot be used: {card.fault}" for card in cards if card.fault]
-        shown = [
-            *left[:_MOST_LINES],
-            *([f"{len(left) - _MOST_LINES} more cannot be used"] if left[_MOST_LINES:] else []),
-        ]
-        return "\n".join([f"{len(usable)} embeddings may be named in prompts", *shown]) if cards else ""
+        more = [f"{len(left) - _MOST_LINES} more embeddings cannot be used"] if left[_MOST_LINES:] else []
+        lines = [f"{len(usable)} embeddings may be named in prompts", *left[:_MOST_LINES], *more]
+        return "\n".join(lines) if cards else ""
 
     def named(self, texts: Sequence[str]) -> tuple[Words, tuple[HintWarning, ...]]:
         """The textual inversions that texts name, and a hint for each file of the folder that they name in vain.
@@ -143,10 +140,8 @@ class EmbeddingCache:
         Raises:
             InputError: the model has too few rows for all of them.
         """
-        names = dict.fromkeys(word for text in texts for word, *_ in words_in(text, self._paths))
-        if not names:
-            return (), ()
         with self._lock:
+            names = dict.fromkeys(word for text in texts for word, *_ in words_in(text, self._paths))
             read = {name: self._read(name) for name in names}
             fit = {name: file for name, file in read.items() if file.read is not None}
             words = tuple(self._word(name, fit) for name in fit)
@@ -188,7 +183,7 @@ class EmbeddingCache:
                     raise InputError("prompt", NO_VALUE, problem, "name fewer")
                 del self._words[idle]
             rows = {part: dict(zip(free[part], array, strict=False)) for part, array in vectors.items()}
-            self._words[name] = Word(name, self._paths[name].name, file.sha256, rows)
+            self._words[name] = Word(embedding_name(name, self._paths[name]), self._paths[name].name, file.sha256, rows)
         self._words.move_to_end(name)
         return self._words[name]
 

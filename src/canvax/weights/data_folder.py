@@ -92,6 +92,11 @@ def embedding_files() -> dict[str, Path]:
     return {name.lower(): path for name, path in by_name(usable).items()}
 
 
+def embedding_name(name: str, path: Path) -> str:
+    """Return a name of ``embedding_files`` in the letters of its file."""
+    return path.stem if path.stem.lower() == name else name
+
+
 def vae_files() -> dict[str, Path]:
     """Return the autoencoders of the folder of models, by name."""
     from canvax.weights.identify import AUTOENCODER

@@ -23,7 +23,7 @@ export function showWords() {
 }
 
 /** Whether a hint of the server says what stands under the prompt already. */
-export const saidOfWord = (hint) => words.some(({ name, fault }) => fault && hint.includes(`'${name}', which is read as text`));
+export const saidOfWord = (hint) => words.some(({ name, fault }) => fault && hint.toLowerCase().includes(`'${name.toLowerCase()}', which is read as text`));
 
 /** The embeddings for a model. */
 export function offerWords(listed) {
