@@ -805,7 +805,9 @@ def test_embeddings_of_the_folder(site: Site) -> None:
     page.fill("#negative", "blurry")
     assert page.inner_text("#words-note") == ""
     page.click("#embeddings summary")
-    assert page.locator("#embedding-list button:disabled").all_inner_texts() == ["yarn"]
+    page.click("#embeddings-left summary")
+    assert page.locator("#embedding-list button").all_inner_texts() == ["wool"]
+    assert (page.inner_text("#embeddings-left dt"), page.inner_text("#embeddings-left dd")[:5]) == ("yarn", "yarn.")
     page.click("#embedding-list button:text('wool')")
     assert (page.input_value("#prompt"), page.input_value("#negative")) == ("a fox", "blurry, wool")
     page.fill("#prompt", "woolly yarn")
@@ -1036,6 +1038,29 @@ def test_fields_that_the_model_cannot_use_are_not_there(site: Site) -> None:
     page.fill("#negative", "grey")
     site.draw("a red apple")
     assert (site.stub.bodies[1]["guidance_scale"], site.stub.bodies[1]["negative_prompt"]) == (0.5, "grey")
+
+
+@browser_only
+def test_vaes_of_the_folder(site: Site) -> None:
+    """One is sent with each job, stays chosen, and comes back from images, by whatever ending they name it."""
+    page = site.page
+    assert page.locator("#vae-field").is_hidden()
+    site.stub.card = {"vaes": {"vae-ft-mse": "", "xl": "xl.safetensors makes other latents"}}
+    site.open()
+    assert page.locator("#vae option:disabled").evaluate_all("nodes => nodes.map(node => node.value)") == ["xl"]
+    site.draw("a red apple")
+    page.select_option("#vae", "vae-ft-mse")
+    site.draw("a red apple")
+    assert [body.get("vae") for body in site.stub.bodies] == [None, "vae-ft-mse"]
+    site.open()
+    assert page.input_value("#vae") == "vae-ft-mse"
+    for name, chosen, said in (("", "", False), ("VAE-ft-mse.ckpt", "vae-ft-mse", False), ("gone", "", True)):
+        data = encoded(Image.new("RGB", (64, 64)), "png", {"prompt": "a fox", **({"vae": name} if name else {})})
+        page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+        toast = page.locator(".toast", has_text="Settings restored").last
+        toast.wait_for()
+        assert (page.input_value("#vae"), "the VAE" in toast.inner_text()) == (chosen, said)
+        toast.locator("[aria-label=Dismiss]").click()
 
 
 @thorough

@@ -95,8 +95,8 @@ def test_each_prompt_has_its_own(
     assert counts.compilations == 0
     for (image, _), (single, _) in zip(together, alone, strict=True):
         assert np.abs(image - single).max() <= 1
-    assert [sorted(told.get("embeddings", ())) for _, told in alone] == [[], ["wool"], ["yarn"], ["wool", "yarn"]]
-    assert alone[1][1]["embeddings"]["wool"]["file"] == "Wool.safetensors"
+    assert [sorted(told.get("embeddings", ())) for _, told in alone] == [[], ["Wool"], ["yarn"], ["Wool", "yarn"]]
+    assert alone[1][1]["embeddings"]["Wool"]["file"] == "Wool.safetensors"
     assert against[1]["embeddings"].keys() == {"felt"}
     assert np.abs(against[0] - alone[0][0]).max() > 20
     for image in spelled:
@@ -105,7 +105,7 @@ def test_each_prompt_has_its_own(
     result = emoji("a wool apple", seed=3, num_inference_steps=3)
     emoji.adapters.remove()
     assert np.abs(alone[1][0] - np.asarray(result[0], np.int16)).max() <= 1
-    assert result.metadata[0]["embeddings"]["Wool"]["sha256"] == alone[1][1]["embeddings"]["wool"]["sha256"]
+    assert result.metadata[0]["embeddings"]["Wool"]["sha256"] == alone[1][1]["embeddings"]["Wool"]["sha256"]
     assert np.abs(alone[1][0] - alone[0][0]).max() > 20
 
 
@@ -116,11 +116,13 @@ def test_others_are_said_where_the_user_looks(server: tuple[httpx.Client, ImageE
     assert not any(
         "wool" in hint for hint in client.post("/api/jobs", json=BODY | {"prompt": "<wool>"}).json()["hints"]
     )
+    answer = client.post("/sdapi/v1/txt2img", json=BODY | {"prompt": "an alien"}).json()
+    assert "alien.safetensors" in str(json.loads(answer["info"])["hints"])
     listed = {one["name"]: bool(one["fault"]) for one in client.get("/api/adapters").json()["embeddings"]}
-    assert listed == {"wool": False, "yarn": False, "felt": False, "alien": True, "wool_old": True}
+    assert listed == {"Wool": False, "yarn": False, "felt": False, "alien": True, "wool_old": True}
     kinds = client.get("/sdapi/v1/embeddings").json()
-    assert (kinds["loaded"].keys(), kinds["skipped"].keys()) == ({"wool", "yarn", "felt"}, {"alien", "wool_old"})
-    assert (kinds["loaded"]["wool"]["vectors"], kinds["loaded"]["wool"]["shape"]) == (2, WIDTH)
+    assert (kinds["loaded"].keys(), kinds["skipped"].keys()) == ({"Wool", "yarn", "felt"}, {"alien", "wool_old"})
+    assert (kinds["loaded"]["Wool"]["vectors"], kinds["loaded"]["Wool"]["shape"]) == (2, WIDTH)
 
 
 def test_rows_are_given_away(emoji: canvax.StableDiffusion, folder: Path) -> None:
@@ -145,6 +147,7 @@ def test_rows_are_given_away(emoji: canvax.StableDiffusion, folder: Path) -> Non
         for i, vector in word.rows["text_encoder"].items():
             np.testing.assert_array_equal(table[i], vector)
     assert cache.fill(emoji.params, (felt,)) is not emoji.params  # after weights were loaded again
+    assert len(cache.summary().splitlines()) == 1 + len({"alien", "wool_old"})
     ids = reading(emoji.model, (felt,)).tokenizers["text_encoder"].ids("felt")
     assert ids == list(felt.rows["text_encoder"])
 
@@ -153,7 +156,7 @@ def test_models_without_weights_read_the_words(folder: Path) -> None:
     """Tokens are counted before a model is loaded."""
     served = ServedModel("emoji", lambda name, weights=True: canvax.load(name, progress=False), weights=False)
     checked = served.check(JobRequest("a wool apple", seed=1))
-    assert [word.name for word in checked.words] == ["wool"]
+    assert [word.name for word in checked.words] == ["Wool"]
     second = served.check(JobRequest("a cat", seed=1, options={"hires": 2, "hires_prompt": "yarn"})).second
     assert second is not None
     (((read, *_),),) = second.request.texts.stages[0].parts[0]
@@ -166,9 +169,9 @@ def test_the_shell(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     words = ["generate", "a wool alien apple", "--negative", "<felt>", "--steps", "2", "--seed", "3", "--json"]
     assert main([*words, "--data-dir", str(folder), "--output", str(tmp_path / "a.png")]) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out)["metadata"][0]["embeddings"].keys() == {"wool", "felt"}
+    assert json.loads(out)["metadata"][0]["embeddings"].keys() == {"Wool", "felt"}
     assert "alien.safetensors" in err
-    assert read_metadata(tmp_path / "a.png")["embeddings"]["wool"]["file"] == "./Wool.safetensors"
+    assert read_metadata(tmp_path / "a.png")["embeddings"]["Wool"]["file"] == "./Wool.safetensors"
 
 
 def test_two_encoders_want_vectors_each(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from canvax.cli.terminal import byte_size, complain
 from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, warn
 from canvax.files import named_path
-from canvax.weights.data_folder import embedding_files, lora_folder
+from canvax.weights.data_folder import embedding_files, embedding_name, lora_folder
 
 if TYPE_CHECKING:
     from canvax.call import Call
@@ -100,7 +100,7 @@ def load_named(pipe: StableDiffusion, calls: Sequence[Call], arguments: argparse
     for name in dict.fromkeys(word for text in texts for word, *_ in words_in(text, names)):
         try:
             read_word(files[name], name, token_widths(pipe.model.networks.text.specs))
-            pipe.adapters.load_embedding(files[name], name)
+            pipe.adapters.load_embedding(files[name], embedding_name(name, files[name]))
         except CanvaxError as fault:
             warn(HintWarning("prompt", NO_VALUE, f"has {name!r}, which is read as text: {fault}"))
         else:

@@ -31,7 +31,7 @@ from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 from canvax.scale.rows import check_prompt_line, json_object, text_lines
 from canvax.scale.work import call_of, grouped
 from canvax.settings import aliases, declared, offered
-from canvax.weights.data_folder import embedding_files
+from canvax.weights.data_folder import embedding_files, find_named, stem_of
 
 if TYPE_CHECKING:
     from canvax.families.base import Model
@@ -275,6 +275,10 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Load]:
     recorded = {"model": recorded_model(metadata)} | {
         name: metadata.get(name) if by_canvax else None for name in OF_MODEL
     }
+    if (vae := metadata.get("vae")) and not (by_canvax or arguments.vae):
+        recorded["vae"] = stem_of(vae) if find_named(stem_of(vae), "vae") else None
+        if recorded["vae"] is None:
+            complain(f"{path}: its VAE {vae} is left out; name your copy of it with --vae", label="warning: ")
     if not by_canvax:
         _warn_of_losses(path, metadata)
         settings["negative_prompt"] = settings.get("negative_prompt") or None  # others write "" for none

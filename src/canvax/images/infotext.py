@@ -81,6 +81,7 @@ def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     # The folders of a local model's path are private.
     local = os.path.isabs(model) or model.startswith("./") or os.path.isdir(model)
     yield "Model", os.path.basename(os.path.normpath(model)) if local else model
+    yield "VAE", os.path.basename(os.path.normpath(metadata["vae"])) if metadata.get("vae") else ""
     words = metadata.get("embeddings") or {}
     hashes = {name: entry["sha256"][:12] for name, entry in words.items() if isinstance(entry, Mapping)}
     yield _EMBEDDINGS, ", ".join(f"{name}: {sha256}" for name, sha256 in hashes.items())
@@ -201,6 +202,9 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
     for name, field in declared(Call).items():
         _take(settings, field.setting.infotext, field.kind.of, metadata, name)
     _take(settings, "Model", str, metadata, "model")
+    if settings.get("VAE", "none").lower() not in ("none", "automatic"):
+        metadata["vae"] = settings["VAE"]
+    settings.pop("VAE", None)
     if size := re.fullmatch(_SIZE, settings.get("Size", "")):
         metadata["width"], metadata["height"] = int(size[1]), int(size[2])
         del settings["Size"]

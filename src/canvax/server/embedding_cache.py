@@ -15,19 +15,24 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import Mesh
 
 from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError
 from canvax.families.base import Model
-from canvax.params import Params
-from canvax.pipelines.adapters import Change, Merging, sha256_of
+from canvax.parallel.rules import place
+from canvax.params import Params, flatten
+from canvax.pipelines.adapters import sha256_of
 from canvax.server.jobs import EmbeddingCard
 from canvax.tokenizers.clip import words_in
 from canvax.types import HostArray
-from canvax.weights.data_folder import embedding_files
+from canvax.weights.data_folder import embedding_files, embedding_name
 from canvax.weights.embeddings import Embedding, read_word
 from canvax.weights.entries import PICKLES
 from canvax.weights.lora import TABLE, token_widths
+
+_MOST_LINES = 5
+"""About files that cannot be used, at the start."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +40,7 @@ class Word:
     """A textual inversion with its rows.
 
     Attributes:
-        name: the word, in lower case.
+        name: the word, in the letters of its file.
         file: its file's name, without the folder.
         sha256: of the file.
         rows: the vector of each row of the table, by text encoder; in the order of the vectors.
@@ -60,13 +65,10 @@ def reading(model: Model, words: Words) -> Model:
     """The model with tokenizers that read these words."""
     if not words:
         return model
-    added = {
-        part: {word.name: tuple(word.rows[part]) for word in words if part in word.rows} for part in model.tokenizers
-    }
-    tokenizers = {
-        part: replace(tokenizer, added={**tokenizer.added, **added[part]}) if added[part] else tokenizer
-        for part, tokenizer in model.tokenizers.items()
-    }
+    tokenizers = dict(model.tokenizers)
+    for part in words[0].rows:
+        added = {word.name.lower(): tuple(word.rows[part]) for word in words}
+        tokenizers[part] = replace(tokenizers[part], added={**tokenizers[part].added, **added})
     return replace(model, tokenizers=tokenizers)
 
 
@@ -97,9 +99,10 @@ class EmbeddingCache:
         self._files: dict[str, _File] = {}
         self._words: OrderedDict[str, Word] = OrderedDict()  # the last used last
         self._lock = threading.Lock()
-        self._merging = Merging({part: model.specs[part] for part in self._widths}, mesh)
+        self._mesh = mesh
         self._tables: dict[str, Any] = {}
-        self._written: dict[str, dict[int, HostArray]] = {}
+        self._written: dict[str, dict[int, HostArray]] = {}  # in a table, and what it was without them
+        self._kept: dict[str, HostArray] = {}
         self.refresh()
 
     @cached_property
@@ -112,13 +115,24 @@ class EmbeddingCache:
     def refresh(self) -> None:
         """Look into the folder again."""
         loaded = {word for tokenizer in self._model.tokenizers.values() for word in getattr(tokenizer, "added", ())}
-        self._paths = {name: path for name, path in embedding_files().items() if name not in loaded}
+        paths = {name: path for name, path in embedding_files().items() if name not in loaded}
+        with self._lock:
+            self._paths = paths
 
     def cards(self) -> list[EmbeddingCard]:
         """All files of the folder, with the reason where one is not for this model."""
         with self._lock:
-            read = {name: self._read(name) for name in self._paths}
-        return [EmbeddingCard(name, file.fault, *file.shape) for name, file in read.items()]
+            read = [(embedding_name(name, path), self._read(name)) for name, path in self._paths.items()]
+        return [EmbeddingCard(name, file.fault, *file.shape) for name, file in read]
+
+    def summary(self) -> str:
+        """For people: which files can be named, and why others cannot; "" without any."""
+        cards = self.cards()
+        usable = [card.name for card in cards if not card.fault]
+        left = [f"{card.name} cannot be used: {card.fault}" for card in cards if card.fault]
+        more = [f"{len(left) - _MOST_LINES} more embeddings cannot be used"] if left[_MOST_LINES:] else []
+        lines = [f"{len(usable)} embeddings may be named in prompts", *left[:_MOST_LINES], *more]
+        return "\n".join(lines) if cards else ""
 
     def named(self, texts: Sequence[str]) -> tuple[Words, tuple[HintWarning, ...]]:
         """The textual inversions that texts name, and a hint for each file of the folder that they name in vain.
@@ -126,10 +140,8 @@ class EmbeddingCache:
         Raises:
             InputError: the model has too few rows for all of them.
         """
-        names = dict.fromkeys(word for text in texts for word, *_ in words_in(text, self._paths))
-        if not names:
-            return (), ()
         with self._lock:
+            names = dict.fromkeys(word for text in texts for word, *_ in words_in(text, self._paths))
             read = {name: self._read(name) for name in names}
             fit = {name: file for name, file in read.items() if file.read is not None}
             words = tuple(self._word(name, fit) for name in fit)
@@ -171,27 +183,42 @@ class EmbeddingCache:
                     raise InputError("prompt", NO_VALUE, problem, "name fewer")
                 del self._words[idle]
             rows = {part: dict(zip(free[part], array, strict=False)) for part, array in vectors.items()}
-            self._words[name] = Word(name, self._paths[name].name, file.sha256, rows)
+            self._words[name] = Word(embedding_name(name, self._paths[name]), self._paths[name].name, file.sha256, rows)
         self._words.move_to_end(name)
         return self._words[name]
 
     # What follows is the engine's.
 
     def fill(self, params: Params, words: Words) -> Params:
-        """Parameters whose tables hold the vectors of these words; the same ones if they do."""
-        changes: dict[tuple[str, str], Change] = {}
+        """Parameters whose tables hold the vectors of these words; the same ones if they do.
+
+        Raises:
+            InputError: a vector overflows the dtype of the weights.
+        """
         for part in self._widths:
-            if _table(params, part) is not self._tables.get(part):  # loaded again
-                self._written[part] = {}
-            wanted = {i: vector for word in words for i, vector in word.rows[part].items()}
-            if any(self._written[part].get(i) is not vector for i, vector in wanted.items()):
-                self._written[part] |= wanted
-                changes[part, TABLE] = Change(rows=dict(self._written[part]))
-        if not changes:
-            return params
-        params = self._merging.apply(params, changes)
-        self._tables |= {part: _table(params, part) for part, _ in changes}
+            table, wanted = _table(params, part), {i: vector for word in words for i, vector in word.rows[part].items()}
+            if table is not self._tables.get(part):  # loaded again
+                self._written[part], self._kept[part] = {}, np.asarray(table)
+            written = self._written[part]
+            if all(written.get(i) is vector for i, vector in wanted.items()):
+                continue
+            filled = self._kept[part].copy()
+            for i, vector in (written | wanted).items():
+                with np.errstate(over="ignore"):
+                    filled[i] = vector.astype(filled.dtype)
+                if not np.isfinite(filled[i].astype(np.float32)).all():
+                    problem = f"names an embedding that overflows in {filled.dtype}"
+                    raise InputError("prompt", NO_VALUE, problem, "leave it out, or load the model in float32")
+            param = dict(flatten(self._model.specs[part]))[TABLE]
+            self._tables[part] = place(param, filled, self._mesh, table.sharding.memory_kind)
+            params = {**params, part: _with_table(params[part], TABLE.split("."), self._tables[part])}
+            self._written[part] = written | wanted
         return params
+
+
+def _with_table(node: Any, steps: Sequence[str], table: Any) -> Any:
+    """Nested dicts anew on the way to the token embeddings, with another array there."""
+    return {**node, steps[0]: _with_table(node[steps[0]], steps[1:], table)} if steps else table
 
 
 def _table(params: Params, part: str) -> Any:

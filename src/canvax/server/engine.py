@@ -623,7 +623,7 @@ class ImageEngine:
             latents = group.denoised(item)
             if item.decodes is None:
                 item.decodes = len(item.previews) * group.timings.decode <= CHEAP_PREVIEWS * item.expected
-            pixels = group.decode([latents])[0] if item.decodes else None
+            pixels = group.decode([latents], item.vae)[0] if item.decodes else None
         except Exception:  # the image itself may still succeed
             log.exception("a preview cannot be made")
         else:
@@ -637,12 +637,14 @@ class ImageEngine:
     def _decode(self) -> None:
         """The images that wait for it longest, as many as are decoded at once and the writer takes."""
         waiting = self._to_decode
-        key = waiting[0][0].group
+        key, vae = waiting[0][0].group, waiting[0][0].vae
         group, served = self._models.group(key), self._models.named(key.model)
-        chosen = [entry for entry in waiting if entry[0].group == key][: min(group.decodes, self._writer.room)]
+        chosen = [entry for entry in waiting if (entry[0].group, entry[0].vae) == (key, vae)][
+            : min(group.decodes, self._writer.room)
+        ]
         began = time.perf_counter()
         try:
-            pixels = group.decode([latents for _, latents in chosen])
+            pixels = group.decode([latents for _, latents in chosen], vae)
         except Exception as error:
             log.exception("decoding failed")
             for item, _ in chosen:

@@ -96,7 +96,7 @@ class Group:
         model: the model.
         programs: its programs.
         params: gives its parameters, which are on the devices while the group runs; with the vectors of the words
-            that it is given.
+            and with the autoencoder that it is given.
         batches: images of one call of a denoiser; multiples of the mesh's ``data`` axis.
         lanes: calls at the same time, at most (``canvax.engine.lanes``).
 
@@ -242,7 +242,7 @@ class Group:
             assert self._idle is not None
             if item.shelf is not None:
                 item.request = replace(item.request, beside=item.shelf.shares(item.adapters))
-            params = self._params(item.words)
+            params = self._params(item.words, item.vae)
             prepared = prepare(self._model, self._programs, params, item.request, self._ready, item.table)
             names = item.request.control.names if item.request.control else ()
             carried = self._idle.beside(prepared.batch.carried()[0], names)
@@ -352,20 +352,21 @@ class Group:
         """Images at once."""
         return self.alone * max(self._lanes.values())
 
-    def decode(self, latents: Sequence[HostArray]) -> list[HostArray]:
-        """Pixels [H, W, 3] float32 of at most ``decodes`` images."""
+    def decode(self, latents: Sequence[HostArray], vae: str | None = None) -> list[HostArray]:
+        """Pixels [H, W, 3] float32 of at most ``decodes`` images; ``vae``: an autoencoder in place of the model's."""
+        params = self._params(vae=vae)
         parts = [latents[first : first + self.alone] for first in range(0, len(latents), self.alone)]
         began = time.perf_counter()
-        pixels = side_by_side([partial(self._decode, part) for part in parts])
+        pixels = side_by_side([partial(self._decode, params, part) for part in parts])
         if len(parts) == 1:
             self.timings.learn_decode(time.perf_counter() - began)
         return [image for part in pixels for image in part]
 
-    def _decode(self, latents: Sequence[HostArray]) -> HostArray:
+    def _decode(self, params: Params, latents: Sequence[HostArray]) -> HostArray:
         assert self._ready is not None
         packed = self._programs.networks.packing.pack(np.stack(latents))
         sent = put(filled(packed, self.alone), over_batch(self._programs.mesh))
-        return np.asarray(self._ready["decoder"](self._params(), sent))[: len(latents)]
+        return np.asarray(self._ready["decoder"](params, sent))[: len(latents)]
 
     def clear(self, *, smaller: bool = False) -> list[Item]:
         """Everything off the devices, as after a fault: the images, which begin again, and can be seated again.

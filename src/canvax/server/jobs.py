@@ -98,6 +98,7 @@ class JobRequest:
         options: by name, values of ``canvax.Options``; the engine refuses those that it does not offer.
         lenient: options that change nothing are passed over, and not refused: A1111's clients send whole forms.
         adapters: weights of adapters by name, each a number or a table by network; the prompt may name others.
+        vae: an autoencoder that ``ModelCard.vaes`` lists, in place of the model's.
         format: of the finished images.
         quality: of JPEG and WebP, 1..100.
         previews: of each image on its way, at most; 0 for none.
@@ -128,6 +129,7 @@ class JobRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
     lenient: bool = False
     adapters: Mapping[str, Any] = field(default_factory=dict)
+    vae: str | None = None
     format: Format = "png"
     quality: int | None = None
     previews: int = 0
@@ -412,6 +414,8 @@ class ModelCard:
         sha256: of its configs, weights' names and sizes; what AUTOMATIC1111 calls the hash.
         controls: the networks that read control images, in their order.
         ip_adapters: names of those that read image prompts, likewise.
+        vae: the name of the autoencoder that stands in for the model's; "" for its own.
+        vaes: names of those that a request may name, with the reason where one cannot be used, else "".
     """
 
     id: str
@@ -440,6 +444,8 @@ class ModelCard:
     clip_skip: int = 0
     references: int = 0
     samplers: tuple[str, ...] | None = None
+    vae: str = ""
+    vaes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

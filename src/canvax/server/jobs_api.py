@@ -43,6 +43,7 @@ from canvax.server.answers import (
     sent_event,
     watched,
 )
+from canvax.server.control import public_names
 from canvax.server.fields import Scale, Seed, Side, Strength
 from canvax.server.images_in import Pixels, bytes_of_text, colours, image_of_bytes, image_of_text, white_mask
 from canvax.server.jobs import (
@@ -72,7 +73,7 @@ COMES = 2.0
 _FIELDS = {
     "prompt": "prompt", "negative_prompt": "negative_prompt", "seed": "seed", "width": "width", "height": "height",
     "num_inference_steps": "steps", "guidance_scale": "guidance_scale", "sampler": "sampler", "strength": "strength",
-    "options": "options", "model": "model",
+    "options": "options", "model": "model", "vae": "vae",
 }  # fmt: skip
 """What metadata calls the fields of a job."""
 
@@ -123,6 +124,7 @@ class NewJob(Struct, forbid_unknown_fields=True):
     seconds: Annotated[float, Meta(gt=0, le=86_400)] | None = None
     options: dict[str, Any] | None = None
     adapters: Annotated[dict[str, float | dict[str, float]], Meta(max_length=16)] | None = None
+    vae: Annotated[str, Meta(max_length=300)] | None = None
 
 
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(NewJob)}
@@ -249,7 +251,7 @@ def _rounded(seconds: float | None) -> float | None:
 def _card(card: ModelCard, *, default: bool) -> dict[str, Any]:
     names = ("native", "sizes", "any_size", "size_step", "steps", "guidance_scale", "sampler", "max_images",
              "max_steps", "tasks", "examples", "styles", "family", "guided", "no_guidance", "negative_prompt",
-             "prompt_weights", "clip_skip", "references", "samplers")  # fmt: skip
+             "prompt_weights", "clip_skip", "references", "samplers", "vae", "vaes")  # fmt: skip
     fields = {name: getattr(card, name) for name in names}
     controls = [{"name": network.name, "kind": network.kind, "types": network.types} for network in card.controls]
     fields |= {"controls": controls, "ip_adapters": card.ip_adapters}
@@ -310,6 +312,7 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequ
         image_prompt=image_prompt,
         options={**(body.options or {}), **control_options},
         adapters=body.adapters or {},
+        vae=body.vae or None,
         format=body.format,
         quality=body.quality,
         previews=PREVIEWS if body.previews else 0,
@@ -450,6 +453,8 @@ def as_job(metadata: dict[str, Any]) -> dict[str, Any]:
         fields["upscale"] = enlarged.get("scale")
     if isinstance(adapters := recorded.get("adapters"), dict):
         fields["adapters"] = {name: entry.get("weight") for name, entry in adapters.items() if isinstance(entry, dict)}
+    if isinstance(vae := fields.get("vae"), str):
+        fields["vae"] = public_names([vae])[0]
     options = fields.get("options")
     left_out = []
     if isinstance(options, dict):

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import product
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -33,14 +35,16 @@ from canvax.pipelines.checks import check_size
 from canvax.pipelines.references import MOST as MOST_REFERENCES
 from canvax.pipelines.safety import SafetyChecker
 from canvax.server.adapter_cache import AdapterCache, AdapterSettings
-from canvax.server.control import cards
+from canvax.server.control import cards, publicly
 from canvax.server.embedding_cache import EmbeddingCache, Words
 from canvax.server.files import Colours
 from canvax.server.group import Group
 from canvax.server.jobs import Job, JobRequest, ModelCard, Rejected
 from canvax.server.policy import PATIENCE, Groups
+from canvax.server.vae_cache import VaeCache
 from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, check, sample, usable_samplers
 from canvax.tokenizers.concepts import STYLES
+from canvax.weights.data_folder import vae_files
 
 _KINDS = {
     "method": "options.guidance_method",
@@ -109,10 +113,12 @@ class ServedModel:
         adapters: that requests may name; None for none.
         lanes: batches that are run at the same time, at most; None for as many as may be of use.
         weights: without, it is opened now and loaded when it is first asked for.
+        vaes: files of autoencoders that requests may name, by name.
 
     Attributes:
         shelf: the adapters.
         embeddings: the textual inversions.
+        vaes: the autoencoders.
         model: everything but its weights.
         groups: by key, those whose programs are ready. Another dict after each change: any thread may read it.
         colours: for previews.
@@ -132,6 +138,7 @@ class ServedModel:
         lanes: int | None = None,
         *,
         weights: bool = True,
+        vaes: Mapping[str, Path] = MappingProxyType({}),
     ) -> None:
         self.name, self.on_request = name, not weights
         self.groups: Mapping[GroupKey, Group] = {}
@@ -151,6 +158,7 @@ class ServedModel:
         self._lanes = lanes or most_lanes(self.programs.mesh)
         self.shelf = AdapterCache(self.model, self.programs.mesh, adapters) if adapters else None
         self.embeddings = EmbeddingCache(self.model, self.programs.mesh)
+        self.vaes = VaeCache(self.model, self.programs.mesh, vaes)
         if self.shelf and not weights:
             self.shelf.take_off()
         self.load_seconds = time.perf_counter() - began if weights else self.bytes / _READ_SPEED
@@ -211,6 +219,7 @@ class ServedModel:
             group.park()
         if self.shelf:
             self.shelf.take_off()
+        self.vaes.take_off()
         self.params = None
 
     def check(self, job_request: JobRequest) -> Checked:
@@ -219,13 +228,17 @@ class ServedModel:
         Raises:
             Rejected: naming the field and the cure.
         """
-        return check(job_request, self.name, self.model, self.shelf, self.embeddings)
+        vae = self.vaes.find(job_request.vae) if job_request.vae else None
+        checked = check(job_request, self.name, self.model, self.shelf, self.embeddings)
+        return checked._replace(vae=vae)
 
-    def loaded_params(self, words: Words = ()) -> Params:
-        """Its weights, which are there, with the vectors of these words. With words in the engine's thread."""
+    def loaded_params(self, words: Words = (), vae: str | None = None) -> Params:
+        """Its weights, which are there, with the vectors of these words and another autoencoder; with either in the
+        engine's thread."""
         assert self.params is not None
         self.params = self.embeddings.fill(self.params, words) if words else self.params
-        return self.shelf.beside(self.params) if self.shelf else self.params
+        params = self.params if vae is None else {**self.params, "vae": self.vaes.weights(vae)}
+        return self.shelf.beside(params) if self.shelf else params
 
     def sizes(self, warm: Sequence[Warm]) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:
         """Width, height and batches to warm.
@@ -340,6 +353,8 @@ class ServedModel:
             clip_skip=most_skipped(model.text),
             references=references if edits else 0,
             samplers=usable_samplers(model, *sizes[0]),
+            vae=publicly({"vae": vae})["vae"] if (vae := model.overrides.get("vae")) else "",
+            vaes=self.vaes.names,
         )
 
 
@@ -466,10 +481,11 @@ class ModelSet:
 
     def begin(self) -> None:
         """Load all, and make their programs ready."""
+        vaes = vae_files()
         for name in self._names:
             self._say(f"reading {name}")
             self._make_room(None)
-            served = ServedModel(name, self._load, self._adapters, self._lanes)
+            served = ServedModel(name, self._load, self._adapters, self._lanes, vaes=vaes)
             if self._memory is not None and served.bytes > self._memory:
                 raise InputError(
                     f"--memory {self._memory} bytes: the weights of {name} take {served.bytes}; allow more"
@@ -477,6 +493,8 @@ class ModelSet:
             self._served[name] = served
             if served.shelf:
                 self._say(served.shelf.summary())
+            for line in served.embeddings.summary().splitlines():
+                self._say(line)
             for size, batches in served.sizes(self._warm):
                 most = self._references if served.model.networks.denoiser.facts.edits else 0
                 for chunks, references in product(self._chunks, range(1 + most)):
@@ -491,7 +509,8 @@ class ModelSet:
                     self._say(group.summary())
         for name in self._on_request:
             try:
-                self._served[name] = ServedModel(name, self._load, self._adapters, self._lanes, weights=False)
+                served = ServedModel(name, self._load, self._adapters, self._lanes, weights=False, vaes=vaes)
+                self._served[name] = served
             except CanvaxError as error:
                 self._say(f"{name} is left out: {error}")
         most = MOST_REFERENCES if self._on_demand else self._references

@@ -106,6 +106,7 @@ class Item:
         adapters: beside the model's weights, for this image.
         shelf: that these are from; None where the server has none.
         words: the textual inversions that its prompts name.
+        vae: the autoencoder in place of the model's; None for that.
         second: the pass at a larger size that comes after this one; None where there is none.
         later: as ``expected`` and ``shared``, of that pass.
         before: rows of the pass before this one.
@@ -130,6 +131,7 @@ class Item:
     adapters: Wanted = field(default_factory=dict)
     shelf: AdapterCache | None = None
     words: Words = ()
+    vae: str | None = None
     second: Checked | None = None
     later: tuple[float, float] = (0.0, 0.0)
     before: int = 0
@@ -241,6 +243,8 @@ class Item:
         if self.words:
             loaded: dict[str, Any] = fields.get("embeddings", {})
             fields["embeddings"] = loaded | {word.name: word.record for word in self.words}
+        if self.vae:
+            fields["vae"] = self.vae
         return self.whole.metadata(fields) if self.whole else fields
 
 
@@ -278,7 +282,7 @@ class Checked(NamedTuple):
     """An ask that can be carried out.
 
     ``second``: with another pass, at a larger size; ``words``: the textual inversions that its prompts name; ``hints``:
-    what is said of those that they name in vain.
+    what is said of those that they name in vain; ``vae``: the autoencoder in place of the model's.
     """
 
     request: Request
@@ -291,6 +295,7 @@ class Checked(NamedTuple):
     second: Checked | None = None
     words: Words = ()
     hints: tuple[HintWarning, ...] = ()
+    vae: str | None = None
 
     @property
     def images(self) -> int:
@@ -346,7 +351,7 @@ class Checked(NamedTuple):
 
     @property
     def _beside(self) -> dict[str, Any]:
-        return {"adapters": self.adapters, "shelf": self.shelf, "words": self.words}
+        return {"adapters": self.adapters, "shelf": self.shelf, "words": self.words, "vae": self.vae}
 
 
 def check(

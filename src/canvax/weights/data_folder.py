@@ -92,6 +92,18 @@ def embedding_files() -> dict[str, Path]:
     return {name.lower(): path for name, path in by_name(usable).items()}
 
 
+def embedding_name(name: str, path: Path) -> str:
+    """Return a name of ``embedding_files`` in the letters of its file."""
+    return path.stem if path.stem.lower() == name else name
+
+
+def vae_files() -> dict[str, Path]:
+    """Return the autoencoders of the folder of models, by name."""
+    from canvax.weights.identify import AUTOENCODER
+
+    return by_name([part.path for part in files() if part.kind is AUTOENCODER])
+
+
 def find_named(name: str, argument: str) -> Path | None:
     """Find a file or folder of the folder of models by its name.
 
@@ -159,6 +171,14 @@ def by_name(paths: Sequence[Path]) -> dict[str, Path]:
         "/".join(next((name for name in names if counts[name] == 1), names[-1])): path
         for path, names in spellings.items()
     }
+
+
+def stem_of(name: str) -> str:
+    """Return a file's name without the ending of a file of weights."""
+    from canvax.weights.entries import PICKLES, WEIGHTS
+
+    ending = os.path.splitext(name)[1].lower()
+    return name[: -len(ending)] if ending in (*WEIGHTS, *PICKLES) else name
 
 
 def _has_name(path: Path, folder: Path, name: tuple[str, ...]) -> bool:

@@ -28,11 +28,10 @@ export const currentInput = () => input;
 /** Whether the model reads the input image, and others, and begins from noise. */
 export const editing = () => Boolean(model()?.references && !input?.mask);
 export const knows = (id) => catalogue.models.some((one) => one.id === id);
+/** What a file is called, without folders and ending. */
+const stem = (text) => text.split("/").at(-1).replace(/\.(safetensors|gguf|ckpt|pt)$/i, "").toLowerCase();
 /** Models that a recorded name may mean: that of this id, else those whose file or folder has the name. */
-const meant = (name) => {
-  const stem = (text) => text.split("/").at(-1).replace(/\.(safetensors|gguf|ckpt)$/i, "").toLowerCase();
-  return knows(name) ? [name] : catalogue.models.map(({ id }) => id).filter((id) => stem(id) === stem(name));
-};
+const meant = (name) => (knows(name) ? [name] : catalogue.models.map(({ id }) => id).filter((id) => stem(id) === stem(name)));
 export const hasModels = () => catalogue.models.length > 0;
 
 const LINKED = [["steps", "steps-number"], ["guidance", "guidance-number"]];
@@ -62,15 +61,17 @@ function chooseModel(id) {
  * Say what of restored settings the form could not take: a sentence each, with the nearest choices, {label: action}, where
  * there are any.
  */
-export function notTaken({ model: name, width, height, options = {}, sampler }) {
+export function notTaken({ model: name, width, height, options = {}, sampler, vae }) {
   const left = [];
-  const use = (id) => () => { chooseModel(id); apply({ width, height, options, sampler }); keepDraft(); };
+  const use = (id) => () => { chooseModel(id); apply({ width, height, options, sampler, vae }); keepDraft(); };
   if (name && !meant(name).includes(model()?.id)) {
     const choices = Object.fromEntries(meant(name).slice(0, 3).map((id) => [`Use ${id}`, use(id)]));
     left.push([`the model ${name} (${model()?.name} is selected)`, choices]);
   }
   const [w, h] = [Number($("width").value), Number($("height").value)];
   if (width && height && (w !== width || h !== height)) left.push([`the size ${width} × ${height} (now ${w} × ${h})`, {}]);
+  const used = $("vae").value || model()?.vae || "the model's";
+  if (vae && stem(vae) !== stem(used)) left.push([`the VAE ${vae} (${used} is used)`, {}]);
   if (options.hires > 1 && Number($("hires").value) !== options.hires) {
     const nearest = [...$("hires").options].map(({ value }) => Number(value)).filter((value) => value > 1).at(-1);
     const choose = () => { setOptions({ ...options, hires: nearest }); keepDraft(); };
@@ -100,9 +101,24 @@ function showModel() {
   const option = ({ name, label: text }) => el("option", { value: name, textContent: text });
   $("sampler").replaceChildren(first, ...samplers().map(option));
   ownSettings();
+  showVaes(card);
   showInput();
   showSyntax();
   showBeside(card);
+}
+
+/** The VAEs for a model; the chosen one stays, if it is among them. */
+function showVaes({ vae, vaes = {} }) {
+  const before = $("vae").value;
+  const options = Object.entries(vaes).map(([name, fault]) => el("option", { value: name, textContent: fault ? `${name} (not for this model)` : name, title: fault, disabled: Boolean(fault) }));
+  $("vae").replaceChildren(el("option", { value: "", textContent: vae || "The model's" }), ...options);
+  $("vae-field").hidden = !options.length;
+  setVae(before);
+}
+
+/** The VAE of this name, in other cases and with an ending too; without one here, the model's. */
+function setVae(name) {
+  $("vae").value = [...$("vae").options].find(({ value, disabled }) => value && !disabled && stem(value) === stem(name))?.value ?? "";
 }
 
 const SHAPES = [[1, 1], [4, 3], [3, 2], [16, 9], [3, 4], [2, 3], [9, 16]];
@@ -264,6 +280,7 @@ export function settings() {
   };
   if ($("negative").value.trim() && card?.negative_prompt && !$("negative").disabled) result.negative_prompt = $("negative").value.trim();
   if (catalogue.models.length > 1) result.model = card.id;
+  if ($("vae").value) result.vae = $("vae").value;
   if ($("sampler").value) result.sampler = $("sampler").value;
   if (locked() && $("seed").value) result.seed = Number.parseInt($("seed").value, 10);
   const options = optionsNow();
@@ -316,6 +333,7 @@ export async function apply(given) {
   if (given.steps) setNumber("steps", given.steps);
   if (given.guidance_scale !== undefined && given.guidance_scale !== null) setNumber("guidance", given.guidance_scale);
   if (given.sampler !== undefined && given.sampler !== null) setSampler(given.sampler);
+  if (given.vae !== undefined) setVae(given.vae);
   if (given.n) $("count").value = given.n;
   if (given.format) $("format").value = given.format;
   if (given.upscale) {
@@ -563,7 +581,7 @@ export const wrongNumber = () => [...$("composer").querySelectorAll("input[type=
 /** Say what is wrong, at its field, which has an id or is of a field of the request. */
 export function formError(text, param = null, id = null) {
   if (param === "options") [, param = "options"] = text.match(/^options\.(\w+)/) ?? [];
-  const field = id ?? { prompt: "prompt", image: "input-open", references: "input-add", hires: "hires", hires_strength: "hires-strength", hires_steps: "hires-steps", negative_prompt: "negative", seed: "seed", n: "count", steps: "steps-number", guidance_scale: "guidance-number", sampler: "sampler", width: "size", height: "size", size: "size", adapters: "adapter-add", strength: "strength", options: "syntax", clip_skip: "clip-skip", prompt_syntax: "syntax", model: "model", control: "control-open", control_from: "control-from", control_scale: "control-scale", image_prompt: "image-prompt-open" }[param];
+  const field = id ?? { prompt: "prompt", image: "input-open", references: "input-add", hires: "hires", hires_strength: "hires-strength", hires_steps: "hires-steps", negative_prompt: "negative", seed: "seed", n: "count", steps: "steps-number", guidance_scale: "guidance-number", sampler: "sampler", width: "size", height: "size", size: "size", adapters: "adapter-add", strength: "strength", options: "syntax", clip_skip: "clip-skip", prompt_syntax: "syntax", model: "model", vae: "vae", control: "control-open", control_from: "control-from", control_scale: "control-scale", image_prompt: "image-prompt-open" }[param];
   for (const node of $("composer").querySelectorAll("[aria-invalid]")) {
     node.removeAttribute("aria-invalid");
     node.removeAttribute("aria-errormessage");

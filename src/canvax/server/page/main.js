@@ -217,7 +217,7 @@ async function restored(settings, { image = null, mask, references = [], ...besi
   await composer.setInput(image, mask ? await paintedFrom(mask) : null, references);
   if (mask) $("mask-soft").checked = false;  // the options say it
   $("style").value = "";  // the prompt says it
-  await composer.apply({ adapters: {}, options: {}, ...settings });
+  await composer.apply({ adapters: {}, options: {}, vae: "", ...settings });
   await restoreBeside(beside, settings);
   composer.keepDraft();
   $("prompt").focus();

@@ -34,7 +34,7 @@ function show() {
   const rows = [["Seed", settings.seed], [kind === "sheet" ? "Pixels" : "Size", `${width} × ${height}`], ["Steps", settings.steps], ["Guidance", settings.upscale ? null : settings.guidance_scale],
     ["Sampler", samplerLabel(settings.sampler)], ["Strength", current.inputs?.image || missing.includes("image") ? settings.strength : null],
     ["Reference images", current.inputs?.references && 1 + current.inputs.references.length],
-    ["Adapters", Object.entries(settings.adapters ?? {}).map(([name, weight]) => `${name} ${weight?.unet ?? weight}`).join(", ")],
+    ["VAE", settings.vae], ["Adapters", Object.entries(settings.adapters ?? {}).map(([name, weight]) => `${name} ${weight?.unet ?? weight}`).join(", ")],
     ["Control", current.inputs?.control ? read(settings.steered) : null], ["Image prompt", current.inputs?.image_prompt ? read(settings.prompted) : null],
     ["Upscaled", settings.upscale ? `${settings.upscale} ×` : null], ["Model", settings.model], ...(settings.varied ?? []).map(([name, text]) => [labelOf(name), text]),
     ...Object.entries(settings.options ?? {}).map(([name, value]) => [name.replaceAll("_", " "), typeof value === "string" ? value : JSON.stringify(value)]), ["Not in the file", missing.join(", ")],

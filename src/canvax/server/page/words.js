@@ -1,6 +1,6 @@
 // Embeddings (textual inversions) of the server's folder, whose names in a prompt stand for their vectors.
 import { replace } from "./prompt.js";
-import { $, el } from "./ui.js";
+import { $, el, plural } from "./ui.js";
 
 /** [{name, fault}]: all of the folder; `fault` says why one cannot be used with the model, "" if it can. */
 let words = [];
@@ -23,14 +23,18 @@ export function showWords() {
 }
 
 /** Whether a hint of the server says what stands under the prompt already. */
-export const saidOfWord = (hint) => words.some(({ name, fault }) => fault && hint.includes(`'${name}', which is read as text`));
+export const saidOfWord = (hint) => words.some(({ name, fault }) => fault && hint.toLowerCase().includes(`'${name.toLowerCase()}', which is read as text`));
 
 /** The embeddings for a model. */
 export function offerWords(listed) {
   words = listed;
-  const chip = ({ name, fault }) => el("li", {}, el("button", { type: "button", textContent: name, title: fault || `Write ${name}`, disabled: Boolean(fault), onclick: () => write(name) }));
-  $("embedding-list").replaceChildren(...words.map(chip));
+  const left = words.filter(({ fault }) => fault);
+  const chip = ({ name }) => el("li", {}, el("button", { type: "button", textContent: name, title: `Write ${name}`, onclick: () => write(name) }));
+  $("embedding-list").replaceChildren(...words.filter(({ fault }) => !fault).map(chip));
   $("embeddings").hidden = !words.length;
+  $("embeddings-left").hidden = !left.length;
+  $("embeddings-left-text").textContent = `${plural(left.length, "file")} cannot be used with this model`;
+  $("embeddings-left-list").replaceChildren(...left.flatMap(({ name, fault }) => [el("dt", { textContent: name }), el("dd", { textContent: fault })]));
   showWords();
 }
 
