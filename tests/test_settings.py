@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import canvax
-from canvax.call import IMAGE, Call, FromFiles, Load, LoadFlags, OptionFields, OptionRecord
+from canvax.call import IMAGE, Call, Enlarging, FromFiles, Load, LoadFlags, OptionFields, OptionRecord
 from canvax.cli.again import again
 from canvax.cli.images import ALIASES, SETTINGS
 from canvax.images.infotext import from_infotext
@@ -76,6 +76,15 @@ def test_every_entry_point_takes_the_record() -> None:
 def test_load_takes_the_record() -> None:
     parameters = signature(canvax.load).parameters.values()
     assert {one.name: one.default for one in parameters} == {name: one.default for name, one in declared(Load).items()}
+
+
+def test_upscale_takes_the_record() -> None:
+    parameters = signature(canvax.StableDiffusion.upscale).parameters
+    assert {name: parameters[name].default for name in declared(Enlarging)} == vars(Enlarging())
+    for name, value in (("scale", 17), ("strength", 0), ("overlap", 0), ("batch", 0.5), ("control", 1)):
+        with pytest.raises(canvax.InputError) as refused:
+            Enlarging(**{name: value})
+        assert refused.value.argument == name
 
 
 @pytest.mark.parametrize(

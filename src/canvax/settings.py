@@ -389,7 +389,7 @@ def check_once(name: str, parts: Iterable[str]) -> None:
 def described(field: Declared) -> str:
     """The line of --help."""
     setting = field.setting
-    narrow = setting.high is not None and setting.high <= 10 and field.kind.of is float
+    narrow = setting.high is not None and setting.high <= 16 and field.kind.of is float
     return (
         (f"{setting.limits}, " if narrow else "") + setting.help + (f" ({field.otherwise})" if field.otherwise else "")
     )

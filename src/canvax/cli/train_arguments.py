@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from canvax.cli.generate_arguments import add_report
+
 _CAPTIONED = """
 Images are in a folder, or a zip file of one. Captions are in metadata.jsonl or metadata.csv with the columns file_name
 and text, or in a .txt file beside each image.
@@ -263,4 +265,4 @@ def run_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that all training tasks share."""
     parser.add_argument("-s", "--seed", type=int, metavar="SEED", help="seed of all random choices (0)")
     parser.add_argument("--stop-after", type=float, metavar="MINUTES", help="save the state and stop after this time")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_report(parser, quiet="")
