@@ -6,21 +6,18 @@ import argparse
 from typing import Any
 
 from canvax.cli.loading import check_ip_adapters, load_with
-from canvax.cli.plan import check_sides, parse_references, parse_sides
+from canvax.cli.plan import check_sides, parse_references, parse_size
 from canvax.cli.terminal import byte_size, complain, say, seconds, table
 from canvax.errors import CanvaxError, check_count
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Compile the programs of each size and batch, or load them from the cache."""
-    sizes = [parse_sides("size", text) for text in arguments.size or []]
-    references = parse_references(arguments.references)
-    from canvax.pipelines.checks import MOST_IMAGES, check_size
-
+    sizes = [parse_size(text) for text in arguments.size or []]
     check_sides(arguments)
-    for size in sizes:
-        for name, side in zip(("width", "height"), size, strict=True):
-            check_size(name, side, 0)
+    references = parse_references(arguments.references)
+    from canvax.pipelines.checks import MOST_IMAGES
+
     for batch in arguments.batch:
         check_count("batch", batch, MOST_IMAGES)
     check_ip_adapters(arguments)

@@ -62,6 +62,17 @@ def check_sides(arguments: argparse.Namespace) -> None:
         check_size(name, getattr(arguments, name), 0)
 
 
+def parse_size(text: str) -> tuple[int, int]:
+    """Width and height of "1024x768".
+
+    Raises:
+        InputError: it is no size, or not one that an image can have.
+    """
+    sides = argparse.Namespace(**dict(zip(("width", "height"), parse_sides("size", text), strict=True)))
+    check_sides(sides)
+    return sides.width, sides.height
+
+
 def parse_sides(argument: str, text: str) -> tuple[int, int]:
     """The two numbers of "1024x768".
 
