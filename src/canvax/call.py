@@ -47,6 +47,8 @@ MOST_STEPS = 10_000
 """No noise schedule has so many timesteps; a list of noise levels has as many numbers at most."""
 MOST_GUIDANCE = 10_000
 """No image survives a larger guidance scale, so that a number above it is a slip."""
+MOST_VECTORS = 75
+"""Vectors of a trained word: the tokens of a prompt of CLIP."""
 MOST_TRAINED = 1_000_000
 """Pixels of a side of an image that a model was trained on."""
 

@@ -6,11 +6,10 @@ opening the model, reading and encoding images, the loop, previews, and resuming
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,8 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.call import MAX_SIDE
-from canvax.errors import NO_VALUE, HintWarning, InputError, check_count, check_utf8
+from canvax.errors import NO_VALUE, HintWarning, InputError, check_utf8
 from canvax.families.base import Model
 from canvax.images.grid import make_grid
 from canvax.models.controlnet import ControlNet
@@ -33,12 +31,15 @@ from canvax.pipelines.pipeline import StableDiffusion
 from canvax.pipelines.request import Call, make_request
 from canvax.pipelines.result import make_folder
 from canvax.quantize import check_kind
+from canvax.settings import check_all
+from canvax.train import settings
 from canvax.train.board import Board, check_board
 from canvax.train.diffusion import Assemble, Reader, denoising_data, denoising_loss, replaced
 from canvax.train.encoding import encode_captions, encode_pictures
 from canvax.train.loop import STATE, Plan, Session, check_same, fit, is_longer
 from canvax.train.objectives import check_trainable
 from canvax.train.pictures import MASK, MASK_ENDING, Pictures, check_apart, read_pictures
+from canvax.train.settings import TrainingRecord
 from canvax.train.state import read_facts
 from canvax.types import DType, HostArray
 from canvax.weights.cast import parse_dtype
@@ -46,12 +47,12 @@ from canvax.weights.cast import parse_dtype
 Captions = Sequence[Sequence[str]]
 """The captions of each image."""
 
-PLAN = Plan(steps=1000, batch=1, learning_rate=1e-5, warmup=0, final=1.0, b2=0.999, average=0.0, chunk=10)
+PLAN = Plan(**settings.PLAN)
 """The usual settings for fine-tuning Stable Diffusion: AdamW, constant learning rate 1e-5."""
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(TrainingRecord):
     """The model, the images and the settings of a training.
 
     Attributes:
@@ -77,39 +78,10 @@ class Training:
         tensorboard: folder of curves and previews for TensorBoard; needs tensorboardX.
     """
 
-    model: str | Path
-    pictures: str | Path
-    folder: Path
     plan: Plan = PLAN
-    size: int | None = None
-    caption_column: str = "text"
-    flip: bool = False
-    gamma: float | None = None
-    empty: float = 0.1
-    unmasked_weight: float | None = None
-    remat: bool = False
-    dtype: DType | None = None
-    quantize: str | None = None
-    prompts: tuple[str, ...] = field(default=())
-    preview_steps: int | None = None
-    save_steps: int | None = None
-    tensorboard: Path | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.empty, int | float) or not 0 <= self.empty < 1:
-            raise InputError("empty", self.empty, "is the share of empty captions", "it must be in 0..1, 1 excluded")
-        if self.gamma is not None and not (isinstance(self.gamma, int | float) and 0 < self.gamma < math.inf):
-            raise InputError("gamma", self.gamma, "must be more than 0, or None for no min-SNR weights")
-        if self.unmasked_weight is not None and not 0 <= self.unmasked_weight <= 1:
-            raise InputError("unmasked_weight", self.unmasked_weight, "must be in 0..1", "1 reads no masks")
-        if self.size is not None:
-            check_count("size", self.size, MAX_SIDE)
-        if self.save_steps is not None:
-            check_count("save_steps", self.save_steps)
-        if self.preview_steps is not None:
-            check_count("preview_steps", self.preview_steps)
-            if not self.prompts:
-                raise InputError("preview_steps", NO_VALUE, "has no effect without a prompt of previews")
+        check_all(self)
         if self.dtype is not None and parse_dtype(self.dtype) == np.float16:
             raise InputError("dtype", "float16", "rounds small gradients to 0", "take bfloat16 or float32")
         check_kind(self.quantize, trained=True)
@@ -213,14 +185,6 @@ class Aim(Protocol):
     def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
         """Writes the trained parameters, whole or not at all."""
         ...
-
-
-def check_rate(text: bool, rate: float | None) -> None:
-    """Raises InputError if the text encoders' learning rate is not positive, or set although they are not trained."""
-    if rate is not None and rate <= 0:
-        raise InputError("text_rate", rate, "must be more than 0")
-    if rate is not None and not text:
-        raise InputError("text_rate", rate, "has no effect without text", "text encoders are trained with {text=True}")
 
 
 def train(
@@ -402,7 +366,7 @@ def _check_model(training: Training, aim: Aim, model: Model) -> None:
         try:
             make_request(model, Call(text))
         except InputError as error:
-            raise InputError("preview", text, f"cannot be a preview: {error}") from None
+            raise InputError("prompts", text, f"cannot be a preview: {error}") from None
 
 
 def _preview(
@@ -459,7 +423,7 @@ def _read_inputs(
 
 def size_of(training: Training, model: Model) -> int:
     """Returns the side of the images; raises InputError if the model does not support it."""
-    size = check_count("size", training.size or model.native_size[0], MAX_SIDE)
+    size = training.size or model.native_size[0]
     step = 2 * model.vae.factor if model.networks.denoiser.component == "unet" else model.networks.size_step
     if size % step:
         raise InputError("size", size, f"must be divisible by {step}")
