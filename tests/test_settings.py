@@ -111,6 +111,12 @@ def test_precision_is_in_metadata() -> None:
     assert "--precision highest" in again(result.metadata[0]).command
 
 
+def test_whole_numbers_as_text() -> None:
+    assert canvax.Options(seed_size="64, 128").seed_size == (64, 128)  # type: ignore[arg-type]
+    with pytest.raises(canvax.InputError):
+        canvax.Options(seed_size="64,128.5")  # type: ignore[arg-type]
+
+
 def test_names_are_unambiguous() -> None:
     records = (Call, FromFiles, OptionRecord)
     names = [name for record in records for name in declared(record)]

@@ -495,10 +495,10 @@ def test_images_of_the_class_are_generated_once(model: Path, pictures: Path, tmp
     assert (folder / "class-00001.png").read_bytes() == first
     assert train_lora(run, Lora(rank=2), one(), subject=subject)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"prompt": " "}, "instance_prompt"),
+        ({"prompt": " "}, "prompt"),
         ({"prompt": "a", "class_prompt": ""}, "class_prompt"),
-        ({"prompt": "a", "class_pictures": folder}, "class_images"),
-        ({"prompt": "a", "weight": 0.0}, "prior_weight"),
+        ({"prompt": "a", "class_pictures": folder}, "class_pictures"),
+        ({"prompt": "a", "weight": 0.0}, "weight"),
         ({"prompt": "a", "count": 0}, "count"),
     ]
     for values, argument in wrong:

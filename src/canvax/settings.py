@@ -354,7 +354,8 @@ def numbers_of(value: Any) -> tuple[Any, ...]:
 
 def _number(value: Any) -> Any:
     value = plain(value)
-    return math.nan if isinstance(value, bool) else int(value) if is_whole(value) else float(value)
+    whole = is_whole(value) or (isinstance(value, str) and value.strip().lstrip("+-").isdecimal())
+    return math.nan if isinstance(value, bool) else int(value) if whole else float(value)
 
 
 _NUMBER = re.compile(r"[+-]?(\d{1,99}(?:\.\d{0,99})?|\.\d{1,99})(e[+-]?\d{1,9})?", re.ASCII | re.IGNORECASE)
