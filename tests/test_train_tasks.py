@@ -29,7 +29,7 @@ from PIL import Image
 from test_finetune import write_pictures
 
 import canvax
-from canvax.call import Load
+from canvax.call import ZERO_SNR, Load
 from canvax.cli import main
 from canvax.cli.arguments import parse
 from canvax.cli.train import _made, _training
@@ -695,6 +695,27 @@ def test_flags_make_the_records() -> None:
     for name, usual in (("lora", LORA_PLAN), ("controlnet", CONTROL_PLAN), ("finetune", PLAN_OF_MODELS)):
         made = _training(parse(["train", name, "images", "-o", "run"]))
         assert (made.plan, made.empty) == (usual, 0.1 if name == "finetune" else 0.0)
+
+
+def test_training_loads_as_flags_say(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def opened(name: str, **keywords: Any) -> Any:
+        given.update(keywords, name=name)
+        raise CanvaxError("far enough")
+
+    monkeypatch.setattr(task, "open_model", opened)
+    words = ["--revision", "v2", "--variant", "fp16", "--prediction-type", "v_prediction", "--zero-snr"]
+    words += ["--cache-dir", str(tmp_path), "--local-files-only", "-m", "o/model"]
+    for name in ("lora", "finetune"):
+        given.clear()
+        assert main(["train", name, str(pictures), "-o", str(tmp_path / "run"), *words]) == 1
+        wanted = {"name": "o/model", "revision": "v2", "variant": "fp16", "local_files_only": True}
+        assert given | wanted == given
+        overrides = given["overrides"]
+        assert (overrides.prediction, overrides.scheduler) == ("v_prediction", ZERO_SNR)
+    with refused("loading"):
+        Training("m", "p", tmp_path, loading={"offload": True})
 
 
 def test_records_have_the_choices_there_are() -> None:

@@ -225,6 +225,12 @@ class Load:
         return {name: value for name, value in values.items() if value != declared(Load)[name].default}
 
 
+LOCATION = ("revision", "variant", "token", "cache_dir", "local_files_only")
+"""Arguments of ``canvax.load`` that say where files come from."""
+PARTS = ("vae", "text_encoder", "tokenizer", "prediction_type", "scheduler")
+"""Those that stand in for parts of the model."""
+
+
 @dataclass(frozen=True)
 class LoadFlags:
     """What flags have besides arguments of ``canvax.load``: ``pipe.with_ip_adapter`` takes two of them."""

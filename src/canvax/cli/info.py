@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from canvax.call import PARTS
 from canvax.cli.adapters import info_lines
 from canvax.cli.again import again, is_lost
-from canvax.cli.loading import PARTS, files_of, load_of, load_with, overrides_of
+from canvax.cli.loading import files_of, load_of, load_with, overrides_of
 from canvax.cli.plan import check_sides, from_references, parse_references
 from canvax.cli.terminal import byte_size, complain, say, table
 from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count

@@ -14,7 +14,7 @@ from canvax.errors import NO_VALUE, CanvaxError, InputError, check_number
 from canvax.files import check_writable, named_path
 from canvax.parallel.mesh import make_mesh
 from canvax.settings import declared, offered
-from canvax.train.settings import PLAN, TASKS, Pairs, WordCaptions
+from canvax.train.settings import LOADING, PLAN, TASKS, Pairs, WordCaptions
 
 if TYPE_CHECKING:
     from canvax.train.task import Training
@@ -139,7 +139,12 @@ def _training(arguments: argparse.Namespace, **plan: Any) -> Training:
     if "tensorboard" in more:
         more["tensorboard"] = Path(more["tensorboard"])
     return Training(
-        arguments.model or "emoji", arguments.pictures, Path(arguments.output), made, **{"empty": task.empty, **more}
+        arguments.model or "emoji",
+        arguments.pictures,
+        Path(arguments.output),
+        made,
+        loading={name: value for name in LOADING if (value := getattr(arguments, name))},
+        **{"empty": task.empty, **more},
     )
 
 

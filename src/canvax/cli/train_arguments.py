@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from canvax.call import Load
+from canvax.call import Load, LoadFlags
 from canvax.cli.generate_arguments import add_report
 from canvax.settings import add_flags
-from canvax.train.settings import TASKS, PlanRecord, Task, TrainingRecord
+from canvax.train.settings import LOADING, TASKS, PlanRecord, Task, TrainingRecord
 
 _CAPTIONED = """
 Images are in a folder, or a zip file of one. Captions are in metadata.jsonl or metadata.csv with the columns file_name
@@ -29,7 +29,8 @@ def add_train(commands: Any) -> None:
 
 def _add_task(parser: argparse.ArgumentParser, task: Task) -> None:
     parser.add_argument("pictures", metavar="IMAGES", help=f"folder or zip file of {task.images}")
-    add_flags(parser, Load, names=("model",))
+    add_flags(parser, Load, names=("model", *LOADING))
+    add_flags(parser, LoadFlags, names=("data_dir",))
     output = ("-o", "--output", "--output-dir")
     parser.add_argument(*output, required=True, metavar="FOLDER", help=f"folder of the run; {task.writes}")
     for record in task.records:

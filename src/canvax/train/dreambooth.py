@@ -78,7 +78,7 @@ def _generate_class(
     check = partial(size_of, training)
     quantize = training.quantize
     model, programs, params = open_model(
-        training.model, dtype=training.dtype, quantize=quantize, mesh=mesh, check=check
+        training.model, dtype=training.dtype, quantize=quantize, mesh=mesh, check=check, **training.source()
     )
     say(f"generating {missing} pictures of {prompt!r} into {folder}")
     pipe = StableDiffusion(model, programs, params)

@@ -13,6 +13,9 @@ from typing import Any, Literal, NamedTuple
 from canvax.call import MAX_SIDE, MOST_IMAGES, MOST_VECTORS, Quantize
 from canvax.settings import EntryPoint, setting
 
+LOADING = ("revision", "variant", "cache_dir", "local_files_only", "prediction_type", "scheduler")
+"""Arguments of ``canvax.load`` that are flags of training; ``--token`` and ``--text-encoder`` mean other things."""
+
 Layers = Literal["attention", "transformer", "all"]
 Names = Literal["peft", "kohya"]
 Learn = Literal["object", "style", "word"]
@@ -116,6 +119,7 @@ class TrainingRecord:
         None, "write curves and previews there, for TensorBoard", metavar="FOLDER",
         flags=("--tensorboard", "--logging-dir"),
     )  # fmt: skip
+    loading: Mapping[str, Any] = field(default_factory=dict)
 
 
 _TEXT: dict[str, Any] = {

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from jax.sharding import Mesh
 
+from canvax.call import LOCATION, PARTS, Load
 from canvax.errors import NO_VALUE, HintWarning, InputError, check_utf8
 from canvax.families.base import Model
 from canvax.images.grid import make_grid
@@ -43,6 +44,7 @@ from canvax.train.settings import TrainingRecord
 from canvax.train.state import read_facts
 from canvax.types import DType, HostArray
 from canvax.weights.cast import parse_dtype
+from canvax.weights.overrides import Overrides
 
 Captions = Sequence[Sequence[str]]
 """The captions of each image."""
@@ -76,6 +78,7 @@ class Training(TrainingRecord):
         save_steps: number of steps after which the weights are saved again during training, in the folder of the
             result (``numbered``); None to save only the result.
         tensorboard: folder of curves and previews for TensorBoard; needs tensorboardX.
+        loading: further arguments of ``canvax.load``: where files come from, ``prediction_type`` and ``scheduler``.
     """
 
     plan: Plan = PLAN
@@ -85,8 +88,16 @@ class Training(TrainingRecord):
         if self.dtype is not None and parse_dtype(self.dtype) == np.float16:
             raise InputError("dtype", "float16", "rounds small gradients to 0", "take bfloat16 or float32")
         check_kind(self.quantize, trained=True)
+        for name in self.loading.keys() - {*LOCATION, "prediction_type", "scheduler"}:
+            raise InputError("loading", name, "is not an argument of loading for training", "leave it out")
+        self.source()
         if self.tensorboard is not None:
             check_board(self.tensorboard)
+
+    def source(self) -> dict[str, Any]:
+        """Returns the keywords of ``open_model`` that say where the model is and what its files do not say."""
+        load = Load(model=self.model, **self.loading)
+        return {**load.keywords(LOCATION), "overrides": Overrides.of(**load.keywords(PARTS))}
 
 
 @dataclass(frozen=True)
@@ -222,7 +233,7 @@ def train(
         inputs.append(_read_inputs(training, aim, subject, model))
 
     dtype = default_dtype(mesh, training=True) if training.dtype is None else training.dtype
-    model, *_ = open_model(training.model, dtype="float32", mesh=mesh, check=check, weights=False)
+    model, *_ = open_model(training.model, dtype="float32", mesh=mesh, check=check, weights=False, **training.source())
     ((size, pictures, prior, masked),) = inputs
     inputs.clear()
     # All class images have one caption.
@@ -251,6 +262,7 @@ def train(
         kept = _features(model, training, mesh, dtype, captions, length)
     # What is frozen would take in float32 the memory that gradients need.
     exact, opened = {"vae", *aim.exact(model)} if unet else set[str](), {"quantize": training.quantize, "mesh": mesh}
+    opened |= training.source()
     rest = {part.name for part in model.components} - exact if unet else {model.networks.denoiser.component, "vae"}
     model, programs, params = open_model(
         training.model, dtype="float32" if unet else dtype, weights=exact or rest, **opened
@@ -310,6 +322,7 @@ def train(
 def _decisive(training: Training, aim: Aim) -> dict[str, Any]:
     """Returns settings that must not change when a run is resumed."""
     same = {name: getattr(training, name) for name in ("flip", "gamma", "empty", "quantize")}
+    same |= {name: value for name, value in training.loading.items() if name in PARTS}
     return {**same, "model": str(training.model), **aim.facts}
 
 
@@ -543,7 +556,7 @@ def _features(
         problem = f"has captions whose features need {gigabytes(needed)} of the host's memory"
         cure = f"take fewer images or shorter captions: {gigabytes(available)} are free"
         raise InputError("pictures", training.pictures, problem, cure)
-    model, _, params = open_model(training.model, dtype=dtype, mesh=mesh, weights=model.text.names)
+    model, _, params = open_model(training.model, dtype=dtype, mesh=mesh, weights=model.text.names, **training.source())
 
     def encoded(texts: Sequence[str], length: int) -> dict[str, HostArray]:
         ids = {name: tokenizer(texts, length=length) for name, tokenizer in model.tokenizers.items()}
