@@ -59,7 +59,7 @@ def _measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     from benchmarks.lab.process import Contender, check_peer, probe
     from canvax.planning.chips import peak_flops
 
-    width, height = parse_size(arguments.size)
+    width, height = parse_size(arguments.size) if arguments.size is not None else (None, None)
     check_count("--rounds", arguments.rounds)
     python = arguments.torch_python or sys.executable
     peers = [Contender(name, python) for name in dict.fromkeys(arguments.against)]

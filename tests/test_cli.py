@@ -637,6 +637,18 @@ def test_every_flag_of_the_model_reaches_load(run: Run, monkeypatch: pytest.Monk
     assert keywords_of_load(run, monkeypatch, *call, *words) == ("someone/model", given)
 
 
+@pytest.mark.parametrize("command", ["compile", "bench", "plan", "info"])
+def test_sizes_and_batches_have_the_same_flags_everywhere(command: str) -> None:
+    words = [command, "emoji", *(["--target", "gpu-l4"] if command == "plan" else [])]
+    for batch in ("-b", "--batch", "--batch-size"):
+        arguments = parse([*words, batch, "2", "-W", "128", "--height", "64"])
+        assert (arguments.batch, arguments.width, arguments.height) in ((2, 128, 64), ([2], 128, 64))
+    arguments = parse([*words, "--size", "128x64"])
+    assert command == "compile" or (arguments.width, arguments.height) == (128, 64)
+    for flag in ("--width=12", "--size=12x64"):
+        assert main([*words, *(["--memory"] if command == "info" else []), flag]) == BAD_INPUT
+
+
 @pytest.mark.parametrize(
     ("command", "without"),
     [

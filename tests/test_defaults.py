@@ -31,6 +31,7 @@ from canvax.server.job_store import KEPT_BYTES
 from canvax.server.jobs import JobRequest
 from canvax.server.models import MOST_GROUPS
 from canvax.train.loop import Plan
+from canvax.train.settings import TASKS
 from canvax.train.task import Training
 from tests.support.server_stub import CARD
 
@@ -104,6 +105,7 @@ def test_defaults(emoji: canvax.StableDiffusion) -> None:
         "server": {"sizes of a model": MOST_GROUPS, "bytes of finished files": KEPT_BYTES},
         "Plan": of_fields(Plan),
         "Training": of_fields(Training),
+        "tasks": {name: task.usual for name, task in TASKS.items()},
         "command line": dict(of_commands(build_parser())),
     }
     text = json.dumps(msgspec.to_builtins(found, enc_hook=str, str_keys=True), indent=1, sort_keys=True) + "\n"

@@ -15,7 +15,7 @@ import pytest
 
 import canvax
 from canvax.cli import BAD_INPUT, main
-from canvax.cli.plan import lines, parse_size
+from canvax.cli.plan import lines, parse_sides
 from canvax.compile.inspect import collectives
 from canvax.compile.programs import Programs
 from canvax.errors import CanvaxError, CheckpointError, InputError
@@ -432,11 +432,11 @@ def test_steps_and_guidance_of_a_checkpoint(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize("text", ["1024", "1024x", "1024x768px", "x", "-8x8"])
 def test_wrong_sizes(text: str) -> None:
     with refused("size"):
-        parse_size(text)
+        parse_sides("size", text)
 
 
 def test_sizes_and_axes_as_typed() -> None:
-    assert parse_size("1024X768") == (1024, 768)
+    assert parse_sides("size", "1024X768") == (1024, 768)
     assert parse_mesh("data=2, model=2") == {"data": 2, "model": 2}
     for text in ("data", "data=2,data=2", "data=x", ""):
         with pytest.raises(InputError, match="mesh"):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import canvax
-from canvax.call import IMAGE, Call, FromFiles, Load, LoadFlags, OptionFields, OptionRecord
+from canvax.call import IMAGE, Call, Enlarging, FromFiles, Load, LoadFlags, OptionFields, OptionRecord
 from canvax.cli.again import again
 from canvax.cli.images import ALIASES, SETTINGS
 from canvax.images.infotext import from_infotext
@@ -78,6 +78,15 @@ def test_load_takes_the_record() -> None:
     assert {one.name: one.default for one in parameters} == {name: one.default for name, one in declared(Load).items()}
 
 
+def test_upscale_takes_the_record() -> None:
+    parameters = signature(canvax.StableDiffusion.upscale).parameters
+    assert {name: parameters[name].default for name in declared(Enlarging)} == vars(Enlarging())
+    for name, value in (("scale", 17), ("strength", 0), ("overlap", 0), ("batch", 0.5), ("control", 1)):
+        with pytest.raises(canvax.InputError) as refused:
+            Enlarging(**{name: value})
+        assert refused.value.argument == name
+
+
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
@@ -100,6 +109,12 @@ def test_precision_is_in_metadata() -> None:
     result = canvax.load(mesh="data=1", precision="highest")("a cat", num_inference_steps=1, progress=False)
     assert result.metadata[0]["precision"] == "highest"
     assert "--precision highest" in again(result.metadata[0]).command
+
+
+def test_whole_numbers_as_text() -> None:
+    assert canvax.Options(seed_size="64, 128").seed_size == (64, 128)  # type: ignore[arg-type]
+    with pytest.raises(canvax.InputError):
+        canvax.Options(seed_size="64,128.5")  # type: ignore[arg-type]
 
 
 def test_names_are_unambiguous() -> None:

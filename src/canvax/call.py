@@ -43,8 +43,12 @@ MAX_SIDE = 16384
 MAX_SEED = 2**64 - 1
 MOST_IMAGES = 65536
 """Images of one call: no machine holds the latents of more, and their prompts alone would fill its memory."""
+MOST_STEPS = 10_000
+"""No noise schedule has so many timesteps; a list of noise levels has as many numbers at most."""
 MOST_GUIDANCE = 10_000
 """No image survives a larger guidance scale, so that a number above it is a slip."""
+MOST_VECTORS = 75
+"""Vectors of a trained word: the tokens of a prompt of CLIP."""
 MOST_TRAINED = 1_000_000
 """Pixels of a side of an image that a model was trained on."""
 
@@ -221,6 +225,12 @@ class Load:
         return {name: value for name, value in values.items() if value != declared(Load)[name].default}
 
 
+LOCATION = ("revision", "variant", "token", "cache_dir", "local_files_only")
+"""Arguments of ``canvax.load`` that say where files come from."""
+PARTS = ("vae", "text_encoder", "tokenizer", "prediction_type", "scheduler")
+"""Those that stand in for parts of the model."""
+
+
 @dataclass(frozen=True)
 class LoadFlags:
     """What flags have besides arguments of ``canvax.load``: ``pipe.with_ip_adapter`` takes two of them."""
@@ -256,9 +266,9 @@ class Call:
         group=SUBJECT, metavar="PIXELS", flags=("-W", "--width"), also=("W",),
     )  # fmt: skip
     num_inference_steps: int | None = setting(
-        None, "sampler steps, at most the 1000 of the model's noise schedule", low=1, cure="20 to 50 is usual",
-        unset="the model's default, else 50", group=SAMPLING, metavar="N", flags=("--steps", "--num-inference-steps"),
-        also=("steps", "num_steps", "sampling_steps"), infotext="Steps",
+        None, "sampler steps, at most the 1000 of the model's noise schedule", low=1, high=MOST_STEPS,
+        cure="20 to 50 is usual", unset="the model's default, else 50", group=SAMPLING, metavar="N",
+        flags=("--steps", "--num-inference-steps"), also=("steps", "num_steps", "sampling_steps"), infotext="Steps",
     )  # fmt: skip
     guidance_scale: float | None = setting(
         None,
@@ -307,6 +317,25 @@ class Call:
     image_prompt: Any = setting(
         None, "image prompts", group=PROMPTS, closed=dict.fromkeys(("command", "file"), "ip_image names its files"),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Enlarging:
+    """The arguments of ``pipe.upscale`` that are not those of a call, or have other defaults."""
+
+    scale: float = setting(2.0, "how many times larger", low=1, high=16, cure="2 is usual")
+    strength: float = setting(
+        0.3, "how much the model may change", low=0, high=1, above=True, cure="0.3 is usual",
+    )  # fmt: skip
+    overlap: int | None = setting(
+        None, "what neighbouring tiles share at least", low=1, high=MAX_SIDE, unset="three eighths of a tile",
+        metavar="PIXELS",
+    )  # fmt: skip
+    batch: int = setting(4, "tiles at once", low=1, high=MOST_IMAGES, metavar="N", flags=("-b", "--batch-size"))
+    control: bool = setting(False, "whether tiles are the control images of the networks")
+
+    def __post_init__(self) -> None:
+        check_all(self)
 
 
 @dataclass(frozen=True)

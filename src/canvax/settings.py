@@ -44,6 +44,7 @@ class Setting:
         low: the smallest value; None for no limit. Of a list: of each entry.
         high: the largest value.
         above: whether the value must be larger than ``low``.
+        below: whether it must be smaller than ``high``.
         length: entries of a list; 0 for any number.
         cure: ends the error of a wrong value: "4 is usual".
         unset: what None stands for: "the model's default".
@@ -65,6 +66,7 @@ class Setting:
     low: float | None = None
     high: float | None = None
     above: bool = False
+    below: bool = False
     length: int = 0
     cure: str = ""
     unset: str = ""
@@ -87,13 +89,14 @@ class Setting:
         low, high = (None if end is None else _as_text(end) for end in (self.low, self.high))
         if low is None or high is None:
             return "" if low is None else f"{low} or more"
-        return f"{low}..{high}" + f", without {low}" * self.above
+        return f"{low}..{high}" + f", without {low}" * self.above + f", without {high}" * self.below
 
     def takes(self, number: float) -> bool:
         """Whether a number is finite and within the limits."""
         low = -math.inf if self.low is None else self.low
         high = math.inf if self.high is None else self.high
-        return math.isfinite(number) and low <= number <= high and not (self.above and number == low)
+        at_end = (self.above and number == low) or (self.below and number == high)
+        return math.isfinite(number) and low <= number <= high and not at_end
 
 
 def _as_text(end: float) -> str:
@@ -351,7 +354,8 @@ def numbers_of(value: Any) -> tuple[Any, ...]:
 
 def _number(value: Any) -> Any:
     value = plain(value)
-    return math.nan if isinstance(value, bool) else int(value) if is_whole(value) else float(value)
+    whole = is_whole(value) or (isinstance(value, str) and value.strip().lstrip("+-").isdecimal())
+    return math.nan if isinstance(value, bool) else int(value) if whole else float(value)
 
 
 _NUMBER = re.compile(r"[+-]?(\d{1,99}(?:\.\d{0,99})?|\.\d{1,99})(e[+-]?\d{1,9})?", re.ASCII | re.IGNORECASE)
@@ -386,18 +390,16 @@ def check_once(name: str, parts: Iterable[str]) -> None:
 # What follows from a record
 
 
-def described(field: Declared) -> str:
-    """The line of --help."""
-    setting = field.setting
-    narrow = setting.high is not None and setting.high <= 10 and field.kind.of is float
-    return (
-        (f"{setting.limits}, " if narrow else "") + setting.help + (f" ({field.otherwise})" if field.otherwise else "")
-    )
+def described(field: Declared, usual: Any = None) -> str:
+    """The line of --help; ``usual`` is the default of a command that has another than the record."""
+    setting, otherwise = field.setting, field.otherwise if usual is None else text_of(usual)
+    narrow = setting.high is not None and setting.high <= 16 and field.kind.of is float
+    return (f"{setting.limits}, " if narrow else "") + setting.help + (f" ({otherwise})" if otherwise else "")
 
 
 def add_flags(parser: argparse.ArgumentParser | Any, record: type, *, group: str | None = None,
               names: Iterable[str] | None = None, without: Iterable[str] = (),
-              help: Mapping[str, str] | None = None) -> None:  # fmt: skip
+              help: Mapping[str, str] | None = None, usual: Mapping[str, Any] | None = None) -> None:  # fmt: skip
     """Add the flags of a record's settings: all of them, those of a group, or those of some names.
 
     Args:
@@ -407,10 +409,11 @@ def add_flags(parser: argparse.ArgumentParser | Any, record: type, *, group: str
         names: names of settings.
         without: names of settings that are left out.
         help: help by name, where a command has more to say than the record.
+        usual: defaults by name, where a command has others.
     """
     for name, field in offered(record, "command").items():
         if group in (None, field.setting.group) and (names is None or name in names) and name not in without:
-            keywords: dict[str, Any] = {"help": (help or {}).get(name) or described(field)}
+            keywords: dict[str, Any] = {"help": (help or {}).get(name) or described(field, (usual or {}).get(name))}
             if field.setting.const is not None or field.is_switch:
                 const = True if field.setting.const is None else field.setting.const
                 keywords |= {"action": "store_const", "const": const, "default": field.default}
@@ -448,7 +451,10 @@ def json_schema(record: type, entry_point: EntryPoint) -> dict[str, Any]:
 
 def _schema_of(field: Declared) -> dict[str, Any]:
     setting, kind = field.setting, field.kind
-    bounds = {"exclusiveMinimum" if setting.above else "minimum": setting.low, "maximum": setting.high}
+    bounds = {
+        "exclusiveMinimum" if setting.above else "minimum": setting.low,
+        "exclusiveMaximum" if setting.below else "maximum": setting.high,
+    }
     bounds = {name: bound for name, bound in bounds.items() if bound is not None}
 
     def form(of: type) -> dict[str, Any]:

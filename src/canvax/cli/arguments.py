@@ -11,15 +11,16 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 from canvax._version import __version__
-from canvax.call import Load
-from canvax.cli.generate_arguments import Once, add_batch, add_control, add_generate, add_upscale
+from canvax.call import Call, Load
+from canvax.cli.generate_arguments import Once, add_batch, add_control, add_generate, add_report, add_upscale
 from canvax.cli.loading import add_load, add_networks
 from canvax.cli.parser import Parser, writer
+from canvax.cli.plan import parse_sides
 from canvax.cli.serve_arguments import SERVE_EXAMPLES, add_serve
 from canvax.cli.terminal import say
 from canvax.cli.train_arguments import add_train
 from canvax.errors import did_you_mean, slip
-from canvax.settings import declared, described
+from canvax.settings import add_flags, declared, described
 
 COMMANDS = {
     name: name
@@ -237,7 +238,7 @@ def _info(commands: Any) -> None:
     info.add_argument(
         "--prompts", dest="concepts", action="store_true", help="what a small model can generate: its concepts"
     )
-    info.add_argument("--json", action="store_true", help="print one JSON object")
+    add_report(info, quiet="")
 
 
 def _derived(commands: Any, plain: Any) -> None:
@@ -295,13 +296,31 @@ def _references(group: Any) -> None:
     )
 
 
-_SIZE_HELP = "width x height in pixels, for example 1024x768 (by default the model's size)"
+class _Size(argparse.Action):
+    """``--size 1024x768`` for ``--width 1024 --height 768``."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        namespace.width, namespace.height = parse_sides("size", values)
+
+
+def _size(group: Any, *, several: bool = False) -> None:
+    add_flags(group, Call, names=("width", "height"))
+    words = "width x height in pixels, for example 1024x768"
+    if several:
+        group.add_argument("--size", nargs="+", metavar="WxH", help=f"{words}; several for several")
+    else:
+        group.add_argument("--size", action=_Size, default=argparse.SUPPRESS, metavar="WxH", help=words)
+
+
+def _batch(group: Any, default: Any, help: str, **keywords: Any) -> None:
+    flags = ("-b", "--batch-size", "--batch")
+    group.add_argument(*flags, dest="batch", type=int, default=default, metavar="N", help=help, **keywords)
 
 
 def _compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="emoji, a folder, or a Hub id owner/name")
-    parser.add_argument("--size", nargs="+", metavar="WxH", help=_SIZE_HELP)
-    parser.add_argument("-b", "--batch", nargs="+", type=int, default=[1], metavar="N", help="images at once (1)")
+    _size(parser, several=True)
+    _batch(parser, [1], "images at once (1)", nargs="+")
     parser.add_argument("--no-guidance", action="store_true", help="for images without guidance")
     parser.add_argument(
         "--reuse-layers",
@@ -316,8 +335,7 @@ def _compile(parser: argparse.ArgumentParser) -> None:
     networks = parser.add_argument_group("for control images and image prompts, each flag once for each network")
     add_networks(networks)
     add_load(parser, without=("model", "safety_checker", "offload"))
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    add_report(parser)
 
 
 def _convert(parser: argparse.ArgumentParser) -> None:
@@ -326,8 +344,7 @@ def _convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace a file, or write into a folder with files")
     without = ("model", "quantize", "precision", "safety_checker", "prediction_type", "scheduler", "mesh", "offload")
     add_load(parser, without=without, help={"dtype": "float16, bfloat16 or float32 (as they are)"})
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    add_report(parser)
 
 
 def _cache(parser: argparse.ArgumentParser) -> None:
@@ -337,7 +354,7 @@ def _cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--older-than", type=float, metavar="DAYS", help="with clear: only programs not used for this many days"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_report(parser, quiet="")
 
 
 def _samplers(commands: Any) -> None:
@@ -347,17 +364,14 @@ def _samplers(commands: Any) -> None:
         description="List the samplers, or the sigma curves.",
     )
     parser.add_argument("words", nargs="*", metavar="WORD", help="list (the default) or curves")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_report(parser, quiet="")
 
 
 def _memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
     group.add_argument("--memory", action="store_true", help="compile, and report the memory that each device needs")
-    group.add_argument("-W", "--width", type=int, metavar="PIXELS", help="width of the images (the model's default)")
-    group.add_argument("-H", "--height", type=int, metavar="PIXELS", help="height of the images (the model's default)")
-    group.add_argument(
-        "-b", "--batch-size", type=int, metavar="N", help="images at once (one for each device of the data axis)"
-    )
+    _size(group)
+    _batch(group, None, "images at once (one for each device of the data axis)")
     _references(group)
 
 
@@ -371,10 +385,11 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         "--target", required=True, metavar="CHIPS", help="a TPU generation and its chips, tpu-v5e:2x2, or a GPU, "
         "gpu-h100 or gpu-h100:8; a wrong name lists all",
     )  # fmt: skip
-    parser.add_argument("-b", "--batch", type=int, metavar="N", help="images at once on all chips (one on each)")
-    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help=_SIZE_HELP)
+    _batch(parser, None, "images at once on all chips (one on each)")
+    _size(parser)
     _references(parser)
-    parser.add_argument("--steps", type=int, metavar="N", help="evaluations of the denoiser (the model's default)")
+    add_flags(parser, Call, names=("num_inference_steps",),
+              help={"num_inference_steps": "evaluations of the denoiser (the model's default)"})  # fmt: skip
     parser.add_argument("--no-guidance", action="store_true", help="plan for images without guidance: half the work")
     parser.add_argument("--fresh", action="store_true", help="compile again, even if an earlier result is stored")
     without = ("model", "precision", "safety_checker", "prediction_type", "scheduler", "variant", "offload")
@@ -382,17 +397,15 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         "dtype": "float32, bfloat16 or float16, of weights and activations (bfloat16, float16 before Ampere)",
         "mesh": "devices along each axis: data=4 (all on data)",
     })  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    add_report(parser)
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="emoji", metavar="MODEL", help="emoji, a folder, or a Hub id")
-    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help=_SIZE_HELP)
-    parser.add_argument("-b", "--batch", type=int, default=1, metavar="N", help="images at once (1)")
-    parser.add_argument("--steps", type=int, metavar="N", help="sampler steps (the model's default)")
+    _size(parser)
+    _batch(parser, 1, "images at once (1)")
+    add_flags(parser, Call, names=("num_inference_steps",))
     parser.add_argument("--tasks", action="store_true", help="also image to image and inpainting, as ratios")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="number of timed runs (3)")
     add_load(parser, without=("model", "safety_checker"))
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    add_report(parser)

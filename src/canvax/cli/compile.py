@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from canvax.cli.loading import check_ip_adapters, load_with
-from canvax.cli.plan import parse_references, parse_size
+from canvax.cli.plan import check_sides, parse_references, parse_size
 from canvax.cli.terminal import byte_size, complain, say, seconds, table
 from canvax.errors import CanvaxError, check_count
 
@@ -14,6 +14,7 @@ from canvax.errors import CanvaxError, check_count
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Compile the programs of each size and batch, or load them from the cache."""
     sizes = [parse_size(text) for text in arguments.size or []]
+    check_sides(arguments)
     references = parse_references(arguments.references)
     from canvax.pipelines.checks import MOST_IMAGES
 
@@ -27,7 +28,10 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     pipe = load_with(arguments, weights=False)
     model = pipe.model
     report["programs"] = built = []
-    for width, height in sizes or [model.native_size[::-1]]:
+    tall, wide = model.native_size
+    if arguments.width or arguments.height or not sizes:
+        sizes.append((arguments.width or wide, arguments.height or tall))
+    for width, height in sizes:
         for batch in arguments.batch:
             builds = pipe.compile(
                 height,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from canvax.cli.loading import LOCATION, load_of
+from canvax.call import LOCATION
+from canvax.cli.loading import load_of
 from canvax.cli.terminal import say
 
 

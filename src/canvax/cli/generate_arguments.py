@@ -14,6 +14,7 @@ from canvax.call import (
     SDXL,
     SUBJECT,
     Call,
+    Enlarging,
     FromFiles,
     Load,
     LoadFlags,
@@ -36,6 +37,13 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+def add_report(group: Any, json: str = "print one JSON object", quiet: str = "no progress on stderr") -> None:
+    """Add the flags of what a command prints; without ``quiet`` the first alone."""
+    group.add_argument("--json", action="store_true", help=json)
+    if quiet:
+        group.add_argument("-q", "--quiet", action="store_true", help=quiet)
+
+
 def add_generate(parser: argparse.ArgumentParser) -> None:
     """Add all flags of ``canvax generate``."""
     for add in (
@@ -48,12 +56,9 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 def add_upscale(parser: argparse.ArgumentParser) -> None:
     """Add all flags of ``canvax upscale``."""
     parser.add_argument("file", metavar="IMAGE", help="a PNG, JPEG or WebP of any size")
-    parser.add_argument("--scale", type=float, metavar="X", help="how many times larger, 1 to 16 (2)")
-    parser.add_argument("--strength", type=float, metavar="X", help="0..1, how much the model may change (0.3)")
-    parser.add_argument("--overlap", type=int, metavar="PIXELS", help="what tiles share (three eighths of a tile)")
+    add_flags(parser, Enlarging, names=("scale", "strength", "overlap"))
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="what the image shows")
-    parser.add_argument("-N", "--negative-prompt", metavar="TEXT", help="what it should not show")
-    parser.add_argument("-s", "--seed", type=int, metavar="SEED", help="(-1, the default: random)")
+    add_flags(parser, Call, names=("negative_prompt", "seed"), help={"seed": "seed (-1, the default: random)"})
     group = parser.add_argument_group(
         "with a network for which each tile is a control image, such as a tile ControlNet"
     )
@@ -87,10 +92,7 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--carry", nargs="+", default=[], metavar="NAME", help="columns to copy into manifest.jsonl")
     group.add_argument("--retry-errors", action="store_true", help="rows that failed in an earlier run again")
     group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images at once (chosen from their size)")
-    group.add_argument(
-        "--json", action="store_true", help="print one JSON object: images, errors, images a second, ..."
-    )
-    group.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    add_report(group, "print one JSON object: images, errors, images a second, ...")
     group = parser.add_argument_group("on a cluster")
     group.add_argument(
         "--ray", nargs="?", const="auto", metavar="ADDRESS",
@@ -144,7 +146,7 @@ def add_control(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--high", type=float, metavar="X", help="canny: gradients that are edges (200)")
     parser.add_argument("--at", type=float, metavar="X", help="threshold: the darkest white (127)")
     parser.add_argument("--radius", type=float, metavar="PIXELS", help="blur: its standard deviation (9)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_report(parser, quiet="")
 
 
 def _settings(parser: argparse.ArgumentParser) -> None:
@@ -188,5 +190,4 @@ def _where_to(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-b", "--batch-size", type=int, metavar="N", help="images at once (chosen from their size)")
     group.add_argument("--preview", metavar="FILE", help="show in this image file what is being generated")
     group.add_argument("--grid", action="store_true", help="also write all images as one grid")
-    group.add_argument("--json", action="store_true", help="print one JSON object: files, seeds, timings, ...")
-    group.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    add_report(group, "print one JSON object: files, seeds, timings, ...")

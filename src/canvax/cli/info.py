@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from canvax.call import PARTS
 from canvax.cli.adapters import info_lines
 from canvax.cli.again import again, is_lost
-from canvax.cli.loading import PARTS, files_of, load_of, load_with, overrides_of
-from canvax.cli.plan import from_references, parse_references
+from canvax.cli.loading import files_of, load_of, load_with, overrides_of
+from canvax.cli.plan import check_sides, from_references, parse_references
 from canvax.cli.terminal import byte_size, complain, say, table
 from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count
 from canvax.files import named_path
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a parameter, for each dtype that a model can be loaded in."""
 
-_MEMORY_FLAGS = ("memory", "width", "height", "batch_size", "references", "dtype", "quantize", "mesh")
+_MEMORY_FLAGS = ("memory", "width", "height", "batch", "references", "dtype", "quantize", "mesh")
 _MODEL_FLAGS = (*_MEMORY_FLAGS, "concepts", "revision", "variant", "cache_dir", "token", *PARTS)
 """What says nothing of an image or an adapter."""
 
@@ -272,19 +273,18 @@ def model_info(files: ModelFiles) -> dict[str, Any]:
 def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
     """The memory that each device of this machine needs, from the compiled programs. Reads no weights."""
     from canvax.parallel.rules import device_bytes
-    from canvax.pipelines.checks import MOST_IMAGES, check_size
+    from canvax.pipelines.checks import MOST_IMAGES
     from canvax.weights.cast import parse_dtype
 
-    for name in ("width", "height"):
-        check_size(name, getattr(arguments, name), 0)
-    if arguments.batch_size is not None:
-        check_count("batch_size", arguments.batch_size, MOST_IMAGES)
+    check_sides(arguments)
+    if arguments.batch is not None:
+        check_count("batch", arguments.batch, MOST_IMAGES)
     pipe = load_with(arguments, load_of(arguments, model=arguments.what), weights=False)
     model, mesh = pipe.model, pipe.programs.mesh
     height, width = (
         getattr(arguments, name) or side for name, side in zip(("height", "width"), model.native_size, strict=True)
     )
-    batch = arguments.batch_size or mesh.shape["data"]
+    batch = arguments.batch or mesh.shape["data"]
     references = parse_references(arguments.references)
     memory = pipe.memory(height, width, batch, references=references)
     return {

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from canvax.call import DEVICES, MODEL, PROMPTS, Load, LoadFlags
+from canvax.call import DEVICES, LOCATION, MODEL, PARTS, PROMPTS, Load, LoadFlags
 from canvax.errors import NO_VALUE, InputError
 from canvax.settings import add_flags, declared
 
@@ -15,12 +15,8 @@ if TYPE_CHECKING:
     from canvax.weights.files import ModelFiles
     from canvax.weights.overrides import Overrides
 
-LOCATION = ("revision", "variant", "token", "cache_dir", "local_files_only")
-"""Arguments of ``canvax.load`` that say where files come from."""
-PARTS = ("vae", "text_encoder", "tokenizer", "prediction_type", "scheduler")
-"""Those that stand in for parts of the model."""
 IN_PASSING = ("token", "cache_dir", "local_files_only", "progress", "mesh", "offload", "safety_checker")
-"""Those on which no image of a batch job depends."""
+"""Arguments of ``canvax.load`` on which no image of a batch job depends."""
 
 
 def add_load(

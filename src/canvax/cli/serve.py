@@ -21,9 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from canvax.call import LOCATION, PARTS
 from canvax.cli import BAD_INPUT, FAILED, debugging
 from canvax.cli.generate_arguments import OUTPUT
-from canvax.cli.loading import LOCATION, PARTS, check_ip_adapters, load_of, load_with, overrides_of
+from canvax.cli.loading import check_ip_adapters, load_of, load_with, overrides_of
 from canvax.cli.terminal import complain, show_warning
 from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, check_count, warn
 from canvax.files import check_writable, named_path

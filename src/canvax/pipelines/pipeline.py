@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.call import Load, OptionFields
+from canvax.call import Enlarging, Load, OptionFields
 from canvax.compile.monitor import counting
 from canvax.errors import InputError, check_count, refuse_tracers
 from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
@@ -41,7 +41,7 @@ from canvax.pipelines.translate import (
     translate_call,
     translate_load,
 )
-from canvax.pipelines.upscale import AT_ONCE, STRENGTH, upscaled
+from canvax.pipelines.upscale import upscaled
 from canvax.samplers import SamplerSpec, SamplerTable, Solver
 from canvax.settings import declared
 from canvax.types import Array, DType
@@ -318,9 +318,9 @@ class StableDiffusion(LoadedModel):
         negative_prompt: str | None = None,
         *,
         scale: float = 2.0,
-        strength: float = STRENGTH,
+        strength: float = 0.3,
         overlap: int | None = None,
-        batch: int = AT_ONCE,
+        batch: int = 4,
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         seed: int | None = None,
@@ -354,11 +354,10 @@ class StableDiffusion(LoadedModel):
             InputError: an argument cannot be used; nothing has been compiled.
         """
         keywords = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale, "sampler": sampler}
-        keywords |= {"negative_prompt": negative_prompt, "strength": strength, "params": params}
-        return upscaled(
-            self, self.model, image, prompt, scale=scale, overlap=overlap, batch=batch, seed=seed,
-            options=check_options(options), control=control, **keywords,
-        )  # fmt: skip
+        keywords |= {"negative_prompt": negative_prompt, "params": params}
+        how = Enlarging(scale, strength, overlap, batch, control)
+        options = check_options(options)
+        return upscaled(self, self.model, image, prompt, how=how, seed=seed, options=options, **keywords)
 
 
 MadeBy = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]

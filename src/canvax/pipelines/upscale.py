@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from canvax.errors import InputError, check_count, check_flag, check_number
+from canvax.call import Enlarging
+from canvax.errors import InputError, check_count
 from canvax.families.base import Model
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
@@ -23,10 +24,8 @@ from canvax.models.controlnet_union import UnionNet
 from canvax.noise import NoiseKind, check_seed, initial_noise
 from canvax.pipelines.options import Options
 from canvax.pipelines.result import Result
+from canvax.settings import check_setting
 from canvax.types import HostArray
-
-AT_ONCE = 4
-"""Tiles of one call by default."""
 
 
 def upscaled(
@@ -35,18 +34,14 @@ def upscaled(
     image: Any,
     prompt: str,
     *,
-    scale: float,
-    overlap: int | None,
-    batch: int,
+    how: Enlarging,
     seed: int | None,
     options: Options,
-    control: bool,
     **keywords: Any,
 ) -> Result:
     """See ``canvax.StableDiffusion.upscale``."""
-    check_count("batch", batch)
+    batch, control = how.batch, how.control
     check_for_upscale(options)
-    check_flag("control", control)
     if control and not model.networks.controls:
         raise InputError("control", True, f"does not go with {model.name}, which has no ControlNet", "leave it out")
     (source,) = read_images("image", image, 1)
@@ -54,7 +49,7 @@ def upscaled(
         raise InputError("prompt", prompt, "is not text", "all tiles have one prompt")
     seed = check_seed(seed)
     shown = "" if prompt else _prompt_of(image)
-    tiles = Tiles(model, source, scale=scale, overlap=overlap, seed=seed, noise=options.noise, prompt=shown)
+    tiles = Tiles(model, source, scale=how.scale, overlap=how.overlap, seed=seed, noise=options.noise, prompt=shown)
     results = []
     for begin in range(0, len(tiles), batch):
         some = list(range(begin, min(begin + batch, len(tiles))))
@@ -63,7 +58,8 @@ def upscaled(
         shown = tiles_shown(model, images) if control else None
         result = pipe(
             [prompt] * len(filled), image=images, control=shown,
-            latents=np.stack([tile.noise for tile in filled]), seed=[seed] * len(filled), options=options, **keywords,
+            latents=np.stack([tile.noise for tile in filled]), seed=[seed] * len(filled), options=options,
+            strength=how.strength, **keywords,
         )  # fmt: skip
         for i, pixels in zip(some, result.pixels, strict=False):
             tiles.add(i, pixels)
@@ -102,10 +98,6 @@ def check_for_upscale(options: Options) -> None:
         raise InputError("denoising_start and denoising_end do not go with upscale, whose strength says what is run")
 
 
-STRENGTH = 0.3
-"""Strength of the run over a tile by default."""
-
-
 class Tile(NamedTuple):
     """One of them.
 
@@ -128,9 +120,7 @@ def check_scale(scale: Any, source: Image.Image) -> tuple[int, int]:
     Raises:
         InputError: ``scale`` is not in 1..16, or makes it too large.
     """
-    scale = check_number("scale", scale, "2 is usual")
-    if not 1 <= scale <= 16:
-        raise InputError("scale", scale, "is not in 1..16, how many times larger", "2 is usual")
+    scale = check_setting(Enlarging, "scale", scale)
     width, height = (max(1, round(side * scale)) for side in source.size)
     if width * height > MOST_PIXELS:
         raise InputError("scale", scale, f"makes {width} x {height} pixels, more than {MOST_PIXELS}", "use less")

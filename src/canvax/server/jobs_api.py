@@ -44,7 +44,7 @@ from canvax.server.answers import (
     watched,
 )
 from canvax.server.control import public_names
-from canvax.server.fields import Scale, Seed, Side, Strength
+from canvax.server.fields import Scale, Seed, Side, Strength, Times
 from canvax.server.images_in import Pixels, bytes_of_text, colours, image_of_bytes, image_of_text, white_mask
 from canvax.server.jobs import (
     MEDIA_TYPES,
@@ -109,7 +109,7 @@ class NewJob(Struct, forbid_unknown_fields=True):
     references: Annotated[list[str], Meta(max_length=MOST - 1)] = []
     mask: str | None = None
     strength: Strength | None = None
-    upscale: Annotated[float, Meta(ge=1, le=16)] | None = None
+    upscale: Times | None = None
     control: bool | str | Typed | Annotated[list[str | Typed | None], Meta(max_length=8)] | None = None
     control_from: Text | None = None
     control_scale: float | Annotated[list[float], Meta(max_length=8)] | None = None

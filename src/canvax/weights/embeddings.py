@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from canvax.call import MOST_VECTORS
 from canvax.errors import CheckpointError, InputError
 from canvax.types import HostArray
 from canvax.weights.entries import PICKLES, Entry
@@ -22,9 +23,6 @@ from canvax.weights.safetensors import open_safetensors
 
 BUNDLED = "bundle_emb."
 """How names of embeddings in a LoRA file begin."""
-
-MOST_VECTORS = 75
-"""Of one embedding: the tokens of a chunk."""
 
 _MOST_NAME = 200
 _ENDS = (".string_to_param.*", ".emb_params", ".clip_l", ".clip_g", ".*")
