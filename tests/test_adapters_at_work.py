@@ -505,6 +505,26 @@ def test_the_command(
     assert "<lora:ink:0.5>" in (tmp_path / "a.png").read_bytes().decode("latin-1")
 
 
+def test_a_pipeline_generates_an_image_again(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path) -> None:
+    """With the weights that adapters had; one that is missing is refused by its name."""
+    sd.adapters.load("ink", loras / "ink.safetensors", {"unet": 0.5})
+    sd.adapters.load_embedding(write(tmp_path / "wool.safetensors", {"emb_params": Draw()(3, 48)}))
+    want = sd("a wool cat", **STEPS)
+    sd.adapters.remove("ink")
+    with pytest.raises(canvax.InputError, match="'ink'") as refused:
+        sd.again(want.metadata[0])
+    assert refused.value.argument == "adapters"
+    sd.adapters.load("blue", loras / "ink.safetensors", 0.1)
+    got = sd.again(want.metadata[0], progress=False)
+    np.testing.assert_array_equal(got.pixels, want.pixels)
+    assert sd.adapters["blue"].weight == 0.1
+    without = sd.again(want.metadata[0], adapters=None, progress=False)
+    assert without.metadata[0]["adapters"]["blue"]["weight"] == 0.1
+    sd.adapters.remove("wool")
+    with pytest.raises(canvax.InputError, match="'wool'"):
+        sd.again(want.metadata[0])
+
+
 def test_info_of_adapters(loras: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from canvax.cli import main
 

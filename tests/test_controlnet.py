@@ -619,7 +619,7 @@ def test_command_line(
     assert main(["generate", "a cat", *made, "-o", "two.png", *fast]) == 0
     capsys.readouterr()
     assert main(["generate", "--from-image", "one.png", "-o", "three.png", "-q"]) == BAD_INPUT
-    assert "name each with --control and its network with --controlnet" in capsys.readouterr().err
+    assert "--control is needed" in capsys.readouterr().err
     again = ["--from-image", "one.png", "--controlnet", "net", "-q"]
     assert main(["generate", *again, "--control", "edges.png", "-o", "three.png"]) == 0
     assert Path("one.png").read_bytes() == Path("three.png").read_bytes()

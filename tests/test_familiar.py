@@ -35,9 +35,12 @@ def test_other_names_of_the_same_arguments(emoji: canvax.StableDiffusion) -> Non
     got = emoji("a cat", negative="red", steps=2, cfg_scale=3.0, seed=1, clip_skip=1, guidance_rescale=0.5,
                 progress=False)  # fmt: skip
     np.testing.assert_array_equal(got.latents, want.latents)
-    got = emoji("a cat", "red", 64, 64, 2, jnp.float32(3), seed=jnp.int32(1), clip_skip=1,
-                options=dataclasses.replace(options, clip_skip=0))  # fmt: skip
+    with pytest.warns(DeprecationWarning):  # the order of former versions
+        got = emoji("a cat", "red", 64, 64, 2, jnp.float32(3), seed=jnp.int32(1), clip_skip=1,
+                    options=dataclasses.replace(options, clip_skip=0))  # fmt: skip
     np.testing.assert_array_equal(got.latents, want.latents)
+    with pytest.raises(canvax.InputError, match="height"):
+        emoji("a cat", "red", 64, height=64)
 
 
 def test_a_call_in_order_looks_for_no_name_like_another(

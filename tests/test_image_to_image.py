@@ -408,13 +408,13 @@ def test_command_line(
         np.testing.assert_array_equal(array(image), array(want))
     capsys.readouterr()
     assert main(["generate", "--from-image", "one.png", "-o", "two.png"]) == BAD_INPUT
-    assert "it began from an image; name it with --image" in capsys.readouterr().err
+    assert "--image is needed" in capsys.readouterr().err
     again = ["--from-image", "one.png", "--image", "apple.png", "--mask", "mask.png", "-q"]
     assert main(["generate", *again, "-o", "two.png"]) == 0
     assert Path("one.png").read_bytes() == Path("two.png").read_bytes()
     capsys.readouterr()
     assert main(["generate", *again, "--mask", "apple.png", "-o", "three.png"]) == 0
-    assert "is not the one that one.png began from" in capsys.readouterr().err
+    assert "--mask is not the one of one.png" in capsys.readouterr().err
     assert main(["info", "one.png"]) == 0
     told = capsys.readouterr().out
     assert "--image IMAGE --mask MASK" in told

@@ -113,7 +113,8 @@ def writer(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Wr
                 chosen = action.choices[getattr(arguments, action.dest)]
             elif action.dest not in ("prompt", "prompts"):
                 actions[action.dest] = action
-    actions |= {"steps": actions["num_inference_steps"]} if "num_inference_steps" in actions else {}
+    for name, dest in (("steps", "num_inference_steps"), ("image_prompt", "ip_image")):
+        actions |= {name: actions[dest]} if dest in actions else {}
 
     def write(argument: str, value: str | None) -> str:
         if (action := actions.get(argument)) is None:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from PIL import Image
 
 from canvax.call import OptionFields
 from canvax.compile.monitor import counting
-from canvax.errors import InputError, check_count, check_flag, refuse_tracers
+from canvax.errors import HintWarning, InputError, check_count, check_flag, refuse_tracers, warn
 from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
 from canvax.families.base import Model
 from canvax.models.beside import ADAPTERS
@@ -25,6 +26,7 @@ from canvax.parallel import multihost
 from canvax.parallel.memory import cures, explained
 from canvax.parallel.mesh import make_mesh
 from canvax.params import Params
+from canvax.pipelines.generate import metadata as metadata_of
 from canvax.pipelines.generate import text_to_image, two_passes
 from canvax.pipelines.hints import give_hints
 from canvax.pipelines.loaded import LoadedModel, open_model
@@ -35,8 +37,10 @@ from canvax.pipelines.texts import has_tags
 from canvax.pipelines.translate import (
     GIVEN,
     Output,
+    arguments_of_call,
     as_output,
     check_output,
+    decided,
     place_of,
     translate_call,
     translate_load,
@@ -173,11 +177,12 @@ class StableDiffusion(LoadedModel):
         pipe = load(model, **keywords)
         return Both(cls(pipe.model, pipe.programs, safety_checker=pipe.safety_checker), pipe.params)
 
-    @accepts(translate_call, refuse_tracers, GIVEN)
+    @accepts(translate_call, refuse_tracers, GIVEN, by_place=True)
     def __call__(
         self,
         prompt: str | Sequence[str] | Conditions,
         negative_prompt: str | Sequence[str] | Conditions | None = None,
+        *,
         height: int | None = None,
         width: int | None = None,
         num_inference_steps: int | None = None,
@@ -310,6 +315,44 @@ class StableDiffusion(LoadedModel):
             result = run(model, self.programs, params, request, cure, counts)
         return self.safety_checker(result) if self.safety_checker else result
 
+    def again(self, image: str | Path | Image.Image | Mapping[str, Any], /, **changes: Any) -> Result:
+        """Generate an image again from its metadata, with changes: ``pipe.again("apple.png", num_inference_steps=50)``.
+
+        Adapters have the weights that they had, in this call alone. The images that it was made from are not in the
+        metadata; give the same again. Warnings name what is not repeated, and images that are not the same.
+
+        Args:
+            image: an image file of canvax, A1111, Forge or ComfyUI; an image of PIL; or metadata as in
+                ``Result.metadata``.
+            changes: arguments of a call; of ``upscale`` for an image that it made.
+
+        Raises:
+            InputError: an image or an adapter is missing, or as a call.
+        """
+        from canvax.pipelines import again as past  # which most pipelines never need
+
+        metadata, where = past.recorded(image)
+        changed, enlarges = decided(changes), "upscale" in metadata
+        for clause in past.not_repeated(metadata, changed):
+            warn(HintWarning(f"{where}: {clause}"))
+        keywords = {**past.settings_of(metadata, changed), **past.settings_of_tiles(metadata), **changes}
+        keywords = {name: value for name, value in keywords.items() if value is not None or name in changes}
+        weights = None if "adapters" in changed else past.weights_of(metadata, self.adapters, where)
+        with self.changing, nullcontext() if weights is None else self.adapters._weighed(weights):
+            arguments = arguments_of_call(self, keywords, ("scale", "overlap", "batch") if enlarges else ())
+            del arguments["self"]
+            past.check_named(metadata, arguments, where)
+            new = past.record_of_tiles(self.model, changes.get("image")) if enlarges else self._record(arguments)
+            for hint in (*past.other_model(metadata, new, where), *past.compared(metadata, new, where)):
+                warn(hint)
+            return self.upscale(**arguments) if enlarges else self(**arguments)
+
+    def _record(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """What the metadata of the first image of a call will be."""
+        call = Call(**{field.name: arguments[field.name] for field in fields(Call) if field.name in arguments})
+        return metadata_of(self.model, self._request(call, arguments.get("adapters"), as_set=True))[0]
+
+    @accepts(translate_call, refuse_tracers, GIVEN)
     def upscale(
         self,
         image: Any,
@@ -327,6 +370,7 @@ class StableDiffusion(LoadedModel):
         options: Options | None = None,
         params: Params | None = None,
         control: bool = False,
+        **more: Unpack[OptionFields],
     ) -> Result:
         """An image made larger, with details that the model adds: enlarged, then image to image tile by tile.
 
@@ -345,6 +389,7 @@ class StableDiffusion(LoadedModel):
             seed: see there.
             sampler: see there.
             options: see there.
+            more: see there.
             params: see there.
             control: whether each tile, enlarged, is also the control image of this pipeline's networks, such as a tile
                 ControlNet; of a ControlNet-Union as its type "tile".
