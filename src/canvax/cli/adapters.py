@@ -15,7 +15,7 @@ from canvax.files import named_path
 from canvax.weights.data_folder import lora_folder
 
 if TYPE_CHECKING:
-    from canvax.pipelines.pipeline import StableDiffusion
+    from canvax.pipelines.pipeline import Pipeline
     from canvax.weights.location import Location
 
 
@@ -64,7 +64,7 @@ def split_weight(text: str) -> tuple[str, float]:
         return text, 1.0
 
 
-def load_adapters(pipe: StableDiffusion, arguments: argparse.Namespace) -> None:
+def load_adapters(pipe: Pipeline, arguments: argparse.Namespace) -> None:
     """Load what the flags name."""
     hub = {name: getattr(arguments, name) for name in ("cache_dir", "local_files_only")}
     for text in arguments.lora:

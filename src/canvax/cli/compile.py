@@ -11,7 +11,7 @@ from canvax.cli.terminal import byte_size, complain, say, seconds, table
 from canvax.errors import CanvaxError, check_count
 
 if TYPE_CHECKING:
-    from canvax.pipelines.pipeline import StableDiffusion
+    from canvax.pipelines.pipeline import Pipeline
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -55,11 +55,11 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         raise CanvaxError("programs were compiled and not kept; canvax cache path prints the folder for them")
 
 
-def open_pipeline(name: str, arguments: argparse.Namespace) -> StableDiffusion:
+def open_pipeline(name: str, arguments: argparse.Namespace) -> Pipeline:
     """The pipeline of a model without weights, whose parameters are shapes, dtypes and shardings."""
     from canvax.parallel.mesh import mesh_of
     from canvax.pipelines.loaded import open_model
-    from canvax.pipelines.pipeline import StableDiffusion
+    from canvax.pipelines.pipeline import Pipeline
     from canvax.weights.overrides import Overrides
 
     opened = open_model(
@@ -72,7 +72,7 @@ def open_pipeline(name: str, arguments: argparse.Namespace) -> StableDiffusion:
         overrides=Overrides.of(**part_keywords(arguments)),
         **location_keywords(arguments),
     )
-    return StableDiffusion(*_with_networks(opened, arguments))
+    return Pipeline(*_with_networks(opened, arguments))
 
 
 def _with_networks(opened: Any, arguments: argparse.Namespace) -> Any:

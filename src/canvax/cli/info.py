@@ -286,7 +286,7 @@ def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
     from canvax.parallel.rules import device_bytes
     from canvax.pipelines.checks import MOST_IMAGES, check_size
     from canvax.pipelines.loaded import open_model
-    from canvax.pipelines.pipeline import StableDiffusion
+    from canvax.pipelines.pipeline import Pipeline
     from canvax.weights.cast import parse_dtype
     from canvax.weights.overrides import Overrides
 
@@ -310,7 +310,7 @@ def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     batch = arguments.batch_size or mesh.shape["data"]
     references = parse_references(arguments.references)
-    memory = StableDiffusion(model, programs).memory(height, width, batch, references=references)
+    memory = Pipeline(model, programs).memory(height, width, batch, references=references)
     return {
         "platform": mesh.devices.flat[0].platform,
         "mesh": dict(mesh.shape),

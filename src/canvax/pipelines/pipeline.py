@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, repr=False)
-class StableDiffusion(LoadedModel):
+class Pipeline(LoadedModel):
     """A pipeline from text to images. Made by ``canvax.load`` or ``from_pretrained``.
 
     Attributes:
@@ -114,9 +114,9 @@ class StableDiffusion(LoadedModel):
 
         return vars(self).setdefault("adapters", Adapters(self))  # the same in all threads that ask at once
 
-    def _with(self, method: str, arguments: tuple[Any, ...], source: Mapping[str, Any], *made: Any) -> StableDiffusion:
+    def _with(self, method: str, arguments: tuple[Any, ...], source: Mapping[str, Any], *made: Any) -> Pipeline:
         """The pipeline that a method has made of this one, with the adapters that are in the weights of both."""
-        pipe = StableDiffusion(*made, safety_checker=self.safety_checker)
+        pipe = Pipeline(*made, safety_checker=self.safety_checker)
         if "adapters" in vars(self):
             vars(pipe)["adapters"] = self.adapters._handed_to(pipe)
         keywords = {name: value for name, value in source.items() if name not in ("token", "progress")}
@@ -128,7 +128,7 @@ class StableDiffusion(LoadedModel):
         ip_adapter: str | Path | Sequence[str | Path] | None,
         image_encoder: str | Path | bool | None = None,
         **source: Any,
-    ) -> StableDiffusion:
+    ) -> Pipeline:
         """This model with IP-Adapters, which read image prompts; weights and programs are shared with this pipeline.
 
         Its adapters come along. Later changes of adapters are those of one of the two pipelines alone.
@@ -150,7 +150,7 @@ class StableDiffusion(LoadedModel):
             other = with_ip_adapters(self.model, self.programs, self.params, sources, image_encoder)
             return self._with("with_ip_adapter", (ip_adapter, image_encoder), source, *other)
 
-    def with_controlnet(self, controlnet: str | Path | Sequence[str | Path] | None, **source: Any) -> StableDiffusion:
+    def with_controlnet(self, controlnet: str | Path | Sequence[str | Path] | None, **source: Any) -> Pipeline:
         """This model with networks that read control images, which shares its weights and programs with this pipeline.
 
         Its adapters come along. Later changes of adapters are those of one of the two pipelines alone. A network that
@@ -409,7 +409,7 @@ MadeBy = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
 """The calls that made a pipeline, by name, "load" first: positional arguments and keywords."""
 
 
-def _load_again(made_by: MadeBy, mesh: Mapping[str, int], adapters: Sequence[Any] = ()) -> StableDiffusion:
+def _load_again(made_by: MadeBy, mesh: Mapping[str, int], adapters: Sequence[Any] = ()) -> Pipeline:
     """A pickled pipeline in its new process; on the same mesh, if there are as many devices."""
     devices, count, calls = jax.devices(), math.prod(mesh.values()), dict(made_by)
     arguments, keywords = calls.pop("load")
@@ -443,7 +443,7 @@ def load(
     text_encoder: str | Path | None = None,
     tokenizer: str | Path | None = None,
     offload: bool = False,
-) -> StableDiffusion:
+) -> Pipeline:
     """Load a model, ready to draw.
 
     Args:
@@ -510,7 +510,7 @@ def load(
     )
     warn_unused_cache(cache_dir, model, *(source.name for source in sources), *overrides.parts.values())
     checker = load_safety_checker(Location(model, revision, **hub)) if safety_checker else None
-    pipe = StableDiffusion(*(with_controls(*opened, controls) if controls else opened), checker)
+    pipe = Pipeline(*(with_controls(*opened, controls) if controls else opened), checker)
     keywords = {"dtype": pipe.model.dtype, "quantize": quantize, "revision": pipe.model.revision, "variant": variant}
     keywords |= {"cache_dir": cache_dir, "local_files_only": local_files_only, "precision": precision}
     keywords |= {"offload": offload, "safety_checker": safety_checker, "controlnet": controlnet, **pipe.model.overrides}

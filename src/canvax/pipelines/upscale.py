@@ -41,7 +41,7 @@ def upscaled(
     control: bool,
     **keywords: Any,
 ) -> Result:
-    """See ``canvax.StableDiffusion.upscale``."""
+    """See ``canvax.Pipeline.upscale``."""
     check_count("batch", batch)
     check_for_upscale(options)
     check_flag("control", control)

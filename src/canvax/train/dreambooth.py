@@ -16,7 +16,7 @@ from canvax.errors import NO_VALUE, InputError, check_count, check_utf8
 from canvax.files import check_writable, written
 from canvax.pipelines.loaded import open_model
 from canvax.pipelines.options import Options
-from canvax.pipelines.pipeline import StableDiffusion
+from canvax.pipelines.pipeline import Pipeline
 from canvax.train.pictures import SUFFIXES, check_apart
 from canvax.train.task import Subject, Training, check_pictures, size_of
 
@@ -96,7 +96,7 @@ def _generate_class(
         training.model, dtype=training.dtype, quantize=quantize, mesh=mesh, check=check
     )
     say(f"generating {missing} pictures of {prompt!r} into {folder}")
-    pipe = StableDiffusion(model, programs, params)
+    pipe = Pipeline(model, programs, params)
     size = size_of(training, model)
     folder.mkdir(parents=True, exist_ok=True)
     for start in range(0, missing, instance.batch):
