@@ -172,7 +172,7 @@ def test_the_command_and_from_image_repeat(name: str, files: Path, capsys: pytes
 
 @pytest.mark.parametrize("name", LOST)
 def test_what_is_lost_is_said(
-    name: str, files: Path, emoji: canvax.StableDiffusion, capsys: pytest.CaptureFixture[str]
+    name: str, files: Path, emoji: canvax.Pipeline, capsys: pytest.CaptureFixture[str]
 ) -> None:
     metadata = BASE | LOST[name]
     save_image("it.png", PHOTO, metadata)
@@ -202,11 +202,11 @@ def test_images_are_asked_for_and_compared(name: str, files: Path, capsys: pytes
     assert f"--{KEYS[name].argument.replace('image_prompt', 'ip-image')} " in capsys.readouterr().err
 
 
-def generated(pipe: canvax.StableDiffusion, **keywords: Any) -> canvax.Result:
+def generated(pipe: canvax.Pipeline, **keywords: Any) -> canvax.Result:
     return pipe("a cat", seed=3, **QUICK | keywords)
 
 
-def test_a_pipeline_generates_an_image_again(emoji: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_a_pipeline_generates_an_image_again(emoji: canvax.Pipeline, tmp_path: Path) -> None:
     want = generated(emoji, sampler="euler_a", clip_skip=1, eta=0.5, negative_prompt="red", seed_size=(32, 48))
     (image,) = want.images
     image.save(tmp_path / "it.png")
@@ -222,7 +222,7 @@ def test_a_pipeline_generates_an_image_again(emoji: canvax.StableDiffusion, tmp_
     }  # fmt: skip
 
 
-def test_images_are_given_again(emoji: canvax.StableDiffusion) -> None:
+def test_images_are_given_again(emoji: canvax.Pipeline) -> None:
     want = generated(emoji, image=PHOTO, mask=PHOTO.convert("L"), strength=0.5, mask_mode="soft")
     (metadata,) = want.metadata
     for missing in ({}, {"image": PHOTO}):
@@ -239,7 +239,7 @@ def test_images_are_given_again(emoji: canvax.StableDiffusion) -> None:
     assert "image" in {warning.message.argument for warning in caught if isinstance(warning.message, HintWarning)}
 
 
-def test_tiles_are_enlarged_again(emoji: canvax.StableDiffusion) -> None:
+def test_tiles_are_enlarged_again(emoji: canvax.Pipeline) -> None:
     """With options and names of other programs, as in a call."""
     want = emoji.upscale(PHOTO, "a cat", scale=1.5, seed=3, steps=4, clip_skip=1, progress=False)
     assert want.metadata[0]["options"] == {"clip_skip": 1}
@@ -255,13 +255,13 @@ def test_tiles_are_enlarged_again(emoji: canvax.StableDiffusion) -> None:
         assert refused.value.argument in (name, "num_images_per_prompt")
 
 
-def test_a_call_refuses_metadata(emoji: canvax.StableDiffusion) -> None:
+def test_a_call_refuses_metadata(emoji: canvax.Pipeline) -> None:
     (metadata,) = generated(emoji).metadata
     with pytest.raises(canvax.InputError, match="again"):
         emoji(**metadata)
 
 
-def test_a_grid_is_no_image(emoji: canvax.StableDiffusion) -> None:
+def test_a_grid_is_no_image(emoji: canvax.Pipeline) -> None:
     for wrong in (generated(emoji, num_images_per_prompt=2).grid(), {"options": 3}, {"seed": "x"}, 7, "none.png"):
         with pytest.raises(canvax.InputError):
             emoji.again(wrong)  # pyright: ignore[reportArgumentType]

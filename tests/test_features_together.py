@@ -156,7 +156,7 @@ def from_metadata(studio: Studio, row: Row, result: canvax.Result, folder: Path)
 
 
 @contextmanager
-def as_recorded(pipe: canvax.StableDiffusion, row: Row, result: canvax.Result) -> Iterator[None]:
+def as_recorded(pipe: canvax.Pipeline, row: Row, result: canvax.Result) -> Iterator[None]:
     """With the adapters beside the weights that an image had, for which ``--from-image`` has no flag."""
     if row["adapters"] != "beside":
         yield

@@ -143,7 +143,7 @@ FAMILY = Family(
 )
 
 
-def pipeline_of(networks: Networks, family: Family = FAMILY) -> canvax.StableDiffusion:
+def pipeline_of(networks: Networks, family: Family = FAMILY) -> canvax.Pipeline:
     files: Any = SimpleNamespace(name="a mixer", revision=None, variant=None, overrides={})
     model = Model(
         files=files,
@@ -156,21 +156,21 @@ def pipeline_of(networks: Networks, family: Family = FAMILY) -> canvax.StableDif
     )
     params = {name: init_params(spec, seed) for seed, (name, spec) in enumerate(networks.specs().items())}
     mesh = make_mesh(jax.devices()[:1])
-    pipe = canvax.StableDiffusion(model, Programs(networks, mesh))
+    pipe = canvax.Pipeline(model, Programs(networks, mesh))
     pipe.params = pipe.place(params)
     return pipe
 
 
 @pytest.fixture(scope="module")
-def pipe() -> canvax.StableDiffusion:
+def pipe() -> canvax.Pipeline:
     return pipeline_of(NETWORKS)
 
 
-def draw(pipe: canvax.StableDiffusion, prompt: Any = "a fox", **keywords: Any) -> canvax.Result:
+def draw(pipe: canvax.Pipeline, prompt: Any = "a fox", **keywords: Any) -> canvax.Result:
     return pipe(prompt, **{"seed": 1, "options": canvax.Options(progress=False)} | keywords)
 
 
-def test_the_public_call_makes_an_image(pipe: canvax.StableDiffusion) -> None:
+def test_the_public_call_makes_an_image(pipe: canvax.Pipeline) -> None:
     result = draw(pipe)
     assert result.images[0].size == (8 * FACTOR, 8 * FACTOR)
     assert result.latents.shape == (1, 8, 8, CHANNELS)
@@ -179,7 +179,7 @@ def test_the_public_call_makes_an_image(pipe: canvax.StableDiffusion) -> None:
     assert np.abs(again.pixels[0] - again.pixels[1]).max() > 0.01
 
 
-def test_everything_a_user_changes_is_data(pipe: canvax.StableDiffusion) -> None:
+def test_everything_a_user_changes_is_data(pipe: canvax.Pipeline) -> None:
     want = draw(pipe)
     changes: dict[str, Any]
     for changes in ({"guidance_scale": 5.0}, {"num_inference_steps": 6}, {"negative_prompt": "red"}, {"seed": 3}):
@@ -188,14 +188,14 @@ def test_everything_a_user_changes_is_data(pipe: canvax.StableDiffusion) -> None
         assert np.abs(got.latents - want.latents).max() > 1e-4
 
 
-def test_an_image_to_begin_from_and_a_mask(pipe: canvax.StableDiffusion) -> None:
+def test_an_image_to_begin_from_and_a_mask(pipe: canvax.Pipeline) -> None:
     image, mask = np.full((16, 16, 3), 200, np.uint8), np.zeros((16, 16), np.uint8)
     mask[:, 8:] = 255
     result = draw(pipe, image=image, mask=mask, strength=0.5)
     assert np.isfinite(result.pixels).all()
 
 
-def test_the_networks_are_functions_of_arrays(pipe: canvax.StableDiffusion) -> None:
+def test_the_networks_are_functions_of_arrays(pipe: canvax.Pipeline) -> None:
     conditions = pipe.encode(["a fox", "a hen"])
     latents = jnp.ones((2, 8, 8, CHANNELS))
     assert pipe.denoiser(latents, 500.0, conditions).shape == latents.shape
@@ -204,7 +204,7 @@ def test_the_networks_are_functions_of_arrays(pipe: canvax.StableDiffusion) -> N
         pipe.denoiser(latents, 500.0, {"text": conditions["text"]})
 
 
-def test_what_only_some_networks_can_do_is_refused(pipe: canvax.StableDiffusion) -> None:
+def test_what_only_some_networks_can_do_is_refused(pipe: canvax.Pipeline) -> None:
     for name, value in {"reuse": 2, "pag_scale": 3.0, "pag_adaptive_scale": 0.01}.items():
         with pytest.raises(canvax.InputError) as caught:
             draw(pipe, options=canvax.Options(**{name: value}))
@@ -212,7 +212,7 @@ def test_what_only_some_networks_can_do_is_refused(pipe: canvax.StableDiffusion)
 
 
 @pytest.fixture(scope="module")
-def transformer() -> canvax.StableDiffusion:
+def transformer() -> canvax.Pipeline:
     """A pipeline around a small FLUX.2, whose loop has latents in one row."""
     cfg = Flux2Config(
         in_channels=CHANNELS, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
@@ -222,7 +222,7 @@ def transformer() -> canvax.StableDiffusion:
     return pipeline_of(networks, Family("small", (), FAMILY.read, FAMILY.tokenizer, FAMILY.defaults))
 
 
-def test_one_entry_of_conditions_is_for_all_latents(transformer: canvax.StableDiffusion) -> None:
+def test_one_entry_of_conditions_is_for_all_latents(transformer: canvax.Pipeline) -> None:
     one = transformer.encode("a fox")
     latents = jax.random.normal(jax.random.key(0), (2, 4, 6, CHANNELS))
     both = {name: jnp.repeat(array, 2, axis=0) for name, array in one.items()}
@@ -230,7 +230,7 @@ def test_one_entry_of_conditions_is_for_all_latents(transformer: canvax.StableDi
     np.testing.assert_array_equal(got, want)
 
 
-def test_latents_that_stay_on_the_devices(transformer: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latents_that_stay_on_the_devices(transformer: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     size = {"height": 8, "width": 16, "num_inference_steps": 2}
     want = draw(transformer, ["a fox", "a hen"], **size)
     with monkeypatch.context() as patch:
@@ -333,7 +333,7 @@ def test_an_edited_network_is_another_program(
     assert draw(pipe).compilations == 0
     assert not cache.programs()
 
-    def changed(pipe: canvax.StableDiffusion) -> bool:
+    def changed(pipe: canvax.Pipeline) -> bool:
         pixels.append(draw(pipe).pixels)
         return bool(np.abs(pixels[-1] - pixels[-2]).max() > 1e-3)
 
@@ -357,7 +357,7 @@ def test_an_edited_network_is_traced_again_in_loops_of_ones_own() -> None:
     assert np.abs(decoded[0] - decoded[1]).max() > 1e-3
 
 
-def test_what_a_function_leaves_behind_is_no_edit(pipe: canvax.StableDiffusion) -> None:
+def test_what_a_function_leaves_behind_is_no_edit(pipe: canvax.Pipeline) -> None:
     """Nor is what a pipeline that it names has done since."""
     seen = []
 

@@ -131,7 +131,7 @@ LIMITED = [name for name, field in declared(Call).items() if field.setting.low i
 
 
 @pytest.mark.parametrize("name", sorted({*LIMITED} - {"num_images_per_prompt"}))
-def test_the_limits_of_an_argument_are_those_of_its_declaration(name: str, emoji: canvax.StableDiffusion) -> None:
+def test_the_limits_of_an_argument_are_those_of_its_declaration(name: str, emoji: canvax.Pipeline) -> None:
     """In Python, for rows and lines of files, and for requests."""
     setting = declared(Call)[name].setting
     image = {"image": np.zeros((64, 64, 3), np.uint8)} if name == "strength" else {}
