@@ -8,14 +8,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 from PIL import Image
 
-from canvax.call import OptionFields
 from canvax.compile.monitor import counting
 from canvax.errors import HintWarning, InputError, check_count, check_flag, refuse_tracers, warn
 from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
@@ -53,7 +52,8 @@ from canvax.weights.overrides import Overrides
 
 if TYPE_CHECKING:
     from canvax.pipelines.adapters import Adapters
-    from canvax.pipelines.networks import Opened
+    from canvax.pipelines.keywords import AgainFields, CallFields, ForeignFields, LoadFields
+    from canvax.pipelines.networks import ControlSource, IPAdapterSource, Opened
     from canvax.pipelines.safety import SafetyChecker
 
 
@@ -127,7 +127,7 @@ class Pipeline(LoadedModel):
         self,
         ip_adapter: str | Path | Sequence[str | Path] | None,
         image_encoder: str | Path | bool | None = None,
-        **source: Any,
+        **source: Unpack[IPAdapterSource],
     ) -> Pipeline:
         """This model with IP-Adapters, which read image prompts; weights and programs are shared with this pipeline.
 
@@ -150,7 +150,9 @@ class Pipeline(LoadedModel):
             other = with_ip_adapters(self.model, self.programs, self.params, sources, image_encoder)
             return self._with("with_ip_adapter", (ip_adapter, image_encoder), source, *other)
 
-    def with_controlnet(self, controlnet: str | Path | Sequence[str | Path] | None, **source: Any) -> Pipeline:
+    def with_controlnet(
+        self, controlnet: str | Path | Sequence[str | Path] | None, **source: Unpack[ControlSource]
+    ) -> Pipeline:
         """This model with networks that read control images, which shares its weights and programs with this pipeline.
 
         Its adapters come along. Later changes of adapters are those of one of the two pipelines alone. A network that
@@ -177,6 +179,33 @@ class Pipeline(LoadedModel):
         pipe = load(model, **keywords)
         return Both(cls(pipe.model, pipe.programs, safety_checker=pipe.safety_checker), pipe.params)
 
+    @overload
+    def __call__(
+        self,
+        prompt: str | Sequence[str] | Conditions,
+        negative_prompt: str | Sequence[str] | Conditions | None = None,
+        *,
+        output_type: Literal["pil"] | None = "pil",
+        **arguments: Unpack[CallFields],
+    ) -> Result: ...
+    @overload
+    def __call__(
+        self,
+        prompt: str | Sequence[str] | Conditions,
+        negative_prompt: str | Sequence[str] | Conditions | None = None,
+        *,
+        output_type: Literal["np", "numpy", "latent"],
+        **arguments: Unpack[CallFields],
+    ) -> Result[np.ndarray]: ...
+    @overload
+    def __call__(
+        self,
+        prompt: str | Sequence[str] | Conditions,
+        negative_prompt: str | Sequence[str] | Conditions | None = None,
+        *,
+        output_type: Output | None = "pil",
+        **arguments: Unpack[CallFields],
+    ) -> Result[Any]: ...
     @accepts(translate_call, refuse_tracers, GIVEN, by_place=True)
     def __call__(
         self,
@@ -199,9 +228,9 @@ class Pipeline(LoadedModel):
         control: Any = None,
         image_prompt: Any = None,
         adapters: Any = None,
-        output_type: Output = "pil",
-        **more: Unpack[OptionFields],
-    ) -> Result:
+        output_type: Output | None = "pil",
+        **more: Any,
+    ) -> Result[Any]:
         """Generate images. Nothing but height, width, the number of images and guidance on or off ever compiles again.
 
         Guidance that is on in a part of the run alone takes both programs.
@@ -315,7 +344,20 @@ class Pipeline(LoadedModel):
             result = run(model, self.programs, params, request, cure, counts)
         return self.safety_checker(result) if self.safety_checker else result
 
-    def again(self, image: str | Path | Image.Image | Mapping[str, Any], /, **changes: Any) -> Result:
+    @overload
+    def again(
+        self, image: str | Path | Image.Image | Mapping[str, Any], /, **changes: Unpack[AgainFields]
+    ) -> Result: ...
+    @overload
+    def again(
+        self,
+        image: str | Path | Image.Image | Mapping[str, Any],
+        /,
+        *,
+        output_type: Output,
+        **changes: Unpack[AgainFields],
+    ) -> Result[Any]: ...
+    def again(self, image: str | Path | Image.Image | Mapping[str, Any], /, **changes: Any) -> Result[Any]:
         """Generate an image again from its metadata, with changes: ``pipe.again("apple.png", num_inference_steps=50)``.
 
         Adapters have the weights that they had, in this call alone. The images that it was made from are not in the
@@ -370,7 +412,7 @@ class Pipeline(LoadedModel):
         options: Options | None = None,
         params: Params | None = None,
         control: bool = False,
-        **more: Unpack[OptionFields],
+        **more: Unpack[ForeignFields],
     ) -> Result:
         """An image made larger, with details that the model adds: enlarged, then image to image tile by tile.
 
@@ -443,6 +485,7 @@ def load(
     text_encoder: str | Path | None = None,
     tokenizer: str | Path | None = None,
     offload: bool = False,
+    **more: Unpack[LoadFields],
 ) -> Pipeline:
     """Load a model, ready to draw.
 
@@ -479,6 +522,7 @@ def load(
         offload: keep weights in the host's memory, and on the devices only those of the network that runs: text
             encoders, then the denoiser, then the autoencoder. For GPUs and TPUs that hold each and not all
             (docs/less-work.md).
+        more: names of diffusers, such as ``torch_dtype`` (docs/coming-from-diffusers.md).
 
     Raises:
         InputError: an argument cannot be used.

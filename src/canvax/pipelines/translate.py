@@ -43,7 +43,7 @@ def load_arguments() -> tuple[str, ...]:
     """The arguments of ``canvax.load``."""
     import canvax  # which imports this module
 
-    return tuple(signature(canvax.load).parameters)
+    return tuple(name for name, one in signature(canvax.load).parameters.items() if one.kind is not one.VAR_KEYWORD)
 
 
 def place_of(name: str) -> str:
