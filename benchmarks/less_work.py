@@ -72,7 +72,7 @@ def ssim(got: np.ndarray, want: np.ndarray) -> np.ndarray:
 
 
 def draw(
-    pipes: dict[str | None, canvax.StableDiffusion], first: int, run: dict[str, Any], steps: int, size: int | None
+    pipes: dict[str | None, canvax.Pipeline], first: int, run: dict[str, Any], steps: int, size: int | None
 ) -> canvax.Result:
     """One batch."""
     options = {name: value for name, value in run.items() if name not in ("sampler", "halved", "quantize")}
@@ -87,7 +87,7 @@ def draw(
     )
 
 
-def compare(pipes: dict[str | None, canvax.StableDiffusion], steps: int, size: int | None) -> dict[str, np.ndarray]:
+def compare(pipes: dict[str | None, canvax.Pipeline], steps: int, size: int | None) -> dict[str, np.ndarray]:
     """Print the table; returns the pictures of each run [B, H, W, 3]."""
     pixels: dict[str, list[np.ndarray]] = {name: [] for name in RUNS}
     seconds: dict[str, list[float]] = {name: [] for name in RUNS}

@@ -699,7 +699,7 @@ def announced(shown: str) -> dict[str, set[str]]:
 
 
 def test_a_default_call_is_what_is_prepared(
-    emoji: canvax.StableDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    emoji: canvax.Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With guidance or without, as the model's default scale is, and with what an inpainting model reads."""
     asked: list[Kinds] = []
@@ -726,7 +726,7 @@ def test_a_default_call_is_what_is_prepared(
 
 
 def test_compile_returns_what_it_did(
-    folder: Path, emoji: canvax.StableDiffusion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, emoji: canvax.Pipeline, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Programs, "_compile", instant)
     monkeypatch.setattr(aot, "replaced", tuple)  # kept all the same

@@ -53,7 +53,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 @pytest.fixture
-def generate(run: Run, monkeypatch: pytest.MonkeyPatch, emoji: canvax.StableDiffusion) -> Run:
+def generate(run: Run, monkeypatch: pytest.MonkeyPatch, emoji: canvax.Pipeline) -> Run:
     """Like ``run generate``, with the bundled model loaded already."""
     monkeypatch.setattr(canvax, "load", lambda *_, **__: emoji)
     return lambda *arguments: run("generate", *arguments)

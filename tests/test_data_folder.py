@@ -208,7 +208,7 @@ def test_the_command_finds_them(
     assert main([*command, "--model", "tiny", "--output", "named.png"]) == 0
     assert main([*command, "--model", str(small_folder), "--output", "path.png"]) == 0
     assert main(["info", "tiny", "--data-dir", str(folder)]) == 0
-    assert "StableDiffusion" in capsys.readouterr().out
+    assert "Pipeline" in capsys.readouterr().out
     named, path = (Image.open(file).tobytes() for file in ("named.png", "path.png"))
     assert named == path
 

@@ -91,11 +91,11 @@ def of_hires(model: Any, method: Any) -> float:
     return given.strength
 
 
-def test_defaults(emoji: canvax.StableDiffusion) -> None:
+def test_defaults(emoji: canvax.Pipeline) -> None:
     found = {
         "canvax.load": of_call(canvax.load),
-        "StableDiffusion": of_call(canvax.StableDiffusion.__call__),
-        "StableDiffusion.upscale": of_call(canvax.StableDiffusion.upscale),
+        "Pipeline": of_call(canvax.Pipeline.__call__),
+        "Pipeline.upscale": of_call(canvax.Pipeline.upscale),
         "Options": of_fields(canvax.Options),
         "families": {family.name: of_family(family) for family in FAMILIES},
         "hires_strength": {method: of_hires(emoji.model, method) for method in ("pixel", "latent")},

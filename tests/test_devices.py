@@ -54,7 +54,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small_checkpoint(tmp_path_factory.mktemp("devices") / "model")
 
 
-def draw(pipe: canvax.StableDiffusion, prompts: Any = PROMPTS, **changes: Any) -> canvax.Result:
+def draw(pipe: canvax.Pipeline, prompts: Any = PROMPTS, **changes: Any) -> canvax.Result:
     return pipe(prompts, **{"num_inference_steps": 3, "seed": 5, "sampler": "Euler a", "options": QUIET} | changes)
 
 
@@ -108,8 +108,8 @@ def test_each_device_receives_its_part_alone(checkpoint: Path, tmp_path: Path) -
 @pytest.mark.slow
 def test_own_params(checkpoint: Path, alone: canvax.Result) -> None:
     """Parameters of the caller are put on the mesh, wherever they are; a fault of theirs is named."""
-    _, params = canvax.StableDiffusion.from_pretrained(checkpoint, mesh=make_mesh(jax.devices()[:1]))
-    pipe, _ = canvax.StableDiffusion.from_pretrained(checkpoint, mesh=make_mesh(data=2, model=4))
+    _, params = canvax.Pipeline.from_pretrained(checkpoint, mesh=make_mesh(jax.devices()[:1]))
+    pipe, _ = canvax.Pipeline.from_pretrained(checkpoint, mesh=make_mesh(data=2, model=4))
     on_host = jax.tree.map(np.asarray, params)
     for given in (params, on_host, pipe.place(on_host)):
         same_latents(draw(pipe, params=given), alone)
@@ -289,7 +289,7 @@ def test_rows_of_a_batch() -> None:
 
 
 @pytest.mark.slow
-def test_memory_is_what_the_compiler_says(emoji: canvax.StableDiffusion) -> None:
+def test_memory_is_what_the_compiler_says(emoji: canvax.Pipeline) -> None:
     found = emoji.memory(batch=2)
     assert found.weights == sum(leaf.nbytes for leaf in jax.tree.leaves(emoji.params))
     assert found.fits
@@ -303,7 +303,7 @@ def test_memory_is_what_the_compiler_says(emoji: canvax.StableDiffusion) -> None
     assert emoji.compile(batch=2, progress=False) == ()
     eight, alone = emoji.memory(batch=8).programs, emoji.memory(batch=2, guidance=False).programs
     assert alone["denoiser"] < found.programs["denoiser"] < eight["denoiser"]
-    without = canvax.StableDiffusion(emoji.model, emoji.programs).memory(batch=2)
+    without = canvax.Pipeline(emoji.model, emoji.programs).memory(batch=2)
     assert (without.weights, without.programs) == (found.weights, found.programs)
 
 

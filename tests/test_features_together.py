@@ -156,7 +156,7 @@ def from_metadata(studio: Studio, row: Row, result: canvax.Result, folder: Path)
 
 
 @contextmanager
-def as_recorded(pipe: canvax.StableDiffusion, row: Row, result: canvax.Result) -> Iterator[None]:
+def as_recorded(pipe: canvax.Pipeline, row: Row, result: canvax.Result) -> Iterator[None]:
     """With the adapters beside the weights that an image had, for which ``--from-image`` has no flag."""
     if row["adapters"] != "beside":
         yield
@@ -190,6 +190,10 @@ def test_info_prints_a_command_for_the_same_image(
     if reproducible(row):
         monkeypatch.chdir(studio.root)
         from_metadata(studio, row, result, tmp_path)
+        with studio.call(row, [0], "1") as (pipe, call):
+            pipe.adapters.set({})
+            images = {name: call[name] for name in ("image", "mask", "control", "image_prompt") if name in call}
+            assert pipe.again(result.metadata[1], **images).metadata == result.metadata[1:]
 
 
 def my_rule(negative: Any, conditional: Any, scale: Any) -> Any:

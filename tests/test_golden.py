@@ -45,7 +45,7 @@ def generated(dtype: str, sampler: str) -> np.ndarray:
 
 
 @cache
-def loaded(dtype: str) -> canvax.StableDiffusion:
+def loaded(dtype: str) -> canvax.Pipeline:
     return canvax.load(PACKAGED, dtype=dtype, mesh=make_mesh(jax.devices()[:1]), progress=False)
 
 

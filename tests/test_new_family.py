@@ -166,7 +166,7 @@ FAMILY = Family(
 )
 
 
-def pipeline_of(networks: Networks, family: Family = FAMILY) -> canvax.StableDiffusion:
+def pipeline_of(networks: Networks, family: Family = FAMILY) -> canvax.Pipeline:
     files: Any = SimpleNamespace(name="a mixer", revision=None, variant=None, overrides={})
     model = Model(
         files=files,
@@ -179,21 +179,21 @@ def pipeline_of(networks: Networks, family: Family = FAMILY) -> canvax.StableDif
     )
     params = {name: init_params(spec, seed) for seed, (name, spec) in enumerate(networks.specs().items())}
     mesh = make_mesh(jax.devices()[:1])
-    pipe = canvax.StableDiffusion(model, Programs(networks, mesh))
+    pipe = canvax.Pipeline(model, Programs(networks, mesh))
     pipe.params = pipe.place(params)
     return pipe
 
 
 @pytest.fixture(scope="module")
-def pipe() -> canvax.StableDiffusion:
+def pipe() -> canvax.Pipeline:
     return pipeline_of(NETWORKS)
 
 
-def draw(pipe: canvax.StableDiffusion, prompt: Any = "a fox", **keywords: Any) -> canvax.Result:
+def draw(pipe: canvax.Pipeline, prompt: Any = "a fox", **keywords: Any) -> canvax.Result:
     return pipe(prompt, **{"seed": 1, "options": canvax.Options(progress=False)} | keywords)
 
 
-def test_the_public_call_makes_an_image(pipe: canvax.StableDiffusion) -> None:
+def test_the_public_call_makes_an_image(pipe: canvax.Pipeline) -> None:
     result = draw(pipe)
     assert result.images[0].size == (8 * FACTOR, 8 * FACTOR)
     assert result.latents.shape == (1, 8, 8, CHANNELS)
@@ -202,7 +202,7 @@ def test_the_public_call_makes_an_image(pipe: canvax.StableDiffusion) -> None:
     assert np.abs(again.pixels[0] - again.pixels[1]).max() > 0.01
 
 
-def test_everything_a_user_changes_is_data(pipe: canvax.StableDiffusion) -> None:
+def test_everything_a_user_changes_is_data(pipe: canvax.Pipeline) -> None:
     want = draw(pipe)
     changes: dict[str, Any]
     for changes in ({"guidance_scale": 5.0}, {"num_inference_steps": 6}, {"negative_prompt": "red"}, {"seed": 3}):
@@ -211,7 +211,7 @@ def test_everything_a_user_changes_is_data(pipe: canvax.StableDiffusion) -> None
         assert np.abs(got.latents - want.latents).max() > 1e-4
 
 
-def test_encoders_have_lengths_of_their_own(pipe: canvax.StableDiffusion) -> None:
+def test_encoders_have_lengths_of_their_own(pipe: canvax.Pipeline) -> None:
     """A longer prompt takes the longer length of one encoder; a prompt that one of them cannot read is refused."""
     short, long = (np.asarray(pipe.encode(text)["text"]) for text in ("a fox", "a foxes"))
     assert (short.shape, long.shape) == ((1, 5 + 7, WIDTH), (1, 20 + 7, WIDTH))
@@ -223,7 +223,7 @@ def test_encoders_have_lengths_of_their_own(pipe: canvax.StableDiffusion) -> Non
         assert caught.value.argument == "prompt"
 
 
-def test_conditions_in_place_of_prompts(pipe: canvax.StableDiffusion) -> None:
+def test_conditions_in_place_of_prompts(pipe: canvax.Pipeline) -> None:
     """The other side is brought to their length; what was joined on its tokens cannot be brought to another."""
     short, long = map(pipe.encode, ("a fox", "a foxes"))
     for prompt, negative in ((short, "red"), (long, "red"), (long, short | {"text": long["text"]})):
@@ -247,21 +247,21 @@ class Seeing(Letters):
         return super().read(tokenizer, texts, length)
 
 
-def test_an_encoder_sees_the_images_that_are_edited(transformer: canvax.StableDiffusion) -> None:
+def test_an_encoder_sees_the_images_that_are_edited(transformer: canvax.Pipeline) -> None:
     networks = dataclasses.replace(transformer.model.networks, text=TextEncoders((Seeing("reader", (5,)),)))
     pipe = pipeline_of(networks, transformer.model.family)
     draw(pipe, ["a fox", "a hen"], image=[np.zeros((8, 12, 3), np.uint8)] * 2, height=8, width=8)
     assert [[(12, 8)] * 2] * 2 in Seeing.seen
 
 
-def test_an_image_to_begin_from_and_a_mask(pipe: canvax.StableDiffusion) -> None:
+def test_an_image_to_begin_from_and_a_mask(pipe: canvax.Pipeline) -> None:
     image, mask = np.full((16, 16, 3), 200, np.uint8), np.zeros((16, 16), np.uint8)
     mask[:, 8:] = 255
     result = draw(pipe, image=image, mask=mask, strength=0.5)
     assert np.isfinite(result.pixels).all()
 
 
-def test_the_networks_are_functions_of_arrays(pipe: canvax.StableDiffusion) -> None:
+def test_the_networks_are_functions_of_arrays(pipe: canvax.Pipeline) -> None:
     conditions = pipe.encode(["a fox", "a hen"])
     latents = jnp.ones((2, 8, 8, CHANNELS))
     assert pipe.denoiser(latents, 500.0, conditions).shape == latents.shape
@@ -270,7 +270,7 @@ def test_the_networks_are_functions_of_arrays(pipe: canvax.StableDiffusion) -> N
         pipe.denoiser(latents, 500.0, {"text": conditions["text"]})
 
 
-def test_what_only_some_networks_can_do_is_refused(pipe: canvax.StableDiffusion) -> None:
+def test_what_only_some_networks_can_do_is_refused(pipe: canvax.Pipeline) -> None:
     for name, value in {"reuse": 2, "pag_scale": 3.0, "pag_adaptive_scale": 0.01}.items():
         with pytest.raises(canvax.InputError) as caught:
             draw(pipe, options=canvax.Options(**{name: value}))
@@ -278,7 +278,7 @@ def test_what_only_some_networks_can_do_is_refused(pipe: canvax.StableDiffusion)
 
 
 @pytest.fixture(scope="module")
-def transformer() -> canvax.StableDiffusion:
+def transformer() -> canvax.Pipeline:
     """A pipeline around a small FLUX.2, whose loop has tokens."""
     cfg = Flux2Config(
         in_channels=CHANNELS, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
@@ -288,7 +288,7 @@ def transformer() -> canvax.StableDiffusion:
     return pipeline_of(networks, Family("small", (), FAMILY.read, FAMILY.tokenizer, defaults=FAMILY.defaults))
 
 
-def test_one_entry_of_conditions_is_for_all_latents(transformer: canvax.StableDiffusion) -> None:
+def test_one_entry_of_conditions_is_for_all_latents(transformer: canvax.Pipeline) -> None:
     one = transformer.encode("a fox")
     latents = jax.random.normal(jax.random.key(0), (2, 4, 6, CHANNELS))
     both = {name: jnp.repeat(array, 2, axis=0) for name, array in one.items()}
@@ -296,7 +296,7 @@ def test_one_entry_of_conditions_is_for_all_latents(transformer: canvax.StableDi
     np.testing.assert_array_equal(got, want)
 
 
-def test_latents_that_stay_on_the_devices(transformer: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latents_that_stay_on_the_devices(transformer: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     size = {"height": 8, "width": 16, "num_inference_steps": 2}
     want = draw(transformer, ["a fox", "a hen"], **size)
     monkeypatch.setattr(batch, "map_parts", None)  # by way of the host
@@ -325,7 +325,7 @@ class TokenDenoiser(MlpDenoiser):
 
 
 @pytest.mark.parametrize("channels_first", [False, True])
-def test_a_loop_of_tokens_makes_the_same_images(pipe: canvax.StableDiffusion, channels_first: bool) -> None:
+def test_a_loop_of_tokens_makes_the_same_images(pipe: canvax.Pipeline, channels_first: bool) -> None:
     """Latents go in, come out, are kept, seen and changed on the way as those of a loop that holds them as they are."""
     tokens = pipeline_of(dataclasses.replace(NETWORKS, denoiser=TokenDenoiser(channels_first)))
     image, mask = np.zeros((16, 24, 3), np.uint8), np.zeros((16, 24), np.uint8)
@@ -473,7 +473,7 @@ def test_an_edited_network_is_another_program(
     assert draw(pipe).compilations == 0
     assert not cache.stored_programs()
 
-    def changed(pipe: canvax.StableDiffusion) -> bool:
+    def changed(pipe: canvax.Pipeline) -> bool:
         pixels.append(draw(pipe).pixels)
         return bool(np.abs(pixels[-1] - pixels[-2]).max() > 1e-3)
 
@@ -497,7 +497,7 @@ def test_an_edited_network_is_traced_again_in_loops_of_ones_own() -> None:
     assert np.abs(decoded[0] - decoded[1]).max() > 1e-3
 
 
-def test_what_a_function_leaves_behind_is_no_edit(pipe: canvax.StableDiffusion) -> None:
+def test_what_a_function_leaves_behind_is_no_edit(pipe: canvax.Pipeline) -> None:
     """Nor is what a pipeline that it names has done since."""
     seen: ClassVar[list[Any]] = []
 

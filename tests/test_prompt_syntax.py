@@ -27,7 +27,7 @@ SYNTAXES: Any = ("plain", "a1111", "comfy", "compel")
 STEPS = 6
 
 
-def draw(emoji: canvax.StableDiffusion, prompt: Any, syntax: str = "a1111", **changes: Any) -> canvax.Result:
+def draw(emoji: canvax.Pipeline, prompt: Any, syntax: str = "a1111", **changes: Any) -> canvax.Result:
     usual = {"seed": 1, "num_inference_steps": STEPS, "guidance_scale": 4.0, "progress": False}
     return emoji(prompt, **{**usual, "prompt_syntax": syntax, **changes})
 
@@ -238,14 +238,14 @@ def test_chunks() -> None:
 # What is generated
 
 
-def test_a_plain_prompt_is_the_same_in_every_syntax(emoji: canvax.StableDiffusion) -> None:
+def test_a_plain_prompt_is_the_same_in_every_syntax(emoji: canvax.Pipeline) -> None:
     results = [draw(emoji, "a red apple, a dog", syntax) for syntax in SYNTAXES]
     for result in results[1:]:
         np.testing.assert_array_equal(result.latents, results[0].latents)
         assert result.compilations == 0
 
 
-def test_nothing_compiles_for_weights_syntax_and_schedules(emoji: canvax.StableDiffusion) -> None:
+def test_nothing_compiles_for_weights_syntax_and_schedules(emoji: canvax.Pipeline) -> None:
     draw(emoji, "a red apple")
     seen = [draw(emoji, "a red apple").latents]
     for prompt, syntax in (
@@ -259,7 +259,7 @@ def test_nothing_compiles_for_weights_syntax_and_schedules(emoji: canvax.StableD
 
 
 @pytest.mark.weekly
-def test_chunks_of_a_batch_do_not_meet(emoji: canvax.StableDiffusion) -> None:
+def test_chunks_of_a_batch_do_not_meet(emoji: canvax.Pipeline) -> None:
     """A short prompt gives the image that it gives alone, beside one of two chunks and with a long negative."""
     prompts = ["a cat", "a dog BREAK a (red:1.2) house"]
     both = draw(emoji, prompts, seed=[1, 2])
@@ -269,7 +269,7 @@ def test_chunks_of_a_batch_do_not_meet(emoji: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.parametrize("counts", [(3, 4), pytest.param((5, 8), marks=pytest.mark.weekly)])
-def test_nothing_compiles_for_chunks_within_a_bucket(counts: tuple[int, int], emoji: canvax.StableDiffusion) -> None:
+def test_nothing_compiles_for_chunks_within_a_bucket(counts: tuple[int, int], emoji: canvax.Pipeline) -> None:
     few, many = (
         draw(emoji, " BREAK ".join(["a red apple", "a dog", "a cat", "a fox"] * 2)[:count]) for count in counts
     )
@@ -277,7 +277,7 @@ def test_nothing_compiles_for_chunks_within_a_bucket(counts: tuple[int, int], em
     assert np.abs(many.latents - few.latents).max() > 1e-3
 
 
-def test_a_long_prompt_is_read_whole(emoji: canvax.StableDiffusion) -> None:
+def test_a_long_prompt_is_read_whole(emoji: canvax.Pipeline) -> None:
     words = "a red apple, " * 30
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -285,7 +285,7 @@ def test_a_long_prompt_is_read_whole(emoji: canvax.StableDiffusion) -> None:
     assert np.abs(one - other).max() > 1e-3
 
 
-def test_scheduled_texts_stand_at_their_steps(emoji: canvax.StableDiffusion) -> None:
+def test_scheduled_texts_stand_at_their_steps(emoji: canvax.Pipeline) -> None:
     """[a:b:2] is a for the first three steps and b for the others: what a run in two parts gives."""
     kept: list[np.ndarray] = []
     draw(emoji, "a red apple", sampler="ddim", callback=lambda step: kept.append(step.latents.copy()))
@@ -297,7 +297,7 @@ def test_scheduled_texts_stand_at_their_steps(emoji: canvax.StableDiffusion) -> 
     assert heun.compilations == 0
 
 
-def test_scheduled_texts_of_a_part_of_a_run(emoji: canvax.StableDiffusion) -> None:
+def test_scheduled_texts_of_a_part_of_a_run(emoji: canvax.Pipeline) -> None:
     """Steps are counted from the beginning of the whole run, or of the steps that strength leaves."""
 
     def latents(prompt: str, **part: Any) -> np.ndarray:
@@ -313,7 +313,7 @@ def test_scheduled_texts_of_a_part_of_a_run(emoji: canvax.StableDiffusion) -> No
 
 
 @pytest.mark.slow
-def test_prompts_that_are_added_up(emoji: canvax.StableDiffusion) -> None:
+def test_prompts_that_are_added_up(emoji: canvax.Pipeline) -> None:
     """Against a loop by hand: u + s (w1 (c1 - u) + w2 (c2 - u)) and DDIM's rows."""
     got = draw(emoji, "a cat AND a red apple:0.6", sampler="ddim")
     table = build_table(emoji.model.scheduler, STEPS, sampler="ddim")
@@ -330,7 +330,7 @@ def test_prompts_that_are_added_up(emoji: canvax.StableDiffusion) -> None:
     np.testing.assert_allclose(only, draw(emoji, "a cat", sampler="ddim").latents, atol=1e-4)
 
 
-def test_conditions_in_place_of_prompts(emoji: canvax.StableDiffusion) -> None:
+def test_conditions_in_place_of_prompts(emoji: canvax.Pipeline) -> None:
     plain = draw(emoji, "a red apple", negative_prompt="a dog")
     again = draw(emoji, emoji.encode("a red apple"), negative_prompt=emoji.encode("a dog"))
     np.testing.assert_allclose(again.latents, plain.latents, atol=1e-5)
@@ -356,12 +356,12 @@ def test_conditions_in_place_of_prompts(emoji: canvax.StableDiffusion) -> None:
         ({"text": np.full((1, 77, 160), np.nan)}, "not finite|give what"),
     ],
 )
-def test_bad_prompts(prompt: Any, message: str, emoji: canvax.StableDiffusion) -> None:
+def test_bad_prompts(prompt: Any, message: str, emoji: canvax.Pipeline) -> None:
     with pytest.raises(canvax.InputError, match=message):
         draw(emoji, prompt)
 
 
-def test_options_that_do_not_go_together(emoji: canvax.StableDiffusion) -> None:
+def test_options_that_do_not_go_together(emoji: canvax.Pipeline) -> None:
     with refused("prompt"):
         draw(emoji, "a AND b", reuse=2)
     with pytest.raises(canvax.InputError, match="encode each of them"):
@@ -374,7 +374,7 @@ def test_options_that_do_not_go_together(emoji: canvax.StableDiffusion) -> None:
 
 
 @pytest.fixture(scope="module")
-def xl(tmp_path_factory: pytest.TempPathFactory) -> tuple[canvax.StableDiffusion, canvax.StableDiffusion]:
+def xl(tmp_path_factory: pytest.TempPathFactory) -> tuple[canvax.Pipeline, canvax.Pipeline]:
     """On one device, and on four."""
     folder = build(tmp_path_factory.mktemp("prompts") / "model")
     one, four = (

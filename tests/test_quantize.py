@@ -36,7 +36,7 @@ def one_device() -> Any:
     return make_mesh(jax.devices()[:1])
 
 
-def draw(pipe: canvax.StableDiffusion) -> np.ndarray:
+def draw(pipe: canvax.Pipeline) -> np.ndarray:
     return pipe(PROMPTS, seed=[1, 2], num_inference_steps=10, options=QUIET).pixels
 
 

@@ -35,7 +35,7 @@ WIDTH = 160
 
 
 @pytest.fixture(scope="module")
-def emoji() -> canvax.StableDiffusion:
+def emoji() -> canvax.Pipeline:
     return canvax.load("emoji", progress=False, mesh=canvax.make_mesh(jax.devices()[:1]))
 
 
@@ -82,7 +82,7 @@ def test_files_have_the_names_of_prompts(folder: Path) -> None:
 
 
 def test_each_prompt_has_its_own(
-    server: tuple[httpx.Client, ImageEngine], folder: Path, emoji: canvax.StableDiffusion
+    server: tuple[httpx.Client, ImageEngine], folder: Path, emoji: canvax.Pipeline
 ) -> None:
     """In one batch as alone, as ``load_embedding`` does it, in each spelling; nothing compiles."""
     client, _ = server
@@ -125,7 +125,7 @@ def test_others_are_said_where_the_user_looks(server: tuple[httpx.Client, ImageE
     assert (kinds["loaded"]["Wool"]["vectors"], kinds["loaded"]["Wool"]["shape"]) == (2, WIDTH)
 
 
-def test_rows_are_given_away(emoji: canvax.StableDiffusion, folder: Path) -> None:
+def test_rows_are_given_away(emoji: canvax.Pipeline, folder: Path) -> None:
     """Where all are taken, those of the word that was named longest ago, which can still be written."""
     cache = EmbeddingCache(emoji.model, emoji.mesh)
     cache._spare = {part: ids[:6] for part, ids in cache._spare.items()}

@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 
 import canvax
-from canvax.call import IMAGE, Call, Enlarging, FromFiles, Load, LoadFlags, OptionFields, OptionRecord
+from canvax.call import IMAGE, Call, Enlarging, FromFiles, Load, LoadFlags, OptionRecord
 from canvax.cli.again import again
 from canvax.cli.images import ALIASES, SETTINGS
+from canvax.familiar import CALL, HARMLESS, LOAD
 from canvax.images.infotext import from_infotext
+from canvax.pipelines import keywords, translate
 from canvax.pipelines.checks import FITS_ALL, check_size
 from canvax.pipelines.request import make_request
 from canvax.scale.rows import NAMES
@@ -79,7 +81,7 @@ def test_load_takes_the_record() -> None:
 
 
 def test_upscale_takes_the_record() -> None:
-    parameters = signature(canvax.StableDiffusion.upscale).parameters
+    parameters = signature(canvax.Pipeline.upscale).parameters
     assert {name: parameters[name].default for name in declared(Enlarging)} == vars(Enlarging())
     for name, value in (("scale", 17), ("strength", 0), ("overlap", 0), ("batch", 0.5), ("control", 1)):
         with pytest.raises(canvax.InputError) as refused:
@@ -137,21 +139,54 @@ def test_names_are_unambiguous() -> None:
 
 
 def test_keywords_for_type_checkers() -> None:
+    """They are all keywords that a call and ``canvax.load`` take; docs/reference/generate.py writes them."""
     hints = get_type_hints(OptionRecord)
-    assert get_type_hints(OptionFields) == {name: hints[name] for name in declared(OptionRecord)}
+    assert get_type_hints(keywords.OptionFields) == {name: hints[name] for name in declared(OptionRecord)}
+    own = {*signature(canvax.Pipeline.__call__).parameters} - {
+        "self",
+        "prompt",
+        "negative_prompt",
+        "output_type",
+        "more",
+    }
+    foreign = {name for name, one in CALL.items() if one.becomes} | {*translate._SPECIAL}
+    assert keywords.CallFields.__annotations__.keys() == own | foreign | declared(OptionRecord).keys()
+    assert keywords.LoadFields.__annotations__.keys() == {n for n, one in LOAD.items() if one.becomes} | HARMLESS.keys()
+
+
+USER = """
+import numpy as np
+import canvax
+pipe = canvax.load("emoji", torch_dtype="float16", use_safetensors=True)
+pipe("a cat", clip_skip=1, sigmas="karras", generator=None, callback_on_step_end=print, num_inference_steps=2)
+one = pipe("a cat", steps=2).images[0].resize((8, 8))
+array: np.ndarray = pipe("a cat", output_type="np").images
+one = pipe("a cat", output_type="pil")[0].resize((8, 8))
+one = pipe.again("a.png", steps=3).images[0].resize((8, 8))
+pipe.upscale(one, "a cat", clip_skip=1, cfg_scale=3.0)
+pipe.with_controlnet("x", local_files_only=True)
+pipe("a cat", clip_skp=1)  # wrong
+pipe("a cat", mask_mode="sofft")  # wrong
+pipe("a cat", steps="x")  # wrong
+pipe("a cat", output_type="foo")  # wrong
+pipe("a cat", None, 64)  # wrong
+canvax.load("emoji", torch_dtyp="float16")  # wrong
+pipe.with_controlnet("x", foo=1)  # wrong
+pipe("a cat", output_type="np").images.append(one)  # wrong
+pipe.again("a.png", no_such=1)  # wrong
+"""
 
 
 @pytest.mark.slow
-def test_a_type_checker_knows_the_options(tmp_path: Path) -> None:
+def test_a_type_checker_knows_the_names(tmp_path: Path) -> None:
+    """Also those of diffusers."""
     pytest.importorskip("pyright")
-    (tmp_path / "user.py").write_text(
-        'import canvax\npipe = canvax.load("emoji")\npipe("a cat", clip_skip=1, sigmas="karras")\n'
-        'pipe("a cat", clip_skp=1)\npipe("a cat", mask_mode="sofft")\n'
-    )
+    (tmp_path / "user.py").write_text(USER)
     (tmp_path / "pyrightconfig.json").write_text(f'{{"extraPaths": ["{ROOT / "src"}"]}}')
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert re.findall(r"user\.py:(\d+):\d+ - error", done.stdout) == ["4", "5"]
+    wrong = [str(number) for number, line in enumerate(USER.splitlines(), 1) if line.endswith("# wrong")]
+    assert list(dict.fromkeys(re.findall(r"user\.py:(\d+):\d+ - error", done.stdout))) == wrong, done.stdout
 
 
 WRONG: dict[str, tuple[Mapping[str, Any], str]] = {
@@ -182,7 +217,7 @@ LIMITED = [name for name, field in declared(Call).items() if field.setting.low i
 
 
 @pytest.mark.parametrize("name", sorted({*LIMITED} - {"num_images_per_prompt"}))
-def test_the_limits_of_an_argument_are_those_of_its_declaration(name: str, emoji: canvax.StableDiffusion) -> None:
+def test_the_limits_of_an_argument_are_those_of_its_declaration(name: str, emoji: canvax.Pipeline) -> None:
     """In Python, for rows and lines of files, and for requests."""
     setting = declared(Call)[name].setting
     image = {"image": np.zeros((64, 64, 3), np.uint8)} if name == "strength" else {}

@@ -132,11 +132,11 @@ def _picture(job: Asked, inputs: dict[str, np.ndarray], began: float) -> Ready:
     )
 
 
-def _pipeline(job: Asked) -> canvax.StableDiffusion:
+def _pipeline(job: Asked) -> canvax.Pipeline:
     return canvax.load(job["folder"], dtype=job["dtype"], mesh=make_mesh(jax.devices()[:1]), progress=False)
 
 
-def _draw(pipe: canvax.StableDiffusion, job: Asked, latents: np.ndarray, callback: Any = None) -> canvax.Result:
+def _draw(pipe: canvax.Pipeline, job: Asked, latents: np.ndarray, callback: Any = None) -> canvax.Result:
     return pipe(
         job["prompts"],
         height=job["height"],
@@ -150,7 +150,7 @@ def _draw(pipe: canvax.StableDiffusion, job: Asked, latents: np.ndarray, callbac
     )
 
 
-def _seen(pipe: canvax.StableDiffusion, job: Asked, noise: np.ndarray, result: canvax.Result) -> dict[str, np.ndarray]:
+def _seen(pipe: canvax.Pipeline, job: Asked, noise: np.ndarray, result: canvax.Result) -> dict[str, np.ndarray]:
     """What is compared; of a model without guidance also one step, see ``benchmarks.lab.measure.DRIFT``."""
     results = {"": result}
     if job["guidance"] <= 1:
@@ -159,7 +159,7 @@ def _seen(pipe: canvax.StableDiffusion, job: Asked, noise: np.ndarray, result: c
 
 
 def _load_once(job: Asked) -> Once:
-    _ = canvax.StableDiffusion  # importing it is no part of loading, nor is starting the device
+    _ = canvax.Pipeline  # importing it is no part of loading, nor is starting the device
     jax.devices()
     began = time.perf_counter()
     params = jax.block_until_ready(_pipeline(job).params)
@@ -180,7 +180,7 @@ def _start(job: Asked, began: float) -> Once:
     def note(name: str) -> None:
         moments.setdefault(name, time.time() - began)
 
-    _ = canvax.StableDiffusion
+    _ = canvax.Pipeline
     note("imported")
     with np.load(job["inputs"]) as file:
         latents = file["latents"]
@@ -231,7 +231,7 @@ def _flops(function: Callable[..., Any], params: Params, arguments: tuple[Any, .
         return count_flops(function, weights, *shapes)
 
 
-def _picture_flops(job: Asked, pipe: canvax.StableDiffusion) -> float:
+def _picture_flops(job: Asked, pipe: canvax.Pipeline) -> float:
     """All prompts, all steps, decoding. What a transformer prepares counts once."""
     assert pipe.params is not None
     model, params, total = pipe.model, pipe.params, 0.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from itertools import islice
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, get_args
 
 from canvax.errors import InputError, check_function, nearest
 from canvax.settings import check_all, check_once, declared, is_whole, numbers_of, setting
@@ -577,60 +577,3 @@ class OptionRecord:
         None, "of the refiner: what to keep away from", cure="2.5 is usual", unset="2.5", group=SDXL,
         needs=("guidance",),
     )  # fmt: skip
-
-
-class OptionFields(TypedDict, total=False):
-    """The options as keywords of a call, for type checkers and editors: as ``OptionRecord``, which a test compares."""
-
-    eta: float | None
-    spacing: Spacing | None
-    sigmas: str | Sequence[float] | None
-    sampler_settings: Mapping[str, Any] | Sequence[str]
-    guidance_steps: Sequence[float] | None
-    guidance_interval: Sequence[float]
-    guidance_rescale: float
-    guidance_method: GuidanceMethod | GuidanceFunction
-    guidance_settings: Mapping[str, Any] | Sequence[str]
-    pag_scale: float
-    pag_adaptive_scale: float
-    reuse: int
-    reuse_layers: int
-    tiling: Tiling
-    clip_skip: int
-    noise: NoiseKind
-    prompt_syntax: PromptSyntax
-    progress: bool | Literal["programs"]
-    callback: Callable[[Any], Any] | None
-    strength_rule: StrengthRule
-    image_encoding: ImageEncoding | None
-    mask_mode: MaskMode
-    mask_blur: float
-    mask_fill: MaskFill
-    mask_blend: MaskBlend
-    padding_mask_crop: int | None
-    outpaint: str | Sequence[int] | Mapping[str, int] | None
-    control_scale: float | Sequence[float]
-    control_start: float | Sequence[float]
-    control_end: float | Sequence[float]
-    control_mode: ControlMode | Sequence[ControlMode]
-    variation_seed: int | None
-    variation_strength: float
-    seed_size: tuple[int, int] | None
-    hires: float
-    hires_method: HiresMethod
-    hires_strength: float | None
-    hires_steps: int | None
-    hires_sampler: str | None
-    hires_prompt: str | Sequence[str] | None
-    denoising_start: float
-    denoising_end: float
-    prompt_2: str | Sequence[str] | None
-    negative_prompt_2: str | Sequence[str] | None
-    original_size: tuple[int, int] | None
-    crops_coords_top_left: tuple[int, int]
-    target_size: tuple[int, int] | None
-    negative_original_size: tuple[int, int] | None
-    negative_crops_coords_top_left: tuple[int, int] | None
-    negative_target_size: tuple[int, int] | None
-    aesthetic_score: float | None
-    negative_aesthetic_score: float | None

@@ -64,7 +64,7 @@ def files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     }
 
 
-def load(model: Path, files: dict[str, Path] | None = None, **changes: Any) -> canvax.StableDiffusion:
+def load(model: Path, files: dict[str, Path] | None = None, **changes: Any) -> canvax.Pipeline:
     parts = {name: path for name, path in {**(files or {}), **changes}.items() if name != "model"}
     return canvax.load(model, dtype="float32", mesh=make_mesh(jax.devices()[:1]), progress=False, **parts)
 
@@ -74,11 +74,11 @@ def assert_same(params: Any, wanted: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def wanted(folder: Path) -> canvax.StableDiffusion:
+def wanted(folder: Path) -> canvax.Pipeline:
     return load(folder)
 
 
-def test_single_files(files: dict[str, Path], folder: Path, wanted: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_single_files(files: dict[str, Path], folder: Path, wanted: canvax.Pipeline, tmp_path: Path) -> None:
     """All weights are those of the folder bit for bit, and all configs; diffusers reads the transformer likewise."""
     theirs = diffusers.Flux2Transformer2DModel.from_single_file(str(files["model"]), config=str(folder / "transformer"))
     for name, array in arrays(folder, "transformer").items():
@@ -133,7 +133,7 @@ def test_gguf(files: dict[str, Path], folder: Path, tmp_path: Path) -> None:
         assert_same(one, other)
 
 
-def test_a_padding_token_with_its_properties(folder: Path, wanted: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_a_padding_token_with_its_properties(folder: Path, wanted: canvax.Pipeline, tmp_path: Path) -> None:
     """Older releases of transformers write tokens so; without any the checkpoint is refused."""
     words = Path(shutil.copytree(folder / "tokenizer", tmp_path / "words"))
     config = json.loads((words / "tokenizer_config.json").read_text())
@@ -175,7 +175,7 @@ def test_info(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_commands_that_take_the_parts(
-    files: dict[str, Path], wanted: canvax.StableDiffusion, capsys: pytest.CaptureFixture[str]
+    files: dict[str, Path], wanted: canvax.Pipeline, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They know the model by its files: ``info`` and ``plan``, ``compile`` and ``serve``, which has them for one."""
     flags = [word for name, part in files.items() if name != "model"
@@ -202,7 +202,7 @@ def assert_same_files(saved: Path, folder: Path) -> None:
         assert arrays(saved, name).keys() == arrays(folder, name).keys()
 
 
-def test_saved(files: dict[str, Path], folder: Path, wanted: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_saved(files: dict[str, Path], folder: Path, wanted: canvax.Pipeline, tmp_path: Path) -> None:
     """A saved folder is the same model in canvax and in diffusers."""
     load(files["model"], files).save(tmp_path / "saved")
     assert_same_files(tmp_path / "saved", folder)
@@ -236,7 +236,7 @@ def test_sizes_of_the_released_autoencoders(cfg: Flux2VaeConfig) -> None:
     assert Flux2VaeConfig.from_dict(vae_config(shapes_of(flux2_vae_spec(cfg)), {})) == cfg
 
 
-def on_devices(pipe: canvax.StableDiffusion, others: set[int]) -> set[str]:
+def on_devices(pipe: canvax.Pipeline, others: set[int]) -> set[str]:
     """Components a weight of which is on the devices now, ``others`` aside."""
     held = {(array.shape, str(array.dtype)) for array in jax.live_arrays()
             if array.ndim == 2 and array.sharding.memory_kind == "device" and id(array) not in others}  # fmt: skip

@@ -70,22 +70,22 @@ def files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     }
 
 
-def load(model: Path, files: dict[str, Path] | None = None, **changes: Any) -> canvax.StableDiffusion:
+def load(model: Path, files: dict[str, Path] | None = None, **changes: Any) -> canvax.Pipeline:
     parts = {name: path for name, path in {**(files or {}), **changes}.items() if name != "model"}
     return canvax.load(model, dtype="float32", mesh=make_mesh(jax.devices()[:1]), progress=False, **parts)
 
 
 @pytest.fixture(scope="module")
-def wanted(folder: Path) -> canvax.StableDiffusion:
+def wanted(folder: Path) -> canvax.Pipeline:
     return load(folder)
 
 
-def assert_same(pipe: canvax.StableDiffusion, wanted: canvax.StableDiffusion) -> None:
+def assert_same(pipe: canvax.Pipeline, wanted: canvax.Pipeline) -> None:
     assert pipe.model.networks == wanted.model.networks
     jax.tree.map(np.testing.assert_array_equal, pipe.params, wanted.params)
 
 
-def test_single_files(files: dict[str, Path], folder: Path, wanted: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_single_files(files: dict[str, Path], folder: Path, wanted: canvax.Pipeline, tmp_path: Path) -> None:
     """Weights and configs are those of the folder, and diffusers knows the names; Raw is known by its file's name."""
     named = {name: torch.from_numpy(array) for name, array in safetensors.numpy.load_file(files["model"]).items()}
     converted = convert_krea2_transformer_checkpoint_to_diffusers(named)
@@ -148,7 +148,7 @@ def assert_same_files(saved: Path, folder: Path) -> None:
     assert one.get("is_distilled") == other["is_distilled"]
 
 
-def test_saved(folder: Path, wanted: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_saved(folder: Path, wanted: canvax.Pipeline, tmp_path: Path) -> None:
     """A saved folder has changes of its parameters, and diffusers loads it."""
     wanted.save(tmp_path / "saved")
     assert_same_files(tmp_path / "saved", folder)

@@ -163,19 +163,19 @@ def build(folder: Path, *, zeros: bool = True, refiner: bool = False, channels: 
     return folder
 
 
-def load(folder: Path, cls: str) -> tuple[Any, canvax.StableDiffusion]:
+def load(folder: Path, cls: str) -> tuple[Any, canvax.Pipeline]:
     theirs = getattr(diffusers, cls).from_pretrained(folder)
     theirs.set_progress_bar_config(disable=True)
     return theirs, canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiffusion]:
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Pipeline]:
     return load(build(tmp_path_factory.mktemp("xl") / "base"), "StableDiffusionXLPipeline")
 
 
 @pytest.fixture(scope="module")
-def refiner(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiffusion]:
+def refiner(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Pipeline]:
     folder = build(tmp_path_factory.mktemp("xl") / "refiner", refiner=True, zeros=False)
     return load(folder, "StableDiffusionXLImg2ImgPipeline")
 
@@ -231,7 +231,7 @@ def one(arguments: dict[str, Any], i: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("sampler", "case"), [*(("Euler", case) for case in CASES), ("DPM++ 2M", "sizes")])
-def test_same_picture(sampler: str, case: str, base: tuple[Any, canvax.StableDiffusion]) -> None:
+def test_same_picture(sampler: str, case: str, base: tuple[Any, canvax.Pipeline]) -> None:
     theirs, ours = base
     reference, arguments, options = CASES[case]
     # One picture at a time: with more, diffusers hands the sizes of the negative side to the wrong images.
@@ -252,7 +252,7 @@ def test_same_picture(sampler: str, case: str, base: tuple[Any, canvax.StableDif
 
 
 @pytest.mark.slow
-def test_second_negative_prompt_alone(base: tuple[Any, canvax.StableDiffusion]) -> None:
+def test_second_negative_prompt_alone(base: tuple[Any, canvax.Pipeline]) -> None:
     """It is used, with an empty first one; diffusers takes zeros for both unless it is told the empty one."""
     theirs, ours = base
     negatives = {"negative_prompt": ["", ""], "negative_prompt_2": ["a drawing", "blurry"]}
@@ -285,7 +285,7 @@ def exploding(latents: np.ndarray, sigma: float) -> np.ndarray:
 )
 @pytest.mark.slow
 def test_hand_over(
-    sampler: str, end: float, base: tuple[Any, canvax.StableDiffusion], refiner: tuple[Any, canvax.StableDiffusion]
+    sampler: str, end: float, base: tuple[Any, canvax.Pipeline], refiner: tuple[Any, canvax.Pipeline]
 ) -> None:
     """The base draws the noisy part of the run, the refiner the rest."""
     noisy, _ = reference_picture(base[0], sampler, **PLAIN, denoising_end=end, output_type="latent")
@@ -322,7 +322,7 @@ FEW_STEPS: dict[str, tuple[str, int]] = {
 
 @pytest.mark.parametrize("name", ["turbo", pytest.param("lightning", marks=pytest.mark.weekly)])
 @pytest.mark.slow
-def test_few_steps(name: str, base: tuple[Any, canvax.StableDiffusion], tmp_path: Path) -> None:
+def test_few_steps(name: str, base: tuple[Any, canvax.Pipeline], tmp_path: Path) -> None:
     """Guidance off and trailing timesteps, as the checkpoint's own scheduler says."""
     cls, steps = FEW_STEPS[name]
     build(tmp_path / name)
@@ -342,7 +342,7 @@ def test_few_steps(name: str, base: tuple[Any, canvax.StableDiffusion], tmp_path
 
 
 @pytest.mark.slow
-def test_nothing_recompiles(base: tuple[Any, canvax.StableDiffusion]) -> None:
+def test_nothing_recompiles(base: tuple[Any, canvax.Pipeline]) -> None:
     _, ours = base
     ours("a cat", num_inference_steps=2, seed=1, options=QUIET)
     before = compilations()
@@ -368,7 +368,7 @@ def test_nothing_recompiles(base: tuple[Any, canvax.StableDiffusion]) -> None:
             assert np.abs(one.latents - other.latents).max() > 1e-4
 
 
-def test_saved_and_loaded(base: tuple[Any, canvax.StableDiffusion], tmp_path: Path) -> None:
+def test_saved_and_loaded(base: tuple[Any, canvax.Pipeline], tmp_path: Path) -> None:
     theirs, ours = base
     want = ours("a cat", num_inference_steps=2, seed=1, options=QUIET)
     saved, again = load(ours.save(tmp_path / "saved"), "StableDiffusionXLPipeline")
@@ -418,7 +418,7 @@ def test_image_to_image(
     [(1.0, "Euler"), (0.5, "DDIM")],
 )
 def test_inpainting(
-    strength: float, sampler: str, base: tuple[Any, canvax.StableDiffusion], monkeypatch: pytest.MonkeyPatch
+    strength: float, sampler: str, base: tuple[Any, canvax.Pipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference, ours = base
     theirs = diffusers.StableDiffusionXLInpaintPipeline(**reference.components)
@@ -438,7 +438,7 @@ def test_inpainting(
 
 
 @pytest.fixture(scope="module")
-def painter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiffusion]:
+def painter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Pipeline]:
     """A UNet of 9 channels, which sees the mask and the masked image."""
     folder = build(tmp_path_factory.mktemp("xl") / "painter", channels=9)
     return load(folder, "StableDiffusionXLInpaintPipeline")
@@ -449,7 +449,7 @@ def painter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Stabl
 )
 @pytest.mark.slow
 def test_inpainting_unet(
-    strength: float, sampler: str, painter: tuple[Any, canvax.StableDiffusion], monkeypatch: pytest.MonkeyPatch
+    strength: float, sampler: str, painter: tuple[Any, canvax.Pipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs, ours = painter
     moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution

@@ -60,7 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make
 
 
-def load(path: Path) -> canvax.StableDiffusion:
+def load(path: Path) -> canvax.Pipeline:
     return canvax.load(path, mesh=canvax.make_mesh(jax.devices()[:1]), dtype="float32", progress=False)
 
 

@@ -89,7 +89,7 @@ def files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     }
 
 
-def load(model: Path, **parts: Any) -> canvax.StableDiffusion:
+def load(model: Path, **parts: Any) -> canvax.Pipeline:
     return canvax.load(model, dtype="float32", mesh=make_mesh(jax.devices()[:1]), progress=False, **parts)
 
 

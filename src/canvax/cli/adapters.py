@@ -16,7 +16,7 @@ from canvax.weights.data_folder import embedding_files, embedding_name, lora_fol
 
 if TYPE_CHECKING:
     from canvax.call import Call
-    from canvax.pipelines.pipeline import StableDiffusion
+    from canvax.pipelines.pipeline import Pipeline
     from canvax.weights.location import Location
 
 
@@ -65,7 +65,7 @@ def split_weight(text: str) -> tuple[str, float]:
         return text, 1.0
 
 
-def load_adapters(pipe: StableDiffusion, arguments: argparse.Namespace) -> None:
+def load_adapters(pipe: Pipeline, arguments: argparse.Namespace) -> None:
     """Load what the flags name."""
     hub = {name: getattr(arguments, name) for name in ("cache_dir", "local_files_only")}
     for text in arguments.lora:
@@ -87,7 +87,7 @@ def load_adapters(pipe: StableDiffusion, arguments: argparse.Namespace) -> None:
         pipe.adapters.folder = folder
 
 
-def load_named(pipe: StableDiffusion, calls: Sequence[Call], arguments: argparse.Namespace) -> None:
+def load_named(pipe: Pipeline, calls: Sequence[Call], arguments: argparse.Namespace) -> None:
     """Load the textual inversions of the folder of models that the prompts of calls name; say which do not fit."""
     from canvax.pipelines.texts import texts_of
     from canvax.tokenizers.clip import words_in

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from canvax.pipelines.options import Callback
-    from canvax.pipelines.pipeline import StableDiffusion
+    from canvax.pipelines.pipeline import Pipeline
     from canvax.pipelines.result import Result
 
 STAGES = ("load", "compile", "encode", "denoise", "step", "decode", "first_step", "total")
@@ -222,7 +222,7 @@ def check_against_model(calls: Sequence[Call], load: Load) -> None:
         check_start(call.options, call.sampler, None, model, image=call.image is not None)
 
 
-def load_model(arguments: argparse.Namespace, load: Load, calls: Sequence[Call] = ()) -> StableDiffusion:
+def load_model(arguments: argparse.Namespace, load: Load, calls: Sequence[Call] = ()) -> Pipeline:
     """Load the model that the flags ask for onto their devices, with the textual inversions that the calls name."""
     from canvax.parallel import multihost
     from canvax.parallel.mesh import mesh_of
@@ -243,7 +243,7 @@ def load_model(arguments: argparse.Namespace, load: Load, calls: Sequence[Call] 
     return pipe
 
 
-def description(pipe: StableDiffusion) -> dict[str, Any]:
+def description(pipe: Pipeline) -> dict[str, Any]:
     """Describe the model and the machine for the report."""
     devices = pipe.programs.mesh.devices
     first = devices.flat[0]
@@ -263,7 +263,7 @@ def description(pipe: StableDiffusion) -> dict[str, Any]:
 
 
 def generate_all(
-    pipe: StableDiffusion, calls: Sequence[Call], arguments: argparse.Namespace, callback: Callback | None = None
+    pipe: Pipeline, calls: Sequence[Call], arguments: argparse.Namespace, callback: Callback | None = None
 ) -> Iterator[tuple[Sequence[Call], Result]]:
     """Generate the images batch by batch; each batch has the same settings.
 
@@ -285,13 +285,13 @@ def generate_all(
     bar.close()
 
 
-def _reference(pipe: StableDiffusion, call: Call) -> Any:
+def _reference(pipe: Pipeline, call: Call) -> Any:
     """Return the image that a model made for editing reads, which is one of a whole batch; None for other calls."""
     edits = pipe.model.networks.denoiser.facts.edits and call.strength is None and call.mask is None
     return call.image if edits else None
 
 
-def _batch_size(pipe: StableDiffusion, groups: Sequence[Sequence[Call]]) -> int:
+def _batch_size(pipe: Pipeline, groups: Sequence[Sequence[Call]]) -> int:
     (height, width), largest = pipe.model.native_size, max(map(len, groups))
     sizes = {(call.height or height, call.width or width) for group in groups for call in group}
     most = min(most_at_once(pipe.programs.mesh, *size) for size in sizes)

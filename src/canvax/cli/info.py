@@ -19,7 +19,8 @@ from canvax.cli.plan import check_sides, from_references, parse_references
 from canvax.cli.terminal import byte_size, complain, say, table
 from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count
 from canvax.files import named_path
-from canvax.images.formats import FORMATS, LOCAL
+from canvax.images.formats import FORMATS, HAVE_PATHS
+from canvax.images.keys import keys_of
 from canvax.images.metadata import read_metadata
 from canvax.tokenizers.concepts import Concepts
 from canvax.weights.data_folder import find_named
@@ -163,14 +164,19 @@ def _part_lines(report: Mapping[str, Any]) -> list[str]:
 def image_info(path: Path) -> dict[str, Any]:
     """The metadata of an image, the command that generates it again, and what that does not repeat."""
     metadata = read_metadata(path)
-    members = metadata["grid"] if isinstance(metadata.get("grid"), list) else [metadata]
-    lines = [again(member) for member in members if isinstance(member, dict)]
+    lines = [again(member) for member in _members(metadata)]
     return {
         "image": str(path),
         "metadata": metadata,
         "commands": [line.command for line in lines],
         "losses": [line.losses for line in lines],
     }
+
+
+def _members(metadata: dict[str, Any]) -> list[dict[str, Any]]:
+    """The metadata of each image of a grid, or of the image."""
+    grid = metadata.get("grid")
+    return [member for member in grid if isinstance(member, dict)] if isinstance(grid, list) else [metadata]
 
 
 def _image_lines(report: Mapping[str, Any]) -> list[str]:
@@ -186,15 +192,11 @@ def _image_lines(report: Mapping[str, Any]) -> list[str]:
         ]
         width = max((len(key) for key, _ in shown), default=0)
         lines = [f"{key:<{width}}  {value}".replace("\n", "\n" + " " * (width + 2)) for key, value in shown]
-    if "image_sha256" in metadata:
-        lines.append("\nIt began from an image, which is not in the file: put its name in place of IMAGE (and MASK).")
-    if "references_sha256" in metadata:
-        lines.append("\nReference images are not in the file: put their names in place of IMAGE1, ..., in this order.")
-    if "control_sha256" in metadata:
-        lines.append("\nControl images are not in the file: put their names in place of CONTROL1, ...")
-    if "image_prompts" in metadata:
-        lines.append("\nImage prompts are not in the file: put their names in place of PROMPT1, ... (and MASK1, ...).")
-    if any("'./" in repr(metadata.get(name)) for name in LOCAL):
+    if any(name in member for member in _members(metadata) for name in keys_of("images")):
+        lines.append(
+            "\nThe images that it was made from are not in the file: put their names in place of the words in capitals."
+        )
+    if any("'./" in repr(metadata.get(name)) for name in HAVE_PATHS):
         lines.append("\nFiles that begin with ./ were recorded without their folders, which are private.")
     other = metadata.get("other")
     if networks := [name for name in (other if isinstance(other, dict) else ()) if name.startswith("<")]:

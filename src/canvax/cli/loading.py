@@ -11,7 +11,7 @@ from canvax.errors import NO_VALUE, InputError
 from canvax.settings import add_flags, declared
 
 if TYPE_CHECKING:
-    from canvax.pipelines.pipeline import StableDiffusion
+    from canvax.pipelines.pipeline import Pipeline
     from canvax.weights.files import ModelFiles
     from canvax.weights.overrides import Overrides
 
@@ -45,7 +45,7 @@ def load_of(arguments: argparse.Namespace, **changed: Any) -> Load:
     return Load(**{"progress": not getattr(arguments, "quiet", True), **given, **changed})
 
 
-def load_with(arguments: argparse.Namespace, load: Load | None = None, *, weights: bool = True) -> StableDiffusion:
+def load_with(arguments: argparse.Namespace, load: Load | None = None, *, weights: bool = True) -> Pipeline:
     """Open the model that flags name, with its networks for control images and image prompts.
 
     Args:
@@ -64,7 +64,7 @@ def load_with(arguments: argparse.Namespace, load: Load | None = None, *, weight
     return pipe.with_ip_adapter(arguments.ip_adapter, arguments.ip_encoder, **_hub(load))
 
 
-def _without_weights(load: Load, arguments: argparse.Namespace) -> StableDiffusion:
+def _without_weights(load: Load, arguments: argparse.Namespace) -> Pipeline:
     from canvax.pipelines.loaded import open_model
     from canvax.pipelines.networks import (
         control_sources,
@@ -73,7 +73,7 @@ def _without_weights(load: Load, arguments: argparse.Namespace) -> StableDiffusi
         with_controls,
         with_ip_adapters,
     )
-    from canvax.pipelines.pipeline import StableDiffusion
+    from canvax.pipelines.pipeline import Pipeline
 
     names = ("dtype", "quantize", "mesh", "precision", "progress", *LOCATION)
     opened = open_model(load.model, weights=False, overrides=overrides_of(load), **load.keywords(names))
@@ -83,7 +83,7 @@ def _without_weights(load: Load, arguments: argparse.Namespace) -> StableDiffusi
     if named := getattr(arguments, "ip_adapter", None):
         sources = ip_adapter_sources(named, arguments.ip_encoder, **_hub(load))
         opened = with_ip_adapters(*opened, sources, arguments.ip_encoder, weights=False)
-    return StableDiffusion(*opened)
+    return Pipeline(*opened)
 
 
 def overrides_of(load: Load) -> Overrides:

@@ -114,7 +114,11 @@ def writer(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Wr
                 chosen = action.choices[getattr(arguments, action.dest)]
             elif action.dest not in ("prompt", "prompts") or "task" in arguments:
                 actions[action.dest] = action
-    for name, dest in (("steps", "num_inference_steps"), ("batch", "batch_size")):  # two arguments of Python's
+    for name, dest in (  # two arguments of Python's
+        ("steps", "num_inference_steps"),
+        ("batch", "batch_size"),
+        ("image_prompt", "ip_image"),
+    ):
         actions |= {name: actions[dest]} if dest in actions else {}
 
     def write(argument: str, value: str | None) -> str:

@@ -29,7 +29,7 @@ from canvax.noise import check_seed
 from canvax.settings import plain_value
 
 if TYPE_CHECKING:
-    from canvax.pipelines.pipeline import StableDiffusion
+    from canvax.pipelines.pipeline import Pipeline
 
 MOST = 400
 """The largest number of images on a sheet."""
@@ -149,7 +149,7 @@ class Cells:
     cells: list[tuple[int, float | None]]
     calls: list[Call]
 
-    def run(self) -> Iterator[tuple[list[int], list[Call], StableDiffusion]]:
+    def run(self) -> Iterator[tuple[list[int], list[Call], Pipeline]]:
         """Load the model, and yield the cells and the calls of each weight of the LoRA."""
         pipe = load_model(self.arguments, self.load, self.calls)
         calls = sized(self.calls, pipe.model)
@@ -176,8 +176,10 @@ def _loads(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]]) ->
 def _settings(cell: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of an image in a cell."""
     settings = {name: value for name, value in cell.items() if name not in (SIZE, LORA, *OF_LOAD)}
-    width, height = parse_size(cell.get(SIZE))
-    return settings if width is None else {**settings, "width": width, "height": height}
+    if SIZE not in cell:
+        return settings
+    width, height = parse_size(cell[SIZE])
+    return {**settings, "width": width, "height": height}
 
 
 def _value(name: str, text: str) -> Any:

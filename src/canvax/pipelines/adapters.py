@@ -419,17 +419,24 @@ class Adapters(Mapping[str, LoadedAdapter]):
         """
         words, tags = take_tags([prompt] if isinstance(prompt, str) else prompt, self._denoiser)
         with self._pipe.changing:
-            before = {name: adapter.weight for name, adapter in self._loaded.items()}
-            weights: dict[str, Any] = {}
+            weights: dict[str, Any] = {name: adapter.weight for name, adapter in self._loaded.items()}
             for tag, weight in tags.items():
                 name = self._loaded_for(tag)
                 if isinstance(weight, dict):
                     parts = {key[0] for key in self._loaded[name].adapter.parts}
                     weight = {part: number for part, number in weight.items() if part in parts}
                 weights[name] = weight
-            self.set({**before, **weights})
-            try:
+            with self._weighed(weights):
                 yield words[0] if isinstance(prompt, str) else words
+
+    @contextmanager
+    def _weighed(self, weights: Mapping[str, Any]) -> Iterator[None]:
+        """Give adapters these weights, and all others none; afterwards they have those of before."""
+        with self._pipe.changing:
+            before = {name: adapter.weight for name, adapter in self._loaded.items()}
+            self.set(weights)
+            try:
+                yield
             finally:
                 self.set({name: weight for name, weight in before.items() if name in self._loaded})
 

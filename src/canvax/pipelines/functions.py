@@ -52,7 +52,7 @@ def encode(
     guidance_scale: float | None = None,
     prompt_syntax: PromptSyntax = "plain",
 ) -> Conditions:
-    """See ``canvax.StableDiffusion.encode``."""
+    """See ``canvax.Pipeline.encode``."""
     prompts, _ = check_prompts(prompt, None, 1)
     seconds = check_second("prompt_2", prompt_2, prompts, 1)
     if prompt_2 is not None and SECOND not in model.text.names:
@@ -85,7 +85,7 @@ def encode(
 
 
 def encode_image(model: Model, params: Params, image: Any, height: int | None, width: int | None) -> Array:
-    """See ``canvax.StableDiffusion.encode_image``."""
+    """See ``canvax.Pipeline.encode_image``."""
     shape = np.shape(image) if isinstance(image, Tracer | jax.Array | np.ndarray) else ()
     if isinstance(image, Tracer) or (len(shape) == 4 and shape[-1] == 3 and height is width is None):
         if (height, width) != (None, None):
@@ -104,7 +104,7 @@ def encode_image(model: Model, params: Params, image: Any, height: int | None, w
 
 
 def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditions: Conditions) -> Array:
-    """See ``canvax.StableDiffusion.denoiser``."""
+    """See ``canvax.Pipeline.denoiser``."""
     denoiser = model.networks.denoiser
     weights = _weights(model, params, denoiser.component)
     latents = _latents(model, latents)
@@ -129,7 +129,7 @@ def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditi
 
 
 def decode(model: Model, params: Params, latents: Array) -> Array:
-    """See ``canvax.StableDiffusion.decode``."""
+    """See ``canvax.Pipeline.decode``."""
     return _decode_images(_weights(model, params, "vae"), _latents(model, latents), cfg=model.vae)
 
 

@@ -360,9 +360,7 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
         "sampler": sampler,
         "sampler_label": label,
         **({"sampler_sha256": table_sha256} if table_sha256 else {}),
-        "model": model.name,
-        "revision": model.revision,
-        "dtype": model.dtype,
+        **record_of_model(model),
         "noise": "given" if request.latents is not None else request.options.noise,
         "canvax": __version__,
     }
@@ -380,8 +378,6 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
         shared["ip_adapter"] = [files.name for files in model.ip_adapters]
         if model.image_encoder is not None and model.image_encoder.named:
             shared["ip_encoder"] = model.image_encoder.name
-    optional = {"variant": model.files.variant, "quantize": model.quantize, **model.overrides}
-    shared |= {name: value for name, value in optional.items() if value is not None}
     shared |= {name: dict(entries) for name, entries in model.merged.items()}
     # Where no negative prompt means zeros, None and "" are two images; elsewhere they are one.
     plain = model.zero_negative_embeds and not request.zeros
@@ -403,6 +399,13 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
             zip(request.prompts, negatives, request.seeds, _options_of_images(request), strict=True)
         )
     ]
+
+
+def record_of_model(model: Model) -> dict[str, Any]:
+    """Return what metadata holds of the model, in the names of ``canvax.load``."""
+    optional = {"variant": model.files.variant, "quantize": model.quantize, **model.overrides}
+    record = {"model": model.name, "revision": model.revision, "dtype": model.dtype}
+    return record | {name: value for name, value in optional.items() if value is not None}
 
 
 def _given(request: Request, index: int) -> dict[str, str]:

@@ -205,7 +205,7 @@ class LoadedModel:
             InputError: they do not fit the model.
         """
         if not isinstance(params, Mapping):
-            raise InputError("params", params, "are not parameters, as canvax.StableDiffusion.params holds them")
+            raise InputError("params", params, "are not parameters, as canvax.Pipeline.params holds them")
         return {
             part.name: place_all(part.spec, params.get(part.name, {}), self.programs.mesh, part.name)
             for part in self.model.components

@@ -8,15 +8,16 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from PIL import Image
 
-from canvax.call import Enlarging, Load, OptionFields
+from canvax.call import Enlarging, Load
 from canvax.compile.monitor import counting
-from canvax.errors import InputError, check_count, refuse_tracers
+from canvax.errors import HintWarning, InputError, check_count, refuse_tracers, warn
 from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
 from canvax.families.base import Model
 from canvax.models.beside import ADAPTERS
@@ -25,6 +26,7 @@ from canvax.parallel import multihost
 from canvax.parallel.memory import cures, explained
 from canvax.parallel.mesh import make_mesh
 from canvax.params import Params
+from canvax.pipelines.generate import metadata as metadata_of
 from canvax.pipelines.generate import text_to_image, two_passes
 from canvax.pipelines.hints import give_hints
 from canvax.pipelines.loaded import LoadedModel, open_model
@@ -35,8 +37,10 @@ from canvax.pipelines.texts import has_tags
 from canvax.pipelines.translate import (
     GIVEN,
     Output,
+    arguments_of_call,
     as_output,
     check_output,
+    decided,
     place_of,
     translate_call,
     translate_load,
@@ -50,12 +54,13 @@ from canvax.weights.overrides import Overrides
 
 if TYPE_CHECKING:
     from canvax.pipelines.adapters import Adapters
-    from canvax.pipelines.networks import Opened
+    from canvax.pipelines.keywords import AgainFields, CallFields, ForeignFields, LoadFields
+    from canvax.pipelines.networks import ControlSource, IPAdapterSource, Opened
     from canvax.pipelines.safety import SafetyChecker
 
 
 @dataclass(eq=False, repr=False)
-class StableDiffusion(LoadedModel):
+class Pipeline(LoadedModel):
     """A pipeline from text to images. Made by ``canvax.load`` or ``from_pretrained``.
 
     Attributes:
@@ -111,9 +116,9 @@ class StableDiffusion(LoadedModel):
 
         return vars(self).setdefault("adapters", Adapters(self))  # the same in all threads that ask at once
 
-    def _with(self, method: str, arguments: tuple[Any, ...], source: Mapping[str, Any], *made: Any) -> StableDiffusion:
+    def _with(self, method: str, arguments: tuple[Any, ...], source: Mapping[str, Any], *made: Any) -> Pipeline:
         """The pipeline that a method has made of this one, with the adapters that are in the weights of both."""
-        pipe = StableDiffusion(*made, safety_checker=self.safety_checker)
+        pipe = Pipeline(*made, safety_checker=self.safety_checker)
         if "adapters" in vars(self):
             vars(pipe)["adapters"] = self.adapters._handed_to(pipe)
         keywords = {name: value for name, value in source.items() if name not in ("token", "progress")}
@@ -124,8 +129,8 @@ class StableDiffusion(LoadedModel):
         self,
         ip_adapter: str | Path | Sequence[str | Path] | None,
         image_encoder: str | Path | bool | None = None,
-        **source: Any,
-    ) -> StableDiffusion:
+        **source: Unpack[IPAdapterSource],
+    ) -> Pipeline:
         """This model with IP-Adapters, which read image prompts; weights and programs are shared with this pipeline.
 
         Its adapters come along. Later changes of adapters are those of one of the two pipelines alone.
@@ -147,7 +152,9 @@ class StableDiffusion(LoadedModel):
             other = with_ip_adapters(self.model, self.programs, self.params, sources, image_encoder)
             return self._with("with_ip_adapter", (ip_adapter, image_encoder), source, *other)
 
-    def with_controlnet(self, controlnet: str | Path | Sequence[str | Path] | None, **source: Any) -> StableDiffusion:
+    def with_controlnet(
+        self, controlnet: str | Path | Sequence[str | Path] | None, **source: Unpack[ControlSource]
+    ) -> Pipeline:
         """This model with networks that read control images, which shares its weights and programs with this pipeline.
 
         Its adapters come along. Later changes of adapters are those of one of the two pipelines alone. A network that
@@ -174,11 +181,39 @@ class StableDiffusion(LoadedModel):
         pipe = load(model, **keywords)
         return Both(cls(pipe.model, pipe.programs, safety_checker=pipe.safety_checker), pipe.params)
 
-    @accepts(translate_call, refuse_tracers, GIVEN)
+    @overload
     def __call__(
         self,
         prompt: str | Sequence[str] | Conditions,
         negative_prompt: str | Sequence[str] | Conditions | None = None,
+        *,
+        output_type: Literal["pil"] | None = "pil",
+        **arguments: Unpack[CallFields],
+    ) -> Result: ...
+    @overload
+    def __call__(
+        self,
+        prompt: str | Sequence[str] | Conditions,
+        negative_prompt: str | Sequence[str] | Conditions | None = None,
+        *,
+        output_type: Literal["np", "numpy", "latent"],
+        **arguments: Unpack[CallFields],
+    ) -> Result[np.ndarray]: ...
+    @overload
+    def __call__(
+        self,
+        prompt: str | Sequence[str] | Conditions,
+        negative_prompt: str | Sequence[str] | Conditions | None = None,
+        *,
+        output_type: Output | None = "pil",
+        **arguments: Unpack[CallFields],
+    ) -> Result[Any]: ...
+    @accepts(translate_call, refuse_tracers, GIVEN, by_place=True)
+    def __call__(
+        self,
+        prompt: str | Sequence[str] | Conditions,
+        negative_prompt: str | Sequence[str] | Conditions | None = None,
+        *,
         height: int | None = None,
         width: int | None = None,
         num_inference_steps: int | None = None,
@@ -195,9 +230,9 @@ class StableDiffusion(LoadedModel):
         control: Any = None,
         image_prompt: Any = None,
         adapters: Any = None,
-        output_type: Output = "pil",
-        **more: Unpack[OptionFields],
-    ) -> Result:
+        output_type: Output | None = "pil",
+        **more: Any,
+    ) -> Result[Any]:
         """Generate images. Nothing but height, width, the number of images and guidance on or off ever compiles again.
 
         Guidance that is on in a part of the run alone takes both programs.
@@ -311,6 +346,57 @@ class StableDiffusion(LoadedModel):
             result = run(model, self.programs, params, request, cure, counts)
         return self.safety_checker(result) if self.safety_checker else result
 
+    @overload
+    def again(
+        self, image: str | Path | Image.Image | Mapping[str, Any], /, **changes: Unpack[AgainFields]
+    ) -> Result: ...
+    @overload
+    def again(
+        self,
+        image: str | Path | Image.Image | Mapping[str, Any],
+        /,
+        *,
+        output_type: Output,
+        **changes: Unpack[AgainFields],
+    ) -> Result[Any]: ...
+    def again(self, image: str | Path | Image.Image | Mapping[str, Any], /, **changes: Any) -> Result[Any]:
+        """Generate an image again from its metadata, with changes: ``pipe.again("apple.png", num_inference_steps=50)``.
+
+        Adapters have the weights that they had, in this call alone. The images that it was made from are not in the
+        metadata; give the same again. Warnings name what is not repeated, and images that are not the same.
+
+        Args:
+            image: an image file of canvax, A1111, Forge or ComfyUI; an image of PIL; or metadata as in
+                ``Result.metadata``.
+            changes: arguments of a call; of ``upscale`` for an image that it made.
+
+        Raises:
+            InputError: an image or an adapter is missing, or as a call.
+        """
+        from canvax.pipelines import again as past  # which most pipelines never need
+
+        metadata, where = past.recorded(image)
+        changed, enlarges = decided(changes), "upscale" in metadata
+        for clause in past.not_repeated(metadata, changed):
+            warn(HintWarning(f"{where}: {clause}"))
+        keywords = {**past.settings_of(metadata, changed), **past.settings_of_tiles(metadata), **changes}
+        keywords = {name: value for name, value in keywords.items() if value is not None or name in changes}
+        weights = None if "adapters" in changed else past.weights_of(metadata, self.adapters, where)
+        with self.changing, nullcontext() if weights is None else self.adapters._weighed(weights):
+            arguments = arguments_of_call(self, keywords, ("scale", "overlap", "batch") if enlarges else ())
+            del arguments["self"]
+            past.check_named(metadata, arguments, where)
+            new = past.record_of_tiles(self.model, changes.get("image")) if enlarges else self._record(arguments)
+            for hint in (*past.other_model(metadata, new, where), *past.compared(metadata, new, where)):
+                warn(hint)
+            return self.upscale(**arguments) if enlarges else self(**arguments)
+
+    def _record(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """What the metadata of the first image of a call will be."""
+        call = Call(**{field.name: arguments[field.name] for field in fields(Call) if field.name in arguments})
+        return metadata_of(self.model, self._request(call, arguments.get("adapters"), as_set=True))[0]
+
+    @accepts(translate_call, refuse_tracers, GIVEN)
     def upscale(
         self,
         image: Any,
@@ -328,6 +414,7 @@ class StableDiffusion(LoadedModel):
         options: Options | None = None,
         params: Params | None = None,
         control: bool = False,
+        **more: Unpack[ForeignFields],
     ) -> Result:
         """An image made larger, with details that the model adds: enlarged, then image to image tile by tile.
 
@@ -346,6 +433,7 @@ class StableDiffusion(LoadedModel):
             seed: see there.
             sampler: see there.
             options: see there.
+            more: see there.
             params: see there.
             control: whether each tile, enlarged, is also the control image of this pipeline's networks, such as a tile
                 ControlNet; of a ControlNet-Union as its type "tile".
@@ -364,7 +452,7 @@ MadeBy = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
 """The calls that made a pipeline, by name, "load" first: positional arguments and keywords."""
 
 
-def _load_again(made_by: MadeBy, mesh: Mapping[str, int], adapters: Sequence[Any] = ()) -> StableDiffusion:
+def _load_again(made_by: MadeBy, mesh: Mapping[str, int], adapters: Sequence[Any] = ()) -> Pipeline:
     """A pickled pipeline in its new process; on the same mesh, if there are as many devices."""
     devices, count, calls = jax.devices(), math.prod(mesh.values()), dict(made_by)
     arguments, keywords = calls.pop("load")
@@ -398,7 +486,8 @@ def load(
     text_encoder: str | Path | None = None,
     tokenizer: str | Path | None = None,
     offload: bool = False,
-) -> StableDiffusion:
+    **more: Unpack[LoadFields],
+) -> Pipeline:
     """Load a model, ready to draw.
 
     Args:
@@ -435,6 +524,7 @@ def load(
         offload: keep weights in the host's memory, and on the devices only those of the network that runs: text
             encoders, then the denoiser, then the autoencoder. For GPUs and TPUs that hold each and not all
             (docs/less-work.md).
+        more: names of diffusers, such as ``torch_dtype`` (docs/coming-from-diffusers.md).
 
     Raises:
         InputError: an argument cannot be used.
@@ -465,7 +555,7 @@ def load(
     )
     warn_unused_cache(cache_dir, model, *(source.name for source in sources), *overrides.parts.values())
     checker = load_safety_checker(Location(model, revision, **hub)) if safety_checker else None
-    pipe = StableDiffusion(*(with_controls(*opened, controls) if controls else opened), checker)
+    pipe = Pipeline(*(with_controls(*opened, controls) if controls else opened), checker)
     again = [name for name in declared(Load) if name not in ("model", "mesh", "token", "progress")]
     keywords = {name: getattr(arguments, name) for name in again}
     keywords |= {"dtype": pipe.model.dtype, "revision": pipe.model.revision, **pipe.model.overrides}

@@ -39,7 +39,7 @@ def upscaled(
     options: Options,
     **keywords: Any,
 ) -> Result:
-    """See ``canvax.StableDiffusion.upscale``."""
+    """See ``canvax.Pipeline.upscale``."""
     batch, control = how.batch, how.control
     check_for_upscale(options)
     if control and not model.networks.controls:

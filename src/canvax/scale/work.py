@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from PIL.Image import Image
 
-    from canvax.pipelines.pipeline import StableDiffusion
+    from canvax.pipelines.pipeline import Pipeline
 
 PIXELS = 512 * 512
 """Pixels that a device generates at once by default: safe for a full-size model on any device."""
@@ -202,7 +202,7 @@ class Worker:
 
     def __init__(
         self,
-        pipe: StableDiffusion,
+        pipe: Pipeline,
         *,
         batch: int | None = None,
         most: int = MOST,

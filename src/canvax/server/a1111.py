@@ -26,7 +26,7 @@ from starlette.routing import BaseRoute, Route
 from canvax import __version__
 from canvax.call import MAX_SIDE
 from canvax.errors import InputError, shown
-from canvax.images.formats import INFOTEXT, exif_texts
+from canvax.images.formats import INFOTEXT, texts_of_exif
 from canvax.images.infotext import parts_of, to_infotext
 from canvax.samplers.catalog import curve_named, find
 from canvax.samplers.curve_names import CURVES
@@ -510,7 +510,7 @@ def _read_info(text: str) -> dict[str, Any]:
     try:
         with Image.open(BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:  # no pixel is decoded
             kind, written = image.format, image.info.get(INFOTEXT)
-        info = written if kind == "PNG" else exif_texts(BytesIO(data), Path("image")).get(INFOTEXT)
+        info = written if kind == "PNG" else texts_of_exif(BytesIO(data), Path("image")).get(INFOTEXT)
     except (OSError, ValueError, SyntaxError, InputError, Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise Rejected(
             422, "invalid_image", "image is not a PNG, JPEG or WebP that can be read", param="image"

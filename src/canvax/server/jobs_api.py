@@ -19,9 +19,11 @@ from starlette.routing import BaseRoute, Route
 
 from canvax.errors import InputError, nearest
 from canvax.images.infotext import embeddings_in, settings_left
+from canvax.images.keys import keys_of
 from canvax.images.maps import SETTINGS as MAPS
 from canvax.images.maps import control_map
 from canvax.images.metadata import metadata_in, prompt_in
+from canvax.pipelines.again import lost_settings
 from canvax.pipelines.control import OPTIONS
 from canvax.pipelines.references import MOST
 from canvax.samplers.specs import SAMPLERS
@@ -447,7 +449,9 @@ def recorded_in(metadata: dict[str, Any]) -> dict[str, Any]:
 def as_job(metadata: dict[str, Any]) -> dict[str, Any]:
     """Metadata as ``settings``, fields of a job that makes the image again, and ``missing``, names of the rest."""
     recorded = recorded_in(metadata)
-    fields = {ours: recorded[name] for name, ours in _FIELDS.items() if recorded.get(name) not in (None, "", {})}
+    lost = lost_settings(recorded)
+    given = {name: value for name, value in recorded.items() if name in _FIELDS and name not in lost}
+    fields = {_FIELDS[name]: value for name, value in given.items() if value not in (None, "", {})}
     if isinstance(enlarged := recorded.get("upscale"), dict):  # its size is that of the image, so many times
         fields = {name: value for name, value in fields.items() if name not in ("width", "height")}
         fields["upscale"] = enlarged.get("scale")
@@ -459,15 +463,12 @@ def as_job(metadata: dict[str, Any]) -> dict[str, Any]:
     left_out = []
     if isinstance(options, dict):
         left_out = [name for name in options if name in NOT_OFFERED]
-        fields["options"] = {name: value for name, value in options.items() if name not in left_out}
+        fields["options"] = {name: value for name, value in options.items() if name not in (*left_out, *lost)}
     settings = {name: value for name, value in fields.items() if value != {} and _fits(name, value)}
     missing = [name for name in fields if name not in settings and fields[name] != {}]
     missing += [f"options.{name}" for name in left_out]
-    missing += [name for name in ("image", "mask", "control") if f"{name}_sha256" in recorded]
-    missing += ["image_prompt"] if "image_prompts" in recorded else []
-    missing += ["image"] if "references_sha256" in recorded else []
-    if recorded.get("noise") == "given":
-        missing.append("latents")
+    missing += [key.argument for name, key in keys_of("images").items() if name in recorded]
+    missing += lost
     missing += [f"embedding {name}" for name in embeddings_in(recorded) if name.lower() not in embedding_files()]
     missing += [f"{name}: {value}" if value else name for name, value in settings_left(recorded).items()]
     return {"settings": settings, "missing": missing}

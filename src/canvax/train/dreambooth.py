@@ -16,7 +16,7 @@ from canvax.errors import NO_VALUE, InputError, check_utf8
 from canvax.files import check_writable, written
 from canvax.pipelines.loaded import open_model
 from canvax.pipelines.options import Options
-from canvax.pipelines.pipeline import StableDiffusion
+from canvax.pipelines.pipeline import Pipeline
 from canvax.settings import check_all
 from canvax.train.pictures import SUFFIXES, check_apart
 from canvax.train.settings import InstanceRecord
@@ -81,7 +81,7 @@ def _generate_class(
         training.model, dtype=training.dtype, quantize=quantize, mesh=mesh, check=check, **training.source()
     )
     say(f"generating {missing} pictures of {prompt!r} into {folder}")
-    pipe = StableDiffusion(model, programs, params)
+    pipe = Pipeline(model, programs, params)
     size = size_of(training, model)
     folder.mkdir(parents=True, exist_ok=True)
     for start in range(0, missing, instance.batch):

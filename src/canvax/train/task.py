@@ -28,7 +28,7 @@ from canvax.params import Params
 from canvax.pipelines.checks import default_dtype
 from canvax.pipelines.loaded import open_model
 from canvax.pipelines.options import Options
-from canvax.pipelines.pipeline import StableDiffusion
+from canvax.pipelines.pipeline import Pipeline
 from canvax.pipelines.request import Call, make_request
 from canvax.pipelines.result import make_folder
 from canvax.quantize import check_kind
@@ -292,7 +292,7 @@ def train(
     )
     board = Board(training.tensorboard) if training.tensorboard is not None and leads(mesh) else None
     texts = {"prompt": list(training.prompts)} if kept is None else kept.prompts
-    pipe = StableDiffusion(model, programs)
+    pipe = Pipeline(model, programs)
     shown = _preview(training, aim, pipe, params, texts, board) if training.prompts else None
 
     def save(path: Path, trained: Params) -> None:
@@ -386,7 +386,7 @@ def _check_model(training: Training, aim: Aim, model: Model) -> None:
 def _preview(
     training: Training,
     aim: Aim,
-    pipe: StableDiffusion,
+    pipe: Pipeline,
     params: Params,
     texts: Mapping[str, Any],
     board: Board | None,
