@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import canvax
+from canvax.cli.arguments import build_parser
 from canvax.families.base import LATENT_CONSISTENCY, Family
 from canvax.families.flux2 import FLUX2
 from canvax.families.known import FAMILIES, PRESETS, family_of
@@ -82,6 +83,16 @@ def test_tables_are_built_of_the_families(family: Family, monkeypatch: pytest.Mo
     theirs = {name for layer in layers for name, _, _ in Names(family.names).theirs(layer)}
     assert len(theirs) > 50
     assert {name.replace(".", "_") for name in theirs} <= table.keys()
+
+
+def test_people_read_of_every_family_and_preset() -> None:
+    guide = (SRC.parents[1] / "docs" / "which-model.md").read_text(encoding="utf-8")
+    parser = build_parser()
+    for family in SINGLE:
+        for text in (guide, parser.description, canvax.__doc__):
+            assert (family.models or family.title) in (text or ""), family.name
+    for text in (canvax.plan.__doc__, (SRC / "cli" / "arguments.py").read_text(encoding="utf-8")):
+        assert not [preset for preset in PRESETS if preset not in (text or "")]
 
 
 def test_defaults_follow_from_networks_and_schedule() -> None:
