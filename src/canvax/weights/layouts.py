@@ -52,8 +52,7 @@ def arrays_read(networks: Networks, component: str, names: Sequence[Rule], entri
     if isinstance(network, VaeConfig | Flux2Autoencoder):
         return Names(vae_rules([entry.name for entry in entries])).to_ours(entries)
     if isinstance(network, LanguageModel):
-        named = [replace(entry, name=whole_name(entry.name)) for entry in entries]
-        return [entry for entry in named if _is_read(entry.name, network.tap)]
+        return _layers_read(network, entries)
     return entries
 
 
@@ -92,7 +91,13 @@ def _network(networks: Networks, component: str) -> Any:
     return networks.vae if component == "vae" else parts.get(component)
 
 
-def _is_read(name: str, tap: int) -> bool:
-    """Whether an array of a language model is of the layers that are read: not of its head or vision encoder."""
-    layer = _LAYER.match(name)
-    return not (name.startswith(("lm_head.", "model.norm.", "visual.")) or (layer and int(layer[1]) >= tap))
+def _layers_read(encoder: LanguageModel, entries: Sequence[Entry]) -> list[Entry]:
+    """Return the arrays of the layers that are read, without the head and the vision encoder."""
+    unread = ("lm_head.", "visual.", *(() if "norm" in encoder.spec["model"] else ("model.norm.",)))
+    named = [replace(entry, name=whole_name(entry.name)) for entry in entries]
+    layers = [_LAYER.match(entry.name) for entry in named]
+    return [
+        entry
+        for entry, layer in zip(named, layers, strict=True)
+        if not (entry.name.startswith(unread) or (layer and int(layer[1]) >= encoder.tap))
+    ]
