@@ -5,17 +5,25 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import canvax
-from canvax.families.base import Family
+from canvax.cli.arguments import build_parser
+from canvax.families.base import LATENT_CONSISTENCY, Family
 from canvax.families.flux2 import FLUX2
-from canvax.families.known import FAMILIES, PRESETS
+from canvax.families.known import FAMILIES, PRESETS, family_of
 from canvax.families.krea2 import KREA2
+from canvax.families.sd import SD
+from canvax.families.sdxl import SDXL, SDXL_REFINER
+from canvax.families.z_image import Z_IMAGE
+from canvax.models.denoiser import UNetDenoiser
 from canvax.models.flux2 import Flux2Config, flux2_spec
 from canvax.params import flatten
+from canvax.pipelines.request import check_for_model
+from canvax.samplers import from_scheduler_config
 from canvax.types import HostArray
 from canvax.weights import identify
 from canvax.weights.adapter_names import module_table
@@ -75,6 +83,63 @@ def test_tables_are_built_of_the_families(family: Family, monkeypatch: pytest.Mo
     theirs = {name for layer in layers for name, _, _ in Names(family.names).theirs(layer)}
     assert len(theirs) > 50
     assert {name.replace(".", "_") for name in theirs} <= table.keys()
+
+
+def test_people_read_of_every_family_and_preset() -> None:
+    guide = (SRC.parents[1] / "docs" / "which-model.md").read_text(encoding="utf-8")
+    parser = build_parser()
+    for family in SINGLE:
+        for text in (guide, parser.description, canvax.__doc__):
+            assert (family.models or family.title) in (text or ""), family.name
+    for text in (canvax.plan.__doc__, (SRC / "cli" / "arguments.py").read_text(encoding="utf-8")):
+        assert not [preset for preset in PRESETS if preset not in (text or "")]
+
+
+def test_defaults_follow_from_networks_and_schedule() -> None:
+    """A distilled model is known by its networks, or by its schedule alone."""
+    klein, turbo = PRESETS["flux2-klein-4b"], PRESETS["z-image"]
+    base = dataclasses.replace(klein, denoiser=dataclasses.replace(klein.denoiser, is_distilled=False))
+    assert (FLUX2.defaults_of(klein), FLUX2.defaults_of(base)) == (FLUX2.distilled, FLUX2.defaults)
+    flow = from_scheduler_config({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}).schedule
+    assert Z_IMAGE.defaults_of(turbo) == Z_IMAGE.defaults_of(turbo, flow.with_shift(6.0)) == Z_IMAGE.defaults
+    assert Z_IMAGE.defaults_of(turbo, flow) == Z_IMAGE.distilled
+    embeds = dataclasses.replace(PRESETS["sd15"].denoiser.cfg, time_cond_proj_dim=256)
+    lcm = dataclasses.replace(PRESETS["sd15"], denoiser=UNetDenoiser(embeds))
+    assert (SD.defaults_of(lcm), SD.defaults_of(PRESETS["sd15"])) == (LATENT_CONSISTENCY, SD.defaults)
+
+
+def test_a_refiner_is_a_family() -> None:
+    index = {"_class_name": "StableDiffusionXLPipeline"}
+    assert family_of(index) is SDXL
+    assert family_of({**index, "requires_aesthetics_score": False}) is SDXL
+    refiner = family_of({**index, "requires_aesthetics_score": True})
+    assert refiner is SDXL_REFINER
+    assert refiner.is_refiner
+    assert "target_size" in refiner.unused_options
+    assert "target_size" not in SDXL.unused_options
+
+
+@pytest.mark.parametrize(
+    ("family", "index", "zeros"),
+    [
+        (SDXL, {}, True),
+        (SDXL, {"force_zeros_for_empty_prompt": None}, True),
+        (SDXL, {"force_zeros_for_empty_prompt": False}, False),
+        (SD, {"force_zeros_for_empty_prompt": True}, False),
+    ],
+)
+def test_zeros_for_no_negative_prompt(
+    family: Family, index: dict[str, Any], zeros: bool, emoji: canvax.StableDiffusion
+) -> None:
+    files = dataclasses.replace(emoji.model.files, index=index)
+    assert dataclasses.replace(emoji.model, family=family, files=files).zero_negative_embeds is zeros
+
+
+def test_a_second_prompt_needs_a_second_encoder(emoji: canvax.StableDiffusion) -> None:
+    model = dataclasses.replace(emoji.model, family=SDXL)
+    with pytest.raises(canvax.InputError) as caught:
+        check_for_model(canvax.Options(prompt_2="a fox"), model)
+    assert caught.value.argument == "prompt_2"
 
 
 @pytest.mark.parametrize("ratio", [1.0, 2.5, 3.0])

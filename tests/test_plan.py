@@ -21,6 +21,7 @@ from canvax.compile.programs import Programs
 from canvax.errors import CanvaxError, CheckpointError, InputError
 from canvax.families.known import PRESETS
 from canvax.families.read import read_model
+from canvax.families.sd import SD
 from canvax.models.clip import clip_encoders
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.flux2 import Flux2Config
@@ -45,7 +46,7 @@ from tests.support.tiny_preset import TINY
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setitem(PRESETS, "tiny", TINY)
+    monkeypatch.setitem(SD.presets, "tiny", TINY)
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ from canvax.models.krea2 import Krea2Config, krea2_spec  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.params import count  # noqa: E402
 from canvax.weights.language_model import language_model_config  # noqa: E402
-from canvax.weights.layouts import wan_vae_rules  # noqa: E402
 from canvax.weights.rules import Names  # noqa: E402
 from canvax.weights.safetensors import Outgoing  # noqa: E402
+from canvax.weights.wan_vae import wan_vae_rules  # noqa: E402
 
 from .test_krea2_pipeline import build  # noqa: E402
 from .test_z_image_files import Arrays, arrays, shapes_of, write  # noqa: E402

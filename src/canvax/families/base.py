@@ -164,7 +164,7 @@ class Family:
     size_conditions: Callable[[Model, int, int, Mapping[str, Any]], tuple[SizeConditions, SizeConditions]] | None = None
     zero_negative_embeds: bool = False
     is_refiner: bool = False
-    presets: Mapping[str, Networks] = field(default_factory=dict)
+    presets: dict[str, Networks] = field(default_factory=dict)
 
     def defaults_of(self, networks: Networks, schedule: NoiseSchedule | None = None) -> Defaults:
         """Return the defaults of a model, as far as its networks and its schedule tell."""

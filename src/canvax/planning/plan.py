@@ -359,12 +359,13 @@ def architecture(model: str | Path, overrides: Overrides | None = None, **source
 
 def _open(model: str | Path, overrides: Overrides, **source: Any) -> tuple[Networks, Family, Defaults]:
     """Returns the networks, their family, and the default steps and guidance scale."""
-    if isinstance(model, str) and model in PRESETS:
+    preset_of = next((family for family in FAMILIES if str(model) in family.presets), None)
+    if isinstance(model, str) and preset_of:
         Location(model, **source).warn_unused("revision", "cache_dir")
         for name, part in overrides.parts.items():
             raise InputError(name, part, f"does not go with the preset {model}", "leave it out")
-        networks, family = PRESETS[model], next(family for family in FAMILIES if model in family.presets)
-        return networks, family, family.defaults_of(networks)
+        networks = preset_of.presets[model]
+        return networks, preset_of, preset_of.defaults_of(networks)
     try:
         origin = Location(model, progress=False, **source)
         overrides = completed(overrides, origin)

@@ -23,11 +23,11 @@ from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
 from canvax.weights.formats import TAESD, vae_rules
 from canvax.weights.identify import AUTOENCODER, CLASSES, MODEL, VAE, expect
 from canvax.weights.language_model import open_language_model
-from canvax.weights.layouts import wan_vae_rules
 from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.open import find_tokenizer, open_part
 from canvax.weights.rules import Names
 from canvax.weights.single_file import vae_config
+from canvax.weights.wan_vae import wan_vae_config
 
 _OF_LOCATION = ("token", "cache_dir", "local_files_only", "progress")
 _HALF = re.compile(r"\d+\.(?:conv\.\d+\.)?(?:weight|bias)")
@@ -226,15 +226,10 @@ def vae_of_file(name: str, path: Path, original: Mapping[str, Any]) -> NetworkFi
         widths = {f"{half}_block_out_channels": [width] * 4 for half in ("encoder", "decoder")}
         return NetworkFiles(name, tiny, {"_class_name": "AutoencoderTiny", "latent_channels": latents, **widths})
     if any(array.name.endswith(".gamma") for array in arrays):
-        shapes = {
-            array.name: array.shape
-            for array in Names(wan_vae_rules([stored.name for stored in arrays])).to_ours(arrays)
-        }
-        sizes = {"base_dim": "encoder.conv_in.bias", "z_dim": "post_quant_conv.bias"}
-        if missing := [array for array in sizes.values() if array not in shapes]:
-            raise CheckpointError(f"vae={name!r}: is not a whole autoencoder, it lacks {missing[0]!r}")
-        config = {size: shapes[array][0] for size, array in sizes.items()}
-        return NetworkFiles(name, arrays, {"_class_name": "AutoencoderKLQwenImage", **config})
+        try:
+            return NetworkFiles(name, arrays, wan_vae_config(arrays))
+        except (KeyError, IndexError) as error:
+            raise CheckpointError(f"vae={name!r}: is not a whole autoencoder, it lacks {error}") from None
     if not any(array.name.startswith("decoder.") for array in arrays):
         raise CheckpointError(f"vae={name!r}: holds no autoencoder: no name of its arrays begins with decoder.")
     arrays = Names(vae_rules([array.name for array in arrays])).to_ours(arrays)
