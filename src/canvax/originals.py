@@ -64,7 +64,7 @@ def replaced() -> tuple[tuple[Any, ...], ...]:
     not what was changed inside of a value. Names that came later, of modules imported since for one, are not looked
     at. Every call of a pipeline asks: it takes some 50 microseconds.
     """
-    changed: list[tuple[Any, ...]] = [*_replacing.get()]
+    changed: list[tuple[Any, ...]] = [*stand_ins()]
     for (module, owner), (names, values) in tuple(_originals.items()):
         now = tuple(names.values())[: len(values)]
         if not _equal(now, values):
@@ -77,12 +77,17 @@ def replaced() -> tuple[tuple[Any, ...], ...]:
 
 @contextmanager
 def replacing(code: tuple[Any, ...]) -> Iterator[None]:
-    """Count ``code`` as replaced within it, in this context alone. Its objects stay alive as long as traces of it."""
+    """Count ``code`` as replaced within it, in this context alone."""
     token = _replacing.set((*_replacing.get(), code))
     try:
         yield
     finally:
         _replacing.reset(token)
+
+
+def stand_ins() -> tuple[tuple[Any, ...], ...]:
+    """Return the arguments of ``replacing`` that count in this context."""
+    return _replacing.get()
 
 
 def _equal(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
