@@ -52,7 +52,7 @@ def form(name: str) -> Iterator[None]:
     fused = gpu.attend_by_cudnn
 
     def attend(q: Any, k: Any, v: Any, *masks: Any, scale: float) -> Any:
-        if k.shape[1] > 128:
+        if k.shape[1] > 128 or any(mask is not None for mask in masks):
             return fused(q, k, v, *masks, scale=scale)
         return jax.nn.dot_product_attention(q, k, v, scale=scale, implementation="xla")
 

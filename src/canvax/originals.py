@@ -60,11 +60,11 @@ def _remember(module: ModuleType) -> None:
 def replaced() -> tuple[tuple[Any, ...], ...]:
     """Return names that no longer stand for what they did, with the id of what each stands for now.
 
-    Each is (module, class, name, id), or an argument of ``replacing``: functions, methods, classes and constants, but
-    not what was changed inside of a value. Names that came later, of modules imported since for one, are not looked
-    at. Every call of a pipeline asks: it takes some 50 microseconds.
+    Each begins with (module, class, name, id): functions, methods, classes and constants, but not what was changed
+    inside of a value. Names that came later, of modules imported since for one, are not looked at. Every call of a
+    pipeline asks: it takes some 50 microseconds.
     """
-    changed: list[tuple[Any, ...]] = [*_replacing.get()]
+    changed: list[tuple[Any, ...]] = [*stand_ins()]
     for (module, owner), (names, values) in tuple(_originals.items()):
         now = tuple(names.values())[: len(values)]
         if not _equal(now, values):
@@ -76,13 +76,19 @@ def replaced() -> tuple[tuple[Any, ...], ...]:
 
 
 @contextmanager
-def replacing(code: tuple[Any, ...]) -> Iterator[None]:
-    """Count ``code`` as replaced within it, in this context alone. Its objects stay alive as long as traces of it."""
-    token = _replacing.set((*_replacing.get(), code))
+def replacing(module: str, name: str, value: Any) -> Iterator[None]:
+    """Count ``value`` as a replacement within it, in this context alone."""
+    _kept[id(value)] = value
+    token = _replacing.set((*_replacing.get(), (module, "", name, id(value), *foreign(value))))
     try:
         yield
     finally:
         _replacing.reset(token)
+
+
+def stand_ins() -> tuple[tuple[Any, ...], ...]:
+    """Return what ``replacing`` counts in this context."""
+    return _replacing.get()
 
 
 def _equal(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:

@@ -115,7 +115,7 @@ def open_cache() -> Path | None:
             return None
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         (folder / "programs").mkdir(mode=0o700, exist_ok=True)
-        _check_folder(folder / "programs")
+        _refuse(folder / "programs", (folder / "programs").lstat(), folder=True)
     except (CanvaxError, OSError) as error:
         _not_stored(error)
         return None
@@ -190,38 +190,33 @@ def clear(unused_seconds: float = 0.0) -> tuple[int, int]:
     return len(sizes), sum(sizes)
 
 
-def _check_folder(folder: Path) -> None:
-    """Refuse a folder that others can write to.
-
-    Raises:
-        CanvaxError: naming the reason and the cure.
-        OSError: the folder cannot be looked at.
-    """
-    status = folder.lstat()
-    if fault := _fault(status) if stat.S_ISDIR(status.st_mode) else "is not a folder":
-        raise CanvaxError(f"{folder} {fault}; or choose another folder with {FOLDER}")
-
-
 def _open_private(path: Path) -> BinaryIO:
     """Open a file that nobody else can write to; a link is refused, and a pipe, whose reader would wait for ever."""
     flags = ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")
     descriptor = os.open(path, os.O_RDONLY | sum(getattr(os, flag, 0) for flag in flags))
-    status = os.fstat(descriptor)
-    if fault := _fault(status) if stat.S_ISREG(status.st_mode) else "is not a file":
+    try:
+        _refuse(path, os.fstat(descriptor), folder=False)
+    except CanvaxError:
         os.close(descriptor)
-        raise CanvaxError(f"{path} {fault}")
+        raise
     return os.fdopen(descriptor, "rb")
 
 
-def _fault(status: os.stat_result) -> str:
-    """Return why others could have written a file or a folder; "" if they could not. Root could write anywhere."""
-    if not hasattr(os, "geteuid"):
-        return ""
-    if status.st_uid not in (os.geteuid(), 0):
-        return f"belongs to another user ({status.st_uid}), who could put code there"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "can be written to by others, who could put code there (chmod go-w makes it private)"
-    return ""
+def _refuse(path: Path, status: os.stat_result, *, folder: bool) -> None:
+    """Raise CanvaxError for another kind of file, such as a link, and for what others could have written.
+
+    Root could write anywhere.
+    """
+    owned = hasattr(os, "geteuid")
+    if not (stat.S_ISDIR if folder else stat.S_ISREG)(status.st_mode):
+        fault = f"is not a {'folder' if folder else 'file'}"
+    elif owned and status.st_uid not in (os.geteuid(), 0):
+        fault = f"belongs to another user ({status.st_uid}), who could put code there"
+    elif owned and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        fault = "can be written to by others, who could put code there (chmod go-w makes it private)"
+    else:
+        return
+    raise CanvaxError(f"{path} {fault}; or choose another folder with {FOLDER}")
 
 
 def _files_in_use() -> list[StoredProgram]:
@@ -229,7 +224,7 @@ def _files_in_use() -> list[StoredProgram]:
     folder = cache_path()
     if folder is None or not os.path.lexists(folder / "programs"):
         return []
-    _check_folder(folder / "programs")
+    _refuse(folder / "programs", (folder / "programs").lstat(), folder=True)
     return list(_files(folder / "programs"))
 
 

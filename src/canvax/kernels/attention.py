@@ -15,7 +15,7 @@ from canvax.kernels import cpu, gpu, tpu
 from canvax.kernels.matmul import matmul
 from canvax.kernels.outline import where
 from canvax.kernels.target import on_each_device, target_platform, weight_shards
-from canvax.originals import foreign, replacing
+from canvax.originals import replacing
 from canvax.types import Array
 
 Form = Callable[[Array, Array, Array, Array | None, Array | None], Array]
@@ -45,7 +45,7 @@ def using(form: Callable[..., Array]) -> Iterator[None]:
     """
     token = _own.set(form)
     try:
-        with replacing((__name__, "", "using", id(form), form, foreign(form))):
+        with replacing(__name__, "using", form):
             yield
     finally:
         _own.reset(token)

@@ -14,7 +14,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, PartitionSpec
 
 from canvax.kernels.target import on_each_device, target_mesh, target_platform, weight_shards
-from canvax.originals import replaced
+from canvax.originals import replaced, stand_ins
 from canvax.types import Array
 
 ROWS = 512
@@ -45,7 +45,7 @@ _where = jax.make_user_context("")
 
 
 def where() -> str:
-    """Returns the path of the layer that is traced, in the parameters; "" unless code of canvax is replaced.
+    """Returns the path of the layer that is traced, in the parameters; "" outside ``canvax.kernels.attention.using``.
 
     For example "down_blocks.1.attentions.0.transformer_blocks.0.attn1", or "single_transformer_blocks.5". What a
     ControlNet, a text encoder or an autoencoder computes has a name in front: "controlnet.", "text_encoder.", "vae.".
@@ -55,9 +55,9 @@ def where() -> str:
 
 @contextmanager
 def scope(name: str) -> Iterator[None]:
-    """Names what is traced within it: in profiles and, for code that a user puts in place of canvax's, in ``where``."""
+    """Names what is traced within it: in profiles and, for attention of a user's own, in ``where``."""
     path = f"{where()}.{name}".lstrip(".")
-    with jax.named_scope(name), _where(path) if replaced() else nullcontext():  # each path is traced by itself
+    with jax.named_scope(name), _where(path) if stand_ins() else nullcontext():  # each path is traced by itself
         yield
 
 
