@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 import canvax
 from canvax.cli import main
 from canvax.cli.arguments import parse
+from canvax.cli.images import gather
 from canvax.cli.loading import load_of, load_with
 from canvax.errors import InputError
 from canvax.families.local_models import local_models
@@ -262,3 +264,13 @@ def test_a_server_loads_the_others_when_asked(
             np.testing.assert_allclose(np.asarray(image, np.int16), np.asarray(alone[0], np.int16), atol=1)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(("vae", "found"), [("ink.safetensors", "ink"), ("gone.ckpt", None), ("Automatic", None)])
+def test_an_image_of_a1111_names_its_vae(folder: Path, tmp_path: Path, vae: str, found: str | None) -> None:
+    text = f"a fox\nSteps: 20, Sampler: Euler a, CFG scale: 7, Seed: 1, Size: 64x64, Model: tiny, VAE: {vae}"
+    info = PngInfo()
+    info.add_text("parameters", text)
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png", pnginfo=info)
+    _, source = gather(parse(["generate", "--from-image", str(tmp_path / "a.png")]))
+    assert (source.model, source.vae) == ("tiny", found)

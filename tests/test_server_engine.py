@@ -190,7 +190,7 @@ def test_batches_run_side_by_side_where_that_is_faster_and_fits(
 ) -> None:
     """Timed by a clock of ours: three calls at a time take as long as one, a fourth waits for another."""
     asked = sample("emoji", PIPE.model, 64, 64)
-    group = Group(asked.group, PIPE.model, PIPE.programs, lambda: PIPE.params or {}, (1, 4), lanes=8)
+    group = Group(asked.group, PIPE.model, PIPE.programs, lambda *_, **__: PIPE.params or {}, (1, 4), lanes=8)
     group.compile(PIPE.params or {})
     monkeypatch.setattr("canvax.server.group.free_bytes", lambda mesh: free)
     monkeypatch.setattr(
@@ -205,7 +205,7 @@ def test_batches_run_side_by_side_where_that_is_faster_and_fits(
 def timed_group(monkeypatch: pytest.MonkeyPatch, seconds: Any, lanes: int = 8) -> Group:
     """Batches of 1 and 4, measured by a clock of ours: ``seconds`` of each call, by images and lanes."""
     asked = sample("emoji", PIPE.model, 64, 64)
-    group = Group(asked.group, PIPE.model, PIPE.programs, lambda: PIPE.params or {}, (1, 4), lanes=lanes)
+    group = Group(asked.group, PIPE.model, PIPE.programs, lambda *_, **__: PIPE.params or {}, (1, 4), lanes=lanes)
     group.compile(PIPE.params or {})
     monkeypatch.setattr(Group, "_timed", lambda group, images, carry, rows: seconds(images, group._lanes[images]))
     carry: Any = SimpleNamespace(run=SimpleNamespace(table=range(9)))
@@ -262,7 +262,7 @@ def test_a_size_that_has_no_programs_is_refused() -> None:
 
 def test_a_lane_without_an_image_says_nothing_of_two(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = sample("emoji", PIPE.model, 64, 64)
-    group = Group(asked.group, PIPE.model, PIPE.programs, lambda: PIPE.params or {}, (1,), lanes=2)
+    group = Group(asked.group, PIPE.model, PIPE.programs, lambda *_, **__: PIPE.params or {}, (1,), lanes=2)
     group.compile(PIPE.params or {})
     group.timings.row, group._lanes = {1: 0.05, 2: 0.09}, {1: 1, 2: 2}
     jobs = [
