@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from canvax.call import Enlarging, Load, OptionFields
 from canvax.compile.monitor import counting
-from canvax.errors import InputError, check_count, refuse_tracers
+from canvax.errors import InputError, refuse_tracers
 from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
 from canvax.families.base import Model
 from canvax.models.beside import ADAPTERS
@@ -43,7 +43,7 @@ from canvax.pipelines.translate import (
 )
 from canvax.pipelines.upscale import upscaled
 from canvax.samplers import SamplerSpec, SamplerTable, Solver
-from canvax.settings import declared
+from canvax.settings import check_setting, declared
 from canvax.types import Array, DType
 from canvax.weights.location import Location, warn_unused_cache
 from canvax.weights.overrides import Overrides
@@ -280,7 +280,7 @@ class StableDiffusion(LoadedModel):
             return make_request(self.model, call)
         from canvax.pipelines.adapters import shares_of  # which most pipelines never need
 
-        count = check_count("num_images_per_prompt", call.num_images_per_prompt)
+        count = check_setting(Call, "num_images_per_prompt", call.num_images_per_prompt)
         prompt, shares = shares_of(self.adapters, call.prompt, adapters, count, as_set=as_set)
         request = make_request(self.model, replace(call, prompt=prompt))
         return replace(request, beside=shares) if shares else request
