@@ -229,7 +229,7 @@ class Load:
 
 LOCATION = ("revision", "variant", "token", "cache_dir", "local_files_only")
 """Arguments of ``canvax.load`` that say where files come from."""
-PARTS = ("vae", "text_encoder", "tokenizer", "prediction_type", "scheduler")
+PARTS = ("vae", "prediction_type", "text_encoder", "tokenizer", "scheduler")
 """Those that stand in for parts of the model."""
 
 

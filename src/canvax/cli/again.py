@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from canvax.call import ZERO_SNR, Call, GuidanceMethod
+from canvax.call import PARTS, ZERO_SNR, Call, GuidanceMethod
 from canvax.cli.terminal import command_line
 from canvax.errors import InputError
 from canvax.pipelines.image_prompts import NONE
@@ -17,17 +17,7 @@ from canvax.settings import as_flags, declared, offered
 from canvax.weights.data_folder import find_named
 from canvax.weights.location import BUNDLED
 
-OF_MODEL = (
-    "revision",
-    "variant",
-    "dtype",
-    "quantize",
-    "precision",
-    "vae",
-    "prediction_type",
-    "text_encoder",
-    "tokenizer",
-)
+OF_MODEL = ("revision", "variant", "dtype", "quantize", "precision", *PARTS[:-1])
 """The flags of a model besides its name that the metadata of an image holds."""
 
 _FILES = ("prompt", "num_images_per_prompt", "image", "mask", "control")
