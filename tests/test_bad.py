@@ -341,7 +341,7 @@ def test_fields_of_files(name: str, emoji: canvax.Pipeline) -> None:
 LOADS: dict[str, tuple[Any, ...]] = {
     "model": (5, None, "", b"emoji", Strange(), "none/none.safetensors"), "dtype": ("int8", 5, "complex64", "fp8"),
     "quantize": ("int4", []), "revision": (5, ""), "variant": (5, "../x"), "cache_dir": (5,), "token": (5, "a\nb", "é"),
-    "mesh": (5, "data=2"), "precision": (5, "nope"), "controlnet": ("",), "scheduler": ({"prediction_type": "x"},),
+    "mesh": (5, "data=x"), "precision": (5, "nope"), "controlnet": ("",), "scheduler": ({"prediction_type": "x"},),
     "vae": ("v" * 5000,), "progress": ("no",), "safety_checker": (5,), "nope": (1,),
 }  # fmt: skip
 

@@ -35,6 +35,8 @@ ControlMode = Literal["balanced", "guess", "prompt", "control"]
 HiresMethod = Literal["pixel", "latent"]
 Quantize = Literal["int8", "float8", "int8-w8a8", "float8-w8a8"]
 PredictionType = Literal["epsilon", "v_prediction", "sample", "flow_prediction"]
+STRENGTH, STRENGTH_OF_MASKED = 0.8, 1.0
+"""Default strengths: of a whole image, and of a masked one."""
 HIRES_STRENGTHS: Mapping[HiresMethod, float] = {"pixel": 0.4, "latent": 0.7}
 """Default strengths of the second pass: below 0.55 or so enlarged latents stay blurred."""
 
@@ -227,7 +229,7 @@ class Load:
 
 LOCATION = ("revision", "variant", "token", "cache_dir", "local_files_only")
 """Arguments of ``canvax.load`` that say where files come from."""
-PARTS = ("vae", "text_encoder", "tokenizer", "prediction_type", "scheduler")
+PARTS = ("vae", "prediction_type", "text_encoder", "tokenizer", "scheduler")
 """Those that stand in for parts of the model."""
 
 
@@ -305,7 +307,7 @@ class Call:
     )  # fmt: skip
     strength: float | None = setting(
         None, "how much of the run is done", low=0, high=1, above=True, cure="0.8 changes much, 0.3 little",
-        unset="0.8; with a mask 1", group=IMAGE,
+        unset=f"{STRENGTH:g}; with a mask {STRENGTH_OF_MASKED:g}", group=IMAGE,
         flags=("--strength", "--denoising-strength"), also=("denoising_strength", "denoise"),
     )  # fmt: skip
     control: Any = setting(
@@ -514,7 +516,8 @@ class OptionRecord:
     )  # fmt: skip
     hires_strength: float | None = setting(
         None, "strength of the second pass", low=0, high=1, above=True, cure="0.4 is usual",
-        unset="0.4; with latent 0.7", group=HIRES, requires="hires=2", infotext="Denoising strength",
+        unset="{pixel:g}; with latent {latent:g}".format(**HIRES_STRENGTHS), group=HIRES, requires="hires=2",
+        infotext="Denoising strength",
     )  # fmt: skip
     hires_steps: int | None = setting(
         None, "steps of the second pass", low=1, unset="as many as the first", group=HIRES, metavar="N",

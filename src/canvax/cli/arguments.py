@@ -334,7 +334,7 @@ def _compile(parser: argparse.ArgumentParser) -> None:
     _references(parser)
     networks = parser.add_argument_group("for control images and image prompts, each flag once for each network")
     add_networks(networks)
-    add_load(parser, without=("model", "safety_checker", "offload"))
+    add_load(parser, without=("model", "safety_checker", "offload"))  # with which programs are the same
     add_report(parser)
 
 
@@ -407,5 +407,5 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, Call, names=("num_inference_steps",))
     parser.add_argument("--tasks", action="store_true", help="also image to image and inpainting, as ratios")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="number of timed runs (3)")
-    add_load(parser, without=("model", "safety_checker"))
+    add_load(parser, without=("model", "safety_checker"))  # which takes time that is not the model's
     add_report(parser)

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from canvax import settings
+from canvax.call import STRENGTH
 from canvax.errors import NO_VALUE, HintWarning, warn
 from canvax.families.base import Model
 from canvax.images.infotext import NETWORK
 from canvax.pipelines.generate import larger_side, sampler_table, work
-from canvax.pipelines.request import STRENGTH, InitImages, Request
+from canvax.pipelines.request import InitImages, Request
 from canvax.prompts import words_of
 from canvax.samplers import find
 from canvax.samplers.table import NOISE

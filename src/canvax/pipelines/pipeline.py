@@ -17,7 +17,7 @@ from PIL import Image
 
 from canvax.call import Enlarging, Load
 from canvax.compile.monitor import counting
-from canvax.errors import HintWarning, InputError, check_count, refuse_tracers, warn
+from canvax.errors import HintWarning, InputError, refuse_tracers, warn
 from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
 from canvax.families.base import Model
 from canvax.models.beside import ADAPTERS
@@ -47,7 +47,7 @@ from canvax.pipelines.translate import (
 )
 from canvax.pipelines.upscale import upscaled
 from canvax.samplers import SamplerSpec, SamplerTable, Solver
-from canvax.settings import declared
+from canvax.settings import check_setting, declared
 from canvax.types import Array, DType
 from canvax.weights.location import Location, warn_unused_cache
 from canvax.weights.overrides import Overrides
@@ -315,7 +315,7 @@ class Pipeline(LoadedModel):
             return make_request(self.model, call)
         from canvax.pipelines.shares import shares_of  # which most pipelines never need
 
-        count = check_count("num_images_per_prompt", call.num_images_per_prompt)
+        count = check_setting(Call, "num_images_per_prompt", call.num_images_per_prompt)
         prompt, shares = shares_of(self.adapters, call.prompt, adapters, count, as_set=as_set)
         request = make_request(self.model, replace(call, prompt=prompt))
         return replace(request, beside=shares) if shares else request

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from PIL import Image
 
-from canvax.call import MAX_SIDE, Call
+from canvax.call import MAX_SIDE, STRENGTH, STRENGTH_OF_MASKED, Call
 from canvax.denoise import Known
 from canvax.errors import NO_VALUE, InputError, refuse_tracers
 from canvax.families.base import SECOND_PROMPTS, Model
@@ -381,10 +381,6 @@ def check_start(
             f"is missing: {model.name} is a refiner, which only finishes images",
             "give {image}, or {latents} of a base model that stopped at {denoising_end=0.8}, and {denoising_start=0.8}",
         )
-
-
-STRENGTH, STRENGTH_OF_MASKED = 0.8, 1.0
-"""How much of the run is done if the call does not say: of a whole image, and of a masked one."""
 
 
 @dataclass(frozen=True, eq=False)
