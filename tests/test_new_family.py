@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 import canvax
+from canvax.cli import preview
 from canvax.compile import cache, key
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
@@ -340,6 +341,13 @@ def test_a_loop_of_tokens_makes_the_same_images(pipe: canvax.Pipeline, channels_
         assert want.latents.std() > 0.1
         np.testing.assert_allclose(got.latents, want.latents, atol=1e-5)
         np.testing.assert_allclose(got.pixels, want.pixels, atol=1e-5)
+        if "mask" not in call:
+            np.testing.assert_allclose(preview._decoded(tokens, np.asarray(got.latents)), got.pixels, atol=1e-5)
+
+
+def test_what_a_callback_returns_last_is_the_result(transformer: canvax.StableDiffusion) -> None:
+    result = draw(transformer, height=8, width=16, callback=lambda step: {"latents": 0 * step.latents + 0.5})
+    np.testing.assert_array_equal(result.latents, 0.5)
 
 
 def test_tokens_are_squares_of_latents() -> None:
