@@ -90,8 +90,12 @@ class Letters(TextEncoder):
     def inputs(self, length: int) -> Shapes:
         return super().inputs(length) | {"count": jax.ShapeDtypeStruct((), jnp.int32)}
 
+    def count(self, tokenizer: Any, text: str, images: Any) -> int:
+        return len(text)
+
     def read(self, tokenizer: Any, texts: Sequence[str], length: int, images: Any = ()) -> dict[str, np.ndarray]:
-        return super().read(tokenizer, texts, length) | {"count": np.array([len(text) for text in texts], np.int32)}
+        ids = [[*map(ord, text), *[0] * (length - len(text))] for text in texts]
+        return {name: np.array(array, np.int32) for name, array in (("ids", ids), ("count", list(map(len, texts))))}
 
     def outputs(self, length: int, dtype: Any) -> Shapes:
         return {"text": jax.ShapeDtypeStruct((length, WIDTH), dtype)}
@@ -107,18 +111,6 @@ class OneAfterAnother(TextEncoders):
 
     def join(self, outputs: Sequence[Any]) -> Any:
         return {"text": jnp.concatenate([output["text"] for output in outputs], axis=1)}
-
-
-class LetterTokenizer:
-    """A letter is a token."""
-
-    added: tuple[str, ...] = ()
-
-    def ids(self, text: str) -> list[int]:
-        return [ord(letter) % 256 for letter in text]
-
-    def __call__(self, texts: Sequence[str], *, length: int) -> np.ndarray:
-        return np.array([[*self.ids(text), *[0] * length][:length] for text in texts], np.int32)
 
 
 @dataclass(frozen=True)
@@ -150,7 +142,7 @@ FAMILY = Family(
     name="mixer",
     pipelines=("MixerPipeline",),
     read=lambda files: NETWORKS,
-    tokenizer=lambda files, encoder: LetterTokenizer(),
+    tokenizer=lambda files, encoder: None,
     defaults=Defaults(num_inference_steps=4, guidance_scale=3.0),
     numbers=hues,
 )
