@@ -28,6 +28,8 @@ from canvax.engine import batch
 from canvax.families.base import Defaults, Family, Model, Numbers
 from canvax.guidance import Guidance
 from canvax.models.beside import Places
+from canvax.models.clip import ClipEncoder
+from canvax.models.configs import ClipTextConfig
 from canvax.models.controlled import Controlled
 from canvax.models.denoiser import Around, Denoiser, Perturbed, Reusing, Row
 from canvax.models.flux2 import Flux2Config, Flux2Denoiser
@@ -216,6 +218,31 @@ def test_conditions_in_place_of_prompts(pipe: canvax.StableDiffusion) -> None:
         with pytest.raises(canvax.InputError) as caught:
             draw(pipe, prompt, negative_prompt=negative)
         assert caught.value.argument == "prompt"
+
+
+@dataclass(frozen=True)
+class Unweighted(Letters):
+    """An encoder that passes weights over."""
+
+    def words(self, tokenizer: Any, pieces: Sequence[Any], options: Any, images: Any = ()) -> Any:
+        return super().words(tokenizer, [(text, 1.0) for text, _ in pieces], options, images)
+
+
+def test_weights_and_chunks_of_clip_beside_another_encoder() -> None:
+    """What the host mixes for CLIP is joined as the family joins it, and leaves the other encoder alone."""
+    tokenizers = canvax.load("emoji").model.tokenizers | {"reader": None}
+    cfg = ClipTextConfig(2500, hidden_size=WIDTH, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    encoders, pipes = (ClipEncoder("text_encoder", cfg), Unweighted("reader", (700,))), []
+    for some in (encoders, encoders[:1], encoders[1:]):
+        pipe = pipeline_of(dataclasses.replace(NETWORKS, text=OneAfterAnother(some)))
+        pipes.append(dataclasses.replace(pipe, model=dataclasses.replace(pipe.model, tokenizers=tokenizers)))
+        pipes[-1].params = pipes[0].params or pipe.params
+    for prompt in ("a (red:1.3) apple", "apple " * 90 + "(red:0.5)"):
+        both, *each = (np.asarray(pipe.encode(prompt, prompt_syntax="comfy")["text"]) for pipe in pipes)
+        np.testing.assert_array_equal(both, np.concatenate(each, axis=1))
+        options = canvax.Options(progress=False, prompt_syntax="comfy")
+        want = draw(pipes[0], {"text": both}, negative_prompt={"text": both}, options=options).latents
+        np.testing.assert_array_equal(draw(pipes[0], prompt, negative_prompt=prompt, options=options).latents, want)
 
 
 @dataclass(frozen=True)
