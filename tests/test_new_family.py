@@ -29,6 +29,8 @@ from canvax.engine import batch
 from canvax.families.base import Defaults, Family, Model, SizeConditions
 from canvax.families.known import PRESETS
 from canvax.guidance import Guidance
+from canvax.models.clip import ClipEncoder
+from canvax.models.configs import ClipTextConfig
 from canvax.models.controlled import Controlled
 from canvax.models.denoiser import (
     PERTURBED,
@@ -101,8 +103,12 @@ class Letters(TextEncoder):
     def inputs(self, length: int) -> Shapes:
         return super().inputs(length) | {"count": jax.ShapeDtypeStruct((), jnp.int32)}
 
+    def count(self, tokenizer: Any, text: str, images: Any) -> int:
+        return len(text)
+
     def read(self, tokenizer: Any, texts: Sequence[str], length: int, images: Any = ()) -> dict[str, np.ndarray]:
-        return super().read(tokenizer, texts, length) | {"count": np.array([len(text) for text in texts], np.int32)}
+        ids = [[*map(ord, text), *[0] * (length - len(text))] for text in texts]
+        return {name: np.array(array, np.int32) for name, array in (("ids", ids), ("count", list(map(len, texts))))}
 
     def outputs(self, length: int, dtype: Any) -> Shapes:
         return {"text": jax.ShapeDtypeStruct((length, WIDTH), dtype)}
@@ -118,18 +124,6 @@ class OneAfterAnother(TextEncoders):
 
     def join(self, outputs: Sequence[Any]) -> Any:
         return {"text": jnp.concatenate([output["text"] for output in outputs], axis=1)}
-
-
-class LetterTokenizer:
-    """A letter is a token."""
-
-    added: tuple[str, ...] = ()
-
-    def ids(self, text: str) -> list[int]:
-        return [ord(letter) % 256 for letter in text]
-
-    def __call__(self, texts: Sequence[str], *, length: int) -> np.ndarray:
-        return np.array([[*self.ids(text), *[0] * length][:length] for text in texts], np.int32)
 
 
 @dataclass(frozen=True)
@@ -161,7 +155,7 @@ FAMILY = Family(
     name="mixer",
     pipelines=("MixerPipeline",),
     read=lambda files: NETWORKS,
-    tokenizer=lambda files, encoder: LetterTokenizer(),
+    tokenizer=lambda files, encoder: None,
     defaults=Defaults(num_inference_steps=4, guidance_scale=3.0),
     size_conditions=hues,
 )
@@ -235,6 +229,31 @@ def test_conditions_in_place_of_prompts(pipe: canvax.Pipeline) -> None:
         with pytest.raises(canvax.InputError) as caught:
             draw(pipe, prompt, negative_prompt=negative)
         assert caught.value.argument == "prompt"
+
+
+@dataclass(frozen=True)
+class Unweighted(Letters):
+    """An encoder that passes weights over."""
+
+    def words(self, tokenizer: Any, pieces: Sequence[Any], options: Any, images: Any = ()) -> Any:
+        return super().words(tokenizer, [(text, 1.0) for text, _ in pieces], options, images)
+
+
+def test_weights_and_chunks_of_clip_beside_another_encoder() -> None:
+    """What the host mixes for CLIP is joined as the family joins it, and leaves the other encoder alone."""
+    tokenizers = canvax.load("emoji").model.tokenizers | {"reader": None}
+    cfg = ClipTextConfig(2500, hidden_size=WIDTH, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    encoders, pipes = (ClipEncoder("text_encoder", cfg), Unweighted("reader", (700,))), []
+    for some in (encoders, encoders[:1], encoders[1:]):
+        pipe = pipeline_of(dataclasses.replace(NETWORKS, text=OneAfterAnother(some)))
+        pipes.append(dataclasses.replace(pipe, model=dataclasses.replace(pipe.model, tokenizers=tokenizers)))
+        pipes[-1].params = pipes[0].params or pipe.params
+    for prompt in ("a (red:1.3) apple", "apple " * 90 + "(red:0.5)"):
+        both, *each = (np.asarray(pipe.encode(prompt, prompt_syntax="comfy")["text"]) for pipe in pipes)
+        np.testing.assert_array_equal(both, np.concatenate(each, axis=1))
+        options = canvax.Options(progress=False, prompt_syntax="comfy")
+        want = draw(pipes[0], {"text": both}, negative_prompt={"text": both}, options=options).latents
+        np.testing.assert_array_equal(draw(pipes[0], prompt, negative_prompt=prompt, options=options).latents, want)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import pytest
 
 import canvax
 from canvax.errors import InputError
+from canvax.models.clip import clip_configs
 from canvax.noise import initial_noise
 from canvax.parallel.mesh import make_mesh
 from canvax.prompts import BREAK, chunked, fragments, parts_of, schedule_of, weighed
@@ -394,6 +395,17 @@ def test_sdxl_conditions(xl: tuple[Any, Any]) -> None:
     np.testing.assert_allclose(named.latents, want.latents, atol=1e-4)
     with pytest.raises(canvax.InputError, match="prompt has no 'pooled'"):
         draw(pipe, {"text": said["text"]})
+
+
+def test_each_encoder_has_its_own_shares(xl: tuple[Any, Any]) -> None:
+    """A piece that weighs less in the prompt of one encoder alone, which Compel mixes from two texts."""
+    pipe, width, less = xl[0], clip_configs(xl[0].model.text)["text_encoder"].hidden_size, "a (red)0.3 apple"
+    plain, light, both = (
+        np.asarray(pipe.encode("a dog" if one is None else one, two, prompt_syntax="compel")["text"])
+        for one, two in ((None, "a dog"), (less, less), (None, less))
+    )
+    np.testing.assert_allclose(both[..., :width], plain[..., :width], atol=1e-6)
+    np.testing.assert_allclose(both[..., width:], light[..., width:], atol=1e-6)
 
 
 @pytest.mark.parametrize("syntax", ["a1111", "comfy", "compel"])

@@ -100,7 +100,7 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
     """One hint for each kind of problem."""
     prompts, syntax, options = dict.fromkeys(request.prompts), request.options.prompt_syntax, request.options
     words = (words_of(prompt, syntax) for prompt in prompts)
-    added = {name for tokenizer in model.tokenizers.values() for name in tokenizer.added}
+    added = {name for tokenizer in model.tokenizers.values() for name in getattr(tokenizer, "added", ())}
     strange = dict.fromkeys(word for text in words for word in model.concepts.unknown(text))
     known = {part for name in added for part in name.lower().split()}
     if unknown := [word for word in strange if word not in known]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -176,16 +176,18 @@ class Mixture:
     def __init__(self, words: Sequence[ChunkedWords], count: int) -> None:
         """Plan the passes for prompts that are brought to ``count`` chunks."""
         self._words, self._count = words, count
-        variants, chunks = max(len(one.variants) for one in words), max(one.chunks for one in words)
+        counts = max(len(one.variants) for one in words), max(one.chunks for one in words)
         self._chosen = [
-            [[_nth(_nth(one.variants, v).chunks, c) for one in words] for c in range(chunks)] for v in range(variants)
+            [[_nth(_nth(one.variants, v).chunks, c) for one in words] for c in range(counts[1])]
+            for v in range(counts[0])
         ]
         self.passes: list[list[Chunk]] = []
         self._number: dict[tuple[tuple[int, ...], ...], int] = {}
         for chosen in (chosen for of_variant in self._chosen for chosen in of_variant):
             self._pass(chosen)
-        weighed = any(weight != 1 for one in words for _, weights in _chunks_of(one) for weight in weights)
-        if weighed or any(count % one.chunks for one in words):
+        variants = chain.from_iterable(one.variants for one in words)
+        heavy = any(set(weights) != {1.0} for variant in variants for _, weights in variant.chunks)
+        if heavy or any(count % one.chunks for one in words):
             self._pass(self._blank)
 
     def __call__(self, passes: Sequence[Any], rows: Sequence[int]) -> Any:
@@ -235,10 +237,6 @@ class Mixture:
 
 def _nth(values: Sequence[Any], index: int) -> Any:
     return values[min(index, len(values) - 1)]
-
-
-def _chunks_of(words: ChunkedWords) -> Iterator[Chunk]:
-    return chain.from_iterable(variant.chunks for variant in words.variants)
 
 
 def _framed(tokenizer: Tokenizer, chunk: Sequence[tuple[int, float]], length: int) -> Chunk:

@@ -96,7 +96,8 @@ class Lora(LoraRecord):
         """Makes the factors; the whole model is frozen, in the dtype of the computation."""
         factors = self._factors(model, training)
         denoiser = model.networks.denoiser.component
-        frozen = in_dtype(params, [denoiser, *(name for name in model.text.names if name in params)], dtype)
+        texts = () if model.networks.unet is None else model.text.names  # a transformer's are encoded before
+        frozen = in_dtype(params, [denoiser, *texts], dtype)
         chosen = self._targets(model)
 
         def assemble(trained: Params, frozen: Params) -> Params:
