@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from inspect import signature
@@ -14,6 +15,7 @@ from textwrap import wrap
 from typing import Any
 
 import canvax
+import canvax.call
 from canvax.call import Call, OptionRecord
 from canvax.cli.arguments import build_parser
 from canvax.familiar import CALL, HARMLESS, LOAD, flax_tables, tables
@@ -224,19 +226,7 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 
 from canvax.call import (
-    ControlMode,
-    GuidanceFunction,
-    GuidanceMethod,
-    HiresMethod,
-    ImageEncoding,
-    MaskBlend,
-    MaskFill,
-    MaskMode,
-    NoiseKind,
-    PromptSyntax,
-    Spacing,
-    StrengthRule,
-    Tiling,
+    CALL,
 )
 from canvax.models.text import Conditions
 from canvax.params import Params
@@ -292,7 +282,9 @@ def keywords() -> str:
         _typed_dict("AgainFields", "CallFields", "The keywords of ``Pipeline.again``.", again),
         _typed_dict("LoadFields", "TypedDict", "Names of other programs for arguments of ``canvax.load``.", of_load),
     ]  # fmt: skip
-    return "\n\n".join([_IMPORTS, *parts])
+    used = {word for kind in options.values() for word in re.findall(r"\w+", kind)}
+    kinds = sorted(word for word in used & vars(canvax.call).keys() if getattr(vars(canvax.call)[word], "__args__", ()))
+    return "\n\n".join([_IMPORTS.replace("CALL", ",\n    ".join(kinds)), *parts])
 
 
 def _typed_dict(name: str, base: str, text: str, rows: Mapping[str, tuple[str, str]]) -> str:
