@@ -68,7 +68,8 @@ def settings_of(metadata: Mapping[str, Any], but: Collection[str] = ()) -> dict[
         metadata: of one image.
         but: further names to leave out.
     """
-    settings = {name: metadata.get(name) for name in CALL} | table_in(metadata, "options")
+    options = table_in(metadata, "options")
+    settings = {name: metadata.get(name) for name in CALL} | {name: options.get(name) for name in declared(Options)}
     if "canvax" not in metadata:  # other programs do not distinguish "" from none
         settings["negative_prompt"] = settings["negative_prompt"] or None
     left = {*lost_settings(metadata), *but}
@@ -174,8 +175,10 @@ def other_model(metadata: Mapping[str, Any], other: Mapping[str, Any], where: st
 
 def settings_of_tiles(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``upscale`` that are none of a call, and None for those of a call that it lacks."""
-    tiles = table_in(metadata, "upscale")
-    return {**tiles, "control": "controlnet" in metadata, "height": None, "width": None} if tiles else {}
+    if not (tiles := table_in(metadata, "upscale")):
+        return {}
+    sizes = {"scale": tiles.get("scale"), "overlap": tiles.get("overlap")}  # a file must not name other files
+    return {**sizes, "control": "controlnet" in metadata, "height": None, "width": None}
 
 
 def record_of_tiles(model: Model, image: Any) -> dict[str, Any]:

@@ -387,7 +387,7 @@ class Pipeline(LoadedModel):
             new = past.record_of_tiles(self.model, changes.get("image")) if enlarges else self._record(arguments)
             for hint in (*past.other_model(metadata, new, where), *past.compared(metadata, new, where)):
                 warn(hint)
-            return self.upscale(**arguments) if enlarges else self(**arguments)
+            return self.upscale(**{"image": None, **arguments}) if enlarges else self(**arguments)
 
     def _record(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """What the metadata of the first image of a call will be."""
