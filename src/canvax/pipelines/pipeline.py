@@ -384,10 +384,12 @@ class Pipeline(LoadedModel):
             arguments = arguments_of_call(self, keywords, ("scale", "overlap", "batch") if enlarges else ())
             del arguments["self"]
             past.check_named(metadata, arguments, where)
-            new = past.record_of_tiles(self.model, changes.get("image")) if enlarges else self._record(arguments)
+            if enlarges:
+                arguments.setdefault("image", None)
+            new = past.record_of_tiles(self.model, arguments["image"]) if enlarges else self._record(arguments)
             for hint in (*past.other_model(metadata, new, where), *past.compared(metadata, new, where)):
                 warn(hint)
-            return self.upscale(**{"image": None, **arguments}) if enlarges else self(**arguments)
+            return self.upscale(**arguments) if enlarges else self(**arguments)
 
     def _record(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """What the metadata of the first image of a call will be."""
