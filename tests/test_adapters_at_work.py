@@ -505,6 +505,10 @@ def test_the_command(
     code, _, err = run("generate", "--from-image", "a.png", *shared[:2], "-q", "-o", "other.png")
     assert code == 0
     assert "was generated with ink, wool; name the files with --lora and --embedding" in err
+    for name, is_same in (("ink", True), ("clay", False)):
+        words = ("--lora", str(loras / f"{name}.safetensors"), "-q", "-o", f"with-{name}.png")
+        code, _, err = run("generate", "--from-image", "a.png", *shared[:2], *words)
+        assert (code, "--lora: no file" in err) == (0, not is_same)
     assert "<lora:ink:0.5>" in (tmp_path / "a.png").read_bytes().decode("latin-1")
 
 

@@ -272,6 +272,18 @@ def test_a_call_refuses_metadata(emoji: canvax.Pipeline) -> None:
         emoji(**metadata)
 
 
+def test_metadata_names_no_files_to_read(files: Path, emoji: canvax.Pipeline) -> None:
+    """Nor arguments that it does not hold otherwise."""
+    enlarged = BASE | {"upscale": {"scale": 1.5, "image": "photo.png", "params": {}}, "image": "photo.png"}
+    hidden = BASE | {"image_sha256": MARK, "options": {"image": "photo.png", "made_up": 3}}
+    for metadata in (enlarged, enlarged | {"image_sha256": MARK}, hidden):
+        with pytest.raises(canvax.InputError):
+            emoji.again(metadata, **QUICK)
+    del hidden["image_sha256"]
+    with pytest.warns(HintWarning, match="made_up"):
+        assert "image_sha256" not in emoji.again(hidden, **QUICK).metadata[0]
+
+
 def test_a_grid_is_no_image(emoji: canvax.Pipeline) -> None:
     for wrong in (generated(emoji, num_images_per_prompt=2).grid(), {"options": 3}, {"seed": "x"}, 7, "none.png"):
         with pytest.raises(canvax.InputError):

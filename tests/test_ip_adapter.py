@@ -459,7 +459,7 @@ def test_command(base: canvax.Pipeline, root: Path, tmp_path: Path, capsys: pyte
         ([*named, "--ip-mask", "mask.png"], "--ip-mask"),
         ([*named, *named, "--ip-image", "photo.png"], "--ip-image"),
         ([*named, "--ip-image", "photo.png", "--ip-mask", "mask.png", "--ip-mask", "none"], "--ip-mask"),
-        (["--from-image", "a.png"], "name each with --ip-image"),
+        (["--from-image", "a.png"], "--ip-image is needed"),
     ):  # fmt: skip
         assert main(["generate", "a cat", *model, *bad, "-o", "d.png"]) == BAD_INPUT
         assert said in capsys.readouterr().err

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from inspect import signature
@@ -14,6 +15,7 @@ from textwrap import wrap
 from typing import Any
 
 import canvax
+import canvax.call
 from canvax.call import Call, Load, OptionRecord
 from canvax.cli.arguments import build_parser
 from canvax.familiar import CALL, HARMLESS, LOAD, flax_tables, tables
@@ -93,9 +95,9 @@ def settings() -> str:
         "## Loading a model",
         "[Loading](../loading.md) explains them. Each command that opens a model has these flags, except those that "
         "change nothing there: `compile` lacks `--offload` and `--safety-checker`, since programs are the same; "
-        "`bench` lacks `--safety-checker` and `--controlnet`, since it times images without them; `info` and `plan` "
-        "show the memory with and without `--offload`; `plan` and `convert` lack what changes neither a plan nor a file. "
-        "In `canvax train`, `--token` and `--text-encoder` mean other things, and parts of a model cannot be replaced.",
+        "`bench` lacks `--safety-checker` and `--controlnet`, since it times images without them; `info` and "
+        "`plan` show the memory with and without `--offload`; `plan` and `convert` lack what changes neither a plan nor a "
+        "file. In `canvax train`, `--token` and `--text-encoder` mean other things, and parts of a model cannot be replaced.",
         markdown(Load).strip(),
         "## Options",
         "[The pipeline](../pipeline.md#options) says where they can be given.",
@@ -234,19 +236,7 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 
 from canvax.call import (
-    ControlMode,
-    GuidanceFunction,
-    GuidanceMethod,
-    HiresMethod,
-    ImageEncoding,
-    MaskBlend,
-    MaskFill,
-    MaskMode,
-    NoiseKind,
-    PromptSyntax,
-    Spacing,
-    StrengthRule,
-    Tiling,
+    CALL,
 )
 from canvax.models.text import Conditions
 from canvax.params import Params
@@ -302,7 +292,9 @@ def keywords() -> str:
         _typed_dict("AgainFields", "CallFields", "The keywords of ``Pipeline.again``.", again),
         _typed_dict("LoadFields", "TypedDict", "Names of other programs for arguments of ``canvax.load``.", of_load),
     ]  # fmt: skip
-    return "\n\n".join([_IMPORTS, *parts])
+    used = {word for kind in options.values() for word in re.findall(r"\w+", kind)}
+    kinds = sorted(word for word in used & vars(canvax.call).keys() if getattr(vars(canvax.call)[word], "__args__", ()))
+    return "\n\n".join([_IMPORTS.replace("CALL", ",\n    ".join(kinds)), *parts])
 
 
 def _typed_dict(name: str, base: str, text: str, rows: Mapping[str, tuple[str, str]]) -> str:

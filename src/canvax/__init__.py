@@ -99,8 +99,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":  # canvax.errors.HintWarning, before anything else was used
-        return import_module("canvax.errors")
+    if name in ("errors", "flax_api"):  # canvax.errors.HintWarning, before anything else was used
+        return import_module(f"canvax.{name}")
     if name == "StableDiffusion":
         from canvax.errors import warn
 

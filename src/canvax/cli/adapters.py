@@ -83,6 +83,12 @@ def load_adapters(pipe: Pipeline, arguments: argparse.Namespace) -> None:
         words = pipe.adapters.load_embedding(source, hub_token=arguments.token, **hub)
         if not arguments.quiet:
             complain(f"{Path(source).name}: write {' or '.join(words)} in a prompt")
+    if (image := getattr(arguments, "from_image", None)) and arguments.lora:
+        from canvax.images.metadata import read_metadata
+        from canvax.pipelines.again import not_loaded
+
+        for name in not_loaded(read_metadata(image), pipe.adapters):
+            complain(f"--lora: no file is {name}, with which {image} was generated", label="warning: ")
     if (folder := arguments.lora_dir or lora_folder()) is not None:
         pipe.adapters.folder = folder
 

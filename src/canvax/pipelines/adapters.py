@@ -231,7 +231,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         )
         loaded.words = tuple(embedding.name for embedding in adapter.embeddings)
         tell_of_odd(name, loaded.weights)
-        with self._pipe.changing:
+        with self._pipe._changing:
             check_name(name, self._loaded)  # another thread may have loaded it meanwhile
             words = self._placed(adapter.embeddings, str(source), None, origin.keywords, loaded.sha256)
             if beside:
@@ -252,7 +252,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             InputError: an argument cannot be used, or what is beside the weights now does not fit.
         """
         wanted = check_places(COUNT if rank is None else rank, places, layers)
-        with self._pipe.changing:
+        with self._pipe._changing:
             held = [adapter for adapter in self._loaded.values() if adapter.place is not None]
             if rank is None:
                 self.remove(*(adapter.name for adapter in held)) if held else None
@@ -331,7 +331,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         if len(widths) == 1:
             paths = paths[:1]
         embeddings = read_embeddings(paths, widths, asked)
-        with self._pipe.changing:
+        with self._pipe._changing:
             words = self._placed(embeddings, str(source), asked, origin.keywords, sha256_of(paths[0]))
             self._apply(self._loaded, {**self._words, **words}, set())
         return tuple(words)
@@ -351,7 +351,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             example = dict(zip(*pair, strict=False)) if len(pair) == 2 and isinstance(pair[1], list | tuple) else {}
             message = f"weights={weights!r:.80} is not a table of weights by name"
             raise InputError(f"{message}; write pipe.adapters.set({example or {'style': 0.8}})")
-        with self._pipe.changing:
+        with self._pipe._changing:
             for name in weights:
                 self._check_known(name)
             loaded, changed, before = {}, set(), self._loaded
@@ -379,7 +379,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         Raises:
             InputError: there is none of such a name.
         """
-        with self._pipe.changing:
+        with self._pipe._changing:
             gone = set(names) if names else {*self._loaded, *self._words}
             for name in gone - self._words.keys():
                 self._check_known(name)
@@ -418,7 +418,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             InputError: there is no such adapter in the folder, or prompts of one call name different ones.
         """
         words, tags = take_tags([prompt] if isinstance(prompt, str) else prompt, self._denoiser)
-        with self._pipe.changing:
+        with self._pipe._changing:
             weights: dict[str, Any] = {name: adapter.weight for name, adapter in self._loaded.items()}
             for tag, weight in tags.items():
                 name = self._loaded_for(tag)
@@ -432,7 +432,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
     @contextmanager
     def _weighed(self, weights: Mapping[str, Any]) -> Iterator[None]:
         """Give adapters these weights, and all others none; afterwards they have those of before."""
-        with self._pipe.changing:
+        with self._pipe._changing:
             before = {name: adapter.weight for name, adapter in self._loaded.items()}
             self.set(weights)
             try:
@@ -549,7 +549,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             }
             tokenizers = {part: replace(tokenizer, added=added[part]) for part, tokenizer in tokenizers.items()}
         self._loaded, self._words = loaded, words
-        self._pipe.exchange(replace(self._model, tokenizers=tokenizers, merged=self._record()), params)
+        self._pipe._exchange(replace(self._model, tokenizers=tokenizers, merged=self._record()), params)
 
     def _change(self, key: Key, loaded: Mapping[str, LoadedAdapter], words: Mapping[str, _Word]) -> Change:
         """What adapters and words together do to one parameter."""

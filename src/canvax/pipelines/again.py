@@ -69,7 +69,8 @@ def settings_of(metadata: Mapping[str, Any], but: Collection[str] = ()) -> dict[
         metadata: of one image.
         but: further names to leave out.
     """
-    settings = {name: metadata.get(name) for name in CALL} | table_in(metadata, "options")
+    options = table_in(metadata, "options")
+    settings = {name: metadata.get(name) for name in CALL} | {name: options.get(name) for name in declared(Options)}
     if "canvax" not in metadata:  # other programs do not distinguish "" from none
         settings["negative_prompt"] = settings["negative_prompt"] or None
     left = {*lost_settings(metadata), *but}
@@ -176,8 +177,10 @@ def other_model(metadata: Mapping[str, Any], other: Mapping[str, Any], where: st
 
 def settings_of_tiles(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``upscale`` that are none of a call, and None for those of a call that it lacks."""
-    tiles = table_in(metadata, "upscale")
-    return {**tiles, "control": "controlnet" in metadata, "height": None, "width": None} if tiles else {}
+    if not (tiles := table_in(metadata, "upscale")):
+        return {}
+    sizes = {"scale": tiles.get("scale"), "overlap": tiles.get("overlap")}  # a file must not name other files
+    return {**sizes, "control": "controlnet" in metadata, "height": None, "width": None}
 
 
 def record_of_tiles(model: Model, image: Any) -> dict[str, Any]:
@@ -187,20 +190,32 @@ def record_of_tiles(model: Model, image: Any) -> dict[str, Any]:
     return record_of_model(model) | mark | ({"controlnet": networks} if networks else {})
 
 
+def not_loaded(metadata: Mapping[str, Any], adapters: Adapters) -> list[str]:
+    """Return the names of adapters of an image whose files are not loaded."""
+    return [name for name, loaded in _loaded(metadata, adapters).items() if loaded is None]
+
+
+def _loaded(metadata: Mapping[str, Any], adapters: Adapters) -> dict[str, str | None]:
+    """For each adapter of an image, the name under which its file is loaded."""
+    by_hash: dict[Any, str] = {adapter.sha256: name for name, adapter in adapters.items()}
+    entries = {name: entry for name, entry in table_in(metadata, "adapters").items() if isinstance(entry, dict)}
+    return {
+        name: by_hash.get(entry["sha256"]) if "sha256" in entry else name if name in adapters else None
+        for name, entry in entries.items()
+    }
+
+
 def weights_of(metadata: Mapping[str, Any], adapters: Adapters, where: str) -> dict[str, Any]:
     """Return the weights that an image had, by the names of adapters in this pipeline.
 
     Raises:
         InputError: an adapter or a word is not loaded.
     """
-    names: dict[Any, str] = {adapter.sha256: name for name, adapter in adapters.items()}
-    weights = {}
-    for name, entry in table_in(metadata, "adapters").items():
-        entry = entry if isinstance(entry, dict) else {}
-        loaded = names.get(entry.get("sha256")) if "sha256" in entry else name if name in adapters else None
+    weights, entries = {}, table_in(metadata, "adapters")
+    for name, loaded in _loaded(metadata, adapters).items():
         if loaded is None:
-            raise _not_loaded(where, name, f"pipe.adapters.load({name!r}, {entry.get('file')!r})")
-        weights[loaded] = entry.get("weight", 1.0)
+            raise _not_loaded(where, name, f"pipe.adapters.load({name!r}, {entries[name].get('file')!r})")
+        weights[loaded] = entries[name].get("weight", 1.0)
     for word, entry in table_in(metadata, "embeddings").items():
         file = entry.get("file") if isinstance(entry, dict) else entry
         if word not in adapters.words:

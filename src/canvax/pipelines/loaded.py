@@ -56,16 +56,16 @@ class LoadedModel:
         programs: the compiled programs.
         params: ``{"unet": ..., "vae": ..., "text_encoder": ...}`` (SDXL also ``text_encoder_2``), nested dicts of
             arrays. After ``from_pretrained``, whose caller passes them to each call, there are none (None).
-        changing: held while ``model`` and ``params`` change, and while a call takes both.
     """
 
     model: Model
     programs: Programs
     params: Params = None  # pyright: ignore[reportAssignmentType]
     _fitting: list[tuple[Any, list[weakref.ref[Any]]]] = field(default_factory=list, init=False)
-    changing: threading.RLock = field(default_factory=threading.RLock, init=False)
+    _changing: threading.RLock = field(default_factory=threading.RLock, init=False)
+    """Held while ``model`` and ``params`` change, and while a call takes both."""
 
-    def exchange(self, model: Model, params: Params) -> None:
+    def _exchange(self, model: Model, params: Params) -> None:
         """Have another model and its parameters, as adapters make them."""
         vars(self).update(model=model, params=params)
 

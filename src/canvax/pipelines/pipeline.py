@@ -90,7 +90,7 @@ class Pipeline(LoadedModel):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Parameters may be replaced; nothing else, since programs and configs belong together."""
-        once = ("model", "programs", "safety_checker", "changing", "_fitting", "_made_by")
+        once = ("model", "programs", "safety_checker", "_changing", "_fitting", "_made_by")
         if name != "params" and (name not in once or name in vars(self)):
             problem = answer(name, ASSIGNED, (), "an attribute that can be set", takes=place_of(name))
             raise AttributeError(f"cannot be set: {problem}")
@@ -148,7 +148,7 @@ class Pipeline(LoadedModel):
         from canvax.pipelines.networks import ip_adapter_sources, with_ip_adapters
 
         sources = ip_adapter_sources([] if ip_adapter is None else ip_adapter, image_encoder, **source)
-        with self.changing:
+        with self._changing:
             other = with_ip_adapters(self.model, self.programs, self.params, sources, image_encoder)
             return self._with("with_ip_adapter", (ip_adapter, image_encoder), source, *other)
 
@@ -170,7 +170,7 @@ class Pipeline(LoadedModel):
         from canvax.pipelines.networks import control_sources, open_controls, with_controls
 
         opened = open_controls(self.model, control_sources([] if controlnet is None else controlnet, **source))
-        with self.changing:
+        with self._changing:
             trained = self.adapters._without if "adapters" in vars(self) else None
             other = with_controls(self.model, self.programs, self.params, opened, trained=trained)
             return self._with("with_controlnet", (controlnet,), source, *other)
@@ -290,7 +290,7 @@ class Pipeline(LoadedModel):
         spread = multihost.is_spread(self.programs.mesh)
         # One process that refuses must not leave the others waiting for it.
         together = multihost.together("canvax generate") if spread else nullcontext()
-        with together, self.changing:
+        with together, self._changing:
             output = check_output(output_type)
             if output == "jax" and (spread or self.safety_checker):
                 why = "several processes" if spread else "a safety checker, which reads images on the host"
@@ -382,11 +382,13 @@ class Pipeline(LoadedModel):
         keywords = {**past.settings_of(metadata, changed), **past.settings_of_tiles(metadata), **changes}
         keywords = {name: value for name, value in keywords.items() if value is not None or name in changes}
         weights = None if "adapters" in changed else past.weights_of(metadata, self.adapters, where)
-        with self.changing, nullcontext() if weights is None else self.adapters._weighed(weights):
+        with self._changing, nullcontext() if weights is None else self.adapters._weighed(weights):
             arguments = arguments_of_call(self, keywords, ("scale", "overlap", "batch") if enlarges else ())
             del arguments["self"]
             past.check_named(metadata, arguments, where)
-            new = past.record_of_tiles(self.model, changes.get("image")) if enlarges else self._record(arguments)
+            if enlarges:
+                arguments.setdefault("image", None)
+            new = past.record_of_tiles(self.model, arguments["image"]) if enlarges else self._record(arguments)
             for hint in (*past.other_model(metadata, new, where), *past.compared(metadata, new, where)):
                 warn(hint)
             return self.upscale(**arguments) if enlarges else self(**arguments)
