@@ -129,13 +129,13 @@ def test_a_refiner_is_a_family() -> None:
     ],
 )
 def test_zeros_for_no_negative_prompt(
-    family: Family, index: dict[str, Any], zeros: bool, emoji: canvax.StableDiffusion
+    family: Family, index: dict[str, Any], zeros: bool, emoji: canvax.Pipeline
 ) -> None:
     files = dataclasses.replace(emoji.model.files, index=index)
     assert dataclasses.replace(emoji.model, family=family, files=files).zero_negative_embeds is zeros
 
 
-def test_a_second_prompt_needs_a_second_encoder(emoji: canvax.StableDiffusion) -> None:
+def test_a_second_prompt_needs_a_second_encoder(emoji: canvax.Pipeline) -> None:
     model = dataclasses.replace(emoji.model, family=SDXL)
     with pytest.raises(canvax.InputError) as caught:
         check_for_model(canvax.Options(prompt_2="a fox"), model)

@@ -364,7 +364,7 @@ def test_a_loop_of_tokens_makes_the_same_images(pipe: canvax.Pipeline, channels_
             np.testing.assert_allclose(preview._decoded(tokens, np.asarray(got.latents)), got.pixels, atol=1e-5)
 
 
-def test_what_a_callback_returns_last_is_the_result(transformer: canvax.StableDiffusion) -> None:
+def test_what_a_callback_returns_last_is_the_result(transformer: canvax.Pipeline) -> None:
     result = draw(transformer, height=8, width=16, callback=lambda step: {"latents": 0 * step.latents + 0.5})
     np.testing.assert_array_equal(result.latents, 0.5)
 

@@ -93,11 +93,12 @@ def settings() -> str:
         "# Settings",
         "The arguments of `canvax.load`, and the fields of `canvax.Options`.",
         "## Loading a model",
-        "[Loading](../loading.md) explains them. Each command that opens a model has these flags, except those that "
-        "change nothing there: `compile` lacks `--offload` and `--safety-checker`, since programs are the same; "
-        "`bench` lacks `--safety-checker` and `--controlnet`, since it times images without them; `info` and "
-        "`plan` show the memory with and without `--offload`; `plan` and `convert` lack what changes neither a plan nor a "
-        "file. In `canvax train`, `--token` and `--text-encoder` mean other things, and parts of a model cannot be replaced.",
+        "[Loading](../loading.md) explains them. Each command that opens a model has these flags, except those "
+        "that change nothing there: `compile` lacks `--offload` and `--safety-checker`, since programs are the "
+        "same; `bench` lacks `--safety-checker` and `--controlnet`, since it times images without them; `info` and "
+        "`plan` show the memory with and without `--offload`; `plan` and `convert` lack what changes neither a "
+        "plan nor a file. In `canvax train`, `--token` and `--text-encoder` mean other things, and parts of a "
+        "model cannot be replaced.",
         markdown(Load).strip(),
         "## Options",
         "[The pipeline](../pipeline.md#options) says where they can be given.",
