@@ -534,7 +534,9 @@ def load(
         HubError: the Hub cannot be reached or does not have it.
         OutOfMemoryError: the weights do not fit into the devices.
     """
-    arguments = Load(**locals())
+    given = locals()
+    del given["more"]  # names that the decorator translated
+    arguments = Load(**given)
     from canvax.pipelines.networks import control_sources, open_controls, with_controls
     from canvax.pipelines.safety import check_has_checker, load_safety_checker
 
