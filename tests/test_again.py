@@ -14,10 +14,9 @@ import pytest
 from PIL import Image
 
 import canvax
-from canvax.call import OptionRecord
+from canvax.call import ZERO_SNR, OptionRecord
 from canvax.cli.again import OF_MODEL, again
 from canvax.cli.arguments import parse
-from canvax.cli.generate_arguments import ZERO_SNR
 from canvax.cli.images import gather
 from canvax.errors import HintWarning
 from canvax.images.formats import written
@@ -61,6 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
     "model": {"model": "owner/name"},
     "dtype": {"dtype": "bfloat16"},
     "quantize": {"quantize": "int8"},
+    "precision": {"precision": "highest"},
     "prediction_type": {"prediction_type": "v_prediction"},
     "scheduler": {"scheduler": dict(ZERO_SNR)},
     "controlnet": {"controlnet": ["owner/net"], "control_sha256": [MARK]},
@@ -117,21 +117,19 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     PHOTO.save("photo.png")
     PHOTO.convert("L").save("mask.png")
-    monkeypatch.setattr("canvax.cli.images.networks_of", lambda arguments: {
-        **{name: tuple(getattr(arguments, name) or ()) for name in ("controlnet", "ip_adapter")},
-        "ip_encoder": arguments.ip_encoder,
-    })  # fmt: skip
+    monkeypatch.setattr("canvax.cli.images.check_ip_adapters", lambda arguments: None)
     return tmp_path
 
 
 def asked(words: list[str]) -> dict[str, Any]:
     """What a command line asks for, by the keys of metadata."""
     arguments = parse(words)
-    (call,), source = gather(arguments)
+    (call,), load = gather(arguments)
     found = {name: getattr(call, name) for name, key in KEYS.items() if key.of == "call" and hasattr(call, name)}
-    found |= {name: getattr(source, name) for name in ("model", "controlnet", "ip_adapter", "ip_encoder", *OF_MODEL)}
+    found |= {name: getattr(load, name) for name in ("model", "controlnet", *OF_MODEL)}
+    found |= {name: getattr(arguments, name) for name in ("ip_adapter", "ip_encoder")}
     found |= {name: getattr(call, name) for name in ("image", "mask", "control", "image_prompt")}
-    files = {"zero_snr": source.zero_snr, "lora": arguments.lora, "embedding": arguments.embedding}
+    files = {"zero_snr": load.scheduler == ZERO_SNR, "lora": arguments.lora, "embedding": arguments.embedding}
     return found | files | call.options.changed()
 
 
@@ -173,7 +171,7 @@ def test_the_command_and_from_image_repeat(name: str, files: Path, capsys: pytes
     for key in ("model", "ip_encoder", *OF_MODEL):
         assert got[key] == metadata.get(key)
     for key in ("controlnet", "ip_adapter"):
-        assert got[key] == tuple(metadata.get(key, ()))
+        assert list(got[key] or ()) == metadata.get(key, [])
     assert got["zero_snr"] == ("scheduler" in metadata)
     assert got["lora"] == [f"{entry['file']}:{entry['weight']}" for entry in metadata.get("adapters", {}).values()]
     assert got["embedding"] == [*metadata.get("embeddings", {}).values()]

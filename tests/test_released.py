@@ -121,7 +121,7 @@ def test_folder(released: dict[str, Any], tmp_path: Path) -> None:
     name = index["_class_name"]
     families = {
         "StableDiffusionXL": "sdxl",
-        "Pipeline": "sd",
+        "StableDiffusion": "sd",
         "Latent": "sd",
         "ZImage": "z-image",
         "Flux2": "flux2",

@@ -159,8 +159,8 @@ def test_models_without_weights_read_the_words(folder: Path) -> None:
     assert [word.name for word in checked.words] == ["Wool"]
     second = served.check(JobRequest("a cat", seed=1, options={"hires": 2, "hires_prompt": "yarn"})).second
     assert second is not None
-    (((read, *_),),) = second.request.texts.stages[0].parts[0]
-    assert {*served.embeddings.named(["yarn"])[0][0].rows["text_encoder"]} <= {*read.chunks[0][0]}
+    ((read,),) = second.request.texts.stages[0].parts[0]
+    assert {*served.embeddings.named(["yarn"])[0][0].rows["text_encoder"]} <= {*read.variants[0].chunks[0][0]}
     served.put_on()
     assert served.loaded_params() is not served.loaded_params(checked.words)
 

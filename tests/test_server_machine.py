@@ -180,6 +180,8 @@ class StubGroup(Group):
         self.key, self.used, self.alone, self.batches = key, 0.0, 1, list(batches)
         self.timings = Timings({batch: ROW[batch] for batch in batches}, 0.0, DECODE)
         self._lanes = dict.fromkeys(batches, 1)
+        text = SimpleNamespace(shortest=key.kinds.lengths)
+        self._programs: Any = SimpleNamespace(networks=SimpleNamespace(text=text))
         self._batch, self._seats = None, []
 
     def step(self) -> Any:
@@ -232,9 +234,11 @@ class StubServed(ServedModel):
     bytes = 1
 
     def __init__(self, name: str, load: Callable[[str], Any], *_: Any, weights: bool = True, **__: Any) -> None:
-        networks = SimpleNamespace(controls=(), ip_adapters=(), denoiser=SimpleNamespace(edits=False))
+        denoiser = SimpleNamespace(facts=SimpleNamespace(edits=False))
+        networks = SimpleNamespace(controls=(), ip_adapters=(), denoiser=denoiser)
         defaults = SimpleNamespace(num_inference_steps=20)
         model: Any = SimpleNamespace(networks=networks, revision=None, defaults=defaults, files=FILES)
+        model.text = SimpleNamespace(names=())
         self.name, self.params, self.model, self.on_request = name, {} if weights else None, model, not weights
         self.groups, self.used, self.failed, self.retry, self.load_seconds = {}, 0.0, 0, 0.0, LOAD
         self.safety_checker, self.shelf, self._load = None, StubShelf(), load  # type: ignore[assignment]

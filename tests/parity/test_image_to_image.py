@@ -121,7 +121,7 @@ def test_old_class(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_generator_draws_as_there(task: str, pair: Any) -> None:
     """First the encoder's sample, then the noise; nothing of the reference is replaced."""
     base, ours = pair
-    theirs = getattr(diffusers, f"Pipeline{task}Pipeline")(**base.components, requires_safety_checker=False)
+    theirs = getattr(diffusers, f"StableDiffusion{task}Pipeline")(**base.components, requires_safety_checker=False)
     theirs.set_progress_bar_config(disable=True)
     theirs.scheduler = diffusers.DDIMScheduler.from_config(dict(base.own_config))
     square = Image.new("L", (SIZE, SIZE), 0)

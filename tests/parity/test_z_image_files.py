@@ -209,7 +209,7 @@ def test_files_as_comfyui_has_them(
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     (models / "vae" / "ae.safetensors").unlink()
     models_now, left_out = local_models()
-    assert (set(models_now), "z" in left_out) == (set(), True)
+    assert (set(models_now), "z.safetensors" in left_out) == (set(), True)
     with pytest.raises(canvax.InputError) as caught:
         load("z")  # type: ignore[arg-type]
     assert (caught.value.argument, caught.value.value) == ("model", "z")

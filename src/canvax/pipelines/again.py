@@ -99,7 +99,8 @@ def left_out(metadata: Mapping[str, Any]) -> list[str]:
     unknown = [repr(name) for name in sorted(metadata.keys() - KEYS.keys())]
     unknown += [repr(name) for name in sorted(table_in(metadata, "options").keys() - declared(Options).keys())]
     unknown += [f"{name}: {value!s:.80}" if value else name for name, value in settings_left(metadata).items()]
-    return unknown + [f"embedding {name}" for name in embeddings_in(metadata) if name.lower() not in embedding_files()]
+    words = () if "canvax" in metadata else embeddings_in(metadata)
+    return unknown + [f"embedding {name}" for name in words if name.lower() not in embedding_files()]
 
 
 def not_repeated(metadata: Mapping[str, Any], changed: Collection[str]) -> Iterator[str]:
