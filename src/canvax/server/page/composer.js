@@ -225,9 +225,11 @@ function showHires(times = Number($("hires").value)) {
 }
 
 /** Of the sizes that are ready, the one most like it. */
+/** The listed size that is most like these; what was written into the fields stays. */
 function nearest(width, height) {
   const distance = ([w, h]) => Math.abs(Math.log((w / h) / (width / height))) * 4 + Math.abs(Math.log((w * h) / (width * height)));
-  return [...model().sizes].sort((a, b) => distance(a) - distance(b))[0] ?? model().native;
+  const listed = [...$("size").options].map(({ value }) => value.split("x").map(Number)).filter(([w]) => w);
+  return (model().any_size ? listed : [...model().sizes]).sort((a, b) => distance(a) - distance(b))[0] ?? model().native;
 }
 
 function setSampler(name) {
@@ -427,7 +429,10 @@ export function takeReferences(blobs) {
 
 async function addReferences(blobs) {
   for (const blob of blobs) {
-    if (input && references.length + 1 >= model().references) return toast(`At most ${plural(model().references, "reference image")}: remove one first${model().any_size ? "" : ", or start the server with --compile-on-demand"}.`);
+    if (input && references.length + 1 >= model().references) {
+      toast(`At most ${plural(model().references, "reference image")}: remove one first${model().any_size ? "" : ", or start the server with --references or --compile-on-demand"}.`);
+      break;
+    }
     try {
       if (!input) await replaceInput(blob, null, []);
       else if (await createImageBitmap(blob)) references = [...references, blob];
@@ -467,9 +472,11 @@ async function replaceInput(blob, mask, more) {
     [input, references] = [null, []];
   } else {
     const bitmap = await createImageBitmap(blob);
-    const [width, height] = mask ? [mask.width, mask.height] : nearest(bitmap.width, bitmap.height);
+    const written = $("size").value === "other" && [Number($("width").value), Number($("height").value)];
+    const [width, height] = mask ? [mask.width, mask.height] : written || nearest(bitmap.width, bitmap.height);
     setSize(width, height);
-    input = { blob: await fitted(blob, width, height), mask, original: blob };
+    const cut = Math.abs(Math.log((bitmap.width * height) / (bitmap.height * width))) > 0.02;
+    input = { blob: await fitted(blob, width, height), mask, original: blob, cut };
     references = more;
   }
   await showInput();
@@ -480,7 +487,7 @@ async function showInput() {
   const count = input ? 1 + references.length : 0;
   $("input").hidden = !input && !edits;
   $("input-title").textContent = edits ? "Reference images" : input?.mask ? "Input image and mask" : "Input image";
-  $("input-hint").textContent = edits ? `${count} of ${most}, read together with the prompt` : "";
+  $("input-hint").textContent = edits ? `${count} of ${most}, read together with the prompt` : input?.cut ? "cut at its edges to fit the size" : "";
   $("input-number").hidden = !edits || !references.length;
   $("input-add").hidden = !edits || count >= most;
   $("input-mask").hidden = $("input-remove").hidden = !input;

@@ -302,10 +302,10 @@ function tellLost(settings, missing = [], actions = []) {
 }
 
 /** Where it was dropped or pasted decides what it is for. */
-function takeFile(event, file) {
+function takeFiles(event, files) {
   const beside = besideAt(event);
-  if (event.target.closest?.("#input") && composer.editing()) return composer.takeReferences([file]);
-  return beside ? beside.take(file) : openImage(file);
+  if (event.target.closest?.("#input") && composer.editing()) return composer.takeReferences(files);
+  return beside ? beside.take(files[0]) : openImage(files[0]);
 }
 
 function prepareFiles() {
@@ -322,11 +322,11 @@ function prepareFiles() {
     if (!holdsFile(event)) return;
     event.preventDefault();
     show(-depth);
-    takeFile(event, event.dataTransfer.files[0]);
+    takeFiles(event, [...event.dataTransfer.files]);
   });
   addEventListener("paste", (event) => {
     const file = [...(event.clipboardData?.files ?? [])].find(({ type }) => type.startsWith("image/"));
-    if (file) { event.preventDefault(); takeFile(event, file); }
+    if (file) { event.preventDefault(); takeFiles(event, [file]); }
   });
   $("open-file").addEventListener("click", () => $("file").click());
   $("file").addEventListener("change", () => {
@@ -395,7 +395,7 @@ function prepareKey() {
   });
   $("key-forget").addEventListener("click", () => { key.set(""); $("key-value").value = ""; $("key").close(); });
   $("open-key").addEventListener("click", () => askKey());
-  $("open-other-models").addEventListener("click", () => openDialog($("other-models")));
+  for (const id of ["open-other-models", "about-model"]) $(id).addEventListener("click", () => openDialog($("other-models")));
   for (const code of document.querySelectorAll(".commands code")) code.after(button("copy", `Copy ${code.textContent}`, () => copy(code.textContent)));
 }
 
