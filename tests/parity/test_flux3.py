@@ -1,0 +1,85 @@
+"""FLUX.3 klein against diffusers with the same random weights, float32: the network, and the pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+
+from canvax.families.flux3 import STACKS  # noqa: E402
+from canvax.models.flux3 import Flux3Config, flux3, flux3_context, flux3_spec, reference_ids  # noqa: E402
+from tests.support.random_numbers import normal  # noqa: E402
+
+from .reference import randomise, relative_error  # noqa: E402
+from .transformers_reference import TOLERANCE, params_of, stored, to_torch, unfused  # noqa: E402
+
+SIZES: dict[str, Any] = {
+    "in_channels": 16, "cond_in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
+    "num_attention_heads": 3, "joint_attention_dim": 96, "axes_dims_rope": (4, 4, 4, 4), "timestep_channels": 32,
+}  # fmt: skip
+TIMES, TARGETS = np.array([981.0, 303.25], np.float32), np.array([903.0, 0.0], np.float32)
+LENGTHS = np.array([19, 90], np.int32)
+"""Of two texts: one window, and two."""
+WINDOWS, ROWS = (80, 160), 240
+REFERENCES = [(4, 6), (5, 3)]
+
+
+def network(flow_map: bool) -> Any:
+    module: Any = randomise(diffusers.Flux3Transformer2DModel(**SIZES, flow_map=flow_map), 3)
+    with torch.no_grad():  # attention is far from even
+        for name, weight in module.named_parameters():
+            if name.endswith("norm_q.weight"):
+                weight.mul_(4)
+    return module
+
+
+def ids(height: int, width: int, index: int = 0) -> torch.Tensor:
+    from diffusers.modular_pipelines.flux3.before_denoise import _prepare_image_ids
+
+    return _prepare_image_ids(height, width, 0.5, index)
+
+
+@pytest.mark.parametrize("flow_map", [False, True], ids=["base", "distilled"])
+@pytest.mark.parametrize("references", [0, 1, 2])
+def test_network(flow_map: bool, references: int) -> None:
+    """Two images of other sizes, other texts and another number of references, each as if it were alone."""
+    theirs = network(flow_map)
+    cfg = Flux3Config.from_dict(dict(theirs.config))
+    params = params_of(unfused(stored(theirs), flux3_spec(cfg), STACKS), flux3_spec(cfg))
+    sizes, x, text = [(3, 5), (5, 3)], normal(2, 15, 16), normal(2, ROWS, 96)
+    counts = [references, max(references - 1, 0)]
+    room = 48 if references else 0
+    tokens = normal(2, 48, 16)
+    known = [reference_ids(REFERENCES[:count]) for count in counts]
+    given: dict[str, Any] = {}
+    if references:
+        padded = np.stack([np.pad(part, ((0, room - len(part)), (0, 0)), constant_values=7) for part in known])
+        given = {"references": tokens, "ids": padded, "count": np.array([len(part) for part in known], np.int32)}
+
+    @jax.jit
+    def run(params: Any, given: Any) -> Any:
+        width = jnp.array([w for _, w in sizes], jnp.int32)
+        context = flux3_context(params, jnp.asarray(text), jnp.asarray(LENGTHS), width, cfg, tokens=15, **given)
+        target = jnp.asarray(TARGETS) if flow_map else None
+        return flux3(params, jnp.asarray(x), jnp.asarray(TIMES), context, cfg, target=target)
+
+    got = run(params, given)
+    for i, (count, window, size) in enumerate(zip(counts, WINDOWS, sizes, strict=True)):
+        more: dict[str, Any] = {}
+        if count:
+            more["image_cond_hidden_states"] = to_torch(tokens[i : i + 1, : len(known[i])])
+            more["image_cond_ids"] = torch.cat([ids(*REFERENCES[k], -1 - k) for k in range(count)])
+        if flow_map:
+            more["target_timestep"] = to_torch(TARGETS[i : i + 1] / 1000)
+        with torch.no_grad():
+            want = theirs(
+                to_torch(x[i : i + 1]), to_torch(text[i : i + 1, :window]), to_torch(TIMES[i : i + 1] / 1000),
+                ids(*size), torch.nn.functional.pad(torch.arange(window)[:, None], (3, 0)).float(), **more,
+            ).sample.numpy()  # fmt: skip
+        assert relative_error(got[i : i + 1], want) < TOLERANCE
