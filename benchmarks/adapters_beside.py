@@ -27,9 +27,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import canvax
+from canvax.families.known import PRESETS
 from canvax.models.beside import Places, slots
-from canvax.models.presets import PRESETS
-from canvax.pipelines.unmerged import Bank
+from canvax.pipelines.slots import Bank
 from canvax.weights.lora import read_adapter
 
 

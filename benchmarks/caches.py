@@ -115,7 +115,7 @@ def ready(arguments: argparse.Namespace) -> dict[str, float]:
 
     from canvax.compile.monitor import process_age
     from canvax.compile.programs import Programs
-    from canvax.models.presets import PRESETS
+    from canvax.families.known import PRESETS
     from canvax.parallel.mesh import make_mesh
     from canvax.parallel.rules import abstract_params
 

@@ -59,7 +59,7 @@ def _measure(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     from benchmarks.lab.process import Contender, check_peer, probe
     from canvax.planning.chips import peak_flops
 
-    width, height = parse_size(arguments.size)
+    width, height = parse_size(arguments.size) if arguments.size is not None else (None, None)
     check_count("--rounds", arguments.rounds)
     python = arguments.torch_python or sys.executable
     peers = [Contender(name, python) for name in dict.fromkeys(arguments.against)]
@@ -185,6 +185,7 @@ def _job(arguments: argparse.Namespace, folder: Path, width: int | None, height:
 
     from benchmarks.lab.job import GUIDANCE, PROMPTS, SAMPLER, Job, lengthened, text_rows
     from canvax.families.read import read_model
+    from canvax.models.clip import clip_configs
     from canvax.pipelines.checks import check_size
     from canvax.weights.cast import parse_dtype
     from canvax.weights.location import Location
@@ -196,7 +197,8 @@ def _job(arguments: argparse.Namespace, folder: Path, width: int | None, height:
     side, step = model.native_size, model.networks.size_step
     if arguments.part == "vae" and dtype == "float16" and getattr(model.vae, "force_upcast", False):
         raise InputError("--dtype float16: this VAE overflows in it; use bfloat16 or float32")
-    few_steps, equal = model.text.whole, model.text.whole and arguments.padding == "equal"
+    few_steps = not clip_configs(model.text)
+    equal = few_steps and arguments.padding == "equal"
     usual_steps = model.defaults.num_inference_steps if few_steps else 4 if arguments.part == "start" else 20
     return Job(
         part=arguments.part,

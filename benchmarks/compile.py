@@ -28,7 +28,7 @@ if "--inlined" in sys.argv:  # before the models are imported, whose blocks it d
     outline.outlined = lambda function: function
 
 from canvax.compile.programs import Programs
-from canvax.models.presets import PRESETS
+from canvax.families.known import PRESETS
 from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import abstract_params
 

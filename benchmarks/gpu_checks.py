@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import canvax
+from canvax.families.known import PRESETS
 from canvax.files import written
 from canvax.kernels import gpu
 from canvax.kernels.attention import attention
@@ -32,7 +33,6 @@ from canvax.kernels.target import compiled_on
 from canvax.models.configs import VaeConfig
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
-from canvax.models.presets import PRESETS
 from canvax.models.unet import unet
 from canvax.models.vae import vae_decode
 from canvax.parallel.mesh import make_mesh
@@ -89,15 +89,15 @@ def networks(name: str, *, small: bool) -> Networks:
     from dataclasses import replace
 
     assert isinstance(preset.denoiser, UNetDenoiser)
-    levels = len(preset.denoiser.cfg.block_out_channels)
-    cfg = replace(preset.denoiser.cfg, block_out_channels=(32,) * levels, attention_head_dim=4, sample_size=16)
+    levels = len(preset.config.block_out_channels)
+    cfg = replace(preset.config, block_out_channels=(32,) * levels, attention_head_dim=4, sample_size=16)
     return replace(preset, denoiser=UNetDenoiser(cfg), vae=replace(preset.vae, block_out_channels=(32,) * 4))
 
 
 def check_networks(name: str, small: bool) -> Iterator[Check]:
     """UNet and decoder on both, in float32 that is float32, and in bfloat16."""
     nets = networks(name, small=small)
-    cfg, side = nets.denoiser.cfg, 16 if small else 64  # type: ignore[union-attr]
+    cfg, side = nets.config, 16 if small else 64  # type: ignore[union-attr]
     x, text, t = normal(1, side, side, 4), normal(1, 77, cfg.cross_attention_dim), np.array([500.0], np.float32)
     added = {}
     if cfg.addition_embed_type:

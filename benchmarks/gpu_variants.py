@@ -51,10 +51,10 @@ def form(name: str) -> Iterator[None]:
     """What else is different while that variant is traced."""
     fused = gpu.attend_by_cudnn
 
-    def attend(q: Any, k: Any, v: Any) -> Any:
-        if k.shape[1] > 128:
-            return fused(q, k, v)
-        return jax.nn.dot_product_attention(q, k, v, implementation="xla")
+    def attend(q: Any, k: Any, v: Any, *masks: Any, scale: float) -> Any:
+        if k.shape[1] > 128 or any(mask is not None for mask in masks):
+            return fused(q, k, v, *masks, scale=scale)
+        return jax.nn.dot_product_attention(q, k, v, scale=scale, implementation="xla")
 
     parts = nn._parts
     if name == "prompt-by-xla":

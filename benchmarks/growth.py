@@ -91,11 +91,11 @@ def full_size(rounds: int) -> dict[str, dict[int, dict[str, float]]]:
     import jax
     import jax.numpy as jnp
 
-    from canvax.models.presets import PRESETS
+    from canvax.families.known import PRESETS
     from canvax.models.unet import unet, unet_spec
     from canvax.params import init_params
 
-    cfg = PRESETS["sd15"].denoiser.cfg
+    cfg = PRESETS["sd15"].config
     params = jax.device_put(init_params(unet_spec(cfg), 0))
     points = [("batch", n) for n in TIMED_BATCHES] + [("side", n) for n in TIMED_SIDES]
     program, made = jax.jit(partial(unet, cfg=cfg)), {}
@@ -122,8 +122,8 @@ def traced(model: str) -> dict[str, dict[int, dict[str, float]]]:
     import jax.numpy as jnp
     from jax.sharding import AbstractMesh, AxisType
 
+    from canvax.families.known import PRESETS
     from canvax.kernels.target import compiling_for
-    from canvax.models.presets import PRESETS
     from canvax.models.unet import unet, unet_spec
     from canvax.parallel.mesh import AXES
     from canvax.parallel.rules import abstract_params
@@ -131,7 +131,7 @@ def traced(model: str) -> dict[str, dict[int, dict[str, float]]]:
 
     preset, dtype = PRESETS[model], jnp.bfloat16
     mesh: Any = AbstractMesh((1, 1), AXES, axis_types=(AxisType.Auto,) * 2)
-    params = abstract_params(unet_spec(preset.denoiser.cfg), dtype, mesh)
+    params = abstract_params(unet_spec(preset.config), dtype, mesh)
     native = preset.native_size[0]
     shape = partial(jax.ShapeDtypeStruct, dtype=dtype)
 
@@ -139,11 +139,11 @@ def traced(model: str) -> dict[str, dict[int, dict[str, float]]]:
         n, pooled = 2 * batch, preset.text.pooled_width
         told: dict[str, Any] = {}
         if pooled:
-            told = {"pooled": shape((n, pooled)), "time_ids": shape((n, preset.denoiser.cfg.time_ids(pooled)))}
+            told = {"pooled": shape((n, pooled)), "time_ids": shape((n, preset.config.time_ids(pooled)))}
         arguments = (shape((n, side // 8, side // 8, 4)), shape((n,)), shape((n, 77, preset.text.width)), told)
 
         def evaluate(p: Any, x: Any, t: Any, text: Any, told: Any) -> Any:
-            return unet(p, x, t, text, preset.denoiser.cfg, **told)
+            return unet(p, x, t, text, preset.config, **told)
 
         with compiling_for("none"):  # the work of the model, not of a kernel
             return {"flops": count_flops(evaluate, params, *arguments)}

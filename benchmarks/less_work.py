@@ -24,8 +24,8 @@ from PIL import Image, ImageDraw, ImageFont
 from scipy.ndimage import gaussian_filter
 
 import canvax
+from canvax.families.known import PRESETS
 from canvax.models.deep_features import deep_shape, unet_reusing
-from canvax.models.presets import PRESETS
 from canvax.models.unet import unet, unet_context, unet_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten, init_params, unflatten
@@ -72,7 +72,7 @@ def ssim(got: np.ndarray, want: np.ndarray) -> np.ndarray:
 
 
 def draw(
-    pipes: dict[str | None, canvax.StableDiffusion], first: int, run: dict[str, Any], steps: int, size: int | None
+    pipes: dict[str | None, canvax.Pipeline], first: int, run: dict[str, Any], steps: int, size: int | None
 ) -> canvax.Result:
     """One batch."""
     options = {name: value for name, value in run.items() if name not in ("sampler", "halved", "quantize")}
@@ -87,7 +87,7 @@ def draw(
     )
 
 
-def compare(pipes: dict[str | None, canvax.StableDiffusion], steps: int, size: int | None) -> dict[str, np.ndarray]:
+def compare(pipes: dict[str | None, canvax.Pipeline], steps: int, size: int | None) -> dict[str, np.ndarray]:
     """Print the table; returns the pictures of each run [B, H, W, 3]."""
     pixels: dict[str, list[np.ndarray]] = {name: [] for name in RUNS}
     seconds: dict[str, list[float]] = {name: [] for name in RUNS}
@@ -126,7 +126,7 @@ def grid(drawn: dict[str, np.ndarray], cell: int = 96, label: int = 200, shown: 
 
 def full_size(rounds: int = 3) -> None:
     """Print what an evaluation of the UNet takes at 512 x 512, guided, in full and with its deep features reused."""
-    cfg = PRESETS["sd15"].denoiser.cfg
+    cfg = PRESETS["sd15"].config
     params = jax.device_put(init_params(unet_spec(cfg), 0))
     x = np.random.default_rng(0).standard_normal((2, 64, 64, 4)).astype(np.float32)
     arguments = (x, np.full(2, 500.0, np.float32), np.zeros((2, 77, cfg.cross_attention_dim), np.float32))
@@ -158,7 +158,7 @@ def full_size(rounds: int = 3) -> None:
 
 def variants(rounds: int = 3) -> None:
     """Print time and memory of the same evaluation with weights of 8 bits, taking turns."""
-    cfg = PRESETS["sd15"].denoiser.cfg
+    cfg = PRESETS["sd15"].config
     spec = unet_spec(cfg)
     noise = np.random.default_rng(0).standard_normal((2, 64, 64, 4)).astype(np.float32)
     text = np.zeros((2, 77, cfg.cross_attention_dim), np.float32)

@@ -23,8 +23,9 @@ import transformers
 
 from benchmarks.lab.models import write_random
 from canvax.families.base import Model
+from canvax.families.known import PRESETS
 from canvax.families.read import read_model
-from canvax.models.presets import PRESETS
+from canvax.models.clip import clip_configs
 from canvax.models.text import encode_text
 from canvax.models.unet import unet
 from canvax.models.vae import vae_decode, vae_encode
@@ -61,16 +62,18 @@ def load(checkpoint: Model, *names: str) -> dict[str, Any]:
 def text(checkpoint: Model, folder: Path) -> Iterator[tuple[str, float]]:
     """All encoders of the model at once: features side by side, and the pooled output where there is one."""
     cfg = checkpoint.text
-    ids = {name: rng.integers(0, part.vocab_size, (2, 77)) for name, part in cfg.parts.items()}
+    ids = {name: rng.integers(0, part.vocab_size, (2, 77)) for name, part in clip_configs(cfg).items()}
     features, pooled = [], None
-    for name in cfg.parts:
+    for name in ids:
         second = name == "text_encoder_2"
         cls = transformers.CLIPTextModelWithProjection if second else transformers.CLIPTextModel
         out = cls.from_pretrained(folder / name).eval()(torch.from_numpy(ids[name]), output_hidden_states=True)
         features.append(out.hidden_states[-2].numpy() if cfg.pooled_width else out.last_hidden_state.numpy())
         pooled = out.text_embeds.numpy() if second else None
-    params = load(checkpoint, *cfg.parts)
-    got = jax.jit(encode_text, static_argnames="cfg")(params, ids, np.int32(0), cfg=cfg)
+    params = load(checkpoint, *ids)
+    got = jax.jit(encode_text, static_argnames="cfg")(
+        params, {name: {"ids": each} for name, each in ids.items()}, cfg=cfg
+    )
     yield "text encoders", difference(got["text"], np.concatenate(features, axis=-1))
     if pooled is not None:
         yield "pooled text", difference(got["pooled"], pooled)
@@ -96,7 +99,7 @@ def denoiser(checkpoint: Model, folder: Path) -> Iterator[tuple[str, float]]:
     t = np.array([981, 21], np.float32)[:batch]
     told, added = {}, {}
     if xl:
-        numbers = [1024, 768, 0, 64, 6] if checkpoint.is_refiner else [1024, 768, 0, 64, 512, 512]
+        numbers = [1024, 768, 0, 64, 6] if checkpoint.family.is_refiner else [1024, 768, 0, 64, 512, 512]
         told = {"pooled": normal(batch, 1280), "time_ids": np.array([numbers], np.float32)}
         added = {"text_embeds": torch.from_numpy(told["pooled"]), "time_ids": torch.from_numpy(told["time_ids"])}
     model = diffusers.UNet2DConditionModel.from_pretrained(folder / "unet").eval()

@@ -67,7 +67,7 @@ class Drawn:
 
 
 @cache
-def pipeline(model: str) -> canvax.StableDiffusion:
+def pipeline(model: str) -> canvax.Pipeline:
     """The model on one device; "emoji int8" and the like in its variants, "emoji 4x2" on a mesh of data=4, model=2."""
     name, _, variant = model.partition(" ")
     more: dict[str, Any] = {"mesh": canvax.make_mesh(jax.devices()[:1])}

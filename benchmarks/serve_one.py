@@ -49,7 +49,7 @@ for line in sys.stdin:
 """
 
 
-def measured(pipe: canvax.StableDiffusion, port: int, arguments: argparse.Namespace) -> dict[str, float]:
+def measured(pipe: canvax.Pipeline, port: int, arguments: argparse.Namespace) -> dict[str, float]:
     """The server's seconds over a call's: medians for each number of steps, of all, and the ratio of the sums."""
     mix, options = MIXES[arguments.mix], canvax.Options(progress=False)
     due = requests(1.0, 5000.0, clients=1, seed=arguments.seed, mix=mix)

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 from benchmarks.less_work import narrowed
+from canvax.families.known import PRESETS
 from canvax.kernels.target import compiled_on
 from canvax.models.flux2 import flux2, flux2_context, flux2_spec
 from canvax.models.krea2 import krea2, krea2_context, krea2_spec
-from canvax.models.presets import PRESETS
 from canvax.models.z_image import z_image, z_image_context, z_image_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.params import Params, Spec

@@ -34,7 +34,7 @@ CONVERGENCE_STEPS = (5, 7, 10, 14, 20, 28, 40)
 CELL, LABEL, BLOCKS = 72, 136, 3
 
 
-def draw(pipe: canvax.StableDiffusion, sampler: str, steps: int, **settings: object) -> canvax.Result:
+def draw(pipe: canvax.Pipeline, sampler: str, steps: int, **settings: object) -> canvax.Result:
     """The two pictures."""
     # Karras levels of the solvers of k-diffusion lie between the ends of the spacing: linspace has the model's own.
     spacing = "linspace" if "karras" in sampler else None
@@ -42,7 +42,7 @@ def draw(pipe: canvax.StableDiffusion, sampler: str, steps: int, **settings: obj
     return pipe(list(PROMPTS), seed=SEED, num_inference_steps=steps, sampler=sampler, options=options)
 
 
-def grid(pipe: canvax.StableDiffusion) -> Image.Image:
+def grid(pipe: canvax.Pipeline) -> Image.Image:
     """A row for each sampler, a column for each number of steps, in blocks beside each other."""
     specs = [spec for spec in SAMPLERS if spec.name not in ELSEWHERE]
     tall = -(-len(specs) // BLOCKS)
@@ -64,7 +64,7 @@ def grid(pipe: canvax.StableDiffusion) -> Image.Image:
     return sheet
 
 
-def convergence(pipe: canvax.StableDiffusion) -> dict[str, list[tuple[float, float]]]:
+def convergence(pipe: canvax.Pipeline) -> dict[str, list[tuple[float, float]]]:
     """Root mean square distance of the final latents to the solution, for each number of evaluations."""
     solution = draw(pipe, "ddim", 1000, set_alpha_to_one=True).latents
     lines: dict[str, list[tuple[float, float]]] = {}

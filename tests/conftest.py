@@ -20,7 +20,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # PyTorch's threads wait by spinn
 # Containers set it. Each process that a test starts would then compile all of canvax's Python anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["CANVAX_CACHE_DIR"] = "off"  # what a test compiles depends on no other run
-os.environ["CANVAX_CACHE_SECRET"] = "tests"  # in place of a file in the home folder
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell began the run in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -153,13 +152,13 @@ def same_numbers() -> None:
 
 
 @pytest.fixture(scope="module")
-def emoji(compiling: None) -> canvax.StableDiffusion:
+def emoji(compiling: None) -> canvax.Pipeline:
     """The bundled model with its small autoencoder, shared by the modules whose programs are compiled alike."""
     return _loaded("emoji", jax.config.values["jax_disable_most_optimizations"])
 
 
 @pytest.fixture(scope="module")
-def packaged(compiling: None) -> canvax.StableDiffusion:
+def packaged(compiling: None) -> canvax.Pipeline:
     """The bundled model as users have it, likewise."""
     return _loaded(PACKAGED, jax.config.values["jax_disable_most_optimizations"])
 
@@ -173,7 +172,7 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def small(compiling: None, small_folder: Path) -> canvax.StableDiffusion:
+def small(compiling: None, small_folder: Path) -> canvax.Pipeline:
     """``small_folder`` on one device. Each module has its own adapters and parameters; programs are shared."""
     import dataclasses
 
@@ -184,7 +183,7 @@ def small(compiling: None, small_folder: Path) -> canvax.StableDiffusion:
 
 
 @cache
-def _loaded(model: str | Path, quick: bool) -> canvax.StableDiffusion:
+def _loaded(model: str | Path, quick: bool) -> canvax.Pipeline:
     import canvax
     from canvax.parallel.mesh import make_mesh
 

@@ -44,16 +44,16 @@ KERNEL = 4
 
 
 @pytest.fixture(scope="module")
-def sd(small: canvax.StableDiffusion) -> canvax.StableDiffusion:
+def sd(small: canvax.Pipeline) -> canvax.Pipeline:
     return small
 
 
 @pytest.fixture(scope="module")
-def xl(tmp_path_factory: pytest.TempPathFactory) -> canvax.StableDiffusion:
+def xl(tmp_path_factory: pytest.TempPathFactory) -> canvax.Pipeline:
     return canvax.load(build(tmp_path_factory.mktemp("xl")), mesh=canvax.make_mesh(jax.devices()[:1]))
 
 
-def leaves(pipe: canvax.StableDiffusion) -> dict[str, np.ndarray]:
+def leaves(pipe: canvax.Pipeline) -> dict[str, np.ndarray]:
     assert pipe.params is not None
     return {name: np.asarray(leaf) for name, leaf in flatten(pipe.params)}
 
@@ -74,7 +74,7 @@ def unchanged(request: pytest.FixtureRequest) -> Iterator[None]:
         assert not any(tokenizer.added for tokenizer in pipe.model.tokenizers.values())
 
 
-def check_merged(pipe: canvax.StableDiffusion, deltas: dict[tuple[str, str], Any], load: Callable[[], Any]) -> None:
+def check_merged(pipe: canvax.Pipeline, deltas: dict[tuple[str, str], Any], load: Callable[[], Any]) -> None:
     """Merged weights are the base and the deltas, computed in float64: 1e-6 relative; all others are as they were."""
     before = leaves(pipe)
     params = {part.name: dict(flatten(part.spec)) for part in pipe.model.components}
@@ -114,7 +114,7 @@ FORMATS: dict[str, tuple[Make, Callable[[tuple[int, ...]], bool]]] = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_formats(name: str, sd: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_formats(name: str, sd: canvax.Pipeline, tmp_path: Path) -> None:
     """Every format, on every layer that it is for, with ranks unlike alpha that differ by layer."""
     make, suits = FORMATS[name]
     draw, arrays, deltas = Draw(), {}, {}
@@ -188,7 +188,7 @@ NAMES: dict[str, tuple[Callable[[str, str], str], dict[str, str], Callable[[str,
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names(name: str, sd: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_names(name: str, sd: canvax.Pipeline, tmp_path: Path) -> None:
     """Whatever trainers call a module, it is found."""
     rename, ends, suits = NAMES[name]
     draw, arrays, deltas = Draw(), {}, {}
@@ -200,7 +200,7 @@ def test_names(name: str, sd: canvax.StableDiffusion, tmp_path: Path) -> None:
     check_merged(sd, deltas, lambda: sd.adapters.load("a", write(tmp_path / "a.safetensors", arrays)))
 
 
-def test_two_ways_of_naming_in_one_file(xl: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_two_ways_of_naming_in_one_file(xl: canvax.Pipeline, tmp_path: Path) -> None:
     """SDXL: names of ldm and of diffusers, by turns, and both text encoders."""
     draw, arrays, deltas = Draw(), {}, {}
     for i, ((component, module), shape) in enumerate(layers(xl.model.networks.specs()).items()):
@@ -213,14 +213,14 @@ def test_two_ways_of_naming_in_one_file(xl: canvax.StableDiffusion, tmp_path: Pa
     check_merged(xl, deltas, lambda: xl.adapters.load("a", write(tmp_path / "a.safetensors", arrays)))
 
 
-def linear_layers(pipe: canvax.StableDiffusion, count: int = 4) -> list[tuple[tuple[str, str], tuple[int, ...]]]:
+def linear_layers(pipe: canvax.Pipeline, count: int = 4) -> list[tuple[tuple[str, str], tuple[int, ...]]]:
     found = [pair for pair in layers(pipe.model.networks.specs()).items() if pair[0][1].endswith("to_q")]
     return found[:count]
 
 
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("where", ["header", "file"])
-def test_settings_of_peft(where: str, rslora: bool, sd: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_settings_of_peft(where: str, rslora: bool, sd: canvax.Pipeline, tmp_path: Path) -> None:
     """alpha and its exceptions from the header or from adapter_config.json; rank-stabilised."""
     draw, arrays, deltas = Draw(), {}, {}
     config: dict[str, Any] = {"r": 3, "lora_alpha": 5, "alpha_pattern": {}, "use_rslora": rslora}
@@ -242,7 +242,7 @@ def test_settings_of_peft(where: str, rslora: bool, sd: canvax.StableDiffusion, 
     check_merged(sd, deltas, lambda: sd.adapters.load("a", source))
 
 
-def test_magnitudes_of_peft(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_magnitudes_of_peft(sd: canvax.Pipeline, tmp_path: Path) -> None:
     """PEFT's DoRA is by outputs, whatever the shape: (out) of linear maps, (1, out, 1, 1) of convolutions."""
     draw, arrays, deltas = Draw(), {}, {}
     for (component, module), shape in layers(sd.model.networks.specs()).items():
@@ -274,7 +274,7 @@ def normed(delta: Callable[[np.ndarray], np.ndarray], magnitude: np.ndarray) -> 
 
 
 @pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32])
-def test_dtypes_and_ways_to_store_a_1x1_convolution(dtype: Any, sd: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_dtypes_and_ways_to_store_a_1x1_convolution(dtype: Any, sd: canvax.Pipeline, tmp_path: Path) -> None:
     draw, arrays, deltas = Draw(), {}, {}
     names = [pair for pair in layers(sd.model.networks.specs()).items() if pair[0][1].endswith(("proj_in", "proj_out"))]
     for i, ((component, module), (out, into, *_)) in enumerate(names):
@@ -290,7 +290,7 @@ def test_dtypes_and_ways_to_store_a_1x1_convolution(dtype: Any, sd: canvax.Stabl
     check_merged(sd, deltas, lambda: sd.adapters.load("a", write(tmp_path / "a.safetensors", arrays)))
 
 
-def test_biases_and_normalisations(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_biases_and_normalisations(sd: canvax.Pipeline, tmp_path: Path) -> None:
     """diff_b, LoRA's own bias, w_norm and b_norm."""
     draw = Draw()
     unet, alpha = dict(flatten(sd.model.networks.specs()["unet"])), np.float32(6).reshape(())
@@ -320,7 +320,7 @@ def test_biases_and_normalisations(sd: canvax.StableDiffusion, tmp_path: Path) -
 # Weights
 
 
-def small(pipe: canvax.StableDiffusion, path: Path, seed: int = 0, **more: Any) -> tuple[Path, dict[Any, Any]]:
+def small(pipe: canvax.Pipeline, path: Path, seed: int = 0, **more: Any) -> tuple[Path, dict[Any, Any]]:
     """A LoRA of the attention of the UNet and of a text encoder, and what it does."""
     draw, arrays, deltas = Draw(seed), {}, {}
     for (component, module), shape in layers(pipe.model.networks.specs()).items():
@@ -331,7 +331,7 @@ def small(pipe: canvax.StableDiffusion, path: Path, seed: int = 0, **more: Any) 
     return write(path, arrays, **more), deltas
 
 
-def test_several_with_weights(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_several_with_weights(sd: canvax.Pipeline, tmp_path: Path) -> None:
     """Changes are added up with their weights; neither order nor what was before matters."""
     one, of_one = small(sd, tmp_path / "one.safetensors")
     two, of_two = small(sd, tmp_path / "two.safetensors", 1)
@@ -355,7 +355,7 @@ def test_several_with_weights(sd: canvax.StableDiffusion, tmp_path: Path) -> Non
     assert list(sd.adapters) == ["one"]
 
 
-def test_weights_by_block(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_weights_by_block(sd: canvax.Pipeline, tmp_path: Path) -> None:
     """A table as diffusers takes it, and one of beginnings of names."""
     file, deltas = small(sd, tmp_path / "a.safetensors")
     weights = {"text_encoder": 0.25, "unet": {"down": 0.5, "up": {"block_1": [0.75, -1.0]}}}
@@ -377,7 +377,7 @@ def test_weights_by_block(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
     assert all(first[name].tobytes() == array.tobytes() for name, array in leaves(sd).items())
 
 
-def test_parameters_of_the_users_own_are_the_new_base(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_parameters_of_the_users_own_are_the_new_base(sd: canvax.Pipeline, tmp_path: Path) -> None:
     file, deltas = small(sd, tmp_path / "a.safetensors")
 
     def layer() -> Any:

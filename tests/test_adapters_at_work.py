@@ -19,7 +19,7 @@ import canvax
 from canvax.compile.monitor import counting
 from canvax.errors import HintWarning, InputError
 from canvax.parallel.place import HOST
-from canvax.pipelines.adapters import file_of
+from canvax.pipelines.adapter_files import file_of
 from tests.support.adapter_files import Draw, layers, lora, write
 from tests.support.control_files import controlnet
 from tests.support.refusals import refused
@@ -34,13 +34,13 @@ def folder(small_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sd(small: canvax.StableDiffusion) -> canvax.StableDiffusion:
+def sd(small: canvax.Pipeline) -> canvax.Pipeline:
     small("a cat", **STEPS)
     return small
 
 
 @pytest.fixture(scope="module")
-def loras(sd: canvax.StableDiffusion, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def loras(sd: canvax.Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loras")
     for i, name in enumerate(("ink", "clay")):
         draw, arrays = Draw(i), {}
@@ -52,17 +52,17 @@ def loras(sd: canvax.StableDiffusion, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(autouse=True)
-def empty(sd: canvax.StableDiffusion) -> Any:
+def empty(sd: canvax.Pipeline) -> Any:
     yield
     sd.adapters.remove()
     sd.adapters.folder = None
 
 
-def pixels(pipe: canvax.StableDiffusion, prompt: Any = "a cat", **more: Any) -> np.ndarray:
+def pixels(pipe: canvax.Pipeline, prompt: Any = "a cat", **more: Any) -> np.ndarray:
     return pipe(prompt, **STEPS, **more).pixels
 
 
-def test_nothing_compiles(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path) -> None:
+def test_nothing_compiles(sd: canvax.Pipeline, loras: Path, tmp_path: Path) -> None:
     """Loading, weighing and removing, of adapters and of textual inversions, and the images between."""
     word = write(tmp_path / "wool.safetensors", {"emb_params": Draw()(3, 48)})
     with counting() as counts:
@@ -84,7 +84,7 @@ def test_nothing_compiles(sd: canvax.StableDiffusion, loras: Path, tmp_path: Pat
     assert all(np.abs(a - b).max() > 1e-3 for i, a in enumerate(different) for b in different[:i])
 
 
-def test_metadata_tells_of_adapters(sd: canvax.StableDiffusion, loras: Path) -> None:
+def test_metadata_tells_of_adapters(sd: canvax.Pipeline, loras: Path) -> None:
     assert "adapters" not in sd("a cat", **STEPS).metadata[0]
     sd.adapters.load("ink", loras / "ink.safetensors", weight=0.5)
     entry = sd("a cat", **STEPS).metadata[0]["adapters"]["ink"]
@@ -99,7 +99,7 @@ def test_metadata_tells_of_adapters(sd: canvax.StableDiffusion, loras: Path) -> 
     assert "adapters" not in sd("a cat", **STEPS).metadata[0]
 
 
-def test_prompts_name_adapters(sd: canvax.StableDiffusion, loras: Path) -> None:
+def test_prompts_name_adapters(sd: canvax.Pipeline, loras: Path) -> None:
     """From a folder that the user gave alone; afterwards the weights are as they were."""
     sd.adapters.load("ink", loras / "ink.safetensors", weight=0.5)
     wanted = pixels(sd)
@@ -131,7 +131,7 @@ def test_prompts_name_adapters(sd: canvax.StableDiffusion, loras: Path) -> None:
             sd(prompt, **STEPS)
 
 
-def test_a_pickled_pipeline_brings_its_adapters(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path) -> None:
+def test_a_pickled_pipeline_brings_its_adapters(sd: canvax.Pipeline, loras: Path, tmp_path: Path) -> None:
     sd.adapters.load("ink", loras / "ink.safetensors", weight=0.5)
     sd.adapters.load_embedding(write(tmp_path / "w.safetensors", {"<wool>": Draw()(2, 48)}))
     sd.adapters.folder = loras
@@ -157,14 +157,14 @@ def test_a_pipeline_with_other_weights_is_not_pickled(folder: Path) -> None:
             pickle.dumps(edited)
 
 
-def test_the_file_of_a_folder_is_recorded(sd: canvax.StableDiffusion, loras: Path) -> None:
+def test_the_file_of_a_folder_is_recorded(sd: canvax.Pipeline, loras: Path) -> None:
     """So that the name alone loads the same again."""
     sd.adapters.load("ink", loras, weight_name="ink.safetensors")
-    record = sd.adapters.record()["adapters"]["ink"]
+    record = sd.adapters._record()["adapters"]["ink"]
     assert sd.adapters.load("again", record["file"], 0.0).sha256 == record["sha256"]
 
 
-def test_a_callback_that_removes_an_adapter_loses_no_image(sd: canvax.StableDiffusion, loras: Path) -> None:
+def test_a_callback_that_removes_an_adapter_loses_no_image(sd: canvax.Pipeline, loras: Path) -> None:
     sd.adapters.folder = loras
     sd.adapters.load("clay", loras / "clay.safetensors", 0.0)
     result = sd("a cat <lora:ink>", **STEPS, callback=lambda _: sd.adapters.remove() if sd.adapters else None)
@@ -175,9 +175,9 @@ def test_a_callback_that_removes_an_adapter_loses_no_image(sd: canvax.StableDiff
 # Textual inversions
 
 
-def expected(sd: canvax.StableDiffusion, prompt: list[Any]) -> np.ndarray:
+def expected(sd: canvax.Pipeline, prompt: list[Any]) -> np.ndarray:
     """The text's features with vectors put in by hand: ``prompt`` holds words, and vectors [n, D]."""
-    from canvax.models.clip import text_encoder
+    from canvax.models.clip import clip_configs, text_encoder
 
     assert sd.params is not None
     p = sd.params["text_encoder"]
@@ -196,12 +196,12 @@ def expected(sd: canvax.StableDiffusion, prompt: list[Any]) -> np.ndarray:
     framed = np.concatenate([framed, np.repeat(table[[tokenizer.pad]], 77 - len(framed), 0)])
     inner = dict(p["text_model"])
     inner["embeddings"] = dict(inner["embeddings"], token_embedding={"weight": framed})
-    cfg = sd.model.text.parts["text_encoder"]
+    cfg = clip_configs(sd.model.text)["text_encoder"]
     assert cfg is not None
     return np.asarray(text_encoder({"text_model": inner}, np.arange(77)[None], cfg))
 
 
-def test_a_word_of_several_vectors(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_a_word_of_several_vectors(sd: canvax.Pipeline, tmp_path: Path) -> None:
     """Of the file's name or its own, in large letters too, twice in a prompt; beside a longer one that begins alike."""
     draw = Draw()
     three, one = draw(3, 48), draw(1, 48)
@@ -218,7 +218,7 @@ def test_a_word_of_several_vectors(sd: canvax.StableDiffusion, tmp_path: Path) -
         np.testing.assert_allclose(found, expected(sd, pieces), atol=2e-5, err_msg=prompt)
 
 
-def test_a_word_is_never_cut(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_a_word_is_never_cut(sd: canvax.Pipeline, tmp_path: Path) -> None:
     """At the end of a chunk it moves to the next one."""
     vectors = Draw()(4, 48)
     sd.adapters.load_embedding(write(tmp_path / "wool.safetensors", {"emb_params": vectors}))
@@ -234,11 +234,11 @@ def test_a_word_is_never_cut(sd: canvax.StableDiffusion, tmp_path: Path) -> None
 
 
 @pytest.fixture(scope="module")
-def xl(tmp_path_factory: pytest.TempPathFactory) -> canvax.StableDiffusion:
+def xl(tmp_path_factory: pytest.TempPathFactory) -> canvax.Pipeline:
     return canvax.load(build(tmp_path_factory.mktemp("xl")), mesh=canvax.make_mesh(jax.devices()[:1]))
 
 
-def test_both_encoders_of_sdxl(xl: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_both_encoders_of_sdxl(xl: canvax.Pipeline, tmp_path: Path) -> None:
     """clip_l and clip_g of one file; two files of diffusers; names of their own for each row."""
     draw = Draw()
     first, second = draw(2, 16), draw(2, 24)
@@ -268,7 +268,7 @@ def test_both_encoders_of_sdxl(xl: canvax.StableDiffusion, tmp_path: Path) -> No
     xl.adapters.remove()
 
 
-def test_embeddings_in_a_lora(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path) -> None:
+def test_embeddings_in_a_lora(sd: canvax.Pipeline, loras: Path, tmp_path: Path) -> None:
     """They come and go with it."""
     from safetensors.numpy import load_file
 
@@ -284,7 +284,7 @@ def test_embeddings_in_a_lora(sd: canvax.StableDiffusion, loras: Path, tmp_path:
     assert sd.adapters.words == ()
 
 
-def test_room_for_words_ends(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_room_for_words_ends(sd: canvax.Pipeline, tmp_path: Path) -> None:
     file = write(tmp_path / "w.safetensors", {"emb_params": Draw()(70, 48)})
     sd.adapters.load_embedding(file, "<one>")
     sd.adapters.load_embedding(file, "<two>")
@@ -318,7 +318,7 @@ def test_two_files_of_one_name(deep: str, loras: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.weekly
-def test_the_page(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page(sd: canvax.Pipeline, loras: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block of docs/adapters.md runs, one after another, and generates different images."""
     page = (Path(__file__).parent.parent / "docs" / "adapters.md").read_text(encoding="utf-8")
     monkeypatch.setattr(canvax, "load", lambda *_, **__: sd)
@@ -339,7 +339,7 @@ def test_the_page(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path, monke
 # Several pipelines and several threads
 
 
-def test_edited_parameters_leave_adapters_in_the_metadata(sd: canvax.StableDiffusion, loras: Path) -> None:
+def test_edited_parameters_leave_adapters_in_the_metadata(sd: canvax.Pipeline, loras: Path) -> None:
     sd.adapters.load("ink", loras / "ink.safetensors", weight=0.5)
     assert sd.params is not None
     bias = sd.params["unet"]["conv_out"]
@@ -348,9 +348,7 @@ def test_edited_parameters_leave_adapters_in_the_metadata(sd: canvax.StableDiffu
         assert sd("a cat", **STEPS).metadata[0]["adapters"].keys() == {"ink"}
 
 
-def test_pipelines_over_the_same_weights_change_their_own(
-    sd: canvax.StableDiffusion, loras: Path, tmp_path: Path
-) -> None:
+def test_pipelines_over_the_same_weights_change_their_own(sd: canvax.Pipeline, loras: Path, tmp_path: Path) -> None:
     """Adapters come along with the weights; after that neither pipeline changes those of the other, words neither."""
     plain = pixels(sd)
     sd.adapters.load("ink", loras / "ink.safetensors")
@@ -364,7 +362,7 @@ def test_pipelines_over_the_same_weights_change_their_own(
     np.testing.assert_array_equal(pixels(sd), inked)
     other.params = canvax.load(sd.model.files.path, mesh=sd.mesh).params
     assert other.params is not None
-    other = canvax.StableDiffusion(other.model, other.programs, other.params | {"controlnet": {}})
+    other = canvax.Pipeline(other.model, other.programs, other.params | {"controlnet": {}})
     other = other.with_controlnet(net)
     other.adapters.load("clay", loras / "clay.safetensors")
     other.adapters.load_embedding(write(tmp_path / "wool.safetensors", {"emb_params": Draw()(3, 48)}))
@@ -374,7 +372,7 @@ def test_pipelines_over_the_same_weights_change_their_own(
     assert np.abs(pixels(other) - plain).max() > 1e-3
 
 
-def adding(kind: str, sd: canvax.StableDiffusion, tmp_path: Path) -> Path:
+def adding(kind: str, sd: canvax.Pipeline, tmp_path: Path) -> Path:
     """A file with a network that adds to the UNet's weights."""
     arrays = load_file(controlnet(tmp_path / "net", sd) / "diffusion_pytorch_model.safetensors")
     if kind == "a difference":
@@ -397,7 +395,7 @@ SHOWN = np.random.default_rng(0).random((64, 64, 3), np.float32)
 
 @pytest.mark.parametrize("kind", ["a control-LoRA", "a difference"])
 def test_the_order_of_adapters_and_networks_changes_nothing(
-    kind: str, sd: canvax.StableDiffusion, loras: Path, tmp_path: Path
+    kind: str, sd: canvax.Pipeline, loras: Path, tmp_path: Path
 ) -> None:
     """A network that adds to the UNet's weights adds to the trained ones."""
     file = adding(kind, sd, tmp_path)
@@ -414,7 +412,7 @@ def test_the_order_of_adapters_and_networks_changes_nothing(
 
 
 @pytest.mark.parametrize("kind", ["a control-LoRA", "a difference"])
-def test_networks_wait_in_the_hosts_memory(kind: str, sd: canvax.StableDiffusion, folder: Path, tmp_path: Path) -> None:
+def test_networks_wait_in_the_hosts_memory(kind: str, sd: canvax.Pipeline, folder: Path, tmp_path: Path) -> None:
     file = adding(kind, sd, tmp_path)
     waiting = canvax.load(folder, mesh=sd.mesh, offload=True).with_controlnet(file)
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(waiting.params)} == {HOST}
@@ -422,7 +420,7 @@ def test_networks_wait_in_the_hosts_memory(kind: str, sd: canvax.StableDiffusion
     np.testing.assert_array_equal(got, want)
 
 
-def test_threads_with_prompts_that_name_adapters(sd: canvax.StableDiffusion, loras: Path) -> None:
+def test_threads_with_prompts_that_name_adapters(sd: canvax.Pipeline, loras: Path) -> None:
     """Each image has the adapters of its call, also where another call in another thread changes the weights."""
     sd.adapters.folder = loras
     prompts = ["a cat", "a cat <lora:ink>", "a cat <lora:clay>"]
@@ -436,7 +434,7 @@ def test_threads_with_prompts_that_name_adapters(sd: canvax.StableDiffusion, lor
 
 
 def test_a_pickled_pipeline_loads_from_the_same_place(
-    folder: Path, sd: canvax.StableDiffusion, loras: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, sd: canvax.Pipeline, loras: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the arguments of load but the token; an adapter of a folder with its file's name."""
     with pytest.warns(UserWarning, match="cache_dir"):
@@ -490,6 +488,11 @@ def test_the_command(
     assert len(files) == 2
     np.testing.assert_array_equal(image("a.png"), image(str(files[0])))
     assert (image("a.png") != image("plain.png")).any()
+    along = ["--x", "lora=0,0.5", "--y", "prompt=a cat;a dog"]
+    code, out, _ = run("sheet", *shared, "--lora", ink, *along, "-o", "sheet.png", "--json")
+    assert code == 0
+    weights = [one.get("adapters", {}).get("ink", {}).get("weight") for one in json.loads(out)["metadata"]]
+    assert weights == [None, 0.5, None, 0.5]
     code, out, _ = run("info", "a.png")
     assert code == 0
     line = out.strip().splitlines()[-1]
@@ -502,7 +505,31 @@ def test_the_command(
     code, _, err = run("generate", "--from-image", "a.png", *shared[:2], "-q", "-o", "other.png")
     assert code == 0
     assert "was generated with ink, wool; name the files with --lora and --embedding" in err
+    for name, is_same in (("ink", True), ("clay", False)):
+        words = ("--lora", str(loras / f"{name}.safetensors"), "-q", "-o", f"with-{name}.png")
+        code, _, err = run("generate", "--from-image", "a.png", *shared[:2], *words)
+        assert (code, "--lora: no file" in err) == (0, not is_same)
     assert "<lora:ink:0.5>" in (tmp_path / "a.png").read_bytes().decode("latin-1")
+
+
+def test_a_pipeline_generates_an_image_again(sd: canvax.Pipeline, loras: Path, tmp_path: Path) -> None:
+    """With the weights that adapters had; one that is missing is refused by its name."""
+    sd.adapters.load("ink", loras / "ink.safetensors", {"unet": 0.5})
+    sd.adapters.load_embedding(write(tmp_path / "wool.safetensors", {"emb_params": Draw()(3, 48)}))
+    want = sd("a wool cat", **STEPS)
+    sd.adapters.remove("ink")
+    with pytest.raises(canvax.InputError, match="'ink'") as refused:
+        sd.again(want.metadata[0])
+    assert refused.value.argument == "adapters"
+    sd.adapters.load("blue", loras / "ink.safetensors", 0.1)
+    got = sd.again(want.metadata[0], progress=False)
+    np.testing.assert_array_equal(got.pixels, want.pixels)
+    assert sd.adapters["blue"].weight == 0.1
+    without = sd.again(want.metadata[0], adapters=None, progress=False)
+    assert without.metadata[0]["adapters"]["blue"]["weight"] == 0.1
+    sd.adapters.remove("wool")
+    with pytest.raises(canvax.InputError, match="'wool'"):
+        sd.again(want.metadata[0])
 
 
 def test_info_of_adapters(loras: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

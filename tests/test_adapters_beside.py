@@ -18,10 +18,10 @@ import pytest
 import canvax
 from canvax.compile.monitor import counting
 from canvax.errors import HintWarning, InputError
+from canvax.families.known import PRESETS
 from canvax.models.beside import LAYERS, Places, slots
-from canvax.models.presets import PRESETS
 from canvax.pipelines.adapters import Adapters
-from canvax.pipelines.unmerged import Bank
+from canvax.pipelines.slots import Bank
 from tests.support.adapter_files import Draw, Made, dora, layers, loha, lokr, lora, lora_tucker, write
 from tests.support.control_files import controlnet
 from tests.support.refusals import refused
@@ -52,11 +52,11 @@ def folder(small_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sd(small: canvax.StableDiffusion) -> canvax.StableDiffusion:
+def sd(small: canvax.Pipeline) -> canvax.Pipeline:
     return small
 
 
-def adapter(path: Path, pipe: canvax.StableDiffusion, seed: int, make: Make = lora, only: str = "") -> Path:
+def adapter(path: Path, pipe: canvax.Pipeline, seed: int, make: Make = lora, only: str = "") -> Path:
     """A file for every layer whose name has ``only``."""
     draw, arrays = Draw(seed), {}
     for (component, module), shape in layers(pipe.model.networks.specs()).items():
@@ -66,7 +66,7 @@ def adapter(path: Path, pipe: canvax.StableDiffusion, seed: int, make: Make = lo
 
 
 @pytest.fixture(scope="module")
-def loras(sd: canvax.StableDiffusion, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def loras(sd: canvax.Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loras")
     for i, name in enumerate(("ink", "clay", "wool")):
         adapter(folder / f"{name}.safetensors", sd, i, only="" if name == "ink" else "attn")
@@ -74,19 +74,19 @@ def loras(sd: canvax.StableDiffusion, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(autouse=True)
-def empty(sd: canvax.StableDiffusion) -> Any:
+def empty(sd: canvax.Pipeline) -> Any:
     yield
     sd.adapters.remove()
     sd.adapters.folder = None
     sd.adapters.beside(None)
 
 
-def pixels(pipe: canvax.StableDiffusion, prompt: Any = "a cat", **more: Any) -> np.ndarray:
+def pixels(pipe: canvax.Pipeline, prompt: Any = "a cat", **more: Any) -> np.ndarray:
     return pipe(prompt, **{"seed": 1, **STEPS, **more}).pixels
 
 
 @pytest.mark.slow
-def test_as_merged(sd: canvax.StableDiffusion, loras: Path) -> None:
+def test_as_merged(sd: canvax.Pipeline, loras: Path) -> None:
     """Beside the weights and merged into them is the same image, in both networks and in every layer."""
     plain = pixels(sd)
     sd.adapters.load("ink", loras / "ink.safetensors", 0.7)
@@ -101,7 +101,7 @@ def test_as_merged(sd: canvax.StableDiffusion, loras: Path) -> None:
     np.testing.assert_allclose(beside, merged, atol=1e-4)
 
 
-def test_each_image_has_its_own(sd: canvax.StableDiffusion, loras: Path) -> None:
+def test_each_image_has_its_own(sd: canvax.Pipeline, loras: Path) -> None:
     """Images of one batch, guided, are what each is alone with its adapters, whatever its neighbours have."""
     sd.adapters.beside(rank=RANK)
     for name in ("ink", "clay", "wool"):
@@ -122,7 +122,7 @@ def test_each_image_has_its_own(sd: canvax.StableDiffusion, loras: Path) -> None
 
 
 def test_an_adapter_that_comes_while_slots_are_made(
-    sd: canvax.StableDiffusion, loras: Path, monkeypatch: pytest.MonkeyPatch
+    sd: canvax.Pipeline, loras: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread loads it; it must not end in slots that are replaced a moment later."""
     sd.adapters.load("ink", loras / "ink.safetensors", 0.0, beside=True)
@@ -147,9 +147,7 @@ def test_an_adapter_that_comes_while_slots_are_made(
     assert np.abs(pixels(sd, adapters={"clay": 1.0}) - pixels(sd)).max() > 1e-2
 
 
-def test_threads_that_ask_first_get_the_same_adapters(
-    sd: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_that_ask_first_get_the_same_adapters(sd: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, together = sd.with_controlnet(None), threading.Barrier(2)
     vars(pipe).pop("adapters", None)
     init = Adapters.__init__
@@ -165,7 +163,7 @@ def test_threads_that_ask_first_get_the_same_adapters(
     assert first is second
 
 
-def test_nothing_compiles(sd: canvax.StableDiffusion, loras: Path) -> None:
+def test_nothing_compiles(sd: canvax.Pipeline, loras: Path) -> None:
     """Loading, weighing, exchanging and removing, once images with adapters were made at all."""
     sd.adapters.beside(rank=RANK, places=2)
     sd.adapters.load("ink", loras / "ink.safetensors", beside=True)
@@ -184,19 +182,19 @@ def test_nothing_compiles(sd: canvax.StableDiffusion, loras: Path) -> None:
     assert all(np.abs(a - b).max() > 1e-3 for i, a in enumerate(different) for b in different[:i])
 
 
-def test_weights_of_blocks_are_those_of_merging(sd: canvax.StableDiffusion, loras: Path) -> None:
+def test_weights_of_blocks_are_those_of_merging(sd: canvax.Pipeline, loras: Path) -> None:
     table = {"unet": {"up": 0.3}, "text_encoder": 0.5}
     sd.adapters.load("ink", loras / "ink.safetensors", table)
     merged = pixels(sd)
     sd.adapters.remove()
     sd.adapters.load("ink", loras / "ink.safetensors", beside=True)  # which makes places of its rank
-    assert sd.adapters.bank is not None
-    assert (sd.adapters.bank.places.rank, sd.adapters.bank.places.count) == (8, 4)
+    assert sd.adapters._bank is not None
+    assert (sd.adapters._bank.places.rank, sd.adapters._bank.places.count) == (8, 4)
     sd.adapters.set({"ink": table})
     np.testing.assert_allclose(pixels(sd), merged, atol=1e-4)
 
 
-def test_a_weight_of_0_for_one_network_alone(sd: canvax.StableDiffusion, loras: Path) -> None:
+def test_a_weight_of_0_for_one_network_alone(sd: canvax.Pipeline, loras: Path) -> None:
     """Of what is not named there it is 1."""
     table = {"text_encoder": 0}
     sd.adapters.load("clay", loras / "clay.safetensors", table)
@@ -211,7 +209,7 @@ def test_a_weight_of_0_for_one_network_alone(sd: canvax.StableDiffusion, loras: 
     assert "adapters" not in off.metadata[0]
 
 
-def test_prompts_name_their_own(sd: canvax.StableDiffusion, loras: Path) -> None:
+def test_prompts_name_their_own(sd: canvax.Pipeline, loras: Path) -> None:
     """``<lora:...>`` may differ; of a folder the one that was not used for longest makes room."""
     sd.adapters.beside(rank=RANK, places=2)
     sd.adapters.folder = loras
@@ -234,7 +232,7 @@ def test_prompts_name_their_own(sd: canvax.StableDiffusion, loras: Path) -> None
 
 
 @pytest.mark.weekly
-def test_given_images_and_masks(sd: canvax.StableDiffusion, loras: Path) -> None:
+def test_given_images_and_masks(sd: canvax.Pipeline, loras: Path) -> None:
     """Image to image and inpainting, in two passes, with one guidance and with none, as merged ones."""
     image, mask = np.full((64, 64, 3), 0.4, np.float32), np.zeros((64, 64), np.float32)
     mask[:, 32:] = 1
@@ -256,7 +254,7 @@ def test_given_images_and_masks(sd: canvax.StableDiffusion, loras: Path) -> None
 
 
 @pytest.mark.weekly
-def test_rows_at_a_time(sd: canvax.StableDiffusion, loras: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_at_a_time(sd: canvax.Pipeline, loras: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Feed-forward layers of large images go by rows of one image; its adapters go with them."""
     monkeypatch.setattr("canvax.kernels.outline.LARGE_ROWS", 1)
     monkeypatch.setattr("canvax.kernels.outline.ROWS", 16)
@@ -303,7 +301,7 @@ def test_what_is_of_low_rank(name: str) -> None:
         np.testing.assert_allclose(np.tensordot(up, down, 1).reshape(shape), wanted, atol=1e-5)
 
 
-def test_what_is_not(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_what_is_not(sd: canvax.Pipeline, tmp_path: Path) -> None:
     """Refused with the other way, and nothing is changed."""
     path = adapter(tmp_path / "dora.safetensors", sd, 0, dora(0), "attn1.to_q")
     with pytest.raises(InputError, match=r"cannot be beside the weights: .*LoRA with DoRA is no low-rank"):
@@ -321,7 +319,7 @@ def test_what_is_not(sd: canvax.StableDiffusion, tmp_path: Path) -> None:
         sd.adapters.beside(layers="most")
 
 
-def test_arguments(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path) -> None:
+def test_arguments(sd: canvax.Pipeline, loras: Path, tmp_path: Path) -> None:
     with refused("adapters"):
         sd("a cat", adapters={"ink": 1.0}, **STEPS)
     sd.adapters.load("ink", loras / "ink.safetensors", beside=True)
@@ -341,17 +339,17 @@ def test_arguments(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.weekly
-def test_a_pickled_pipeline_brings_them(sd: canvax.StableDiffusion, loras: Path) -> None:
+def test_a_pickled_pipeline_brings_them(sd: canvax.Pipeline, loras: Path) -> None:
     sd.adapters.beside(rank=RANK, places=2)
     sd.adapters.load("ink", loras / "ink.safetensors", 0.6, beside=True)
     again = pickle.loads(pickle.dumps(sd))
-    assert again.adapters.bank.places == Places(2, RANK)
+    assert again.adapters._bank.places == Places(2, RANK)
     np.testing.assert_allclose(pixels(again), pixels(sd), atol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [pytest.param("mesh", marks=pytest.mark.weekly), "int8"])
-def test_split_and_quantised_weights(form: str, folder: Path, loras: Path, sd: canvax.StableDiffusion) -> None:
+def test_split_and_quantised_weights(form: str, folder: Path, loras: Path, sd: canvax.Pipeline) -> None:
     """On eight devices, the weights split over some; and beside weights of 8 bits, which keep their bits."""
     mesh = {"mesh": canvax.make_mesh(jax.devices()[:8], data=4, model=2)}
     more: dict[str, Any] = {"quantize": "int8"} if form == "int8" else mesh
@@ -390,7 +388,7 @@ def test_both_encoders_of_sdxl(tmp_path: Path) -> None:
 
 
 @pytest.mark.weekly
-def test_with_a_controlnet(sd: canvax.StableDiffusion, loras: Path, tmp_path: Path) -> None:
+def test_with_a_controlnet(sd: canvax.Pipeline, loras: Path, tmp_path: Path) -> None:
     """Adapters are beside the UNet's weights alone, those that came along too."""
     net = controlnet(tmp_path / "control", sd)
     steered = sd.with_controlnet(net)

@@ -1,7 +1,8 @@
-"""Keys behind a length and grouped heads: each platform's form against attention to the keys that count."""
+"""Masks, biases and grouped heads in each platform's form, against the definition; and forms of a user's own."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,72 +10,194 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import NamedSharding, PartitionSpec
 
+import canvax
+from canvax.compile import cache, key
 from canvax.kernels import gpu
-from canvax.kernels.attention import attention, plain_attention
+from canvax.kernels.attention import attention, plain_attention, using
 from canvax.kernels.target import compiling_for
-from canvax.parallel.mesh import make_mesh, over_batch
+from canvax.kernels.tpu import key_block
+from canvax.originals import replaced
+from canvax.parallel.mesh import make_mesh
 from tests.support.random_numbers import rng
 
-ROUNDING = 1e-5
+ROUNDING = 2e-5
+BATCH, HEADS, GROUPS = 2, 4, 2
 
 
 def normal(*shape: int) -> jax.Array:
     return jnp.asarray(rng.standard_normal(shape, np.float32))
 
 
-def attend_one_by_one(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> np.ndarray:
-    """Each sample with its real keys alone, and each key head copied for its group."""
-    group = q.shape[2] // k.shape[2]
-    k, v = (np.stack([np.asarray(x)[:, :, n // group] for n in range(q.shape[2])], 2) for x in (k, v))
-    return np.concatenate(
-        [
-            plain_attention(q[i : i + 1], k[i : i + 1, :length], v[i : i + 1, :length])
-            for i, length in enumerate(lengths)
-        ]
-    )
+def defined(q: Any, k: Any, v: Any, *, lengths: Any = None, mask: Any = None, bias: Any = None, scale: Any = None,
+            causal: bool = False) -> np.ndarray:  # fmt: skip
+    """Attention by its definition, in float64, a head at a time."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    (batch, queries, heads, width), (_, keys, groups, _) = q.shape, k.shape
+    seen = np.ones((batch, heads, queries, keys), bool)
+    if lengths is not None:
+        seen &= (np.arange(keys) < np.asarray(lengths)[:, None])[:, None, None]
+    if mask is not None:
+        seen &= np.asarray(mask)[:, None, None]
+    if causal:
+        seen &= np.tril(np.ones((queries, keys), bool))
+    added = np.broadcast_to(np.asarray(0.0 if bias is None else bias, np.float64), seen.shape)
+    out = np.empty_like(q)
+    for n in range(heads):
+        group = n // (heads // groups)
+        scores = q[:, :, n] @ k[:, :, group].swapaxes(1, 2) * (width**-0.5 if scale is None else scale) + added[:, n]
+        scores = np.where(seen[:, n], scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out[:, :, n] = weights / weights.sum(-1, keepdims=True) @ v[:, :, group]
+    return out
 
 
 # Sizes for which each platform takes its special form: many scores on a CPU, a wide head on a GPU, 512 keys on a TPU.
 CASES = {"none": (8, 12, 16), "cpu": (700, 800, 16), "gpu": (50, 40, 136), "tpu": (512, 600, 32)}
+TERMS: dict[str, Any] = {
+    "nothing": lambda queries, keys: {},
+    "lengths": lambda queries, keys: {"lengths": jnp.array([keys // 3, keys])},
+    "mask": lambda queries, keys: {"mask": jnp.asarray(rng.random((BATCH, keys)) < 0.6).at[:, 0].set(True)},
+    "bias": lambda queries, keys: {"bias": normal(1, HEADS, queries, keys)},
+    "all": lambda queries, keys: {
+        "lengths": jnp.array([keys // 2, keys]), "bias": normal(BATCH, 1, 1, keys),
+        "mask": jnp.asarray(rng.random((BATCH, keys)) < 0.6).at[:, 0].set(True),
+    },
+}  # fmt: skip
 
 
+@pytest.mark.parametrize("terms", TERMS)
 @pytest.mark.parametrize("platform", CASES)
-def test_lengths_and_grouped_heads(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = 2
+def test_a_form_is_what_is_defined(platform: str, terms: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With grouped heads, on two devices that share the batch."""
     queries, keys, width = CASES[platform]
-    mesh = make_mesh(jax.devices()[:devices])
     monkeypatch.setattr(gpu, "SCORE_BYTES", 4 * 40 * 3 * 16)
-    shapes = (2, queries, 4, width), (2, keys, 2, width), (2, keys, 2, width)
-    q, k, v = (jax.device_put(normal(*shape), over_batch(mesh)) for shape in shapes)
-    lengths = jnp.array([keys // 3, keys])
+    mesh = make_mesh(jax.devices()[:2])
+    q, k, v = normal(BATCH, queries, HEADS, width), *(normal(BATCH, keys, GROUPS, width) for _ in range(2))
+    given, scale = TERMS[terms](queries, keys), 0.7 if terms == "bias" else None
     with compiling_for(platform, mesh), pltpu.force_tpu_interpret_mode():
-        got = jax.jit(lambda q, k, v, n: attention(q, k, v, lengths=n))(q, k, v, lengths)
-    np.testing.assert_allclose(got, attend_one_by_one(q, k, v, lengths), atol=ROUNDING)
+        got = jax.jit(lambda qkv, given: attention(*qkv, scale=scale, **given))((q, k, v), given)
+    np.testing.assert_allclose(got, defined(q, k, v, scale=scale, **given), atol=ROUNDING)
 
 
-def test_cudnn_reads_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("model", "groups"), [(2, 2), (4, 2), (4, 1)])
+@pytest.mark.parametrize("platform", CASES)
+def test_devices_share_grouped_heads(platform: str, model: int, groups: int) -> None:
+    """Each group is on one device; if they are fewer than the devices, a device has a part of a group's heads."""
+    queries, keys, width = CASES[platform]
+    mesh = make_mesh(jax.devices()[:model], model=model)
+    q, k, v = normal(1, queries, HEADS, width), *(normal(1, keys, groups, width) for _ in range(2))
+    bias, mask = normal(1, HEADS, queries, keys), jnp.arange(keys)[None] % 3 > 0
+    placed = jax.device_put(q, NamedSharding(mesh, PartitionSpec("data", None, "model", None)))
+    with compiling_for(platform, mesh), pltpu.force_tpu_interpret_mode():
+        got = jax.jit(lambda *qkv, **how: attention(*qkv, **how))(placed, k, v, bias=bias, mask=mask)
+    np.testing.assert_allclose(got, defined(q, k, v, bias=bias, mask=mask), atol=ROUNDING)
+
+
+@pytest.mark.parametrize("terms", TERMS)
+def test_cudnn_is_asked_for_what_is_defined(terms: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN's kernel is for a GPU; JAX's plain form of the same call takes its place."""
-    plain = jax.nn.dot_product_attention
+    plain, asked = jax.nn.dot_product_attention, []
 
     def dot_product_attention(*qkv: jax.Array, implementation: str, **how: Any) -> jax.Array:
+        asked.append(how)
+        for term in (how["bias"], how["mask"]):  # cuDNN refuses other shapes
+            assert term is None or term.shape[2:] == (9, 12)
         with jax.numpy_dtype_promotion("standard"):  # which this form needs, and cuDNN's does not
             return plain(*qkv, **how)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
-    q, k, v = (normal(2, length, heads, 16).astype(jnp.bfloat16) for length, heads in ((9, 4), (12, 2), (12, 2)))
-    lengths = jnp.array([5, 12])
+    q, k, v = (normal(BATCH, length, heads, 16).astype(jnp.bfloat16) for length, heads in ((9, 4), (12, 2), (12, 2)))
+    given = TERMS[terms](9, 12)
+    scale = 0.7 if terms == "bias" else None
     with compiling_for("gpu", capability="9.0"):
-        got = attention(q, k, v, lengths=lengths)
-    want = attend_one_by_one(*(x.astype(jnp.float32) for x in (q, k, v)), lengths)
+        got = attention(q, k, v, scale=scale, **given)
+    want = defined(*(x.astype(jnp.float32) for x in (q, k, v)), scale=scale, **given)
     np.testing.assert_allclose(got.astype(jnp.float32), want, atol=0.03)
+    assert (asked[0]["key_value_seq_lengths"] is not None) == (terms == "lengths")  # for which cuDNN reads nothing
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_bias_in_16_bits(dtype: Any) -> None:
+    """Head by head the scores are scaled late; a bias is not scaled with them."""
+    queries, keys, width = CASES["cpu"]
+    q, k, v = (normal(1, length, 2, width).astype(dtype) for length in (queries, keys, keys))
+    bias = 3 * normal(1, 2, 1, keys)
+    with compiling_for("cpu"):
+        got = attention(q, k, v, bias=bias, scale=0.4)
+    want = defined(*(x.astype(jnp.float32) for x in (q, k, v)), bias=bias, scale=0.4)
+    np.testing.assert_allclose(got.astype(jnp.float32), want, atol=ROUNDING if dtype == jnp.float32 else 0.03)
 
 
 def test_causal_attention_to_a_padded_prompt() -> None:
     """Padding behind a prompt is no key, for later padding neither."""
     q, k, v = normal(2, 7, 4, 8), normal(2, 7, 2, 8), normal(2, 7, 2, 8)
-    lengths = jnp.array([3, 7])
-    got = attention(q, k, v, lengths=lengths, causal=True)
-    for t in (0, 2, 4, 6):
-        want = attend_one_by_one(q[:, t : t + 1], k, v, jnp.minimum(lengths, t + 1))
-        np.testing.assert_allclose(got[:, t : t + 1], want, atol=ROUNDING)
+    given: dict[str, Any] = {"lengths": jnp.array([3, 7]), "bias": normal(1, 4, 7, 7)}
+    got = attention(q, k, v, causal=True, **given)
+    np.testing.assert_allclose(got, defined(q, k, v, causal=True, **given), atol=ROUNDING)
+
+
+def test_grouped_heads_are_not_repeated() -> None:
+    """Neither keys nor values are written once for each query head."""
+    for platform, (queries, keys, width) in CASES.items():
+        if platform != "tpu":
+            q, k = (jax.ShapeDtypeStruct((1, length, heads, width), jnp.float32) for length, heads in
+                    ((queries, 8), (keys, 2)))  # fmt: skip
+            with compiling_for(platform):
+                lowered = jax.jit(lambda q, k: attention(q, k, k)).lower(q, k).as_text()
+            assert f"tensor<1x{keys}x8x{width}xf32>" not in lowered
+            assert f"tensor<8x{width}x{keys}xf32>" not in lowered
+
+
+@pytest.mark.parametrize(
+    ("keys", "width", "padded"),
+    [(4608, 128, 4608), (4224, 128, 4224), (4096, 64, 4096), (600, 32, 640), (2048, 256, 2048), (4700, 64, 5120)],
+)
+def test_blocks_of_keys_are_even(keys: int, width: int, padded: int) -> None:
+    block = key_block(keys, width)
+    assert block % 128 == 0
+    assert block <= (4096 if width <= 128 else 1024)
+    assert -(-keys // block) * block == padded
+
+
+def test_a_form_of_ones_own(emoji: canvax.Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows where it is, is compiled for itself and stored nowhere, and is gone afterwards."""
+    monkeypatch.setenv("CANVAX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(key, "edited", lambda: False)  # by whoever edits while the tests run
+    seen: list[str] = []
+
+    def draw() -> canvax.Result:
+        options = canvax.Options(progress=False)
+        return emoji("a cat", seed=3, num_inference_steps=2, guidance_scale=4.0, options=options)
+
+    def blind(q: Any, k: Any, v: Any, *, where: str, **terms: Any) -> Any:
+        seen.append(where)
+        y = plain_attention(q, k, v, **terms)
+        return jnp.zeros_like(y) if where.endswith("attn1") else y
+
+    want = draw()
+    with using(blind):
+        got = draw()
+        assert got.compilations > 0
+        assert draw().compilations == 0
+        with using(unchanged):
+            np.testing.assert_allclose(draw().latents, want.latents, atol=1e-5)
+    assert not cache.stored_programs()
+    assert np.abs(got.latents - want.latents).max() > 0.01
+    assert replaced() == ()
+    after = draw()
+    assert after.compilations == 0
+    np.testing.assert_array_equal(after.latents, want.latents)
+    unet = [where for where in seen if where.startswith(("down_blocks", "mid_block", "up_blocks"))]
+    assert {where.rpartition(".")[2] for where in unet} == {"attn1", "attn2"}
+    for where in unet:
+        layer = emoji.params["unet"]  # type: ignore[index]
+        for name in where.split("."):
+            layer = layer[name]
+        assert "to_q" in layer
+    assert {"text_encoder.layers.0"} <= set(seen)
+
+
+def unchanged(q: Any, k: Any, v: Any, *, where: str, **terms: Any) -> Any:
+    return attention(q, k, v, **terms)

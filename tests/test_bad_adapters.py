@@ -15,7 +15,7 @@ import canvax
 from canvax.cli import main
 from canvax.errors import CanvaxError, HintWarning, InputError
 from canvax.params import flatten
-from canvax.pipelines.unmerged import parse_weight
+from canvax.pipelines.adapter_weights import parse_weight
 from canvax.weights.lora import Adapter
 from tests.support.adapter_files import Draw, write
 from tests.support.checkpoints import raw_safetensors
@@ -114,21 +114,21 @@ EMBEDDINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def sd(small: canvax.StableDiffusion) -> canvax.StableDiffusion:
+def sd(small: canvax.Pipeline) -> canvax.Pipeline:
     return small
 
 
 @pytest.fixture(scope="module")
-def before(sd: canvax.StableDiffusion) -> dict[str, Any]:
+def before(sd: canvax.Pipeline) -> dict[str, Any]:
     assert sd.params is not None
     return dict(flatten(sd.params))
 
 
-def generate(sd: canvax.StableDiffusion) -> np.ndarray:
+def generate(sd: canvax.Pipeline) -> np.ndarray:
     return sd("a cat", num_inference_steps=1, seed=1, progress=False).pixels
 
 
-def check(sd: canvax.StableDiffusion, before: Any, do: Callable[[], Any]) -> None:
+def check(sd: canvax.Pipeline, before: Any, do: Callable[[], Any]) -> None:
     with pytest.raises(CanvaxError):
         do()
     assert not sd.adapters
@@ -139,19 +139,19 @@ def check(sd: canvax.StableDiffusion, before: Any, do: Callable[[], Any]) -> Non
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_arrays(name: str, sd: canvax.StableDiffusion, before: Any, tmp_path: Path) -> None:
+def test_arrays(name: str, sd: canvax.Pipeline, before: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "a.safetensors", ARRAYS[name])
     check(sd, before, lambda: sd.adapters.load("a", file))
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_headers(name: str, sd: canvax.StableDiffusion, before: Any, tmp_path: Path) -> None:
+def test_headers(name: str, sd: canvax.Pipeline, before: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "a.safetensors", pair(), HEADERS[name])
     check(sd, before, lambda: sd.adapters.load("a", file))
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_files(name: str, sd: canvax.StableDiffusion, before: Any, tmp_path: Path) -> None:
+def test_files(name: str, sd: canvax.Pipeline, before: Any, tmp_path: Path) -> None:
     file, content = FILES[name]
     (tmp_path / file).write_bytes(content(tmp_path / file))
     check(sd, before, lambda: sd.adapters.load("a", tmp_path / file))
@@ -159,13 +159,13 @@ def test_files(name: str, sd: canvax.StableDiffusion, before: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", EMBEDDINGS)
-def test_embeddings(name: str, sd: canvax.StableDiffusion, before: Any, tmp_path: Path) -> None:
+def test_embeddings(name: str, sd: canvax.Pipeline, before: Any, tmp_path: Path) -> None:
     arrays, more = EMBEDDINGS[name]
     file = write(tmp_path / "a.safetensors", arrays)
     check(sd, before, lambda: sd.adapters.load_embedding(file, **more))
 
 
-def test_arguments(sd: canvax.StableDiffusion, before: Any, tmp_path: Path) -> None:
+def test_arguments(sd: canvax.Pipeline, before: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "a.safetensors", pair())
     several = tmp_path / "several"
     several.mkdir()

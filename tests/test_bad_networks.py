@@ -144,19 +144,19 @@ def folder(small_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sd(small: canvax.StableDiffusion) -> canvax.StableDiffusion:
+def sd(small: canvax.Pipeline) -> canvax.Pipeline:
     return small
 
 
 @pytest.fixture(scope="module")
-def xl(tmp_path_factory: pytest.TempPathFactory) -> canvax.StableDiffusion:
+def xl(tmp_path_factory: pytest.TempPathFactory) -> canvax.Pipeline:
     """ControlNet-Unions are for SDXL alone."""
     return canvax.load(build(tmp_path_factory.mktemp("xl")), mesh=canvax.make_mesh(jax.devices()[:1]))
 
 
 @pytest.fixture(scope="module")
 def good(
-    sd: canvax.StableDiffusion, xl: canvax.StableDiffusion, folder: Path, tmp_path_factory: pytest.TempPathFactory
+    sd: canvax.Pipeline, xl: canvax.Pipeline, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
     """What is broken of each kind, whole."""
     root = tmp_path_factory.mktemp("good")
@@ -176,7 +176,7 @@ def good(
     return found
 
 
-def load(network: str, path: Path, sd: canvax.StableDiffusion, folder: Path, good: dict[str, Path]) -> Any:
+def load(network: str, path: Path, sd: canvax.Pipeline, folder: Path, good: dict[str, Path]) -> Any:
     if network == "preview":
         return load_preview(path)
     if network in ("vae", "taesd"):
@@ -193,8 +193,8 @@ def test_broken(
     network: str,
     what: str,
     spoil: Callable[[Place], object],
-    sd: canvax.StableDiffusion,
-    xl: canvax.StableDiffusion,
+    sd: canvax.Pipeline,
+    xl: canvax.Pipeline,
     good: dict[str, Path],
     folder: Path,
     tmp_path: Path,

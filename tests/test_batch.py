@@ -51,11 +51,11 @@ IMAGES = [
     scope="module",
     params=[pytest.param(1, id="one device"), pytest.param(2, id="two devices", marks=pytest.mark.weekly)],
 )
-def pipe(request: pytest.FixtureRequest) -> canvax.StableDiffusion:
+def pipe(request: pytest.FixtureRequest) -> canvax.Pipeline:
     return canvax.load("emoji", mesh=make_mesh(jax.devices()[: request.param]), progress=False)
 
 
-def alone(pipe: canvax.StableDiffusion, image: Image) -> np.ndarray:
+def alone(pipe: canvax.Pipeline, image: Image) -> np.ndarray:
     result = pipe(
         image.prompt, seed=image.seed, sampler=image.sampler, num_inference_steps=image.steps,
         guidance_scale=image.guidance, options=QUIET,
@@ -63,21 +63,24 @@ def alone(pipe: canvax.StableDiffusion, image: Image) -> np.ndarray:
     return result.latents[0]
 
 
-def table_of(pipe: canvax.StableDiffusion, image: Image) -> SamplerTable:
+def table_of(pipe: canvax.Pipeline, image: Image) -> SamplerTable:
     return build_table(pipe.model.scheduler, image.steps, sampler=image.sampler, guidance=image.guidance)
 
 
-def encoded(pipe: canvax.StableDiffusion, prompt: str) -> dict[str, Any]:
+def encoded(pipe: canvax.Pipeline, prompt: str) -> dict[str, Any]:
     """Conditions of one prompt, each [1, ...] on the host."""
     count = pipe.programs.mesh.shape["data"]
-    ids = {name: np.repeat(one([prompt]), count, axis=0) for name, one in pipe.model.tokenizers.items()}
+    inputs = {
+        encoder.component: encoder.read(pipe.model.tokenizers[encoder.component], [prompt] * count, 77)
+        for encoder in pipe.model.text.encoders
+    }
     assert pipe.params is not None
     program = pipe.programs.program("text encoder", pipe.params, (count, *LATENTS))
-    features = program(pipe.params, ids, np.int32(0))
+    features, _ = program(pipe.params, inputs)
     return {name: np.asarray(array)[:1] for name, array in features.items()}
 
 
-def batch_of(pipe: canvax.StableDiffusion, slots: int, *, guided: tuple[bool, ...] = (True,)) -> Batch:
+def batch_of(pipe: canvax.Pipeline, slots: int, *, guided: tuple[bool, ...] = (True,)) -> Batch:
     assert pipe.params is not None
     latents = (slots, *LATENTS)
     wanted = pipe.programs.wanted(pipe.params, latents, Kinds(guided=guided))
@@ -85,7 +88,7 @@ def batch_of(pipe: canvax.StableDiffusion, slots: int, *, guided: tuple[bool, ..
     return Batch(pipe.programs.compile(pipe.params, denoisers), pipe.params, pipe.programs.mesh, latents)
 
 
-def admit(pipe: canvax.StableDiffusion, batch: Any, slot: int, image: Image) -> None:
+def admit(pipe: canvax.Pipeline, batch: Any, slot: int, image: Image) -> None:
     (noise,) = initial_noise([image.seed], LATENTS)
     texts = ["", image.prompt] if image.guidance > 1 else [image.prompt]
     prompts, key = tuple(encoded(pipe, text) for text in texts), seed_keys([image.seed])[0]
@@ -104,7 +107,7 @@ class InLanes(Lanes):
         return max(batch.rows_left for batch in self._batches)
 
 
-def serve(pipe: canvax.StableDiffusion, batch: Any, rows: int) -> dict[str, np.ndarray]:
+def serve(pipe: canvax.Pipeline, batch: Any, rows: int) -> dict[str, np.ndarray]:
     """All images through few slots, each admitted as soon as its time has come and a slot is free."""
     waiting, where, done, clock = list(IMAGES), {}, {}, 0
     while waiting or where:
@@ -126,7 +129,7 @@ def same(got: np.ndarray, want: np.ndarray, name: str = "") -> None:
 
 
 @pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_same_image_in_any_company(pipe: canvax.StableDiffusion, rows: int) -> None:
+def test_same_image_in_any_company(pipe: canvax.Pipeline, rows: int) -> None:
     want = {image.prompt: alone(pipe, image) for image in IMAGES}
     got = serve(pipe, batch_of(pipe, 4), rows)
     assert got.keys() == want.keys()
@@ -134,7 +137,7 @@ def test_same_image_in_any_company(pipe: canvax.StableDiffusion, rows: int) -> N
         same(got[prompt], latents, prompt)
 
 
-def test_the_same_in_lanes(pipe: canvax.StableDiffusion) -> None:
+def test_the_same_in_lanes(pipe: canvax.Pipeline) -> None:
     """Batches that are stepped at the same time, as one."""
     lanes = InLanes([batch_of(pipe, 2), batch_of(pipe, 2)])
     got = serve(pipe, lanes, 2)
@@ -165,7 +168,7 @@ def test_a_fault_of_one_lane_waits_for_the_others() -> None:
     assert side_by_side([lambda: 1]) == [1]
 
 
-def test_nothing_compiles_for_who_comes_and_goes(pipe: canvax.StableDiffusion) -> None:
+def test_nothing_compiles_for_who_comes_and_goes(pipe: canvax.Pipeline) -> None:
     serve(pipe, batch_of(pipe, 4), 2)
     before = compilations()
     serve(pipe, batch_of(pipe, 4), 2)
@@ -181,7 +184,7 @@ def watched(program: Compiled, half: bool, called: list[bool]) -> Compiled:
 
 
 @pytest.mark.slow
-def test_both_denoisers_share_the_rows(pipe: canvax.StableDiffusion) -> None:
+def test_both_denoisers_share_the_rows(pipe: canvax.Pipeline) -> None:
     """Rows in which nobody needs guidance run at half the work, and are the same."""
     image = IMAGES[1]
     table = build_table(pipe.model.scheduler, 8, sampler="euler_a", guidance=3.0, guidance_interval=(0.25, 0.75))
@@ -201,7 +204,7 @@ def test_both_denoisers_share_the_rows(pipe: canvax.StableDiffusion) -> None:
     same(found[1], found[0])
 
 
-def test_a_finished_image_waits_unchanged(pipe: canvax.StableDiffusion) -> None:
+def test_a_finished_image_waits_unchanged(pipe: canvax.Pipeline) -> None:
     short, long = IMAGES[4], IMAGES[1]
     batch = batch_of(pipe, 2)
     admit(pipe, batch, 0, short)
@@ -214,7 +217,7 @@ def test_a_finished_image_waits_unchanged(pipe: canvax.StableDiffusion) -> None:
     assert batch.free == [0]
 
 
-def test_an_image_may_start_at_a_later_row(pipe: canvax.StableDiffusion) -> None:
+def test_an_image_may_start_at_a_later_row(pipe: canvax.Pipeline) -> None:
     image = IMAGES[0]
     half = pipe(
         image.prompt, seed=image.seed, sampler=image.sampler, num_inference_steps=image.steps,
@@ -230,7 +233,7 @@ def test_an_image_may_start_at_a_later_row(pipe: canvax.StableDiffusion) -> None
     same(batch.take(0), alone(pipe, image))
 
 
-def test_a_slot_holds_one_image(pipe: canvax.StableDiffusion) -> None:
+def test_a_slot_holds_one_image(pipe: canvax.Pipeline) -> None:
     batch = batch_of(pipe, 2)
     assert batch.step() == []
     admit(pipe, batch, 1, IMAGES[0])

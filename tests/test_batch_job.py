@@ -58,7 +58,7 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def worker(emoji: canvax.StableDiffusion) -> Worker:
+def worker(emoji: canvax.Pipeline) -> Worker:
     return Worker(emoji, batch=4)
 
 
@@ -136,7 +136,7 @@ def test_shares_of_a_file(worker: Worker, whole: dict[str, bytes], tmp_path: Pat
     assert {name: (out / line["file"]).read_bytes() for name, line in listed(out).items()} == whole
 
 
-def test_image_of_the_pipeline(emoji: canvax.StableDiffusion, whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_image_of_the_pipeline(emoji: canvax.Pipeline, whole: dict[str, bytes], tmp_path: Path) -> None:
     """The seed of the row, or that of its id; its metadata generates it again."""
     for i in (3, 4):
         row = some_rows()[i]
@@ -186,13 +186,13 @@ ODD = [
 ]
 
 
-def test_what_a_safety_checker_refuses_is_black(emoji: canvax.StableDiffusion) -> None:
+def test_what_a_safety_checker_refuses_is_black(emoji: canvax.Pipeline) -> None:
     class Refuses:
         def __call__(self, result: canvax.Result) -> canvax.Result:
             told = [{**one, "nsfw": True} for one in result.metadata]
             return dataclasses.replace(result, images=[Image.new("RGB", (64, 64)) for _ in told], metadata=told)
 
-    checked = canvax.StableDiffusion(emoji.model, emoji.programs, emoji.params, Refuses())  # type: ignore[arg-type]
+    checked = canvax.Pipeline(emoji.model, emoji.programs, emoji.params, Refuses())  # type: ignore[arg-type]
     rows = [Row(one["id"], one) for one in some_rows(3)]
     for _, some in Worker(checked, batch=4).run(rows):
         for one in some:
@@ -205,7 +205,7 @@ def test_what_a_safety_checker_refuses_is_black(emoji: canvax.StableDiffusion) -
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("kind", [OutOfMemoryError, CanvaxError])
 def test_processes_stay_together(
-    kind: type[CanvaxError], failing: int, emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch
+    kind: type[CanvaxError], failing: int, emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two processes, threads here, fails; both then generate the same batches, for the sake of collectives."""
     both, values = threading.Barrier(2, timeout=20), [np.zeros(0)] * 2
@@ -261,7 +261,7 @@ def test_rows_that_are_guided_in_part_share_a_batch_with_their_like_alone(worker
 
 
 @pytest.mark.weekly
-def test_odd_rows(emoji: canvax.StableDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_rows(emoji: canvax.Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a row may say means in a mixed job what it means to the pipeline."""
     monkeypatch.chdir(tmp_path)
     emoji("a lemon", seed=1, num_inference_steps=4, progress=False).images[0].save("in.png")

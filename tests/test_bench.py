@@ -30,12 +30,12 @@ from canvax.cli import BAD_INPUT, INTERRUPTED, main
 from canvax.cli.bench import _figures, lines
 from canvax.compile.programs import Programs
 from canvax.errors import CanvaxError, InputError
-from canvax.families.read import FAMILIES, read_model
+from canvax.families.known import FAMILIES, PRESETS
+from canvax.families.read import read_model
 from canvax.kernels.target import compiling_for
+from canvax.models.clip import clip_encoders
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
-from canvax.models.presets import PRESETS
-from canvax.models.text import clip_encoders
 from canvax.models.unet import unet, unet_spec
 from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import abstract_params
@@ -348,7 +348,7 @@ def test_guidance_is_that_of_the_model(
     seen = []
     monkeypatch.setattr("canvax.planning.flops.evaluation_flops", lambda *_, guided: seen.append(guided) or 1.0)
     networks = SimpleNamespace(latent_shape=lambda *sides: (*sides, 4), unguided=unguided)
-    family = replace(FAMILIES[0], no_guidance=none)
+    family = replace(FAMILIES[0], guidance_off=none)
     pipe = SimpleNamespace(
         model=SimpleNamespace(name="model", dtype="float32", family=family, networks=networks),
         programs=SimpleNamespace(mesh=make_mesh(jax.devices()[:1])),
@@ -406,13 +406,14 @@ def test_transformers(tmp_path: Path, name: str, rows: int, latents: Any, text: 
     assert embedded.std() == pytest.approx(0.02, rel=0.02)
     assert text_rows(model) == rows
     counts = [len(model.tokenizers["text_encoder"].ids(text)) for text in lengthened(model)]
-    assert all(model.text.tokens - 32 < count <= model.text.tokens for count in counts)
+    (most,) = model.text.shortest
+    assert all(most - 32 < count <= most for count in counts)
     job = Job("denoiser", tmp_path, 64, 32, 2, 1, "float32", "cpu")
     inputs = make_inputs(job, model)
     assert {key: array.shape for key, array in inputs.items()} == {
         "latents": latents, "timesteps": (2,), "text": text, "length": (2,)
     }  # fmt: skip
-    assert make_inputs(replace(job, part="text"), model)["text_encoder"].shape == (2, model.text.tokens)
+    assert make_inputs(replace(job, part="text"), model)["text_encoder/ids"].shape == (2, most)
     assert names_of("unet", model) == ["transformer"]
 
 

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -32,7 +31,7 @@ from PIL import Image
 
 import canvax
 from canvax.cli import BAD_INPUT, FAILED, main
-from canvax.compile import aot, cache, key, programs, trust
+from canvax.compile import aot, cache, key, programs
 from canvax.compile.aot import Build, find_entry, load_or_compile
 from canvax.compile.at_once import at_once
 from canvax.compile.kinds import Kinds
@@ -41,10 +40,10 @@ from canvax.compile.programs import Programs
 from canvax.kernels import cpu
 from canvax.kernels.target import compiling_for, jitted
 from canvax.models import blocks, clip
-from canvax.models.clip import text_encoder_spec
+from canvax.models.clip import clip_encoders, text_encoder_spec
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
-from canvax.models.text import TextEncoders, clip_encoders
+from canvax.models.text import TextEncoders
 from canvax.originals import replaced
 from canvax.parallel.mesh import make_mesh, over_batch, replicated
 from canvax.parallel.rules import abstract_params
@@ -116,8 +115,8 @@ def test_kept_privately_and_used_again(folder: Path, weights: Any) -> None:
     def encode() -> tuple[np.ndarray, list[bool]]:
         ours, builds = Programs(NETWORKS, make_mesh(ONE)), []
         program = ours.program("text encoder", weights, (1, 8, 8, 4), Kinds(guided=()), builds.append)
-        ids = jax.device_put(np.arange(77, dtype=np.int32)[None], over_batch(ours.mesh))
-        text = program(weights, {"text_encoder": ids}, np.int32(0))["text"]
+        inputs = {"ids": np.arange(77, dtype=np.int32)[None], "skip": np.zeros(1, np.int32)}
+        text = program(weights, {"text_encoder": jax.device_put(inputs, over_batch(ours.mesh))})[0]["text"]
         return np.asarray(text), [build.cached for build in builds if build.seconds is not None]
 
     (first, made), (second, loaded) = encode(), encode()
@@ -125,7 +124,7 @@ def test_kept_privately_and_used_again(folder: Path, weights: Any) -> None:
     assert (first == second).all()
     (path,) = (folder / "programs").iterdir()
     assert [stat.S_IMODE(one.stat().st_mode) for one in (folder, folder / "programs", path)] == [0o700, 0o700, 0o600]
-    (stored,) = cache.programs()
+    (stored,) = cache.stored_programs()
     assert stored.header["description"] == {
         "program": "text encoder", "parameters": sum(leaf.size for leaf in jax.tree.leaves(weights)),
         "dtype": "float32", "batch": 1,
@@ -190,15 +189,20 @@ def flip(position: float) -> Callable[[bytes], bytes]:
 @pytest.mark.parametrize("spoil", [flip(0.0), flip(0.5), lambda data: b"", lambda data: data[:-1]])
 def test_a_spoilt_file_is_made_again(folder: Path, spoil: Any) -> None:
     doubled()
-    only(folder).write_bytes(spoil(only(folder).read_bytes()))
+    (stored,) = cache.stored_programs()
+    key, data = stored.header["key"], stored.path.read_bytes()
+    stored.path.write_bytes(spoil(data))
+    assert cache.read(stored.path, key) is None
+    assert not stored.path.exists()
+    stored.path.write_bytes(spoil(data))
     assert [doubled(), doubled()] == [[False], [True]]
 
 
 @pytest.mark.parametrize(("changes", "executable"), [({"key": "0" * 64}, None), ({}, b"no executable")])
-def test_a_signed_file_of_no_use_is_made_again(folder: Path, changes: Any, executable: bytes | None) -> None:
+def test_a_whole_file_of_no_use_is_made_again(folder: Path, changes: Any, executable: bytes | None) -> None:
     """A file that was renamed, and an executable that JAX refuses."""
     doubled()
-    (stored,) = cache.programs()
+    (stored,) = cache.stored_programs()
     executable = executable or cache.read(stored.path, stored.header["key"])
     assert executable is not None
     cache.write(stored.path, stored.header | changes, executable)
@@ -218,9 +222,9 @@ def test_what_may_not_be_kept_is_not(folder: Path) -> None:
 
     Doubling().get(lambda: (Doubling().compile()[0], False))
     Doubling().get(from_jax)
-    assert cache.programs() == []
+    assert cache.stored_programs() == []
     doubled()
-    assert len(cache.programs()) == 1
+    assert len(cache.stored_programs()) == 1
 
 
 class Fails:
@@ -278,7 +282,7 @@ def test_a_jax_that_lacks_what_the_cache_needs(folder: Path, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.delattr(type(jax.config), "values")
         assert doubled() == [False]
-    assert cache.programs() == []
+    assert cache.stored_programs() == []
 
 
 def test_compilations_of_other_threads_do_not_count() -> None:
@@ -311,7 +315,7 @@ def kept_programs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         ours = Programs(dataclasses.replace(NETWORKS, text=text), make_mesh(devices), **changes)
         placed = jax.device_put(weights, replicated(ours.mesh))
         ours.program("text encoder", placed, (len(devices), 8, 8, 4), Kinds(guided=()))
-        return len(cache.programs())
+        return len(cache.stored_programs())
 
     monkeypatch.setattr(Programs, "_compile", instant)
     monkeypatch.setattr(aot, "replaced", tuple)  # kept all the same
@@ -407,13 +411,13 @@ def zeros(q: Any, k: Any, v: Any, **_: Any) -> Any:
 
 def test_replaced_code_is_run_and_not_kept(folder: Path, weights: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the original ran before, and the original again afterwards."""
-    ids = {"text_encoder": np.arange(77)[None]}
+    inputs = {"text_encoder": {"ids": np.arange(77)[None], "skip": np.zeros(1, np.int32)}}
     ours = Programs(NETWORKS, make_mesh(ONE))
 
     def text(programs: Programs) -> tuple[np.ndarray, list[bool]]:
         builds: list[Build] = []
         program = programs.program("text encoder", weights, (1, 8, 8, 4), Kinds(guided=()), builds.append)
-        encoded = np.asarray(program(weights, ids, np.int32(0))["text"])
+        encoded = np.asarray(program(weights, inputs)[0]["text"])
         return encoded, [build.cached for build in builds[::2]]
 
     def files() -> set[Path]:
@@ -452,7 +456,7 @@ def test_replaced_code_is_traced_in_loops_of_ones_own(platform: str, monkeypatch
         calls.clear()
         with compiling_for(platform):
             row = {"timestep": jnp.zeros(1)}
-            jax.make_jaxpr(lambda p: denoiser.apply(p, x, row, denoiser.prepare(p, text), None))(params)
+            jax.make_jaxpr(lambda p: denoiser.apply(p, x, row, denoiser.prepare(p, text, x.shape), None))(params)
         return len(calls)
 
     assert calls_of_a_trace() == 0
@@ -496,10 +500,13 @@ def test_what_is_replaced_before_the_first_call() -> None:
     code = """
 import canvax.models.blocks
 canvax.models.blocks.attention = print
+canvax.kernels.cpu.CHUNK_SCORES = 5
 from canvax.compile.aot import replaced
-print([name[2] for name in replaced()])
+import canvax.models.unet
+canvax.models.unet.UNetConfig = print
+print(sorted(name[2] for name in replaced()))
 """
-    assert process("-c", code).strip() == "['attention']"
+    assert process("-c", code).strip() == "['CHUNK_SCORES', 'UNetConfig', 'attention']"
 
 
 def test_devices_that_are_only_described_are_left_alone() -> None:
@@ -597,46 +604,6 @@ def test_what_is_no_file_is_not_read(folder: Path) -> None:
         assert doubled() == [False]
 
 
-def test_what_a_stranger_wrote_is_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that was downloaded belongs to the user and is private, but another's canvax filled it."""
-    doubled()
-    monkeypatch.setenv(trust.SECRET, "another")
-    with monkeypatch.context() as patch:
-        no_executables(patch)
-        with pytest.warns(UserWarning, match=NOTE):
-            assert doubled() == [False]
-    assert doubled() == [True]  # the program of this user took its place
-
-
-def test_the_secret_of_a_user(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(trust.SECRET)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    assert [doubled(), doubled()] == [[False], [True]]
-    secret = tmp_path / "config" / "canvax" / "cache-secret"
-    assert secret.stat().st_mode & 0o777 == 0o600
-    assert len(secret.read_bytes()) == 32
-    assert list(secret.parent.iterdir()) == [secret]
-    trust._make_secret(secret)  # as if by a slower process
-    assert doubled() == [True]
-    for spoil in (lambda: secret.write_bytes(b"short"), lambda: secret.chmod(0o666)):
-        spoil()
-        monkeypatch.setattr(cache, "_warned", set())
-        with pytest.warns(UserWarning, match="cache-secret"):
-            assert doubled() == [False]
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners")
-def test_what_root_wrote_for_others_needs_no_signature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"")
-    for owner, user, ours in ((0, 1000, True), (0, 0, False), (1000, 1000, False)):
-        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
-        monkeypatch.setattr(os, "fstat", lambda _, owner=owner: SimpleNamespace(st_uid=owner))
-        with path.open("rb") as file:
-            assert trust.is_ours(file, b"digest", bytes(32)) is ours
-        monkeypatch.undo()
-
-
 @pytest.mark.parametrize("full", [True, False])
 def test_what_cannot_be_written_is_one_warning(full: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk, and a folder that cannot be made."""
@@ -685,8 +652,8 @@ def test_what_goes_and_what_stays(folder: Path, monkeypatch: pytest.MonkeyPatch)
     link = root / "link.program"
     link.symlink_to(outside / "mine.program")
     monkeypatch.setenv("CANVAX_CACHE_SIZE", "100kB")
-    assert doubled() == [True]
-    assert [program.path.suffix for program in cache.programs()] == [".program"]
+    assert [doubled(), doubled(jax.devices()[1:2])] == [[True], [False]]
+    assert [program.path.suffix for program in cache.stored_programs()] == [".program"] * 2
     assert cache.clear(60) == (0, 0)
     assert not killed.exists()
     assert all(path.exists() for path in (*others, link))
@@ -732,13 +699,13 @@ def announced(shown: str) -> dict[str, set[str]]:
 
 
 def test_a_default_call_is_what_is_prepared(
-    emoji: canvax.StableDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    emoji: canvax.Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With guidance or without, as the model's default scale is, and with what an inpainting model reads."""
     asked: list[Kinds] = []
     monkeypatch.setattr(Programs, "ready", lambda self, params, latents, kinds, announce: asked.append(kinds) or {})
     folder = write_small_checkpoint(tmp_path / "inpainting", unet=dataclasses.replace(UNET, in_channels=9))
-    from_zero = dataclasses.replace(emoji.model.family, no_guidance=0.0)
+    from_zero = dataclasses.replace(emoji.model.family, guidance_off=0.0)
     turbo, guided = (
         dataclasses.replace(
             emoji.model, family=from_zero, defaults=dataclasses.replace(emoji.model.defaults, guidance_scale=scale)
@@ -759,7 +726,7 @@ def test_a_default_call_is_what_is_prepared(
 
 
 def test_compile_returns_what_it_did(
-    folder: Path, emoji: canvax.StableDiffusion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, emoji: canvax.Pipeline, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Programs, "_compile", instant)
     monkeypatch.setattr(aot, "replaced", tuple)  # kept all the same
@@ -788,7 +755,7 @@ def test_cache_command(
     make = kept_programs(monkeypatch)
     make(weights)
     make(weights, jax.devices())
-    newer, older = cache.programs()
+    newer, older = cache.stored_programs()
     (folder / "programs" / "junk.program").write_bytes(b"junk")
     os.utime(older.path, (time.time() - 3 * 86400,) * 2)
     capsys.readouterr()
@@ -805,7 +772,7 @@ def test_cache_command(
     assert [one["stale"] for one in report["programs"]] == [True, False, False]
     assert report["bytes"] == sum(path.stat().st_size for path in (folder / "programs").iterdir())
     assert main(["cache", "clear", "--older-than", "2"]) == 0
-    assert [one.path for one in cache.programs() if one.header] == [newer.path]
+    assert [one.path for one in cache.stored_programs() if one.header] == [newer.path]
     (folder / "notes.txt").write_text("mine")
     assert main(["cache", "clear"]) == 0
     assert [path.name for path in folder.rglob("*") if path.is_file()] == ["notes.txt"]
@@ -817,7 +784,7 @@ def test_odd_headers_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]
     cache.open_cache()
     header = {"description": {"parameters": 10**400}, "devices": {"kind": 1, "each": 5}, "software": 5}
     cache.write(folder / "programs" / "a.program", header, b"")
-    (folder / "programs" / "b.program").write_bytes(cache.MAGIC + bytes(64) + b"[" * 200_000)
+    (folder / "programs" / "b.program").write_bytes(b"[" * 200_000)
     assert main(["cache"]) == 0
     assert capsys.readouterr().out.count("unreadable") == 2
     assert main(["cache", "--json"]) == 0
@@ -837,7 +804,7 @@ def test_a_program_with_a_function_of_the_user_is_not_kept(folder: Path, monkeyp
     params = {name: abstract_params(spec, "float32", ours.mesh) for name, spec in networks.specs().items()}
     for method, files in ((lambda negative, conditional, scale: conditional, 0), ("cfg", 1)):
         ours.program("guided denoiser", params, networks.latent_shape(1, 64, 64), Kinds(method=method))
-        assert len(cache.programs()) == files
+        assert len(cache.stored_programs()) == files
 
 
 def test_the_command_knows_networks(

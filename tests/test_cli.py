@@ -21,16 +21,17 @@ from safetensors.numpy import save_file
 
 import canvax
 from canvax import cli
+from canvax.call import ZERO_SNR, Load
 from canvax.cli import BAD_INPUT, FAILED, INTERRUPTED, main
 from canvax.cli.again import again
 from canvax.cli.arguments import parse
-from canvax.cli.compile import open_pipeline
-from canvax.cli.generate_arguments import ZERO_SNR, source_keywords
 from canvax.cli.images import SETTINGS, gather
+from canvax.cli.loading import load_of, load_with
 from canvax.cli.terminal import clean, command_line, table
 from canvax.images.metadata import read_metadata, save_image
 from canvax.pipelines import result
 from canvax.samplers import CURVES, SAMPLERS
+from canvax.settings import as_flags, declared
 from canvax.weights.location import BUNDLED
 
 Run = Callable[..., tuple[int, str, str]]
@@ -52,7 +53,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 @pytest.fixture
-def generate(run: Run, monkeypatch: pytest.MonkeyPatch, emoji: canvax.StableDiffusion) -> Run:
+def generate(run: Run, monkeypatch: pytest.MonkeyPatch, emoji: canvax.Pipeline) -> Run:
     """Like ``run generate``, with the bundled model loaded already."""
     monkeypatch.setattr(canvax, "load", lambda *_, **__: emoji)
     return lambda *arguments: run("generate", *arguments)
@@ -259,6 +260,9 @@ def test_emoji_name_their_concepts(generate: Run, run: Run) -> None:
     listed = run("info", "emoji", "--prompts")[1].splitlines()
     assert len(listed) == 1015
     assert {"rocket", "red apple"} <= set(listed)
+    err = generate("a rokcet", "-s", 1, *FAST)[2]
+    assert "rokcet" in err
+    assert "rocket" in err  # the nearest word
 
 
 # Bad input
@@ -496,10 +500,10 @@ def test_info_of_a_grid(run: Run) -> None:
 @pytest.mark.parametrize("command", ["compile", "serve", "ui", "bench", "info"])
 def test_what_a_model_does_not_say_is_a_flag_of_each_command_that_opens_it(command: str) -> None:
     arguments = parse([command, "emoji", "--prediction-type", "v_prediction", "--zero-snr"])
-    arguments.controlnet, arguments.ip_adapter, arguments.quiet = [], [], True
-    model = open_pipeline("emoji", arguments).model
-    assert model.overrides == {"prediction_type": "v_prediction", "scheduler": ZERO_SNR}
-    assert source_keywords(arguments)["scheduler"] == ZERO_SNR  # what bench and serve load with
+    load = load_of(arguments, model="emoji", progress=False)
+    assert load_with(arguments, load, weights=False).model.overrides == {
+        "prediction_type": "v_prediction", "scheduler": ZERO_SNR,
+    }  # fmt: skip
 
 
 def test_an_adapter_brings_its_words() -> None:
@@ -610,29 +614,56 @@ def keywords_of_load(run: Run, monkeypatch: pytest.MonkeyPatch, *arguments: obje
     code, _, err = run("generate", *arguments)
     assert (code, "far enough" in err) == (FAILED, True)
     ((model, keywords),) = calls
-    keywords["mesh"] = dict(keywords["mesh"].shape)
+    keywords["mesh"] = dict(keywords["mesh"].shape)  # made before it is loaded, for several processes
     return model, keywords
 
 
+FLAGS = {
+    "dtype": "bfloat16", "quantize": "int8", "precision": "highest", "safety_checker": True,
+    "prediction_type": "v_prediction", "scheduler": ZERO_SNR, "vae": "o/vae", "text_encoder": "o/text",
+    "tokenizer": "o/words", "revision": "v2", "variant": "fp16", "cache_dir": "files", "local_files_only": True,
+    "token": "hf_x", "controlnet": ["o/canny"], "mesh": "data=2,model=2", "offload": True,
+}  # fmt: skip
+
+
 def test_every_flag_of_the_model_reaches_load(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert FLAGS.keys() == declared(Load).keys() - {"model", "progress"}
     call = ("a cat", "-m", "someone/model", "--quiet")
-    usual = {
-        "revision": None, "variant": None, "token": None, "cache_dir": None, "local_files_only": False, "dtype": None,
-        "quantize": None, "mesh": {"data": 8, "model": 1}, "safety_checker": None, "progress": False,
-        "offload": False,
-    }  # fmt: skip
-    assert keywords_of_load(run, monkeypatch, *call) == ("someone/model", usual)
-    flags = (
-        "--revision", "v2", "--variant", "fp16", "--token", "hf_x", "--cache-dir", "files", "--local-files-only",
-        "--dtype", "bfloat16", "--quantize", "int8", "--mesh", "data=2,model=2", "--safety-checker", "--offload",
-    )  # fmt: skip
-    given = {
-        "revision": "v2", "variant": "fp16", "token": "hf_x", "cache_dir": "files", "local_files_only": True,
-        "dtype": "bfloat16", "quantize": "int8", "mesh": {"data": 2, "model": 2}, "safety_checker": True,
-        "progress": False, "offload": True,
-    }  # fmt: skip
-    assert keywords_of_load(run, monkeypatch, *call, *flags) == ("someone/model", given)
-    assert keywords_of_load(run, monkeypatch, *call[:-1])[1] == usual | {"progress": True}
+    usual = {"mesh": {"data": 8, "model": 1}}
+    assert keywords_of_load(run, monkeypatch, *call) == ("someone/model", usual | {"progress": False})
+    assert keywords_of_load(run, monkeypatch, *call[:-1]) == ("someone/model", usual)
+    words = [word for name, value in FLAGS.items() for word in as_flags(declared(Load)[name], value)]
+    given = FLAGS | {"mesh": {"data": 2, "model": 2}, "progress": False}
+    assert keywords_of_load(run, monkeypatch, *call, *words) == ("someone/model", given)
+
+
+@pytest.mark.parametrize("command", ["compile", "bench", "plan", "info"])
+def test_sizes_and_batches_have_the_same_flags_everywhere(command: str) -> None:
+    words = [command, "emoji", *(["--target", "gpu-l4"] if command == "plan" else [])]
+    for batch in ("-b", "--batch", "--batch-size"):
+        arguments = parse([*words, batch, "2", "-W", "128", "--height", "64"])
+        assert (arguments.batch, arguments.width, arguments.height) in ((2, 128, 64), ([2], 128, 64))
+    arguments = parse([*words, "--size", "128x64"])
+    assert command == "compile" or (arguments.width, arguments.height) == (128, 64)
+    for flag in ("--width=12", "--size=12x64"):
+        assert main([*words, *(["--memory"] if command == "info" else []), flag]) == BAD_INPUT
+
+
+@pytest.mark.parametrize(
+    ("command", "without"),
+    [
+        ("generate", ()), ("sheet", ()), ("batch", ()), ("upscale", ()), ("serve", ()), ("ui", ()),
+        ("compile", ("safety_checker", "offload")), ("bench", ("safety_checker", "controlnet")),
+    ],
+)  # fmt: skip
+def test_commands_that_open_a_model_open_it_alike(command: str, without: tuple[str, ...]) -> None:
+    """Those that are left out change nothing there: programs are the same, and nothing is looked at."""
+    words = [word for name, value in FLAGS.items() if name not in without
+             for word in as_flags(declared(Load)[name], value)]  # fmt: skip
+    needed = {"batch": ["rows.txt", "-o", "out"]}
+    wanted = Load(**{name: value for name, value in FLAGS.items() if name not in without}, model="someone/model")
+    arguments = parse([command, *needed.get(command, ["someone/model"]), *words])
+    assert load_of(arguments, model="someone/model", progress=True) == wanted
 
 
 def test_the_model_of_an_image_reaches_load(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

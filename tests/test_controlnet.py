@@ -56,13 +56,13 @@ def edges(seed: int, size: tuple[int, int] = (64, 64)) -> Image.Image:
 
 
 @pytest.fixture(scope="module")
-def base(small: canvax.StableDiffusion) -> canvax.StableDiffusion:
+def base(small: canvax.Pipeline) -> canvax.Pipeline:
     """A small random model of 64 x 64 pixels."""
     return small
 
 
 @pytest.fixture(scope="module")
-def folders(base: canvax.StableDiffusion, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def folders(base: canvax.Pipeline, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two ControlNets and a T2I-Adapter for it."""
     root = tmp_path_factory.mktemp("nets")
     nets = [controlnet(root / f"net{i}", base, i, strength=0.5) for i in range(2)]
@@ -70,11 +70,11 @@ def folders(base: canvax.StableDiffusion, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def pipe(base: canvax.StableDiffusion, folders: list[Path]) -> canvax.StableDiffusion:
+def pipe(base: canvax.Pipeline, folders: list[Path]) -> canvax.Pipeline:
     return base.with_controlnet(folders[0])
 
 
-def test_scale_zero_is_no_control(base: canvax.StableDiffusion, pipe: canvax.StableDiffusion) -> None:
+def test_scale_zero_is_no_control(base: canvax.Pipeline, pipe: canvax.Pipeline) -> None:
     want = draw(base).latents
     assert far(draw(pipe, control=edges(1), control_scale=0).latents, want) < 1e-4
     assert far(draw(pipe, control=edges(1)).latents, want) > 1e-2
@@ -82,7 +82,7 @@ def test_scale_zero_is_no_control(base: canvax.StableDiffusion, pipe: canvax.Sta
     np.testing.assert_array_equal(draw(pipe).latents, want)
 
 
-def test_an_image_in_place_of_control(base: canvax.StableDiffusion, pipe: canvax.StableDiffusion) -> None:
+def test_an_image_in_place_of_control(base: canvax.Pipeline, pipe: canvax.Pipeline) -> None:
     """As PyTorch diffusers' control pipelines are called, where ``image`` is the control image."""
     with pytest.warns(canvax.HintWarning) as caught:
         draw(pipe, image=edges(1))
@@ -98,7 +98,7 @@ def test_scale_zero_of_what_overflowed() -> None:
     assert np.isinf(found[1]).all()
 
 
-def test_nothing_recompiles(pipe: canvax.StableDiffusion) -> None:
+def test_nothing_recompiles(pipe: canvax.Pipeline) -> None:
     first = draw(pipe, control=edges(1))
     found = [first.latents]
     for changes in (
@@ -124,7 +124,7 @@ def test_an_adapter_reads_any_size(kind: str) -> None:
     assert all(np.isfinite(one).all() for one in features)
 
 
-def test_windows_are_rows(pipe: canvax.StableDiffusion) -> None:
+def test_windows_are_rows(pipe: canvax.Pipeline) -> None:
     """As PyTorch diffusers counts them: a row is in if all of it lies within."""
     options = dataclasses.replace(QUIET, control_start=0.2, control_end=0.75, control_scale=0.5)
     control = check_control(pipe.model, edges(1), 1, options)
@@ -152,14 +152,14 @@ def test_soft_weights() -> None:
     np.testing.assert_allclose(layer_weights(kind, "guess"), np.ones(4))
 
 
-def test_rows_outside_of_the_window_cost_nothing(pipe: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_outside_of_the_window_cost_nothing(pipe: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """The network is not evaluated where no image needs it: the host says so for each row."""
     seen: list[np.ndarray] = []
     original = Batch._window
 
     def spy(self: Batch, *arguments: Any) -> Any:
         columns, shared = original(self, *arguments)
-        seen.append(shared["needed"][:4, 0])
+        seen.append(shared["any control"][:4, 0])
         return columns, shared
 
     monkeypatch.setattr(Batch, "_window", spy)
@@ -168,7 +168,7 @@ def test_rows_outside_of_the_window_cost_nothing(pipe: canvax.StableDiffusion, m
 
 
 @pytest.mark.slow
-def test_a_batch_is_each_image_alone(pipe: canvax.StableDiffusion) -> None:
+def test_a_batch_is_each_image_alone(pipe: canvax.Pipeline) -> None:
     controls = [edges(i) for i in range(3)]
     together = draw(pipe, ["a cat", "a dog", "a tree"], control=controls, seed=[1, 2, 3])
     for i, prompt in enumerate(["a cat", "a dog", "a tree"]):
@@ -178,7 +178,7 @@ def test_a_batch_is_each_image_alone(pipe: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.weekly
-def test_on_several_devices(base: canvax.StableDiffusion, folders: list[Path], pipe: canvax.StableDiffusion) -> None:
+def test_on_several_devices(base: canvax.Pipeline, folders: list[Path], pipe: canvax.Pipeline) -> None:
     shape = (2, 2)
     mesh = make_mesh(jax.devices()[:4], data=shape[0], model=shape[1])
     spread = canvax.load(base.model.name, mesh=mesh, controlnet=folders[0])
@@ -187,7 +187,7 @@ def test_on_several_devices(base: canvax.StableDiffusion, folders: list[Path], p
     assert far(draw(spread, ["a cat"] * 3, control=controls).latents, want) < 1e-4
 
 
-def test_company_changes_nothing(pipe: canvax.StableDiffusion) -> None:
+def test_company_changes_nothing(pipe: canvax.Pipeline) -> None:
     """Images that come and go in one batch, each with a control image, a strength and a window of its own."""
     assert pipe.params is not None
     latents, names = (2, *LATENTS), ("controlnet",)
@@ -225,7 +225,7 @@ def test_company_changes_nothing(pipe: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.slow
-def test_several_networks(base: canvax.StableDiffusion, folders: list[Path], pipe: canvax.StableDiffusion) -> None:
+def test_several_networks(base: canvax.Pipeline, folders: list[Path], pipe: canvax.Pipeline) -> None:
     both = base.with_controlnet(folders[:2])
     one = draw(pipe, control=edges(1)).latents
     assert far(draw(both, control=[edges(1), None]).latents, one) < 1e-5
@@ -241,7 +241,7 @@ def test_several_networks(base: canvax.StableDiffusion, folders: list[Path], pip
     assert far(draw(mixed, control=[edges(1), edges(1)], control_scale=(0, 1)).latents, one) < 1e-4
 
 
-def test_weights_are_shared_and_apart(base: canvax.StableDiffusion, pipe: canvax.StableDiffusion) -> None:
+def test_weights_are_shared_and_apart(base: canvax.Pipeline, pipe: canvax.Pipeline) -> None:
     assert base.params is not None
     assert pipe.params is not None
     assert "controlnet" not in base.params
@@ -250,7 +250,7 @@ def test_weights_are_shared_and_apart(base: canvax.StableDiffusion, pipe: canvax
 
 
 @pytest.mark.weekly
-def test_with_an_image_and_a_second_pass(pipe: canvax.StableDiffusion) -> None:
+def test_with_an_image_and_a_second_pass(pipe: canvax.Pipeline) -> None:
     photo = draw(pipe).images[0]
     mask = Image.new("L", (64, 64), 0)
     mask.paste(255, (0, 0, 32, 64))
@@ -264,9 +264,7 @@ def test_with_an_image_and_a_second_pass(pipe: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_rows_of_a_file(
-    batch: int, pipe: canvax.StableDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_a_file(batch: int, pipe: canvax.Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ``canvax batch``: each row with its own control image, or none; a bad one is that row's error."""
     monkeypatch.chdir(tmp_path)
     edges(1).save("one.png")
@@ -300,7 +298,7 @@ def test_rows_of_a_file(
         assert ("control_sha256" in record) is (image is not None)
 
 
-def test_larger_by_tiles(pipe: canvax.StableDiffusion, base: canvax.StableDiffusion) -> None:
+def test_larger_by_tiles(pipe: canvax.Pipeline, base: canvax.Pipeline) -> None:
     """Each tile is its own control image."""
     photo = draw(base).images[0]
     given = {"strength": 0.5, "seed": 1, "num_inference_steps": 4, "options": QUIET}
@@ -317,7 +315,7 @@ def test_larger_by_tiles(pipe: canvax.StableDiffusion, base: canvax.StableDiffus
         base.upscale(photo, control=True)
 
 
-def test_metadata_and_pickling(pipe: canvax.StableDiffusion, folders: list[Path]) -> None:
+def test_metadata_and_pickling(pipe: canvax.Pipeline, folders: list[Path]) -> None:
     told = draw(pipe, control=edges(1), control_scale=0.7).metadata[0]
     assert told["controlnet"] == [str(folders[0])]
     assert told["options"] == {"control_scale": 0.7}
@@ -326,21 +324,21 @@ def test_metadata_and_pickling(pipe: canvax.StableDiffusion, folders: list[Path]
     assert far(draw(again, control=edges(1)).latents, draw(pipe, control=edges(1)).latents) < 1e-4
 
 
-def test_saved_without_it(pipe: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_saved_without_it(pipe: canvax.Pipeline, tmp_path: Path) -> None:
     pipe.save(tmp_path / "saved")
     assert not (tmp_path / "saved" / "controlnet").exists()
     assert far(draw(canvax.load(tmp_path / "saved", mesh=pipe.mesh)).latents, draw(pipe).latents) < 1e-4
 
 
 @pytest.mark.weekly
-def test_other_dtypes(base: canvax.StableDiffusion, folders: list[Path]) -> None:
+def test_other_dtypes(base: canvax.Pipeline, folders: list[Path]) -> None:
     mesh = make_mesh(jax.devices()[:1])
     for keywords in ({"dtype": "bfloat16"}, {"quantize": "int8"}):
         pipe = canvax.load(base.model.name, mesh=mesh, controlnet=folders[0], **keywords)
         assert far(draw(pipe, control=edges(1)).pixels, draw(pipe).pixels) > 1e-2
 
 
-def test_compiled_ahead(base: canvax.StableDiffusion, folders: list[Path]) -> None:
+def test_compiled_ahead(base: canvax.Pipeline, folders: list[Path]) -> None:
     fresh = canvax.load(base.model.name, mesh=make_mesh(jax.devices()[:1]), controlnet=folders[1])
     built = fresh.compile(control=True, progress=False)
     assert [one.program for one in built] == ["text encoder", "control encoder", "denoiser", "decoder"]
@@ -366,12 +364,12 @@ def test_compiled_ahead(base: canvax.StableDiffusion, folders: list[Path]) -> No
         ({"control": edges(1), "control_image": edges(1)}, "control_image"),
     ],
 )
-def test_bad_calls(changes: dict[str, Any], argument: str, pipe: canvax.StableDiffusion) -> None:
+def test_bad_calls(changes: dict[str, Any], argument: str, pipe: canvax.Pipeline) -> None:
     with refused(argument):
         draw(pipe, **changes)
 
 
-def test_calls_that_do_not_fit_the_pipeline(base: canvax.StableDiffusion, folders: list[Path]) -> None:
+def test_calls_that_do_not_fit_the_pipeline(base: canvax.Pipeline, folders: list[Path]) -> None:
     with pytest.raises(canvax.InputError, match=r"which has no ControlNet: canvax.load\('.*', controlnet=...\)"):
         draw(base, control=edges(1))
     both = base.with_controlnet(folders[:2])
@@ -466,7 +464,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_files(name: str, pipe: canvax.StableDiffusion, folders: list[Path], tmp_path: Path) -> None:
+def test_broken_files(name: str, pipe: canvax.Pipeline, folders: list[Path], tmp_path: Path) -> None:
     """One clear error each. ``test_bad_networks`` checks that the pipeline stays as it was."""
     folder = tmp_path / "broken"
     shutil.copytree(folders[0], folder)
@@ -477,14 +475,14 @@ def test_broken_files(name: str, pipe: canvax.StableDiffusion, folders: list[Pat
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_that_is_not_there(base: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there(base: canvax.Pipeline, tmp_path: Path) -> None:
     with pytest.raises(canvax.InputError) as caught:
         base.with_controlnet(tmp_path / "nothing" / "at" / "all")
     assert caught.value.argument == "controlnet"
 
 
 def test_refused_before_the_model_is_loaded(
-    base: canvax.StableDiffusion, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: canvax.Pipeline, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A network for another kind of model is told from its config, before weights of either are read."""
     shutil.copytree(folders[0], folder := tmp_path / "net")
@@ -499,7 +497,7 @@ def test_refused_before_the_model_is_loaded(
         canvax.load(base.model.name, controlnet=folder)
 
 
-def test_an_adapter_for_another_model(base: canvax.StableDiffusion, folders: list[Path], tmp_path: Path) -> None:
+def test_an_adapter_for_another_model(base: canvax.Pipeline, folders: list[Path], tmp_path: Path) -> None:
     shutil.copytree(folders[2], folder := tmp_path / "net")
     configured(adapter_type="full_adapter_xl", downscale_factor=16)(folder)
     with pytest.raises(canvax.CheckpointError, match=r"T2I-Adapter for another kind.*32 at 1/2.*32 at 1/1"):
@@ -509,7 +507,7 @@ def test_an_adapter_for_another_model(base: canvax.StableDiffusion, folders: lis
         base.with_controlnet(folder)
 
 
-def test_familiar_names(pipe: canvax.StableDiffusion, folders: list[Path]) -> None:
+def test_familiar_names(pipe: canvax.Pipeline, folders: list[Path]) -> None:
     """Those of diffusers, in one call."""
     want = draw(pipe, control=edges(1), control_scale=0.5, control_start=0.1, control_end=0.9, control_mode="guess")
     got = draw(pipe, control_image=edges(1), controlnet_conditioning_scale=0.5, control_guidance_start=0.1,
@@ -529,25 +527,25 @@ def test_familiar_names(pipe: canvax.StableDiffusion, folders: list[Path]) -> No
 
 @pytest.mark.weekly
 def test_the_page_runs(
-    base: canvax.StableDiffusion, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: canvax.Pipeline, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every block of docs/controlnet.md, with small random networks in place of those it names."""
     page = (Path(__file__).parent.parent / "docs" / "controlnet.md").read_text(encoding="utf-8")
 
-    given = canvax.StableDiffusion.with_controlnet
+    given = canvax.Pipeline.with_controlnet
     sdxl = canvax.load(build(tmp_path / "sdxl"), dtype="float32", mesh=base.mesh)
     typed = given(sdxl, union(tmp_path / "union", sdxl))
 
-    def with_controlnet(self: canvax.StableDiffusion, controlnet: Any) -> canvax.StableDiffusion:
+    def with_controlnet(self: canvax.Pipeline, controlnet: Any) -> canvax.Pipeline:
         return given(self, folders[: 1 if isinstance(controlnet, str) else len(controlnet)])
 
-    def load(model: str, controlnet: Any = None) -> canvax.StableDiffusion:
+    def load(model: str, controlnet: Any = None) -> canvax.Pipeline:
         if controlnet is None:
             return base
         return typed if "union" in controlnet else with_controlnet(base, controlnet)
 
     monkeypatch.setattr(canvax, "load", load)
-    monkeypatch.setattr(canvax.StableDiffusion, "with_controlnet", with_controlnet)
+    monkeypatch.setattr(canvax.Pipeline, "with_controlnet", with_controlnet)
     names: dict[str, Any] = {"photo": draw(base).images[0], "edges": edges(1), "depth": edges(2), "pose": edges(3)}
     for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
         if "canvax.flax_api" not in block:
@@ -599,7 +597,7 @@ def test_other_maps() -> None:
 
 
 def test_command_line(
-    pipe: canvax.StableDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pipe: canvax.Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(BUNDLED["emoji"], Path(pipe.model.name).name)  # the name that images tell
@@ -619,7 +617,7 @@ def test_command_line(
     assert main(["generate", "a cat", *made, "-o", "two.png", *fast]) == 0
     capsys.readouterr()
     assert main(["generate", "--from-image", "one.png", "-o", "three.png", "-q"]) == BAD_INPUT
-    assert "name each with --control and its network with --controlnet" in capsys.readouterr().err
+    assert "--control is needed" in capsys.readouterr().err
     again = ["--from-image", "one.png", "--controlnet", "net", "-q"]
     assert main(["generate", *again, "--control", "edges.png", "-o", "three.png"]) == 0
     assert Path("one.png").read_bytes() == Path("three.png").read_bytes()

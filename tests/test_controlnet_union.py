@@ -36,22 +36,22 @@ def edges(seed: int, size: tuple[int, int] = (64, 64)) -> Image.Image:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> canvax.StableDiffusion:
+def base(tmp_path_factory: pytest.TempPathFactory) -> canvax.Pipeline:
     folder = build(tmp_path_factory.mktemp("model") / "base")
     return canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
 
 
 @pytest.fixture(scope="module")
-def folder(base: canvax.StableDiffusion, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(base: canvax.Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return union(tmp_path_factory.mktemp("nets") / "union", base)
 
 
 @pytest.fixture(scope="module")
-def pipe(base: canvax.StableDiffusion, folder: Path) -> canvax.StableDiffusion:
+def pipe(base: canvax.Pipeline, folder: Path) -> canvax.Pipeline:
     return base.with_controlnet(folder)
 
 
-def test_types_are_data(base: canvax.StableDiffusion, pipe: canvax.StableDiffusion) -> None:
+def test_types_are_data(base: canvax.Pipeline, pipe: canvax.Pipeline) -> None:
     found = [draw(base, height=64, width=64).latents]
     draw(pipe, control={"depth": edges(1)})
     for control in (
@@ -68,7 +68,7 @@ def test_types_are_data(base: canvax.StableDiffusion, pipe: canvax.StableDiffusi
     assert far(draw(pipe, control={"depth": edges(1)}, control_scale=0).latents, found[0]) < 1e-4
 
 
-def test_company_changes_nothing(pipe: canvax.StableDiffusion) -> None:
+def test_company_changes_nothing(pipe: canvax.Pipeline) -> None:
     """Images of one call with other images, other types and another number of them."""
     shown: list[dict[Any, Any]] = [{"depth": edges(1)}, {"tile": edges(2), "depth": edges(3)}]
     both = draw(pipe, ["a cat", "a dog"], control=shown, seed=[1, 2])
@@ -81,7 +81,7 @@ def test_company_changes_nothing(pipe: canvax.StableDiffusion) -> None:
     assert list(both.metadata[1]["control_sha256"][0]) == ["tile", "depth"]
 
 
-def test_larger_by_tiles(pipe: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_larger_by_tiles(pipe: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(type(pipe), "__call__", lambda self, *_, control, **__: seen.append(control) or stop())
 
@@ -94,7 +94,7 @@ def test_larger_by_tiles(pipe: canvax.StableDiffusion, monkeypatch: pytest.Monke
 
 
 @pytest.mark.weekly
-def test_beside_a_controlnet(base: canvax.StableDiffusion, folder: Path, pipe: Any, tmp_path: Path) -> None:
+def test_beside_a_controlnet(base: canvax.Pipeline, folder: Path, pipe: Any, tmp_path: Path) -> None:
     mixed = base.with_controlnet([controlnet(tmp_path / "plain", base, 1), folder])
     want = draw(pipe, control={"depth": edges(1)}).latents
     assert far(draw(mixed, control=[None, {"depth": edges(1)}]).latents, want) < 1e-4
@@ -123,19 +123,19 @@ def test_beside_a_controlnet(base: canvax.StableDiffusion, folder: Path, pipe: A
     ({"control": {"depth": edges(1), "tile": edges(2, (96, 64))}}, "control"),
     ({"control_image": [edges(1)], "control_mode": [1]}, "control_mode"),
 ])  # fmt: skip
-def test_bad_calls(changes: dict[str, Any], argument: str, pipe: canvax.StableDiffusion) -> None:
+def test_bad_calls(changes: dict[str, Any], argument: str, pipe: canvax.Pipeline) -> None:
     with refused(argument):
         draw(pipe, **changes)
 
 
-def test_six_types(base: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_six_types(base: canvax.Pipeline, tmp_path: Path) -> None:
     """The first released network has no tile and no repaint."""
     pipe = base.with_controlnet(union(tmp_path / "six", base, types=6))
     with pytest.raises(canvax.InputError, match=r"no type of this network.*5 segment$"):
         draw(pipe, control={"tile": edges(1)})
 
 
-def test_files(base: canvax.StableDiffusion, folder: Path, pipe: Any, tmp_path: Path) -> None:
+def test_files(base: canvax.Pipeline, folder: Path, pipe: Any, tmp_path: Path) -> None:
     want = draw(pipe, control={"depth": edges(1)}).latents
     one = tmp_path / "net.safetensors"
     one.write_bytes((folder / WEIGHTS).read_bytes())
@@ -164,7 +164,7 @@ def test_files(base: canvax.StableDiffusion, folder: Path, pipe: Any, tmp_path: 
 
 
 @pytest.mark.weekly
-def test_other_dtypes(base: canvax.StableDiffusion, folder: Path) -> None:
+def test_other_dtypes(base: canvax.Pipeline, folder: Path) -> None:
     mesh = make_mesh(jax.devices()[:1])
     changes: list[dict[str, Any]] = [{"dtype": "bfloat16"}, {"quantize": "int8"}]
     for keywords in changes:

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 import canvax
 from canvax.cli import main
 from canvax.cli.arguments import parse
-from canvax.cli.serve import _load
+from canvax.cli.images import gather
+from canvax.cli.loading import load_of, load_with
 from canvax.errors import InputError
 from canvax.families.local_models import local_models
 from canvax.images.metadata import save_image
@@ -136,9 +138,9 @@ def test_the_model_of_an_image_is_found_by_its_name(
 def test_files_that_cannot_be_used(folder: Path, small_folder: Path) -> None:
     (folder / "models/checkpoints/damaged.safetensors").write_bytes(b"\0" * 20)
     left_out = local_models().left_out
-    assert left_out.keys() == {"old", "deliberate_v2", "damaged"}
-    assert f"canvax convert {folder / 'models/checkpoints/old.ckpt'}" in left_out["old"]
-    assert "autoencoder" in left_out["deliberate_v2"]  # which it lacks
+    assert left_out.keys() == {"old.ckpt", "deliberate_v2.safetensors", "damaged.safetensors"}
+    assert f"canvax convert {folder / 'models/checkpoints/old.ckpt'}" in left_out["old.ckpt"]
+    assert "autoencoder" in left_out["deliberate_v2.safetensors"]  # which it lacks
 
 
 def test_a_server_offers_models_of_one_name_by_their_folders(folder: Path, small_folder: Path) -> None:
@@ -208,7 +210,7 @@ def test_the_command_finds_them(
     assert main([*command, "--model", "tiny", "--output", "named.png"]) == 0
     assert main([*command, "--model", str(small_folder), "--output", "path.png"]) == 0
     assert main(["info", "tiny", "--data-dir", str(folder)]) == 0
-    assert "StableDiffusion" in capsys.readouterr().out
+    assert "Pipeline" in capsys.readouterr().out
     named, path = (Image.open(file).tobytes() for file in ("named.png", "path.png"))
     assert named == path
 
@@ -235,7 +237,8 @@ def test_a_server_loads_the_others_when_asked(
     arguments = parse(["serve"])
 
     def load(name: str, **keywords: Any) -> Any:
-        return _load(name, arguments, **keywords)
+        weights = keywords.pop("weights", True)
+        return load_with(arguments, load_of(arguments, model=name, **keywords), weights=weights)
 
     spoken: list[str] = []
     settings = EngineSettings(on_request=("broken", "tiny"), memory=1 << 30)
@@ -244,7 +247,7 @@ def test_a_server_loads_the_others_when_asked(
     try:
         until(lambda: engine.state is not State.STARTING, 300)
         assert [card.id for card in engine.models()] == ["emoji", "tiny"]
-        assert any(text.startswith("broken is left out") for text in spoken)
+        assert any(text.startswith("broken.safetensors is left out") for text in spoken)
         assert "reading tiny" not in spoken
         with pytest.raises(Rejected) as refused:
             engine.submit(JobRequest("a cat", model="tiny", width=128, height=64))
@@ -261,3 +264,13 @@ def test_a_server_loads_the_others_when_asked(
             np.testing.assert_allclose(np.asarray(image, np.int16), np.asarray(alone[0], np.int16), atol=1)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(("vae", "found"), [("ink.safetensors", "ink"), ("gone.ckpt", None), ("Automatic", None)])
+def test_an_image_of_a1111_names_its_vae(folder: Path, tmp_path: Path, vae: str, found: str | None) -> None:
+    text = f"a fox\nSteps: 20, Sampler: Euler a, CFG scale: 7, Seed: 1, Size: 64x64, Model: tiny, VAE: {vae}"
+    info = PngInfo()
+    info.add_text("parameters", text)
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png", pnginfo=info)
+    _, source = gather(parse(["generate", "--from-image", str(tmp_path / "a.png")]))
+    assert (source.model, source.vae) == ("tiny", found)

@@ -21,7 +21,8 @@ from PIL import Image
 
 import canvax
 from canvax.cli.arguments import build_parser
-from canvax.families.read import FAMILIES
+from canvax.families.base import Family
+from canvax.families.known import FAMILIES
 from canvax.pipelines.generate import second_pass
 from canvax.pipelines.request import Call, make_request
 from canvax.server.a1111 import ImageToImage, TextToImage, request_of
@@ -30,6 +31,7 @@ from canvax.server.job_store import KEPT_BYTES
 from canvax.server.jobs import JobRequest
 from canvax.server.models import MOST_GROUPS
 from canvax.train.loop import Plan
+from canvax.train.settings import TASKS
 from canvax.train.task import Training
 from tests.support.server_stub import CARD
 
@@ -76,6 +78,11 @@ def of_a1111() -> dict[str, Any]:
     }
 
 
+def of_family(family: Family) -> dict[str, Any]:
+    both = {"base": family.defaults, "distilled": family.distilled}
+    return {name: dataclasses.asdict(defaults) if defaults else None for name, defaults in both.items()}
+
+
 def of_hires(model: Any, method: Any) -> float:
     given = second_pass(
         model, make_request(model, Call("x", options=canvax.Options(hires=2, hires_method=method)))
@@ -84,13 +91,13 @@ def of_hires(model: Any, method: Any) -> float:
     return given.strength
 
 
-def test_defaults(emoji: canvax.StableDiffusion) -> None:
+def test_defaults(emoji: canvax.Pipeline) -> None:
     found = {
         "canvax.load": of_call(canvax.load),
-        "StableDiffusion": of_call(canvax.StableDiffusion.__call__),
-        "StableDiffusion.upscale": of_call(canvax.StableDiffusion.upscale),
+        "Pipeline": of_call(canvax.Pipeline.__call__),
+        "Pipeline.upscale": of_call(canvax.Pipeline.upscale),
         "Options": of_fields(canvax.Options),
-        "families": {family.name: dataclasses.asdict(family.defaults) for family in FAMILIES},
+        "families": {family.name: of_family(family) for family in FAMILIES},
         "hires_strength": {method: of_hires(emoji.model, method) for method in ("pixel", "latent")},
         "A1111": of_a1111(),
         "JobRequest": of_fields(JobRequest),
@@ -98,6 +105,7 @@ def test_defaults(emoji: canvax.StableDiffusion) -> None:
         "server": {"sizes of a model": MOST_GROUPS, "bytes of finished files": KEPT_BYTES},
         "Plan": of_fields(Plan),
         "Training": of_fields(Training),
+        "tasks": {name: task.usual for name, task in TASKS.items()},
         "command line": dict(of_commands(build_parser())),
     }
     text = json.dumps(msgspec.to_builtins(found, enc_hook=str, str_keys=True), indent=1, sort_keys=True) + "\n"

@@ -126,16 +126,16 @@ def test_replicas_have_a_volume_and_a_journal_each() -> None:
 
 def test_compiled_programs_outlive_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next container has the volume /cache and an empty home."""
-    for name in ("CANVAX_CACHE_DIR", "CANVAX_CACHE_SECRET"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("CANVAX_CACHE_DIR", raising=False)
     for name, path in re.findall(r"(\w+)=(/cache\S*)", (DEPLOY / "Dockerfile").read_text()):
         monkeypatch.setenv(name, f"{tmp_path}{path}")
-    program = tmp_path / "cache" / "canvax" / "program"
-    program.parent.mkdir(parents=True)
     monkeypatch.setenv("HOME", str(tmp_path / "first"))
-    assert cache.write(program, {"key": "key"}, b"executable")
+    folder = cache.open_cache()
+    assert folder is not None
+    assert cache.write(folder / "key.program", {"key": "key"}, b"executable")
     monkeypatch.setenv("HOME", str(tmp_path / "second"))
-    assert cache.read(program, "key") == b"executable"
+    assert folder == cache.open_cache()
+    assert cache.read(folder / "key.program", "key") == b"executable"
 
 
 @pytest.mark.weekly

@@ -54,7 +54,7 @@ def test_code(page: Path) -> None:
 
 
 @pytest.mark.weekly
-def test_under_the_pipeline(emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_the_pipeline(emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block runs; the loop gives what the pipeline gives, the derivatives agree with each other."""
     monkeypatch.setattr(canvax, "load", lambda *_, **__: emoji)
     names: dict[str, Any] = {}
@@ -72,7 +72,7 @@ PICTURED = ("image-to-image", "guidance", "coming-from-diffusers")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["prompts", *(pytest.param(page, marks=pytest.mark.weekly) for page in PICTURED)])
-def test_tutorials(page: str, emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tutorials(page: str, emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block runs, one after another, and generates images."""
     monkeypatch.setattr(canvax, "load", lambda *_, **__: emoji)
     names: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def test_tutorials(page: str, emoji: canvax.StableDiffusion, monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_first_images(emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_first_images(emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every line works in an empty folder, after those before it; the page alone is only understood."""
     monkeypatch.setattr(canvax, "load", lambda *_, **__: emoji)
     monkeypatch.chdir(tmp_path)

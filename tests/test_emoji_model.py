@@ -512,7 +512,7 @@ def test_pairs_are_chosen_once_and_for_all() -> None:
     assert choose_pairs(pictures, 10) == (trained, held_out)
 
 
-def test_the_model_in_the_package_draws_what_it_is_told(emoji: canvax.StableDiffusion) -> None:
+def test_the_model_in_the_package_draws_what_it_is_told(emoji: canvax.Pipeline) -> None:
     """A small version of recipes/emoji/measure.py: among twelve concepts, chance is one in twelve."""
     pictures = read_pictures(DATA, emoji.model.native_size[0])
     asked = list(range(0, 48, 3))

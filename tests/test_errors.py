@@ -151,7 +151,7 @@ COMMANDS = (
 """Commands that fail before they do anything."""
 
 
-def said(source: str, pipe: canvax.StableDiffusion) -> str:
+def said(source: str, pipe: canvax.Pipeline) -> str:
     """The error of a call: its kind, its argument and its message."""
     names = {"pipe": pipe, "canvax": canvax, "jax": jax, "np": np, "Image": Image, "IMAGE": Image.new("RGB", (64, 64))}
     with pytest.raises((canvax.CanvaxError, AttributeError, TypeError)) as caught:
@@ -160,8 +160,9 @@ def said(source: str, pipe: canvax.StableDiffusion) -> str:
     return f"{caught.type.__name__}{argument and f'({argument})'}: {caught.value}"
 
 
+@pytest.mark.filterwarnings("ignore:arguments after:DeprecationWarning")
 def test_wording(
-    emoji: canvax.StableDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    emoji: canvax.Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     lines = []
@@ -214,7 +215,7 @@ def test_flags_of_a_command(words: list[str], argument: str, value: str | None, 
 
 
 def test_a_command_writes_flags_in_errors_and_hints(
-    emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(canvax, "load", lambda *_, **__: emoji)
@@ -224,7 +225,7 @@ def test_a_command_writes_flags_in_errors_and_hints(
     assert "--mask-mode" in capsys.readouterr().err
 
 
-def test_errors_name_an_argument_as_the_caller_did(emoji: canvax.StableDiffusion) -> None:
+def test_errors_name_an_argument_as_the_caller_did(emoji: canvax.Pipeline) -> None:
     for given, argument in (({"cfg_scale": "x"}, "cfg_scale"), ({"guidance_scale": "x"}, "guidance_scale")):
         with pytest.raises(InputError) as caught:
             emoji("a", **given)  # type: ignore[arg-type]
@@ -306,7 +307,7 @@ def test_arguments_are_written_by_entry_points_in_cures_alone() -> None:
                 assert not re.search(r"\{\w+(=[^}]*)?\}", " ".join(map(str, words))), f"{path}:{call.lineno}"
 
 
-def test_what_cannot_be_read_is_named(emoji: canvax.StableDiffusion) -> None:
+def test_what_cannot_be_read_is_named(emoji: canvax.Pipeline) -> None:
     gone = {"image": jnp.zeros((8, 8, 3)), "latents": jnp.zeros((1, 8, 8, 4)), "guidance_scale": jnp.float32(2)}
     for name, array in gone.items():
         array.delete()
@@ -317,7 +318,7 @@ def test_what_cannot_be_read_is_named(emoji: canvax.StableDiffusion) -> None:
 
 
 def test_a_fault_of_canvax_is_no_error_of_the_user(
-    emoji: canvax.StableDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    emoji: canvax.Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It keeps its type, from wherever it is called."""
 

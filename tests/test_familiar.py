@@ -29,25 +29,34 @@ QUICK: dict[str, Any] = {"steps": 2, "seed": 1, "progress": False}
 ADAPTERS = Path(__file__).parent.parent / "recipes" / "adapters" / "files"
 
 
-def test_other_names_of_the_same_arguments(emoji: canvax.StableDiffusion) -> None:
+def test_other_names_of_the_same_arguments(emoji: canvax.Pipeline) -> None:
     options = canvax.Options(clip_skip=1, guidance_rescale=0.5, progress=False)
     want = emoji("a cat", "red", num_inference_steps=2, guidance_scale=3.0, seed=1, options=options)
     got = emoji("a cat", negative="red", steps=2, cfg_scale=3.0, seed=1, clip_skip=1, guidance_rescale=0.5,
                 progress=False)  # fmt: skip
     np.testing.assert_array_equal(got.latents, want.latents)
-    got = emoji("a cat", "red", 64, 64, 2, jnp.float32(3), seed=jnp.int32(1), clip_skip=1,
-                options=dataclasses.replace(options, clip_skip=0))  # fmt: skip
+    with pytest.warns(DeprecationWarning, match="height"):  # the order of former versions
+        got = emoji("a cat", "red", 64, 64, 2, jnp.float32(3), seed=jnp.int32(1), clip_skip=1,
+                    options=dataclasses.replace(options, clip_skip=0))  # fmt: skip
     np.testing.assert_array_equal(got.latents, want.latents)
+    with pytest.raises(canvax.InputError, match="height"):
+        emoji("a cat", "red", 64, height=64)
+
+
+def test_the_former_name_of_the_class() -> None:
+    with pytest.warns(DeprecationWarning, match="Pipeline"):
+        assert canvax.StableDiffusion is canvax.Pipeline
+    assert "StableDiffusion" not in dir(canvax)
 
 
 def test_a_call_in_order_looks_for_no_name_like_another(
-    emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch
+    emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("difflib.SequenceMatcher", None)  # a millisecond of each call
     assert len(emoji("a red apple", num_inference_steps=1, seed=1))
 
 
-def test_output_types(emoji: canvax.StableDiffusion) -> None:
+def test_output_types(emoji: canvax.Pipeline) -> None:
     result = emoji("a cat", output_type="np", **QUICK)
     np.testing.assert_array_equal(result.images, result.pixels)
     result = emoji("a cat", output_type="latent", **QUICK)
@@ -70,7 +79,7 @@ def test_generators_and_dtypes_of_torch() -> None:
         translate_call({"seed": 1}, {"generator": used})
 
 
-def test_every_argument_of_a_call_is_known_as_one(emoji: canvax.StableDiffusion) -> None:
+def test_every_argument_of_a_call_is_known_as_one(emoji: canvax.Pipeline) -> None:
     for name in set(inspect.signature(type(emoji).__call__).parameters) - {"self", "more"}:
         assert place_of(name)
 
@@ -94,7 +103,7 @@ def test_timesteps_leave_the_settings_of_the_sampler() -> None:
 
 
 @pytest.mark.parametrize("kind", ["returned", "in place", "diffusers"])
-def test_a_callback_steers_the_run(emoji: canvax.StableDiffusion, kind: str) -> None:
+def test_a_callback_steers_the_run(emoji: canvax.Pipeline, kind: str) -> None:
     """Half of every latent on the way, with the same programs."""
     seen: list[Any] = []
 
@@ -128,13 +137,13 @@ def test_a_callback_steers_the_run(emoji: canvax.StableDiffusion, kind: str) -> 
     [{"prompt_embeds": 1}, {"latents": np.zeros((1, 2))}, {"latents": "x"}, np.full((1, 32, 2, 2), np.nan), 5],
     ids=str,
 )
-def test_what_a_callback_of_diffusers_cannot_return(emoji: canvax.StableDiffusion, returned: Any) -> None:
+def test_what_a_callback_of_diffusers_cannot_return(emoji: canvax.Pipeline, returned: Any) -> None:
     with pytest.raises(canvax.InputError) as caught:
         emoji("a cat", **QUICK, callback_on_step_end=lambda *_: returned)
     assert caught.value.argument == "callback_on_step_end"
 
 
-def test_a_callback_of_diffusers_changes_guidance_or_stops(emoji: canvax.StableDiffusion) -> None:
+def test_a_callback_of_diffusers_changes_guidance_or_stops(emoji: canvax.Pipeline) -> None:
     def switch_off(pipe: Any, index: int, timestep: float, tensors: dict[str, Any]) -> dict[str, Any]:
         pipe._guidance_scale = 0.0
         return tensors
@@ -178,8 +187,8 @@ def test_every_argument_of_load_has_an_answer() -> None:
 
 
 def test_errors_know_each_argument_of_load() -> None:
-    for name in inspect.signature(canvax.load).parameters:
-        assert place_of(name), name
+    for name, one in inspect.signature(canvax.load).parameters.items():
+        assert place_of(name) or one.kind is one.VAR_KEYWORD, name
     with pytest.raises(canvax.InputError, match=r"canvax\.load"):
         translate_call({}, {"offload": True})
     with pytest.raises(canvax.InputError, match="'offload'"):
@@ -193,7 +202,7 @@ def test_harmless_arguments_of_load() -> None:
         translate_load({}, {"image_encoder": "x"})
 
 
-def test_every_attribute_has_an_answer(emoji: canvax.StableDiffusion) -> None:
+def test_every_attribute_has_an_answer(emoji: canvax.Pipeline) -> None:
     for name in ATTRIBUTES:
         if ATTRIBUTES[name].becomes:
             assert callable(getattr(emoji, name))
@@ -208,7 +217,7 @@ def test_every_name_of_the_module_has_an_answer() -> None:
             getattr(canvax, name)
 
 
-def test_lines_of_diffusers_with_objects_have_an_answer(emoji: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_lines_of_diffusers_with_objects_have_an_answer(emoji: canvax.Pipeline, tmp_path: Path) -> None:
     with pytest.raises(AttributeError, match="enable_slicing"):
         emoji.vae.enable_slicing()  # pyright: ignore[reportAttributeAccessIssue]
     with refused("padding"):
@@ -246,7 +255,7 @@ def test_two_for_one() -> None:
     assert len(jax.tree.leaves(jax.block_until_ready(both))) == len(first | second) == 2
 
 
-def test_seeds_of_jax(emoji: canvax.StableDiffusion) -> None:
+def test_seeds_of_jax(emoji: canvax.Pipeline) -> None:
     seeds = jnp.arange(3, dtype=jnp.uint32)
     assert [one["seed"] for one in emoji("a", n=3, **QUICK | {"seed": seeds}).metadata] == [0, 1, 2]  # type: ignore[call-arg]
 
@@ -254,20 +263,20 @@ def test_seeds_of_jax(emoji: canvax.StableDiffusion) -> None:
 @pytest.mark.parametrize(
     "prompt", ["a red AND a tree", "a cat BREAK a dog", "a [cat:dog:0.5]", "a [cat|dog]", "((red)) cat", "a red++ cat"]
 )
-def test_signs_in_a_plain_prompt_get_a_hint(emoji: canvax.StableDiffusion, prompt: str) -> None:
+def test_signs_in_a_plain_prompt_get_a_hint(emoji: canvax.Pipeline, prompt: str) -> None:
     with pytest.warns(canvax.HintWarning) as hints:
         emoji(prompt, **QUICK)
     assert [hint.message.argument for hint in hints] == ["prompt"]  # type: ignore[union-attr]
 
 
-def test_plain_prompts_get_no_hint(emoji: canvax.StableDiffusion) -> None:
+def test_plain_prompts_get_no_hint(emoji: canvax.Pipeline) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", canvax.HintWarning)
         for plain in ("SALT AND PEPPER", "a [red] cat", "a cat (red)"):
             emoji(plain, **QUICK)
 
 
-def test_words_in_any_script(emoji: canvax.StableDiffusion) -> None:
+def test_words_in_any_script(emoji: canvax.Pipeline) -> None:
     assert len(emoji(np.array(["a cat", "a dog"]), **QUICK)) == 2  # type: ignore[arg-type]
     for prompt in ("红苹果", "красное яблоко", "un café", "सेब"):
         with pytest.warns(canvax.HintWarning, match=prompt.split()[-1]):
@@ -283,14 +292,14 @@ def test_numbers_as_people_write_them() -> None:
     assert Axis.of("x", "eta=.5,1").values == [0.5, 1]
 
 
-def test_a_fault_in_a_property_keeps_its_error(emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_a_property_keeps_its_error(emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(emoji), "tokenizer", property(lambda pipe: pipe.model.no_such_part))
     with pytest.raises(AttributeError) as caught:
         emoji.tokenizer  # noqa: B018
     assert caught.value.name == "no_such_part"
 
 
-def test_unknown_names(emoji: canvax.StableDiffusion) -> None:
+def test_unknown_names(emoji: canvax.Pipeline) -> None:
     for given in ({"clipskip": 1}, {"qqqq": 1}, {"clip_skip": 1, "options": canvax.Options(clip_skip=1)}):
         with pytest.raises(canvax.InputError):
             emoji("a", **given)  # type: ignore[arg-type]
@@ -315,7 +324,7 @@ def test_unknown_names(emoji: canvax.StableDiffusion) -> None:
     assert not hasattr(canvax, "a_name_that_nobody_knows")
 
 
-def test_what_jax_traces_is_refused(emoji: canvax.StableDiffusion) -> None:
+def test_what_jax_traces_is_refused(emoji: canvax.Pipeline) -> None:
     with refused("seed"):
         jax.jit(lambda seed: emoji("a", seed=seed).pixels)(1)
     for traced in (jax.jit, jax.grad):  # one of jax.grad has a value that could be read
@@ -335,15 +344,15 @@ def test_what_jax_traces_is_refused(emoji: canvax.StableDiffusion) -> None:
         emoji.upscale(np.zeros((64, 64, 3)), "a", scale=leaked[0])  # type: ignore[arg-type]
 
 
-def test_a_pipeline_can_be_pickled(emoji: canvax.StableDiffusion) -> None:
+def test_a_pipeline_can_be_pickled(emoji: canvax.Pipeline) -> None:
     again = pickle.loads(pickle.dumps(emoji))
     assert (again.mesh, again.dtype, again.model.name) == (emoji.mesh, emoji.dtype, "emoji")
     with pytest.raises(TypeError, match="without parameters cannot be pickled"):
-        pickle.dumps(canvax.StableDiffusion(emoji.model, emoji.programs))
+        pickle.dumps(canvax.Pipeline(emoji.model, emoji.programs))
 
 
 @pytest.mark.slow
-def test_the_networks_as_functions(emoji: canvax.StableDiffusion) -> None:
+def test_the_networks_as_functions(emoji: canvax.Pipeline) -> None:
     """The own loop of a researcher gives what the pipeline gives; gradients reach latents, conditions and weights."""
     result = emoji("a cat", steps=1, seed=1, sampler="DDIM", guidance_scale=1, progress=False)
     np.testing.assert_allclose(emoji.decode(result.latents), result.pixels, atol=1e-5)
@@ -368,7 +377,7 @@ def test_the_networks_as_functions(emoji: canvax.StableDiffusion) -> None:
     ["low-rank", *(pytest.param(kind, marks=pytest.mark.weekly) for kind in ("int8", "embedding", "adapter"))],
 )
 @pytest.mark.slow
-def test_the_networks_as_functions_of_other_weights(emoji: canvax.StableDiffusion, weights: str) -> None:
+def test_the_networks_as_functions_of_other_weights(emoji: canvax.Pipeline, weights: str) -> None:
     """They run with whatever a pipeline can hold, and with the low-rank factors that somebody trains beside them."""
     pipe = canvax.load("emoji", quantize="int8" if weights == "int8" else None, mesh=emoji.mesh)
     if weights == "embedding":

@@ -137,8 +137,8 @@ def from_metadata(studio: Studio, row: Row, result: canvax.Result, folder: Path)
     record = result.metadata[1]
     save_image(folder / "it.png", to_pil(result.pixels[1:])[0], record)
     words = ["generate", "--from-image", str(folder / "it.png"), *studio.flags(row, 0)]
-    (call,), source = gather(parse(words))
-    assert source.controlnet == tuple(map(str, record.get("controlnet", ())))
+    (call,), source = gather(given := parse(words))
+    assert list(source.controlnet or ()) == list(map(str, record.get("controlnet", ())))
     (command,) = image_info(folder / "it.png")["commands"]
     names = studio.names(row, 0)
     printed = [re.sub("|".join(names), lambda name: names[name[0]], word) for word in shlex.split(command)[1:]]
@@ -146,9 +146,9 @@ def from_metadata(studio: Studio, row: Row, result: canvax.Result, folder: Path)
     (same,), other = gather(arguments)
     assert vars(same) == vars(call)
     assert (other.dtype, other.quantize, Path(other.model)) == (source.dtype, source.quantize, Path(source.model))
-    assert (other.ip_encoder is None) == (row["image_prompt"] == "none")
+    assert (arguments.ip_encoder is None) == (row["image_prompt"] == "none")
     for network in ("controlnet", "ip_adapter"):
-        files = [[Path(file).resolve() for file in getattr(one, network)] for one in (source, other)]
+        files = [[Path(file).resolve() for file in getattr(one, network) or ()] for one in (given, arguments)]
         assert files[0] == files[1]
     adapters = [(Path(entry["file"]), entry["weight"]) for entry in record.get("adapters", {}).values()]
     assert [split_weight(text) for text in arguments.lora] == [(f"./{file.name}", weight) for file, weight in adapters]
@@ -156,7 +156,7 @@ def from_metadata(studio: Studio, row: Row, result: canvax.Result, folder: Path)
 
 
 @contextmanager
-def as_recorded(pipe: canvax.StableDiffusion, row: Row, result: canvax.Result) -> Iterator[None]:
+def as_recorded(pipe: canvax.Pipeline, row: Row, result: canvax.Result) -> Iterator[None]:
     """With the adapters beside the weights that an image had, for which ``--from-image`` has no flag."""
     if row["adapters"] != "beside":
         yield
@@ -190,6 +190,10 @@ def test_info_prints_a_command_for_the_same_image(
     if reproducible(row):
         monkeypatch.chdir(studio.root)
         from_metadata(studio, row, result, tmp_path)
+        with studio.call(row, [0], "1") as (pipe, call):
+            pipe.adapters.set({})
+            images = {name: call[name] for name in ("image", "mask", "control", "image_prompt") if name in call}
+            assert pipe.again(result.metadata[1], **images).metadata == result.metadata[1:]
 
 
 def my_rule(negative: Any, conditional: Any, scale: Any) -> Any:

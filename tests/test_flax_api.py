@@ -43,7 +43,7 @@ def copies(old: tuple[FlaxStableDiffusionPipeline, Params]) -> Params:
 
 
 @pytest.fixture(scope="module")
-def native(small: canvax.StableDiffusion) -> canvax.StableDiffusion:
+def native(small: canvax.Pipeline) -> canvax.Pipeline:
     return small
 
 
@@ -75,7 +75,7 @@ def test_prepare_inputs(old: Old) -> None:
         pipeline.prepare_inputs(3)  # pyright: ignore[reportArgumentType]
 
 
-def test_every_way_draws_the_same(old: Old, copies: Params, native: canvax.StableDiffusion) -> None:
+def test_every_way_draws_the_same(old: Old, copies: Params, native: canvax.Pipeline) -> None:
     """jit=True, jit=False and the native pipeline, from the same latents."""
     pipeline, params = old
     latents = jax.random.normal(jax.random.key(3), (D, *LATENTS))
@@ -224,7 +224,7 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers(name: str, old: Old, copies: Params, folder: Path, native: canvax.StableDiffusion) -> None:
+def test_schedulers(name: str, old: Old, copies: Params, folder: Path, native: canvax.Pipeline) -> None:
     scheduler, state = SCHEDULERS[name].from_pretrained(folder, subfolder="scheduler")
     assert scheduler.config["beta_end"] == state.config["beta_end"] == 0.012
     pipeline, _ = old

@@ -42,7 +42,7 @@ def copies(old: Old) -> Params:
 
 
 @pytest.fixture(scope="module")
-def native(folder: Path) -> canvax.StableDiffusion:
+def native(folder: Path) -> canvax.Pipeline:
     return canvax.load(folder, mesh=make_mesh(jax.devices()[:1]))
 
 
@@ -69,9 +69,7 @@ def test_prepare_inputs(old: Old) -> None:
 
 
 @pytest.mark.parametrize("negative", [*(pytest.param(given, marks=pytest.mark.weekly) for given in (None, "")), "grey"])
-def test_every_way_draws_the_same(
-    negative: str | None, old: Old, copies: Params, native: canvax.StableDiffusion
-) -> None:
+def test_every_way_draws_the_same(negative: str | None, old: Old, copies: Params, native: canvax.Pipeline) -> None:
     """jit=True, jit=False, ``_generate`` and the native pipeline; without a negative prompt zeros, with "" its text."""
     pipeline, params = old
     given = latents()
@@ -148,7 +146,7 @@ def test_nothing_recompiles(old: Old, copies: Params) -> None:
     assert compilations() == before
 
 
-def test_other_sizes_are_told_to_the_model(old: Old, native: canvax.StableDiffusion) -> None:
+def test_other_sizes_are_told_to_the_model(old: Old, native: canvax.Pipeline) -> None:
     pipeline, params = old
     given = np.random.default_rng(1).standard_normal((1, 4, 8, 12), np.float32)
     choice = {"num_inference_steps": STEPS, "height": 64, "width": 96, "guidance_scale": 5.0}

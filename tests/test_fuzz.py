@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 
 import canvax
 from canvax.cli.images import read_prompt_file
-from canvax.families.read import family_of, read_model
+from canvax.families.known import family_of
+from canvax.families.read import read_model
 from canvax.images.metadata import read_metadata
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.weights.flax_msgpack import open_flax_msgpack

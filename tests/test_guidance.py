@@ -71,11 +71,11 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def draw(emoji: canvax.StableDiffusion, **changes: Any) -> canvax.Result:
+def draw(emoji: canvax.Pipeline, **changes: Any) -> canvax.Result:
     return emoji("a fox", **{"seed": 1, "num_inference_steps": 4, "guidance_scale": 5.0, "progress": False} | changes)
 
 
-def test_a_rule_that_sees_the_row(emoji: canvax.StableDiffusion) -> None:
+def test_a_rule_that_sees_the_row(emoji: canvax.Pipeline) -> None:
     """Guidance of the first half of the run, by the rule and by the steps."""
 
     def early(negative: Any, conditional: Any, scale: Any, row: Any) -> Any:
@@ -90,7 +90,7 @@ def test_a_rule_that_sees_the_row(emoji: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_numbers_of_a_kind_compile_nothing(kind: dict[str, Any], emoji: canvax.StableDiffusion) -> None:
+def test_numbers_of_a_kind_compile_nothing(kind: dict[str, Any], emoji: canvax.Pipeline) -> None:
     first = draw(emoji, **kind)
     assert np.abs(first.latents - draw(emoji).latents).max() > 1e-3
     name, value = next(iter(reversed(kind.items())))
@@ -103,7 +103,7 @@ def test_numbers_of_a_kind_compile_nothing(kind: dict[str, Any], emoji: canvax.S
     assert np.abs(draw(emoji, **kind | other).latents - first.latents).max() > 1e-4
 
 
-def test_apg_can_be_ordinary_guidance(emoji: canvax.StableDiffusion) -> None:
+def test_apg_can_be_ordinary_guidance(emoji: canvax.Pipeline) -> None:
     want = draw(emoji).latents
     kind: dict[str, Any] = {"guidance_method": "apg", "guidance_settings": {"eta": 1, "norm": 0}}
     np.testing.assert_allclose(draw(emoji, **kind).latents, want, atol=1e-3)
@@ -111,7 +111,7 @@ def test_apg_can_be_ordinary_guidance(emoji: canvax.StableDiffusion) -> None:
 
 @pytest.mark.parametrize("sampler", ["Euler", "Heun", "DPM2"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_zero_steps_are_whole_steps(sampler: str, count: int, emoji: canvax.StableDiffusion) -> None:
+def test_zero_steps_are_whole_steps(sampler: str, count: int, emoji: canvax.Pipeline) -> None:
     """The output is 0 in every evaluation of the first steps, so that D is p * x there."""
     seen: list[canvax.Step] = []
     settings = {"guidance_method": "cfg_zero", "guidance_settings": {"zero_steps": count}}
@@ -140,6 +140,6 @@ def test_zero_steps_are_whole_steps(sampler: str, count: int, emoji: canvax.Stab
         ({"pag_scale": 1, "reuse": 2}, "^reuse=2"),
     ],
 )
-def test_bad_kinds(changes: dict[str, Any], message: str, emoji: canvax.StableDiffusion) -> None:
+def test_bad_kinds(changes: dict[str, Any], message: str, emoji: canvax.Pipeline) -> None:
     with pytest.raises(canvax.InputError, match=message):
         draw(emoji, **changes)

@@ -60,7 +60,7 @@ def test_all_options_are_tried() -> None:
 
 @pytest.mark.weekly
 @pytest.mark.parametrize("beside", BESIDE)
-def test_an_option_does_something_or_says_that_it_does_not(emoji: canvax.StableDiffusion, beside: str) -> None:
+def test_an_option_does_something_or_says_that_it_does_not(emoji: canvax.Pipeline, beside: str) -> None:
     assert_answered(emoji, BESIDE[beside], VALUES)
 
 
@@ -73,7 +73,7 @@ def test_those_of_sdxl(tmp_path: Path) -> None:
         assert_answered(pipe, {"height": 64, "width": 64, **beside}, own)
 
 
-def test_what_a_second_pass_reads(emoji: canvax.StableDiffusion) -> None:
+def test_what_a_second_pass_reads(emoji: canvax.Pipeline) -> None:
     """It encodes the first one's image, whatever that was begun from; and what goes with a mask is said once."""
 
     def names(**option: Any) -> list[str]:
@@ -85,12 +85,12 @@ def test_what_a_second_pass_reads(emoji: canvax.StableDiffusion) -> None:
     assert names(mask_fill="noise") == ["mask_fill"]
 
 
-def test_adapters_named_in_a_second_prompt(emoji: canvax.StableDiffusion) -> None:
+def test_adapters_named_in_a_second_prompt(emoji: canvax.Pipeline) -> None:
     call = Call("a cat", options=canvax.Options(hires=2, hires_prompt="a dog <lora:ink:1>"))
     assert [hint.argument for hint in hints(emoji.model, make_request(emoji.model, call))] == ["hires_prompt"]
 
 
-def assert_answered(pipe: canvax.StableDiffusion, beside: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def assert_answered(pipe: canvax.Pipeline, beside: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Each option changes the image, or is refused, or has a hint, and not a wrong one."""
 
     def draw(**option: Any) -> tuple[canvax.Result, list[str]]:

@@ -26,7 +26,7 @@ from canvax.images import metadata as module
 from canvax.images.convert import to_pil, to_uint8, upright_rgb
 from canvax.images.formats import GeneratedImage
 from canvax.images.grid import make_grid
-from canvax.images.infotext import from_infotext, parts_of, settings_left, to_infotext
+from canvax.images.infotext import embeddings_in, from_infotext, parts_of, settings_left, to_infotext
 from canvax.images.metadata import read_metadata, save_image, save_numbered, unique_path
 from canvax.samplers import CURVES, SAMPLERS, find
 from canvax.scale import work
@@ -342,6 +342,23 @@ def test_many_writers_share_a_folder(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == [f"{i:05d}-1.png" for i in range(32)]
 
 
+def test_images_saved_at_once_have_different_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of different seeds, whose names differ in any case."""
+    together = threading.Barrier(4)
+
+    def save(*arguments: Any, **more: Any) -> Path:
+        together.wait(10)  # all have their names, and no file is there
+        return save_image(*arguments, **more)
+
+    monkeypatch.setattr("canvax.images.metadata.save_image", save)
+    threads = [threading.Thread(target=save_numbered, args=(tmp_path, picture(8, 8), METADATA, i)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(name[:5] for name in os.listdir(tmp_path)) == [f"{i:05d}" for i in range(4)]
+
+
 # What other programs wrote
 
 
@@ -470,7 +487,9 @@ def test_a1111(tmp_path: Path) -> None:
         },
     }
     assert settings_left(got) == {"Hires upscaler": "Latent", "<lora:x:0.5>": ""}
-    assert settings_left({"other": {"TI hashes": "bad: 1", "User": "me", "Version": "1"}}) == {"TI hashes": "bad: 1"}
+    facts = {"other": {"TI hashes": "bad: 1, a, b: 2", "User": "me", "Version": "1"}}
+    assert (settings_left(facts), embeddings_in(facts)) == ({}, ["bad", "b"])
+    assert embeddings_in({"embeddings": {"wool": {"file": "./wool.safetensors"}}}) == ["wool"]
 
 
 def test_stable_diffusion_cpp() -> None:

@@ -19,6 +19,7 @@ from canvax.call import OptionRecord
 from canvax.cli import BAD_INPUT, main
 from canvax.cli.arguments import parse
 from canvax.images.grid import make_sheet
+from canvax.images.metadata import read_metadata
 from canvax.models.configs import ClipVisionConfig
 from canvax.models.denoiser import UNetDenoiser
 from canvax.noise import initial_noise, pasted_in_the_middle, slerp
@@ -33,11 +34,11 @@ from canvax.settings import offered
 from tests.support.refusals import refused
 
 
-def draw(emoji: canvax.StableDiffusion, prompt: Any = "a fox", **changes: Any) -> canvax.Result:
+def draw(emoji: canvax.Pipeline, prompt: Any = "a fox", **changes: Any) -> canvax.Result:
     return emoji(prompt, **{"seed": 4, "num_inference_steps": 6, "progress": False} | changes)
 
 
-def upscale(emoji: canvax.StableDiffusion, image: Any, **changes: Any) -> canvax.Result:
+def upscale(emoji: canvax.Pipeline, image: Any, **changes: Any) -> canvax.Result:
     usual = {"seed": 4, "num_inference_steps": 6, "options": canvax.Options(progress=False)}
     return emoji.upscale(image, "a fox", **usual | changes)
 
@@ -51,7 +52,7 @@ def array(image: Image.Image) -> np.ndarray:
 
 @pytest.mark.parametrize("method", ["pixel", pytest.param("latent", marks=pytest.mark.weekly)])
 @pytest.mark.slow
-def test_a_second_pass_keeps_the_composition(method: Any, emoji: canvax.StableDiffusion) -> None:
+def test_a_second_pass_keeps_the_composition(method: Any, emoji: canvax.Pipeline) -> None:
     base = draw(emoji)
     larger = draw(emoji, hires=2, hires_method=method, hires_strength=0.3)
     assert larger.images[0].size == (128, 128)
@@ -67,7 +68,7 @@ def test_a_second_pass_keeps_the_composition(method: Any, emoji: canvax.StableDi
     assert np.abs(again.pixels - larger.pixels).mean() > 1e-3
 
 
-def test_each_image_is_recorded_with_its_second_prompt(emoji: canvax.StableDiffusion) -> None:
+def test_each_image_is_recorded_with_its_second_prompt(emoji: canvax.Pipeline) -> None:
     settings: dict[str, Any] = {"hires": 2, "hires_steps": 2, "num_inference_steps": 2}
     both = draw(emoji, ["a fox", "a cat"], hires_prompt=["a red fox", "a red cat"], **settings)
     assert [one["options"]["hires_prompt"] for one in both.metadata] == ["a red fox", "a red cat"]
@@ -80,7 +81,7 @@ def test_each_image_is_recorded_with_its_second_prompt(emoji: canvax.StableDiffu
     assert apart < 1e-3
 
 
-def test_second_prompts_for_several_images_of_each(emoji: canvax.StableDiffusion) -> None:
+def test_second_prompts_for_several_images_of_each(emoji: canvax.Pipeline) -> None:
     options = canvax.Options(hires=2, hires_prompt=["a red fox", "a red cat"])
     request = make_request(emoji.model, Call(["a fox", "a cat"], num_images_per_prompt=2, options=options))
     recorded = [one["options"]["hires_prompt"] for one in metadata(emoji.model, request)]
@@ -89,13 +90,13 @@ def test_second_prompts_for_several_images_of_each(emoji: canvax.StableDiffusion
     assert one == two != three == four
 
 
-def test_a_second_prompt_after_an_encoded_one(emoji: canvax.StableDiffusion) -> None:
+def test_a_second_prompt_after_an_encoded_one(emoji: canvax.Pipeline) -> None:
     settings: dict[str, Any] = {"hires": 2, "hires_steps": 2, "num_inference_steps": 2, "hires_prompt": "a red cat"}
     got, want = (draw(emoji, prompt, **settings).latents for prompt in (emoji.encode("a fox"), "a fox"))
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
-def test_the_second_pass_is_image_to_image(emoji: canvax.StableDiffusion) -> None:
+def test_the_second_pass_is_image_to_image(emoji: canvax.Pipeline) -> None:
     base = draw(emoji).images[0].resize((128, 128), Image.Resampling.LANCZOS)
     want = draw(emoji, image=base, strength=0.5, strength_rule="exact")
     got = draw(emoji, hires=2, hires_strength=0.5)
@@ -123,12 +124,12 @@ def test_the_second_pass_is_image_to_image(emoji: canvax.StableDiffusion) -> Non
         ({"seed_size": (64, 64), "latents": np.zeros((1, 8, 8, 32))}, "latents"),
     ],
 )
-def test_bad_input(changes: dict[str, Any], argument: str, emoji: canvax.StableDiffusion) -> None:
+def test_bad_input(changes: dict[str, Any], argument: str, emoji: canvax.Pipeline) -> None:
     with refused(argument):
         draw(emoji, **changes)
 
 
-def test_a_table_needs_another_sampler_for_the_second_pass(emoji: canvax.StableDiffusion) -> None:
+def test_a_table_needs_another_sampler_for_the_second_pass(emoji: canvax.Pipeline) -> None:
     call = Call("a fox", sampler=build_table(emoji.model.scheduler, 6, sampler="euler"))
     with refused("sampler"):
         second_pass(emoji.model, make_request(emoji.model, replace(call, options=canvax.Options(hires=2))))
@@ -136,7 +137,7 @@ def test_a_table_needs_another_sampler_for_the_second_pass(emoji: canvax.StableD
     assert second_pass(emoji.model, make_request(emoji.model, replace(call, options=options))).sampler == "ddim"
 
 
-def test_an_inpainting_model_has_no_second_pass(emoji: canvax.StableDiffusion) -> None:
+def test_an_inpainting_model_has_no_second_pass(emoji: canvax.Pipeline) -> None:
     """Without an image the error names the model."""
     config = emoji.model.networks.denoiser.cfg  # type: ignore[attr-defined]
     denoiser = UNetDenoiser(replace(config, in_channels=2 * config.out_channels + 1))
@@ -160,7 +161,7 @@ def test_slerp_stays_noise() -> None:
     np.testing.assert_array_equal(slerp(one, one, 0.5), one)
 
 
-def test_variations(emoji: canvax.StableDiffusion) -> None:
+def test_variations(emoji: canvax.Pipeline) -> None:
     base, other = draw(emoji, seed=4), draw(emoji, seed=9)
     ends = [draw(emoji, variation_seed=9, variation_strength=part) for part in (0.0, 1.0)]
     np.testing.assert_array_equal(ends[0].latents, base.latents)
@@ -170,7 +171,7 @@ def test_variations(emoji: canvax.StableDiffusion) -> None:
     assert ends[1].metadata[0]["options"] == {"variation_seed": 9, "variation_strength": 1.0}
 
 
-def test_a_variation_is_the_same_alone_and_in_any_call(emoji: canvax.StableDiffusion) -> None:
+def test_a_variation_is_the_same_alone_and_in_any_call(emoji: canvax.Pipeline) -> None:
     """The place in a call changes nothing, and the metadata of each image generates it again."""
     vary: dict[str, Any] = {"variation_seed": 9, "variation_strength": 0.3}
     options = canvax.Options(**vary)
@@ -183,7 +184,7 @@ def test_a_variation_is_the_same_alone_and_in_any_call(emoji: canvax.StableDiffu
     np.testing.assert_allclose(alone.latents[0], result.latents[1], atol=1e-4)
 
 
-def test_seed_size(emoji: canvax.StableDiffusion) -> None:
+def test_seed_size(emoji: canvax.Pipeline) -> None:
     noise, own = np.zeros((1, 6, 4, 1), np.float32), np.ones((1, 2, 8, 1), np.float32)
     np.testing.assert_array_equal(pasted_in_the_middle(noise, own)[0, :, :, 0].sum(axis=1), [0, 0, 4, 4, 0, 0])
     same = draw(emoji, seed_size=(64, 64))
@@ -221,7 +222,7 @@ def lines(pixels: np.ndarray, smooth: np.ndarray, places: list[int], tile: int =
     return found
 
 
-def test_what_borders_of_tiles_are_drawn_like_is_not_seen(emoji: canvax.StableDiffusion) -> None:
+def test_what_borders_of_tiles_are_drawn_like_is_not_seen(emoji: canvax.Pipeline) -> None:
     """The bundled model, trained on drawings with white margins, whitens the borders of tiles: by so much in a run."""
     whitened = 0.19 * np.exp(-np.arange(32) / 2)
     border = np.maximum.outer(*[np.concatenate([whitened, whitened[::-1]])] * 2)[..., None]
@@ -237,7 +238,7 @@ def test_what_borders_of_tiles_are_drawn_like_is_not_seen(emoji: canvax.StableDi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", [pytest.param("", marks=pytest.mark.weekly), "a fox"])
-def test_no_grid(prompt: str, emoji: canvax.StableDiffusion) -> None:
+def test_no_grid(prompt: str, emoji: canvax.Pipeline) -> None:
     fox = draw(emoji, hires=2, num_inference_steps=20).images[0]
     result = emoji.upscale(fox, prompt, scale=3, strength=0.2, seed=4, options=canvax.Options(progress=False))
     overlap = result.metadata[0]["upscale"]["overlap"]
@@ -246,7 +247,7 @@ def test_no_grid(prompt: str, emoji: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.slow
-def test_no_seam(emoji: canvax.StableDiffusion) -> None:
+def test_no_seam(emoji: canvax.Pipeline) -> None:
     """Steps between neighbouring pixels are as large where tiles meet as elsewhere."""
     image = draw(emoji, num_inference_steps=20).images[0]
     (pixels,) = upscale(emoji, image, scale=3, strength=0.3, num_inference_steps=20).pixels
@@ -256,7 +257,7 @@ def test_no_seam(emoji: canvax.StableDiffusion) -> None:
     assert steps[borders].mean() < 1.3 * inside.mean()
 
 
-def test_upscale(emoji: canvax.StableDiffusion) -> None:
+def test_upscale(emoji: canvax.Pipeline) -> None:
     image = draw(emoji).images[0].resize((50, 37))
     first = upscale(emoji, image, scale=2.5)
     assert first.images[0].size == (125, 92)
@@ -269,7 +270,7 @@ def test_upscale(emoji: canvax.StableDiffusion) -> None:
     assert np.abs(array(same.images[0]) - array(want)).mean() < 12  # hardly changed but by the autoencoder
 
 
-def refusing(emoji: canvax.StableDiffusion, *places: int) -> canvax.StableDiffusion:
+def refusing(emoji: canvax.Pipeline, *places: int) -> canvax.Pipeline:
     """A pipeline with a safety checker that refuses these images, counted over all calls."""
     numbers = count()
 
@@ -277,19 +278,19 @@ def refusing(emoji: canvax.StableDiffusion, *places: int) -> canvax.StableDiffus
         def flags(self, pixels: np.ndarray) -> list[bool]:
             return [next(numbers) in places for _ in pixels]
 
-    return canvax.StableDiffusion(emoji.model, emoji.programs, emoji.params, Refuses(ClipVisionConfig(), {}))
+    return canvax.Pipeline(emoji.model, emoji.programs, emoji.params, Refuses(ClipVisionConfig(), {}))
 
 
 @pytest.mark.parametrize(("places", "refused"), [((), False), ((0,), True), ((3,), True), ((5,), True)])
 def test_an_upscaled_image_is_refused_with_any_of_its_tiles(
-    places: tuple[int, ...], refused: bool, emoji: canvax.StableDiffusion
+    places: tuple[int, ...], refused: bool, emoji: canvax.Pipeline
 ) -> None:
     result = upscale(refusing(emoji, *places), Image.new("RGB", (60, 30)), scale=3, batch=2)
     assert result.metadata[0]["nsfw"] is refused
     assert getattr(result.images[0], "metadata")["nsfw"] is refused  # noqa: B009
 
 
-def test_a_stopped_run_has_nothing_to_refuse(emoji: canvax.StableDiffusion) -> None:
+def test_a_stopped_run_has_nothing_to_refuse(emoji: canvax.Pipeline) -> None:
     checked = refusing(emoji, 0, 1)
     stopped = draw(checked, denoising_end=0.5, num_images_per_prompt=2)
     assert list(stopped.images) == []
@@ -309,7 +310,7 @@ def test_a_stopped_run_has_nothing_to_refuse(emoji: canvax.StableDiffusion) -> N
         ({"options": canvax.Options(hires=2)}, "hires"),
     ],
 )
-def test_bad_upscale(changes: dict[str, Any], argument: str, emoji: canvax.StableDiffusion) -> None:
+def test_bad_upscale(changes: dict[str, Any], argument: str, emoji: canvax.Pipeline) -> None:
     with refused(argument):
         upscale(emoji, changes.pop("image", Image.new("RGB", (64, 64))), **changes)
 
@@ -318,7 +319,7 @@ def test_bad_upscale(changes: dict[str, Any], argument: str, emoji: canvax.Stabl
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, emoji: canvax.StableDiffusion) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, emoji: canvax.Pipeline) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(canvax, "load", lambda *_, **__: emoji)
     return tmp_path
@@ -332,7 +333,7 @@ def test_sheet_of_labels() -> None:
     assert {(i * 40, 0, 0) for i in range(6)} <= found
 
 
-def test_sheet(here: Path, emoji: canvax.StableDiffusion, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sheet(here: Path, emoji: canvax.Pipeline, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["sheet", "a fox", "--x", "steps=2,3", "--y", "sampler=Euler,DPM++ 2M", "-s", "4", "--json"]
     assert main([*words, "-o", "sheet.png"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -368,8 +369,12 @@ def _left(pixels: np.ndarray) -> int:
         ["a", "b", "--x", "steps=1"],
         ["a", "--x", "seed=" + ",".join(map(str, range(500)))],
         ["--x", "steps=1"],
-        ["a", "--x", "width=64,96"],
-        ["a", "--x", "steps=1,2", "--y", "hires=1,2"],
+        ["a", "--x", "size=64"],
+        ["a", "--x", "size=64x64,65x64"],
+        ["a", "--x", "lora=0,1"],
+        ["a", "--x", "lora=ink", "--lora", "ink.safetensors"],
+        ["a", "--x", "model=emoji,nothing.safetensors", "-m", "emoji"],
+        ["a", "--x", "vae=nothing.safetensors"],
         ["a", "--x", "steps=1,2", "--batch-size", "0"],
         ["a", "--x", "steps=1,2", "--preview", "now.txt"],
     ],
@@ -380,14 +385,45 @@ def test_bad_sheets(words: list[str], here: Path, monkeypatch: pytest.MonkeyPatc
     assert not list(here.iterdir())
 
 
-def test_images_of_a_sheet_have_one_size(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("canvax.cli.sheet.generate_all", lambda *_, **__: pytest.fail("an image is generated"))
-    for side in (64, 96):
-        Image.new("RGB", (side, side)).save(f"{side}.png")
-    assert main(["sheet", "a fox", "--x", "image=64.png,96.png", "-q"]) == BAD_INPUT
+def test_sizes_along_a_sheet(here: Path, emoji: canvax.Pipeline, capsys: pytest.CaptureFixture[str]) -> None:
+    """Cells have the largest size, and smaller images are in their middle."""
+    words = ["sheet", "a fox", "--x", "size=96x64,64x64", "--steps", "2", "-s", "4", "-q"]
+    assert main([*words, "-o", "sheet.png", "--json"]) == 0
+    metadata = json.loads(capsys.readouterr().out)["metadata"]
+    assert [(one["width"], one["height"]) for one in metadata] == [(96, 64), (64, 64)]
+    want = np.asarray(emoji("a fox", width=64, height=64, num_inference_steps=2, seed=4, progress=False).images[0])
+    with Image.open("sheet.png") as sheet:
+        pixels = np.asarray(sheet.convert("RGB"))[-64:]
+    cell = pixels.shape[1] // 2
+    np.testing.assert_array_equal(pixels[:, cell + (cell - 64) // 2 :][:, :64], want)
 
 
-def test_upscale_command(here: Path, emoji: canvax.StableDiffusion, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_load_says_which_parts_were_chosen(
+    here: Path, emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """How a single file is read is for ``canvax info``."""
+    facts = {"kind": "an SD: it has its arrays", "vae": "orangemix, the first file that fits"}
+    monkeypatch.setattr(type(emoji.model), "reasons", facts)
+    assert main(["generate", "a fox", "--steps", "2"]) == 0
+    shown = capsys.readouterr().err
+    assert facts["vae"] in shown
+    assert facts["kind"] not in shown
+
+
+def test_models_along_a_sheet(here: Path, emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each model with each VAE is loaded once, whatever the other cells are."""
+    loaded = []
+    monkeypatch.setattr("canvax.cli.sheet.check_against_model", lambda *_: None)
+    monkeypatch.setattr(canvax, "load", lambda model, **more: loaded.append((model, more.get("vae"))) or emoji)
+    words = ["--steps", "2", "-s", "4", "-q"]
+    assert main(["sheet", "a fox", "--x", "model=emoji,other", "--y", "vae=one,two", *words, "-o", "a.png"]) == 0
+    assert loaded == [("emoji", "one"), ("other", "one"), ("emoji", "two"), ("other", "two")]
+    loaded.clear()
+    assert main(["sheet", "--x", "model=emoji,other", "--y", "prompt=a fox;a cat", *words, "-o", "b.png"]) == 0
+    assert loaded == [("emoji", None), ("other", None)]
+
+
+def test_upscale_command(here: Path, emoji: canvax.Pipeline, capsys: pytest.CaptureFixture[str]) -> None:
     draw(emoji).images[0].save("fox.png")
     assert main(["upscale", "fox.png", "-p", "a fox", "-s", "4", "--steps", "6", "-o", "big.png", "-q"]) == 0
     with Image.open("big.png") as image, Image.open("fox.png") as small:
@@ -397,6 +433,10 @@ def test_upscale_command(here: Path, emoji: canvax.StableDiffusion, capsys: pyte
     told = capsys.readouterr().out
     assert "canvax upscale IMAGE --prompt 'a fox'" in told
     assert "--scale 2.0" in told
+    assert main(["upscale", "fox.png", "--steps", "6", "-o", "plain.png", "-q"]) == 0
+    assert read_metadata("plain.png")["upscale"]["prompt"] == "a fox"  # that of the file, which no tile was given
+    again = emoji.upscale(draw(emoji).images[0], num_inference_steps=6, options=canvax.Options(progress=False))
+    assert again.metadata[0]["upscale"]["prompt"] == "a fox"
     assert main(["upscale", "nowhere.png", "-o", "x.png"]) == BAD_INPUT
     assert main(["upscale", "fox.png", "--scale", "99", "-o", "x.png", "-q"]) == BAD_INPUT
     assert not Path("x.png").exists()

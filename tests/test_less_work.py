@@ -20,12 +20,12 @@ from canvax.compile.programs import Programs
 from canvax.denoise import InFlight, StepInputs, denoise
 from canvax.engine import batch
 from canvax.engine.segments import DeepPlan, guided_rows, segments
+from canvax.families.known import PRESETS
 from canvax.guidance import Guidance
 from canvax.kernels import cpu
 from canvax.kernels.target import plain_kernels
 from canvax.models import decode as decode_module
 from canvax.models.deep_features import deep_shape, unet_reusing
-from canvax.models.presets import PRESETS
 from canvax.models.unet import skip_connections, unet, unet_context
 from canvax.models.vae import even_tiles, vae_decode, vae_decode_tiled, vae_encode, vae_encode_tiled, vae_spec
 from canvax.parallel.mesh import make_mesh, over_batch
@@ -41,7 +41,7 @@ QUIET = canvax.Options(progress=False)
 INTERVAL = dataclasses.replace(QUIET, guidance_interval=(0.2, 0.7), guidance_rescale=0.4)
 
 
-def draw(pipe: canvax.StableDiffusion, prompts: Any = "a cat", **changes: Any) -> canvax.Result:
+def draw(pipe: canvax.Pipeline, prompts: Any = "a cat", **changes: Any) -> canvax.Result:
     return pipe(prompts, **{"num_inference_steps": 8, "seed": 3, "options": INTERVAL} | changes)
 
 
@@ -57,17 +57,17 @@ def all_guided(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def sdxl(tmp_path_factory: pytest.TempPathFactory) -> canvax.StableDiffusion:
+def sdxl(tmp_path_factory: pytest.TempPathFactory) -> canvax.Pipeline:
     folder = small_sdxl.build(tmp_path_factory.mktemp("sdxl"))
     return canvax.load(folder, mesh=make_mesh(jax.devices()[:1]))
 
 
-def stretches(emoji: canvax.StableDiffusion, steps: int, *, guided: bool = True, **settings: Any) -> list[Any]:
+def stretches(emoji: canvax.Pipeline, steps: int, *, guided: bool = True, **settings: Any) -> list[Any]:
     rows = guided_rows(build_table(emoji.model.scheduler, steps, **settings), guided=guided)
     return [(start, stop, bool(rows[start])) for start, stop in segments(rows)]
 
 
-def test_rows_of_scale_1_need_one_half(emoji: canvax.StableDiffusion) -> None:
+def test_rows_of_scale_1_need_one_half(emoji: canvax.Pipeline) -> None:
     assert stretches(emoji, 10, guidance=5.0) == [(0, 10, True)]
     assert stretches(emoji, 10, guidance=1.0) == [(0, 10, False)]
     assert stretches(emoji, 3, guidance=(0.5, 1.0, 0.9), guided=False) == [(0, 3, False)]
@@ -80,7 +80,7 @@ def test_rows_of_scale_1_need_one_half(emoji: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.parametrize("sampler", ["Euler a", "DPM++ 2M", "Heun", "PNDM"])
-def test_saved_guidance_draws_the_same(emoji: canvax.StableDiffusion, sampler: str, request: Any) -> None:
+def test_saved_guidance_draws_the_same(emoji: canvax.Pipeline, sampler: str, request: Any) -> None:
     got = draw(emoji, sampler=sampler)
     assert draw(emoji, sampler=sampler).compilations == 0
     request.getfixturevalue("all_guided")
@@ -88,7 +88,7 @@ def test_saved_guidance_draws_the_same(emoji: canvax.StableDiffusion, sampler: s
     np.testing.assert_allclose(got.latents, draw(emoji, sampler=sampler).latents, atol=1e-3)
 
 
-def test_saved_guidance_row_by_row(emoji: canvax.StableDiffusion) -> None:
+def test_saved_guidance_row_by_row(emoji: canvax.Pipeline) -> None:
     """A callback sees every row, and seeing it changes nothing."""
     seen: list[canvax.Step] = []
     got = draw(emoji, options=dataclasses.replace(INTERVAL, callback=seen.append))
@@ -98,14 +98,14 @@ def test_saved_guidance_row_by_row(emoji: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.weekly
-def test_saved_guidance_beyond_a_window(emoji: canvax.StableDiffusion, request: Any) -> None:
+def test_saved_guidance_beyond_a_window(emoji: canvax.Pipeline, request: Any) -> None:
     got = draw(emoji, num_inference_steps=150)
     request.getfixturevalue("all_guided")
     np.testing.assert_allclose(got.latents, draw(emoji, num_inference_steps=150).latents, atol=1e-4)
 
 
 @pytest.mark.slow
-def test_saved_guidance_compiles_one_program_more(small: canvax.StableDiffusion) -> None:
+def test_saved_guidance_compiles_one_program_more(small: canvax.Pipeline) -> None:
     """The first of a size makes the decoder and one denoiser, an interval one more, and then nothing does."""
     size = {"height": 72, "width": 56}
     counts = [draw(small, **size, options=options).compilations for options in (QUIET, INTERVAL)]
@@ -120,13 +120,13 @@ def reusing(**changes: Any) -> canvax.Options:
     return dataclasses.replace(QUIET, **{"reuse": 3} | changes)
 
 
-def full_rows(emoji: canvax.StableDiffusion, steps: int, reuse: int, **settings: Any) -> list[int]:
+def full_rows(emoji: canvax.Pipeline, steps: int, reuse: int, **settings: Any) -> list[int]:
     table = build_table(emoji.model.scheduler, steps, guidance=5.0, **settings)
     plan = DeepPlan.of(table, guided_rows(table), reuse, layers=1)
     return list(range(len(table))) if plan is None else np.flatnonzero(plan.full).tolist()
 
 
-def test_rows_that_compute_everything(emoji: canvax.StableDiffusion) -> None:
+def test_rows_that_compute_everything(emoji: canvax.Pipeline) -> None:
     assert full_rows(emoji, 10, 1) == list(range(10))
     assert full_rows(emoji, 10, 3) == [0, 1, 4, 7]
     # A stretch of another program has nothing to reuse.
@@ -136,7 +136,7 @@ def test_rows_that_compute_everything(emoji: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "heun", "pndm", "dpmpp_2m karras"])
-def test_weights_follow_a_line(emoji: canvax.StableDiffusion, sampler: str) -> None:
+def test_weights_follow_a_line(emoji: canvax.Pipeline, sampler: str) -> None:
     """Features that are linear in the timestep are forecast exactly, from the third full row on."""
     table = build_table(emoji.model.scheduler, 12, sampler=sampler, guidance=5.0)
     plan = DeepPlan.of(table, guided_rows(table), 3, layers=1)
@@ -151,7 +151,7 @@ def test_weights_follow_a_line(emoji: canvax.StableDiffusion, sampler: str) -> N
         assert got == pytest.approx(truth[row] if apart or plan.full[row] else held[0], rel=1e-5, abs=1e-3)
 
 
-def test_deep_features_have_their_shape(emoji: canvax.StableDiffusion) -> None:
+def test_deep_features_have_their_shape(emoji: canvax.Pipeline) -> None:
     cfg = emoji.programs.networks.denoiser.cfg
     for layers in range(1, skip_connections(cfg) + 1):
         for latents in ((2, *LATENTS), (1, 13, 10, LATENTS[-1])):
@@ -167,7 +167,7 @@ def test_deep_features_have_their_shape(emoji: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.weekly
-def test_reuse_is_near_the_full_run(emoji: canvax.StableDiffusion) -> None:
+def test_reuse_is_near_the_full_run(emoji: canvax.Pipeline) -> None:
     """Nearer with every step towards all of it, and never the same."""
     prompts = ["a cat", "a red apple", "a tree"]
     want = draw(emoji, prompts, num_inference_steps=20, options=QUIET).pixels
@@ -181,7 +181,7 @@ def test_reuse_is_near_the_full_run(emoji: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.slow
-def test_reuse_is_data(small: canvax.StableDiffusion) -> None:
+def test_reuse_is_data(small: canvax.Pipeline) -> None:
     """How often and in which sampler compiles nothing; how deep does, once."""
     draw(small, options=reusing())
     for options in (reusing(reuse=2), reusing(reuse=5)):
@@ -192,7 +192,7 @@ def test_reuse_is_data(small: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.weekly
-def test_reuse_row_by_row_and_beyond_a_window(emoji: canvax.StableDiffusion) -> None:
+def test_reuse_row_by_row_and_beyond_a_window(emoji: canvax.Pipeline) -> None:
     for steps in (8, 75):
         row_by_row = reusing(callback=lambda step: None)
         got = draw(emoji, num_inference_steps=steps, sampler="Euler a", options=row_by_row)
@@ -200,7 +200,7 @@ def test_reuse_row_by_row_and_beyond_a_window(emoji: canvax.StableDiffusion) -> 
         np.testing.assert_allclose(got.latents, want.latents, atol=1e-4)
 
 
-def test_metadata_draws_a_reusing_picture_again(emoji: canvax.StableDiffusion) -> None:
+def test_metadata_draws_a_reusing_picture_again(emoji: canvax.Pipeline) -> None:
     want = draw(emoji, options=reusing(reuse=4, reuse_layers=2))
     said = want.metadata[0]["options"]
     assert said == {"reuse": 4, "reuse_layers": 2}
@@ -208,7 +208,7 @@ def test_metadata_draws_a_reusing_picture_again(emoji: canvax.StableDiffusion) -
     np.testing.assert_array_equal(again.latents, want.latents)
 
 
-def operations(pipe: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> dict[str, int]:
+def operations(pipe: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch, **flags: Any) -> dict[str, int]:
     """How often each operation stands in the text of the denoiser, before any compiler has seen it."""
     texts = []
 
@@ -223,7 +223,7 @@ def operations(pipe: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch, **
     return {name: texts[0].count(f"stablehlo.{name}" if name != "func.func" else name) for name in names}
 
 
-def test_reuse_off_costs_nothing(emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reuse_off_costs_nothing(emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without reuse the program has the network once, and no condition but the one of noise; with it, one more."""
     cfg, params = emoji.programs.networks.denoiser.cfg, emoji.params["unet"]  # type: ignore[index]
     x, text = jnp.zeros((1, *LATENTS)), jnp.zeros((1, 77, TEXT_WIDTH))
@@ -234,7 +234,7 @@ def test_reuse_off_costs_nothing(emoji: canvax.StableDiffusion, monkeypatch: pyt
     assert (plain["case"], more["case"]) == (1, 2)
 
 
-def test_reuse_computes_what_the_network_computes(emoji: canvax.StableDiffusion) -> None:
+def test_reuse_computes_what_the_network_computes(emoji: canvax.Pipeline) -> None:
     """A row that computes all of the network honours PAG as a program without reuse does."""
     networks, params = emoji.programs.networks, emoji.params["unet"]  # type: ignore[index]
     rng = np.random.default_rng(0)
@@ -247,10 +247,10 @@ def test_reuse_computes_what_the_network_computes(emoji: canvax.StableDiffusion)
     shared = {"noisy": np.zeros(1, bool), "recompute": np.ones(1, bool), "reuse": np.array([[1, 0]], np.float32)}
     inputs = jax.tree.map(jnp.asarray, StepInputs(flight, rows, shared, np.int32(1)))
     pag, again = Guidance(perturbs=True), networks.denoiser_of(perturbs=True, reuse_layers=2)
-    memory = again.memory((3, *LATENTS), lambda _: jnp.dtype("float32"))
+    memory = again.inputs((1, *LATENTS), {}, lambda _: jnp.dtype("float32")).memory
     with plain_kernels():
         plain = denoise(params, inputs, denoiser=networks.denoiser_of(perturbs=True), guidance=pag)[0]
-        inputs = inputs._replace(memory=jnp.zeros(memory.shape, memory.dtype))
+        inputs = inputs._replace(memory=jnp.zeros((3, *memory.shape), memory.dtype))
         reusing = denoise(params, inputs, denoiser=again, guidance=pag)[0]
         usual = denoise(params, inputs, denoiser=networks.denoiser)[0]
     np.testing.assert_allclose(reusing, plain, atol=1e-4)
@@ -258,7 +258,7 @@ def test_reuse_computes_what_the_network_computes(emoji: canvax.StableDiffusion)
 
 
 @pytest.mark.slow
-def test_reuse_saves_the_work(emoji: canvax.StableDiffusion) -> None:
+def test_reuse_saves_the_work(emoji: canvax.Pipeline) -> None:
     seconds = {}
     for _ in range(2):
         for one in (QUIET, reusing(reuse=8)):
@@ -273,7 +273,7 @@ def test_reuse_that_makes_no_sense(reuse: Any) -> None:
         canvax.Options(reuse=reuse)
 
 
-def test_reuse_that_the_model_has_not(emoji: canvax.StableDiffusion) -> None:
+def test_reuse_that_the_model_has_not(emoji: canvax.Pipeline) -> None:
     most = skip_connections(emoji.programs.networks.denoiser.cfg)
     for layers in (0, True, 1.0):
         with pytest.raises(canvax.InputError, match=r"^reuse_layers="):
@@ -291,7 +291,7 @@ def seam(image: np.ndarray, whole: np.ndarray, edges: list[int], axis: int) -> f
 
 @pytest.mark.weekly
 @pytest.mark.parametrize("model", ["emoji", "full channels"])
-def test_tiles_show_no_seam(emoji: canvax.StableDiffusion, model: str) -> None:
+def test_tiles_show_no_seam(emoji: canvax.Pipeline, model: str) -> None:
     """Nowhere steeper than elsewhere: at the edges of the tiles, which are also where blending begins and ends.
 
     On latents of pictures of the bundled model, and on noise through random weights with Stable Diffusion's channels.
@@ -320,7 +320,7 @@ def test_tiles_show_no_seam(emoji: canvax.StableDiffusion, model: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_image_encoded_in_tiles(emoji: canvax.StableDiffusion) -> None:
+def test_an_image_encoded_in_tiles(emoji: canvax.Pipeline) -> None:
     """What tiles change is small beside what the autoencoder itself loses, and nowhere steep; it takes less memory."""
     cfg, params = emoji.programs.networks.vae, emoji.params["vae"]  # type: ignore[index]
     image = draw(emoji, height=192, width=128, num_inference_steps=6, options=QUIET).pixels * 2 - 1
@@ -337,7 +337,7 @@ def test_an_image_encoded_in_tiles(emoji: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.slow
-def test_a_large_batch_is_decoded_in_turns(emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_batch_is_decoded_in_turns(emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """By each device on its own pictures, as many at once as divide them: the same pictures in less memory."""
     sizes = {"data": 2, "model": 2}
     monkeypatch.setenv("CANVAX_CACHE_DIR", "off")
@@ -359,7 +359,7 @@ def test_a_large_batch_is_decoded_in_turns(emoji: canvax.StableDiffusion, monkey
     assert memory[1] < memory[0]
 
 
-def test_a_picture_of_one_tile_is_what_it_was(emoji: canvax.StableDiffusion) -> None:
+def test_a_picture_of_one_tile_is_what_it_was(emoji: canvax.Pipeline) -> None:
     want, got = (draw(emoji, options=dataclasses.replace(QUIET, tiling=tiling)) for tiling in ("off", "on"))
     np.testing.assert_allclose(got.pixels, want.pixels, atol=1e-5)
     assert got.metadata[0]["options"] == {"tiling": "on"}
@@ -384,7 +384,7 @@ def test_tiles_cover_an_axis(size: int) -> None:
 
 
 @pytest.mark.weekly
-def test_tiles_take_less_memory(emoji: canvax.StableDiffusion) -> None:
+def test_tiles_take_less_memory(emoji: canvax.Pipeline) -> None:
     shape = (1, 320, 320, LATENTS[-1])
     taken = []
     for way in ("whole", "tiled"):

@@ -27,7 +27,7 @@ FAST = ("--steps", "2", "--quiet")
 
 @pytest.fixture
 def run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], emoji: canvax.StableDiffusion
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], emoji: canvax.Pipeline
 ) -> Run:
     """Runs a command in an empty folder with the bundled model loaded already: (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
@@ -42,10 +42,10 @@ def run(
 
 
 @pytest.fixture
-def interrupted(run: Run, emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> canvax.StableDiffusion:
+def interrupted(run: Run, emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> canvax.Pipeline:
     """The model of commands, with Ctrl-C in its third batch."""
 
-    class Interrupted(canvax.StableDiffusion):
+    class Interrupted(canvax.Pipeline):
         calls = 0
 
         def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -81,7 +81,7 @@ def assert_files(names: Sequence[str], calls: Sequence[canvax.Result]) -> None:
 # generate
 
 
-def test_a_batch_is_filled_up_and_files_are_exact(run: Run, emoji: canvax.StableDiffusion) -> None:
+def test_a_batch_is_filled_up_and_files_are_exact(run: Run, emoji: canvax.Pipeline) -> None:
     """Prompts by seeds in one order; the last batch is filled up with its last image."""
     code, out, err = run("generate", "a cat", "a dog", "a fox", "-n", 2, "-s", 5, "-b", 4, "--grid", *FAST)
     names = [f"out/0000{i}-{5 + i}.png" for i in range(6)]
@@ -95,12 +95,12 @@ def test_a_batch_is_filled_up_and_files_are_exact(run: Run, emoji: canvax.Stable
     assert Path("out/grid-00000-5.png").read_bytes() == as_saved(make_grid(images), {"grid": metadata})
 
 
-def test_few_images_are_one_batch_of_their_number(run: Run, emoji: canvax.StableDiffusion) -> None:
+def test_few_images_are_one_batch_of_their_number(run: Run, emoji: canvax.Pipeline) -> None:
     out = run("generate", "a cat", "a dog", "-s", 3, "-b", 4, *FAST)[1]
     assert_files(out.split(), [emoji(["a cat", "a dog"], num_inference_steps=2, seed=[3, 4], progress=False)])
 
 
-def test_images_of_the_same_settings_come_together(run: Run, emoji: canvax.StableDiffusion) -> None:
+def test_images_of_the_same_settings_come_together(run: Run, emoji: canvax.Pipeline) -> None:
     """Batches hold images of the same settings; as many slots as the largest group needs."""
     lines: list[Any] = ["a cat", {"prompt": "a dog", "steps": 3}, "a fox", {"prompt": "a bee", "negative_prompt": ""}]
     code, out, _ = run("generate", "--prompt-file", rows_file(lines, "p.txt"), "-s", 1, *FAST)
@@ -152,7 +152,7 @@ def test_one_bad_line_stops_all_before_any_image(run: Run, monkeypatch: pytest.M
     assert os.listdir() == ["rows.jsonl"]
 
 
-def test_ctrl_c_keeps_whole_batches(run: Run, interrupted: canvax.StableDiffusion) -> None:
+def test_ctrl_c_keeps_whole_batches(run: Run, interrupted: canvax.Pipeline) -> None:
     code, out, err = run("generate", "a cat", "-n", 7, "-b", 2, "-s", 1, "--grid", *FAST)
     assert (code, out.split()) == (INTERRUPTED, [f"out/0000{i}-{i + 1}.png" for i in range(4)])
     assert err == "canvax: cancelled; finished images are kept\n"
@@ -162,7 +162,7 @@ def test_ctrl_c_keeps_whole_batches(run: Run, interrupted: canvax.StableDiffusio
 # sheet
 
 
-def test_cells_of_a_sheet(run: Run, emoji: canvax.StableDiffusion) -> None:
+def test_cells_of_a_sheet(run: Run, emoji: canvax.Pipeline) -> None:
     """Cells of the same settings share a batch; every cell has the same seed; two prompts are two rows."""
     code, out, err = run("sheet", "--x", "steps=2,3", "--y", "prompt=a cat;a dog", "-s", 4, "-q")
     assert (code, out, err) == (0, "out/00000-4.png\n", "")
@@ -174,7 +174,7 @@ def test_cells_of_a_sheet(run: Run, emoji: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.usefixtures("interrupted")
-def test_ctrl_c_keeps_the_cells_of_a_sheet(run: Run, emoji: canvax.StableDiffusion) -> None:
+def test_ctrl_c_keeps_the_cells_of_a_sheet(run: Run, emoji: canvax.Pipeline) -> None:
     code, out, _ = run("sheet", "a cat", "--x", "steps=2,3", "--y", "sampler=Euler,DPM++ 2M", "-s", 4, "-q")
     assert (code, out) == (INTERRUPTED, "out/00000-4.png\n")
     done = [emoji("a cat", num_inference_steps=steps, sampler="Euler", seed=4, progress=False) for steps in (2, 3)]
@@ -200,7 +200,7 @@ ROWS = [
 BATCH = ("-b", "2", "-q")
 
 
-def test_files_of_a_batch_are_exact(run: Run, emoji: canvax.StableDiffusion) -> None:
+def test_files_of_a_batch_are_exact(run: Run, emoji: canvax.Pipeline) -> None:
     """The command writes what a worker makes of the rows: each in its list, and a run again does nothing."""
     code, out, err = run("batch", rows_file(ROWS), "-o", "all", "-g", 3, "-s", 9, *BATCH)
     assert (code, out, err) == (0, "all\n", "")

@@ -13,8 +13,8 @@ import pytest
 from test_finetune import write_pictures
 
 from canvax.errors import InputError
+from canvax.models.clip import clip_encoders
 from canvax.models.configs import VaeConfig
-from canvax.models.text import clip_encoders
 from canvax.parallel.mesh import make_mesh
 from canvax.pipelines import loaded
 from canvax.samplers import NoiseSchedule, from_scheduler_config
@@ -34,9 +34,9 @@ def run_loss(
     """Loss and mse of a network that halves its input, and what that network was given."""
     seen: dict[str, Any] = {}
 
-    def encode_text(p: Any, ids: Any, skip: Any, *, cfg: Any) -> Any:
-        seen["ids"] = np.asarray(ids["text_encoder"])
-        return {"text": ids["text_encoder"]}
+    def encode_text(p: Any, inputs: Any, *, cfg: Any) -> Any:
+        seen["ids"] = np.asarray(inputs["text_encoder"]["ids"])
+        return {"text": inputs["text_encoder"]["ids"]}
 
     def unet(p: Any, x: Any, times: Any, *, text: Any, cfg: Any, special: Any, residuals: Any) -> Any:
         seen.update(x=np.asarray(x, np.float64), times=np.asarray(times))

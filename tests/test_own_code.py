@@ -18,7 +18,7 @@ from canvax.samplers import NoiseSchedule, SamplerOptions, SamplerTable, build_t
 QUIET = canvax.Options(progress=False)
 
 
-def draw(pipe: canvax.StableDiffusion, prompt: Any = "a cat", **changes: Any) -> canvax.Result:
+def draw(pipe: canvax.Pipeline, prompt: Any = "a cat", **changes: Any) -> canvax.Result:
     return pipe(prompt, **{"num_inference_steps": 3, "seed": 1, "options": QUIET} | changes)
 
 
@@ -53,7 +53,7 @@ def test_keys_that_are_refused(keys: Any) -> None:
         check_seeds(keys, 2)
 
 
-def test_a_key_makes_the_image_of_its_seed(emoji: canvax.StableDiffusion) -> None:
+def test_a_key_makes_the_image_of_its_seed(emoji: canvax.Pipeline) -> None:
     """The metadata makes it again."""
     key = jax.random.fold_in(jax.random.key(0), 5)
     result = draw(emoji, seed=key, sampler="Euler a")
@@ -67,7 +67,7 @@ def euler(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -> Sampl
     return find("Euler")[0].solver(schedule, steps, options)
 
 
-def test_a_sampler_by_name_by_spec_by_solver_and_as_a_table(emoji: canvax.StableDiffusion) -> None:
+def test_a_sampler_by_name_by_spec_by_solver_and_as_a_table(emoji: canvax.Pipeline) -> None:
     spec = dataclasses.replace(find("Euler")[0], name="mine", label="Mine", diffusers_class=None)
     table = build_table(emoji.model.scheduler, 3, sampler="Euler")
     want = draw(emoji, sampler="Euler")
@@ -84,21 +84,21 @@ def test_a_sampler_by_name_by_spec_by_solver_and_as_a_table(emoji: canvax.Stable
     assert (record["sampler"], record["sampler_sha256"]) == ("custom", table.sha256)
 
 
-def test_guidance_of_a_call_is_for_tables_too(emoji: canvax.StableDiffusion) -> None:
+def test_guidance_of_a_call_is_for_tables_too(emoji: canvax.Pipeline) -> None:
     table = build_table(emoji.model.scheduler, 3, sampler="Euler")
     for changes in ({"guidance_scale": 2.0}, {"guidance_steps": (5, 3, 2)}, {"guidance_interval": (0.2, 0.8)}):
         want, got = (draw(emoji, sampler=sampler, **changes) for sampler in ("Euler", table))
         np.testing.assert_array_equal(got.pixels, want.pixels)
 
 
-def test_a_solver_reads_settings_and_strength(emoji: canvax.StableDiffusion) -> None:
+def test_a_solver_reads_settings_and_strength(emoji: canvax.Pipeline) -> None:
     image = np.linspace(0, 1, 64 * 64 * 3, dtype=np.float32).reshape(64, 64, 3)
     changes = {"image": image, "strength": 0.6, "sampler_settings": {"s_churn": 5.0}, "sigmas": "karras"}
     want, got = (draw(emoji, sampler=sampler, num_inference_steps=5, **changes) for sampler in ("Euler", euler))
     np.testing.assert_array_equal(got.pixels, want.pixels)
 
 
-def test_a_table_begins_where_it_was_built_to(emoji: canvax.StableDiffusion) -> None:
+def test_a_table_begins_where_it_was_built_to(emoji: canvax.Pipeline) -> None:
     """With an image, in place of a strength."""
     image = np.linspace(0, 1, 64 * 64 * 3, dtype=np.float32).reshape(64, 64, 3)
     want = draw(emoji, image=image, strength=0.4, num_inference_steps=5, sampler="DPM++ 2M")
@@ -119,19 +119,19 @@ def test_a_table_begins_where_it_was_built_to(emoji: canvax.StableDiffusion) -> 
         ({"hires": 2}, "hires"),
     ],
 )
-def test_what_a_table_leaves_no_place_for(emoji: canvax.StableDiffusion, changes: Any, argument: str) -> None:
+def test_what_a_table_leaves_no_place_for(emoji: canvax.Pipeline, changes: Any, argument: str) -> None:
     table = build_table(emoji.model.scheduler, 3, sampler="Euler")
     with pytest.raises(canvax.InputError, match=argument):
         draw(emoji, sampler=table, **{"num_inference_steps": None} | changes)
 
 
 @pytest.mark.parametrize("sampler", [5, SamplerTable, lambda schedule: None, lambda schedule, steps, options: None])
-def test_what_is_no_sampler(emoji: canvax.StableDiffusion, sampler: Any) -> None:
+def test_what_is_no_sampler(emoji: canvax.Pipeline, sampler: Any) -> None:
     with pytest.raises(canvax.InputError, match="sampler"):
         draw(emoji, sampler=sampler)
 
 
-def test_a_table_with_guidance_is_refused(emoji: canvax.StableDiffusion) -> None:
+def test_a_table_with_guidance_is_refused(emoji: canvax.Pipeline) -> None:
     """Of two scales one would be ignored."""
     table = build_table(emoji.model.scheduler, 3, sampler="Euler", guidance=5.0)
     with pytest.raises(canvax.InputError, match="guidance_scale"):
@@ -143,7 +143,7 @@ def plain(negative: Any, conditional: Any, scale: Any) -> Any:
     return negative + scale[:, None, None, None] * (conditional - negative)
 
 
-def test_guidance_of_ones_own(emoji: canvax.StableDiffusion) -> None:
+def test_guidance_of_ones_own(emoji: canvax.Pipeline) -> None:
     """Compiled once for each function object; nothing else compiles again."""
     want = draw(emoji, guidance_scale=4.0)
     got = draw(emoji, guidance_scale=4.0, guidance_method=plain)
@@ -165,7 +165,7 @@ def test_guidance_of_ones_own(emoji: canvax.StableDiffusion) -> None:
         {"guidance_method": plain, "guidance_rescale": 0.5},
     ],
 )
-def test_guidance_that_is_refused(emoji: canvax.StableDiffusion, changes: Any) -> None:
+def test_guidance_that_is_refused(emoji: canvax.Pipeline, changes: Any) -> None:
     with pytest.raises(canvax.InputError, match="guidance"):
         draw(emoji, **changes)
 
@@ -174,7 +174,7 @@ def is_on_devices(array: Any, count: int) -> bool:
     return isinstance(array, jax.Array) and len(array.sharding.device_set) == count
 
 
-def test_images_stay_on_the_devices(emoji: canvax.StableDiffusion) -> None:
+def test_images_stay_on_the_devices(emoji: canvax.Pipeline) -> None:
     want = draw(emoji)
     draw(emoji, output_type="jax")
     result = draw(emoji, output_type="jax")
@@ -187,7 +187,7 @@ def test_images_stay_on_the_devices(emoji: canvax.StableDiffusion) -> None:
     assert result.grid().size == (64, 64)
 
 
-def test_a_mask_and_a_second_pass_on_the_devices(emoji: canvax.StableDiffusion) -> None:
+def test_a_mask_and_a_second_pass_on_the_devices(emoji: canvax.Pipeline) -> None:
     image, mask = np.ones((64, 64, 3), np.float32), np.zeros((64, 64), np.float32)
     mask[:32] = 1
     for changes in ({"image": image, "mask": mask}, {"hires": 1.5}):
@@ -197,7 +197,7 @@ def test_a_mask_and_a_second_pass_on_the_devices(emoji: canvax.StableDiffusion) 
 
 
 @pytest.mark.weekly
-def test_several_devices(emoji: canvax.StableDiffusion) -> None:
+def test_several_devices(emoji: canvax.Pipeline) -> None:
     """Keys, a table, guidance and arrays of one's own together, from an image."""
     pipe = canvax.load("emoji", mesh=make_mesh(jax.devices()[:2]))
     image = np.linspace(0, 1, 64 * 64 * 3, dtype=np.float32).reshape(64, 64, 3)
@@ -213,7 +213,7 @@ def test_several_devices(emoji: canvax.StableDiffusion) -> None:
     np.testing.assert_allclose(three.pixels, batch.pixels[:3], atol=1e-5)
 
 
-def test_outputs_that_are_refused(emoji: canvax.StableDiffusion) -> None:
+def test_outputs_that_are_refused(emoji: canvax.Pipeline) -> None:
     for changes in ({"output_type": "pt"}, {"output_type": 5}):
         with pytest.raises(canvax.InputError, match="output_type"):
             draw(emoji, **changes)
@@ -222,7 +222,7 @@ def test_outputs_that_are_refused(emoji: canvax.StableDiffusion) -> None:
         draw(checked, output_type="jax")
 
 
-def test_the_parameters_of_a_caller_stay_as_they_are(emoji: canvax.StableDiffusion) -> None:
+def test_the_parameters_of_a_caller_stay_as_they_are(emoji: canvax.Pipeline) -> None:
     pipe = dataclasses.replace(emoji)
     mine = jax.tree.map(np.asarray, emoji.params)
     before = {name: dict(part) for name, part in mine.items()}

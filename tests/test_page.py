@@ -22,7 +22,7 @@ import pytest
 import uvicorn
 from PIL import Image
 
-from canvax.images.metadata import save_numbered
+from canvax.images.metadata import read_metadata, save_numbered
 from canvax.server import history
 from canvax.server.jobs import Changed, ControlCard, Rejected, Status
 from tests.support.page_stub import PAGE, SAMPLERS, PaintedEngine, Stub, encoded
@@ -75,7 +75,7 @@ def test_the_commands_for_other_models_are_those_of_the_docs() -> None:
 
 
 def test_it_is_small() -> None:
-    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 200_000
+    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 210_000
 
 
 def test_nothing_is_inline() -> None:
@@ -330,6 +330,21 @@ def test_history_is_the_folder_of_images(saving: Site) -> None:
     site.page.wait_for_selector(".tile[data-id] >> nth=4")
     site.open()
     assert site.count(".tile") == 5  # also the image whose file has no prompt
+
+
+@thorough
+def test_nothing_is_said_of_a_folder_before_it_is_read(saving: Site) -> None:
+    saving.draw("a red apple")
+    context = saving.page.context.browser.new_context()
+    page, held = context.new_page(), []
+    page.route("**/api/images", lambda route: held.append(route))
+    page.goto(saving.url)
+    while not held:
+        page.wait_for_timeout(20)
+    assert page.locator("#empty").is_hidden()
+    held[0].continue_()
+    page.wait_for_selector(".tile[data-id]")
+    context.close()
 
 
 @pytest.mark.parametrize("answer", [7, 20])  # of 20 images three fill the page exactly
@@ -605,10 +620,37 @@ def test_a_search_counts_what_it_finds(site: Site) -> None:
 
 
 @thorough
-def test_samplers_that_are_used_most_come_first(site: Site) -> None:
-    groups = site.page.locator("#sampler optgroup")
-    assert groups.first.locator("option").all_inner_texts() == ["DPM++ 2M", "Euler a", "DDIM"]
-    assert site.count("#sampler option") == 1 + len(SAMPLERS)
+def test_samplers_have_the_order_of_the_catalogue(site: Site) -> None:
+    labels = site.page.locator("#sampler option").all_inner_texts()
+    assert labels[1:] == [sampler["label"] for sampler in SAMPLERS]
+
+
+@thorough
+def test_the_keys_are_listed_above_an_open_image(site: Site) -> None:
+    """And act on nothing below the list."""
+    site.draw("a red apple")
+    site.page.click(".tile .open")
+    site.page.keyboard.press("?")
+    site.page.wait_for_selector("#help[open]")
+    site.page.keyboard.press("Delete")
+    site.page.keyboard.press("Escape")
+    assert site.count("#viewer[open]") == site.count(".tile[data-id]") == 1
+
+
+@thorough
+@pytest.mark.parametrize("width", [820, 1280])
+def test_the_seed_is_above_generate(site: Site, width: int) -> None:
+    """Also with an input image, styles and a sampler of many words."""
+    site.stub.card = {"styles": ("noto", "twemoji")}
+    site.page.set_viewport_size({"width": width, "height": 800})
+    site.open()
+    site.draw("a red apple")
+    site.page.focus(".tile .open")
+    site.page.keyboard.press("u")
+    site.page.wait_for_selector("#input:not([hidden]) canvas")
+    site.page.evaluate("document.getElementById('sampler-when').textContent = 'word '.repeat(14)")
+    seed, actions = (site.page.locator(name).bounding_box() for name in ("#seed", ".actions"))
+    assert seed["y"] + seed["height"] <= actions["y"]
 
 
 @thorough
@@ -753,6 +795,29 @@ def test_names_of_adapters_are_completed(site: Site) -> None:
     assert page.input_value("#prompt") == "a fox <lora:ink:1>"
     assert page.locator("#completions").is_hidden()
     assert not site.stub.bodies  # Enter has chosen the name and has not generated
+
+
+@browser_only
+def test_embeddings_of_the_folder(site: Site) -> None:
+    """A chip writes a name into the text that was last written in; what a name is, is said under the prompt."""
+    page = site.page
+    page.fill("#prompt", "a fox")
+    page.fill("#negative", "blurry")
+    assert page.inner_text("#words-note") == ""
+    page.click("#embeddings summary")
+    page.click("#embeddings-left summary")
+    assert page.locator("#embedding-list button").all_inner_texts() == ["wool"]
+    assert (page.inner_text("#embeddings-left dt"), page.inner_text("#embeddings-left dd")[:5]) == ("yarn", "yarn.")
+    page.click("#embedding-list button:text('wool')")
+    assert (page.input_value("#prompt"), page.input_value("#negative")) == ("a fox", "blurry, wool")
+    page.fill("#prompt", "woolly yarn")
+    notes = page.locator("#words-note li").all_inner_texts()
+    assert [note.split()[0].strip(":") for note in notes] == ["wool", "yarn"]
+    assert "yarn.safetensors" in notes[1]
+    assert page.inner_text("#embeddings-text") == "wool"
+    page.fill("#negative", "")
+    page.fill("#prompt", "a fox")
+    assert page.inner_text("#words-note") == ""
 
 
 @thorough
@@ -975,6 +1040,29 @@ def test_fields_that_the_model_cannot_use_are_not_there(site: Site) -> None:
     assert (site.stub.bodies[1]["guidance_scale"], site.stub.bodies[1]["negative_prompt"]) == (0.5, "grey")
 
 
+@browser_only
+def test_vaes_of_the_folder(site: Site) -> None:
+    """One is sent with each job, stays chosen, and comes back from images, by whatever ending they name it."""
+    page = site.page
+    assert page.locator("#vae-field").is_hidden()
+    site.stub.card = {"vaes": {"vae-ft-mse": "", "xl": "xl.safetensors makes other latents"}}
+    site.open()
+    assert page.locator("#vae option:disabled").evaluate_all("nodes => nodes.map(node => node.value)") == ["xl"]
+    site.draw("a red apple")
+    page.select_option("#vae", "vae-ft-mse")
+    site.draw("a red apple")
+    assert [body.get("vae") for body in site.stub.bodies] == [None, "vae-ft-mse"]
+    site.open()
+    assert page.input_value("#vae") == "vae-ft-mse"
+    for name, chosen, said in (("", "", False), ("VAE-ft-mse.ckpt", "vae-ft-mse", False), ("gone", "", True)):
+        data = encoded(Image.new("RGB", (64, 64)), "png", {"prompt": "a fox", **({"vae": name} if name else {})})
+        page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": data})
+        toast = page.locator(".toast", has_text="Settings restored").last
+        toast.wait_for()
+        assert (page.input_value("#vae"), "the VAE" in toast.inner_text()) == (chosen, said)
+        toast.locator("[aria-label=Dismiss]").click()
+
+
 @thorough
 def test_two_models(site: Site) -> None:
     """What belongs to a model stays with its images, whichever is chosen meanwhile."""
@@ -1088,6 +1176,12 @@ def test_upscale(site: Site) -> None:
     assert (site.stub.bodies[4]["upscale"], decoded(site.stub.bodies[4]["image"]).size) == (1, (256, 256))
     site.page.click(".tile .open")
     assert "256 × 256" in site.page.inner_text("#viewer-settings")
+    site.page.click("#viewer-actions >> text=Restore settings")
+    assert site.page.input_value("#prompt") == "a red apple"
+    assert site.page.locator("#input").is_hidden()  # an upscale begins from no input of the form
+    site.page.click(".toast >> text=Upscale again")
+    site.page.wait_for_selector(".tile[data-id] >> nth=5")
+    assert site.stub.bodies[5]["upscale"] == 1
 
 
 @thorough
@@ -1103,6 +1197,55 @@ def test_sheet(site: Site) -> None:
     assert asked == {(x, y) for x in (1, 4) for y in (2, 3, 4)}
     assert len({body["seed"] for body in site.stub.bodies}) == 1
     assert site.page.locator(".tile .caption").inner_text() == "Sheet: a red apple"
+
+
+@thorough
+def test_a_sheet_is_one_file(saving: Site) -> None:
+    """Another browser shows it, in place of its images, with what varies."""
+    site, folder = saving, saving.stub.folder
+    site.stub.engine.pace = 0.01
+    site.page.fill("#prompt", "a red apple")
+    site.page.click("#open-sheet")
+    site.page.fill("#sheet-x-values", "1, 4")
+    site.page.fill("#sheet-y-values", "2, 3")
+    site.page.click("#sheet-draw")
+    site.page.wait_for_selector(".tile[data-id]")
+    (file,) = folder.glob("*.png")
+    assert len(read_metadata(file)["grid"]) == len(list(file.with_suffix("").iterdir())) == 4
+    site.open()
+    assert site.count(".tile") == 1
+    site.another_browser()
+    assert site.page.locator(".tile .caption").all_inner_texts() == ["Sheet: a red apple"]
+    site.page.click(".tile .open")
+    shown = site.page.inner_text("#viewer-settings").split("\n")
+    assert shown[shown.index("Guidance") + 1] == "1, 4"
+    assert shown[shown.index("Steps") + 1] == "2, 3"
+    site.page.keyboard.press("Delete")
+    site.page.wait_for_selector("#empty", state="visible")
+    site.page.keyboard.press("z")
+    site.page.wait_for_selector(".tile[data-id]")
+    assert len(list(file.with_suffix("").iterdir())) == 4
+
+
+@thorough
+def test_what_a_sheet_varies(site: Site) -> None:
+    """Sizes, models and the weights of the form's adapters, beside settings."""
+    site.stub.card = {"sizes": ((64, 64), (96, 64))}
+    site.open()
+    site.page.fill("#prompt", "a red apple")
+    site.page.evaluate("document.getElementById('adapters').open = true")
+    site.page.select_option("#adapter-add", "ink")
+    site.page.click("#open-sheet")
+    site.page.select_option("#sheet-x", "size")
+    site.page.fill("#sheet-x-values", "65x64")
+    assert site.page.locator("#sheet-draw").is_disabled()
+    site.page.fill("#sheet-x-values", "64x64, 96x64")
+    site.page.select_option("#sheet-y", label="Weight of ink")
+    site.page.fill("#sheet-y-values", "0, 0.5")
+    site.page.click("#sheet-draw")
+    site.page.wait_for_selector(".tile[data-id]")
+    asked = {(body["width"], body["adapters"]["ink"]) for body in site.stub.bodies}
+    assert asked == {(64, 0), (96, 0), (64, 0.5), (96, 0.5)}
 
 
 @thorough

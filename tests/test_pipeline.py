@@ -34,11 +34,11 @@ PROMPTS = ["a cat", "a dog", "a red apple", "a tree"]
 """Batches of one and of four are all that most tests here need to have compiled."""
 
 
-def draw(pipe: canvax.StableDiffusion, *arguments: Any, **changes: Any) -> canvax.Result:
+def draw(pipe: canvax.Pipeline, *arguments: Any, **changes: Any) -> canvax.Result:
     return pipe(*arguments, **{"num_inference_steps": STEPS, "options": QUIET} | changes)
 
 
-def test_result(emoji: canvax.StableDiffusion) -> None:
+def test_result(emoji: canvax.Pipeline) -> None:
     result = draw(emoji, ["a cat", "a pear"], seed=5, num_images_per_prompt=2)
     assert [image.size for image in result.images] == [(64, 64)] * 4
     assert result.pixels.shape == (4, 64, 64, 3)
@@ -50,7 +50,7 @@ def test_result(emoji: canvax.StableDiffusion) -> None:
     assert result.timings.keys() == {"compile", "encode", "denoise", "decode", "step", "first_step", "total"}
 
 
-def test_metadata_is_this_and_nothing_else(emoji: canvax.StableDiffusion) -> None:
+def test_metadata_is_this_and_nothing_else(emoji: canvax.Pipeline) -> None:
     options = dataclasses.replace(QUIET, clip_skip=1)
     (got,) = draw(emoji, "a cat", "red", seed=5, guidance_scale=3, sampler="Euler a", options=options).metadata
     assert got == {
@@ -72,7 +72,7 @@ def test_metadata_is_this_and_nothing_else(emoji: canvax.StableDiffusion) -> Non
     }
 
 
-def test_metadata_names_the_weights(emoji: canvax.StableDiffusion) -> None:
+def test_metadata_names_the_weights(emoji: canvax.Pipeline) -> None:
     files = dataclasses.replace(emoji.model.files, variant="fp16", revision="0a1b")
     model = dataclasses.replace(emoji.model, files=files, dtype="bfloat16")
     (usual,) = draw(emoji, "a cat", seed=1).metadata
@@ -81,7 +81,7 @@ def test_metadata_names_the_weights(emoji: canvax.StableDiffusion) -> None:
     assert got == usual | weights
 
 
-def test_nothing_recompiles(emoji: canvax.StableDiffusion) -> None:
+def test_nothing_recompiles(emoji: canvax.Pipeline) -> None:
     draw(emoji, "a cat", seed=1)
     before = compilations()
     draw(emoji, "a dog", "yellow", seed=2)
@@ -103,7 +103,7 @@ def test_nothing_recompiles(emoji: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.parametrize("sampler", ["Euler a", "DDPM", "DPM++ 2M Karras", "DPM++ SDE", "UniPC", "LMS", "PNDM"])
-def test_same_picture_alone_and_in_a_batch(emoji: canvax.StableDiffusion, sampler: str) -> None:
+def test_same_picture_alone_and_in_a_batch(emoji: canvax.Pipeline, sampler: str) -> None:
     negatives = ["", "red", "blue", "a cat"]
     among = draw(emoji, PROMPTS, negatives, seed=40, sampler=sampler)
     for i in (0, 2, 3):
@@ -113,7 +113,7 @@ def test_same_picture_alone_and_in_a_batch(emoji: canvax.StableDiffusion, sample
 
 @pytest.mark.slow
 def test_same_picture_on_many_devices(
-    emoji: canvax.StableDiffusion,
+    emoji: canvax.Pipeline,
 ) -> None:
     count = 3
     want = draw(emoji, PROMPTS, seed=40, sampler="Euler a")
@@ -127,7 +127,7 @@ def test_all_devices_by_default() -> None:
     assert canvax.load("emoji").programs.mesh.shape["data"] == len(jax.devices()) == 8
 
 
-def test_seed_decides(emoji: canvax.StableDiffusion) -> None:
+def test_seed_decides(emoji: canvax.Pipeline) -> None:
     first, again, other = (draw(emoji, "a cat", seed=seed) for seed in (7, 7, 8))
     np.testing.assert_array_equal(first.latents, again.latents)
     assert np.abs(first.latents - other.latents).max() > 0.1
@@ -137,7 +137,7 @@ def test_seed_decides(emoji: canvax.StableDiffusion) -> None:
     np.testing.assert_allclose(listed.latents[1], first.latents[0], atol=1e-4)
 
 
-def test_rows_one_by_one_draw_what_they_draw_in_one_go(emoji: canvax.StableDiffusion) -> None:
+def test_rows_one_by_one_draw_what_they_draw_in_one_go(emoji: canvax.Pipeline) -> None:
     """Also with noise in each row: a callback cuts the run into windows of one."""
     whole = draw(emoji, "a cat", seed=7, sampler="DDPM")
     steps = dataclasses.replace(QUIET, callback=lambda step: None)
@@ -147,7 +147,7 @@ def test_rows_one_by_one_draw_what_they_draw_in_one_go(emoji: canvax.StableDiffu
 
 
 @pytest.mark.slow
-def test_guidance_off_does_half_the_work(emoji: canvax.StableDiffusion) -> None:
+def test_guidance_off_does_half_the_work(emoji: canvax.Pipeline) -> None:
     mesh = emoji.programs.mesh
     assert mesh.size == 1
     flops = []
@@ -161,14 +161,14 @@ def test_guidance_off_does_half_the_work(emoji: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.slow
-def test_any_size(emoji: canvax.StableDiffusion) -> None:
+def test_any_size(emoji: canvax.Pipeline) -> None:
     result = draw(emoji, "a cat", height=72, width=40, seed=1)
     assert result.images[0].size == (40, 72)
     factor = emoji.programs.networks.vae.factor
     assert result.latents.shape == (1, 72 // factor, 40 // factor, LATENTS[-1])
 
 
-def test_latents_argument(emoji: canvax.StableDiffusion) -> None:
+def test_latents_argument(emoji: canvax.Pipeline) -> None:
     want = draw(emoji, "a cat", seed=4)
     got = draw(emoji, "a cat", latents=initial_noise([4], LATENTS), seed=99)
     np.testing.assert_array_equal(got.latents, want.latents)
@@ -184,9 +184,7 @@ def test_latents_argument(emoji: canvax.StableDiffusion) -> None:
         {"_class_name": "EulerDiscreteScheduler"},
     ],
 )
-def test_recorded_sampler_draws_the_same(
-    emoji: canvax.StableDiffusion, config: dict[str, Any], sampler: str | None
-) -> None:
+def test_recorded_sampler_draws_the_same(emoji: canvax.Pipeline, config: dict[str, Any], sampler: str | None) -> None:
     checkpoint = dataclasses.replace(emoji.model, scheduler=from_scheduler_config(config))
     recorded, _ = checkpoint.sampler_names(sampler)
     used, again = (build_table(checkpoint.scheduler, 10, sampler=name) for name in (sampler, recorded))
@@ -194,7 +192,7 @@ def test_recorded_sampler_draws_the_same(
     np.testing.assert_array_equal(used.timestep, again.timestep)
 
 
-def test_what_a_callback_changed_is_recorded(emoji: canvax.StableDiffusion) -> None:
+def test_what_a_callback_changed_is_recorded(emoji: canvax.Pipeline) -> None:
     """No metadata generates such an image again."""
     for callback in (lambda step: None, lambda step: True, lambda step: {"latents": 0.9 * step.latents}):
         record = draw(emoji, "a cat", options=dataclasses.replace(QUIET, callback=callback)).metadata[0]
@@ -202,7 +200,7 @@ def test_what_a_callback_changed_is_recorded(emoji: canvax.StableDiffusion) -> N
     assert record["steered"]
 
 
-def test_callback_and_cancelling(emoji: canvax.StableDiffusion) -> None:
+def test_callback_and_cancelling(emoji: canvax.Pipeline) -> None:
     steps: list[canvax.Step] = []
 
     def stop_after_three(step: canvax.Step) -> bool:
@@ -218,7 +216,7 @@ def test_callback_and_cancelling(emoji: canvax.StableDiffusion) -> None:
     assert steps[0].latents.shape == steps[0].denoised.shape == (4, *LATENTS)
 
 
-def test_options_of_numpy_are_plain(emoji: canvax.StableDiffusion) -> None:
+def test_options_of_numpy_are_plain(emoji: canvax.Pipeline) -> None:
     options = canvax.Options(
         progress=False,
         clip_skip=np.int64(1),
@@ -232,13 +230,13 @@ def test_options_of_numpy_are_plain(emoji: canvax.StableDiffusion) -> None:
             canvax.Options(**wrong)
 
 
-def test_a_pipeline_is_a_line(emoji: canvax.StableDiffusion) -> None:
+def test_a_pipeline_is_a_line(emoji: canvax.Pipeline) -> None:
     assert repr(emoji) == "Pipeline('emoji', 64x64, DDIM, 11.7M parameters, float32)"
 
 
 @pytest.mark.slow
 def test_functional_style() -> None:
-    pipe, params = canvax.StableDiffusion.from_pretrained("emoji", mesh=make_mesh(jax.devices()[:1]))
+    pipe, params = canvax.Pipeline.from_pretrained("emoji", mesh=make_mesh(jax.devices()[:1]))
     assert params.keys() == {"unet", "vae", "text_encoder"}
     with pytest.raises(canvax.InputError, match="params"):
         draw(pipe, "a cat")
@@ -249,7 +247,7 @@ def test_functional_style() -> None:
 
 @pytest.mark.parametrize("watched", [True, False])
 def test_progress_names_compiling(
-    emoji: canvax.StableDiffusion, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, watched: bool
+    emoji: canvax.Pipeline, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, watched: bool
 ) -> None:
     """A bar is for a terminal: in a log it is a line for each of its states."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: watched)
@@ -261,7 +259,7 @@ def test_progress_names_compiling(
     assert ("2/2" in shown.err) == watched
 
 
-def test_without_stderr(emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_stderr(emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     assert len(emoji("a cat", num_inference_steps=2)) == 1
 
@@ -279,7 +277,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input(name: str, emoji: canvax.StableDiffusion) -> None:
+def test_bad_input(name: str, emoji: canvax.Pipeline) -> None:
     changes, message = BAD[name]
     arguments = {"prompt": "a cat", "options": QUIET} | changes
     before = compilations()
@@ -304,7 +302,7 @@ def test_bad_options(changes: dict[str, Any], message: str) -> None:
         canvax.Options(**changes)
 
 
-def test_bad_options_in_use(emoji: canvax.StableDiffusion) -> None:
+def test_bad_options_in_use(emoji: canvax.Pipeline) -> None:
     for options in ({"clip_skip": 2}, {"spacing": "leeding"}, {"sigmas": "karas"}):
         with refused(*options):
             emoji("a cat", options=canvax.Options(progress=False, **options))
@@ -343,7 +341,7 @@ def test_bad_defaults_of_a_model(said: str, tmp_path: Path) -> None:
     assert "__init__" not in str(caught.value)
 
 
-def test_nothing_to_save(emoji: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_nothing_to_save(emoji: canvax.Pipeline, tmp_path: Path) -> None:
     result = draw(emoji, "a cat", options=canvax.Options(progress=False, denoising_end=0.5))
     with pytest.raises(canvax.InputError, match=r"go on from result\.latents"):
         result.save(tmp_path / "out")
@@ -352,7 +350,7 @@ def test_nothing_to_save(emoji: canvax.StableDiffusion, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_saving_over_a_folder(emoji: canvax.StableDiffusion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_over_a_folder(emoji: canvax.Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert emoji.save(".") == Path(".")
     with pytest.raises(canvax.InputError, match="overwrite=True"):
@@ -365,7 +363,7 @@ def test_saving_over_a_folder(emoji: canvax.StableDiffusion, tmp_path: Path, mon
 
 
 @pytest.mark.slow
-def test_precision_around_a_picture(emoji: canvax.StableDiffusion) -> None:
+def test_precision_around_a_picture(emoji: canvax.Pipeline) -> None:
     """Another precision is another program, also in a pipeline that has one already."""
     draw(emoji, "a cat")
     with jax.default_matmul_precision("highest"):
@@ -374,7 +372,7 @@ def test_precision_around_a_picture(emoji: canvax.StableDiffusion) -> None:
     assert draw(emoji, "a cat").compilations == 0
 
 
-def test_settings_for_finding_faults_are_for_the_code_of_the_user(emoji: canvax.StableDiffusion) -> None:
+def test_settings_for_finding_faults_are_for_the_code_of_the_user(emoji: canvax.Pipeline) -> None:
     want = draw(emoji, "a red apple", seed=1).pixels
     pipe = dataclasses.replace(emoji, programs=dataclasses.replace(emoji.programs, _compiled={}))
     settings = {"jax_disable_jit": True, "jax_numpy_rank_promotion": "raise", "jax_numpy_dtype_promotion": "strict",
@@ -409,7 +407,7 @@ def test_usual_dtype(platform: str, capability: str | None, dtype: str, training
     assert (default_dtype(mesh), default_dtype(mesh, training=True)) == (dtype, training)
 
 
-def test_parameters_that_do_not_fit(emoji: canvax.StableDiffusion) -> None:
+def test_parameters_that_do_not_fit(emoji: canvax.Pipeline) -> None:
     """Found before anything is compiled, also where they lie on the devices already."""
     params = emoji.params
     assert params is not None
@@ -431,7 +429,7 @@ def test_parameters_that_do_not_fit(emoji: canvax.StableDiffusion) -> None:
         draw(emoji, "a cat", params=params)
 
 
-def test_numbers_of_numpy(emoji: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_numbers_of_numpy(emoji: canvax.Pipeline, tmp_path: Path) -> None:
     result = draw(emoji, "a cat", num_images_per_prompt=np.int64(4), seed=np.array([3, 9, 1, 2]), height=np.int32(64))
     assert [meta["seed"] for meta in result.metadata] == [3, 9, 1, 2]
     assert draw(emoji, "a cat", seed=np.int64(3)).metadata[0]["seed"] == 3

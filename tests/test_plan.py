@@ -15,16 +15,17 @@ import pytest
 
 import canvax
 from canvax.cli import BAD_INPUT, main
-from canvax.cli.plan import lines, parse_size
+from canvax.cli.plan import lines, parse_sides
 from canvax.compile.inspect import collectives
 from canvax.compile.programs import Programs
 from canvax.errors import CanvaxError, CheckpointError, InputError
+from canvax.families.known import PRESETS
 from canvax.families.read import read_model
+from canvax.families.sd import SD
+from canvax.models.clip import clip_encoders
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.flux2 import Flux2Config
 from canvax.models.networks import Networks
-from canvax.models.presets import PRESETS
-from canvax.models.text import clip_encoders
 from canvax.parallel.mesh import make_mesh, parse_mesh
 from canvax.parallel.rules import abstract_params
 from canvax.params import count
@@ -45,7 +46,7 @@ from tests.support.tiny_preset import TINY
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setitem(PRESETS, "tiny", TINY)
+    monkeypatch.setitem(SD.presets, "tiny", TINY)
 
 
 @pytest.mark.parametrize(
@@ -432,11 +433,11 @@ def test_steps_and_guidance_of_a_checkpoint(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize("text", ["1024", "1024x", "1024x768px", "x", "-8x8"])
 def test_wrong_sizes(text: str) -> None:
     with refused("size"):
-        parse_size(text)
+        parse_sides("size", text)
 
 
 def test_sizes_and_axes_as_typed() -> None:
-    assert parse_size("1024X768") == (1024, 768)
+    assert parse_sides("size", "1024X768") == (1024, 768)
     assert parse_mesh("data=2, model=2") == {"data": 2, "model": 2}
     for text in ("data", "data=2,data=2", "data=x", ""):
         with pytest.raises(InputError, match="mesh"):

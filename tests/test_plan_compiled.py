@@ -14,8 +14,8 @@ import pytest
 
 import canvax
 from canvax.cli import BAD_INPUT, main
+from canvax.families.sd import SD
 from canvax.models.networks import Networks
-from canvax.models.presets import PRESETS
 from canvax.params import count
 from canvax.planning import compiling
 from canvax.planning.job import PROGRAMS, Job
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is n
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setitem(PRESETS, "tiny", TINY)
+    monkeypatch.setitem(SD.presets, "tiny", TINY)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Plan, l
     heard: list[tuple[str, Any]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("compiled")))
-        patch.setitem(PRESETS, "tiny", TINY)
+        patch.setitem(SD.presets, "tiny", TINY)
         yield (
             canvax.plan("tiny", "v5e:2x2", height=16, width=16, steps=20, announce=lambda *it: heard.append(it)),
             heard,

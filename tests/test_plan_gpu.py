@@ -18,9 +18,9 @@ import canvax
 from canvax.cli.plan import lines
 from canvax.compile.inspect import collectives
 from canvax.compile.programs import Programs
+from canvax.families.sd import SD
 from canvax.kernels.target import compiled_on
 from canvax.models.denoiser import UNetDenoiser
-from canvax.models.presets import PRESETS
 from canvax.nn import group_norm, layer_norm
 from canvax.parallel.mesh import AXES
 from canvax.parallel.rules import abstract_params
@@ -43,7 +43,7 @@ def gpus(count: int) -> list[Any]:
 
 def test_plan(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setitem(PRESETS, "tiny", TINY)
+    monkeypatch.setitem(SD.presets, "tiny", TINY)
     plan = canvax.plan("tiny", "gpu-h100:2", height=16, width=16, steps=20)
     assert plan.fits
     assert (plan.batch, plan.seconds) == (2, None)

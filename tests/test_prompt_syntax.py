@@ -13,6 +13,7 @@ import pytest
 
 import canvax
 from canvax.errors import InputError
+from canvax.models.clip import clip_configs
 from canvax.noise import initial_noise
 from canvax.parallel.mesh import make_mesh
 from canvax.prompts import BREAK, chunked, fragments, parts_of, schedule_of, weighed
@@ -27,7 +28,7 @@ SYNTAXES: Any = ("plain", "a1111", "comfy", "compel")
 STEPS = 6
 
 
-def draw(emoji: canvax.StableDiffusion, prompt: Any, syntax: str = "a1111", **changes: Any) -> canvax.Result:
+def draw(emoji: canvax.Pipeline, prompt: Any, syntax: str = "a1111", **changes: Any) -> canvax.Result:
     usual = {"seed": 1, "num_inference_steps": STEPS, "guidance_scale": 4.0, "progress": False}
     return emoji(prompt, **{**usual, "prompt_syntax": syntax, **changes})
 
@@ -238,14 +239,14 @@ def test_chunks() -> None:
 # What is generated
 
 
-def test_a_plain_prompt_is_the_same_in_every_syntax(emoji: canvax.StableDiffusion) -> None:
+def test_a_plain_prompt_is_the_same_in_every_syntax(emoji: canvax.Pipeline) -> None:
     results = [draw(emoji, "a red apple, a dog", syntax) for syntax in SYNTAXES]
     for result in results[1:]:
         np.testing.assert_array_equal(result.latents, results[0].latents)
         assert result.compilations == 0
 
 
-def test_nothing_compiles_for_weights_syntax_and_schedules(emoji: canvax.StableDiffusion) -> None:
+def test_nothing_compiles_for_weights_syntax_and_schedules(emoji: canvax.Pipeline) -> None:
     draw(emoji, "a red apple")
     seen = [draw(emoji, "a red apple").latents]
     for prompt, syntax in (
@@ -259,7 +260,7 @@ def test_nothing_compiles_for_weights_syntax_and_schedules(emoji: canvax.StableD
 
 
 @pytest.mark.weekly
-def test_chunks_of_a_batch_do_not_meet(emoji: canvax.StableDiffusion) -> None:
+def test_chunks_of_a_batch_do_not_meet(emoji: canvax.Pipeline) -> None:
     """A short prompt gives the image that it gives alone, beside one of two chunks and with a long negative."""
     prompts = ["a cat", "a dog BREAK a (red:1.2) house"]
     both = draw(emoji, prompts, seed=[1, 2])
@@ -269,7 +270,7 @@ def test_chunks_of_a_batch_do_not_meet(emoji: canvax.StableDiffusion) -> None:
 
 
 @pytest.mark.parametrize("counts", [(3, 4), pytest.param((5, 8), marks=pytest.mark.weekly)])
-def test_nothing_compiles_for_chunks_within_a_bucket(counts: tuple[int, int], emoji: canvax.StableDiffusion) -> None:
+def test_nothing_compiles_for_chunks_within_a_bucket(counts: tuple[int, int], emoji: canvax.Pipeline) -> None:
     few, many = (
         draw(emoji, " BREAK ".join(["a red apple", "a dog", "a cat", "a fox"] * 2)[:count]) for count in counts
     )
@@ -277,7 +278,7 @@ def test_nothing_compiles_for_chunks_within_a_bucket(counts: tuple[int, int], em
     assert np.abs(many.latents - few.latents).max() > 1e-3
 
 
-def test_a_long_prompt_is_read_whole(emoji: canvax.StableDiffusion) -> None:
+def test_a_long_prompt_is_read_whole(emoji: canvax.Pipeline) -> None:
     words = "a red apple, " * 30
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -285,7 +286,7 @@ def test_a_long_prompt_is_read_whole(emoji: canvax.StableDiffusion) -> None:
     assert np.abs(one - other).max() > 1e-3
 
 
-def test_scheduled_texts_stand_at_their_steps(emoji: canvax.StableDiffusion) -> None:
+def test_scheduled_texts_stand_at_their_steps(emoji: canvax.Pipeline) -> None:
     """[a:b:2] is a for the first three steps and b for the others: what a run in two parts gives."""
     kept: list[np.ndarray] = []
     draw(emoji, "a red apple", sampler="ddim", callback=lambda step: kept.append(step.latents.copy()))
@@ -297,7 +298,7 @@ def test_scheduled_texts_stand_at_their_steps(emoji: canvax.StableDiffusion) -> 
     assert heun.compilations == 0
 
 
-def test_scheduled_texts_of_a_part_of_a_run(emoji: canvax.StableDiffusion) -> None:
+def test_scheduled_texts_of_a_part_of_a_run(emoji: canvax.Pipeline) -> None:
     """Steps are counted from the beginning of the whole run, or of the steps that strength leaves."""
 
     def latents(prompt: str, **part: Any) -> np.ndarray:
@@ -313,7 +314,7 @@ def test_scheduled_texts_of_a_part_of_a_run(emoji: canvax.StableDiffusion) -> No
 
 
 @pytest.mark.slow
-def test_prompts_that_are_added_up(emoji: canvax.StableDiffusion) -> None:
+def test_prompts_that_are_added_up(emoji: canvax.Pipeline) -> None:
     """Against a loop by hand: u + s (w1 (c1 - u) + w2 (c2 - u)) and DDIM's rows."""
     got = draw(emoji, "a cat AND a red apple:0.6", sampler="ddim")
     table = build_table(emoji.model.scheduler, STEPS, sampler="ddim")
@@ -330,7 +331,7 @@ def test_prompts_that_are_added_up(emoji: canvax.StableDiffusion) -> None:
     np.testing.assert_allclose(only, draw(emoji, "a cat", sampler="ddim").latents, atol=1e-4)
 
 
-def test_conditions_in_place_of_prompts(emoji: canvax.StableDiffusion) -> None:
+def test_conditions_in_place_of_prompts(emoji: canvax.Pipeline) -> None:
     plain = draw(emoji, "a red apple", negative_prompt="a dog")
     again = draw(emoji, emoji.encode("a red apple"), negative_prompt=emoji.encode("a dog"))
     np.testing.assert_allclose(again.latents, plain.latents, atol=1e-5)
@@ -356,12 +357,12 @@ def test_conditions_in_place_of_prompts(emoji: canvax.StableDiffusion) -> None:
         ({"text": np.full((1, 77, 160), np.nan)}, "not finite|give what"),
     ],
 )
-def test_bad_prompts(prompt: Any, message: str, emoji: canvax.StableDiffusion) -> None:
+def test_bad_prompts(prompt: Any, message: str, emoji: canvax.Pipeline) -> None:
     with pytest.raises(canvax.InputError, match=message):
         draw(emoji, prompt)
 
 
-def test_options_that_do_not_go_together(emoji: canvax.StableDiffusion) -> None:
+def test_options_that_do_not_go_together(emoji: canvax.Pipeline) -> None:
     with refused("prompt"):
         draw(emoji, "a AND b", reuse=2)
     with pytest.raises(canvax.InputError, match="encode each of them"):
@@ -374,7 +375,7 @@ def test_options_that_do_not_go_together(emoji: canvax.StableDiffusion) -> None:
 
 
 @pytest.fixture(scope="module")
-def xl(tmp_path_factory: pytest.TempPathFactory) -> tuple[canvax.StableDiffusion, canvax.StableDiffusion]:
+def xl(tmp_path_factory: pytest.TempPathFactory) -> tuple[canvax.Pipeline, canvax.Pipeline]:
     """On one device, and on four."""
     folder = build(tmp_path_factory.mktemp("prompts") / "model")
     one, four = (
@@ -394,6 +395,17 @@ def test_sdxl_conditions(xl: tuple[Any, Any]) -> None:
     np.testing.assert_allclose(named.latents, want.latents, atol=1e-4)
     with pytest.raises(canvax.InputError, match="prompt has no 'pooled'"):
         draw(pipe, {"text": said["text"]})
+
+
+def test_each_encoder_has_its_own_shares(xl: tuple[Any, Any]) -> None:
+    """A piece that weighs less in the prompt of one encoder alone, which Compel mixes from two texts."""
+    pipe, width, less = xl[0], clip_configs(xl[0].model.text)["text_encoder"].hidden_size, "a (red)0.3 apple"
+    plain, light, both = (
+        np.asarray(pipe.encode("a dog" if one is None else one, two, prompt_syntax="compel")["text"])
+        for one, two in ((None, "a dog"), (less, less), (None, less))
+    )
+    np.testing.assert_allclose(both[..., :width], plain[..., :width], atol=1e-6)
+    np.testing.assert_allclose(both[..., width:], light[..., width:], atol=1e-6)
 
 
 @pytest.mark.parametrize("syntax", ["a1111", "comfy", "compel"])

@@ -17,25 +17,25 @@ SECOND = {"prompt_2": ["c", "d"], "negative_prompt_2": ["u", "v"]}
 
 
 @pytest.fixture(scope="module")
-def pipe(tmp_path_factory: pytest.TempPathFactory) -> canvax.StableDiffusion:
+def pipe(tmp_path_factory: pytest.TempPathFactory) -> canvax.Pipeline:
     folder = build(tmp_path_factory.mktemp("prompts") / "model")
     return canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
 
 
 def draw(
-    pipe: canvax.StableDiffusion, prompt: Any, negative: Any, images: int, seed: int, second: dict[str, Any]
+    pipe: canvax.Pipeline, prompt: Any, negative: Any, images: int, seed: int, second: dict[str, Any]
 ) -> canvax.Result:
     options = canvax.Options(progress=False, **second)
     return pipe(prompt, negative, num_images_per_prompt=images, num_inference_steps=3, seed=seed, options=options)
 
 
-def test_negative_prompts_may_be_an_array(emoji: canvax.StableDiffusion) -> None:
+def test_negative_prompts_may_be_an_array(emoji: canvax.Pipeline) -> None:
     texts = [np.array(["a cat", "a dog"]), np.array(["red", "blue"])]
     request = make_request(emoji.model, Call(*texts, seed=1))
     assert (request.prompts, request.negatives) == (["a cat", "a dog"], ["red", "blue"])
 
 
-def test_two_prompts_and_two_images_of_each(pipe: canvax.StableDiffusion) -> None:
+def test_two_prompts_and_two_images_of_each(pipe: canvax.Pipeline) -> None:
     """The metadata says aabb and xxyy, and each image is the one that its own prompts draw alone."""
     result = draw(pipe, ["a", "b"], ["x", "y"], 2, 5, SECOND)
     said = [(entry["prompt"], entry["negative_prompt"], entry["seed"]) for entry in result.metadata]
@@ -49,7 +49,7 @@ def test_two_prompts_and_two_images_of_each(pipe: canvax.StableDiffusion) -> Non
 
 
 @pytest.mark.parametrize("name", ["negative_prompt", "prompt_2", "negative_prompt_2"])
-def test_every_prompt_decides(pipe: canvax.StableDiffusion, name: str) -> None:
+def test_every_prompt_decides(pipe: canvax.Pipeline, name: str) -> None:
     """None of them could be left out, or given to another image, without another image coming out."""
     usual = {"negative_prompt": "x", "prompt_2": "c", "negative_prompt_2": "u"}
 
@@ -60,7 +60,7 @@ def test_every_prompt_decides(pipe: canvax.StableDiffusion, name: str) -> None:
     assert np.abs(latents({name: "something else"}) - latents({})).max() > 1e-3
 
 
-def test_the_second_encoder_reads_the_first_prompts_unless_it_has_its_own(pipe: canvax.StableDiffusion) -> None:
+def test_the_second_encoder_reads_the_first_prompts_unless_it_has_its_own(pipe: canvax.Pipeline) -> None:
     plain = draw(pipe, ["a", "b"], ["x", "y"], 2, 5, {})
     same = draw(pipe, ["a", "b"], ["x", "y"], 2, 5, {"prompt_2": ["a", "b"], "negative_prompt_2": ["x", "y"]})
     np.testing.assert_array_equal(plain.latents, same.latents)

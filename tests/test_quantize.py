@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import canvax
 from canvax import nn
 from canvax.cli import BAD_INPUT, main
+from canvax.families.known import PRESETS
 from canvax.images.metadata import read_metadata
 from canvax.kernels.target import compiling_for
-from canvax.models.presets import PRESETS
 from canvax.parallel.mesh import make_mesh
 from canvax.parallel.rules import device_bytes
 from canvax.params import Params, count, flatten
@@ -36,7 +36,7 @@ def one_device() -> Any:
     return make_mesh(jax.devices()[:1])
 
 
-def draw(pipe: canvax.StableDiffusion) -> np.ndarray:
+def draw(pipe: canvax.Pipeline) -> np.ndarray:
     return pipe(PROMPTS, seed=[1, 2], num_inference_steps=10, options=QUIET).pixels
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import canvax
+from canvax.call import Load
 from canvax.errors import InputError
 from canvax.scale.data import blocks_of
 
@@ -113,7 +114,7 @@ def test_models_stay_where_they_are_in_memory() -> None:
 
 
 @pytest.mark.skipif(not find_spec("pyarrow"), reason="needs pyarrow: pip install '.[batch]'")
-def test_generate_without_a_cluster(emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_without_a_cluster(emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``map_batches`` calls: all columns come back with images; errors and gaps do not change the types."""
     import numpy as np
     import pyarrow
@@ -146,6 +147,12 @@ def test_arguments_of_serve() -> None:
     assert Wanted.of({"model": "a,b", "most": "3", "imagine": "true", "gpus": 1}) == Wanted(
         model="a,b", most=3, imagine=True, gpus=1.0
     )
+    given = {"quantize": "int8", "controlnet": "a,b", "offload": "true", "vae": "", "revision": "v2"}
+    loading = Load(quantize="int8", controlnet=["a", "b"], offload=True, revision="v2", progress=False)
+    assert Wanted.of(given).loading == loading
+    with pytest.raises(InputError) as refused:
+        Wanted.of({"quantize": "int9"})
+    assert refused.value.argument == "quantize"
     for given, said in (({"modle": "a"}, "did you mean 'model'"), ({"most": "x"}, "most='x' is not int"),
                         ({"replicas": "-3"}, "replicas='-3'"),
                         ({"imagine": "maybe"}, "imagine='maybe' is not bool")):  # fmt: skip

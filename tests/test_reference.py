@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from canvax.call import OptionRecord
+from canvax.call import Load, OptionRecord
 from canvax.cli.arguments import COMMANDS, parse
 from canvax.settings import declared
 
@@ -19,24 +19,30 @@ REFERENCE = DOCS / "reference"
 
 
 @pytest.fixture(scope="module")
-def pages() -> dict[str, str]:
+def generate() -> ModuleType:
     spec = importlib.util.spec_from_file_location("generate", REFERENCE / "generate.py")
     assert spec
     assert spec.loader
     module: ModuleType = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.pages()
+    return module
 
 
-def test_pages_are_up_to_date(pages: dict[str, str]) -> None:
+@pytest.fixture(scope="module")
+def pages(generate: ModuleType) -> dict[str, str]:
+    return generate.pages()
+
+
+def test_pages_are_up_to_date(pages: dict[str, str], generate: ModuleType) -> None:
     """``python docs/reference/generate.py`` writes them."""
+    assert generate.KEYWORDS.read_text(encoding="utf-8") == generate.keywords()
     assert {path.name: path.read_text(encoding="utf-8") for path in REFERENCE.glob("*.md")} == pages
 
 
 def test_pages_are_complete(pages: dict[str, str]) -> None:
     for command in COMMANDS:
         assert f"## canvax {command}" in pages["command-line.md"]
-    for name in declared(OptionRecord):
+    for name in (*declared(Load), *declared(OptionRecord)):
         assert f"| `{name}` |" in pages["settings.md"]
     assert "| `GET /api/images` |" in pages["http-api.md"]
 

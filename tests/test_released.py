@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from canvax.errors import CanvaxError, CheckpointError, HintWarning, InputError
-from canvax.families.read import family_of, read_model
+from canvax.families.known import PRESETS, family_of
+from canvax.families.read import read_model
 from canvax.images.infotext import from_infotext
 from canvax.models.clip_vision import MEAN, STD
 from canvax.models.configs import ClipTextConfig, ClipVisionConfig, TinyConfig, UNetConfig, VaeConfig
@@ -23,7 +24,6 @@ from canvax.models.decoder_lm import DecoderConfig
 from canvax.models.flux2 import Flux2Config
 from canvax.models.flux2_vae import Flux2VaeConfig
 from canvax.models.krea2 import Krea2Config
-from canvax.models.presets import PRESETS
 from canvax.models.wan_vae import WanVaeConfig
 from canvax.models.z_image import ZImageConfig
 from canvax.pipelines.safety import vision_config
@@ -121,18 +121,19 @@ def test_folder(released: dict[str, Any], tmp_path: Path) -> None:
     name = index["_class_name"]
     families = {
         "StableDiffusionXL": "sdxl",
-        "StableDiffusion": "sd",
+        "Pipeline": "sd",
         "Latent": "sd",
         "ZImage": "z-image",
         "Flux2": "flux2",
     }
-    assert model.family.name == next((family for start, family in families.items() if name.startswith(start)), "krea-2")
+    wanted = next((family for start, family in families.items() if name.startswith(start)), "krea-2")
+    assert model.family.name == wanted + ("-refiner" if index.get("requires_aesthetics_score") else "")
     scheduler = CONFIGS[parts["scheduler"]]
     if "unet" in parts:
         unet = CONFIGS[parts["unet"]]
         assert model.native_size == (unet["sample_size"] * 8,) * 2 or unet["_diffusers_version"] < "0.9"
         assert model.scheduler.schedule.prediction_type == scheduler.get("prediction_type", "epsilon")
-        assert model.is_refiner is (index.get("requires_aesthetics_score") is True)
+        assert model.family.is_refiner is (index.get("requires_aesthetics_score") is True)
     else:
         assert model.native_size == (1024, 1024)
         assert model.scheduler.schedule.prediction_type == "flow_prediction"

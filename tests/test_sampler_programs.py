@@ -25,7 +25,7 @@ from tests.support.bundled import LATENTS
 
 
 def rows_on_the_host(
-    emoji: canvax.StableDiffusion, sampler: str, steps: list[canvax.Step], x: np.ndarray, seed: int
+    emoji: canvax.Pipeline, sampler: str, steps: list[canvax.Step], x: np.ndarray, seed: int
 ) -> np.ndarray:
     """x after every row [R, 1, h, w, C]: the sampler's table in float64, given the denoised images of a run."""
     table = build_table(emoji.model.scheduler, 5, sampler=sampler)
@@ -40,7 +40,7 @@ def rows_on_the_host(
 
 
 @pytest.mark.slow
-def test_all_samplers_run_one_compiled_program(emoji: canvax.StableDiffusion) -> None:
+def test_all_samplers_run_one_compiled_program(emoji: canvax.Pipeline) -> None:
     """One compilation of each denoiser in total: the first picture's, which makes the other two programs as well.
 
     After every row the latents are what the table makes of the denoised images so far and of the noise of each row.
@@ -76,12 +76,12 @@ def test_all_samplers_run_one_compiled_program(emoji: canvax.StableDiffusion) ->
     assert len({pixels.tobytes() for pixels in drawn}) > len(SAMPLERS) - 6  # a few are others' under another name
 
 
-def test_inversion_wants_a_picture(emoji: canvax.StableDiffusion) -> None:
+def test_inversion_wants_a_picture(emoji: canvax.Pipeline) -> None:
     with pytest.raises(InputError, match=r"result\.latents"):
         emoji("a cat", sampler="DDIM inversion", options=canvax.Options(progress=False))
 
 
-def test_the_first_timestep_of_a_flow_model(emoji: canvax.StableDiffusion) -> None:
+def test_the_first_timestep_of_a_flow_model(emoji: canvax.Pipeline) -> None:
     flow = from_scheduler_config({"_class_name": "FlowMatchEulerDiscreteScheduler"})
     latents, conditions = jnp.ones((1, *LATENTS)), emoji.encode("a cat")
 

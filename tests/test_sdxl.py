@@ -17,6 +17,7 @@ import canvax
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import compilations
 from canvax.compile.programs import Programs
+from canvax.models.clip import clip_encoders
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
 from canvax.models.presets import (
@@ -26,7 +27,6 @@ from canvax.models.presets import (
     SDXL_UNET,
     SDXL_VAE,
 )
-from canvax.models.text import clip_encoders
 from canvax.models.unet import unet_context, unet_spec
 from canvax.models.vae import vae_decode, vae_spec
 from canvax.parallel.mesh import make_mesh
@@ -37,7 +37,7 @@ from tests.support.small_sdxl import SCHEDULER, TEXT, UNET, VAE, build, build_re
 QUIET = canvax.Options(progress=False)
 
 
-def load(folder: Path, devices: int = 1) -> canvax.StableDiffusion:
+def load(folder: Path, devices: int = 1) -> canvax.Pipeline:
     return canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:devices]))
 
 
@@ -47,18 +47,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def base(folder: Path) -> canvax.StableDiffusion:
+def base(folder: Path) -> canvax.Pipeline:
     return load(folder)
 
 
 @pytest.fixture(scope="module")
-def refiner(tmp_path_factory: pytest.TempPathFactory) -> canvax.StableDiffusion:
+def refiner(tmp_path_factory: pytest.TempPathFactory) -> canvax.Pipeline:
     return load(build_refiner(tmp_path_factory.mktemp("xl") / "refiner"))
 
 
-def draw(
-    pipe: canvax.StableDiffusion, prompt: Any = "a cat", *, options: Any = None, **arguments: Any
-) -> canvax.Result:
+def draw(pipe: canvax.Pipeline, prompt: Any = "a cat", *, options: Any = None, **arguments: Any) -> canvax.Result:
     options = dataclasses.replace(QUIET, **(options or {}))
     return pipe(prompt, **{"num_inference_steps": 5, "seed": 3, "options": options} | arguments)
 
@@ -75,7 +73,7 @@ def test_full_size() -> None:
     assert count(vae_spec(SDXL_VAE)) == 83_653_863
 
 
-def test_defaults(base: canvax.StableDiffusion) -> None:
+def test_defaults(base: canvax.Pipeline) -> None:
     result = draw(base)
     assert result.images[0].size == (64, 64)
     assert result.metadata[0]["guidance_scale"] == 5.0
@@ -94,7 +92,7 @@ def test_scheduler_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.weekly)])
-def test_low_precision(dtype: str, folder: Path, base: canvax.StableDiffusion) -> None:
+def test_low_precision(dtype: str, folder: Path, base: canvax.Pipeline) -> None:
     pipe = canvax.load(folder, dtype=dtype, mesh=make_mesh(jax.devices()[:1]))
     options = {"prompt_2": "a dog", "original_size": (1083, 1081)}
     want, got = draw(base, options=options), draw(pipe, options=options)
@@ -120,7 +118,7 @@ def test_numbers_that_16_bits_round_are_embedded_exactly(what: str) -> None:
 
 
 @pytest.mark.slow
-def test_same_picture_on_many_devices(folder: Path, base: canvax.StableDiffusion) -> None:
+def test_same_picture_on_many_devices(folder: Path, base: canvax.Pipeline) -> None:
     count = 8
     prompts = ["a cat", "a dog", "a red apple"]
     options = {"prompt_2": ["x", "y", "z"], "original_size": (32, 32), "negative_target_size": (9, 9)}
@@ -129,7 +127,7 @@ def test_same_picture_on_many_devices(folder: Path, base: canvax.StableDiffusion
     np.testing.assert_allclose(got.latents, want.latents, atol=1e-4)
 
 
-def test_metadata_draws_it_again(base: canvax.StableDiffusion) -> None:
+def test_metadata_draws_it_again(base: canvax.Pipeline) -> None:
     options = {"prompt_2": ["x", "y"], "negative_prompt_2": "z", "crops_coords_top_left": (8, 0)}
     result = draw(base, ["a cat", "a dog"], options=options)
     said = json.loads(json.dumps(result.metadata[1]))
@@ -145,7 +143,7 @@ def test_metadata_draws_it_again(base: canvax.StableDiffusion) -> None:
 
 @pytest.mark.parametrize("sampler", ["Euler", "Euler a", "DDIM", "DDPM"])
 @pytest.mark.parametrize("cut", [0.8, 0.45])
-def test_run_in_two_parts(sampler: str, cut: float, emoji: canvax.StableDiffusion) -> None:
+def test_run_in_two_parts(sampler: str, cut: float, emoji: canvax.Pipeline) -> None:
     """A sampler without memory draws the same in two parts, step noise included; nothing compiles for it."""
     whole = draw(emoji, sampler=sampler)
     before = compilations()
@@ -158,7 +156,7 @@ def test_run_in_two_parts(sampler: str, cut: float, emoji: canvax.StableDiffusio
 
 
 @pytest.mark.parametrize("sampler", ["DPM++ 2M", "PNDM", "DPM++ 2M SDE"])
-def test_run_in_two_parts_with_memory(sampler: str, emoji: canvax.StableDiffusion) -> None:
+def test_run_in_two_parts_with_memory(sampler: str, emoji: canvax.Pipeline) -> None:
     """A sampler with memory begins the second part anew: nearly the same picture."""
     whole = draw(emoji, sampler=sampler, num_inference_steps=30, guidance_scale=1.0)
     first = draw(emoji, sampler=sampler, num_inference_steps=30, guidance_scale=1.0, options={"denoising_end": 0.5})
@@ -169,7 +167,7 @@ def test_run_in_two_parts_with_memory(sampler: str, emoji: canvax.StableDiffusio
     assert np.abs(second.pixels - whole.pixels).mean() < 0.01
 
 
-def test_hand_over_between_samplers(base: canvax.StableDiffusion, refiner: canvax.StableDiffusion) -> None:
+def test_hand_over_between_samplers(base: canvax.Pipeline, refiner: canvax.Pipeline) -> None:
     first = draw(base, options={"denoising_end": 0.6}, sampler="Euler")
     for sampler in ("Euler", "DPM++ 2M", "DDIM"):
         result = draw(refiner, latents=first.latents, options={"denoising_start": 0.6}, sampler=sampler)
@@ -199,12 +197,12 @@ def test_bad_options(name: str) -> None:
     [{"prompt_2": "a"}, {"negative_prompt_2": ""}, {"original_size": (64, 64)}, {"aesthetic_score": 6.0}],
     ids=lambda options: next(iter(options)),
 )
-def test_options_of_xl_alone(options: dict[str, Any], emoji: canvax.StableDiffusion) -> None:
+def test_options_of_xl_alone(options: dict[str, Any], emoji: canvax.Pipeline) -> None:
     with pytest.raises(canvax.InputError, match=f"^{next(iter(options))} "):
         draw(emoji, options=options)
 
 
-def test_bad_calls(base: canvax.StableDiffusion, refiner: canvax.StableDiffusion) -> None:
+def test_bad_calls(base: canvax.Pipeline, refiner: canvax.Pipeline) -> None:
     latents = np.zeros((1, 8, 8, 4), np.float32)
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (base, {"options": {"aesthetic_score": 5.0}}, "not a refiner"),
@@ -251,7 +249,7 @@ def test_damaged_checkpoint(file: str, values: dict[str, Any], message: str, fol
         load(change(folder, tmp_path / "copy", file, **values))
 
 
-def test_flax_files(base: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_flax_files(base: canvax.Pipeline, tmp_path: Path) -> None:
     """The old Flax layout, converted checkpoints' class names included, holds the same model."""
     pipe = load(build(tmp_path / "flax", form="flax"))
     np.testing.assert_array_equal(draw(pipe).latents, draw(base).latents)

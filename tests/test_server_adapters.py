@@ -33,12 +33,12 @@ PLACES = 2
 
 
 @pytest.fixture(scope="module")
-def emoji() -> canvax.StableDiffusion:
+def emoji() -> canvax.Pipeline:
     return canvax.load("emoji", progress=False, mesh=canvax.make_mesh(jax.devices()[:1]))
 
 
 @pytest.fixture(scope="module")
-def folder(emoji: canvax.StableDiffusion, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(emoji: canvax.Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loras")
     for i, name in enumerate(NAMES):
         draw, arrays = Draw(i), {}
@@ -75,7 +75,7 @@ def opened(data: bytes) -> tuple[np.ndarray, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_each_request_has_its_own(
-    server: tuple[httpx.Client, ImageEngine], folder: Path, emoji: canvax.StableDiffusion
+    server: tuple[httpx.Client, ImageEngine], folder: Path, emoji: canvax.Pipeline
 ) -> None:
     """Six clients at once with three adapters in two places: all images as alone, and nothing compiled."""
     client, _ = server
@@ -172,7 +172,7 @@ class Waits:
     adapters: Wanted
 
 
-def test_two_files_of_one_name(folder: Path, emoji: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_two_files_of_one_name(folder: Path, emoji: canvax.Pipeline, tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     for name, source in (("ink", "ink"), ("deep/ink", "clay"), ("deep/wool", "wool")):
         (tmp_path / f"{name}.safetensors").write_bytes((folder / f"{source}.safetensors").read_bytes())
@@ -197,7 +197,7 @@ def test_two_files_of_one_name(folder: Path, emoji: canvax.StableDiffusion, tmp_
     }
 
 
-def test_places_are_held_until_images_are_over(folder: Path, emoji: canvax.StableDiffusion) -> None:
+def test_places_are_held_until_images_are_over(folder: Path, emoji: canvax.Pipeline) -> None:
     """Who needs a place when all are held waits, later ones with adapters behind it; others do not."""
     shelf = AdapterCache(emoji.model, emoji.mesh, AdapterSettings(folder, places=PLACES))
     assert (shelf.bank.places.layers, shelf.bank.places.rank) == ("attention", 8)  # as the files have it
@@ -231,7 +231,7 @@ def test_places_are_held_until_images_are_over(folder: Path, emoji: canvax.Stabl
 
 
 def test_a_place_that_cannot_be_written_is_not_held(
-    folder: Path, emoji: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch
+    folder: Path, emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the next image would have the weights of another adapter, or none."""
     shelf = AdapterCache(emoji.model, emoji.mesh, AdapterSettings(folder, places=PLACES))

@@ -116,7 +116,7 @@ def test_every_field_reaches_the_engine(site: Web) -> None:
         "prompt": "p", "negative_prompt": "q", "model": "stub", "n": 2, "width": 64, "height": 96, "steps": 3,
         "guidance_scale": 2.5, "sampler": "euler_a", "seed": 5, "image": b64(picture()),
         "mask": b64(picture(colour="white")), "strength": 0.5, "upscale": 2.0, "format": "webp",
-        "quality": 80, "previews": True, "metadata": False, "seconds": 60, "options": {"clip_skip": 1},
+        "vae": "soft", "quality": 80, "previews": True, "metadata": False, "seconds": 60, "options": {"clip_skip": 1},
         "adapters": {"ink": 0.5, "clay": {"unet": 1.0}}, "control": {"depth": b64(picture())}, "control_from": "invert",
         "control_scale": [0.5], "control_start": 0.1, "control_end": 0.9, "control_mode": "guess",
         "image_prompt": {"image": b64(picture()), "scale": 0.5, "mask": b64(picture(colour="white")), "adapter": 1},
@@ -166,7 +166,14 @@ def test_images_for_a_model_that_edits(site: Web, monkeypatch: pytest.MonkeyPatc
     ask = site.engine.asks[-1]
     assert (ask.image is not None, len(ask.references), ask.strength) == (True, 1, None)
     assert site.http.post(url, files=two, data={"prompt": "x", "strength": "0.5"}).status_code == 400
-    assert site.http.post(url, files=two * 6, data={"prompt": "x"}).status_code == 400
+    refused = site.http.post(url, files=two * 6, data={"prompt": "x"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "image")
+    assert {"12", "10"} <= set(re.findall(r"\d+", refused.json()["error"]["message"]))  # sent, and the limit
+    sizes = []
+    for size in ({}, {"size": "auto"}):
+        assert site.http.post(url, files=two[:1], data={"prompt": "x", **size}).status_code == 200
+        sizes.append((site.engine.asks[-1].width, site.engine.asks[-1].height))
+    assert sizes[0] == sizes[1]
     for sent, meant in ((None, None), (1, None), (0.5, 0.5)):
         body = {"init_images": [b64(picture())], **({} if sent is None else {"denoising_strength": sent})}
         assert site.http.post("/sdapi/v1/img2img", json=body).status_code == 200
@@ -191,6 +198,21 @@ def test_images_are_turned_as_their_exif_says(site: Web, api: str) -> None:
     given = site.engine.asks[-1].image
     assert given is not None
     assert (given.size, given.getpixel((0, 48)), given.getpixel((63, 48))) == ((64, 96), (255, 0, 0), (0, 0, 255))
+
+
+def test_what_a_small_model_knows_is_listed(site: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert site.http.get("/api/prompts").json() == {"prompts": []}
+    monkeypatch.setattr(site.engine, "models", lambda: [CARD, replace(CARD, id="small", prompts=("fox", "owl"))])
+    assert site.http.get("/api/prompts", params={"model": "small"}).json() == {"prompts": ["fox", "owl"]}
+
+
+def test_an_image_that_is_enlarged_brings_its_prompt(site: Web, tmp_path: Path) -> None:
+    """For the metadata of the new one, where its tiles have none."""
+    data = save_image(tmp_path / "a.png", Image.new("RGB", (64, 64)), {"prompt": "a fox", "seed": 1}).read_bytes()
+    body = {"prompt": "", "image": base64.b64encode(data).decode(), "upscale": 2}
+    for changes, known in (({}, "a fox"), ({"prompt": "a cat"}, ""), ({"image": b64(picture())}, "")):
+        assert site.http.post("/api/jobs", json=body | changes).status_code == 202
+        assert site.engine.asks[-1].source_prompt == known
 
 
 @pytest.mark.parametrize(

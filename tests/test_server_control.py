@@ -19,7 +19,7 @@ from PIL import Image
 
 import canvax
 from canvax.cli.arguments import parse
-from canvax.cli.serve import _load
+from canvax.cli.loading import load_of, load_with
 from canvax.compile.monitor import counting
 from canvax.images.metadata import metadata_in
 from canvax.scale.serve import Images, Wanted
@@ -67,7 +67,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pipe(root: Path) -> canvax.StableDiffusion:
+def pipe(root: Path) -> canvax.Pipeline:
     """A small random model with a ControlNet, a T2I-Adapter and two IP-Adapters."""
     base = canvax.load(write_small_checkpoint(root / "base"), mesh=canvax.make_mesh(jax.devices()[:1]))
     nets = [controlnet(root / "edges", base, strength=0.5, sees=30.0), adapter(root / "colours", base)]
@@ -77,7 +77,7 @@ def pipe(root: Path) -> canvax.StableDiffusion:
 
 
 @pytest.fixture(scope="module")
-def server(pipe: canvax.StableDiffusion) -> Iterator[tuple[httpx.Client, ImageEngine]]:
+def server(pipe: canvax.Pipeline) -> Iterator[tuple[httpx.Client, ImageEngine]]:
     settings = EngineSettings(warm=(Warm(None, (1, 4)),))
     with (
         generating(settings, load=lambda name: pipe) as (base, engine),
@@ -122,7 +122,7 @@ CALLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def called(pipe: canvax.StableDiffusion, **more: Any) -> np.ndarray:
+def called(pipe: canvax.Pipeline, **more: Any) -> np.ndarray:
     """What the pipeline itself generates."""
     call = {"prompt": "a cat", "num_inference_steps": 4, "height": 64, "width": 64, **more}
     return np.asarray(pipe(**call, seed=3, progress=False)[0], np.int16)
@@ -131,7 +131,7 @@ def called(pipe: canvax.StableDiffusion, **more: Any) -> np.ndarray:
 @pytest.mark.parametrize("some", [(0, 3, 9), pytest.param(range(len(CALLS)), marks=pytest.mark.weekly)])
 @pytest.mark.slow
 def test_each_request_has_its_own(
-    some: Sequence[int], server: tuple[httpx.Client, ImageEngine], pipe: canvax.StableDiffusion
+    some: Sequence[int], server: tuple[httpx.Client, ImageEngine], pipe: canvax.Pipeline
 ) -> None:
     """All at once, with images and without: the pixels of the pipeline, and nothing compiled."""
     client, engine = server
@@ -153,7 +153,7 @@ def test_each_request_has_its_own(
     assert told["ip_adapter"] == ["plain", "plus"]
 
 
-def test_larger_by_tiles(server: tuple[httpx.Client, ImageEngine], pipe: canvax.StableDiffusion) -> None:
+def test_larger_by_tiles(server: tuple[httpx.Client, ImageEngine], pipe: canvax.Pipeline) -> None:
     """Each tile is its own control image."""
     large = {"image": b64(picture(5, (72, 64))), "upscale": 1.25, "strength": 0.5, "width": None, "height": None}
     with counting() as counts:
@@ -216,7 +216,7 @@ def test_what_is_there_is_told(server: tuple[httpx.Client, ImageEngine]) -> None
     assert card["ip_adapters"] == ["plain", "plus"]
 
 
-def test_flags(root: Path, pipe: canvax.StableDiffusion) -> None:
+def test_flags(root: Path, pipe: canvax.Pipeline) -> None:
     """Of the command, and of a replica of Ray Serve."""
     nets = [root / name for name in ("edges", "colours")]
     prompts = [root / "ip" / f"{kind}.safetensors" for kind in ("plain", "plus")]
@@ -224,7 +224,8 @@ def test_flags(root: Path, pipe: canvax.StableDiffusion) -> None:
     arguments = parse(["serve", str(root / "base"), "--quiet", *map(str, words)])
     listed = [",".join(map(str, names)) for names in (nets, prompts)]
     replica: Any = SimpleNamespace(_wanted=Wanted.of({"controlnet": listed[0], "ip_adapter": listed[1]}))
-    for loaded in (_load(str(root / "base"), arguments), Images._load(replica, str(root / "base"))):
+    with_flags = load_with(arguments, load_of(arguments, model=str(root / "base")))
+    for loaded in (with_flags, Images._load(replica, str(root / "base"))):
         assert cards(loaded.model) == cards(pipe.model)
 
 

@@ -22,6 +22,7 @@ import canvax
 from canvax.compile.monitor import compilations
 from canvax.engine.batch import Batch
 from canvax.models.configs import ClipVisionConfig
+from canvax.parallel.place import waits
 from canvax.pipelines.hints import hints
 from canvax.pipelines.safety import SafetyChecker
 from canvax.samplers import build_table
@@ -189,7 +190,7 @@ def test_batches_run_side_by_side_where_that_is_faster_and_fits(
 ) -> None:
     """Timed by a clock of ours: three calls at a time take as long as one, a fourth waits for another."""
     asked = sample("emoji", PIPE.model, 64, 64)
-    group = Group(asked.group, PIPE.model, PIPE.programs, lambda: PIPE.params or {}, (1, 4), lanes=8)
+    group = Group(asked.group, PIPE.model, PIPE.programs, lambda *_, **__: PIPE.params or {}, (1, 4), lanes=8)
     group.compile(PIPE.params or {})
     monkeypatch.setattr("canvax.server.group.free_bytes", lambda mesh: free)
     monkeypatch.setattr(
@@ -204,7 +205,7 @@ def test_batches_run_side_by_side_where_that_is_faster_and_fits(
 def timed_group(monkeypatch: pytest.MonkeyPatch, seconds: Any, lanes: int = 8) -> Group:
     """Batches of 1 and 4, measured by a clock of ours: ``seconds`` of each call, by images and lanes."""
     asked = sample("emoji", PIPE.model, 64, 64)
-    group = Group(asked.group, PIPE.model, PIPE.programs, lambda: PIPE.params or {}, (1, 4), lanes=lanes)
+    group = Group(asked.group, PIPE.model, PIPE.programs, lambda *_, **__: PIPE.params or {}, (1, 4), lanes=lanes)
     group.compile(PIPE.params or {})
     monkeypatch.setattr(Group, "_timed", lambda group, images, carry, rows: seconds(images, group._lanes[images]))
     carry: Any = SimpleNamespace(run=SimpleNamespace(table=range(9)))
@@ -261,7 +262,7 @@ def test_a_size_that_has_no_programs_is_refused() -> None:
 
 def test_a_lane_without_an_image_says_nothing_of_two(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = sample("emoji", PIPE.model, 64, 64)
-    group = Group(asked.group, PIPE.model, PIPE.programs, lambda: PIPE.params or {}, (1,), lanes=2)
+    group = Group(asked.group, PIPE.model, PIPE.programs, lambda *_, **__: PIPE.params or {}, (1,), lanes=2)
     group.compile(PIPE.params or {})
     group.timings.row, group._lanes = {1: 0.05, 2: 0.09}, {1: 1, 2: 2}
     jobs = [
@@ -885,6 +886,28 @@ def test_two_models_share_little_memory(tmp_path: Any) -> None:
         assert any("taking copy off" in line for line in said)
     finally:
         engine.close()
+
+
+def test_weights_that_wait_in_the_hosts_memory() -> None:
+    """The denoiser stays on the devices; of the others, one at a time counts. A model that is taken off comes back."""
+    waiting = canvax.load("emoji", progress=False, mesh=ONE, offload=True)
+    served = models.ServedModel("emoji", lambda name: waiting)
+    params = served.loaded_params()
+    assert {name for name in params if waits(params[name])} == {"text_encoder", "vae"}
+    plain = {name: sum(leaf.nbytes for leaf in jax.tree.leaves(part)) for name, part in PIPE.params.items()}
+    assert served.bytes == plain["unet"] + max(plain["text_encoder"], plain["vae"])
+    served.take_off()
+    assert served.bytes < sum(plain.values())
+    served.put_on()
+    assert not waits(served.loaded_params()["unet"])
+    other = started(lambda name: waiting, warm=(Warm(None, (1,)),))
+    try:
+        jobs = [other.submit(JobRequest("a red apple", seed=seed, steps=4)) for seed in (1, 2)]
+        finished(jobs)
+        for seed, job in zip((1, 2), jobs, strict=True):
+            same(job, PIPE("a red apple", seed=seed, num_inference_steps=4, options=QUIET).images)
+    finally:
+        other.close()
 
 
 def test_a_join_that_fails_costs_its_jobs(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,42 @@ def test_images_of_one_name_are_deleted_side_by_side(site: tuple[Web, Path], fol
 def test_a_grid_is_a_sheet_with_the_settings_of_its_first_image(site: tuple[Web, Path], folder: Path) -> None:
     save_image(folder / "grid.png", Image.new("RGB", (32, 16)), {"grid": [{"prompt": "a"}, {"prompt": "b"}]})
     first = site[0].http.get("/api/images").json()["images"][0]
-    assert (first["kind"], first["settings"]) == ("sheet", {"prompt": "a"})
+    assert (first["kind"], first["settings"]) == ("sheet", {"prompt": "a", "varied": [["prompt", "a, b"]]})
+
+
+def test_images_become_a_sheet(site: tuple[Web, Path], folder: Path) -> None:
+    """One file with the settings that they share; they move into a folder of its name, and are deleted with it."""
+    http = site[0].http
+    body = {"files": ["00000-0.png", None, "00001-1.png"], "columns": ["seed 0", "seed 9", "seed 1"]}
+    answer = http.post("/api/images", json=body)
+    assert answer.json() == {"name": "grid-00000-0.png"}
+    (sheet, single) = http.get("/api/images").json()["images"]
+    assert (sheet["file"], sheet["kind"], single["file"]) == ("grid-00000-0.png", "sheet", "00002-2.png")
+    settings = {"prompt": "apple 0", "steps": 4, "sampler": "ddim"}
+    assert sheet["settings"] == settings | {"varied": [["prompt", "apple 0, apple 1"], ["seed", "0, 1"]]}
+    cells = ["grid-00000-0/00000-0.png", "grid-00000-0/00001-1.png"]
+    assert [path.relative_to(folder).as_posix() for path in sorted(folder.glob("grid*/*"))] == cells
+    http.delete("/api/images/grid-00000-0.png")
+    assert not list(folder.glob("grid*"))
+    http.post("/api/images/grid-00000-0.png")
+    assert [path.relative_to(folder).as_posix() for path in sorted(folder.glob("grid*/*"))] == cells
+
+
+@pytest.mark.parametrize(
+    "files",
+    [["../outside.png"], ["link.png"], ["foreign.png"], ["00000-0.png", "00000-0.png"], [None], []],
+)  # fmt: skip
+def test_nothing_else_becomes_a_sheet(site: tuple[Web, Path], folder: Path, files: list[str | None]) -> None:
+    before = sorted(folder.parent.rglob("*"))
+    answer = site[0].http.post("/api/images", json={"files": files, "columns": ["a"]})
+    assert answer.status_code in (400, 404)
+    assert sorted(folder.parent.rglob("*")) == before
+
+
+def test_an_enlarged_image_has_the_prompt_of_the_one_before(site: tuple[Web, Path], folder: Path) -> None:
+    write(folder / "00009-9.png", prompt="", upscale={"scale": 2.0, "overlap": 96, "prompt": "a fox"})
+    settings = site[0].http.get("/api/images").json()["images"][0]["settings"]
+    assert (settings["prompt"], settings["upscale"]) == ("a fox", 2.0)
 
 
 def test_a_wrong_position_is_refused(site: tuple[Web, Path], folder: Path) -> None:

@@ -40,10 +40,11 @@ def image(mode: str) -> Image.Image:
 FULL = JobRequest(
     prompt="a red 🍎, \"quoted\"\nand\x00more", negative_prompt="", model="emoji", n=3, width=96, height=64, steps=7,
     guidance_scale=4.25, sampler="Euler a", seed=2**64 - 5, image=image("RGB"), mask=image("L"), strength=0.3,
-    references=(image("RGB"),), upscale=2.0, control=[image("RGB"), {"depth:0.5": image("RGB")}],
+    references=(image("RGB"),), upscale=2.0, source_prompt="a fox", control=[image("RGB"), {"depth:0.5": image("RGB")}],
     image_prompt=[PromptImage(image("RGB"), {"down": 0.5}, image("L"), 1)],
     options={"variation_seed": 5, "variation_strength": 0.1, "prompt_syntax": "a1111"}, lenient=True, format="webp",
     quality=81, previews=4, metadata=False, client="team", once="again-1", seconds=12.5,
+    vae="soft",
 )  # fmt: skip
 """No field has its default."""
 

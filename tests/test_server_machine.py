@@ -198,7 +198,9 @@ class StubGroup(Group):
     def _new_batch(self, images: int) -> Any:
         return StubBatch(images)
 
-    def _decode(self, latents: Sequence[np.ndarray]) -> Any:
+    def _params(self, **_: Any) -> Any: ...
+
+    def _decode(self, params: Any, latents: Sequence[np.ndarray]) -> Any:
         WORLD.call("decode", DECODE)
         return [np.zeros((8, 8, 3), np.float32) for _ in latents]
 
@@ -229,7 +231,7 @@ class StubShelf:
 class StubServed(ServedModel):
     bytes = 1
 
-    def __init__(self, name: str, load: Callable[[str], Any], *_: Any, weights: bool = True) -> None:
+    def __init__(self, name: str, load: Callable[[str], Any], *_: Any, weights: bool = True, **__: Any) -> None:
         networks = SimpleNamespace(controls=(), ip_adapters=(), denoiser=SimpleNamespace(edits=False))
         defaults = SimpleNamespace(num_inference_steps=20)
         model: Any = SimpleNamespace(networks=networks, revision=None, defaults=defaults, files=FILES)
@@ -237,6 +239,10 @@ class StubServed(ServedModel):
         self.groups, self.used, self.failed, self.retry, self.load_seconds = {}, 0.0, 0, 0.0, LOAD
         self.safety_checker, self.shelf, self._load = None, StubShelf(), load  # type: ignore[assignment]
         self.colours = SimpleNamespace(learn=lambda *_: None, pixels=lambda latents: latents)  # type: ignore[assignment]
+        self.embeddings, self.vaes = SimpleNamespace(summary=str), SimpleNamespace(take_off=lambda: None)  # type: ignore[assignment]
+
+    def check(self, ask: JobRequest) -> Any:
+        return StubChecked(ask, self.name, self.model, self.shelf)
 
     @property
     def loaded(self) -> bool:
@@ -269,7 +275,7 @@ class StubItem(Item):
 
 
 class StubChecked:
-    input_bytes, tiles = 0, True  # no images are sent, and hints are those of a real model
+    input_bytes, tiles, hints = 0, True, ()  # no images are sent, and hints are those of a real model
 
     def __init__(self, ask: JobRequest, name: str, model: Any = None, shelf: StubShelf | None = None) -> None:
         self.group = GroupKey(name, ask.height or SIZES[0], SIZES[0], Kinds())
@@ -673,7 +679,6 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(module, "time", CLOCK)
     memory = SimpleNamespace(memory_stats=lambda: None)
     monkeypatch.setattr(engine, "jax", SimpleNamespace(local_devices=lambda: [memory]))
-    monkeypatch.setattr(engine, "check", StubChecked)
     monkeypatch.setattr(models, "ServedModel", StubServed)
     monkeypatch.setattr(
         models, "sample", lambda name, _, width, height, **options: StubChecked(JobRequest("", height=height), name)

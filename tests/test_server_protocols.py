@@ -423,7 +423,7 @@ def test_a1111_lists(site: Site) -> None:
     assert {"name", "label"} <= get("schedulers")[0].keys()
     assert "Karras" in [scheduler["label"] for scheduler in get("schedulers")]
     assert get("scripts") == {"txt2img": [], "img2img": []}
-    assert get("embeddings")["loaded"] == {}
+    assert {kind: list(words) for kind, words in get("embeddings").items()} == {"loaded": ["wool"], "skipped": ["yarn"]}
     assert [upscaler["name"] for upscaler in get("upscalers")] == ["None", "Lanczos"]
     assert get("latent-upscale-modes") == [{"name": "Latent"}]
     for name in ("sd-vae", "sd-modules", "hypernetworks", "prompt-styles",

@@ -140,9 +140,9 @@ def test_all_that_is_finished_is_decoded_before_more_rows(monkeypatch: pytest.Mo
         events.append(("finished", len(finished)))
         return finished
 
-    def decoded(group: Group, latents: Any) -> Any:
+    def decoded(group: Group, latents: Any, vae: Any = None) -> Any:
         events.append(("decoded", len(latents)))
-        return decode(group, latents)
+        return decode(group, latents, vae)
 
     with started(warm=(Warm(None, (4,)),)) as (engine, _):
         monkeypatch.setattr(Group, "decodes", 1)
@@ -186,7 +186,7 @@ def test_previews_are_made_while_somebody_sees_them(monkeypatch: pytest.MonkeyPa
     """Else a call of the batch goes on past them, and nothing is decoded."""
     calls: list[str] = []
     decode, step = Group.decode, Group.step
-    monkeypatch.setattr(Group, "decode", lambda group, latents: (calls.append("decode"), decode(group, latents))[1])
+    monkeypatch.setattr(Group, "decode", lambda *given: (calls.append("decode"), decode(*given))[1])
     monkeypatch.setattr(Group, "step", lambda group: (calls.append("step"), step(group))[1])
     monkeypatch.setattr("canvax.server.group.AT_ONCE", 1e9)
     monkeypatch.setattr("canvax.server.engine.CHEAP_PREVIEWS", 1e9)

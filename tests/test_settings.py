@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -16,9 +17,12 @@ import numpy as np
 import pytest
 
 import canvax
-from canvax.call import IMAGE, Call, FromFiles, OptionFields, OptionRecord
+from canvax.call import IMAGE, Call, Enlarging, FromFiles, Load, LoadFlags, OptionRecord
+from canvax.cli.again import again
 from canvax.cli.images import ALIASES, SETTINGS
+from canvax.familiar import CALL, HARMLESS, LOAD
 from canvax.images.infotext import from_infotext
+from canvax.pipelines import keywords, translate
 from canvax.pipelines.checks import FITS_ALL, check_size
 from canvax.pipelines.request import make_request
 from canvax.scale.rows import NAMES
@@ -71,11 +75,60 @@ def test_every_entry_point_takes_the_record() -> None:
     assert "reuse" not in schema["properties"]
 
 
+def test_load_takes_the_record() -> None:
+    parameters = signature(canvax.load).parameters.values()
+    assert {one.name: one.default for one in parameters} == {name: one.default for name, one in declared(Load).items()}
+
+
+def test_upscale_takes_the_record() -> None:
+    parameters = signature(canvax.Pipeline.upscale).parameters
+    assert {name: parameters[name].default for name in declared(Enlarging)} == vars(Enlarging())
+    for name, value in (("scale", 17), ("strength", 0), ("overlap", 0), ("batch", 0.5), ("control", 1)):
+        with pytest.raises(canvax.InputError) as refused:
+            Enlarging(**{name: value})
+        assert refused.value.argument == name
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("quantize", "int9"), ("prediction_type", "eps"), ("offload", 1), ("safety_checker", "yes"),
+        ("local_files_only", None), ("progress", 0), ("precision", "hihgest"), ("revision", 1), ("mesh", "data"),
+        ("mesh", 4), ("scheduler", 1), ("dtype", "float12"),
+    ],
+)  # fmt: skip
+def test_load_refuses(argument: str, value: Any) -> None:
+    with pytest.raises(canvax.InputError) as refused:
+        canvax.load("emoji", **{argument: value})
+    assert refused.value.argument == argument
+
+
+def test_a_mesh_is_text_as_well() -> None:
+    assert dict(canvax.load(mesh="data=1,model=2").programs.mesh.shape) == {"data": 1, "model": 2}
+
+
+def test_precision_is_in_metadata() -> None:
+    result = canvax.load(mesh="data=1", precision="highest")("a cat", num_inference_steps=1, progress=False)
+    assert result.metadata[0]["precision"] == "highest"
+    assert "--precision highest" in again(result.metadata[0]).command
+
+
+def test_whole_numbers_as_text() -> None:
+    assert canvax.Options(seed_size="64, 128").seed_size == (64, 128)  # type: ignore[arg-type]
+    with pytest.raises(canvax.InputError):
+        canvax.Options(seed_size="64,128.5")  # type: ignore[arg-type]
+
+
 def test_names_are_unambiguous() -> None:
     records = (Call, FromFiles, OptionRecord)
     names = [name for record in records for name in declared(record)]
     others = [also for record in records for one in declared(record).values() for also in one.setting.also]
-    flags = [flag for record in records for one in offered(record, "command").values() for flag in one.flags]
+    flags = [
+        flag
+        for record in (Load, LoadFlags, *records)
+        for one in offered(record, "command").values()
+        for flag in one.flags
+    ]
     assert len(names) == len(set(names))
     assert len(others) == len(set(others))
     assert len(flags) == len(set(flags))
@@ -86,21 +139,54 @@ def test_names_are_unambiguous() -> None:
 
 
 def test_keywords_for_type_checkers() -> None:
+    """They are all keywords that a call and ``canvax.load`` take; docs/reference/generate.py writes them."""
     hints = get_type_hints(OptionRecord)
-    assert get_type_hints(OptionFields) == {name: hints[name] for name in declared(OptionRecord)}
+    assert get_type_hints(keywords.OptionFields) == {name: hints[name] for name in declared(OptionRecord)}
+    own = {*signature(canvax.Pipeline.__call__).parameters} - {
+        "self",
+        "prompt",
+        "negative_prompt",
+        "output_type",
+        "more",
+    }
+    foreign = {name for name, one in CALL.items() if one.becomes} | {*translate._SPECIAL}
+    assert keywords.CallFields.__annotations__.keys() == own | foreign | declared(OptionRecord).keys()
+    assert keywords.LoadFields.__annotations__.keys() == {n for n, one in LOAD.items() if one.becomes} | HARMLESS.keys()
+
+
+USER = """
+import numpy as np
+import canvax
+pipe = canvax.load("emoji", torch_dtype="float16", use_safetensors=True)
+pipe("a cat", clip_skip=1, sigmas="karras", generator=None, callback_on_step_end=print, num_inference_steps=2)
+one = pipe("a cat", steps=2).images[0].resize((8, 8))
+array: np.ndarray = pipe("a cat", output_type="np").images
+one = pipe("a cat", output_type="pil")[0].resize((8, 8))
+one = pipe.again("a.png", steps=3).images[0].resize((8, 8))
+pipe.upscale(one, "a cat", clip_skip=1, cfg_scale=3.0)
+pipe.with_controlnet("x", local_files_only=True)
+pipe("a cat", clip_skp=1)  # wrong
+pipe("a cat", mask_mode="sofft")  # wrong
+pipe("a cat", steps="x")  # wrong
+pipe("a cat", output_type="foo")  # wrong
+pipe("a cat", None, 64)  # wrong
+canvax.load("emoji", torch_dtyp="float16")  # wrong
+pipe.with_controlnet("x", foo=1)  # wrong
+pipe("a cat", output_type="np").images.append(one)  # wrong
+pipe.again("a.png", no_such=1)  # wrong
+"""
 
 
 @pytest.mark.slow
-def test_a_type_checker_knows_the_options(tmp_path: Path) -> None:
+def test_a_type_checker_knows_the_names(tmp_path: Path) -> None:
+    """Also those of diffusers."""
     pytest.importorskip("pyright")
-    (tmp_path / "user.py").write_text(
-        'import canvax\npipe = canvax.load("emoji")\npipe("a cat", clip_skip=1, sigmas="karras")\n'
-        'pipe("a cat", clip_skp=1)\npipe("a cat", mask_mode="sofft")\n'
-    )
+    (tmp_path / "user.py").write_text(USER)
     (tmp_path / "pyrightconfig.json").write_text(f'{{"extraPaths": ["{ROOT / "src"}"]}}')
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert re.findall(r"user\.py:(\d+):\d+ - error", done.stdout) == ["4", "5"]
+    wrong = [str(number) for number, line in enumerate(USER.splitlines(), 1) if line.endswith("# wrong")]
+    assert list(dict.fromkeys(re.findall(r"user\.py:(\d+):\d+ - error", done.stdout))) == wrong, done.stdout
 
 
 WRONG: dict[str, tuple[Mapping[str, Any], str]] = {
@@ -131,7 +217,7 @@ LIMITED = [name for name, field in declared(Call).items() if field.setting.low i
 
 
 @pytest.mark.parametrize("name", sorted({*LIMITED} - {"num_images_per_prompt"}))
-def test_the_limits_of_an_argument_are_those_of_its_declaration(name: str, emoji: canvax.StableDiffusion) -> None:
+def test_the_limits_of_an_argument_are_those_of_its_declaration(name: str, emoji: canvax.Pipeline) -> None:
     """In Python, for rows and lines of files, and for requests."""
     setting = declared(Call)[name].setting
     image = {"image": np.zeros((64, 64, 3), np.uint8)} if name == "strength" else {}

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from canvax.kernels.target import compiling_for
+from canvax.models.clip import clip_encoders
 from canvax.models.configs import UNetConfig
 from canvax.models.presets import (
     SD15_TEXT,
@@ -22,7 +23,7 @@ from canvax.models.presets import (
     SDXL_TEXT_2,
     SDXL_UNET,
 )
-from canvax.models.text import TextEncoders, clip_encoders, encode_text
+from canvax.models.text import TextEncoders, encode_text
 from canvax.models.unet import unet, unet_spec
 from canvax.models.vae import vae_decode, vae_encode, vae_spec
 from canvax.params import Params, Spec, count, flatten, map_spec
@@ -111,12 +112,11 @@ def test_vae() -> None:
 )
 def test_text_encoders(cfg: TextEncoders, millions: float) -> None:
     assert sum(count(spec) for spec in cfg.specs.values()) / 1e6 == pytest.approx(millions, rel=0.01)
-    ids = dict.fromkeys(cfg.parts, floats(2, 77, dtype=jnp.int32))
-    skip = floats(dtype=jnp.int32)
-    read = leaves_read(cfg.specs, lambda p, ids, skip: encode_text(p, ids, skip, cfg=cfg), ids, skip)
+    inputs = {name: {"ids": floats(2, 77, dtype=jnp.int32)} for name in cfg.names}
+    read = leaves_read(cfg.specs, lambda p, inputs: encode_text(p, inputs, cfg=cfg), inputs)
     # SDXL reads its first encoder before the final norm, which the checkpoint stores all the same.
     last = "text_encoder.text_model.final_layer_norm"
-    unread = {f"{last}.weight", f"{last}.bias"} if len(cfg.parts) == 2 else set()
+    unread = {f"{last}.weight", f"{last}.bias"} if len(cfg.names) == 2 else set()
     assert read == {leaf for leaf, _ in flatten(cfg.specs)} - unread
 
 
@@ -127,11 +127,9 @@ def test_text_encoders(cfg: TextEncoders, millions: float) -> None:
     ids=["sd", "sdxl", "refiner"],
 )
 def test_conditions_have_the_shapes_that_are_declared(text: TextEncoders, dtypes: tuple[str, ...]) -> None:
-    mine = [jnp.dtype(dtype) for dtype in dtypes[: len(text.parts)]]
+    mine = [jnp.dtype(dtype) for dtype in dtypes[: len(text.names)]]
     params = {name: abstract(spec, dtype) for (name, spec), dtype in zip(text.specs.items(), mine, strict=True)}
-    ids = dict.fromkeys(text.parts, floats(3, 77, dtype=jnp.int32))
+    inputs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((3, *leaf.shape), leaf.dtype), text.inputs())
     with jax.numpy_dtype_promotion("standard"):  # encoders of two dtypes are joined
-        got = jax.eval_shape(
-            lambda p, ids, skip: encode_text(p, ids, skip, cfg=text), params, ids, floats(dtype=jnp.int32)
-        )
+        got = jax.eval_shape(lambda p, inputs: encode_text(p, inputs, cfg=text), params, inputs)
         assert got == text.conditions(3, mine)

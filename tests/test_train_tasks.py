@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,24 +29,33 @@ from PIL import Image
 from test_finetune import write_pictures
 
 import canvax
+from canvax.call import ZERO_SNR, Load
 from canvax.cli import main
+from canvax.cli.arguments import parse
+from canvax.cli.train import _made, _training
 from canvax.errors import CanvaxError, HintWarning, InputError, warn
 from canvax.models.controlnet import ControlNet
 from canvax.nn import LOW_RANK, conv2d, conv2d_of_doubled, linear
 from canvax.parallel.mesh import make_mesh
 from canvax.params import flatten
 from canvax.pipelines.loaded import open_model
+from canvax.quantize import KINDS
+from canvax.settings import declared
 from canvax.train import diffusion, dreambooth, low_rank, task
 from canvax.train.board import Board
-from canvax.train.controlnet import Controlling, train_controlnet
+from canvax.train.controlnet import CONTROL_PLAN, Controlling, train_controlnet
 from canvax.train.dreambooth import Instance, subject_of
 from canvax.train.encoding import encode_pictures
+from canvax.train.finetune import Whole
 from canvax.train.loop import LOG, STATE, Plan, Session, check_same, facts_of, fit, read_log
-from canvax.train.lora import Lora, train_lora
+from canvax.train.lora import LORA_PLAN, Lora, train_lora
+from canvax.train.low_rank import FORMATS, LAYERS
 from canvax.train.pictures import Pictures, read_pictures
+from canvax.train.settings import LoraRecord, WordCaptions
 from canvax.train.state import save_state
+from canvax.train.task import PLAN as PLAN_OF_MODELS
 from canvax.train.task import Start, Subject, Training
-from canvax.train.textual_inversion import Inversion, train_inversion
+from canvax.train.textual_inversion import CAPTIONS, Inversion, train_inversion
 from canvax.weights.safetensors import open_safetensors, read_metadata
 from tests.support.refusals import refused
 from tests.support.small_checkpoint import SHALLOW_UNET, write_small_checkpoint
@@ -485,10 +495,10 @@ def test_images_of_the_class_are_generated_once(model: Path, pictures: Path, tmp
     assert (folder / "class-00001.png").read_bytes() == first
     assert train_lora(run, Lora(rank=2), one(), subject=subject)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"prompt": " "}, "instance_prompt"),
+        ({"prompt": " "}, "prompt"),
         ({"prompt": "a", "class_prompt": ""}, "class_prompt"),
-        ({"prompt": "a", "class_pictures": folder}, "class_images"),
-        ({"prompt": "a", "weight": 0.0}, "prior_weight"),
+        ({"prompt": "a", "class_pictures": folder}, "class_pictures"),
+        ({"prompt": "a", "weight": 0.0}, "weight"),
         ({"prompt": "a", "count": 0}, "count"),
     ]
     for values, argument in wrong:
@@ -554,7 +564,7 @@ def test_flipped_pictures_keep_their_control_image_and_use_every_caption(
         return jnp.zeros_like(x)
 
     monkeypatch.setattr(diffusion, "add_noise", lambda x0, noise, alphas: x0)
-    monkeypatch.setattr(diffusion, "encode_text", lambda p, ids, *_, **__: {"text": ids["text_encoder"]})
+    monkeypatch.setattr(diffusion, "encode_text", lambda p, inputs, **_: {"text": inputs["text_encoder"]["ids"]})
     monkeypatch.setattr(diffusion, "unet", unet)
     monkeypatch.setattr(ControlNet, "encode", lambda self, p, images: (images,))
     monkeypatch.setattr(ControlNet, "prepare", lambda self, p, conditions: {})
@@ -664,13 +674,83 @@ def test_pictures_are_looked_at_first(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "run").exists()
 
 
+def test_flags_make_the_records() -> None:
+    words = ["-m", "m", "--steps", "7", "-b", "2", "--lr", "1e-3", "--warmup", "3", "--final-lr", "0.5", "--ema", "0.9"]
+    words += ["--weight-decay", "0", "--accumulate", "4", "-s", "9", "--size", "64", "--caption-column", "words"]
+    words += ["--flip", "--min-snr", "5", "--empty-captions", "0.2", "--unmasked-weight", "1", "--remat", "--dtype"]
+    words += ["float32", "--preview", "a", "--preview", "b", "--preview-every", "2", "--save-every", "3"]
+    lora = ["--rank", "8", "--alpha", "2", "--layers", "all", "--text-encoder", "--text-lr", "1e-5", "--format"]
+    lora += ["kohya", "--trigger", "w", "--title", "t", "--from", "f", "--save-dtype", "float16"]
+    arguments = parse(["train", "lora", "images", "-o", "run", *words, *lora, "--quantize", "int8"])
+    plan = replace(
+        LORA_PLAN, steps=7, batch=2, learning_rate=1e-3, warmup=3, final=0.5, average=0.9, weight_decay=0.0,
+        accumulate=4, seed=9,
+    )  # fmt: skip
+    assert _training(arguments) == Training(
+        "m", "images", Path("run"), plan, size=64, caption_column="words", flip=True, gamma=5.0, empty=0.2,
+        unmasked_weight=1.0, remat=True, dtype=np.dtype("float32"), quantize="int8", prompts=("a", "b"),
+        preview_steps=2, save_steps=3,
+    )  # fmt: skip
+    assert _made(Lora, arguments) == Lora(8, 2.0, "all", True, 1e-5, "kohya", "w", "t", "f", "float16")
+    for name, usual in (("lora", LORA_PLAN), ("controlnet", CONTROL_PLAN), ("finetune", PLAN_OF_MODELS)):
+        made = _training(parse(["train", name, "images", "-o", "run"]))
+        assert (made.plan, made.empty) == (usual, 0.1 if name == "finetune" else 0.0)
+
+
+def test_training_loads_as_flags_say(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def opened(name: str, **keywords: Any) -> Any:
+        given.update(keywords, name=name)
+        raise CanvaxError("far enough")
+
+    monkeypatch.setattr(task, "open_model", opened)
+    words = ["--revision", "v2", "--variant", "fp16", "--prediction-type", "v_prediction", "--zero-snr"]
+    words += ["--cache-dir", str(tmp_path), "--local-files-only", "-m", "o/model"]
+    for name in ("lora", "finetune"):
+        given.clear()
+        assert main(["train", name, str(pictures), "-o", str(tmp_path / "run"), *words]) == 1
+        wanted = {"name": "o/model", "revision": "v2", "variant": "fp16", "local_files_only": True}
+        assert given | wanted == given
+        overrides = given["overrides"]
+        assert (overrides.prediction, overrides.scheduler) == ("v_prediction", ZERO_SNR)
+    with refused("loading"):
+        Training("m", "p", tmp_path, loading={"offload": True})
+
+
+def test_records_have_the_choices_there_are() -> None:
+    places = {"layers": LoraRecord, "names": LoraRecord, "learn": WordCaptions, "quantize": Load}
+    choices = {name: declared(record)[name].kind.choices for name, record in places.items()}
+    assert choices == {
+        "layers": tuple(LAYERS), "names": FORMATS, "learn": tuple(CAPTIONS), "quantize": tuple(KINDS),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("made", "argument"),
+    [
+        (lambda: Plan(0, 1), "steps"), (lambda: Plan(1, 1, average=1.0), "average"),
+        (lambda: Plan(1, 1, learning_rate=0), "learning_rate"), (lambda: Plan(1, 1, seed=2**32), "seed"),
+        (lambda: Lora(rank=1025), "rank"), (lambda: Lora(layers="none"), "layers"),
+        (lambda: Lora(text_rate=1e-5), "text_rate"), (lambda: Whole(text=1), "text"),
+        (lambda: Instance("sks", count=3), "count"), (lambda: Inversion("w", "cat", 76), "vectors"),
+        (lambda: Controlling((0,)), "widths"), (lambda: Training("m", "p", Path("f"), empty=1), "empty"),
+        (lambda: Training("m", "p", Path("f"), preview_steps=2), "preview_steps"),
+        (lambda: Training("m", "p", Path("f"), gamma=0), "gamma"),
+    ],
+)  # fmt: skip
+def test_records_check_what_python_gives(made: Callable[[], Any], argument: str) -> None:
+    with refused(argument):
+        made()
+
+
 def test_all_is_looked_at_before_weights_are_read(
     model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("canvax.pipelines.loaded.load_components", lambda *_, **__: pytest.fail("weights were read"))
     for argument, more in {
         "size": {"size": 63},
-        "preview": {"prompts": ("x" * 100_001,)},
+        "prompts": {"prompts": ("x" * 100_001,)},
         "unmasked_weight": {"unmasked_weight": 0.5},
     }.items():
         with refused(argument):

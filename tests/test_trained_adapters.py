@@ -54,7 +54,7 @@ def test_sizes() -> None:
     assert (FILES / "edges" / "diffusion_pytorch_model.safetensors").stat().st_size < 8e6
 
 
-def test_they_do_what_they_were_trained_for(packaged: canvax.StableDiffusion) -> None:
+def test_they_do_what_they_were_trained_for(packaged: canvax.Pipeline) -> None:
     options = canvax.Options(progress=False)
     plain = packaged("a rocket", seed=3, options=options).pixels
     assert plain.shape == (1, 256, 256, 3)
@@ -73,7 +73,7 @@ def test_they_do_what_they_were_trained_for(packaged: canvax.StableDiffusion) ->
 
 
 @pytest.mark.weekly
-def test_images_follow_edges(packaged: canvax.StableDiffusion) -> None:
+def test_images_follow_edges(packaged: canvax.Pipeline) -> None:
     """Without a prompt, of twelve shapes: most of each is covered, and more than without the network."""
     prompts = [
         "a gem stone", "an umbrella", "a red apple", "a cat face", "a house", "a rocket", "a lemon", "a red heart",

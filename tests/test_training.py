@@ -24,9 +24,8 @@ from canvax.cli.terminal import stoppable
 from canvax.errors import CanvaxError, CheckpointError, InputError
 from canvax.kernels.attention import attention
 from canvax.kernels.target import compiling_for
-from canvax.models.clip import text_encoder_spec
+from canvax.models.clip import clip_encoders, text_encoder_spec
 from canvax.models.configs import VaeConfig
-from canvax.models.text import clip_encoders
 from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_spec
 from canvax.parallel.mesh import make_mesh

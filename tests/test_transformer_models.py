@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from test_specs import leaves_read
 
 from canvax.errors import CheckpointError
-from canvax.kernels.attention import attention
+from canvax.kernels.attention import attention, plain_attention, using
 from canvax.kernels.target import compiling_for, compiling_on
 from canvax.models import dit
 from canvax.models import krea2 as krea2_model
@@ -149,6 +149,27 @@ def test_a_slot_without_a_prompt_attends_to_something(cfg: Any, monkeypatch: pyt
         assert jnp.isfinite(run(params, *arrays)).all()
     assert len(seen) > 1
     assert all((lengths >= 1).all() for lengths in seen)
+
+
+@pytest.mark.parametrize("cfg", SMALL, ids=lambda cfg: type(cfg).__name__)
+@pytest.mark.parametrize("platform", ["none", "cpu"])
+def test_attention_of_ones_own_knows_each_layer(cfg: Any, platform: str) -> None:
+    """A path in the parameters for each block; blocks that a CPU's compiler shares too."""
+    spec, run, inputs = model_of(cfg)
+    arrays = [jax.ShapeDtypeStruct((1, *shape), dtype) for dtype, shape in inputs]
+    params = jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), init_params(spec, 0)))
+    seen: list[str] = []
+
+    def recorded(q: Any, k: Any, v: Any, *, where: str, **terms: Any) -> Any:
+        seen.append(where)
+        return plain_attention(q, k, v, **terms)
+
+    with compiling_for(platform), using(recorded):
+        jax.eval_shape(run, params, *arrays)
+    names = {name.rpartition(".to_q.")[0] or name.rpartition(".q_proj.")[0] for name, _ in flatten(spec)} - {""}
+    blocks = {name.rpartition(".")[0].replace("model.layers", "text_encoder.layers") for name in names}
+    assert set(seen) == blocks
+    assert len(seen) == len(blocks)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from canvax.families.base import Model
+from canvax.models.clip import clip_configs
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.krea2 import DROPPED, Krea2Denoiser
 
@@ -78,7 +79,7 @@ class Job:
 def text_rows(model: Model) -> int | None:
     """To how many tokens a peer pads a prompt, so that it has as many as in canvax; of models that read language."""
     dropped = DROPPED if isinstance(model.networks.denoiser, Krea2Denoiser) else 0
-    return model.text.tokens - dropped if model.text.whole else None
+    return None if clip_configs(model.text) else min(model.text.shortest) - dropped
 
 
 def lengthened(model: Model) -> tuple[str, ...]:
@@ -86,7 +87,9 @@ def lengthened(model: Model) -> tuple[str, ...]:
 
     def long(text: str) -> str:
         whole = text
-        while all(len(words.ids(f"{whole}, {text}")) <= model.text.tokens for words in model.tokenizers.values()):
+        while all(
+            len(words.ids(f"{whole}, {text}")) <= min(model.text.shortest) for words in model.tokenizers.values()
+        ):
             whole = f"{whole}, {text}"
         return whole
 
@@ -104,7 +107,7 @@ def names_of(part: str, model: Model) -> list[str]:
 def make_inputs(job: Job, model: Model) -> dict[str, np.ndarray]:
     """Inputs of a part: ``latents`` [n, h, w, C] and, for a denoiser, ``timesteps`` [n] and the conditioning; float32.
 
-    For the text encoders: ``ids`` [B, T] of each, by component; of language models ids below 0 are padding.
+    For the text encoders: what each reads [B, ...], as "component/name".
     """
     rng = np.random.default_rng(0)
 
@@ -113,15 +116,20 @@ def make_inputs(job: Job, model: Model) -> dict[str, np.ndarray]:
 
     text, networks = model.text, model.networks
     if job.part == "text":
-        return {name: tokenizer(job.prompts, length=text.tokens) for name, tokenizer in model.tokenizers.items()}
+        return {
+            f"{encoder.component}/{name}": array
+            for encoder, length in zip(text.encoders, text.shortest, strict=True)
+            for name, array in encoder.read(model.tokenizers[encoder.component], job.prompts, length).items()
+        }
     guided = isinstance(networks.denoiser, UNetDenoiser)
     samples = 2 * job.batch if job.part in DENOISERS and guided else job.batch
     inputs = {"latents": normal(*networks.latent_shape(samples, job.height, job.width))}
     if job.part in DENOISERS:
         inputs["timesteps"] = np.full(samples, 500, np.float32)
-        inputs["text"] = normal(samples, text.tokens, text.width)
-        if text.whole:
-            inputs["length"] = np.full(samples, text.tokens, np.int32)
+        rows = text.rows(text.shortest)
+        inputs["text"] = normal(samples, rows, text.width)
+        if not clip_configs(text):
+            inputs["length"] = np.full(samples, rows, np.int32)
         if text.pooled_width:
             inputs["pooled"] = normal(samples, text.pooled_width)
             size = (job.height, job.width, 0, 0, job.height, job.width)[: networks.size_numbers]

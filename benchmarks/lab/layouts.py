@@ -19,7 +19,7 @@ from canvax.models.decoder_lm import DecoderConfig, LanguageModel, decoder_lm_sp
 from canvax.models.dit import rms_norm_spec
 from canvax.models.flux2 import ROWS, Flux2Config, Flux2Denoiser, taps
 from canvax.models.flux2_vae import Flux2Autoencoder, Flux2VaeConfig
-from canvax.models.krea2 import DROPPED, Krea2Config, Krea2Denoiser
+from canvax.models.krea2 import DROPPED, LENGTHS, PROMPT, Krea2Config, Krea2Denoiser
 from canvax.models.krea2 import TEMPLATE as KREA2_TEMPLATE
 from canvax.models.networks import Networks
 from canvax.models.text import FIRST, TextEncoders
@@ -55,17 +55,25 @@ class Layout:
 
     Attributes:
         family: whose names and stacks its files have.
-        classes: of each component, as ``model_index.json`` names them.
-        scheduler: fields of its config that are not the defaults.
         index: what else ``model_index.json`` holds.
         sees: whether its language model has a vision encoder, which no image model reads.
     """
 
     family: Family
-    classes: Mapping[str, str]
-    scheduler: Mapping[str, Any]
     index: Mapping[str, Any] = field(default_factory=dict)
     sees: bool = False
+
+    @property
+    def scheduler(self) -> Mapping[str, Any]:
+        """The config of the scheduler."""
+        assert self.family.single_file is not None
+        return self.family.single_file.configs["scheduler"]
+
+    @property
+    def classes(self) -> dict[str, str]:
+        """Of each component, as ``model_index.json`` names them."""
+        named = {part: kinds[0] for part, kinds in self.family.classes.items() if kinds}
+        return named | {"scheduler": self.scheduler["_class_name"]}
 
     def arrays(self, networks: Networks, name: str, spec: Spec) -> Iterator[Stored]:
         """All arrays of a component, also those that canvax does not read, under the names of its spec."""
@@ -85,7 +93,7 @@ class Layout:
         encoder, vae = networks.text.encoders[0], networks.vae
         assert isinstance(encoder, LanguageModel)
         vae = vae if isinstance(vae, VaeConfig) else vae.cfg
-        written = {"transformer": fields_of(networks.denoiser.cfg), "vae": fields_of(vae)}
+        written = {"transformer": fields_of(networks.config), "vae": fields_of(vae)}
         if isinstance(vae, WanVaeConfig):
             written["vae"]["temperal_downsample"] = TIMES_HALVED
         written = {name: fields | {"_class_name": self.classes[name]} for name, fields in written.items()}
@@ -101,32 +109,10 @@ class Layout:
         return {"_class_name": self.family.pipelines[0], **index, **self.index, **more}
 
 
-def _classes(transformer: str, text: str, vae: str) -> dict[str, str]:
-    return {
-        "transformer": transformer, FIRST: text, "vae": vae, "tokenizer": "Qwen2Tokenizer",
-        "scheduler": "FlowMatchEulerDiscreteScheduler",
-    }  # fmt: skip
-
-
-_SHIFTED_BY_SIZE = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 256}
-
 LAYOUTS: dict[type, Layout] = {
-    ZImageDenoiser: Layout(
-        Z_IMAGE, _classes("ZImageTransformer2DModel", "Qwen3Model", "AutoencoderKL"), {"shift": 3.0}
-    ),
-    Flux2Denoiser: Layout(
-        FLUX2,
-        _classes("Flux2Transformer2DModel", "Qwen3ForCausalLM", "AutoencoderKLFlux2"),
-        {**_SHIFTED_BY_SIZE, "max_image_seq_len": 4096, "shift": 3.0},
-        {"is_distilled": True},
-    ),
-    Krea2Denoiser: Layout(
-        KREA2,
-        _classes("Krea2Transformer2DModel", "Qwen3VLModel", "AutoencoderKLQwenImage"),
-        {**_SHIFTED_BY_SIZE, "max_image_seq_len": 6400},
-        {"is_distilled": True},
-        sees=True,
-    ),
+    ZImageDenoiser: Layout(Z_IMAGE),
+    Flux2Denoiser: Layout(FLUX2, {"is_distilled": True}),
+    Krea2Denoiser: Layout(KREA2, {"is_distilled": True}, sees=True),
 }
 """By the class of the denoiser; each is the few-step model of its family."""
 
@@ -165,7 +151,7 @@ SMALL = {
                 block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, latent_channels=4
             )
         ),
-        TextEncoders((LanguageModel(_SMALL_LM, _TAP, tuple(_EARLIER), ROWS),)),
+        TextEncoders((LanguageModel(_SMALL_LM, _TAP, tuple(_EARLIER), (ROWS,), ROWS),)),
         "flow_prediction",
     ),
     "krea-2-small": Networks(
@@ -184,7 +170,11 @@ SMALL = {
             )
         ),
         TextEncoders(
-            (LanguageModel(replace(_SMALL_LM, model_type="qwen3_vl_text", num_hidden_layers=6), 5, (1, 3), most=546),)
+            (
+                LanguageModel(
+                    replace(_SMALL_LM, model_type="qwen3_vl_text", num_hidden_layers=6), 5, (1, 3), LENGTHS, PROMPT
+                ),
+            )
         ),
         "flow_prediction",
     ),

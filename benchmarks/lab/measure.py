@@ -17,6 +17,7 @@ from benchmarks.lab.process import Contender, Process
 from canvax.errors import CanvaxError
 from canvax.families.base import Model
 from canvax.families.read import read_model
+from canvax.models.clip import clip_configs
 from canvax.parallel.memory import available_bytes
 from canvax.params import count
 from canvax.weights.folder import find_weights
@@ -75,7 +76,7 @@ def measure(
         if job.part == "load":
             readers = [Contender("read"), Contender("read and keep")]
             # Of a language model, and of an autoencoder for videos, canvax reads a part.
-            checked = names_of("denoiser" if model.text.whole else "load", model)
+            checked = names_of("load" if clip_configs(model.text) else "denoiser", model)
             return _load(job, [Contender("canvax"), *readers, *peers], rounds, scratch, files, cold, checked, tell)
         if job.part == "start":
             return _start(job, peers, rounds, scratch, inputs, tell)

@@ -20,12 +20,13 @@ import numpy as np
 
 from benchmarks.lab.layouts import LAYOUTS, SMALL, Stored, fields_of, write_chat_tokenizer
 from canvax.errors import InputError
+from canvax.families.known import PRESETS
+from canvax.models.clip import clip_configs
 from canvax.models.networks import Networks
-from canvax.models.presets import PRESETS
 from canvax.params import Param, flatten, init_param
 from canvax.types import DType, HostArray
-from canvax.weights.folder import KINDS, STEMS
-from canvax.weights.identify import INDEX
+from canvax.weights.folder import INDEX, KINDS, STEMS
+from canvax.weights.layouts import arrays_to_save, reads_parts_of_arrays
 from canvax.weights.location import BUNDLED
 from canvax.weights.safetensors import Outgoing, write_safetensors
 
@@ -38,7 +39,7 @@ _CLASSES = {
     "text_encoder_2": "CLIPTextModelWithProjection",
 }
 
-KNOWN = {name: preset for name, preset in (PRESETS | SMALL).items() if name != "sdxl-refiner"}
+KNOWN = {name: preset for name, preset in {**PRESETS, **SMALL}.items() if name != "sdxl-refiner"}
 """Presets that can draw by themselves, by name."""
 
 _SCHEDULER = {
@@ -78,9 +79,9 @@ def write_random(folder: Path, preset: Networks, *, dtype: DType | None = None, 
     (folder / "scheduler").mkdir()
     if layout:
         write_chat_tokenizer(folder / "tokenizer")
-        scheduler = {"_class_name": layout.classes["scheduler"], **layout.scheduler}
+        scheduler = layout.scheduler
     else:
-        for name in preset.text.parts:
+        for name in clip_configs(preset.text):
             shutil.copytree(BUNDLED["emoji"] / "tokenizer", folder / name.replace("text_encoder", "tokenizer"))
         scheduler = _SCHEDULER | {"prediction_type": preset.prediction}
     _write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
@@ -98,8 +99,8 @@ def random_arrays(preset: Networks, dtype: DType, seed: int = 0) -> dict[str, Se
             Outgoing(key, shape, param.dtype_in(dtype), partial(numbers, param, param.dtype_in(dtype), shape))
             for key, param, shape in arrays
         ]
-        if layout and name not in layout.family.copied:
-            components[name] = layout.family.outgoing(preset, name, components[name])
+        if layout and not reads_parts_of_arrays(preset, name):
+            components[name] = arrays_to_save(preset, name, layout.family.stacks, components[name])
     return components
 
 
@@ -115,7 +116,7 @@ def _arrays(preset: Networks) -> dict[str, list[Stored]]:
 
 
 def _unet_configs(preset: Networks) -> dict[str, dict[str, Any]]:
-    configs = {"unet": preset.denoiser.cfg, "vae": preset.vae, **preset.text.parts}
+    configs = {"unet": preset.config, "vae": preset.vae, **clip_configs(preset.text)}
     kinds = {
         name: {"_class_name": _CLASSES[name]} if KINDS[name] == "diffusers" else {"model_type": "clip_text_model"}
         for name in configs
@@ -125,13 +126,13 @@ def _unet_configs(preset: Networks) -> dict[str, dict[str, Any]]:
 
 def _unet_index(preset: Networks) -> dict[str, Any]:
     index: dict[str, Any] = {name: [KINDS[name], _CLASSES[name]] for name in preset.specs()}
-    for name in preset.text.parts:
+    for name in clip_configs(preset.text):
         index[name.replace("text_encoder", "tokenizer")] = ["transformers", "CLIPTokenizer"]
     index |= {
         "_class_name": "StableDiffusionXLPipeline" if preset.text.pooled_width else "StableDiffusionPipeline",
         "scheduler": ["diffusers", "DDIMScheduler"],
     }
-    if "text_encoder" not in preset.text.parts:
+    if "text_encoder" not in clip_configs(preset.text):
         index |= {"_class_name": "StableDiffusionXLImg2ImgPipeline", "requires_aesthetics_score": True}
     return index
 

@@ -20,8 +20,9 @@ from canvax.compile.monitor import compilations, traces
 from canvax.families.base import Model
 from canvax.families.read import read_model
 from canvax.kernels.target import compiled_on, compiling_for
+from canvax.models.clip import clip_configs
 from canvax.models.configs import VaeConfig
-from canvax.models.denoiser import Denoiser
+from canvax.models.denoiser import Denoiser, evaluate
 from canvax.models.flux2_vae import Flux2VaeConfig, flux2_vae_decode
 from canvax.models.text import encode_text
 from canvax.models.unet import unet
@@ -57,7 +58,7 @@ def prepare(job: Asked, inputs: dict[str, np.ndarray]) -> Ready:
     compiled = compiled_on(mesh, function, params, *arguments)
     facts = _facts(params) | {"load_s": loaded - began, "compile_s": time.perf_counter() - starts}
     facts["flops"] = _flops(function, params, arguments)
-    outputs = partial(_of_prompts, job, inputs) if job["part"] == "text" and model.text.whole else _float32
+    outputs = partial(_of_prompts, job, inputs) if job["part"] == "text" and not clip_configs(model.text) else _float32
     return lambda: jax.block_until_ready(compiled(params, *arguments)), outputs, facts
 
 
@@ -87,14 +88,18 @@ def _call(
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The function of a part, and its arguments after the parameters."""
     if part == "text":
-        return partial(encode_text, cfg=model.text), (inputs, np.int32(0))
+        read: dict[str, dict[str, np.ndarray]] = {}
+        for name, array in inputs.items():
+            component, _, name = name.partition("/")
+            read.setdefault(component, {})[name] = array
+        return partial(encode_text, cfg=model.text), (read,)
     dtype = compute_dtype(params)
     latents = inputs["latents"].astype(dtype)
     if part == "vae":
         cfg = getattr(model.vae, "cfg", model.vae)
         decode: Any = _DECODERS[type(cfg)]
         return lambda p, z: decode(p["vae"], z, cfg), (latents,)
-    if model.text.whole:
+    if not clip_configs(model.text):
         conditions = {"text": inputs["text"].astype(dtype), "length": inputs["length"]}
         return partial(_evaluate, model.networks.denoiser), (latents, inputs["timesteps"], conditions)
     added = {name: inputs[name] for name in ("pooled", "time_ids") if name in inputs}
@@ -110,9 +115,7 @@ _DECODERS = {VaeConfig: vae_decode, Flux2VaeConfig: flux2_vae_decode, WanVaeConf
 
 def _evaluate(denoiser: Denoiser, params: Params, x: Any, timesteps: Any, conditions: Any) -> Any:
     """A whole evaluation of a transformer, with what a picture's other steps need not compute again."""
-    p = params[denoiser.component]
-    prepared = denoiser.prepare(p, conditions, x.shape)
-    return denoiser.apply(p, x, {"timestep": timesteps}, prepared, None)[0]
+    return evaluate(denoiser, params[denoiser.component], x, timesteps, conditions)
 
 
 def _picture(job: Asked, inputs: dict[str, np.ndarray], began: float) -> Ready:
@@ -129,11 +132,11 @@ def _picture(job: Asked, inputs: dict[str, np.ndarray], began: float) -> Ready:
     )
 
 
-def _pipeline(job: Asked) -> canvax.StableDiffusion:
+def _pipeline(job: Asked) -> canvax.Pipeline:
     return canvax.load(job["folder"], dtype=job["dtype"], mesh=make_mesh(jax.devices()[:1]), progress=False)
 
 
-def _draw(pipe: canvax.StableDiffusion, job: Asked, latents: np.ndarray, callback: Any = None) -> canvax.Result:
+def _draw(pipe: canvax.Pipeline, job: Asked, latents: np.ndarray, callback: Any = None) -> canvax.Result:
     return pipe(
         job["prompts"],
         height=job["height"],
@@ -147,7 +150,7 @@ def _draw(pipe: canvax.StableDiffusion, job: Asked, latents: np.ndarray, callbac
     )
 
 
-def _seen(pipe: canvax.StableDiffusion, job: Asked, noise: np.ndarray, result: canvax.Result) -> dict[str, np.ndarray]:
+def _seen(pipe: canvax.Pipeline, job: Asked, noise: np.ndarray, result: canvax.Result) -> dict[str, np.ndarray]:
     """What is compared; of a model without guidance also one step, see ``benchmarks.lab.measure.DRIFT``."""
     results = {"": result}
     if job["guidance"] <= 1:
@@ -156,7 +159,7 @@ def _seen(pipe: canvax.StableDiffusion, job: Asked, noise: np.ndarray, result: c
 
 
 def _load_once(job: Asked) -> Once:
-    _ = canvax.StableDiffusion  # importing it is no part of loading, nor is starting the device
+    _ = canvax.Pipeline  # importing it is no part of loading, nor is starting the device
     jax.devices()
     began = time.perf_counter()
     params = jax.block_until_ready(_pipeline(job).params)
@@ -177,7 +180,7 @@ def _start(job: Asked, began: float) -> Once:
     def note(name: str) -> None:
         moments.setdefault(name, time.time() - began)
 
-    _ = canvax.StableDiffusion
+    _ = canvax.Pipeline
     note("imported")
     with np.load(job["inputs"]) as file:
         latents = file["latents"]
@@ -209,8 +212,8 @@ def _float32(result: Any) -> dict[str, np.ndarray]:
 
 def _of_prompts(job: Asked, inputs: dict[str, np.ndarray], result: Any) -> dict[str, np.ndarray]:
     """Features without those of padding, which are nobody's, but for those of FLUX.2."""
-    (ids,) = inputs.values()
-    return {"text": _float32(result)["text"] * ((ids >= 0) | (job["family"] == "flux2"))[..., None]}
+    tokens, length = np.arange(inputs["text_encoder/ids"].shape[1]), inputs["text_encoder/length"]
+    return {"text": _float32(result)["text"] * ((tokens < length[:, None]) | (job["family"] == "flux2"))[..., None]}
 
 
 def _square(leaf: Any) -> float:
@@ -228,18 +231,20 @@ def _flops(function: Callable[..., Any], params: Params, arguments: tuple[Any, .
         return count_flops(function, weights, *shapes)
 
 
-def _picture_flops(job: Asked, pipe: canvax.StableDiffusion) -> float:
+def _picture_flops(job: Asked, pipe: canvax.Pipeline) -> float:
     """All prompts, all steps, decoding. What a transformer prepares counts once."""
     assert pipe.params is not None
     model, params, total = pipe.model, pipe.params, 0.0
     whole = Job(**{field.name: job[field.name] for field in dataclasses.fields(Job)})
-    texts = 1 if model.text.whole else 2
+    texts = 2 if clip_configs(model.text) else 1
     for part, times in (("text", texts), ("denoiser", job["steps"]), ("vae", 1)):
         numbers = make_inputs(dataclasses.replace(whole, part=part), model)
         function, arguments = _call(part, model, params, numbers)
         total += times * _flops(function, params, arguments)
-        if part in DENOISERS and model.text.whole:
+        if part in DENOISERS and not clip_configs(model.text):
             denoiser, (x, _, conditions) = model.networks.denoiser, arguments
-            prepare = partial(denoiser.prepare, latents=x.shape)
-            total -= (times - 1) * _flops(prepare, params[denoiser.component], (conditions,))
+            packing = denoiser.facts.packing
+            sizes = {name: jnp.full(len(x), size, jnp.int32) for name, size in packing.sizes(x.shape[2]).items()}
+            prepare = partial(denoiser.prepare, latents=packing.shape(x.shape))
+            total -= (times - 1) * _flops(prepare, params[denoiser.component], ({**conditions, **sizes},))
     return total

@@ -214,14 +214,15 @@ def _text(job: Job, inputs: dict[str, np.ndarray], compiled: str) -> Any:
     import transformers
 
     if job["family"] in _TRANSFORMERS:
-        return _language_model(job, inputs["text_encoder"], compiled)
+        return _language_model(job, inputs["text_encoder/ids"], inputs["text_encoder/length"], compiled)
+    tokens = {name.removesuffix("/ids"): array for name, array in inputs.items() if name.endswith("/ids")}
     encoders = {}
-    for name in inputs:
+    for name in tokens:
         cls = transformers.CLIPTextModelWithProjection if name.endswith("_2") else transformers.CLIPTextModel
         encoders[name] = _from_pretrained(cls, job, name)
     modules = list(encoders.values())
-    ids = {name: torch.from_numpy(inputs[name].astype(np.int64)).to(_device(job)) for name in inputs}
-    xl = "text_encoder_2" in inputs
+    ids = {name: torch.from_numpy(array.astype(np.int64)).to(_device(job)) for name, array in tokens.items()}
+    xl = "text_encoder_2" in tokens
     called = {name: _compile(model, compiled, whole=False) if compiled else model for name, model in encoders.items()}
 
     def run() -> dict[str, Any]:
@@ -234,8 +235,8 @@ def _text(job: Job, inputs: dict[str, np.ndarray], compiled: str) -> Any:
     return run, lambda result: {name: _numpy(tensor) for name, tensor in result.items()}, modules
 
 
-def _language_model(job: Job, tokens: np.ndarray, compiled: str) -> Any:
-    """The layers that the pipelines read of it, side by side; ids below 0 are padding."""
+def _language_model(job: Job, tokens: np.ndarray, length: np.ndarray, compiled: str) -> Any:
+    """The layers that the pipelines read of it, side by side."""
     import torch
     import transformers
 
@@ -243,15 +244,16 @@ def _language_model(job: Job, tokens: np.ndarray, compiled: str) -> Any:
     model = _from_pretrained(getattr(transformers, index["text_encoder"][1]), job, "text_encoder").eval()
     called = _compile(model, compiled, whole=False) if compiled else model
     taps = {"z-image": (-2,), "flux2": (9, 18, 27)}.get(job["family"]) or index["text_encoder_select_layers"]
-    ids = torch.from_numpy(np.where(tokens < 0, ~tokens, tokens).astype(np.int64)).to(_device(job))
-    mask = torch.from_numpy((tokens >= 0).astype(np.int64)).to(_device(job))
+    read = np.arange(tokens.shape[1]) < length[:, None]
+    ids = torch.from_numpy(tokens.astype(np.int64)).to(_device(job))
+    mask = torch.from_numpy(read.astype(np.int64)).to(_device(job))
 
     def run() -> Any:
         states = called(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False).hidden_states
         return torch.stack([states[tap] for tap in taps], dim=2).flatten(2)
 
     # Features of padding are nobody's, but for those of FLUX.2.
-    seen = np.ones_like(tokens) if job["family"] == "flux2" else tokens >= 0
+    seen = np.ones_like(tokens) if job["family"] == "flux2" else read
     return run, lambda result: {"text": _numpy(result) * seen[..., None]}, [model]
 
 

@@ -1,19 +1,26 @@
-"""Writes the reference pages of this folder from the code: python docs/reference/generate.py
+"""Writes the reference pages of this folder, and keywords for editors: python docs/reference/generate.py
 
-`make docs` runs it, and tests/test_reference.py fails while a page differs from what it writes.
+`make docs` runs it, and tests/test_reference.py fails while a file differs from what it writes.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
-from canvax.call import OptionRecord
+import canvax
+import canvax.call
+from canvax.call import Call, Load, OptionRecord
 from canvax.cli.arguments import build_parser
-from canvax.familiar import flax_tables, tables
+from canvax.familiar import CALL, HARMLESS, LOAD, flax_tables, tables
 from canvax.samplers.specs import SAMPLERS
+from canvax.server import history
 from canvax.server.app import APIS
 from canvax.server.metrics import Metrics
 from canvax.server.openapi import description
@@ -84,7 +91,17 @@ def settings() -> str:
         rows.append((f"`{name}`", _flags_of(field), ", ".join(others[name])))
     return "\n\n".join([
         "# Settings",
-        "The fields of `canvax.Options`. [The pipeline](../pipeline.md#options) says where they can be given.",
+        "The arguments of `canvax.load`, and the fields of `canvax.Options`.",
+        "## Loading a model",
+        "[Loading](../loading.md) explains them. Each command that opens a model has these flags, except those "
+        "that change nothing there: `compile` lacks `--offload` and `--safety-checker`, since programs are the "
+        "same; `bench` lacks `--safety-checker` and `--controlnet`, since it times images without them; `info` and "
+        "`plan` show the memory with and without `--offload`; `plan` and `convert` lack what changes neither a "
+        "plan nor a file. In `canvax train`, `--token` and `--text-encoder` mean other things, and parts of a "
+        "model cannot be replaced.",
+        markdown(Load).strip(),
+        "## Options",
+        "[The pipeline](../pipeline.md#options) says where they can be given.",
         markdown(OptionRecord).strip(),
         "## Names elsewhere",
         table(("Option", "Command line", "Names of other programs"), rows),
@@ -119,7 +136,7 @@ def samplers() -> str:
 
 
 def http_api() -> str:
-    bodies = {path: body for api in APIS for path, body in api.BODIES.items()}
+    bodies = {path: body for api in (*APIS, history) for path, body in api.BODIES.items()}
     document = description(bodies, history=True)
     schemas = document["components"]["schemas"]
     parts = [
@@ -204,6 +221,93 @@ def names_of_flax() -> str:
     )
 
 
+KEYWORDS = FOLDER.parent.parent / "src" / "canvax" / "pipelines" / "keywords.py"
+
+_IMPORTS = '''"""Keywords of calls and of ``canvax.load`` for type checkers and editors, with names of other programs.
+
+Written by docs/reference/generate.py: change the code, then run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+
+from canvax.call import (
+    CALL,
+)
+from canvax.models.text import Conditions
+from canvax.params import Params
+from canvax.pipelines.options import Options
+from canvax.samplers import SamplerSpec, SamplerTable, Solver
+from canvax.types import Array, DType
+'''
+
+_SPECIAL = {
+    "generator": ("Any", "a torch.Generator or a list of them; the same as seed with noise='torch'"),
+    "return_dict": ("Literal[True]", "a call always returns a canvax.Result"),
+    "timesteps": ("Sequence[float]", "timesteps of the sampler; the same as sampler_settings={'timesteps': ...}"),
+    "callback_on_step_end": ("Callable[..., Any]", "called with (pipe, index, timestep, {'latents': array})"),
+    "guess_mode": ("bool", "the same as control_mode='guess'"),
+    "callback_on_step_end_tensor_inputs": ("Sequence[str]", "['latents']"),
+    "prompt_embeds": ("Any", "what the text encoder returned; the same as prompt=pipe.encode(...)"),
+    "pooled_prompt_embeds": ("Any", "the second output of SDXL's text encoders"),
+    "negative_prompt_embeds": ("Any", "the same of the negative prompt"),
+    "negative_pooled_prompt_embeds": ("Any", "the same of the negative prompt"),
+    "ip_adapter_image": ("Any", "image prompts; the same as image_prompt"),
+    "ip_adapter_image_embeds": ("Any", "image prompts as CLIP's features"),
+}
+"""Arguments of diffusers that are not another name alone: annotation and help."""
+
+
+def keywords() -> str:
+    """The text of ``canvax.pipelines.keywords``."""
+    call, load = (signature(function).parameters for function in (canvax.Pipeline.__call__, canvax.load))
+    first = ("self", "prompt", "negative_prompt", "output_type")
+    helps = {name: field.setting.help for name, field in (declared(Call) | declared(OptionRecord)).items()}
+    helps |= {"params": "the parameters, if the pipeline does not hold them"}
+    helps |= {"adapters": "weights of adapters that are beside the model's, {'ink': 0.8}"}
+    own = {name: one.annotation for name, one in call.items() if name not in first and one.kind is one.KEYWORD_ONLY}
+    options = {field.name: str(field.type) for field in fields(OptionRecord)}
+    types = own | options | {name: call[name].annotation for name in first[1:3]}
+    others = {name: (types[one.becomes], f"the same as {one.becomes}: {helps[one.becomes]}")
+              for name, one in CALL.items() if one.becomes}  # fmt: skip
+    of_load = {name: (load[one.becomes].annotation, f"the same as {one.becomes}")
+               for name, one in LOAD.items() if one.becomes}  # fmt: skip
+    for name, values in HARMLESS.items():
+        words = [f"Literal[{value}]" for value in values if value is not None]
+        of_load[name] = (" | ".join([*words, "None"]), "changes nothing; for programs written for diffusers")
+    again = {name: (types[name], helps[name]) for name in first[1:3]}
+    again |= {"scale": ("float", "of an enlarged image: how many times larger")}
+    again |= {"overlap": ("int | None", "of an enlarged image: pixels that neighbouring tiles share at least")}
+    again |= {"batch": ("int", "of an enlarged image: tiles at once")}
+    parts = [
+        _typed_dict("OptionFields", "TypedDict", "The fields of ``canvax.Options`` as keywords.",
+                {name: (kind, helps[name]) for name, kind in options.items()}),
+        _typed_dict("ForeignFields", "OptionFields", "The options, and names of other programs.", others | _SPECIAL),
+        _typed_dict("CallFields", "ForeignFields", "The keywords of a call.",
+                {name: (kind, helps[name]) for name, kind in own.items()}),
+        _typed_dict("AgainFields", "CallFields", "The keywords of ``Pipeline.again``.", again),
+        _typed_dict("LoadFields", "TypedDict", "Names of other programs for arguments of ``canvax.load``.", of_load),
+    ]  # fmt: skip
+    used = {word for kind in options.values() for word in re.findall(r"\w+", kind)}
+    kinds = sorted(word for word in used & vars(canvax.call).keys() if getattr(vars(canvax.call)[word], "__args__", ()))
+    return "\n\n".join([_IMPORTS.replace("CALL", ",\n    ".join(kinds)), *parts])
+
+
+def _typed_dict(name: str, base: str, text: str, rows: Mapping[str, tuple[str, str]]) -> str:
+    """A TypedDict whose keys have docstrings, which editors show."""
+    lines = [f"class {name}({base}, total=False):", f'    """{text}"""', ""]
+    for key, (annotation, help_text) in rows.items():
+        first, *rest = wrap(f'"""{help_text[:1].upper()}{help_text[1:]}."""', 115)
+        lines += [f"    {key}: {annotation}".replace("'", '"'), *(f"    {line}" for line in (first, *rest))]
+    return "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
+    KEYWORDS.write_text(keywords(), encoding="utf-8")
     for name, text in pages().items():
         (FOLDER / name).write_text(text, encoding="utf-8")

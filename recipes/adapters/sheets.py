@@ -100,7 +100,7 @@ def covered(folder: Path, drawings: Pictures, count: int = 64, model: str | Path
 
 
 def pixels_of(
-    pipe: canvax.StableDiffusion, prompts: Sequence[str], seed: int = 3, control: Sequence[Image.Image] | None = None
+    pipe: canvax.Pipeline, prompts: Sequence[str], seed: int = 3, control: Sequence[Image.Image] | None = None
 ) -> HostArray:
     """[N, H, W, 3] uint8, each prompt from a seed of its own, and along a control image of its own."""
     found = []

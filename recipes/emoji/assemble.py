@@ -15,7 +15,7 @@ from canvax.families.read import read_model
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
 from canvax.models.text import FIRST
 from canvax.params import Params
-from canvax.pipelines.pipeline import StableDiffusion
+from canvax.pipelines.pipeline import Pipeline
 from canvax.samplers import from_scheduler_config
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.tokenizers.clip import BOS, EOS, ClipTokenizer
@@ -94,13 +94,13 @@ def write_skeleton(folder: Path, design: Design) -> None:
     write_json(folder / INDEX, {**INDEX_OF_PARTS, "scheduler": ["diffusers", design.scheduler["_class_name"]]})
 
 
-def open_skeleton(folder: Path, mesh: Mesh) -> StableDiffusion:
+def open_skeleton(folder: Path, mesh: Mesh) -> Pipeline:
     """A pipeline without parameters, which are passed to each call; compiles once whatever they become."""
     model = read_model(open_files(Location(folder), weights=False), "float32")
-    return StableDiffusion(model, Programs(model.networks, mesh))
+    return Pipeline(model, Programs(model.networks, mesh))
 
 
-def save_model(skeleton: StableDiffusion, folder: Path, params: Params, dtype: DType) -> Path:
+def save_model(skeleton: Pipeline, folder: Path, params: Params, dtype: DType) -> Path:
     """Write the finished model; the folder must not exist."""
     return skeleton.model.save(folder, jax.device_get(params), dtype=dtype)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from canvax.errors import InputError
-from canvax.pipelines.pipeline import StableDiffusion
+from canvax.pipelines.pipeline import Pipeline
 from canvax.train.pictures import Pictures
 from canvax.types import HostArray
 from recipes.emoji.captions import plain_caption
@@ -46,7 +46,7 @@ class Score:
 
 
 def draw_and_score(
-    pipe: StableDiffusion,
+    pipe: Pipeline,
     drawings: Pictures,
     asked: Sequence[int],
     *,
@@ -71,7 +71,7 @@ def draw_and_score(
 
 
 def draw(
-    pipe: StableDiffusion,
+    pipe: Pipeline,
     prompts: Sequence[str],
     *,
     seed: int = 0,

@@ -27,8 +27,9 @@ from PIL import Image
 
 from canvax.errors import CheckpointError, InputError
 from canvax.files import read_json, written
+from canvax.models.clip import clip_configs, clip_encoders
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
-from canvax.models.text import FIRST, clip_encoders
+from canvax.models.text import FIRST
 from canvax.models.vae import vae_spec
 from canvax.parallel.mesh import replicated
 from canvax.params import Params, init_params
@@ -154,7 +155,7 @@ class Recipe:
             num_attention_heads=4,
             eos_token_id=self.vocabulary - 1,
         )
-        return Design(text, unet, vae, SCHEDULER, {"num_inference_steps": 20, "guidance_scale": 2.0})
+        return Design(text, unet, vae, SCHEDULER, {"num_inference_steps": 20, "guidance_scale": 3.0})
 
     @property
     def small(self) -> Recipe:
@@ -389,7 +390,7 @@ def _started(run: Run, recipe: Recipe) -> Params | None:
         return None
     checkpoint, _, params = open_model(run.start, dtype=jnp.float32, mesh=run.mesh, progress=False)
     design = recipe.design
-    sizes = checkpoint.text.parts.get(FIRST), checkpoint.unet
+    sizes = clip_configs(checkpoint.text).get(FIRST), checkpoint.unet
     if sizes != (design.text, design.unet) or checkpoint.vae not in (design.vae, recipe.small.design.vae):
         raise InputError(f"start = {str(run.start)!r} is a model of other sizes than the recipe's")
     return params

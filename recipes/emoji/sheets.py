@@ -51,7 +51,7 @@ def write_sheets(folder: Path, model: str | Path = "emoji") -> list[Path]:
     return [folder / f"{name}.webp" for name in sheets]
 
 
-def image_to_image(pipe: canvax.StableDiffusion) -> Image.Image:
+def image_to_image(pipe: canvax.Pipeline) -> Image.Image:
     """A lemon that becomes a tangerine, by strength; an apple whose upper part is another's, by mask."""
     lemon = pipe("a lemon", seed=2, options=QUIET).images[0]
     strengths = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -73,7 +73,7 @@ def image_to_image(pipe: canvax.StableDiffusion) -> Image.Image:
     return tiled([*first, *second], 8, 128)
 
 
-def larger(pipe: canvax.StableDiffusion) -> Image.Image:
+def larger(pipe: canvax.Pipeline) -> Image.Image:
     """Outpainting, second passes, variations."""
     house = pipe("a house", seed=4, options=QUIET).images[0]
     wide = [
@@ -93,7 +93,7 @@ def larger(pipe: canvax.StableDiffusion) -> Image.Image:
     return stacked([[image.resize((160 * image.width // image.height, 160)) for image in row] for row in rows])
 
 
-def guidance(pipe: canvax.StableDiffusion) -> Image.Image:
+def guidance(pipe: canvax.Pipeline) -> Image.Image:
     """Scales 3 and 10 with each kind of guidance, a row for each prompt."""
     kinds = ("cfg", "cfg_zero", "apg")
     images = [

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from canvax._version import __version__
 from canvax.originals import watch
 
-watch()
+watch(__name__)
 
 if TYPE_CHECKING:
     from canvax.errors import (
@@ -27,14 +27,18 @@ if TYPE_CHECKING:
         OutOfMemoryError,
     )
     from canvax.families.convert import convert
+    from canvax.images.metadata import read_metadata
     from canvax.kernels.target import plain_kernels
     from canvax.parallel.memory import Memory
     from canvax.parallel.mesh import make_mesh
     from canvax.pipelines.image_prompts import ImagePrompt
     from canvax.pipelines.options import Options, Step
-    from canvax.pipelines.pipeline import StableDiffusion, load
+    from canvax.pipelines.pipeline import Pipeline, load
     from canvax.pipelines.result import Preview, Result, load_preview
     from canvax.planning.plan import Plan, plan
+    from canvax.samplers import SamplerSpec, SamplerTable, Solver
+
+    StableDiffusion = Pipeline
 
 _HOMES = {
     "Cancelled": "canvax.errors",
@@ -47,10 +51,13 @@ _HOMES = {
     "Memory": "canvax.parallel.memory",
     "Options": "canvax.pipelines.options",
     "OutOfMemoryError": "canvax.errors",
+    "Pipeline": "canvax.pipelines.pipeline",
     "Plan": "canvax.planning.plan",
     "Preview": "canvax.pipelines.result",
     "Result": "canvax.pipelines.result",
-    "StableDiffusion": "canvax.pipelines.pipeline",
+    "SamplerSpec": "canvax.samplers",
+    "SamplerTable": "canvax.samplers",
+    "Solver": "canvax.samplers",
     "Step": "canvax.pipelines.options",
     "convert": "canvax.families.convert",
     "load": "canvax.pipelines.pipeline",
@@ -58,6 +65,7 @@ _HOMES = {
     "make_mesh": "canvax.parallel.mesh",
     "plain_kernels": "canvax.kernels.target",
     "plan": "canvax.planning.plan",
+    "read_metadata": "canvax.images.metadata",
 }
 
 __all__ = [
@@ -71,10 +79,13 @@ __all__ = [
     "Memory",
     "Options",
     "OutOfMemoryError",
+    "Pipeline",
     "Plan",
     "Preview",
     "Result",
-    "StableDiffusion",
+    "SamplerSpec",
+    "SamplerTable",
+    "Solver",
     "Step",
     "__version__",
     "convert",
@@ -83,12 +94,18 @@ __all__ = [
     "make_mesh",
     "plain_kernels",
     "plan",
+    "read_metadata",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":  # canvax.errors.HintWarning, before anything else was used
-        return import_module("canvax.errors")
+    if name in ("errors", "flax_api"):  # canvax.errors.HintWarning, before anything else was used
+        return import_module(f"canvax.{name}")
+    if name == "StableDiffusion":
+        from canvax.errors import warn
+
+        warn("canvax.StableDiffusion is called canvax.Pipeline now", DeprecationWarning)
+        return __getattr__("Pipeline")
     if name not in _HOMES:
         if name.startswith("_"):
             raise AttributeError(f"module 'canvax' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The settings of a call, each declared once: its arguments, and the options that are seldom changed.
+"""The settings of ``canvax.load`` and of a call, each declared once: arguments, and options that are seldom changed.
 
 Keywords, flags, columns of batch jobs, JSON fields, PNG texts and the tables of the docs are read off these records
 (``canvax.settings``). ``canvax.pipelines.options.Options`` adds the checks of several options together.
@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from itertools import islice
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, get_args
 
 from canvax.errors import InputError, check_function, nearest
-from canvax.settings import check_once, is_whole, numbers_of, setting
+from canvax.settings import check_all, check_once, declared, is_whole, numbers_of, setting
 
 Spacing = Literal["leading", "trailing", "linspace"]
 GuidanceMethod = Literal["cfg", "cfg_zero", "apg"]
@@ -33,6 +33,10 @@ MaskFill = Literal["original", "fill", "noise", "nothing"]
 MaskBlend = Literal["denoised", "renoised"]
 ControlMode = Literal["balanced", "guess", "prompt", "control"]
 HiresMethod = Literal["pixel", "latent"]
+Quantize = Literal["int8", "float8", "int8-w8a8", "float8-w8a8"]
+PredictionType = Literal["epsilon", "v_prediction", "sample", "flow_prediction"]
+STRENGTH, STRENGTH_OF_MASKED = 0.8, 1.0
+"""Default strengths: of a whole image, and of a masked one."""
 HIRES_STRENGTHS: Mapping[HiresMethod, float] = {"pixel": 0.4, "latent": 0.7}
 """Default strengths of the second pass: below 0.55 or so enlarged latents stay blurred."""
 
@@ -41,11 +45,17 @@ MAX_SIDE = 16384
 MAX_SEED = 2**64 - 1
 MOST_IMAGES = 65536
 """Images of one call: no machine holds the latents of more, and their prompts alone would fill its memory."""
+MOST_STEPS = 10_000
+"""No noise schedule has so many timesteps; a list of noise levels has as many numbers at most."""
 MOST_GUIDANCE = 10_000
 """No image survives a larger guidance scale, so that a number above it is a slip."""
+MOST_VECTORS = 75
+"""Vectors of a trained word: the tokens of a prompt of CLIP."""
 MOST_TRAINED = 1_000_000
 """Pixels of a side of an image that a model was trained on."""
 
+MODEL = "model"
+DEVICES = "devices"
 SUBJECT = "what to generate"
 IMAGE = "from an image"
 CONTROL = "from a control image (the first three once for each network)"
@@ -54,6 +64,9 @@ SAMPLING = "settings (data: changing them does not recompile, except where noted
 HIRES = "a second pass at a larger size"
 SDXL = "SDXL only"
 PYTHON = "Python only"
+
+ZERO_SNR: Mapping[str, Any] = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+"""Fields of the noise schedule of a model that was trained with zero terminal SNR."""
 
 _IN_PYTHON = "only Python code can give it"
 _BATCHED = "images in a batch stand at different steps"
@@ -135,6 +148,108 @@ def read_sides(name: str, value: Any) -> tuple[int, int, int, int]:
     return left, top, right, bottom
 
 
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """The arguments of ``canvax.load``. What files, the Hub and JAX have to say is checked where they are asked."""
+
+    model: Any = setting(
+        "emoji", "a folder, a safetensors or GGUF file, a Hub id owner/name, or emoji, which is in the package",
+        group=MODEL, metavar="MODEL", flags=("-m", "--model"),
+    )  # fmt: skip
+    dtype: Any = setting(
+        None, "float32, bfloat16 or float16, of weights and activations",
+        unset="bfloat16 on TPU and GPU, float16 before Ampere, float32 on the CPU", group=MODEL, metavar="DTYPE",
+    )  # fmt: skip
+    quantize: Quantize | None = setting(
+        None,
+        "int8 or float8: large weights in 8 bits, to save memory; int8-w8a8 or float8-w8a8: matmuls in 8 bits as well",
+        group=MODEL, metavar="KIND",
+    )  # fmt: skip
+    precision: str | None = setting(
+        None, "matmul precision of JAX; highest for real float32 on TPU and GPU", unset="JAX's default", group=MODEL,
+        metavar="NAME",
+    )  # fmt: skip
+    safety_checker: bool | None = setting(
+        None, "check images with the model's safety checker, which makes those black that it refuses", group=MODEL,
+    )  # fmt: skip
+    prediction_type: PredictionType | None = setting(
+        None, "epsilon or v_prediction, where the model does not say or is wrong", group=MODEL, metavar="TYPE",
+    )  # fmt: skip
+    scheduler: Any = setting(
+        None,
+        "for a model that was trained with zero terminal SNR and whose files do not say so; in Python any fields of "
+        "scheduler_config.json", group=MODEL,
+        flags=("--zero-snr",), const=ZERO_SNR,
+    )  # fmt: skip
+    vae: Any = setting(
+        None, "another autoencoder: a folder, a Hub id or a safetensors file; madebyollin/taesd is a small one",
+        group=MODEL, metavar="VAE",
+    )  # fmt: skip
+    text_encoder: Any = setting(
+        None, "the language model for a transformer in one file: a file, a folder or a Hub id", group=MODEL,
+        metavar="FILE",
+    )  # fmt: skip
+    tokenizer: Any = setting(
+        None, "the language model's tokenizer: a folder or a Hub id", unset="that in the text encoder's folder",
+        group=MODEL, metavar="FOLDER",
+    )  # fmt: skip
+    revision: str | None = setting(
+        None, "branch, tag or commit of a Hub id", unset="main", group=MODEL, metavar="REV",
+    )  # fmt: skip
+    variant: str | None = setting(None, "variant of the weights, such as fp16", group=MODEL, metavar="NAME")
+    cache_dir: Any = setting(None, "folder of the files from the Hub", group=MODEL, metavar="FOLDER")
+    local_files_only: bool = setting(False, "never ask the Hub", group=MODEL)
+    token: Any = setting(
+        None, "Hub token; prefer the variable HF_TOKEN, since other users can see a command line",
+        group=MODEL, metavar="TOKEN",
+    )  # fmt: skip
+    progress: bool = setting(True, "show downloads on stderr", group=PYTHON, closed={"command": "--quiet"})
+    controlnet: Any = setting(
+        None, "a ControlNet or T2I-Adapter: a folder, a Hub id or a safetensors file", group=CONTROL, metavar="NET",
+        flags=("--controlnet", "--control-net"), repeats=True,
+    )  # fmt: skip
+    mesh: Any = setting(
+        None, "data=4,model=2 splits the batch 4 ways and the weights 2 ways", unset="data over all devices",
+        group=DEVICES, metavar="AXES",
+    )  # fmt: skip
+    offload: bool = setting(
+        False, "keep weights in the host's memory, and on the devices those of the network that runs", group=DEVICES,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check_all(self)
+
+    def keywords(self, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """Return the arguments of some names; by default those but ``model`` that differ from their defaults."""
+        if names is not None:
+            return {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in declared(Load) if name != "model"}
+        return {name: value for name, value in values.items() if value != declared(Load)[name].default}
+
+
+LOCATION = ("revision", "variant", "token", "cache_dir", "local_files_only")
+"""Arguments of ``canvax.load`` that say where files come from."""
+PARTS = ("vae", "prediction_type", "text_encoder", "tokenizer", "scheduler")
+"""Those that stand in for parts of the model."""
+
+
+@dataclass(frozen=True)
+class LoadFlags:
+    """What flags have besides arguments of ``canvax.load``: ``pipe.with_ip_adapter`` takes two of them."""
+
+    data_dir: str | None = setting(
+        None, "folder of models as A1111 or ComfyUI have it, whose files are called by name", unset="CANVAX_DATA_DIR",
+        group=MODEL, metavar="FOLDER",
+    )  # fmt: skip
+    ip_adapter: Any = setting(
+        None, "an IP-Adapter, which reads image prompts: a safetensors file, here or OWNER/NAME/FILE on the Hub",
+        group=PROMPTS, metavar="FILE", repeats=True,
+    )  # fmt: skip
+    ip_encoder: str | None = setting(
+        None, "CLIP's image encoder", unset="the one beside the adapter", group=PROMPTS, metavar="FOLDER",
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """The arguments of a call as they were given, unchecked; None is the model's default."""
@@ -153,9 +268,9 @@ class Call:
         group=SUBJECT, metavar="PIXELS", flags=("-W", "--width"), also=("W",),
     )  # fmt: skip
     num_inference_steps: int | None = setting(
-        None, "sampler steps, at most the 1000 of the model's noise schedule", low=1, cure="20 to 50 is usual",
-        unset="the model's default, else 50", group=SAMPLING, metavar="N", flags=("--steps", "--num-inference-steps"),
-        also=("steps", "num_steps", "sampling_steps"), infotext="Steps",
+        None, "sampler steps, at most the 1000 of the model's noise schedule", low=1, high=MOST_STEPS,
+        cure="20 to 50 is usual", unset="the model's default, else 50", group=SAMPLING, metavar="N",
+        flags=("--steps", "--num-inference-steps"), also=("steps", "num_steps", "sampling_steps"), infotext="Steps",
     )  # fmt: skip
     guidance_scale: float | None = setting(
         None,
@@ -192,7 +307,7 @@ class Call:
     )  # fmt: skip
     strength: float | None = setting(
         None, "how much of the run is done", low=0, high=1, above=True, cure="0.8 changes much, 0.3 little",
-        unset="0.8; with a mask 1", group=IMAGE,
+        unset=f"{STRENGTH:g}; with a mask {STRENGTH_OF_MASKED:g}", group=IMAGE,
         flags=("--strength", "--denoising-strength"), also=("denoising_strength", "denoise"),
     )  # fmt: skip
     control: Any = setting(
@@ -204,6 +319,25 @@ class Call:
     image_prompt: Any = setting(
         None, "image prompts", group=PROMPTS, closed=dict.fromkeys(("command", "file"), "ip_image names its files"),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Enlarging:
+    """The arguments of ``pipe.upscale`` that are not those of a call, or have other defaults."""
+
+    scale: float = setting(2.0, "how many times larger", low=1, high=16, cure="2 is usual")
+    strength: float = setting(
+        0.3, "how much the model may change", low=0, high=1, above=True, cure="0.3 is usual",
+    )  # fmt: skip
+    overlap: int | None = setting(
+        None, "what neighbouring tiles share at least", low=1, high=MAX_SIDE, unset="three eighths of a tile",
+        metavar="PIXELS",
+    )  # fmt: skip
+    batch: int = setting(4, "tiles at once", low=1, high=MOST_IMAGES, metavar="N", flags=("-b", "--batch-size"))
+    control: bool = setting(False, "whether tiles are the control images of the networks")
+
+    def __post_init__(self) -> None:
+        check_all(self)
 
 
 @dataclass(frozen=True)
@@ -382,7 +516,8 @@ class OptionRecord:
     )  # fmt: skip
     hires_strength: float | None = setting(
         None, "strength of the second pass", low=0, high=1, above=True, cure="0.4 is usual",
-        unset="0.4; with latent 0.7", group=HIRES, requires="hires=2", infotext="Denoising strength",
+        unset="{pixel:g}; with latent {latent:g}".format(**HIRES_STRENGTHS), group=HIRES, requires="hires=2",
+        infotext="Denoising strength",
     )  # fmt: skip
     hires_steps: int | None = setting(
         None, "steps of the second pass", low=1, unset="as many as the first", group=HIRES, metavar="N",
@@ -445,60 +580,3 @@ class OptionRecord:
         None, "of the refiner: what to keep away from", cure="2.5 is usual", unset="2.5", group=SDXL,
         needs=("guidance",),
     )  # fmt: skip
-
-
-class OptionFields(TypedDict, total=False):
-    """The options as keywords of a call, for type checkers and editors: as ``OptionRecord``, which a test compares."""
-
-    eta: float | None
-    spacing: Spacing | None
-    sigmas: str | Sequence[float] | None
-    sampler_settings: Mapping[str, Any] | Sequence[str]
-    guidance_steps: Sequence[float] | None
-    guidance_interval: Sequence[float]
-    guidance_rescale: float
-    guidance_method: GuidanceMethod | GuidanceFunction
-    guidance_settings: Mapping[str, Any] | Sequence[str]
-    pag_scale: float
-    pag_adaptive_scale: float
-    reuse: int
-    reuse_layers: int
-    tiling: Tiling
-    clip_skip: int
-    noise: NoiseKind
-    prompt_syntax: PromptSyntax
-    progress: bool | Literal["programs"]
-    callback: Callable[[Any], Any] | None
-    strength_rule: StrengthRule
-    image_encoding: ImageEncoding | None
-    mask_mode: MaskMode
-    mask_blur: float
-    mask_fill: MaskFill
-    mask_blend: MaskBlend
-    padding_mask_crop: int | None
-    outpaint: str | Sequence[int] | Mapping[str, int] | None
-    control_scale: float | Sequence[float]
-    control_start: float | Sequence[float]
-    control_end: float | Sequence[float]
-    control_mode: ControlMode | Sequence[ControlMode]
-    variation_seed: int | None
-    variation_strength: float
-    seed_size: tuple[int, int] | None
-    hires: float
-    hires_method: HiresMethod
-    hires_strength: float | None
-    hires_steps: int | None
-    hires_sampler: str | None
-    hires_prompt: str | Sequence[str] | None
-    denoising_start: float
-    denoising_end: float
-    prompt_2: str | Sequence[str] | None
-    negative_prompt_2: str | Sequence[str] | None
-    original_size: tuple[int, int] | None
-    crops_coords_top_left: tuple[int, int]
-    target_size: tuple[int, int] | None
-    negative_original_size: tuple[int, int] | None
-    negative_crops_coords_top_left: tuple[int, int] | None
-    negative_target_size: tuple[int, int] | None
-    aesthetic_score: float | None
-    negative_aesthetic_score: float | None

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from canvax.guidance import PLAIN, Guidance
+from canvax.models.beside import ADAPTERS, Places, with_adapters
 from canvax.models.denoiser import Conditions, Denoiser
 from canvax.params import Params
 from canvax.samplers.table import DENOISED, EMPTY, NOISE, SLOTS
@@ -39,7 +40,7 @@ class Known(NamedTuple):
     """What is to stay of an image where another part of it is generated.
 
     Attributes:
-        mask: [B, h, w, 1] float32, 1 where the image is generated, 0 where it stays.
+        mask: [B, h, w, C] float32, 1 where the image is generated, 0 where it stays.
         latents: those of the image [B, h, w, C] float32.
         graded: [B] bool, whether a grey mask says from which part of the run on a place is generated (Levin and Fried
             2023, "Differential Diffusion"): white from the beginning, dark grey near the end. Else it mixes.
@@ -52,6 +53,8 @@ class Known(NamedTuple):
 
 class InFlight(NamedTuple):
     """The state of images on their way: all that lies on the devices between calls.
+
+    Latents [B, h, w, C] lie here as ``canvax.models.denoiser.Packing`` of the denoiser says.
 
     Attributes:
         state: [B, K, h, w, C] float32; slot 0 is x.
@@ -86,9 +89,30 @@ class StepInputs(NamedTuple):
     memory: Any = None
 
 
+class StepOutputs(NamedTuple):
+    """What ``denoise`` returns.
+
+    Attributes:
+        state: after the last row run.
+        denoised: D at that row [B, h, w, C] float32.
+        memory: of the denoiser.
+        x: slot 0 of the state [B, h, w, C], so that nobody has to cut it out.
+    """
+
+    state: Array
+    denoised: Array
+    memory: Any
+    x: Array
+
+
 def denoise(
-    params: Params, inputs: StepInputs, *, denoiser: Denoiser, guidance: Guidance = PLAIN
-) -> tuple[Array, Array, Any]:
+    params: Params,
+    inputs: StepInputs,
+    *,
+    denoiser: Denoiser,
+    guidance: Guidance = PLAIN,
+    places: Places | None = None,
+) -> StepOutputs:
     """Run the first ``count`` rows of a window.
 
     Args:
@@ -96,15 +120,16 @@ def denoise(
         inputs: the batch.
         denoiser: the network.
         guidance: how its outputs for the prompts of an image become one.
-
-    Returns:
-        The state after the last row run, D at that row [B, h, w, C] float32, and the denoiser's memory.
+        places: of adapters beside the denoiser's weights, of which each image has its part as a condition.
     """
     flight = inputs.flight
     batch, _, *shape = flight.state.shape
     samples = guidance.samples(flight.prompts, batch)
     count = len(samples)
-    prepared = denoiser.prepare(params, jax.tree.map(_neighbours, *samples), (count * batch, *shape))
+    conditions = jax.tree.map(_neighbours, *samples)
+    if places is not None:
+        params = with_adapters(params, conditions.pop(ADAPTERS), denoiser.spec, places, denoiser.component)
+    prepared = denoiser.prepare(params, conditions, (count * batch, *shape))
 
     def step(i: Array, carry: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
         state, _, memory = carry
@@ -124,7 +149,8 @@ def denoise(
 
     with jax.named_scope("denoise"):
         first = flight.state, jnp.zeros_like(flight.state[:, 0]), inputs.memory
-        return jax.lax.fori_loop(0, inputs.count, step, first)
+        state, denoised, memory = jax.lax.fori_loop(0, inputs.count, step, first)
+        return StepOutputs(state, denoised, memory, state[:, 0])
 
 
 def step_noise(keys: Array, rows: Array, shape: tuple[int, ...]) -> Array:

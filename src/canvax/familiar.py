@@ -15,7 +15,7 @@ from inspect import signature
 from typing import Any, NamedTuple, TypeVar, cast
 
 from canvax.call import Call, OptionRecord
-from canvax.errors import InputError, did_you_mean, shown
+from canvax.errors import NO_VALUE, InputError, did_you_mean, shown, warn
 from canvax.settings import aliases
 
 PAGE = "docs/coming-from-diffusers.md"
@@ -261,19 +261,30 @@ def accepts(
     translate: Translate,
     check: Callable[[str, Any], None] | None = None,
     table: Mapping[str, ForeignName] | None = None,
+    *,
+    by_place: bool = False,
 ) -> Callable[[F], F]:
     """A decorator: a call with keywords that a function does not name goes through ``translate`` first.
 
     ``check`` gets the name and the value of each argument before that. Errors name an argument as the caller did, where
-    ``table`` knows it under another name.
+    ``table`` knows it under another name. With ``by_place``, keyword-only arguments may still be given by place, in
+    the order of the signature, with a DeprecationWarning.
     """
 
     def decorate(function: F) -> F:
         form = signature(function)
         named = [name for name, parameter in form.parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
+        places = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in form.parameters.values())
 
         @wraps(function)
         def call(*arguments: Any, **keywords: Any) -> Any:
+            if by_place and places < len(arguments) <= len(named):
+                late = dict(zip(named[places:], arguments[places:], strict=False))
+                if twice := late.keys() & keywords.keys():
+                    raise InputError(f"{min(twice)} is given twice, by place and by name; give it once")
+                words = ", ".join(f"{name}={shown(value)}" for name, value in late.items())
+                warn(f"arguments after {named[places - 1]} will be keywords only; write {words}", DeprecationWarning)
+                arguments, keywords = arguments[:places], {**late, **keywords}
             for name, value in (*zip(named, arguments, strict=False), *keywords.items()) if check else ():
                 check(name, value)  # type: ignore[misc]
             others = {name: value for name, value in keywords.items() if name not in named}
@@ -282,6 +293,8 @@ def accepts(
             known = {name: value for name, value in keywords.items() if name in named}
             try:
                 translated = translate(dict(form.bind_partial(*arguments, **known).arguments), others)
+                if foreign := translated.keys() - {*named}:
+                    raise InputError(min(foreign), NO_VALUE, f"is not an argument of {function.__name__}")
                 return function(**translated)
             except InputError as error:
                 aliases = {entry.becomes: name for name, entry in (table or {}).items() if name in others}

@@ -2,22 +2,20 @@
 
 Programs are traced from that code as it is in this process, under names that mean something else in the next one. So
 they are neither stored nor loaded, and a trace of other code is not used for them.
-
-What a module of canvax holds is remembered when its import ends, so that a replacement before the first call is noticed
-too, as researchers replace attention.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from functools import cached_property, partial
-from importlib.machinery import ModuleSpec
 from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 TRACED = (
     *("canvax.adapters", "canvax.compile.programs", "canvax.denoise", "canvax.guidance", "canvax.kernels"),
@@ -25,26 +23,48 @@ TRACED = (
 )
 """Modules, and packages with theirs, whose names decide what a trace is."""
 
+_originals: dict[tuple[str, str], tuple[Mapping[str, Any], tuple[Any, ...]]] = {}
+"""Of modules ("" as the second name) and of their classes: the names, and what they stood for after the import."""
 
-class _Originals(NamedTuple):
-    """The names of a module or a class, and what they stood for when its import ended."""
-
-    names: Mapping[str, Any]
-    values: tuple[Any, ...]
-
-
-_originals: dict[tuple[str, str], _Originals] = {}
+_replacing: ContextVar[tuple[tuple[Any, ...], ...]] = ContextVar("canvax_replacing", default=())
 _kept: dict[int, Any] = {}
 """Replacements by their id, kept alive so that no other object takes it."""
 
 
-def replaced() -> tuple[tuple[str, str, str, int], ...]:
-    """Names that no longer stand for what they did, and the id of what each stands for: (module, class, name, id).
+class _Package(ModuleType):
+    """A package that remembers what its modules hold when their import ends: there Python assigns each to a name of
+    its package. So a replacement before the first call is noticed too, as researchers replace attention."""
 
-    Functions, methods, classes and constants, but not what was changed inside of a value. Names that came later, of
-    modules imported since for one, are not looked at. Every call of a pipeline asks: it takes some 50 microseconds.
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, ModuleType) and value.__name__ == f"{self.__name__}.{name}":
+            if hasattr(value, "__path__"):
+                value.__class__ = _Package
+            if value.__name__.startswith(TRACED):
+                _remember(value)
+
+
+def watch(package: str) -> None:
+    """Remember the modules of a package, and of those in it, that are imported from now on."""
+    sys.modules[package].__class__ = _Package
+
+
+def _remember(module: ModuleType) -> None:
+    names = vars(module)
+    _originals[module.__name__, ""] = names, tuple(names.values())
+    for value in list(names.values()):
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            _originals[module.__name__, value.__qualname__] = vars(value), tuple(vars(value).values())
+
+
+def replaced() -> tuple[tuple[Any, ...], ...]:
+    """Return names that no longer stand for what they did, with the id of what each stands for now.
+
+    Each begins with (module, class, name, id): functions, methods, classes and constants, but not what was changed
+    inside of a value. Names that came later, of modules imported since for one, are not looked at. Every call of a
+    pipeline asks: it takes some 50 microseconds.
     """
-    changed = []
+    changed: list[tuple[Any, ...]] = [*stand_ins()]
     for (module, owner), (names, values) in tuple(_originals.items()):
         now = tuple(names.values())[: len(values)]
         if not _equal(now, values):
@@ -55,28 +75,37 @@ def replaced() -> tuple[tuple[str, str, str, int], ...]:
     return tuple(changed)
 
 
+@contextmanager
+def replacing(module: str, name: str, value: Any) -> Iterator[None]:
+    """Count ``value`` as a replacement within it, in this context alone."""
+    _kept[id(value)] = value
+    token = _replacing.set((*_replacing.get(), (module, "", name, id(value), *foreign(value))))
+    try:
+        yield
+    finally:
+        _replacing.reset(token)
+
+
+def stand_ins() -> tuple[tuple[Any, ...], ...]:
+    """Return what ``replacing`` counts in this context."""
+    return _replacing.get()
+
+
 def _equal(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
-    """Whether the values are the same; Python compares those that are no other objects in no time."""
+    """Return whether the values are the same; Python compares those that are no other objects in no time."""
     try:
         return now == before
     except Exception:  # of an array, which is neither equal nor not
         return False
 
 
-def _remember(module: ModuleType) -> None:
-    """Take down what a module and its classes hold."""
-    name, names = module.__name__, vars(module)
-    _originals[name, ""] = _Originals(names, tuple(names.values()))
-    for value in list(names.values()):
-        if isinstance(value, type) and value.__module__ == name:
-            _originals[name, value.__qualname__] = _Originals(vars(value), tuple(vars(value).values()))
-
-
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
-_CONTAINERS = (tuple, list, set, frozenset)
-_HOLDERS = (partial, MethodType, property, classmethod, staticmethod, cached_property)
-_HELD = ("func", "args", "keywords", "__func__", "__self__", "fget")
-"""What ``_HOLDERS`` hold."""
+_HOLDERS = (
+    *(tuple, list, set, frozenset, dict, MappingProxyType),
+    *(partial, MethodType, property, classmethod, staticmethod, cached_property),
+)
+"""Types of the standard library that are no code themselves."""
+
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 """Folders of code that nobody edits between two calls."""
 
@@ -118,32 +147,26 @@ def foreign(*values: Any) -> tuple[Any, ...]:
 def _looked_into(value: Any) -> tuple[list[Any], bool, list[Any]]:
     """Return the keys of code, whether the value is none of canvax's, and its parts."""
     if isinstance(value, FunctionType):
-        held = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *_cells(value)]
+        held = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        held += gc.get_referents(*(value.__closure__ or ()))
         if _is_ours(value):
             return [], False, [*held, vars(value)]
         if not _is_library(value):
             held += _named(value)
         return [_Same(value), value.__code__, *map(_constant, held)], True, [*held, vars(value)]
     if isinstance(value, type):
-        if _is_ours(value) or value in (*_SCALARS, *_CONTAINERS, *_HOLDERS, dict, object):
+        if _is_ours(value) or value in (*_SCALARS, *_HOLDERS, object):
             return [], False, []
         if _is_library(value):
             return [_Same(value)], True, []
         members = [member for name, member in vars(value).items() if not name.startswith("__") or callable(member)]
         return [_Same(value), *map(_constant, members)], True, [*value.__bases__, *members]
-    if isinstance(value, (dict, MappingProxyType)):
-        return [], False, [*value.values()]
-    if isinstance(value, _HOLDERS):
-        return [], False, [type(value), *(getattr(value, name, None) for name in _HELD)]
-    if isinstance(value, _CONTAINERS):
-        return [], False, [type(value), *value]
-    if _is_library(type(value)):  # an array, or a function that ``jax.jit`` wraps
-        return [], True, [getattr(value, "__wrapped__", None)]
-    if _is_ours(type(value)):
-        return [], False, [getattr(value, field.name) for field in _fields(value)]
-    slots = (name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()))
-    state = [getattr(value, name, None) for name in slots if name not in ("__dict__", "__weakref__")]
-    return [], False, [type(value), getattr(value, "__dict__", None), *state]
+    if not isinstance(value, _HOLDERS):
+        if _is_ours(type(value)):
+            return [], False, [getattr(value, field.name) for field in _fields(value)]
+        if _is_library(type(value)):  # an array, or a function that ``jax.jit`` wraps
+            return [], True, [getattr(value, "__wrapped__", None)]
+    return [], False, [type(value), *gc.get_referents(value)]
 
 
 def _constant(value: Any) -> Any:
@@ -157,13 +180,6 @@ def _fields(value: Any) -> list[Any]:
     """Return the fields by which a record of canvax is compared; none of what is no record, such as a pipeline."""
     record = is_dataclass(value) and type(value).__hash__ is not object.__hash__
     return [field for field in fields(value) if field.compare] if record else []
-
-
-def _cells(function: FunctionType) -> Iterator[Any]:
-    """Yield the values of a closure."""
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # empty
-            yield cell.cell_contents
 
 
 def _named(function: FunctionType) -> Iterator[Any]:
@@ -198,29 +214,3 @@ def _is_library(value: Any) -> bool:
         return False
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     return name.partition(".")[0] in sys.stdlib_module_names or file.startswith(_LIBRARIES)
-
-
-class _Finder:
-    """Finds the modules of ``TRACED`` as all other finders do, and has them remembered."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not any(name == traced or name.startswith(f"{traced}.") for traced in TRACED):
-            return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = _remembering(spec.loader.exec_module)  # pyright: ignore[reportAttributeAccessIssue]
-        return spec
-
-
-def _remembering(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        _remember(module)
-
-    return exec_module
-
-
-def watch() -> None:
-    """Remember the modules that are imported from now on; called before any of them is."""
-    sys.meta_path.insert(0, _Finder())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -55,6 +55,7 @@ class Param:
         dtype: name of a fixed dtype; None for the model's dtype.
         pairs: width of a head whose rotary pairs are neighbours in a checkpoint. In memory the first of each pair come
             before the second of each, see ``canvax.models.dit.rotate``. 0 for other parameters.
+        whole: keeps its precision where the large weights of its network are quantised, see ``whole``.
     """
 
     shape: tuple[int, ...]
@@ -63,6 +64,7 @@ class Param:
     layout: Layout = "plain"
     dtype: str | None = None
     pairs: int = 0
+    whole: bool = False
 
     def __post_init__(self) -> None:
         rank = {"plain": len(self.shape), "linear": 2, "conv1x1": 2, "conv": 4}[self.layout]
@@ -157,6 +159,14 @@ def unflatten(items: Iterator[tuple[str, Any]] | Mapping[str, Any]) -> dict[str,
             node = node.setdefault(parent, {})
         node[last] = leaf
     return tree
+
+
+def whole(spec: Spec) -> Spec:
+    """Returns ``spec`` with parameters that keep their precision when the network is quantised.
+
+    For layers that are small or that all activations pass through.
+    """
+    return {key: replace(part, whole=True) if isinstance(part, Param) else whole(part) for key, part in spec.items()}
 
 
 def map_spec(fn: Callable[[Param], Any], spec: Spec) -> Any:

@@ -12,7 +12,8 @@ the next of 8 bits, and images differ by about as much as from those of full pre
 have 8-bit weights only.
 
 Small layers and layers that all activations pass through (the first and last convolution, the time and size
-embeddings) are not quantised, nor are biases, normalisations and the autoencoder.
+embeddings) are not quantised: specs declare them with ``canvax.params.whole``. Nor are biases, normalisations and the
+autoencoder.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.errors import InputError, nearest
+from canvax.call import Load
+from canvax.errors import InputError
 from canvax.params import Param, Params, Spec
+from canvax.settings import check_setting
 from canvax.types import DType, HostArray
 
 KINDS: Mapping[str, str] = {
@@ -42,18 +45,6 @@ SCALE = "scale"
 
 PRODUCT_SCALE = "product_scale"
 """The same key in layers that quantise their inputs, too."""
-
-_WHOLE = frozenset(
-    (
-        *("conv_in", "conv_out", "time_embedding", "add_embedding", "time_emb_proj", "text_projection", "embeddings"),
-        *("t_embedder", "cap_embedder", "all_x_embedder", "all_final_layer", "adaLN_modulation"),
-        *("time_guidance_embed", "x_embedder", "context_embedder", "norm_out"),
-        *("img_in", "time_embed", "time_mod_proj", "projector", "txt_in", "final_layer"),
-        *("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation"),
-    )
-)
-_LAST = "proj_out"
-"""The last layer of a network; inside of blocks others have this name."""
 
 
 def scale_of(weight: str, names: Container[str]) -> str | None:
@@ -80,13 +71,12 @@ def _width(dtype: DType) -> tuple[int, str]:
 
 
 def check_kind(kind: str | None, *, trained: bool = False) -> str | None:
-    """Returns ``kind`` if it is a key of ``KINDS`` or None.
+    """Returns ``kind`` if it is a key of ``KINDS`` or None. With ``trained`` gradients are needed.
 
     Raises:
-        InputError: ``kind`` is unknown; or gradients are needed (``trained``), and rounded activations have none.
+        InputError: ``kind`` is unknown, or rounds activations, which then have no gradient.
     """
-    if kind is not None and (not isinstance(kind, str) or kind not in KINDS):
-        raise InputError("quantize", kind, "is not known", nearest(str(kind), list(KINDS)))
+    check_setting(Load, "quantize", kind)
     if trained and kind is not None and kind.endswith(_PRODUCTS):
         raise InputError("quantize", kind, "rounds activations, which then have no gradient", "take int8 or float8")
     return kind
@@ -106,18 +96,18 @@ def quantized_specs(specs: Mapping[str, Spec], kind: str | None) -> dict[str, Sp
 def quantized_spec(spec: Spec, kind: str) -> Spec:
     """Returns the spec of the same network with weights of ``kind`` and their scales."""
 
-    def quantized(name: str, value: Any) -> Any:
-        if isinstance(value, Param) or name in _WHOLE:
+    def quantized(value: Any) -> Any:
+        if isinstance(value, Param):
             return value
-        inner = {key: quantized(key, part) for key, part in value.items()}
+        inner = {key: quantized(part) for key, part in value.items()}
         weight = inner.get("weight")
-        if isinstance(weight, Param) and weight.layout != "plain":
+        if isinstance(weight, Param) and weight.layout != "plain" and not weight.whole:
             inner["weight"] = replace(weight, dtype=KINDS[kind])
             key = PRODUCT_SCALE if kind.endswith(_PRODUCTS) and weight.layout != "conv" else SCALE
             inner[key] = Param(weight.shape[-1:], weight.axes[-1:], init="ones", dtype="float32")
         return inner
 
-    return {name: value if name == _LAST else quantized(name, value) for name, value in spec.items()}
+    return quantized(spec)
 
 
 def quantize(weight: HostArray, dtype: Any) -> tuple[HostArray, HostArray]:

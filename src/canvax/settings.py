@@ -44,12 +44,14 @@ class Setting:
         low: the smallest value; None for no limit. Of a list: of each entry.
         high: the largest value.
         above: whether the value must be larger than ``low``.
+        below: whether it must be smaller than ``high``.
         length: entries of a list; 0 for any number.
         cure: ends the error of a wrong value: "4 is usual".
         unset: what None stands for: "the model's default".
         also: names in other programs, which Python, files and the server take as well.
         flags: of the command line; by default ``--name``.
         repeats: whether the flag may be given several times.
+        const: the value that a flag without a value stands for.
         metavar: what --help calls the value.
         group: which settings it is listed with.
         needs: without which it has no effect, which a hint says: other settings, or conditions of ``hints.idle``.
@@ -64,12 +66,14 @@ class Setting:
     low: float | None = None
     high: float | None = None
     above: bool = False
+    below: bool = False
     length: int = 0
     cure: str = ""
     unset: str = ""
     also: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     repeats: bool = False
+    const: Any = None
     metavar: str | tuple[str, str] = ""
     group: str = "settings"
     needs: tuple[str, ...] = ()
@@ -85,13 +89,14 @@ class Setting:
         low, high = (None if end is None else _as_text(end) for end in (self.low, self.high))
         if low is None or high is None:
             return "" if low is None else f"{low} or more"
-        return f"{low}..{high}" + f", without {low}" * self.above
+        return f"{low}..{high}" + f", without {low}" * self.above + f", without {high}" * self.below
 
     def takes(self, number: float) -> bool:
         """Whether a number is finite and within the limits."""
         low = -math.inf if self.low is None else self.low
         high = math.inf if self.high is None else self.high
-        return math.isfinite(number) and low <= number <= high and not (self.above and number == low)
+        at_end = (self.above and number == low) or (self.below and number == high)
+        return math.isfinite(number) and low <= number <= high and not at_end
 
 
 def _as_text(end: float) -> str:
@@ -111,7 +116,7 @@ class ValueKind:
     """The values that an annotation allows.
 
     Attributes:
-        of: int, float or str, of a value or else of the entries of a list; None where ``Setting.read`` alone knows.
+        of: int, float, str or bool, of a value or else of a list's entries; None where ``Setting.read`` alone knows.
         entries: the same of the entries of a list.
         choices: the values of a Literal.
         alone: whether it may be a value that is not in a list.
@@ -153,7 +158,7 @@ class ValueKind:
 
 def _type_of(annotation: Any) -> type | None:
     words = get_args(annotation) if get_origin(annotation) is Literal else ()
-    return type(words[0]) if words else annotation if annotation in (int, float, str) else None
+    return type(words[0]) if words else annotation if annotation in (int, float, str, bool) else None
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:
@@ -176,6 +181,11 @@ class Declared:
         return next((flag for flag in self.flags if flag.startswith("--")), self.flags[0])
 
     @property
+    def is_switch(self) -> bool:
+        """Whether it is off unless its flag is given, which takes no value."""
+        return self.kind.choices == (True, False) and not self.default
+
+    @property
     def is_text(self) -> bool:
         """Whether a table without types, such as CSV, has it as text."""
         return self.kind.of in (None, str) and not self.setting.read
@@ -185,7 +195,7 @@ class Declared:
         """What holds if nothing is given; empty where that needs no words."""
         if self.default is None:
             return self.setting.unset
-        return "" if self.default in (MISSING, ()) else text_of(self.default)
+        return "" if self.is_switch or self.default in (MISSING, ()) else text_of(self.default)
 
 
 @cache
@@ -267,6 +277,8 @@ def _single(field: Declared, value: Any, whole: Any) -> Any:
     if kind.choices:
         if not any(value == choice and type(value) is type(choice) for choice in kind.choices):
             words = [choice for choice in kind.choices if isinstance(choice, str)]
+            if not words:
+                raise InputError(field.name, whole, "is neither True nor False", setting.cure)
             listing = f"choose one of {', '.join(map(repr, kind.choices))}"
             cure = nearest(value, words) if isinstance(value, str) else setting.cure or listing
             raise InputError(field.name, whole, "is not known", cure)
@@ -342,7 +354,8 @@ def numbers_of(value: Any) -> tuple[Any, ...]:
 
 def _number(value: Any) -> Any:
     value = plain(value)
-    return math.nan if isinstance(value, bool) else int(value) if is_whole(value) else float(value)
+    whole = is_whole(value) or (isinstance(value, str) and value.strip().lstrip("+-").isdecimal())
+    return math.nan if isinstance(value, bool) else int(value) if whole else float(value)
 
 
 _NUMBER = re.compile(r"[+-]?(\d{1,99}(?:\.\d{0,99})?|\.\d{1,99})(e[+-]?\d{1,9})?", re.ASCII | re.IGNORECASE)
@@ -377,21 +390,36 @@ def check_once(name: str, parts: Iterable[str]) -> None:
 # What follows from a record
 
 
-def described(field: Declared) -> str:
-    """The line of --help."""
-    setting = field.setting
-    narrow = setting.high is not None and setting.high <= 10 and field.kind.of is float
-    return (
-        (f"{setting.limits}, " if narrow else "") + setting.help + (f" ({field.otherwise})" if field.otherwise else "")
-    )
+def described(field: Declared, usual: Any = None) -> str:
+    """The line of --help; ``usual`` is the default of a command that has another than the record."""
+    setting, otherwise = field.setting, field.otherwise if usual is None else text_of(usual)
+    narrow = setting.high is not None and setting.high <= 16 and field.kind.of is float
+    return (f"{setting.limits}, " if narrow else "") + setting.help + (f" ({otherwise})" if otherwise else "")
 
 
 def add_flags(parser: argparse.ArgumentParser | Any, record: type, *, group: str | None = None,
-              names: Iterable[str] | None = None) -> None:  # fmt: skip
-    """Add the flags of a record's settings: all of them, those of a group, or those of some names."""
+              names: Iterable[str] | None = None, without: Iterable[str] = (),
+              help: Mapping[str, str] | None = None, usual: Mapping[str, Any] | None = None) -> None:  # fmt: skip
+    """Add the flags of a record's settings: all of them, those of a group, or those of some names.
+
+    Args:
+        parser: a parser or a group of arguments.
+        record: the record.
+        group: the group of settings.
+        names: names of settings.
+        without: names of settings that are left out.
+        help: help by name, where a command has more to say than the record.
+        usual: defaults by name, where a command has others.
+    """
     for name, field in offered(record, "command").items():
-        if group in (None, field.setting.group) and (names is None or name in names):
-            keywords: dict[str, Any] = {"metavar": field.setting.metavar or "X", "help": described(field)}
+        if group in (None, field.setting.group) and (names is None or name in names) and name not in without:
+            keywords: dict[str, Any] = {"help": (help or {}).get(name) or described(field, (usual or {}).get(name))}
+            if field.setting.const is not None or field.is_switch:
+                const = True if field.setting.const is None else field.setting.const
+                keywords |= {"action": "store_const", "const": const, "default": field.default}
+                parser.add_argument(*field.flags, dest=name, **keywords)
+                continue
+            keywords["metavar"] = field.setting.metavar or "X"
             number = field.kind.of if field.kind.of in (int, float) else None
             if field.setting.repeats:
                 keywords["action"] = "append"
@@ -406,6 +434,8 @@ def as_flags(field: Declared, value: Any) -> list[str]:
     """The words of a command line that give a setting a value; none for None."""
     if value is None or value in ([], ()):
         return []
+    if field.setting.const is not None or field.is_switch:
+        return [field.flag] if value in (True, field.setting.const) else []
     values = list(value) if isinstance(value, list | tuple) else [value]
     if field.setting.repeats:
         return [f"{field.flag}={each}" for each in values]
@@ -421,12 +451,17 @@ def json_schema(record: type, entry_point: EntryPoint) -> dict[str, Any]:
 
 def _schema_of(field: Declared) -> dict[str, Any]:
     setting, kind = field.setting, field.kind
-    bounds = {"exclusiveMinimum" if setting.above else "minimum": setting.low, "maximum": setting.high}
+    bounds = {
+        "exclusiveMinimum" if setting.above else "minimum": setting.low,
+        "exclusiveMaximum" if setting.below else "maximum": setting.high,
+    }
     bounds = {name: bound for name, bound in bounds.items() if bound is not None}
 
     def form(of: type) -> dict[str, Any]:
-        name = {int: "integer", float: "number", str: "string"}[of]
-        return {"enum": list(kind.choices)} if kind.choices else {"type": name, **(bounds if of is not str else {})}
+        name = {int: "integer", float: "number", str: "string", bool: "boolean"}[of]
+        return (
+            {"enum": list(kind.choices)} if kind.choices else {"type": name, **(bounds if of in (int, float) else {})}
+        )
 
     forms = [form(kind.of)] if kind.alone and kind.of else []
     if kind.several and kind.entries:
@@ -452,20 +487,21 @@ def markdown(record: type) -> str:
     for name, field in declared(record).items():
         if why := field.setting.closed.get("server"):
             closed.setdefault(why, []).append(f"`{name}`")
-    parts.append(
-        "\n".join(["The server does not take", "", *(f"- {', '.join(names)}: {why}" for why, names in closed.items())])
-    )
+    if closed:
+        lines = [f"- {', '.join(names)}: {why}" for why, names in closed.items()]
+        parts.append("\n".join(["The server does not take", "", *lines]))
     return "\n\n".join(parts) + "\n"
 
 
 def _row(field: Declared) -> str:
     words = ", ".join(f"`{choice}`" for choice in field.kind.choices)
+    default = text_of(field.default) if field.is_switch and field.default is not None else field.otherwise
     kind = {int: "whole number", float: "number", str: "text"}.get(field.kind.of or object, "")
     if field.length or (field.kind.several and not field.kind.alone):
         kind = f"{field.length or ''} {kind}s".strip()
     kind = "names with values" if field.kind.table and field.setting.repeats else kind
     values = words or ", ".join(filter(None, (kind, field.setting.limits)))
-    return f"| `{field.name}` | {field.otherwise} | {values} | {field.setting.help} |"
+    return f"| `{field.name}` | {default} | {values} | {field.setting.help} |"
 
 
 def text_of(value: Any) -> str:

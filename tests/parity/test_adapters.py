@@ -35,16 +35,16 @@ CLOSE = 60.0
 
 
 @pytest.fixture(scope="module")
-def sd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiffusion]:
+def sd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Pipeline]:
     return both(build(tmp_path_factory.mktemp("sd"), "epsilon"), diffusers.StableDiffusionPipeline)
 
 
 @pytest.fixture(scope="module")
-def xl(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiffusion]:
+def xl(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Pipeline]:
     return both(build_xl(tmp_path_factory.mktemp("xl")), diffusers.StableDiffusionXLPipeline)
 
 
-def both(folder: Path, kind: Any) -> tuple[Any, canvax.StableDiffusion]:
+def both(folder: Path, kind: Any) -> tuple[Any, canvax.Pipeline]:
     theirs = kind.from_pretrained(folder)
     theirs.set_progress_bar_config(disable=True)
     return theirs, canvax.load(folder, mesh=canvax.make_mesh(jax.devices()[:1]))
@@ -59,7 +59,7 @@ def without(request: pytest.FixtureRequest) -> Iterator[None]:
         ours.adapters.remove()
 
 
-def images(pipes: tuple[Any, canvax.StableDiffusion]) -> tuple[np.ndarray, np.ndarray]:
+def images(pipes: tuple[Any, canvax.Pipeline]) -> tuple[np.ndarray, np.ndarray]:
     theirs, ours = pipes
     height = theirs.unet.config.sample_size * theirs.vae_scale_factor
     shape = (1, height // theirs.vae_scale_factor, height // theirs.vae_scale_factor, 4)
@@ -70,7 +70,7 @@ def images(pipes: tuple[Any, canvax.StableDiffusion]) -> tuple[np.ndarray, np.nd
 
 
 def file_of(
-    pipe: canvax.StableDiffusion,
+    pipe: canvax.Pipeline,
     path: Path,
     make: Callable[[Draw, tuple[int, ...]], Made],
     name: Callable[[str, str], str],
@@ -101,7 +101,7 @@ def peft(component: str, module: str) -> str:
     return f"{component}.{module}"
 
 
-def check_alike(pipes: tuple[Any, canvax.StableDiffusion], file: Path, plain: np.ndarray | None = None) -> None:
+def check_alike(pipes: tuple[Any, canvax.Pipeline], file: Path, plain: np.ndarray | None = None) -> None:
     theirs, ours = pipes
     before, _ = images(pipes) if plain is None else (plain, None)
     theirs.load_lora_weights(file.parent, weight_name=file.name, adapter_name="a")

@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("model") / "base", "epsilon")
 
 
-def load(folder: Path, **changes: Any) -> canvax.StableDiffusion:
+def load(folder: Path, **changes: Any) -> canvax.Pipeline:
     return canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]), **changes)
 
 
@@ -95,7 +95,7 @@ def reference(pipe: Any) -> Any:
         ).images  # fmt: skip
 
 
-def draw(pipe: canvax.StableDiffusion, **changes: Any) -> canvax.Result:
+def draw(pipe: canvax.Pipeline, **changes: Any) -> canvax.Result:
     size = {} if "image" in changes else {"height": SIZE, "width": SIZE}
     told: dict[str, Any] = {**CHOICE, **size, "seed": SEEDS[0], **changes}
     return pipe(PROMPTS[0], NEGATIVE, sampler="DDIM", **told)

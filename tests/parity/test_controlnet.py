@@ -147,7 +147,7 @@ def nets(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def pair(nets: list[Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiffusion]:
+def pair(nets: list[Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Pipeline]:
     folder = build(tmp_path_factory.mktemp("model") / "base", "epsilon")
     base = diffusers.StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
     theirs = diffusers.StableDiffusionControlNetPipeline(
@@ -365,7 +365,7 @@ def test_adapter_in_a_pipeline(pair: Any, nets: list[Any], tmp_path: Path) -> No
 
 
 @pytest.fixture(scope="module")
-def xl(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiffusion]:
+def xl(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Pipeline]:
     folder = tmp_path_factory.mktemp("xl")
     build_xl(folder / "base")
     changes = KINDS["xl"] | {"cross_attention_dim": 72}

@@ -92,7 +92,7 @@ def test_images_of_a_batch_change_each_other_in_diffusers() -> None:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiffusion]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Pipeline]:
     root = tmp_path_factory.mktemp("union")
     net = net_of(cross_attention_dim=72)
     net.save_pretrained(root / "net")

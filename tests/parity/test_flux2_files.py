@@ -22,18 +22,17 @@ import canvax  # noqa: E402
 from canvax.adapters import change  # noqa: E402
 from canvax.cli import main  # noqa: E402
 from canvax.cli.arguments import build_parser  # noqa: E402
-from canvax.cli.compile import open_pipeline  # noqa: E402
+from canvax.cli.loading import load_with  # noqa: E402
+from canvax.families.flux2 import FLUX2  # noqa: E402
 from canvax.models.flux2 import Flux2Config, flux2_spec  # noqa: E402
 from canvax.models.flux2_vae import Flux2VaeConfig, flux2_vae_spec  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.planning.plan import architecture  # noqa: E402
 from canvax.samplers import build_table  # noqa: E402
-from canvax.weights.formats import flux2_stacks  # noqa: E402
 from canvax.weights.lora import read_adapter  # noqa: E402
 from canvax.weights.overrides import Overrides  # noqa: E402
 from canvax.weights.rules import Names  # noqa: E402
 from canvax.weights.single_file import vae_config  # noqa: E402
-from canvax.weights.transformer_file import LAYOUTS  # noqa: E402
 from tests.support.ldm_files import ldm_vae  # noqa: E402
 
 from .test_flux2_pipeline import build, lora, original  # noqa: E402
@@ -65,7 +64,7 @@ def files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     }
 
 
-def load(model: Path, files: dict[str, Path] | None = None, **changes: Any) -> canvax.StableDiffusion:
+def load(model: Path, files: dict[str, Path] | None = None, **changes: Any) -> canvax.Pipeline:
     parts = {name: path for name, path in {**(files or {}), **changes}.items() if name != "model"}
     return canvax.load(model, dtype="float32", mesh=make_mesh(jax.devices()[:1]), progress=False, **parts)
 
@@ -75,11 +74,11 @@ def assert_same(params: Any, wanted: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def wanted(folder: Path) -> canvax.StableDiffusion:
+def wanted(folder: Path) -> canvax.Pipeline:
     return load(folder)
 
 
-def test_single_files(files: dict[str, Path], folder: Path, wanted: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_single_files(files: dict[str, Path], folder: Path, wanted: canvax.Pipeline, tmp_path: Path) -> None:
     """All weights are those of the folder bit for bit, and all configs; diffusers reads the transformer likewise."""
     theirs = diffusers.Flux2Transformer2DModel.from_single_file(str(files["model"]), config=str(folder / "transformer"))
     for name, array in arrays(folder, "transformer").items():
@@ -93,7 +92,7 @@ def test_single_files(files: dict[str, Path], folder: Path, wanted: canvax.Stabl
              for name, array in safetensors.numpy.load_file(files["model"]).items()}  # fmt: skip
     base = write(tmp_path / "FLUX-2-klein-Base-4b.safetensors", comfy)
     pipe = load(base, files, vae=folder, text_encoder=folder)
-    assert (pipe.model.defaults.num_inference_steps, pipe.model.networks.denoiser.distilled) == (50, False)
+    assert (pipe.model.defaults.num_inference_steps, pipe.model.networks.denoiser.facts.distilled) == (50, False)
     assert_same(pipe.params, wanted.params)
 
 
@@ -105,7 +104,7 @@ def test_the_name_of_a_file_tells_what_its_arrays_do_not(files: dict[str, Path],
             warnings.simplefilter("always")
             pipe = load(model, files)
         assert [one.category for one in caught] == [canvax.HintWarning] * (distilled is None)
-        assert pipe.model.networks.denoiser.distilled == (distilled is not False)
+        assert pipe.model.networks.denoiser.facts.distilled == (distilled is not False)
 
 
 @pytest.mark.parametrize("marker", ["scale_weight", "weight_scale"])
@@ -134,7 +133,7 @@ def test_gguf(files: dict[str, Path], folder: Path, tmp_path: Path) -> None:
         assert_same(one, other)
 
 
-def test_a_padding_token_with_its_properties(folder: Path, wanted: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_a_padding_token_with_its_properties(folder: Path, wanted: canvax.Pipeline, tmp_path: Path) -> None:
     """Older releases of transformers write tokens so; without any the checkpoint is refused."""
     words = Path(shutil.copytree(folder / "tokenizer", tmp_path / "words"))
     config = json.loads((words / "tokenizer_config.json").read_text())
@@ -176,7 +175,7 @@ def test_info(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_commands_that_take_the_parts(
-    files: dict[str, Path], wanted: canvax.StableDiffusion, capsys: pytest.CaptureFixture[str]
+    files: dict[str, Path], wanted: canvax.Pipeline, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They know the model by its files: ``info`` and ``plan``, ``compile`` and ``serve``, which has them for one."""
     flags = [word for name, part in files.items() if name != "model"
@@ -188,7 +187,7 @@ def test_commands_that_take_the_parts(
     parts = {name: path for name, path in files.items() if name != "model"}
     assert architecture(files["model"], Overrides.of(**parts)) == wanted.model.networks
     words = ["compile", str(files["model"]), *flags, "--dtype", "float32", "-q"]
-    assert open_pipeline(words[1], build_parser().parse_args(words)).model.networks == wanted.model.networks
+    assert load_with(build_parser().parse_args(words), weights=False).model.networks == wanted.model.networks
     assert main(["serve", str(files["model"]), "emoji", *flags, "--port", "0"]) == 2
 
 
@@ -203,7 +202,7 @@ def assert_same_files(saved: Path, folder: Path) -> None:
         assert arrays(saved, name).keys() == arrays(folder, name).keys()
 
 
-def test_saved(files: dict[str, Path], folder: Path, wanted: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_saved(files: dict[str, Path], folder: Path, wanted: canvax.Pipeline, tmp_path: Path) -> None:
     """A saved folder is the same model in canvax and in diffusers."""
     load(files["model"], files).save(tmp_path / "saved")
     assert_same_files(tmp_path / "saved", folder)
@@ -226,8 +225,9 @@ def test_sizes_of_the_released_files(layers: tuple[int, int], heads: int, text: 
     cfg = Flux2Config(num_layers=layers[0], num_single_layers=layers[1], num_attention_heads=heads,
                       joint_attention_dim=text, guidance_embeds=False)  # fmt: skip
     spec = flux2_spec(cfg)
-    assert len(shapes_of(spec, Names(flux2_stacks(cfg.dim, 3 * cfg.dim)))) == count
-    assert Flux2Config.from_dict(LAYOUTS["FLUX.2"].config(shapes_of(spec))) == cfg
+    assert len(shapes_of(spec, Names(FLUX2.stacks))) == count
+    assert FLUX2.single_file is not None
+    assert Flux2Config.from_dict(FLUX2.single_file.config(shapes_of(spec))) == cfg
 
 
 @pytest.mark.parametrize("cfg", [Flux2VaeConfig(), Flux2VaeConfig(decoder_block_out_channels=(96, 192, 384, 384))])
@@ -236,7 +236,7 @@ def test_sizes_of_the_released_autoencoders(cfg: Flux2VaeConfig) -> None:
     assert Flux2VaeConfig.from_dict(vae_config(shapes_of(flux2_vae_spec(cfg)), {})) == cfg
 
 
-def on_devices(pipe: canvax.StableDiffusion, others: set[int]) -> set[str]:
+def on_devices(pipe: canvax.Pipeline, others: set[int]) -> set[str]:
     """Components a weight of which is on the devices now, ``others`` aside."""
     held = {(array.shape, str(array.dtype)) for array in jax.live_arrays()
             if array.ndim == 2 and array.sharding.memory_kind == "device" and id(array) not in others}  # fmt: skip

@@ -27,7 +27,7 @@ SCALE = np.array([5.0, 2.0], np.float32)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiffusion]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Pipeline]:
     folder = build(tmp_path_factory.mktemp("model") / "m", "epsilon")
     theirs = diffusers.StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
     theirs.set_progress_bar_config(disable=True)
@@ -42,7 +42,7 @@ def images(theirs: Any, **changes: Any) -> np.ndarray:
         ).images  # fmt: skip
 
 
-def ours(pipe: canvax.StableDiffusion, **changes: Any) -> canvax.Result:
+def ours(pipe: canvax.Pipeline, **changes: Any) -> canvax.Result:
     usual = {"num_inference_steps": 5, "guidance_scale": 5.0, "seed": SEEDS[0], "options": QUIET}
     return pipe(PROMPTS, NEGATIVE, **usual | changes)
 
@@ -57,7 +57,7 @@ def ours(pipe: canvax.StableDiffusion, **changes: Any) -> canvax.Result:
     ids=["guided", "alone", "adaptive"],
 )
 @pytest.mark.slow
-def test_perturbed_attention(changes: dict[str, float], pair: tuple[Any, canvax.StableDiffusion]) -> None:
+def test_perturbed_attention(changes: dict[str, float], pair: tuple[Any, canvax.Pipeline]) -> None:
     theirs, pipe = pair
     theirs = diffusers.StableDiffusionPAGPipeline.from_pipe(theirs, pag_applied_layers=["mid"])
     theirs.set_progress_bar_config(disable=True)

@@ -41,7 +41,7 @@ CASES = [("DDIM", 0.75), ("DPM++ 2M Karras", 0.5), ("Euler a", 0.3), ("Heun", 0.
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiffusion]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Pipeline]:
     folder = build(tmp_path_factory.mktemp("model") / "base", "epsilon")
     theirs = diffusers.StableDiffusionImg2ImgPipeline.from_pretrained(folder, safety_checker=None)
     theirs.set_progress_bar_config(disable=True)
@@ -121,7 +121,7 @@ def test_old_class(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_generator_draws_as_there(task: str, pair: Any) -> None:
     """First the encoder's sample, then the noise; nothing of the reference is replaced."""
     base, ours = pair
-    theirs = getattr(diffusers, f"StableDiffusion{task}Pipeline")(**base.components, requires_safety_checker=False)
+    theirs = getattr(diffusers, f"Pipeline{task}Pipeline")(**base.components, requires_safety_checker=False)
     theirs.set_progress_bar_config(disable=True)
     theirs.scheduler = diffusers.DDIMScheduler.from_config(dict(base.own_config))
     square = Image.new("L", (SIZE, SIZE), 0)
@@ -193,7 +193,7 @@ def mask(seed: int) -> Image.Image:
 
 
 @pytest.fixture(scope="module")
-def of_nine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiffusion]:
+def of_nine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Pipeline]:
     """A small model whose UNet has 9 channels."""
     folder = build(tmp_path_factory.mktemp("model") / "inpainting", "epsilon", in_channels=9)
     theirs = diffusers.StableDiffusionInpaintPipeline.from_pretrained(folder, safety_checker=None)
@@ -208,7 +208,7 @@ def of_nine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Stabl
 )
 @pytest.mark.slow
 def test_inpainting_unet(
-    strength: float, sampler: str, of_nine: tuple[Any, canvax.StableDiffusion], monkeypatch: pytest.MonkeyPatch
+    strength: float, sampler: str, of_nine: tuple[Any, canvax.Pipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A UNet of 9 channels, which sees the mask and the masked image."""
     theirs, ours = of_nine
@@ -260,7 +260,7 @@ INPAINTED = [(1.0, "DDIM"), (0.5, "Euler"), (0.75, "DPM++ 2M"), (0.5, "DEISMulti
 
 @pytest.mark.parametrize(("strength", "sampler"), INPAINTED)
 def test_inpainting_of_diffusers(
-    strength: float, sampler: str, pair: tuple[Any, canvax.StableDiffusion], monkeypatch: pytest.MonkeyPatch
+    strength: float, sampler: str, pair: tuple[Any, canvax.Pipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A UNet of 4 channels, where diffusers puts the known latents with their noise in after each step."""
     base, ours = pair

@@ -52,7 +52,7 @@ class Pair:
         self.theirs.set_progress_bar_config(disable=True)
         self.base = canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
 
-    def load(self, *kinds: str) -> canvax.StableDiffusion:
+    def load(self, *kinds: str) -> canvax.Pipeline:
         unet = self.base.model.unet
         paths = [ip_adapter(self.root / f"{i}-{kind}.safetensors", kind, unet, 7 + i) for i, kind in enumerate(kinds)]
         if getattr(self.theirs.unet, "encoder_hid_proj", None) is not None:
@@ -71,7 +71,7 @@ class Pair:
                 latents=nchw(initial_noise([seed], LATENTS)), **CHOICE | changes,
             ).images  # fmt: skip
 
-    def draw(self, pipe: canvax.StableDiffusion, prompt: Any = PROMPTS[0], seed: Any = SEEDS[0], **changes: Any) -> Any:
+    def draw(self, pipe: canvax.Pipeline, prompt: Any = PROMPTS[0], seed: Any = SEEDS[0], **changes: Any) -> Any:
         choice = {"height": SIZE, "width": SIZE, "sampler": None if self.xl else "DDIM", "progress": False}
         return pipe(prompt, NEGATIVE, seed=seed, **choice | CHOICE | changes)
 

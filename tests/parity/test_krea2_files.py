@@ -22,16 +22,17 @@ from diffusers.loaders.single_file_utils import (  # noqa: E402
 
 import canvax  # noqa: E402
 from canvax.cli import main  # noqa: E402
+from canvax.families.known import PRESETS  # noqa: E402
+from canvax.families.krea2 import KREA2, NAMES  # noqa: E402
+from canvax.families.language import QWEN3_VL_4B  # noqa: E402
 from canvax.models.decoder_lm import DecoderConfig, decoder_lm_spec  # noqa: E402
 from canvax.models.krea2 import Krea2Config, krea2_spec  # noqa: E402
-from canvax.models.presets import PRESETS, QWEN3_VL_4B  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.params import count  # noqa: E402
-from canvax.weights.formats import KREA2, wan_vae_rules  # noqa: E402
 from canvax.weights.language_model import language_model_config  # noqa: E402
 from canvax.weights.rules import Names  # noqa: E402
 from canvax.weights.safetensors import Outgoing  # noqa: E402
-from canvax.weights.transformer_file import LAYOUTS  # noqa: E402
+from canvax.weights.wan_vae import wan_vae_rules  # noqa: E402
 
 from .test_krea2_pipeline import build  # noqa: E402
 from .test_z_image_files import Arrays, arrays, shapes_of, write  # noqa: E402
@@ -60,7 +61,7 @@ def files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     shutil.copytree(folder / "tokenizer", into / "words")
     text = {f"model.{name}": array for name, array in arrays(folder, "text_encoder").items()}
     return {
-        "model": write(into / "krea2_turbo_bf16.safetensors", original(arrays(folder, "transformer"), KREA2)),
+        "model": write(into / "krea2_turbo_bf16.safetensors", original(arrays(folder, "transformer"), Names(NAMES))),
         "text_encoder": write(into / "qwen3vl_4b_bf16.safetensors", text),
         "vae": write(
             into / "qwen_image_vae.safetensors", original(arrays(folder, "vae"), Names(wan_vae_rules(PLACES)))
@@ -69,22 +70,22 @@ def files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     }
 
 
-def load(model: Path, files: dict[str, Path] | None = None, **changes: Any) -> canvax.StableDiffusion:
+def load(model: Path, files: dict[str, Path] | None = None, **changes: Any) -> canvax.Pipeline:
     parts = {name: path for name, path in {**(files or {}), **changes}.items() if name != "model"}
     return canvax.load(model, dtype="float32", mesh=make_mesh(jax.devices()[:1]), progress=False, **parts)
 
 
 @pytest.fixture(scope="module")
-def wanted(folder: Path) -> canvax.StableDiffusion:
+def wanted(folder: Path) -> canvax.Pipeline:
     return load(folder)
 
 
-def assert_same(pipe: canvax.StableDiffusion, wanted: canvax.StableDiffusion) -> None:
+def assert_same(pipe: canvax.Pipeline, wanted: canvax.Pipeline) -> None:
     assert pipe.model.networks == wanted.model.networks
     jax.tree.map(np.testing.assert_array_equal, pipe.params, wanted.params)
 
 
-def test_single_files(files: dict[str, Path], folder: Path, wanted: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_single_files(files: dict[str, Path], folder: Path, wanted: canvax.Pipeline, tmp_path: Path) -> None:
     """Weights and configs are those of the folder, and diffusers knows the names; Raw is known by its file's name."""
     named = {name: torch.from_numpy(array) for name, array in safetensors.numpy.load_file(files["model"]).items()}
     converted = convert_krea2_transformer_checkpoint_to_diffusers(named)
@@ -147,7 +148,7 @@ def assert_same_files(saved: Path, folder: Path) -> None:
     assert one.get("is_distilled") == other["is_distilled"]
 
 
-def test_saved(folder: Path, wanted: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_saved(folder: Path, wanted: canvax.Pipeline, tmp_path: Path) -> None:
     """A saved folder has changes of its parameters, and diffusers loads it."""
     wanted.save(tmp_path / "saved")
     assert_same_files(tmp_path / "saved", folder)
@@ -177,7 +178,7 @@ def test_sizes_of_the_released_files() -> None:
     with torch.device("meta"):
         transformer, vae = diffusers.Krea2Transformer2DModel(), diffusers.AutoencoderKLQwenImage()
     for theirs, names, convert, total in (
-        (transformer, KREA2, convert_krea2_transformer_checkpoint_to_diffusers, 430),
+        (transformer, Names(NAMES), convert_krea2_transformer_checkpoint_to_diffusers, 430),
         (vae, Names(wan_vae_rules(PLACES)), convert_wan_vae_to_diffusers, 194),
     ):
         state = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
@@ -186,7 +187,8 @@ def test_sizes_of_the_released_files() -> None:
         assert len(released) == total
         assert {name: tuple(tensor.shape) for name, tensor in convert(dict(released)).items()} == state
     shapes = shapes_of(krea2_spec(Krea2Config()))
-    layout = LAYOUTS["Krea 2"]
+    layout = KREA2.single_file
+    assert layout is not None
     assert Krea2Config.from_dict(layout.config(shapes)) == Krea2Config()
     found = language_model_config(shapes_of(decoder_lm_spec(QWEN3_VL_4B, 36)))
     config = {"text_config": {**layout.configs["text_encoder"]["text_config"], **found}}

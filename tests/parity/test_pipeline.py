@@ -77,9 +77,7 @@ CASES += [("v_prediction", "ddpm"), ("v_prediction", "Euler Karras")]
 
 
 @pytest.fixture(scope="module")
-def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Any, canvax.StableDiffusion]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Pipeline]:
     folder = build(tmp_path_factory.mktemp("model") / request.param, request.param)
     theirs = diffusers.StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
     theirs.set_progress_bar_config(disable=True)
@@ -113,7 +111,7 @@ def reference_picture(theirs: Any, scheduler: str, changes: dict[str, Any], step
 @pytest.mark.parametrize(("pair", "name"), [
     pytest.param(*case, marks=() if i % 2 else pytest.mark.slow) for i, case in enumerate(CASES)
 ], indirect=["pair"])  # fmt: skip
-def test_same_picture(name: str, pair: tuple[Any, canvax.StableDiffusion], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_picture(name: str, pair: tuple[Any, canvax.Pipeline], monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, ours = pair
     scheduler, changes = SAMPLERS[name]
     latents, images = reference_picture(theirs, scheduler, changes, STEPS, monkeypatch)
@@ -126,7 +124,7 @@ def test_same_picture(name: str, pair: tuple[Any, canvax.StableDiffusion], monke
 
 @pytest.mark.parametrize("name", ["DDIM", "Euler", "Heun"])
 @pytest.mark.parametrize("pair", ["epsilon"], indirect=True)
-def test_callbacks_of_diffusers(name: str, pair: tuple[Any, canvax.StableDiffusion]) -> None:
+def test_callbacks_of_diffusers(name: str, pair: tuple[Any, canvax.Pipeline]) -> None:
     """The same callback steers both: it gets the same tensors, and what it returns has the same effect."""
     theirs, ours = pair
     theirs.scheduler = getattr(diffusers, str(find(name)[0].diffusers_class)).from_config(theirs.scheduler.config)
@@ -157,7 +155,7 @@ def test_callbacks_of_diffusers(name: str, pair: tuple[Any, canvax.StableDiffusi
 
 
 @pytest.mark.slow
-def test_what_we_save_diffusers_draws(tmp_path: Path, emoji: canvax.StableDiffusion) -> None:
+def test_what_we_save_diffusers_draws(tmp_path: Path, emoji: canvax.Pipeline) -> None:
     """The bundled model, saved by canvax and loaded by PyTorch diffusers: the same real picture."""
     folder = emoji.save(tmp_path / "saved")
     theirs = diffusers.StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)

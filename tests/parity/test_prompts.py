@@ -22,7 +22,7 @@ from .test_pipeline import build  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, canvax.StableDiffusion]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, canvax.Pipeline]:
     folder: Path = build(tmp_path_factory.mktemp("model") / "m", "epsilon")
     text = transformers.CLIPTextModel.from_pretrained(folder / "text_encoder").eval()
     tokenizer = transformers.CLIPTokenizer.from_pretrained(folder / "tokenizer")

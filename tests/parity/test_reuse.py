@@ -68,12 +68,12 @@ def ours(
     params: Any, cfg: UNetConfig, plan: DeepPlan, table: SamplerTable, noise: np.ndarray, *texts: np.ndarray
 ) -> np.ndarray:
     """x after each row, the loop called for one row at a time."""
-    batch, denoiser = len(noise), Reusing(UNetDenoiser(cfg), cfg, plan.layers)
+    batch, denoiser = len(noise), Reusing(UNetDenoiser(cfg), plan.layers)
     program = jax.jit(denoise, static_argnames="denoiser")
     state: Any = np.zeros((batch, SLOTS, *noise.shape[1:]), np.float32)
     state[:, 0] = noise * table.init_scale
-    memory: Any = denoiser.memory((2 * batch, *noise.shape[1:]), lambda _: np.dtype("float32"))
-    memory = np.zeros(memory.shape, memory.dtype)
+    memory: Any = denoiser.inputs(noise.shape, {}, lambda _: np.dtype("float32")).memory
+    memory = np.zeros((2 * batch, *memory.shape), memory.dtype)
     text, negative = ({"text": one} for one in texts)
     keys, noisy, seen = np.zeros((batch, 2), np.uint32), np.zeros(WINDOW, bool), []
     for row in range(len(table)):
@@ -81,7 +81,7 @@ def ours(
         rows = {name: np.broadcast_to(column, (batch, *column.shape)) for name, column in columns.items()}
         shared = {"noisy": noisy, **plan.window(row)}
         inputs = StepInputs(InFlight(state, (negative, text), keys), rows, shared, np.int32(1), memory)
-        state, _, memory = program(params, inputs, denoiser=denoiser)
+        state, _, memory, _ = program(params, inputs, denoiser=denoiser)
         seen.append(np.asarray(state)[:, 0])
     return np.stack(seen)
 

@@ -134,13 +134,13 @@ def test_limits(seed: int) -> None:
 
 
 def test_refused_images_are_black(
-    model: tuple[Path, StableDiffusionSafetyChecker], emoji: canvax.StableDiffusion, tmp_path: Path
+    model: tuple[Path, StableDiffusionSafetyChecker], emoji: canvax.Pipeline, tmp_path: Path
 ) -> None:
     mesh = canvax.make_mesh(jax.devices()[:1])
     checker = canvax.load(model[0], safety_checker=True, mesh=mesh, progress=False).safety_checker
     assert checker is not None
     assert canvax.load(model[0], mesh=mesh, progress=False).safety_checker is None
-    pipe = canvax.StableDiffusion(emoji.model, emoji.programs, emoji.params, checker)
+    pipe = canvax.Pipeline(emoji.model, emoji.programs, emoji.params, checker)
     calls = {"num_inference_steps": 3, "seed": 1, "options": QUIET}
     want, got = (one(["a red apple", "a dog face", "a lemon", "a fox"], **calls) for one in (emoji, pipe))
     flags = checker.flags(want.pixels)

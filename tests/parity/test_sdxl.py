@@ -18,9 +18,10 @@ from PIL import Image  # noqa: E402
 
 import canvax  # noqa: E402
 from canvax.compile.monitor import compilations  # noqa: E402
+from canvax.models.clip import clip_configs, clip_encoders  # noqa: E402
 from canvax.models.configs import ClipTextConfig, UNetConfig  # noqa: E402
 from canvax.models.presets import SDXL_REFINER_UNET, SDXL_TEXT, SDXL_TEXT_2, SDXL_UNET  # noqa: E402
-from canvax.models.text import clip_encoders, encode_text  # noqa: E402
+from canvax.models.text import encode_text  # noqa: E402
 from canvax.models.unet import unet, unet_spec  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
@@ -83,7 +84,7 @@ def test_full_size_parameters(name: str) -> None:
             module = diffusers.UNet2DConditionModel(**given(unets[name]))
         else:
             cls = "CLIPTextModelWithProjection" if name == "text_encoder_2" else "CLIPTextModel"
-            module = getattr(transformers, cls)(transformers.CLIPTextConfig(**given(text.parts[name])))
+            module = getattr(transformers, cls)(transformers.CLIPTextConfig(**given(clip_configs(text)[name])))
     prefix = "text_model." if name == "text_encoder" else ""
     declared = dict(flatten(unet_spec(unets[name]) if name in unets else text.specs[name]))
     found = {prefix + key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
@@ -108,8 +109,8 @@ def clip(cfg: ClipTextConfig, cls: str, seed: int) -> Any:
 def test_text_encoders(skip: int, eos: int) -> None:
     cfg = clip_encoders(clip_config("quick_gelu", 2), clip_config("gelu", eos))
     first, second = (
-        clip(cfg.parts["text_encoder"], "CLIPTextModel", 1),
-        clip(cfg.parts["text_encoder_2"], "CLIPTextModelWithProjection", 2),
+        clip(clip_configs(cfg)["text_encoder"], "CLIPTextModel", 1),
+        clip(clip_configs(cfg)["text_encoder_2"], "CLIPTextModelWithProjection", 2),
     )
     params = {
         "text_encoder": params_of(first, cfg.specs["text_encoder"], prefix="text_model."),
@@ -122,11 +123,12 @@ def test_text_encoders(skip: int, eos: int) -> None:
         one = first(torch.from_numpy(ids["text_encoder"]), output_hidden_states=True)
         two = second(torch.from_numpy(ids["text_encoder_2"]), output_hidden_states=True)
     want = np.concatenate([out.hidden_states[-(skip + 2)].numpy() for out in (one, two)], axis=-1)
-    got = jax.jit(encode_text, static_argnames="cfg")(params, ids, np.int32(skip), cfg=cfg)
+    inputs = {name: {"ids": each, "skip": np.full(3, skip, np.int32)} for name, each in ids.items()}
+    got = jax.jit(encode_text, static_argnames="cfg")(params, inputs, cfg=cfg)
     assert relative_error(got["text"], want) <= TOLERANCE
     assert relative_error(got["pooled"], two.text_embeds.numpy()) <= TOLERANCE
-    alone = clip_encoders(None, cfg.parts["text_encoder_2"])
-    got = jax.jit(encode_text, static_argnames="cfg")(params, ids, np.int32(skip), cfg=alone)
+    alone = clip_encoders(None, clip_configs(cfg)["text_encoder_2"])
+    got = jax.jit(encode_text, static_argnames="cfg")(params, inputs, cfg=alone)
     assert relative_error(got["text"], want[..., 32:]) <= TOLERANCE
 
 
@@ -161,19 +163,19 @@ def build(folder: Path, *, zeros: bool = True, refiner: bool = False, channels: 
     return folder
 
 
-def load(folder: Path, cls: str) -> tuple[Any, canvax.StableDiffusion]:
+def load(folder: Path, cls: str) -> tuple[Any, canvax.Pipeline]:
     theirs = getattr(diffusers, cls).from_pretrained(folder)
     theirs.set_progress_bar_config(disable=True)
     return theirs, canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiffusion]:
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Pipeline]:
     return load(build(tmp_path_factory.mktemp("xl") / "base"), "StableDiffusionXLPipeline")
 
 
 @pytest.fixture(scope="module")
-def refiner(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiffusion]:
+def refiner(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Pipeline]:
     folder = build(tmp_path_factory.mktemp("xl") / "refiner", refiner=True, zeros=False)
     return load(folder, "StableDiffusionXLImg2ImgPipeline")
 
@@ -229,7 +231,7 @@ def one(arguments: dict[str, Any], i: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("sampler", "case"), [*(("Euler", case) for case in CASES), ("DPM++ 2M", "sizes")])
-def test_same_picture(sampler: str, case: str, base: tuple[Any, canvax.StableDiffusion]) -> None:
+def test_same_picture(sampler: str, case: str, base: tuple[Any, canvax.Pipeline]) -> None:
     theirs, ours = base
     reference, arguments, options = CASES[case]
     # One picture at a time: with more, diffusers hands the sizes of the negative side to the wrong images.
@@ -250,7 +252,7 @@ def test_same_picture(sampler: str, case: str, base: tuple[Any, canvax.StableDif
 
 
 @pytest.mark.slow
-def test_second_negative_prompt_alone(base: tuple[Any, canvax.StableDiffusion]) -> None:
+def test_second_negative_prompt_alone(base: tuple[Any, canvax.Pipeline]) -> None:
     """It is used, with an empty first one; diffusers takes zeros for both unless it is told the empty one."""
     theirs, ours = base
     negatives = {"negative_prompt": ["", ""], "negative_prompt_2": ["a drawing", "blurry"]}
@@ -283,7 +285,7 @@ def exploding(latents: np.ndarray, sigma: float) -> np.ndarray:
 )
 @pytest.mark.slow
 def test_hand_over(
-    sampler: str, end: float, base: tuple[Any, canvax.StableDiffusion], refiner: tuple[Any, canvax.StableDiffusion]
+    sampler: str, end: float, base: tuple[Any, canvax.Pipeline], refiner: tuple[Any, canvax.Pipeline]
 ) -> None:
     """The base draws the noisy part of the run, the refiner the rest."""
     noisy, _ = reference_picture(base[0], sampler, **PLAIN, denoising_end=end, output_type="latent")
@@ -320,7 +322,7 @@ FEW_STEPS: dict[str, tuple[str, int]] = {
 
 @pytest.mark.parametrize("name", ["turbo", pytest.param("lightning", marks=pytest.mark.weekly)])
 @pytest.mark.slow
-def test_few_steps(name: str, base: tuple[Any, canvax.StableDiffusion], tmp_path: Path) -> None:
+def test_few_steps(name: str, base: tuple[Any, canvax.Pipeline], tmp_path: Path) -> None:
     """Guidance off and trailing timesteps, as the checkpoint's own scheduler says."""
     cls, steps = FEW_STEPS[name]
     build(tmp_path / name)
@@ -340,7 +342,7 @@ def test_few_steps(name: str, base: tuple[Any, canvax.StableDiffusion], tmp_path
 
 
 @pytest.mark.slow
-def test_nothing_recompiles(base: tuple[Any, canvax.StableDiffusion]) -> None:
+def test_nothing_recompiles(base: tuple[Any, canvax.Pipeline]) -> None:
     _, ours = base
     ours("a cat", num_inference_steps=2, seed=1, options=QUIET)
     before = compilations()
@@ -366,7 +368,7 @@ def test_nothing_recompiles(base: tuple[Any, canvax.StableDiffusion]) -> None:
             assert np.abs(one.latents - other.latents).max() > 1e-4
 
 
-def test_saved_and_loaded(base: tuple[Any, canvax.StableDiffusion], tmp_path: Path) -> None:
+def test_saved_and_loaded(base: tuple[Any, canvax.Pipeline], tmp_path: Path) -> None:
     theirs, ours = base
     want = ours("a cat", num_inference_steps=2, seed=1, options=QUIET)
     saved, again = load(ours.save(tmp_path / "saved"), "StableDiffusionXLPipeline")
@@ -416,7 +418,7 @@ def test_image_to_image(
     [(1.0, "Euler"), (0.5, "DDIM")],
 )
 def test_inpainting(
-    strength: float, sampler: str, base: tuple[Any, canvax.StableDiffusion], monkeypatch: pytest.MonkeyPatch
+    strength: float, sampler: str, base: tuple[Any, canvax.Pipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference, ours = base
     theirs = diffusers.StableDiffusionXLInpaintPipeline(**reference.components)
@@ -436,7 +438,7 @@ def test_inpainting(
 
 
 @pytest.fixture(scope="module")
-def painter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.StableDiffusion]:
+def painter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Pipeline]:
     """A UNet of 9 channels, which sees the mask and the masked image."""
     folder = build(tmp_path_factory.mktemp("xl") / "painter", channels=9)
     return load(folder, "StableDiffusionXLInpaintPipeline")
@@ -447,7 +449,7 @@ def painter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, canvax.Stabl
 )
 @pytest.mark.slow
 def test_inpainting_unet(
-    strength: float, sampler: str, painter: tuple[Any, canvax.StableDiffusion], monkeypatch: pytest.MonkeyPatch
+    strength: float, sampler: str, painter: tuple[Any, canvax.Pipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs, ours = painter
     moments = diffusers.models.autoencoders.vae.DiagonalGaussianDistribution

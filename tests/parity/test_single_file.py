@@ -28,8 +28,9 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 import canvax  # noqa: E402
 from canvax.cli import main  # noqa: E402
+from canvax.families.known import PRESETS  # noqa: E402
 from canvax.families.read import read_model, read_networks  # noqa: E402
-from canvax.models.presets import PRESETS  # noqa: E402
+from canvax.models.clip import clip_configs  # noqa: E402
 from canvax.params import flatten  # noqa: E402
 from canvax.weights.entries import Entry  # noqa: E402
 from canvax.weights.location import Location  # noqa: E402
@@ -59,7 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make
 
 
-def load(path: Path) -> canvax.StableDiffusion:
+def load(path: Path) -> canvax.Pipeline:
     return canvax.load(path, mesh=canvax.make_mesh(jax.devices()[:1]), dtype="float32", progress=False)
 
 
@@ -145,7 +146,7 @@ def test_sizes_of_the_released_models(preset: str, kind: Layout) -> None:
     for name, start in kind.encoders.items():
         cls = {"text_encoder_2": CLIPTextModelWithProjection}.get(name, CLIPTextModel)
         with torch.device("meta"):
-            encoder = cls(CLIPTextConfig(**dataclasses.asdict(networks.text.parts[name])))
+            encoder = cls(CLIPTextConfig(**dataclasses.asdict(clip_configs(networks.text)[name])))
         ways = {True: lambda state: open_clip(state, extra=kind is SD2), False: hf}
         arrays |= {start + key: array for key, array in ways[name in kind.open_clip](encoder.state_dict()).items()}
     entries = [
@@ -157,10 +158,10 @@ def test_sizes_of_the_released_models(preset: str, kind: Layout) -> None:
     found = read_networks(files)
     assert found.denoiser.cfg == networks.denoiser.cfg
     assert found.vae == networks.vae
-    parts = dict(networks.text.parts)
+    parts = clip_configs(networks.text)
     if "text_encoder" in parts:  # it projects nothing
         parts["text_encoder"] = dataclasses.replace(parts["text_encoder"], projection_dim=512)
-    assert found.text.parts == parts
+    assert clip_configs(found.text) == parts
     assert {entry.name for entry in files.entries("unet")} == set(unet.state_dict())
     assert {entry.name for entry in files.entries("vae")} == set(vae.state_dict())
 

@@ -158,7 +158,8 @@ def grid(height: int, width: int) -> np.ndarray:
 def test_flux2(sizes: list[tuple[int, int]]) -> None:
     """Without, with one and with two reference images."""
     cfg, p = load("flux2")
-    ids = reference_ids(sizes)
+    tokens = [(number, y, x) for number, size in enumerate(sizes, 1) for y, x in np.ndindex(size)]
+    ids = np.asarray(reference_ids(jnp.asarray(np.reshape(tokens, (1, -1, 3)), jnp.int32)))[0]
     x, text, references = normal(2, 15, 16), normal(2, ROWS, 96), normal(2, len(ids), 16)
     both, both_ids = np.concatenate([x, references], 1), np.concatenate([grid(3, 5), ids])
     want = their_flux2(MODULES["flux2"], both, text, both_ids)[:, :15]

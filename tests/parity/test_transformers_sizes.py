@@ -13,12 +13,12 @@ transformers = pytest.importorskip("transformers")
 
 from benchmarks.lab.layouts import LAYOUTS, SMALL  # noqa: E402
 from benchmarks.lab.models import random_arrays, usual_dtype  # noqa: E402
+from canvax.families.known import PRESETS  # noqa: E402
 from canvax.models.configs import VaeConfig  # noqa: E402
 from canvax.models.decoder_lm import DecoderConfig, decoder_lm_spec  # noqa: E402
 from canvax.models.flux2 import Flux2Config, flux2_spec  # noqa: E402
 from canvax.models.flux2_vae import UNUSED, Flux2VaeConfig, flux2_vae_spec  # noqa: E402
 from canvax.models.krea2 import Krea2Config, krea2_spec  # noqa: E402
-from canvax.models.presets import PRESETS  # noqa: E402
 from canvax.models.vae import vae_spec  # noqa: E402
 from canvax.models.wan_vae import WanVaeConfig, wan_vae_spec  # noqa: E402
 from canvax.models.z_image import ZImageConfig, z_image_spec  # noqa: E402

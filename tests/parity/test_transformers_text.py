@@ -54,7 +54,8 @@ def model(kind: str) -> tuple[Any, DecoderConfig]:
 def weights(theirs: Any, cfg: DecoderConfig, layers: int) -> Params:
     """Of the layers that are read."""
     state = {f"model.{name}": array for name, array in stored(theirs).items()}
-    unread = ("model.norm.", *(f"model.layers.{i}." for i in range(layers, LAYERS)))
+    unread = tuple(f"model.layers.{i}." for i in range(layers, LAYERS))
+    unread += ("model.norm.",) if layers < LAYERS else ()
     return params_of(
         {name: array for name, array in state.items() if not name.startswith(unread)}, decoder_lm_spec(cfg, layers)
     )
@@ -68,28 +69,17 @@ def test_every_layer(kind: str) -> None:
         want = theirs(
             to_torch(IDS), torch.arange(13)[None] < to_torch(LENGTHS)[:, None], output_hidden_states=True
         ).hidden_states
-    taps = tuple(range(LAYERS))
-    p = weights(theirs, cfg, LAYERS - 1)
+    taps = tuple(range(LAYERS + 1))
+    p = weights(theirs, cfg, LAYERS)
     run = jax.jit(partial(decoder_lm, cfg=cfg, taps=taps))
     got = run(p, IDS, LENGTHS)
-    assert got.shape == (2, 13, LAYERS, 16)
+    assert got.shape == (2, 13, LAYERS + 1, 16)
     for tap in taps:
         print(kind, tap, relative_error(got[:, :, tap], want[tap]))
         assert relative_error(got[:, :, tap], want[tap]) <= TOLERANCE
     assert relative_error(got[:1, :, 3], got[1:, :, 3]) > 0.1  # text matters
     run(p, np.roll(IDS, 1, 0), LENGTHS[::-1])
     assert run._cache_size() == 1
-
-
-def test_the_last_layer_counts_too() -> None:
-    """The entry of ``hidden_states`` before the last is behind the last layer but one."""
-    theirs, cfg = model("qwen3")
-    behind: list[Any] = []
-    theirs.layers[-1].register_forward_hook(lambda module, inputs, output: behind.append(output))
-    with torch.no_grad():
-        theirs(to_torch(IDS), torch.arange(13)[None] < to_torch(LENGTHS)[:, None])
-    got = decoder_lm(weights(theirs, cfg, LAYERS), IDS, LENGTHS, cfg, taps=(LAYERS,))
-    assert relative_error(got[:, :, 0], behind[0]) <= TOLERANCE
 
 
 def test_a_longer_bucket_changes_nothing() -> None:

@@ -22,17 +22,16 @@ import canvax  # noqa: E402
 from canvax.cli import main  # noqa: E402
 from canvax.families.convert import convert  # noqa: E402
 from canvax.families.local_models import local_models  # noqa: E402
+from canvax.families.z_image import Z_IMAGE  # noqa: E402
+from canvax.models.clip import clip_encoders  # noqa: E402
 from canvax.models.configs import ClipTextConfig  # noqa: E402
 from canvax.models.decoder_lm import DecoderConfig, decoder_lm_spec  # noqa: E402
-from canvax.models.text import clip_encoders  # noqa: E402
 from canvax.models.z_image import ZImageConfig, z_image_spec  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.params import flatten  # noqa: E402
-from canvax.pipelines.texts import prompt_tokens  # noqa: E402
 from canvax.weights.language_model import language_model_config  # noqa: E402
 from canvax.weights.rules import Names  # noqa: E402
 from canvax.weights.safetensors import Outgoing  # noqa: E402
-from canvax.weights.transformer_file import LAYOUTS  # noqa: E402
 from tests.support.ldm_files import ldm_vae  # noqa: E402
 
 from .test_z_image_pipeline import PROMPTS, build, draw, noise, reference  # noqa: E402
@@ -90,7 +89,7 @@ def files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     }
 
 
-def load(model: Path, **parts: Any) -> canvax.StableDiffusion:
+def load(model: Path, **parts: Any) -> canvax.Pipeline:
     return canvax.load(model, dtype="float32", mesh=make_mesh(jax.devices()[:1]), progress=False, **parts)
 
 
@@ -271,8 +270,8 @@ def test_info_of_a_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_room_for_a_prompt(folder: Path) -> None:
     """Chunks are 128 tokens here, and 75 of CLIP's 77."""
-    assert prompt_tokens(load(folder).model.text, 2) == 256
-    assert prompt_tokens(clip_encoders(ClipTextConfig()), 2) == 150
+    assert load(folder).model.text.room((256,)) == 256
+    assert clip_encoders(ClipTextConfig()).room((154,)) == 150
 
 
 def test_command_line(
@@ -336,8 +335,9 @@ def shapes_of(spec: Any, names: Names | None = None) -> dict[str, tuple[int, ...
 
 def test_sizes_of_the_released_files() -> None:
     """ComfyUI's file has 453 arrays; the sizes read off shapes are those of the released models."""
-    layout = LAYOUTS["Z-Image"]
-    assert len(shapes_of(z_image_spec(ZImageConfig()), layout.names)) == 453
+    layout = Z_IMAGE.single_file
+    assert layout is not None
+    assert len(shapes_of(z_image_spec(ZImageConfig()), Names(Z_IMAGE.names))) == 453
     config = layout.config(shapes_of(z_image_spec(ZImageConfig())))
     assert ZImageConfig.from_dict(config) == ZImageConfig()
     qwen = DecoderConfig(head_dim=128)

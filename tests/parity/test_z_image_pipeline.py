@@ -26,7 +26,7 @@ from benchmarks.lab.layouts import CHAT_TEMPLATE  # noqa: E402
 from canvax.compile.programs import load_or_compile  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
-from canvax.pipelines.adapters import shares_of  # noqa: E402
+from canvax.pipelines.shares import shares_of  # noqa: E402
 from canvax.samplers import build_table  # noqa: E402
 from canvax.server.adapter_cache import AdapterCache, AdapterSettings  # noqa: E402
 from canvax.server.engine import EngineSettings, ImageEngine  # noqa: E402
@@ -106,7 +106,7 @@ def theirs(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def ours(folder: Path) -> canvax.StableDiffusion:
+def ours(folder: Path) -> canvax.Pipeline:
     return canvax.load(folder, dtype="float32", mesh=make_mesh(jax.devices()[:1]))
 
 
@@ -121,13 +121,13 @@ def reference(pipe: Any, prompts: list[str], latents: np.ndarray, **keywords: An
     return out.images
 
 
-def draw(pipe: canvax.StableDiffusion, **keywords: Any) -> canvax.Result:
+def draw(pipe: canvax.Pipeline, **keywords: Any) -> canvax.Result:
     usual = {"latents": noise(), "height": HEIGHT, "width": WIDTH, "num_inference_steps": 3, "options": QUIET}
     return pipe(keywords.pop("prompt", PROMPTS), **usual | keywords)
 
 
 @pytest.mark.parametrize(("guidance", "height", "width"), [(0.0, 48, 80), (0.7, 48, 80), (3.0, 64, 32)])
-def test_same_picture(theirs: Any, ours: canvax.StableDiffusion, guidance: float, height: int, width: int) -> None:
+def test_same_picture(theirs: Any, ours: canvax.Pipeline, guidance: float, height: int, width: int) -> None:
     """Two prompts of different lengths side by side, of an image of 15 tokens and of 8."""
     start = noise(height, width)
     asked = {"num_inference_steps": 7, "guidance_scale": guidance}
@@ -154,7 +154,7 @@ def patched(monkeypatch: pytest.MonkeyPatch, theirs: Any, name: str, start: np.n
     return pipe
 
 
-def test_image_to_image(theirs: Any, ours: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_to_image(theirs: Any, ours: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     start, image, asked = noise(), picture(), {"strength": 0.5, "num_inference_steps": 6, "guidance_scale": 1.5}
     pipe = patched(monkeypatch, theirs, "ZImageImg2ImgPipeline", start)
     with torch.no_grad():
@@ -165,7 +165,7 @@ def test_image_to_image(theirs: Any, ours: canvax.StableDiffusion, monkeypatch: 
 
 
 @pytest.mark.slow
-def test_inpainting(theirs: Any, ours: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inpainting(theirs: Any, ours: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     start, image, mask = noise(), picture(), np.zeros((HEIGHT, WIDTH), np.uint8)
     mask[:, 40:] = 255
     asked = {"strength": 0.5, "num_inference_steps": 6, "guidance_scale": 0.0, "image": image}
@@ -180,7 +180,7 @@ def test_inpainting(theirs: Any, ours: canvax.StableDiffusion, monkeypatch: pyte
     assert relative_error(got.latents, nhwc(want)) < 1e-3
 
 
-def test_nothing_compiles_twice(ours: canvax.StableDiffusion) -> None:
+def test_nothing_compiles_twice(ours: canvax.Pipeline) -> None:
     """Whatever a user changes is data, a prompt of another length too, up to 128 tokens."""
     draw(ours, guidance_scale=2.0)
     for changes in (
@@ -202,7 +202,7 @@ def test_nothing_compiles_twice(ours: canvax.StableDiffusion) -> None:
 
 @pytest.mark.slow
 def test_sizes_of_as_many_tokens_share_the_denoiser(
-    theirs: Any, ours: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch
+    theirs: Any, ours: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 48 x 80, 80 x 48 and 16 x 240 pixels the denoiser is one program; each size has a decoder of its own."""
     pipe = canvax.load(ours.model.files.path, dtype="float32", mesh=ours.mesh)
@@ -217,7 +217,7 @@ def test_sizes_of_as_many_tokens_share_the_denoiser(
     assert sorted(made) == ["decoder"] * 3 + ["denoiser", "text encoder"]
 
 
-def test_the_shift_belongs_to_the_model(ours: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_the_shift_belongs_to_the_model(ours: canvax.Pipeline, tmp_path: Path) -> None:
     """Every sampler and curve has it, and another one is a setting of a call."""
     scheduler = ours.model.scheduler
     even = [1000, 900, 750, 500]
@@ -232,7 +232,7 @@ def test_the_shift_belongs_to_the_model(ours: canvax.StableDiffusion, tmp_path: 
     )
 
 
-def test_defaults(ours: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_defaults(ours: canvax.Pipeline, tmp_path: Path) -> None:
     """Turbo takes 8 steps without guidance, hence without a second evaluation; the base model is known by its shift."""
     assert (ours.model.defaults.num_inference_steps, ours.model.defaults.guidance_scale) == (8, 0)
     base = canvax.load(build(tmp_path / "base", shift=6.0), dtype="float32", mesh=ours.mesh)
@@ -249,13 +249,13 @@ def test_defaults(ours: canvax.StableDiffusion, tmp_path: Path) -> None:
     ("height", {"height": 40}),
     ("prompt", {"prompt": "a (red:1.2) fox", "prompt_syntax": "a1111"}),
 ])  # fmt: skip
-def test_what_it_does_not_do(ours: canvax.StableDiffusion, argument: str, changes: dict[str, Any]) -> None:
+def test_what_it_does_not_do(ours: canvax.Pipeline, argument: str, changes: dict[str, Any]) -> None:
     with pytest.raises(canvax.InputError) as caught:
         draw(ours, **{"options": None, "latents": None, **changes})
     assert caught.value.argument == argument
 
 
-def test_the_networks_are_functions_of_arrays(ours: canvax.StableDiffusion) -> None:
+def test_the_networks_are_functions_of_arrays(ours: canvax.Pipeline) -> None:
     conditions = ours.encode(PROMPTS)
     np.testing.assert_array_equal(conditions["length"], [len(ours.tokenizer.ids(prompt)) for prompt in PROMPTS])
     want = draw(ours, guidance_scale=2.0, negative_prompt="blurry")
@@ -268,7 +268,7 @@ def test_the_networks_are_functions_of_arrays(ours: canvax.StableDiffusion) -> N
 
 @pytest.mark.weekly
 def test_requests_share_a_batch_of_a_server(
-    folder: Path, ours: canvax.StableDiffusion, monkeypatch: pytest.MonkeyPatch
+    folder: Path, ours: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two images to begin from, with prompts of their own, one guided and one with a mask."""
 
@@ -383,7 +383,7 @@ def test_prompts_name_weights_of_the_transformer(folder: Path, tmp_path: Path) -
     lora(tmp_path / "style.safetensors", "peft")
     pipe.adapters.folder = tmp_path
     for tag in ("<lora:style:1:0.5>", "<lora:style:unet=0.5>"):
-        with pipe.adapters.named_in(tag):
+        with pipe.adapters._named_in(tag):
             assert pipe.adapters["style"].weights == {"transformer": 0.5}
         cache = AdapterCache(pipe.model, pipe.mesh, AdapterSettings(tmp_path))
         assert [weights["transformer"] for weights in cache.wanted(tag, {})[1].values()] == [0.5]
@@ -415,25 +415,25 @@ def original(folder: Path, into: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_original_names(folder: Path, ours: canvax.StableDiffusion, tmp_path: Path) -> None:
+def test_original_names(folder: Path, ours: canvax.Pipeline, tmp_path: Path) -> None:
     pipe = canvax.load(original(folder, tmp_path / "original"), dtype="float32", mesh=ours.mesh)
     np.testing.assert_array_equal(draw(pipe).pixels, draw(ours).pixels)
 
 
-def test_networks_for_a_unet_are_refused(ours: canvax.StableDiffusion) -> None:
+def test_networks_for_a_unet_are_refused(ours: canvax.Pipeline) -> None:
     with pytest.raises(canvax.CheckpointError):
         _ = ours.model.unet
 
 
 @pytest.mark.parametrize("axes", [pytest.param({"data": 2}, marks=pytest.mark.weekly), {"model": 2}])
 @pytest.mark.slow
-def test_several_devices(folder: Path, ours: canvax.StableDiffusion, axes: dict[str, int]) -> None:
+def test_several_devices(folder: Path, ours: canvax.Pipeline, axes: dict[str, int]) -> None:
     mesh = make_mesh(jax.devices()[:2], **axes)
     pipe = canvax.load(folder, dtype="float32", mesh=mesh)
     assert psnr(draw(pipe, guidance_scale=2.0).pixels, draw(ours, guidance_scale=2.0).pixels) > 60
 
 
 @pytest.mark.slow
-def test_eight_bits(folder: Path, ours: canvax.StableDiffusion) -> None:
+def test_eight_bits(folder: Path, ours: canvax.Pipeline) -> None:
     pipe = canvax.load(folder, dtype="float32", quantize="int8", mesh=ours.mesh)
     assert psnr(draw(pipe).pixels, draw(ours).pixels) > 40

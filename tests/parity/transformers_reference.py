@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from canvax.families.flux2 import NAMES
 from canvax.params import Param, Params, Spec, flatten, unflatten
-from canvax.weights.formats import flux2_rules
 from canvax.weights.rules import Names, Rule, _longest
 
 TOLERANCE = 1e-4
@@ -49,7 +49,7 @@ def same_names_and_shapes(state: State, spec: Spec) -> dict[str, Param]:
 def unfused(state: State, spec: Spec, rules: Sequence[Rule] | None = None) -> State:
     """A checkpoint of FLUX.2, or with these rules, with each layer in an array of its own."""
     declared: dict[str, Param] = dict(flatten(spec))
-    names, result = Names(flux2_rules() if rules is None else rules), State()
+    names, result = Names(NAMES if rules is None else rules), State()
     for name, array in state.items():
         match = _longest(names._theirs, name.split("."))
         if match is None:

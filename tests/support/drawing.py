@@ -9,7 +9,7 @@ import numpy as np
 import canvax
 
 
-def draw(pipe: canvax.StableDiffusion, prompt: Any = "a cat", **changes: Any) -> canvax.Result:
+def draw(pipe: canvax.Pipeline, prompt: Any = "a cat", **changes: Any) -> canvax.Result:
     return pipe(prompt, **{"num_inference_steps": 4, "seed": 1, "progress": False} | changes)
 
 

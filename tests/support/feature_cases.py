@@ -107,7 +107,7 @@ class Studio:
     """Small models and all networks for them in files, and pipelines of both, each made once."""
 
     root: Path
-    pipes: dict[Any, canvax.StableDiffusion] = field(default_factory=dict)
+    pipes: dict[Any, canvax.Pipeline] = field(default_factory=dict)
 
     def file(self, name: str, image: Image.Image) -> str:
         """An image as a file."""
@@ -116,7 +116,7 @@ class Studio:
             image.save(path)
         return str(path)
 
-    def base(self, model: str, weights: str, devices: str) -> canvax.StableDiffusion:
+    def base(self, model: str, weights: str, devices: str) -> canvax.Pipeline:
         """A model on devices, with adapters that are ready but weigh nothing."""
         key = (model, weights, devices)
         if key in self.pipes:
@@ -139,7 +139,7 @@ class Studio:
         """Of a model; it refuses nothing."""
         return load_safety_checker(Location(self.root / model))
 
-    def _write_networks(self, model: str, pipe: canvax.StableDiffusion) -> None:
+    def _write_networks(self, model: str, pipe: canvax.Pipeline) -> None:
         root = self.root
         if (root / f"{model}-ink.safetensors").exists():
             return
@@ -188,7 +188,7 @@ class Studio:
         kinds = {"none": [], "masked": ["plain", "plus"]}.get(row["image_prompt"], ["plain"])
         return [self.root / f"{row['model']}-{kind}.safetensors" for kind in kinds]
 
-    def pipe(self, row: Row, devices: str) -> canvax.StableDiffusion:
+    def pipe(self, row: Row, devices: str) -> canvax.Pipeline:
         """The pipeline of a row."""
         nets, prompts = self.networks(row), self.image_adapters(row)
         key = (row["model"], row["weights"], devices, *nets, *prompts)
@@ -200,7 +200,7 @@ class Studio:
         return self.pipes[key]
 
     @contextmanager
-    def call(self, row: Row, people: Sequence[int], devices: str) -> Iterator[tuple[canvax.StableDiffusion, Any]]:
+    def call(self, row: Row, people: Sequence[int], devices: str) -> Iterator[tuple[canvax.Pipeline, Any]]:
         """The pipeline with what a row merges into it, and the keywords of the call for some images."""
         pipe = self.pipe(row, devices)
         with ExitStack() as stack:
@@ -215,7 +215,7 @@ class Studio:
                 stack.callback(object.__setattr__, pipe, "safety_checker", None)
             yield pipe, self.keywords(row, people, pipe)
 
-    def keywords(self, row: Row, people: Sequence[int], pipe: canvax.StableDiffusion) -> dict[str, Any]:
+    def keywords(self, row: Row, people: Sequence[int], pipe: canvax.Pipeline) -> dict[str, Any]:
         """Arguments of the call for some images, of which each has all of its arguments to itself."""
         options: dict[str, Any] = {"progress": False, **_options(row)}
         call: dict[str, Any] = {

@@ -160,6 +160,7 @@ class Stub:
             Route("/", self.page),
             Route("/health", self.health),
             Route("/api/models", self.models),
+            Route("/api/prompts", self.prompts),
             Route("/api/adapters", self.adapters),
             Route("/api/jobs", self.submit, methods=["POST"]),
             Route("/api/jobs/{id}", self.job, methods=["GET", "DELETE"]),
@@ -208,12 +209,19 @@ class Stub:
         told = [asdict(card) | {"name": card.id, "default": i == 0} for i, card in enumerate(cards)]
         return JSONResponse({"models": told, "samplers": SAMPLERS})
 
+    async def prompts(self, request: Request) -> Response:
+        self.check(request)
+        return JSONResponse({"prompts": self.card.get("prompts", ())})
+
     async def adapters(self, request: Request) -> Response:
         self.check(request)
         model = request.query_params.get("model")
         await asyncio.sleep(self.slow.get(model or "", 0))
         cards = self.engine.adapters(model)
-        return JSONResponse({"adapters": [{"name": one.name, "alias": one.alias} for one in cards]})
+        words = [{"name": one.name, "fault": one.fault} for one in self.engine.embeddings(model)]
+        return JSONResponse(
+            {"adapters": [{"name": one.name, "alias": one.alias} for one in cards], "embeddings": words}
+        )
 
     async def submit(self, request: Request) -> Response:
         self.check(request)

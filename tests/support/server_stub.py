@@ -18,6 +18,7 @@ from canvax.server.jobs import (
     MEDIA_TYPES,
     AdapterCard,
     Changed,
+    EmbeddingCard,
     Job,
     JobRequest,
     ModelCard,
@@ -51,10 +52,16 @@ class StubEngine:
         fails: what the next jobs fail with, code and message.
         cards: of its models.
         shelf: adapters of each.
+        words: textual inversions of all.
     """
 
     cards: tuple[ModelCard, ...] = (CARD,)
     shelf: Mapping[str, Sequence[AdapterCard]] = {CARD.id: (AdapterCard("ink", "ink-v1", "ink.safetensors"),)}
+
+    words: Sequence[EmbeddingCard] = (
+        EmbeddingCard("wool", "", 2, 768),
+        EmbeddingCard("yarn", "yarn.safetensors is for another model"),
+    )
 
     def __init__(self, *, pace: float = 0.0, metrics: Metrics | None = None, journal: Journal | None = None) -> None:
         self.asks: list[JobRequest] = []
@@ -69,6 +76,9 @@ class StubEngine:
 
     def adapters(self, model: str | None, *, refresh: bool = False) -> Sequence[AdapterCard]:
         return self.shelf[model or CARD.id]
+
+    def embeddings(self, model: str | None, *, refresh: bool = False) -> Sequence[EmbeddingCard]:
+        return self.words
 
     def submit(self, ask: JobRequest) -> Job:
         self.asks.append(ask)

@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from canvax.models.clip import clip_configs, clip_encoders
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
-from canvax.models.text import TextEncoders, clip_encoders
+from canvax.models.text import TextEncoders
 from canvax.models.unet import unet_spec
 from canvax.models.vae import vae_spec
 from canvax.params import init_params
@@ -28,7 +29,7 @@ TEXT = clip_encoders(
         hidden_act="gelu", projection_dim=8, eos_token_id=2,
     ),
 )  # fmt: skip
-REFINER_TEXT = clip_encoders(None, TEXT.parts["text_encoder_2"])
+REFINER_TEXT = clip_encoders(None, clip_configs(TEXT)["text_encoder_2"])
 UNET = UNetConfig(
     sample_size=8, block_out_channels=(8, 16), layers_per_block=1, attention_head_dim=(1, 2), norm_num_groups=4,
     down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
@@ -64,20 +65,20 @@ def build(
     """A tiny random checkpoint, as PyTorch or as Flax files."""
     flax = "Flax" if form == "flax" else ""
     values: dict[str, Any] = {"_class_name": f"{flax}StableDiffusionXLPipeline", "force_zeros_for_empty_prompt": True}
-    configs: dict[str, Any] = {"unet": unet, "vae": VAE, **text.parts}
+    configs: dict[str, Any] = {"unet": unet, "vae": VAE, **clip_configs(text)}
     parts = [Component(name, spec, "transformers") for name, spec in text.specs.items()]
     parts += [Component("unet", unet_spec(unet), "diffusers"), Component("vae", vae_spec(VAE), "diffusers")]
     for i, part in enumerate(parts):
         params = init_params(part.spec, i)
         values[part.name] = [part.kind, flax + CLASSES[part.name]]
         config = dataclasses.asdict(configs[part.name])
-        config |= {"model_type": "clip_text_model"} if part.name in text.parts else {}
+        config |= {"model_type": "clip_text_model"} if part.name in clip_configs(text) else {}
         if form == "flax":
             write_json(folder / part.name / "config.json", config)
             (folder / part.name / FLAX_FILES[part.kind]).write_bytes(flax_bytes(flax_tree(part, params)))
         else:
             save_component(folder / part.name, part, params, config)
-    for name in text.parts:
+    for name in clip_configs(text):
         target = name.replace("text_encoder", "tokenizer")
         values[target] = ["transformers", "CLIPTokenizer"]
         shutil.copytree(BUNDLED["emoji"] / "tokenizer", folder / target)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from canvax.models.clip import clip_encoders
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
-from canvax.models.text import clip_encoders
 from tests.support.small_checkpoint import SHALLOW_UNET, TEXT, VAE
 
 ONE_LEVEL = {"down_block_types": ("DownEncoderBlock2D",), "up_block_types": ("UpDecoderBlock2D",)}

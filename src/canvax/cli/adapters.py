@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvax.cli.terminal import byte_size, complain
-from canvax.errors import InputError
+from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, warn
 from canvax.files import named_path
-from canvax.weights.data_folder import lora_folder
+from canvax.weights.data_folder import embedding_files, embedding_name, lora_folder
 
 if TYPE_CHECKING:
-    from canvax.pipelines.pipeline import StableDiffusion
+    from canvax.call import Call
+    from canvax.pipelines.pipeline import Pipeline
     from canvax.weights.location import Location
 
 
@@ -64,7 +65,7 @@ def split_weight(text: str) -> tuple[str, float]:
         return text, 1.0
 
 
-def load_adapters(pipe: StableDiffusion, arguments: argparse.Namespace) -> None:
+def load_adapters(pipe: Pipeline, arguments: argparse.Namespace) -> None:
     """Load what the flags name."""
     hub = {name: getattr(arguments, name) for name in ("cache_dir", "local_files_only")}
     for text in arguments.lora:
@@ -82,8 +83,35 @@ def load_adapters(pipe: StableDiffusion, arguments: argparse.Namespace) -> None:
         words = pipe.adapters.load_embedding(source, hub_token=arguments.token, **hub)
         if not arguments.quiet:
             complain(f"{Path(source).name}: write {' or '.join(words)} in a prompt")
+    if (image := getattr(arguments, "from_image", None)) and arguments.lora:
+        from canvax.images.metadata import read_metadata
+        from canvax.pipelines.again import not_loaded
+
+        for name in not_loaded(read_metadata(image), pipe.adapters):
+            complain(f"--lora: no file is {name}, with which {image} was generated", label="warning: ")
     if (folder := arguments.lora_dir or lora_folder()) is not None:
         pipe.adapters.folder = folder
+
+
+def load_named(pipe: Pipeline, calls: Sequence[Call], arguments: argparse.Namespace) -> None:
+    """Load the textual inversions of the folder of models that the prompts of calls name; say which do not fit."""
+    from canvax.pipelines.texts import texts_of
+    from canvax.tokenizers.clip import words_in
+    from canvax.weights.embeddings import read_word
+    from canvax.weights.lora import token_widths
+
+    files = embedding_files()
+    names = files.keys() - {word.lower() for word in pipe.adapters.words}
+    texts = dict.fromkeys(text for call in calls for text in texts_of(call.prompt, call.negative_prompt, call.options))
+    for name in dict.fromkeys(word for text in texts for word, *_ in words_in(text, names)):
+        try:
+            read_word(files[name], name, token_widths(pipe.model.networks.text.specs))
+            pipe.adapters.load_embedding(files[name], embedding_name(name, files[name]))
+        except CanvaxError as fault:
+            warn(HintWarning("prompt", NO_VALUE, f"has {name!r}, which is read as text: {fault}"))
+        else:
+            if not arguments.quiet:
+                complain(f"{name}: a textual inversion, {files[name]}")
 
 
 def info_lines(report: Mapping[str, Any]) -> list[str]:

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-from canvax.call import Call, GuidanceMethod
-from canvax.cli.generate_arguments import ZERO_SNR
+from canvax.call import ZERO_SNR, Call
 from canvax.cli.terminal import command_line
 from canvax.errors import InputError
+from canvax.images.keys import keys_of, list_in, table_in
+from canvax.pipelines.again import CALL, lost_settings, settings_of
 from canvax.pipelines.image_prompts import NONE
 from canvax.pipelines.options import Options
-from canvax.samplers import find
 from canvax.settings import as_flags, declared, offered
-from canvax.weights.data_folder import find_named
+from canvax.weights.data_folder import embedding_files, find_named
 from canvax.weights.location import BUNDLED
 
-OF_MODEL = ("revision", "variant", "dtype", "quantize", "vae", "prediction_type", "text_encoder", "tokenizer")
-"""The flags of a model besides its name that the metadata of an image holds."""
+_NETWORKS = ("model", "scheduler", "controlnet", "ip_adapter", "ip_encoder")
+OF_MODEL = tuple(name for name in keys_of("model") if name not in _NETWORKS)
+"""Flags of ``canvax.load`` with one text each, besides the name of the model."""
 
-_FILES = ("prompt", "num_images_per_prompt", "image", "mask", "control")
-_ARGUMENTS = {name: field for name, field in offered(Call, "command").items() if name not in _FILES}
+_ARGUMENTS = {name: field for name, field in offered(Call, "command").items() if name in CALL and name != "prompt"}
 _OPTIONS = offered(Options, "command")
 
 
@@ -40,60 +40,37 @@ class Again(NamedTuple):
 
 def again(metadata: Mapping[str, Any]) -> Again:
     """Return the command for the metadata of one image."""
-    ours, options, tiles = "canvax" in metadata, _table(metadata, "options"), metadata.get("upscale")
-    lost = of_python(metadata)
-    settings = {name: metadata.get(name) for name in _ARGUMENTS} | {name: options.get(name) for name in _OPTIONS}
-    settings |= dict.fromkeys(lost)
-    if not ours:  # other programs do not distinguish "" from none
-        settings["negative_prompt"] = settings["negative_prompt"] or None
+    settings, tiles = settings_of(metadata), metadata.get("upscale")
     words = ["canvax", "generate"]
     if isinstance(tiles, dict):
         words = ["canvax", "upscale", "IMAGE"]
         settings |= {"height": None, "width": None}
     words += _flag("prompt", metadata.get("prompt", ""))
     words += _flag("model", recorded_model(metadata) or ("MODEL" if is_lost(metadata) else None))
-    for name in OF_MODEL if ours else ():
+    for name in OF_MODEL if "canvax" in metadata else ():
         words += _flag(name, metadata.get(name) or None)
     words += ["--zero-snr"] * (metadata.get("scheduler") == ZERO_SNR)
     words += ["--safety-checker"] * (metadata.get("nsfw") is True)
     for name, field in _ARGUMENTS.items():
-        words += as_flags(field, settings[name])
+        words += as_flags(field, settings.get(name))
     words += [*_images(metadata), *_control(metadata), *_image_prompts(metadata)]
     for name, field in _OPTIONS.items():
-        words += as_flags(field, settings[name])
+        words += as_flags(field, settings.get(name))
     if isinstance(tiles, dict):
         words += [*_flag("scale", tiles.get("scale")), *_flag("overlap", tiles.get("overlap"))]
     words += [*_adapters(metadata)]
-    return Again(command_line(words), [*lost.values(), *adapters_lost(metadata), *_image_prompts_lost(metadata)])
+    return Again(command_line(words), [*losses(metadata), *_image_prompts_lost(metadata)])
 
 
-def of_python(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return what only Python can give, by its name, each with a clause that says so."""
-    options, lost = _table(metadata, "options"), {}
-    sampler, rule, scheduler = metadata.get("sampler"), options.get("guidance_method"), metadata.get("scheduler")
-    if isinstance(sampler, str) and not _is_sampler(sampler):
-        lost["sampler"] = f"its sampler {metadata.get('sampler_label') or sampler!r} has no name that --sampler takes"
-    if rule is not None and rule not in get_args(GuidanceMethod):
-        lost["guidance_method"] = f"its guidance_method {rule!r} is a function of Python"
+def losses(metadata: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a clause for each setting and adapter that flags do not repeat."""
+    yield from lost_settings(metadata).values()
+    options, scheduler = table_in(metadata, "options"), metadata.get("scheduler")
     for name in declared(Options).keys() & options.keys() - _OPTIONS.keys():
-        lost[name] = f"its {name} {options[name]!r} is for Python"
-    if metadata.get("noise") == "given":
-        lost["noise"] = "its initial noise was given as an array and is not in the file"
-    if given := metadata.get("conditions"):
-        lost["conditions"] = f"its {' and '.join(map(str, given))} was given as an array and is not in the file"
-    if metadata.get("steered"):
-        lost["steered"] = "a callback changed its latents on the way"
+        yield f"its {name} {options[name]!r} is for Python"
     if scheduler and scheduler != ZERO_SNR and "canvax" in metadata:
-        lost["scheduler"] = f"its scheduler {scheduler} is for Python: canvax.load(scheduler=...)"
-    return lost
-
-
-def _is_sampler(name: str) -> bool:
-    try:
-        find(name)
-    except InputError:
-        return False
-    return True
+        yield f"its scheduler {scheduler} is for Python: canvax.load(scheduler=...)"
+    yield from _adapters_lost(metadata)
 
 
 def recorded_model(metadata: Mapping[str, Any]) -> Any:
@@ -122,12 +99,12 @@ def _images(metadata: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(metadata.get("upscale"), dict):
         for name in ("image", "mask"):
             yield from _flag(name, name.upper() if f"{name}_sha256" in metadata else None)
-    for i, _ in enumerate(_list(metadata, "references_sha256")):
+    for i, _ in enumerate(list_in(metadata, "references_sha256")):
         yield from _flag("reference" if i else "image", f"IMAGE{i + 1}")
 
 
 def _control(metadata: Mapping[str, Any]) -> Iterator[str]:
-    names, marks = _list(metadata, "controlnet"), _list(metadata, "control_sha256")
+    names, marks = list_in(metadata, "controlnet"), list_in(metadata, "control_sha256")
     images: dict[str, str] = {}
 
     def image(mark: Any) -> str:  # the same name for the same image
@@ -141,7 +118,7 @@ def _control(metadata: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _image_prompts(metadata: Mapping[str, Any]) -> Iterator[str]:
-    prompts, adapters = _prompts(metadata), _list(metadata, "ip_adapter")
+    prompts, adapters = _prompts(metadata), list_in(metadata, "ip_adapter")
     for name in adapters:
         yield from _flag("ip_adapter", name)
     yield from _flag("ip_encoder", metadata.get("ip_encoder"))
@@ -154,7 +131,7 @@ def _image_prompts(metadata: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _image_prompts_lost(metadata: Mapping[str, Any]) -> Iterator[str]:
-    prompts, adapters = _prompts(metadata), _list(metadata, "ip_adapter")
+    prompts, adapters = _prompts(metadata), list_in(metadata, "ip_adapter")
     for i, prompt in enumerate(prompts):
         if not is_weight(prompt.get("scale")):
             yield f"the scale of image prompt {i + 1} is {prompt.get('scale')}, and --ip-image takes one number"
@@ -167,27 +144,34 @@ def _image_prompts_lost(metadata: Mapping[str, Any]) -> Iterator[str]:
 
 def _adapters(metadata: Mapping[str, Any]) -> Iterator[str]:
     files = []
-    for entry in _table(metadata, "adapters").values():
+    for entry in table_in(metadata, "adapters").values():
         if isinstance(entry, dict):
             files.append(entry.get("file"))
             if is_weight(entry.get("weight")):
                 yield from _flag("lora", f"{entry.get('file')}:{entry['weight']}")
-    for source in dict.fromkeys(map(str, _table(metadata, "embeddings").values())):
+    at_hand = embedding_files()
+    for source in dict.fromkeys(source for name, source in _words(metadata) if name.lower() not in at_hand):
         if source not in files:  # words of an adapter come with it
             yield from _flag("embedding", source)
 
 
-def adapters_lost(metadata: Mapping[str, Any]) -> Iterator[str]:
+def _adapters_lost(metadata: Mapping[str, Any]) -> Iterator[str]:
     """Yield a clause for each adapter and each word that flags may not load as it was."""
-    for name, entry in _table(metadata, "adapters").items():
+    for name, entry in table_in(metadata, "adapters").items():
         weight = entry.get("weight") if isinstance(entry, dict) else None
         if not is_weight(weight):
             yield f"the weight of its adapter {name} is {weight}, and --lora takes one number"
         elif entry.get("revision"):
             yield f"its adapter {name} is of the revision {entry['revision']}, and --lora takes the newest"
-    for name, source in _table(metadata, "embeddings").items():
-        if name != Path(str(source)).stem and not name.startswith("<"):
+    for name, source in _words(metadata):
+        if name.lower() != Path(source).stem.lower() and not name.startswith("<"):
             yield f"the word of its embedding {source} was {name}, and --embedding takes the word in the file"
+
+
+def _words(metadata: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each textual inversion with its file; older images hold the file alone."""
+    for name, entry in table_in(metadata, "embeddings").items():
+        yield name, str(entry.get("file") if isinstance(entry, dict) else entry)
 
 
 def is_weight(value: Any) -> bool:
@@ -196,15 +180,7 @@ def is_weight(value: Any) -> bool:
 
 
 def _prompts(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [prompt for prompt in _list(metadata, "image_prompts") if isinstance(prompt, dict)]
-
-
-def _table(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return value if isinstance(value := metadata.get(name), dict) else {}
-
-
-def _list(metadata: Mapping[str, Any], name: str) -> list[Any]:
-    return value if isinstance(value := metadata.get(name), list) else []
+    return [prompt for prompt in list_in(metadata, "image_prompts") if isinstance(prompt, dict)]
 
 
 def _flag(name: str, value: Any) -> list[str]:

@@ -11,24 +11,16 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 from canvax._version import __version__
-from canvax.cli.generate_arguments import (
-    Once,
-    add_batch,
-    add_control,
-    add_controlnet,
-    add_dtype,
-    add_generate,
-    add_ip_adapter,
-    add_parts,
-    add_quantize,
-    add_source,
-    add_upscale,
-)
+from canvax.call import Call, Load
+from canvax.cli.generate_arguments import Once, add_batch, add_control, add_generate, add_report, add_upscale
+from canvax.cli.loading import add_load, add_networks
 from canvax.cli.parser import Parser, writer
+from canvax.cli.plan import parse_sides
 from canvax.cli.serve_arguments import SERVE_EXAMPLES, add_serve
 from canvax.cli.terminal import say
 from canvax.cli.train_arguments import add_train
 from canvax.errors import did_you_mean, slip
+from canvax.settings import add_flags, declared, described
 
 COMMANDS = {
     name: name
@@ -66,6 +58,8 @@ examples:
   canvax sheet "a cat" --x steps=5,10,20 --y sampler="Euler,DPM++ 2M,UniPC" -s 1
   canvax sheet "a cat" --x guidance=1,3,5,7 --y "prompt=a cat;a dog" -o sheet.png
   canvax sheet "a fox" --image lemon.png --x strength=0.3,0.5,0.7,0.9
+  canvax sheet "a cat" --x size=512x512,768x512 --y "model=owner/name,./mine.safetensors"
+  canvax sheet "a cat" --lora ink.safetensors --x lora=0,0.5,1 --y vae=owner/one,owner/two
 """
 _BATCH_EXAMPLES = """
 A row has a prompt and what else it wants to say: id, seed, steps, sampler, guidance_scale, width, negative_prompt, ...
@@ -237,13 +231,14 @@ def _info(commands: Any) -> None:
         description="Describe a model (only headers are read), or tell how an image was generated.",
     )
     info.add_argument("what", metavar="MODEL|IMAGE.png", help="emoji, a folder, a Hub id owner/name, or a PNG")
-    add_parts(info)
-    add_source(info)
     _memory(info)
+    add_load(info, without=("model", "safety_checker", "offload"), help={
+        name: f"with --memory: {described(declared(Load)[name])}" for name in ("dtype", "quantize", "precision", "mesh")
+    })  # fmt: skip
     info.add_argument(
         "--prompts", dest="concepts", action="store_true", help="what a small model can generate: its concepts"
     )
-    info.add_argument("--json", action="store_true", help="print one JSON object")
+    add_report(info, quiet="")
 
 
 def _derived(commands: Any, plain: Any) -> None:
@@ -258,7 +253,11 @@ def _derived(commands: Any, plain: Any) -> None:
         formatter_class=plain,
     )
     sheet.add_argument(
-        "--x", action=Once, metavar="NAME=VALUES", help="across: steps=10,20,40; values with commas: prompt='a;b'"
+        "--x",
+        action=Once,
+        metavar="NAME=VALUES",
+        help="across: steps=10,20,40; values with commas: prompt='a;b'; "
+        "besides settings: size, model, vae, lora (its weights)",
     )
     sheet.add_argument("--y", action=Once, metavar="NAME=VALUES", help="down: sampler='Euler,DPM++ 2M'")
     add_generate(sheet)
@@ -297,13 +296,31 @@ def _references(group: Any) -> None:
     )
 
 
-_SIZE_HELP = "width x height in pixels, for example 1024x768 (by default the model's size)"
+class _Size(argparse.Action):
+    """``--size 1024x768`` for ``--width 1024 --height 768``."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        namespace.width, namespace.height = parse_sides("size", values)
+
+
+def _size(group: Any, *, several: bool = False) -> None:
+    add_flags(group, Call, names=("width", "height"))
+    words = "width x height in pixels, for example 1024x768"
+    if several:
+        group.add_argument("--size", nargs="+", metavar="WxH", help=f"{words}; several for several")
+    else:
+        group.add_argument("--size", action=_Size, default=argparse.SUPPRESS, metavar="WxH", help=words)
+
+
+def _batch(group: Any, default: Any, help: str, **keywords: Any) -> None:
+    flags = ("-b", "--batch-size", "--batch")
+    group.add_argument(*flags, dest="batch", type=int, default=default, metavar="N", help=help, **keywords)
 
 
 def _compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="emoji, a folder, or a Hub id owner/name")
-    parser.add_argument("--size", nargs="+", metavar="WxH", help=_SIZE_HELP)
-    parser.add_argument("-b", "--batch", nargs="+", type=int, default=[1], metavar="N", help="images at once (1)")
+    _size(parser, several=True)
+    _batch(parser, [1], "images at once (1)", nargs="+")
     parser.add_argument("--no-guidance", action="store_true", help="for images without guidance")
     parser.add_argument(
         "--reuse-layers",
@@ -316,23 +333,18 @@ def _compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mask", action="store_true", help="for generate --mask: its denoiser too")
     _references(parser)
     networks = parser.add_argument_group("for control images and image prompts, each flag once for each network")
-    add_controlnet(networks)
-    add_ip_adapter(networks)
-    add_dtype(parser)
-    add_parts(parser)
-    add_source(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    add_networks(networks)
+    add_load(parser, without=("model", "safety_checker", "offload"))  # with which programs are the same
+    add_report(parser)
 
 
 def _convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, a file, a Hub id owner/name, or a pickle")
     parser.add_argument("to", metavar="OUTPUT", help="a file that ends in .safetensors, or a folder")
-    parser.add_argument("--dtype", metavar="DTYPE", help="float16, bfloat16 or float32 (as they are)")
     parser.add_argument("--overwrite", action="store_true", help="replace a file, or write into a folder with files")
-    add_source(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    without = ("model", "quantize", "precision", "safety_checker", "prediction_type", "scheduler", "mesh", "offload")
+    add_load(parser, without=without, help={"dtype": "float16, bfloat16 or float32 (as they are)"})
+    add_report(parser)
 
 
 def _cache(parser: argparse.ArgumentParser) -> None:
@@ -342,7 +354,7 @@ def _cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--older-than", type=float, metavar="DAYS", help="with clear: only programs not used for this many days"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_report(parser, quiet="")
 
 
 def _samplers(commands: Any) -> None:
@@ -352,20 +364,15 @@ def _samplers(commands: Any) -> None:
         description="List the samplers, or the sigma curves.",
     )
     parser.add_argument("words", nargs="*", metavar="WORD", help="list (the default) or curves")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_report(parser, quiet="")
 
 
 def _memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
     group.add_argument("--memory", action="store_true", help="compile, and report the memory that each device needs")
-    group.add_argument("-W", "--width", type=int, metavar="PIXELS", help="width of the images (the model's default)")
-    group.add_argument("-H", "--height", type=int, metavar="PIXELS", help="height of the images (the model's default)")
-    group.add_argument(
-        "-b", "--batch-size", type=int, metavar="N", help="images at once (one for each device of the data axis)"
-    )
+    _size(group)
+    _batch(group, None, "images at once (one for each device of the data axis)")
     _references(group)
-    add_dtype(group)
-    group.add_argument("--mesh", metavar="AXES", help="data=4,model=2 (data over all devices)")
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
@@ -378,30 +385,27 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         "--target", required=True, metavar="CHIPS", help="a TPU generation and its chips, tpu-v5e:2x2, or a GPU, "
         "gpu-h100 or gpu-h100:8; a wrong name lists all",
     )  # fmt: skip
-    parser.add_argument("--mesh", metavar="AXES", help="devices along each axis: data=4 (all on data)")
-    parser.add_argument("-b", "--batch", type=int, metavar="N", help="images at once on all chips (one on each)")
-    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help=_SIZE_HELP)
+    _batch(parser, None, "images at once on all chips (one on each)")
+    _size(parser)
     _references(parser)
-    parser.add_argument("--steps", type=int, metavar="N", help="evaluations of the denoiser (the model's default)")
+    add_flags(parser, Call, names=("num_inference_steps",),
+              help={"num_inference_steps": "evaluations of the denoiser (the model's default)"})  # fmt: skip
     parser.add_argument("--no-guidance", action="store_true", help="plan for images without guidance: half the work")
-    parser.add_argument("--dtype", metavar="DTYPE", help="dtype of weights and activations (bfloat16)")
-    add_quantize(parser)
     parser.add_argument("--fresh", action="store_true", help="compile again, even if an earlier result is stored")
-    add_source(parser, variant=False)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    without = ("model", "precision", "safety_checker", "prediction_type", "scheduler", "variant", "offload")
+    add_load(parser, without=without, help={
+        "dtype": "float32, bfloat16 or float16, of weights and activations (bfloat16, float16 before Ampere)",
+        "mesh": "devices along each axis: data=4 (all on data)",
+    })  # fmt: skip
+    add_report(parser)
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="emoji", metavar="MODEL", help="emoji, a folder, or a Hub id")
-    parser.add_argument("--size", metavar="WIDTHxHEIGHT", help=_SIZE_HELP)
-    parser.add_argument("-b", "--batch", type=int, default=1, metavar="N", help="images at once (1)")
-    parser.add_argument("--steps", type=int, metavar="N", help="sampler steps (the model's default)")
+    _size(parser)
+    _batch(parser, 1, "images at once (1)")
+    add_flags(parser, Call, names=("num_inference_steps",))
     parser.add_argument("--tasks", action="store_true", help="also image to image and inpainting, as ratios")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="number of timed runs (3)")
-    parser.add_argument("--mesh", metavar="AXES", help="data=4,model=2 (data over all devices)")
-    add_dtype(parser)
-    add_parts(parser)
-    add_source(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    add_load(parser, without=("model", "safety_checker"))  # which takes time that is not the model's
+    add_report(parser)

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from canvax.call import IMAGE, Call
+from canvax.call import IMAGE, Call, Load
 from canvax.cli.arguments import versions
 from canvax.cli.generate import check_against_model, description, join_others, load_model
-from canvax.cli.images import OF_MODEL, ZERO_SNR, Source, check_table, source_of
+from canvax.cli.images import check_table
+from canvax.cli.loading import IN_PASSING, check_ip_adapters, load_of
 from canvax.cli.terminal import complain, say, seconds, stoppable
 from canvax.errors import NO_VALUE, InputError, check_count, nearest
 from canvax.files import named_path
@@ -18,7 +19,7 @@ from canvax.images.maps import SETTINGS as MAPS
 from canvax.pipelines.checks import check_size
 from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS
 from canvax.pipelines.options import Options
-from canvax.settings import grouped
+from canvax.settings import declared, grouped
 
 if TYPE_CHECKING:
     from canvax.scale.batch import Generate, Plan
@@ -33,11 +34,12 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     defaults = {name: value for name in NAMES if (value := getattr(arguments, name, None)) is not None}
     seed = defaults.pop("seed")
     _check(arguments)
-    source = source_of(arguments)
-    _check_flags(arguments, defaults, source)
+    load = load_of(arguments)
+    check_ip_adapters(arguments)
+    _check_flags(arguments, defaults, load)
     plan = batch.Plan.read(arguments.file, defaults, arguments.carry, seed, _share(arguments.share))
     spread = join_others(arguments)
-    output = _output(arguments, plan, source, spread=spread)
+    output = _output(arguments, plan, load, spread=spread)
     try:
         todo = _agreed(
             plan, plan.left(output.known, retry=arguments.retry_errors, begun=output.run.get("defaults")), spread=spread
@@ -48,7 +50,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
             cure = "take their lines out of manifest.jsonl to have them again"
             complain(f"{_count(gone, 'row')} done before, without a file in {output.folder}; {cure}", label="warning: ")
         if todo:
-            generate = _generate(arguments, plan, source, output, report, spread=spread)
+            generate = _generate(arguments, plan, load, output, report, spread=spread)
             shown = None if arguments.quiet else complain
             with stoppable():
                 for tally in batch.run(plan, todo, output, generate, image_format=arguments.format,
@@ -108,14 +110,14 @@ def _share(text: str | None) -> tuple[int, int]:
     return int(number), int(count)
 
 
-def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], source: Source) -> None:
+def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], load: Load) -> None:
     """Refuse settings with which no row can be generated, before any weights are read."""
     from canvax.scale.work import call_of
 
     # To which rows may add theirs.
     files = ("image", "mask", "reference", "control", "control_from", "ip_image", "ip_mask")
     call = call_of({"prompt": ""} | {name: defaults[name] for name in defaults if name not in files}, 0)
-    if "ip_mask" in defaults and "ip_image" not in defaults and not source.ip_adapter:
+    if "ip_mask" in defaults and "ip_image" not in defaults and not arguments.ip_adapter:
         raise InputError(
             "ip_mask", NO_VALUE, "needs an IP-Adapter", "name the network that reads the image with {ip_adapter}"
         )
@@ -127,29 +129,30 @@ def _check_flags(arguments: argparse.Namespace, defaults: Mapping[str, Any], sou
             raise InputError("control_from", kind, "is not made here", nearest(kind, list(MAPS)))
     for name in ("control", "control_from", *CONTROL_OPTIONS, "ip_image"):  # which all rows would lack
         networks = "ip_adapter" if name == "ip_image" else "controlnet"
-        if name in defaults and not getattr(source, networks):
+        if name in defaults and not getattr(arguments, networks):
             raise InputError(
                 name,
                 NO_VALUE,
                 f"has no effect without {networks}",
                 f"name the network that reads the image with {{{networks}}}",
             )
-    check_against_model(arguments, [call], source)
+    check_against_model([call], load)
 
 
-def _output(arguments: argparse.Namespace, plan: Plan, source: Source, *, spread: bool) -> Output:
+def _output(arguments: argparse.Namespace, plan: Plan, load: Load, *, spread: bool) -> Output:
     import jax
 
     from canvax.scale.output import Output
 
     number, shares = _share(arguments.share)
     index, processes = (jax.process_index(), jax.process_count()) if spread else (0, 1)
-    decisive = {name: getattr(arguments, name) for name in ("format", "quality", "batch_size", "seed")}
+    decisive = load.keywords([name for name in declared(Load) if name not in IN_PASSING])
+    decisive |= {name: list(getattr(arguments, name) or ()) for name in ("controlnet", "ip_adapter")}
+    decisive |= {name: getattr(arguments, name) for name in ("ip_encoder", "format", "quality", "batch_size", "seed")}
     decisive |= {name: files for name in ("lora", "embedding") if (files := getattr(arguments, name))}
     return Output(
         arguments.output,
         {
-            **asdict(source),
             **decisive,
             "most": plan.total,
             "canvax": versions()["canvax"],
@@ -175,7 +178,7 @@ def _agreed(plan: Plan, todo: set[str], *, spread: bool) -> set[str]:
     return {name for name, over in zip(plan.digests, done, strict=True) if not over}
 
 
-def _generate(arguments: argparse.Namespace, plan: Plan, source: Source, output: Output, report: dict[str, Any], *,
+def _generate(arguments: argparse.Namespace, plan: Plan, load: Load, output: Output, report: dict[str, Any], *,
               spread: bool) -> Generate:  # fmt: skip
     """Return the function that generates the rows: with a model here, or with those of a cluster."""
     from canvax.scale.batch import windows
@@ -184,8 +187,8 @@ def _generate(arguments: argparse.Namespace, plan: Plan, source: Source, output:
 
     most = int(output.run["most"])
     if arguments.ray is not None:
-        return _on_ray(arguments, plan, source, most)
-    pipe = load_model(arguments, source)
+        return _on_ray(arguments, plan, load, most)
+    pipe = load_model(arguments, load)
     output.agree({"loaded": {"revision": pipe.model.revision, "dtype": pipe.model.dtype}})
     report |= description(pipe)
     worker = Worker(
@@ -198,20 +201,18 @@ def _generate(arguments: argparse.Namespace, plan: Plan, source: Source, output:
     return windows(worker.run)
 
 
-def _on_ray(arguments: argparse.Namespace, plan: Plan, source: Source, most: int) -> Generate:
+def _on_ray(arguments: argparse.Namespace, plan: Plan, load: Load, most: int) -> Generate:
     from canvax.scale.data import on_ray
 
     if arguments.mesh:
         raise InputError(
             "mesh", NO_VALUE, "does not go with --ray: each model has all devices that Ray gives it", "leave it out"
         )
-    passed = ("token", "cache_dir", "local_files_only", "offload")
-    load = {name: getattr(source, name) for name in OF_MODEL} | {name: getattr(arguments, name) for name in passed}
-    load |= {"scheduler": ZERO_SNR} if source.zero_snr else {}
-    load |= {"controlnet": list(source.controlnet)} if source.controlnet else {}
+    own = ("model", "mesh", "progress", "safety_checker")
+    keywords = load.keywords([name for name in declared(Load) if name not in own])
     settings = {"batch_size": arguments.batch_size, "most": most, "quality": arguments.quality}
-    settings |= {"model": source.model, "image_format": arguments.format, "load": load}
-    settings |= {"ip_adapter": list(source.ip_adapter), "ip_encoder": source.ip_encoder}
+    settings |= {"model": load.model, "image_format": arguments.format, "load": keywords}
+    settings |= {"ip_adapter": list(arguments.ip_adapter or ()), "ip_encoder": arguments.ip_encoder}
     return on_ray(plan, settings, address=arguments.ray, actors=arguments.actors)
 
 

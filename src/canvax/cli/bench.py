@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from canvax.call import Call
 from canvax.cli.arguments import versions
-from canvax.cli.generate_arguments import source_keywords
-from canvax.cli.plan import parse_size
+from canvax.cli.loading import load_with
+from canvax.cli.plan import check_sides
 from canvax.cli.terminal import complain, say, table
 from canvax.errors import check_count
 from canvax.pipelines.checks import MOST_IMAGES
+from canvax.settings import check_setting
 from canvax.types import HostArray
 
 PROMPT = "a red apple"
@@ -26,26 +28,18 @@ TASKS: dict[str, dict[str, Any]] = {
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Time whole images, text to pixels, and print a table."""
-    width, height = parse_size(arguments.size)
+    check_sides(arguments)
     rounds = check_count("rounds", arguments.rounds, 1_000_000)
     batch = check_count("batch", arguments.batch, MOST_IMAGES)
-    if arguments.steps is not None:
-        check_count("steps", arguments.steps, 1000)
+    check_setting(Call, "num_inference_steps", arguments.num_inference_steps)
     import canvax
-    from canvax.parallel.mesh import mesh_of
 
     if not arguments.quiet:
         complain(f"loading {arguments.model}")
-    pipe = canvax.load(
-        arguments.model,
-        dtype=arguments.dtype,
-        quantize=arguments.quantize,
-        mesh=mesh_of(arguments.mesh),
-        progress=not arguments.quiet,
-        **source_keywords(arguments),
-    )
+    pipe = load_with(arguments)
     results, others = [], {name: [] for name in TASKS if arguments.tasks}
-    usual = {"height": height, "width": width, "num_inference_steps": arguments.steps, "seed": 0}
+    usual: dict[str, Any] = {name: getattr(arguments, name) for name in ("height", "width", "num_inference_steps")}
+    usual["seed"] = 0
     for turn in range(rounds + 1):  # the first round compiles
         if not arguments.quiet:
             complain("compiling" if turn == 0 else f"round {turn} of {rounds}")

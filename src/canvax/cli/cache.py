@@ -40,12 +40,12 @@ def _list(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     from canvax.compile.key import software
 
     current = software()
-    programs: list[dict[str, Any]] = [
-        {"file": str(program.path), "bytes": program.size, "used": program.used}
-        | {"stale": program.header.get("software") != current}
-        | {name: program.header.get(name) for name in ("created", "description", "devices", "software", "settings")}
-        for program in cache.programs()
-    ]
+    programs: list[dict[str, Any]] = []
+    for program in cache.stored_programs():
+        header = program.header
+        about = {name: header.get(name) for name in ("created", "description", "devices", "software", "settings")}
+        about |= {"bytes": program.size, "used": program.used, "stale": about["software"] != current}
+        programs.append({"file": str(program.path), **about})
     total = sum(program["bytes"] for program in programs)
     report |= {"programs": programs, "bytes": total, "limit": cache.size_limit()}
     if arguments.json:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from canvax.cli.generate_arguments import check_ip_adapters, location_keywords, part_keywords
-from canvax.cli.plan import parse_references, parse_size
+from canvax.cli.loading import check_ip_adapters, load_with
+from canvax.cli.plan import check_sides, parse_references, parse_size
 from canvax.cli.terminal import byte_size, complain, say, seconds, table
 from canvax.errors import CanvaxError, check_count
-
-if TYPE_CHECKING:
-    from canvax.pipelines.pipeline import StableDiffusion
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Compile the programs of each size and batch, or load them from the cache."""
     sizes = [parse_size(text) for text in arguments.size or []]
+    check_sides(arguments)
     references = parse_references(arguments.references)
     from canvax.pipelines.checks import MOST_IMAGES
 
@@ -27,10 +25,13 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         check_count("reuse_layers", arguments.reuse_layers, 1000)
     if not arguments.quiet:
         complain(f"reading {arguments.model}")
-    pipe = open_pipeline(arguments.model, arguments)
+    pipe = load_with(arguments, weights=False)
     model = pipe.model
     report["programs"] = built = []
-    for width, height in sizes or [model.native_size[::-1]]:
+    tall, wide = model.native_size
+    if arguments.width or arguments.height or not sizes:
+        sizes.append((arguments.width or wide, arguments.height or tall))
+    for width, height in sizes:
         for batch in arguments.batch:
             builds = pipe.compile(
                 height,
@@ -53,49 +54,6 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         _print(built)
     if not all(program["cached"] or program["bytes"] for program in built):
         raise CanvaxError("programs were compiled and not kept; canvax cache path prints the folder for them")
-
-
-def open_pipeline(name: str, arguments: argparse.Namespace) -> StableDiffusion:
-    """The pipeline of a model without weights, whose parameters are shapes, dtypes and shardings."""
-    from canvax.parallel.mesh import mesh_of
-    from canvax.pipelines.loaded import open_model
-    from canvax.pipelines.pipeline import StableDiffusion
-    from canvax.weights.overrides import Overrides
-
-    opened = open_model(
-        name,
-        dtype=arguments.dtype,
-        quantize=arguments.quantize,
-        mesh=mesh_of(getattr(arguments, "mesh", None)),
-        progress=not arguments.quiet,
-        weights=False,
-        overrides=Overrides.of(**part_keywords(arguments)),
-        **location_keywords(arguments),
-    )
-    return StableDiffusion(*_with_networks(opened, arguments))
-
-
-def _with_networks(opened: Any, arguments: argparse.Namespace) -> Any:
-    """A model with the networks of control images and image prompts that are named: what they are, without weights."""
-    from canvax.pipelines.networks import (
-        control_sources,
-        ip_adapter_sources,
-        open_controls,
-        with_controls,
-        with_ip_adapters,
-    )
-
-    hub = {name: getattr(arguments, name) for name in ("token", "cache_dir", "local_files_only")}
-    hub["progress"] = not arguments.quiet
-    model, programs, params = opened
-    if arguments.controlnet:
-        nets = open_controls(model, control_sources(arguments.controlnet, **hub))
-        model, programs, params = with_controls(model, programs, params, nets, weights=False)
-    if arguments.ip_adapter:
-        named = ip_adapter_sources(arguments.ip_adapter, arguments.ip_encoder, **hub)
-        encoder = arguments.ip_encoder
-        model, programs, params = with_ip_adapters(model, programs, params, named, encoder, weights=False)
-    return model, programs, params
 
 
 def _print(built: list[dict[str, Any]]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from canvax.cli.generate_arguments import source_keywords
+from canvax.call import LOCATION
+from canvax.cli.loading import load_of
 from canvax.cli.terminal import say
 
 
@@ -19,7 +20,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         dtype=arguments.dtype,
         overwrite=arguments.overwrite,
         progress=not arguments.quiet,
-        **source_keywords(arguments),
+        **load_of(arguments).keywords((*LOCATION, "vae", "text_encoder", "tokenizer")),
     )
     report["output"] = str(output)
     if not arguments.json:

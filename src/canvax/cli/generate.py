@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canvax.call import Call
-from canvax.cli.adapters import check_adapters, load_adapters
+from canvax.call import Call, Load
+from canvax.cli.adapters import check_adapters, load_adapters, load_named
 from canvax.cli.arguments import versions
-from canvax.cli.generate_arguments import OUTPUT, with_networks
-from canvax.cli.images import ZERO_SNR, Source, check_table, gather, images_of, shared, sized
+from canvax.cli.generate_arguments import OUTPUT
+from canvax.cli.images import check_table, gather, images_of, shared, sized
+from canvax.cli.loading import files_of, load_with, overrides_of
 from canvax.cli.preview import previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
 from canvax.errors import NO_VALUE, CanvaxError, CheckpointError, HintWarning, HubError, InputError, warn
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from canvax.pipelines.options import Callback
-    from canvax.pipelines.pipeline import StableDiffusion
+    from canvax.pipelines.pipeline import Pipeline
     from canvax.pipelines.result import Result
 
 STAGES = ("load", "compile", "encode", "denoise", "step", "decode", "first_step", "total")
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     timings = dict.fromkeys(STAGES, 0.0)
     report |= {"files": [], "grid": None, "seeds": [], "metadata": [], "timings": timings, "compilations": 0}
     spread = join_others(arguments)
-    calls, source = gather(arguments)
+    calls, load = gather(arguments)
     if spread:
         calls = _with_common_seeds(calls)
     where = Destination.checked(arguments, calls)
@@ -57,8 +58,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
             "preview", NO_VALUE, "does not go with --distributed, where no process has all images", "leave it out"
         )
     _hint_at_quotes(arguments)
-    check_against_model(arguments, calls, source)
-    pipe = load_model(arguments, source)
+    check_against_model(calls, load)
+    pipe = load_model(arguments, load, calls)
     timings["load"] = time.perf_counter() - began
     report |= description(pipe)
     calls = sized(calls, pipe.model)
@@ -192,34 +193,23 @@ def check_batch_size(size: int | None) -> None:
         raise InputError("batch_size", size, "is not a whole number in 1..1000000")
 
 
-def check_against_model(arguments: argparse.Namespace, calls: Sequence[Call], source: Source) -> None:
+def check_against_model(calls: Sequence[Call], load: Load) -> None:
     """Check what depends on the model, if its files are on disk. No weights are read."""
-    from canvax.families.local_models import completed
-    from canvax.families.read import family_of, read_model
+    from canvax.families.read import read_model
+    from canvax.pipelines.checks import check_precision
     from canvax.pipelines.request import check_for_model, check_start
-    from canvax.quantize import check_kind
     from canvax.weights.cast import parse_dtype
-    from canvax.weights.location import Location as ModelLocation
-    from canvax.weights.open import open_files
-    from canvax.weights.overrides import Overrides
 
-    if source.dtype is not None:
-        parse_dtype(source.dtype, quantizes=True)
-    check_kind(source.quantize)
-    if any(call.control for call in calls) and not source.controlnet:
+    if load.dtype is not None:
+        parse_dtype(load.dtype, quantizes=True)
+    check_precision(load.precision)
+    if any(call.control for call in calls) and not load.controlnet:
         raise InputError(
             "control", NO_VALUE, "needs a ControlNet", "name the network that reads the image with {controlnet}"
         )
-    fields = ZERO_SNR if source.zero_snr else None
-    overrides = Overrides.of(source.vae, source.prediction_type, fields, source.text_encoder, source.tokenizer)
+    overrides_of(load)
     try:
-        origin = ModelLocation(
-            source.model, source.revision, source.variant, cache_dir=arguments.cache_dir, local_files_only=True
-        )
-        overrides = completed(overrides, origin)
-        files = open_files(origin, accept=family_of, prediction=overrides.prediction, given=overrides.parts)
-        hub = {"cache_dir": arguments.cache_dir, "local_files_only": True}
-        files = overrides.apply(files, **hub)
+        files = files_of(dataclasses.replace(load, local_files_only=True))
     except (CheckpointError, HubError):
         return  # the model is not on disk, or there is none: loading reports it
     model = read_model(files, "float32")
@@ -232,48 +222,28 @@ def check_against_model(arguments: argparse.Namespace, calls: Sequence[Call], so
         check_start(call.options, call.sampler, None, model, image=call.image is not None)
 
 
-def load_model(arguments: argparse.Namespace, source: Source) -> StableDiffusion:
-    """Load the model that the flags ask for onto their devices."""
-    import canvax
+def load_model(arguments: argparse.Namespace, load: Load, calls: Sequence[Call] = ()) -> Pipeline:
+    """Load the model that the flags ask for onto their devices, with the textual inversions that the calls name."""
     from canvax.parallel import multihost
     from canvax.parallel.mesh import mesh_of
 
     check_adapters(arguments)
-    mesh = mesh_of(arguments.mesh)
+    mesh = mesh_of(load.mesh)
     if not multihost.leads(mesh):
         arguments.quiet = True
     if not arguments.quiet:
-        complain(f"loading {source.model}")
-    keywords: dict[str, Any] = {"controlnet": list(source.controlnet)} if source.controlnet else {}
-    names = ("vae", "prediction_type", "text_encoder", "tokenizer")
-    parts: dict[str, Any] = {name: getattr(source, name) for name in names}
-    parts["scheduler"] = ZERO_SNR if source.zero_snr else None
-    keywords |= {name: value for name, value in parts.items() if value is not None}
-    pipe = canvax.load(
-        source.model,
-        dtype=source.dtype,
-        quantize=source.quantize,
-        revision=source.revision,
-        variant=source.variant,
-        token=arguments.token,
-        cache_dir=arguments.cache_dir,
-        local_files_only=arguments.local_files_only,
-        mesh=mesh,
-        safety_checker=arguments.safety_checker or None,
-        progress=not arguments.quiet,
-        offload=arguments.offload,
-        **keywords,
-    )
+        complain(f"loading {load.model}")
+    pipe = load_with(arguments, dataclasses.replace(load, mesh=mesh, progress=not arguments.quiet))
     if not arguments.quiet:
         for name, reason in pipe.model.reasons.items():
-            if ", a guess" not in reason:  # which was a warning
+            if name in pipe.model.files.components:  # a part that was chosen; canvax info says how the rest is known
                 complain(f"{name.replace('_', ' ')}: {reason}", label="")
-    pipe = with_networks(pipe, arguments)
     load_adapters(pipe, arguments)
+    load_named(pipe, calls, arguments)
     return pipe
 
 
-def description(pipe: StableDiffusion) -> dict[str, Any]:
+def description(pipe: Pipeline) -> dict[str, Any]:
     """Describe the model and the machine for the report."""
     devices = pipe.programs.mesh.devices
     first = devices.flat[0]
@@ -293,7 +263,7 @@ def description(pipe: StableDiffusion) -> dict[str, Any]:
 
 
 def generate_all(
-    pipe: StableDiffusion, calls: Sequence[Call], arguments: argparse.Namespace, callback: Callback | None = None
+    pipe: Pipeline, calls: Sequence[Call], arguments: argparse.Namespace, callback: Callback | None = None
 ) -> Iterator[tuple[Sequence[Call], Result]]:
     """Generate the images batch by batch; each batch has the same settings.
 
@@ -315,13 +285,13 @@ def generate_all(
     bar.close()
 
 
-def _reference(pipe: StableDiffusion, call: Call) -> Any:
+def _reference(pipe: Pipeline, call: Call) -> Any:
     """Return the image that a model made for editing reads, which is one of a whole batch; None for other calls."""
-    edits = pipe.model.networks.denoiser.edits and call.strength is None and call.mask is None
+    edits = pipe.model.networks.denoiser.facts.edits and call.strength is None and call.mask is None
     return call.image if edits else None
 
 
-def _batch_size(pipe: StableDiffusion, groups: Sequence[Sequence[Call]]) -> int:
+def _batch_size(pipe: Pipeline, groups: Sequence[Sequence[Call]]) -> int:
     (height, width), largest = pipe.model.native_size, max(map(len, groups))
     sizes = {(call.height or height, call.width or width) for group in groups for call in group}
     most = min(most_at_once(pipe.programs.mesh, *size) for size in sizes)

@@ -7,24 +7,20 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from io import BytesIO, TextIOWrapper
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canvax.call import Call, FromFiles
-from canvax.cli.again import OF_MODEL, adapters_lost, is_lost, of_python, recorded_model
-from canvax.cli.generate_arguments import ZERO_SNR, networks_of
-from canvax.cli.image_prompts import check_same
+from canvax.call import ZERO_SNR, Call, FromFiles, Load
+from canvax.cli.again import OF_MODEL, is_lost, losses, recorded_model
+from canvax.cli.loading import check_ip_adapters, load_of
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
-from canvax.images.infotext import settings_left
 from canvax.images.inputs import fingerprint, read_images
-from canvax.images.metadata import check_kinds, read_metadata
 from canvax.noise import check_seed, image_seeds
+from canvax.pipelines.again import CALL, compared, left_out, recorded, settings_of
 from canvax.pipelines.checks import SIZE_STEP, check_prompts, check_size
 from canvax.pipelines.control import control_files, control_marks, control_of, size_of
-from canvax.pipelines.image_prompts import read_all, structure
+from canvax.pipelines.image_prompts import image_prompts_of, read_all, structure
 from canvax.pipelines.options import Options
 from canvax.pipelines.references import check_references
 from canvax.pipelines.request import check_init_images, is_alone
@@ -32,6 +28,7 @@ from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 from canvax.scale.rows import check_prompt_line, json_object, text_lines
 from canvax.scale.work import call_of, grouped
 from canvax.settings import aliases, declared, offered
+from canvax.weights.data_folder import embedding_files, find_named, stem_of
 
 if TYPE_CHECKING:
     from canvax.families.base import Model
@@ -46,12 +43,6 @@ _OF_ALL = {"model", "mesh", "batch_size", "output", "lora", "embedding", "contro
 """Flags that hold for a whole command, so that a line of a prompt file cannot set them."""
 ALIASES = {also: name for also, name in aliases(Call, FromFiles, Options).items() if also not in _OF_ALL}
 
-_RECORDED = {"prompt", "model", "scheduler", "canvax", "sampler_label", "noise", "steps_run", "other", "nsfw"}
-_RECORDED |= {"controlnet", "ip_adapter", "adapters", "embeddings", "image_sha256", "mask_sha256", "control_sha256"}
-_RECORDED |= {"references_sha256", "conditions", "steered", "sampler_sha256", "ip_encoder"}
-_RECORDED |= {"image_prompts", "options", "upscale", "id", *OF_MODEL, *SETTINGS}
-"""All that metadata of canvax holds about an image."""
-
 
 def shared(call: Call) -> tuple[Any, ...]:
     """Return what images of one batch have in common. SDXL treats no negative prompt unlike an empty one."""
@@ -61,33 +52,8 @@ def shared(call: Call) -> tuple[Any, ...]:
     return *settings, *absent, *images
 
 
-@dataclass(frozen=True)
-class Source:
-    """The model to load, with its parts."""
-
-    model: str
-    revision: str | None
-    variant: str | None
-    dtype: str | None
-    quantize: str | None
-    vae: str | None = None
-    prediction_type: str | None = None
-    text_encoder: str | None = None
-    tokenizer: str | None = None
-    zero_snr: bool = False
-    controlnet: tuple[str, ...] = ()
-    ip_adapter: tuple[str, ...] = ()
-    ip_encoder: str | None = None
-
-
-def source_of(arguments: argparse.Namespace) -> Source:
-    """Return the model that flags name."""
-    settings: dict[str, Any] = {name: getattr(arguments, name) for name in OF_MODEL}
-    return Source(arguments.model or "emoji", **settings, **networks_of(arguments), zero_snr=arguments.zero_snr)
-
-
-def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = ()) -> tuple[list[Call], Source]:
-    """Return a call for each image, and the model, that the command line asks for.
+def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = ()) -> tuple[list[Call], Load]:
+    """Return a call for each image, and how to load the model, that the command line asks for.
 
     Settings come from ``--from-image``; flags override them, and a line of the prompt file overrides the flags.
     Image i uses seed + i, unless its line has a seed. With ``cells`` there is an image for each cell, whose settings
@@ -97,17 +63,16 @@ def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = (
         InputError: a setting is wrong, or there is no prompt.
     """
     base: dict[str, Any] = {}
-    source = source_of(arguments)
+    load = load_of(arguments)
+    check_ip_adapters(arguments)
     entries: list[tuple[str, dict[str, Any]]] = [
         ("", {"prompt": prompt}) for prompt in (*arguments.prompts, *arguments.prompt)
     ]
     if arguments.prompt_file is not None:
         entries += read_prompt_file(arguments.prompt_file)
     if arguments.from_image is not None:
-        base, source = _from_image(arguments)
+        base, load = _from_image(arguments)
         entries = entries or [("", {"prompt": base.get("prompt", "")})]
-    zero_snr = source.zero_snr or arguments.zero_snr
-    source = dataclasses.replace(source, **networks_of(arguments), zero_snr=zero_snr)
     if not entries:
         cells_of = " --x steps=10,20" if arguments.command == "sheet" else ""
         raise InputError(f'no prompt; try: canvax {arguments.command} "a red apple"{cells_of}')
@@ -115,10 +80,10 @@ def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = (
         entries = [(where, {**entry, **cell}) for where, entry in entries for cell in cells]
     flags = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
     settings = {**{name: base[name] for name in SETTINGS if base.get(name) is not None}, **flags}
-    calls = list(_calls(entries, settings, len(source.ip_adapter)))
+    calls = list(_calls(entries, settings, len(arguments.ip_adapter or ())))
     for call, *_ in grouped(calls, shared):
         check_table(call, None)
-    return calls, source
+    return calls, load
 
 
 def _calls(entries: Sequence[tuple[str, dict[str, Any]]], flags: Mapping[str, Any], adapters: int) -> Iterator[Call]:
@@ -169,7 +134,7 @@ def sized(calls: Sequence[Call], model: Model) -> list[Call]:
         InputError: an image cannot be used.
     """
     known: dict[Any, tuple[Any, Any]] = {}
-    edits, step = model.networks.denoiser.edits, model.networks.size_step
+    edits, step = model.networks.denoiser.facts.edits, model.networks.size_step
     resized = []
     for call in calls:
         if is_alone(call, call.options):
@@ -262,102 +227,60 @@ def _entry(where: str, line: str) -> dict[str, Any]:
     return dict(zip(names, (value for value in fields.values() if value is not None), strict=True))
 
 
-def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Source]:
-    """Return the settings in the metadata of an image, and its model unless flags name another."""
-    path = Path(arguments.from_image)
-    metadata = read_metadata(path)
-    check_kinds(path, metadata)
-    try:
-        check_seed(metadata.get("seed"))
-    except InputError as error:
-        raise InputError(f"{path}: its {error}; name another with --seed, or take another image") from None
-    if "grid" in metadata:
-        raise InputError(f"{path}: is a grid of several images; use one of them (canvax info lists them)")
-    options = metadata.get("options")
-    settings = {**metadata, **(options if isinstance(options, dict) else {})}
-    if unknown := sorted(map(repr, settings.keys() - _RECORDED)):
-        complain(f"{path}: unknown settings are left out: {', '.join(unknown)}", label="warning: ")
+def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Load]:
+    """Return the settings in the metadata of an image, and how to load its model unless flags name another."""
+    metadata, where = recorded(arguments.from_image)
     # A file must not choose which others are read.
-    for name in ("num_images_per_prompt", "image", "mask", "control", *declared(FromFiles)):
-        settings.pop(name, None)
-    _check_references(path, metadata, arguments)
-    for name in ("image", "mask"):
-        _check_same(path, metadata, name, getattr(arguments, name))
-    used = {*map(str, metadata.get("adapters") or ()), *map(str, metadata.get("embeddings") or ())}
+    settings = {name: value for name, value in settings_of(metadata).items() if name in CALL or name in OPTIONS}
+    if unknown := left_out(metadata):
+        complain(f"{where}: settings that cannot be read are left out: {', '.join(unknown)}", label="warning: ")
+    for hint in compared(metadata, _marks(metadata, arguments), where):
+        complain(hint.format(arguments.write), label="warning: ")
+    words = {word for word in map(str, metadata.get("embeddings") or ()) if word.lower() not in embedding_files()}
+    used = {*map(str, metadata.get("adapters") or ()), *words}
     if used and not (arguments.lora or arguments.embedding):
         complain(
-            f"{path}: was generated with {', '.join(sorted(used))[:200]}; name the files with --lora and --embedding",
+            f"{where}: was generated with {', '.join(sorted(used))[:200]}; name the files with --lora and --embedding",
             label="warning: ",
         )
-    _check_control(path, metadata, arguments)
-    check_same(path, metadata, arguments)
-    settings |= {"noise": noise} if (noise := metadata.get("noise")) else {}
-    lost = of_python(metadata)
-    for clause in (*lost.values(), *adapters_lost(metadata)):
-        complain(f"{path}: {clause}", label="warning: ")
-    settings = {name: value for name, value in settings.items() if name not in lost}
-    by_canvax = "canvax" in metadata
-    recorded = {"model": recorded_model(metadata)} | {
-        name: metadata.get(name) if by_canvax else None for name in OF_MODEL
-    }
-    if not by_canvax:
-        _warn_of_losses(path, metadata)
-        settings["negative_prompt"] = settings.get("negative_prompt") or None  # others write "" for none
+    for clause in losses(metadata):
+        complain(f"{where}: {clause}", label="warning: ")
     if is_lost(metadata) and not arguments.model:
         model = f"was generated with {metadata['model']!r}" if metadata.get("model") else "does not name its model"
-        raise InputError(f"{path}: {model}; name your copy of it with --model")
-    for name, value in recorded.items():
-        if value is not None and not isinstance(value, str):
-            raise InputError(f"{path}: its {name} {value!r} is not text; name it with a flag")
-    if arguments.model and arguments.model != recorded["model"]:
-        recorded["revision"] = recorded["variant"] = None
-    model = arguments.model or recorded["model"] or "emoji"
-    parts: dict[str, Any] = {name: getattr(arguments, name) or recorded[name] for name in OF_MODEL}
-    scheduler = metadata.get("scheduler") if by_canvax else None
-    return settings, Source(model, **parts, zero_snr=scheduler == ZERO_SNR)
+        raise InputError(f"{where}: {model}; name your copy of it with --model")
+    ours = "canvax" in metadata
+    past = {"model": recorded_model(metadata)} | {name: metadata.get(name) if ours else None for name in OF_MODEL}
+    if (vae := metadata.get("vae")) and not (ours or arguments.vae):
+        past["vae"] = stem_of(vae) if find_named(stem_of(vae), "vae") else None
+        if past["vae"] is None:
+            complain(f"{where}: its VAE {vae} is left out; name your copy of it with --vae", label="warning: ")
+    if arguments.model and arguments.model != past["model"]:
+        past["revision"] = past["variant"] = None
+    parts: dict[str, Any] = {name: getattr(arguments, name) or past[name] for name in OF_MODEL}
+    if ours and metadata.get("scheduler") == ZERO_SNR:
+        parts["scheduler"] = ZERO_SNR
+    return settings, load_of(arguments, model=arguments.model or past["model"] or "emoji", **parts)
 
 
-def _check_same(path: Path, metadata: Mapping[str, Any], name: str, file: str | None) -> None:
-    """Require the source image or mask of an earlier image, and warn if another file is named."""
-    if (wanted := metadata.get(f"{name}_sha256")) is None:
-        return
-    if file is None:
-        raise InputError(f"{path}: it began from {'an image' if name == 'image' else 'a mask'}; name it with --{name}")
-    if fingerprint(read_images(name, file, 1, grey=name == "mask")[0]) != wanted:
-        complain(f"--{name} {file}: is not the one that {path} began from", label="warning: ")
+def _marks(metadata: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return how the metadata of a new image would identify the images that flags name."""
+    named, marks = vars(arguments), dict[str, Any]()
 
+    def mark(name: str, file: str, read_as: str = "") -> str:
+        return fingerprint(read_images(read_as or name, file, 1, grey=name == "mask")[0])
 
-def _check_references(path: Path, metadata: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """Require the reference images of an earlier image, and warn if others are named."""
-    if not isinstance(wanted := metadata.get("references_sha256"), list):
-        return
-    named = [*([arguments.image] if arguments.image else []), *(arguments.reference or [])]
-    if len(named) != len(wanted):
-        others = " and the others with --reference" if len(wanted) > 1 else ""
-        count = f"{len(wanted)} reference image{'s' if len(wanted) > 1 else ''}"
-        raise InputError(f"{path}: it was made with {count}; name the first with --image{others}")
-    for file, mark in zip(named, wanted, strict=True):
-        if fingerprint(read_images("image", file, 1)[0]) != mark:
-            complain(f"{file}: is not the reference image of {path}", label="warning: ")
-
-
-def _check_control(path: Path, metadata: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """Require the control images and networks of an earlier image, and warn if others are named."""
-    if not isinstance(wanted := metadata.get("control_sha256"), list):
-        return
-    named = control_of(vars(arguments))
-    if len(named) != len(wanted) or not arguments.controlnet:
-        nets = metadata.get("controlnet")
-        raise InputError(
-            f"{path}: it was generated with control images; name each with --control and its network with --controlnet "
-            f"(they were {', '.join(map(str, nets)) if isinstance(nets, list) else 'not named'})"
-        )
-    for files, mark, recorded in zip(named, control_marks(named), wanted, strict=True):
-        if mark != recorded:
-            complain(f"--control {files and files[0][1]}: is not the one of {path}", label="warning: ")
-
-
-def _warn_of_losses(path: Path, metadata: Mapping[str, Any]) -> None:
-    if other := settings_left(metadata):
-        left = ", ".join(f"{name}: {value!s:.80}" if value else str(name) for name, value in other.items())
-        complain(f"{path}: settings that cannot be read are left out: {left}", label="warning: ")
+    for name in ("image", "mask"):
+        marks |= {f"{name}_sha256": mark(name, file)} if (file := named[name]) is not None else {}
+    files = [*([named["image"]] if named["image"] else []), *(named["reference"] or [])]
+    if "references_sha256" in metadata:
+        marks["references_sha256"] = [mark("image", file) for file in files]
+    if "control_sha256" in metadata:
+        marks["control_sha256"] = control_marks(control_of(named))
+    if "image_prompts" in metadata:
+        prompts = image_prompts_of(named, len(named["ip_adapter"] or ()))
+        marks["image_prompts"] = [
+            {"scale": prompt.scale, "sha256": mark("image", prompt.file, "ip_image")}
+            | ({"mask_sha256": mark("mask", prompt.mask, "ip_mask")} if prompt.mask else {})
+            for prompt in prompts
+        ]
+    return marks

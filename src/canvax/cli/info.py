@@ -7,23 +7,27 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from canvax.call import PARTS
 from canvax.cli.adapters import info_lines
 from canvax.cli.again import again, is_lost
-from canvax.cli.generate_arguments import PART_FLAGS, location_keywords, part_keywords
-from canvax.cli.plan import from_references, parse_references
+from canvax.cli.loading import files_of, load_of, load_with, overrides_of
+from canvax.cli.plan import check_sides, from_references, parse_references
 from canvax.cli.terminal import byte_size, complain, say, table
 from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count
 from canvax.files import named_path
-from canvax.images.formats import FORMATS, LOCAL
+from canvax.images.formats import FORMATS, HAVE_PATHS
+from canvax.images.keys import keys_of
 from canvax.images.metadata import read_metadata
 from canvax.tokenizers.concepts import Concepts
 from canvax.weights.data_folder import find_named
 from canvax.weights.entries import Entry
 from canvax.weights.files import open_weights
-from canvax.weights.identify import EMBEDDING, INDEX, LORA, MODEL, TRANSFORMER, Found, inspect, listing
+from canvax.weights.folder import INDEX
+from canvax.weights.identify import EMBEDDING, LORA, MODEL, TRANSFORMER, Found, inspect, listing
 from canvax.weights.location import BUNDLED, Location, warn_unused_cache
 from canvax.weights.lora import adapter_info
 
@@ -33,8 +37,8 @@ if TYPE_CHECKING:
 MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a parameter, for each dtype that a model can be loaded in."""
 
-_MEMORY_FLAGS = ("memory", "width", "height", "batch_size", "references", "dtype", "quantize", "mesh")
-_MODEL_FLAGS = (*_MEMORY_FLAGS, "concepts", "revision", "variant", "cache_dir", "token", *PART_FLAGS)
+_MEMORY_FLAGS = ("memory", "width", "height", "batch", "references", "dtype", "quantize", "mesh")
+_MODEL_FLAGS = (*_MEMORY_FLAGS, "concepts", "revision", "variant", "cache_dir", "token", *PARTS)
 """What says nothing of an image or an adapter."""
 
 
@@ -51,7 +55,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         _show(arguments, _folder_lines(report))
         return
     file = inspect(path) if path.is_file() and not is_image else None
-    is_whole = file is not None and file.kind is TRANSFORMER and any(part_keywords(arguments).values())
+    is_whole = file is not None and file.kind is TRANSFORMER and any(getattr(arguments, name) for name in PARTS)
     part = file if file is not None and not is_whole and file.kind not in (None, MODEL) else None
     is_adapter = file is not None and file.kind in (LORA, EMBEDDING)
     kind = "an image" if is_image else part.what if part else ""
@@ -160,14 +164,19 @@ def _part_lines(report: Mapping[str, Any]) -> list[str]:
 def image_info(path: Path) -> dict[str, Any]:
     """The metadata of an image, the command that generates it again, and what that does not repeat."""
     metadata = read_metadata(path)
-    members = metadata["grid"] if isinstance(metadata.get("grid"), list) else [metadata]
-    lines = [again(member) for member in members if isinstance(member, dict)]
+    lines = [again(member) for member in _members(metadata)]
     return {
         "image": str(path),
         "metadata": metadata,
         "commands": [line.command for line in lines],
         "losses": [line.losses for line in lines],
     }
+
+
+def _members(metadata: dict[str, Any]) -> list[dict[str, Any]]:
+    """The metadata of each image of a grid, or of the image."""
+    grid = metadata.get("grid")
+    return [member for member in grid if isinstance(member, dict)] if isinstance(grid, list) else [metadata]
 
 
 def _image_lines(report: Mapping[str, Any]) -> list[str]:
@@ -183,15 +192,11 @@ def _image_lines(report: Mapping[str, Any]) -> list[str]:
         ]
         width = max((len(key) for key, _ in shown), default=0)
         lines = [f"{key:<{width}}  {value}".replace("\n", "\n" + " " * (width + 2)) for key, value in shown]
-    if "image_sha256" in metadata:
-        lines.append("\nIt began from an image, which is not in the file: put its name in place of IMAGE (and MASK).")
-    if "references_sha256" in metadata:
-        lines.append("\nReference images are not in the file: put their names in place of IMAGE1, ..., in this order.")
-    if "control_sha256" in metadata:
-        lines.append("\nControl images are not in the file: put their names in place of CONTROL1, ...")
-    if "image_prompts" in metadata:
-        lines.append("\nImage prompts are not in the file: put their names in place of PROMPT1, ... (and MASK1, ...).")
-    if any("'./" in repr(metadata.get(name)) for name in LOCAL):
+    if any(name in member for member in _members(metadata) for name in keys_of("images")):
+        lines.append(
+            "\nThe images that it was made from are not in the file: put their names in place of the words in capitals."
+        )
+    if any("'./" in repr(metadata.get(name)) for name in HAVE_PATHS):
         lines.append("\nFiles that begin with ./ were recorded without their folders, which are private.")
     other = metadata.get("other")
     if networks := [name for name in (other if isinstance(other, dict) else ()) if name.startswith("<")]:
@@ -210,33 +215,22 @@ def _text(value: Any) -> str:
 
 def _files(arguments: argparse.Namespace) -> ModelFiles:
     """The files of the model. Downloads them only if they are not on disk."""
-    from canvax.families.local_models import completed
-    from canvax.families.read import family_of
-    from canvax.weights.open import open_files
-    from canvax.weights.overrides import Overrides
-
-    overrides = completed(Overrides.of(**part_keywords(arguments)), Location(arguments.what))
-
-    def open_source(local: bool) -> ModelFiles:
-        hub = {**location_keywords(arguments), "local_files_only": local}
-        files = open_files(Location(arguments.what, **hub), accept=family_of, given=overrides.parts)
-        return overrides.apply(files, **hub)
-
+    load = load_of(arguments, model=arguments.what)
     try:
-        files = open_source(True)
-        warn_unused_cache(arguments.cache_dir, arguments.what, *overrides.parts.values())
+        files = files_of(replace(load, local_files_only=True))
+        warn_unused_cache(load.cache_dir, load.model, *overrides_of(load).parts.values())
         return files
     except CanvaxError:
-        if arguments.local_files_only or os.path.lexists(arguments.what) or not Location(arguments.what).repository:
+        if load.local_files_only or os.path.lexists(load.model) or not Location(load.model).repository:
             raise
-        complain(f"{arguments.what} is not on disk yet; downloading it")
-        return open_source(False)
+        complain(f"{load.model} is not on disk yet; downloading it")
+        return files_of(load)
 
 
 def model_info(files: ModelFiles) -> dict[str, Any]:
     """Components, parameters, memory and settings of a model. Reads no weights and starts no JAX backend."""
     from canvax.families.read import read_model
-    from canvax.pipelines.texts import prompt_tokens
+    from canvax.models.clip import clip_configs, most_skipped
     from canvax.weights.folder import KINDS
 
     model = read_model(files, "float32")
@@ -267,8 +261,8 @@ def model_info(files: ModelFiles) -> dict[str, Any]:
         },
         "text": {
             "width": model.text.width,
-            "layers": None if model.text.whole else model.text.max_skip + 1,
-            "tokens": prompt_tokens(model.text) if model.text.whole else model.text.tokens,
+            "layers": most_skipped(model.text) + 1 if clip_configs(model.text) else None,
+            "tokens": min(model.text.shortest) if clip_configs(model.text) else model.text.room(),
         },
         "latents": {"channels": model.vae.latent_channels, "factor": model.vae.factor},
         "defaults": {
@@ -280,35 +274,21 @@ def model_info(files: ModelFiles) -> dict[str, Any]:
 
 def memory_info(arguments: argparse.Namespace) -> dict[str, Any]:
     """The memory that each device of this machine needs, from the compiled programs. Reads no weights."""
-    from canvax.parallel.mesh import mesh_of
     from canvax.parallel.rules import device_bytes
-    from canvax.pipelines.checks import MOST_IMAGES, check_size
-    from canvax.pipelines.loaded import open_model
-    from canvax.pipelines.pipeline import StableDiffusion
+    from canvax.pipelines.checks import MOST_IMAGES
     from canvax.weights.cast import parse_dtype
-    from canvax.weights.overrides import Overrides
 
-    for name in ("width", "height"):
-        check_size(name, getattr(arguments, name), 0)
-    if arguments.batch_size is not None:
-        check_count("batch_size", arguments.batch_size, MOST_IMAGES)
-    mesh = mesh_of(arguments.mesh)
-    model, programs, _ = open_model(
-        arguments.what,
-        dtype=arguments.dtype,
-        quantize=arguments.quantize,
-        mesh=mesh,
-        weights=False,
-        progress=False,
-        overrides=Overrides.of(**part_keywords(arguments)),
-        **location_keywords(arguments),
-    )
+    check_sides(arguments)
+    if arguments.batch is not None:
+        check_count("batch", arguments.batch, MOST_IMAGES)
+    pipe = load_with(arguments, load_of(arguments, model=arguments.what), weights=False)
+    model, mesh = pipe.model, pipe.programs.mesh
     height, width = (
         getattr(arguments, name) or side for name, side in zip(("height", "width"), model.native_size, strict=True)
     )
-    batch = arguments.batch_size or mesh.shape["data"]
+    batch = arguments.batch or mesh.shape["data"]
     references = parse_references(arguments.references)
-    memory = StableDiffusion(model, programs).memory(height, width, batch, references=references)
+    memory = pipe.memory(height, width, batch, references=references)
     return {
         "platform": mesh.devices.flat[0].platform,
         "mesh": dict(mesh.shape),

@@ -43,8 +43,9 @@ class Parser(argparse.ArgumentParser):
         self._check_once(args or ())
         self._check_hyphens(args or ())
         _, rest = super().parse_known_args(args, known)
-        self._refuse_unknown(rest, prompts="prompts" in known)
-        if rest and "prompts" not in known:
+        prompts = isinstance(getattr(known, "prompts", None), list)
+        self._refuse_unknown(rest, prompts=prompts)
+        if rest and not prompts:
             cure = "a prompt goes with -p, in quotes" if "-p" in self._option_string_actions else "leave it out"
             cure = f"there is no place for another file; {cure}" if os.path.exists(rest[0]) else cure
             positional = (action for action in self._actions if not action.option_strings)
@@ -111,9 +112,14 @@ def writer(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Wr
         for action in within:
             if isinstance(action, argparse._SubParsersAction):
                 chosen = action.choices[getattr(arguments, action.dest)]
-            elif action.dest not in ("prompt", "prompts"):
+            elif action.dest not in ("prompt", "prompts") or "task" in arguments:
                 actions[action.dest] = action
-    actions |= {"steps": actions["num_inference_steps"]} if "num_inference_steps" in actions else {}
+    for name, dest in (  # two arguments of Python's
+        ("steps", "num_inference_steps"),
+        ("batch", "batch_size"),
+        ("image_prompt", "ip_image"),
+    ):
+        actions |= {name: actions[dest]} if dest in actions else {}
 
     def write(argument: str, value: str | None) -> str:
         if (action := actions.get(argument)) is None:

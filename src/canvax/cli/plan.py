@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
-from canvax.cli.generate_arguments import source_keywords
+from canvax.cli.loading import load_of
 from canvax.cli.terminal import say, table
 from canvax.errors import InputError, to_stderr
 
@@ -15,12 +15,15 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 
+PARTS = ("revision", "token", "cache_dir", "local_files_only", "vae", "text_encoder", "tokenizer")
+"""Arguments of ``canvax.load`` that change what is planned."""
+
 _NAMES = {"encode": "text encoder", "denoise": "denoiser, one evaluation", "decode": "decoder"}
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Plan and print a table."""
-    width, height = parse_size(arguments.size)
+    check_sides(arguments)
     from canvax.parallel.mesh import parse_mesh
     from canvax.planning.plan import plan
 
@@ -29,9 +32,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         arguments.model,
         arguments.target,
         batch=arguments.batch,
-        height=height,
-        width=width,
-        steps=arguments.steps,
+        height=arguments.height,
+        width=arguments.width,
+        steps=arguments.num_inference_steps,
         guided=False if arguments.no_guidance else None,
         dtype=arguments.dtype,
         quantize=arguments.quantize,
@@ -39,7 +42,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         references=parse_references(arguments.references),
         reuse=not arguments.fresh,
         announce=None if arguments.quiet else _announce,
-        **source_keywords(arguments),
+        **load_of(arguments).keywords(PARTS),
     )
     report |= result.to_dict()
     if not arguments.json:
@@ -47,19 +50,27 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
             say(line)
 
 
-def parse_size(text: str | None) -> tuple[int | None, int | None]:
-    """Width and height of "1024x768"; None for both of None.
+def check_sides(arguments: argparse.Namespace) -> None:
+    """Refuse a ``width`` and a ``height`` that no image can have.
+
+    Raises:
+        InputError: naming the side.
+    """
+    from canvax.pipelines.checks import check_size  # imports JAX, which the parser does without
+
+    for name in ("width", "height"):
+        check_size(name, getattr(arguments, name), 0)
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Width and height of "1024x768".
 
     Raises:
         InputError: it is no size, or not one that an image can have.
     """
-    if text is None:
-        return None, None
-    sides = parse_sides("size", text)
-    from canvax.pipelines.checks import check_size  # late, so that such a text is refused before JAX is imported
-
-    width, height = (check_size(name, side, 0) for name, side in zip(("width", "height"), sides, strict=True))
-    return width, height
+    sides = argparse.Namespace(**dict(zip(("width", "height"), parse_sides("size", text), strict=True)))
+    check_sides(sides)
+    return sides.width, sides.height
 
 
 def parse_sides(argument: str, text: str) -> tuple[int, int]:

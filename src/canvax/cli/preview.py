@@ -20,13 +20,13 @@ from canvax.pipelines.options import Callback, Step
 from canvax.types import HostArray
 
 if TYPE_CHECKING:
-    from canvax.pipelines.pipeline import StableDiffusion
+    from canvax.pipelines.pipeline import Pipeline
 
 SHARE = 0.2
 """Of the time, at most, that goes into previews."""
 
 
-def _decoded(pipe: StableDiffusion, latents: HostArray) -> HostArray:
+def _decoded(pipe: Pipeline, latents: HostArray) -> HostArray:
     """Images of latents [n, h, w, C], by the program that decodes the finished ones."""
     from canvax.compile.kinds import Kinds
     from canvax.engine.batch import filled
@@ -37,11 +37,12 @@ def _decoded(pipe: StableDiffusion, latents: HostArray) -> HostArray:
     whole = filled(latents, padded_batch(len(latents), mesh))
     way = "tiled" if is_tiled(latents.shape[1] * factor, latents.shape[2] * factor) else "whole"
     decode = pipe.programs.program("decoder", pipe.params, whole.shape, Kinds(guided=(), decoder=way))  # pyright: ignore[reportArgumentType]
-    return np.asarray(decode(pipe.params, put(whole, over_batch(mesh))))[: len(latents)]
+    packed = pipe.model.networks.packing.pack(whole)
+    return np.asarray(decode(pipe.params, put(packed, over_batch(mesh))))[: len(latents)]
 
 
 @contextmanager
-def previews(pipe: StableDiffusion, path: Path | None) -> Iterator[Callback | None]:
+def previews(pipe: Pipeline, path: Path | None) -> Iterator[Callback | None]:
     """A callback that writes the images as the network sees them, now and then; the file goes in the end."""
     if path is None:
         yield None

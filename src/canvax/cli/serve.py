@@ -21,16 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from canvax.call import LOCATION, PARTS
 from canvax.cli import BAD_INPUT, FAILED, debugging
-from canvax.cli.compile import open_pipeline
-from canvax.cli.generate_arguments import (
-    OUTPUT,
-    check_ip_adapters,
-    location_keywords,
-    part_keywords,
-    source_keywords,
-    with_networks,
-)
+from canvax.cli.generate_arguments import OUTPUT
+from canvax.cli.loading import check_ip_adapters, load_of, load_with, overrides_of
 from canvax.cli.terminal import complain, show_warning
 from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, check_count, warn
 from canvax.files import check_writable, named_path
@@ -39,6 +33,7 @@ from canvax.images.metadata import read_metadata, unique_path
 from canvax.weights.data_folder import data_folder, lora_folder, usual_syntax
 
 if TYPE_CHECKING:
+    from canvax.call import Load
     from canvax.server.adapter_cache import AdapterSettings
     from canvax.server.engine import EngineSettings, ImageEngine
 
@@ -65,7 +60,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     _check_extra(arguments.command)
     from canvax.families.local_models import local_models
     from canvax.parallel.mesh import mesh_of
-    from canvax.quantize import check_kind
+    from canvax.pipelines.checks import check_precision
     from canvax.server.app import Settings, create_app
     from canvax.server.engine import ImageEngine
     from canvax.server.journal import Journal
@@ -96,13 +91,14 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     offered, left_out = local_models()
     output = _output(arguments)
     first = _first(offered, output if opens_page else None)
-    names = _names([*arguments.models, *arguments.model] or first or ["emoji"], location_keywords(arguments))
-    _check_parts(parts := part_keywords(arguments), names)
+    usual = load_of(arguments, model="emoji")
+    names = _names([*arguments.models, *arguments.model] or first or ["emoji"], usual.keywords(LOCATION))
+    _check_parts(usual, names)
     on_request = tuple(name for name in offered if name not in (*names, *names.values()))
-    if arguments.dtype:
-        parse_dtype(arguments.dtype, quantizes=True)
-    check_kind(arguments.quantize)
-    mesh_of(arguments.mesh)
+    if usual.dtype is not None:
+        parse_dtype(usual.dtype, quantizes=True)
+    check_precision(usual.precision)
+    mesh_of(usual.mesh)
     check_ip_adapters(arguments)
     settings = replace(_engine_settings(arguments, output), on_request=on_request)
     web = Settings(
@@ -127,9 +123,10 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         journal = Journal(named_path("journal", arguments.journal)) if arguments.journal else None
         metrics = Metrics()
 
-        def load(name: str, **pinned: Any) -> Any:
-            asked = arguments if name in names else argparse.Namespace(**{**vars(arguments), **dict.fromkeys(parts)})
-            return _load(names.get(name, name), asked, **pinned)
+        def load(name: str, *, weights: bool = True, **pinned: Any) -> Any:
+            parts = {} if name in names else dict.fromkeys(PARTS)
+            asked = replace(usual, model=names.get(name, name), **parts, **pinned)
+            return load_with(arguments, asked, weights=weights)
 
         engine = ImageEngine(list(names), settings, metrics, load, journal=journal, say=say)
         app = create_app(engine, web, state=engine.readiness, metrics=metrics)
@@ -223,21 +220,19 @@ def _names(models: list[str], keywords: Mapping[str, Any]) -> dict[str, str]:
     return names
 
 
-def _check_parts(parts: Mapping[str, Any], names: Mapping[str, str]) -> None:
+def _check_parts(load: Load, names: Mapping[str, str]) -> None:
     """Check the flags that correct a model or name a part of it, which are for one served model.
 
     Raises:
         InputError, CheckpointError: a part cannot be used.
     """
     from canvax.weights.location import Location
-    from canvax.weights.overrides import Overrides
 
-    for name, part in Overrides.of(**parts).parts.items():
+    for name, part in overrides_of(load).parts.items():
         Location(part, argument=name).local()
-    for name, given in parts.items():
-        if given is not None and len(names) > 1:
-            flag = "zero_snr" if name == "scheduler" else name
-            raise InputError(flag, NO_VALUE, "is for one model, and several are served", "convert it to a folder")
+    for name in PARTS:
+        if getattr(load, name) is not None and len(names) > 1:
+            raise InputError(name, NO_VALUE, "is for one model, and several are served", "convert it to a folder")
 
 
 def _output(arguments: argparse.Namespace) -> Path | None:
@@ -310,7 +305,7 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
             if getattr(arguments, name) is not None:
                 raise InputError(name, NO_VALUE, "needs adapters", "give {lora_dir} or {lora}")
         return None
-    from canvax.pipelines.unmerged import COUNT, check_places
+    from canvax.pipelines.slots import COUNT, check_places
     from canvax.server.adapter_cache import AdapterSettings
     from canvax.weights.safetensors import open_safetensors
 
@@ -386,26 +381,6 @@ def _log_to_stderr(*, quiet: bool) -> None:
     logger.propagate = False
     logger.setLevel(logging.WARNING if quiet else logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what matters of it is logged by its id
-
-
-def _load(model: str, arguments: argparse.Namespace, *, weights: bool = True, **pinned: Any) -> Any:
-    import canvax
-    from canvax.parallel.mesh import mesh_of
-
-    if not weights:
-        return open_pipeline(model, arguments)
-    controls = {"controlnet": arguments.controlnet} if arguments.controlnet else {}
-    pipe = canvax.load(
-        model,
-        dtype=arguments.dtype,
-        quantize=arguments.quantize,
-        mesh=mesh_of(arguments.mesh),
-        safety_checker=arguments.safety_checker or None,
-        progress=not arguments.quiet,
-        **controls,
-        **{**source_keywords(arguments), **pinned},
-    )
-    return with_networks(pipe, arguments)
 
 
 def answer(app: Any, listener: socket.socket, engine: ImageEngine, drain: float, say: Callable[[str], None]) -> None:

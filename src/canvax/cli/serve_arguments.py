@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from canvax.cli.generate_arguments import OUTPUT, add_controlnet, add_dtype, add_ip_adapter, add_parts, add_source
+from canvax.cli.generate_arguments import OUTPUT
+from canvax.cli.loading import add_load, add_networks
 
 SERVE_EXAMPLES = """
 examples:
@@ -45,18 +46,13 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     _network(parser.add_argument_group("network"))
     _limits(parser.add_argument_group("limits"))
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--safety-checker", action="store_true",
-        help="the models' own: images that it refuses are answered black, and none has previews",
-    )  # fmt: skip
-    add_dtype(model)
-    model.add_argument("--mesh", metavar="AXES", help="data=4,model=2 (data over all devices)")
-    add_parts(model)
-    add_source(model)
+    add_load(parser, without=("model",), help={
+        "safety_checker": "the models' own: images that it refuses are answered black, and none has previews",
+        "offload": "keep weights of text encoders and autoencoder in the host's memory while they do not run; those of "
+        "the denoiser stay on the devices",
+    })  # fmt: skip
     images = parser.add_argument_group("networks for images of requests, each flag once for each network")
-    add_controlnet(images)
-    add_ip_adapter(images)
+    add_networks(images)
     adapters = parser.add_argument_group("adapters, of which each request may name its own")
     adapters.add_argument("--lora-dir", metavar="FOLDER", help="LoRAs for <lora:name:0.8> in prompts, and for adapters")
     adapters.add_argument("--lora", nargs="+", default=[], metavar="FILE", help="LoRAs that are read at the start")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from PIL import Image
 
-from canvax.call import Call
+from canvax.call import Call, Load
 from canvax.cli.generate import (
     Destination,
     check_against_model,
@@ -19,6 +19,7 @@ from canvax.cli.generate import (
     load_model,
 )
 from canvax.cli.images import ALIASES, SETTINGS, gather, sized
+from canvax.cli.plan import parse_size
 from canvax.cli.preview import previews
 from canvax.cli.terminal import complain, say, seconds
 from canvax.errors import NO_VALUE, InputError, nearest
@@ -27,8 +28,19 @@ from canvax.images.grid import make_sheet
 from canvax.noise import check_seed
 from canvax.settings import plain_value
 
+if TYPE_CHECKING:
+    from canvax.pipelines.pipeline import Pipeline
+
 MOST = 400
 """The largest number of images on a sheet."""
+
+OF_LOAD, LORA = ("model", "vae"), "lora"
+"""Axes that are no settings of an image: the model, its VAE, and the weight of a LoRA."""
+
+SIZE = "size"
+"""The axis of width and height."""
+
+_TEXTS = ("prompt", "negative_prompt", "sampler", *OF_LOAD)
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,7 @@ class Axis:
         label, equals, values = text.partition("=")
         name = label.strip().lower().replace("-", "_")
         name = ALIASES.get(name, name)
-        known = ["prompt", *SETTINGS]
+        known = ["prompt", SIZE, *OF_LOAD, LORA, *SETTINGS]
         if name not in known or name == "num_images_per_prompt":
             raise InputError(
                 argument, text, f"begins with {label!r}, which is not a setting", nearest(name, [*known, *ALIASES])
@@ -61,7 +73,7 @@ class Axis:
 
     def labels(self) -> list[str]:
         """Return the label of each row or column."""
-        return [str(value) if self.name in ("prompt", "sampler") else f"{self.label} {value}" for value in self.values]
+        return [str(value) if self.name in _TEXTS else f"{self.label} {value}" for value in self.values]
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -73,8 +85,10 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         raise InputError("y", axes[0].name, "is the setting of --x as well", "give two settings, or one")
     if arguments.distributed or (arguments.num_images_per_prompt or 1) > 1 or arguments.grid:
         raise InputError("--distributed, --num-images and --grid do not go with a sheet; leave them out")
-    for axis in axes:  # a prompt beside an axis of prompts is what the usage has
-        if axis.name != "prompt" and getattr(arguments, axis.name, None) not in (None, [], False):
+    for axis in axes:  # a prompt beside an axis of prompts is what the usage has, and the LoRA is that of the weights
+        if axis.name == LORA and len(arguments.lora) != 1:
+            raise InputError(LORA, NO_VALUE, "is not given once, and the axis is of its weights", "give one")
+        if axis.name not in ("prompt", LORA) and getattr(arguments, axis.name, None) not in (None, [], False):
             raise InputError(axis.name, NO_VALUE, "is given as a flag and along an axis", "leave out the flag")
     across, down = axes[0], axes[1] if len(axes) > 1 else None
     cells = [{across.name: x} | ({down.name: y} if down else {}) for y in (down.values if down else [None])
@@ -86,48 +100,95 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     if "prompt" in cells[0] and not arguments.prompts + arguments.prompt:
         arguments.prompts = [cells[0]["prompt"]]
     seed = check_seed(arguments.seed)
-    calls, source = gather(arguments, [{"seed": seed} | cell for cell in cells])
-    _check_sizes(calls, axes)
-    where = Destination.checked(arguments, calls[:1])
     check_batch_size(arguments.batch_size)
     preview = None if arguments.preview is None else new_image("preview", arguments.preview)
-    check_against_model(arguments, calls, source)
-    pipe = load_model(arguments, source)
-    report |= description(pipe) | {"files": [], "compilations": 0, "metadata": []}
+    loads = _loads(arguments, [{"seed": seed} | cell for cell in cells])
+    where = Destination.checked(arguments, loads[0].calls[:1])
+    for part in loads:
+        check_against_model(part.calls, part.load)
+    report |= {"files": [], "compilations": 0, "metadata": []}
     total, made = 0.0, dict[int, tuple[Image.Image, Mapping[str, Any]]]()
-    calls = sized(calls, pipe.model)
-    _check_sizes(calls, axes)
     try:
-        with previews(pipe, preview) as callback:
-            for batch, result in generate_all(pipe, calls, arguments, callback):
-                report["compilations"] += result.compilations
-                total += result.timings["total"]
-                made |= zip(map(id, batch), zip(result.images, result.metadata, strict=True), strict=False)
+        for part in loads:
+            for places, calls, pipe in part.run():
+                report |= description(pipe)
+                at = dict(zip(map(id, calls), places, strict=True))
+                with previews(pipe, preview) as callback:
+                    for batch, result in generate_all(pipe, calls, part.arguments, callback):
+                        report["compilations"] += result.compilations
+                        total += result.timings["total"]
+                        drawn = zip(result.images, result.metadata, strict=True)
+                        made |= zip((at[id(call)] for call in batch), drawn, strict=False)
+            pipe = None  # free before the next one is loaded
     finally:  # an interrupted sheet has white cells
         if made:
-            size = next(iter(made.values()))[0].size
-            ordered = [made.get(id(call), (Image.new("RGB", size, "white"), {})) for call in calls]
-            report["metadata"] = [metadata for _, metadata in ordered if metadata]
-            sheet = make_sheet([image for image, _ in ordered], across.labels(), down.labels() if down else [])
+            images = [made[i][0] if i in made else None for i in range(len(cells))]
+            report["metadata"] = [made[i][1] for i in sorted(made)]
+            sheet = make_sheet(images, across.labels(), down.labels() if down else [])
             path = where.save(sheet, {"grid": report["metadata"], "seed": seed})
             report["files"].append(str(path))
             if not arguments.json:
                 say(str(path))
     if not arguments.quiet:
-        complain(f"{len(calls)} images in {seconds(total)}; programs compiled: {report['compilations']}")
+        complain(f"{len(cells)} images in {seconds(total)}; programs compiled: {report['compilations']}")
 
 
-def _check_sizes(calls: Sequence[Call], axes: Sequence[Axis]) -> None:
-    """Refuse cells of different sizes, as far as these are known; calls are row by row."""
-    sizes = [(call.height, call.width, call.options.hires) for call in calls]
-    if len({*sizes}) > 1:
-        axis = axes[0] if len({*sizes[: len(axes[0].values)]}) > 1 else axes[1]
-        raise InputError(axis.name, NO_VALUE, "makes images of different sizes along an axis", "make a sheet for each")
+@dataclass(frozen=True)
+class Cells:
+    """The cells of one model and VAE.
+
+    Attributes:
+        arguments: of the command, with this model and VAE.
+        load: how to load the model.
+        cells: number of each cell, and the weight of the LoRA if that varies.
+        calls: for each cell.
+    """
+
+    arguments: argparse.Namespace
+    load: Load
+    cells: list[tuple[int, float | None]]
+    calls: list[Call]
+
+    def run(self) -> Iterator[tuple[list[int], list[Call], Pipeline]]:
+        """Load the model, and yield the cells and the calls of each weight of the LoRA."""
+        pipe = load_model(self.arguments, self.load, self.calls)
+        calls = sized(self.calls, pipe.model)
+        for weight in dict.fromkeys(weight for _, weight in self.cells):
+            if weight is not None:
+                pipe.adapters.set(dict.fromkeys(pipe.adapters, weight))
+            same = [(i, call) for (i, other), call in zip(self.cells, calls, strict=True) if other == weight]
+            yield [i for i, _ in same], [call for _, call in same], pipe
+
+
+def _loads(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]]) -> list[Cells]:
+    """Return the cells by model and VAE, so that each is loaded once."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for i, cell in enumerate(cells):
+        groups.setdefault(tuple((name, cell[name]) for name in OF_LOAD if name in cell), []).append(i)
+    loads = []
+    for named, places in groups.items():
+        chosen = argparse.Namespace(**vars(arguments) | dict(named))
+        calls, load = gather(chosen, [_settings(cells[i]) for i in places])
+        loads.append(Cells(chosen, load, [(i, cells[i].get(LORA)) for i in places], calls))
+    return loads
+
+
+def _settings(cell: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an image in a cell."""
+    settings = {name: value for name, value in cell.items() if name not in (SIZE, LORA, *OF_LOAD)}
+    if SIZE not in cell:
+        return settings
+    width, height = parse_size(cell[SIZE])
+    return {**settings, "width": width, "height": height}
 
 
 def _value(name: str, text: str) -> Any:
     """Return a number where the text is a number; prompts and samplers stay text."""
-    if name in ("prompt", "negative_prompt", "sampler"):
+    if name == SIZE:
+        parse_size(text)
+    if name in _TEXTS or name == SIZE:
         return text
     value = plain_value(text)
+    if name == LORA and not isinstance(value, int | float):
+        raise InputError(LORA, text, "is no weight", "write lora=0,0.5,1 along the axis")
     return value if isinstance(value, int | float) and not isinstance(value, bool) else text

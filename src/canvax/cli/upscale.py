@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
-from canvax.call import MAX_SIDE, Call
+from canvax.call import MOST_STEPS, Call, Enlarging
 from canvax.cli.generate import Destination, check_against_model, description, load_model
-from canvax.cli.images import OPTIONS, check_table, source_of
+from canvax.cli.images import OPTIONS, check_table
+from canvax.cli.loading import load_of
 from canvax.cli.terminal import complain, say, seconds
-from canvax.errors import NO_VALUE, InputError, check_count
+from canvax.errors import NO_VALUE, InputError
 from canvax.images.inputs import read_images
-from canvax.pipelines.checks import MOST_IMAGES
 from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS
-from canvax.pipelines.upscale import STRENGTH, check_for_upscale, check_scale
+from canvax.pipelines.upscale import check_for_upscale, check_scale
 from canvax.samplers.strength import steps_of_strength
 from canvax.scale.work import call_of
-
-MOST_STEPS = 100_000
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -29,14 +28,15 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         raise InputError(
             of_control[0], NO_VALUE, "needs a ControlNet", "name the network that reads the tiles with {controlnet}"
         )
-    _check(arguments, call)
+    given = {name: getattr(arguments, name) for name in ("scale", "strength", "overlap")}
+    given |= {"batch": arguments.batch_size, "control": bool(arguments.controlnet)}
+    how = Enlarging(**{name: value for name, value in given.items() if value is not None})
+    _check(arguments, call, how)
     where = Destination.checked(arguments, [call])
-    source = source_of(arguments)
-    check_against_model(arguments, [call], source)
-    pipe = load_model(arguments, source)
+    load = load_of(arguments)
+    check_against_model([call], load)
+    pipe = load_model(arguments, load, [replace(call, negative_prompt=arguments.negative_prompt)])
     report |= description(pipe)
-    named = {name: getattr(arguments, name) for name in ("scale", "strength", "overlap", "batch_size", "seed")}
-    named = {"batch" if name == "batch_size" else name: value for name, value in named.items() if value is not None}
     result = pipe.upscale(
         arguments.file,
         call.prompt,
@@ -45,8 +45,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         guidance_scale=call.guidance_scale,
         sampler=call.sampler,
         options=call.options,
-        control=bool(source.controlnet),
-        **named,
+        seed=arguments.seed,
+        **vars(how),
     )
     path = where.save(result.images[0], result.metadata[0])
     report |= {"files": [str(path)], "metadata": result.metadata, "timings": result.timings}
@@ -58,21 +58,16 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         complain(f"{image.width} x {image.height} pixels in {seconds(result.timings['total'])}")
 
 
-def _check(arguments: argparse.Namespace, call: Call) -> None:
+def _check(arguments: argparse.Namespace, call: Call, how: Enlarging) -> None:
     """Refuse what no model can do, before a model is read."""
     if arguments.grid:
         raise InputError("grid", NO_VALUE, "does not go with one image", "leave it out")
     (image,) = read_images("file", arguments.file, 1)
     check_for_upscale(call.options)
-    if arguments.scale is not None:
-        check_scale(arguments.scale, image)
-    for name, most in (("overlap", MAX_SIDE), ("batch_size", MOST_IMAGES), ("num_inference_steps", MOST_STEPS)):
-        if (value := getattr(arguments, name)) is not None:
-            check_count(name, value, most)
-    if arguments.num_inference_steps is not None:
-        strength = STRENGTH if arguments.strength is None else arguments.strength
-        steps_of_strength(strength, arguments.num_inference_steps, call.options.strength_rule, MOST_STEPS)
+    check_scale(how.scale, image)
     for name in ("preview", "distributed", "coordinator", "num_processes", "process_id"):
         if (value := getattr(arguments, name)) is not None and value is not False:  # 0 is a value
             raise InputError(name, NO_VALUE, "does not go with tiles", "leave it out")
     check_table(call, None)
+    if arguments.num_inference_steps is not None:
+        steps_of_strength(how.strength, arguments.num_inference_steps, call.options.strength_rule, MOST_STEPS)

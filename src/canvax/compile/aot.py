@@ -53,18 +53,18 @@ BuildCallback = Callable[[Build], None]
 
 @dataclass(frozen=True, eq=False)
 class CacheEntry:
-    """Where one program for these devices is stored, whether it is there yet or not."""
+    """The place of one program for these devices in the cache, whether it is stored yet or not."""
 
     path: Path
     header: dict[str, Any]
     devices: Sequence[Any]
 
     def read(self) -> bytes | None:
-        """The executable, checked; None if there is nothing of use."""
+        """Return what is stored, checked; None if there is nothing of use."""
         return cache.read(self.path, self.header["key"])
 
     def load(self, executable: bytes) -> Any | None:
-        """The program, ready to be called; None if it cannot be loaded, when its file is removed too.
+        """Return the program, ready to be called; None if it cannot be loaded, when its file is removed too.
 
         Raises:
             Exception: the device or the host has too little memory, which says nothing against the file.
@@ -77,15 +77,11 @@ class CacheEntry:
         except Exception as error:  # whatever JAX, the plugin and pickle raise, compiling again is the cure
             if is_out_of_memory(error):
                 raise
-            self.remove(error)
+            cache.remove(self.path, repr(error))
             return None
 
-    def remove(self, error: Exception) -> None:
-        """Remove the file, since the program in it failed."""
-        cache.remove(self.path, f"cannot be used ({type(error).__name__}: {error})")
-
     def write(self, program: Any) -> int:
-        """Store a compiled program; returns bytes on disk, 0 if it cannot be stored."""
+        """Store a compiled program; return bytes on disk, 0 if it cannot be stored."""
         try:
             from jax.experimental.serialize_executable import serialize
 
@@ -96,25 +92,23 @@ class CacheEntry:
         return self.keep(executable)
 
     def keep(self, data: bytes) -> int:
-        """Store bytes; returns bytes on disk, 0 if they cannot be stored."""
+        """Store bytes; return bytes on disk, 0 if they cannot be stored."""
         return cache.write(self.path, self.header | {"created": time.time()}, data)
 
     def derived(self, name: str, others: Sequence[CacheEntry]) -> CacheEntry:
-        """Where what is called ``name`` is stored about this program and ``others``: with any other key of one of them
-        it is another file."""
-        keys = sorted(entry.header["key"] for entry in (self, *others))
-        header = self.header | {"key": key.digest([name, keys])}
-        header["description"] = self.header["description"] | {"program": name}
-        return CacheEntry(self.path.with_name(f"{header['key']}.program"), header, self.devices)
+        """Return the place of what is called ``name`` and depends on this program and ``others``."""
+        digest = key.digest([name, sorted(entry.header["key"] for entry in (self, *others))])
+        header = self.header | {"key": digest, "description": self.header["description"] | {"program": name}}
+        return CacheEntry(self.path.with_name(f"{digest}.program"), header, self.devices)
 
 
 def find_entry(
     function: partial[Any], arguments: tuple[Any, ...], mesh: Mesh, description: dict[str, Any], **decisive: Any
 ) -> CacheEntry | None:
-    """Where a program is stored; None if it cannot be.
+    """Return the place of a program; None if it cannot be stored.
 
-    The cache may be off, the devices not this process's own, canvax's sources no longer those that it runs, functions
-    of them may be replaced, or JAX may lack what the key is made of.
+    The cache may be off, the devices not this process's own, canvax's sources no longer those that it runs, names in
+    them may be replaced, or JAX may lack what the key is made of.
 
     Args:
         function: what is compiled, with its static keywords.
@@ -129,7 +123,7 @@ def find_entry(
         return None
     try:
         environment = key.environment(devices)
-        name = key.digest([environment, key.program(function, arguments, mesh, **decisive)])
+        name = key.digest([environment, key.describe(function, arguments, mesh, **decisive)])
     except AttributeError as error:
         cache.logger.debug("%s cannot be stored: %s", description["program"], error)
         return None
@@ -139,8 +133,8 @@ def find_entry(
 
 def load_or_compile(
     name: str, compile: Callable[[], tuple[Any, bool]], entry: CacheEntry | None, report: BuildCallback
-) -> Callable[..., Any]:
-    """A program: loaded from its entry if it is there and good, else compiled, and stored there.
+) -> Executable:
+    """Return a program: loaded from its entry if it is there and good, else compiled, and stored there.
 
     Args:
         name: of the program, for ``report``.
@@ -162,20 +156,23 @@ def load_or_compile(
         return program
 
     began = time.perf_counter()
-    executable = entry.read() if entry else None
-    if entry is None or executable is None:
-        return Program(compiled())
+    if entry is None or (stored := entry.read()) is None:
+        return Executable(compiled())
     report(Build(name, cached=True))
-    program = entry.load(executable)
-    if program is None:
-        return Program(compiled())
-    report(Build(name, True, time.perf_counter() - began, len(executable)))
-    return LoadedProgram(program, entry, compiled)
+    if (program := entry.load(stored)) is None:
+        return Executable(compiled())
+    report(Build(name, True, time.perf_counter() - began, len(stored)))
+
+    def compiled_after(error: Exception) -> Any:
+        cache.remove(entry.path, repr(error))
+        return compiled()
+
+    return Executable(program, compiled_after)
 
 
 @contextmanager
 def _plain_settings() -> Iterator[None]:
-    """Without JAX's settings for finding faults in one's own code, whose rules our programs break on purpose.
+    """Turn off JAX's settings for finding faults in one's own code, whose rules our programs break on purpose.
 
     They are compiled ahead, and take small arrays of the host.
     """
@@ -183,55 +180,40 @@ def _plain_settings() -> Iterator[None]:
         yield
 
 
-class Program:
-    """A compiled program."""
+class Executable:
+    """A compiled program. If ``replace`` is given and the first run fails, what it returns takes the program's place.
 
-    def __init__(self, program: Any) -> None:
-        self._program = program
-
-    def __call__(self, *arguments: Any) -> Any:
-        with _plain_settings():
-            return self._program(*arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        """Whatever else JAX's compiled programs have, such as ``memory_analysis``."""
-        return getattr(self._program, name)
-
-
-class LoadedProgram(Program):
-    """A program from the cache. If its first run fails it is compiled.
-
-    Loading does not find all faults: an executable that a backend did not store properly may load, and fail when it
+    That is for programs of the cache: an executable that a backend did not store properly may load, and fail when it
     runs (jaxlib's CPU backend does that). Running out of memory is no fault of the cache.
     """
 
-    def __init__(self, program: Any, entry: CacheEntry, compile: Callable[[], Any]) -> None:
-        super().__init__(program)
-        self._entry, self._compile = entry, compile
-        self._proven = False
-        self._lock = threading.Lock()
+    def __init__(self, program: Any, replace: Callable[[Exception], Any] | None = None) -> None:
+        self._program, self._replace, self._lock = program, replace, threading.Lock()
 
     def __call__(self, *arguments: Any) -> Any:
-        program = self._program  # another thread may replace it
-        if self._proven:
-            return super().__call__(*arguments)
-        try:
-            with _plain_settings():
+        replace, program = self._replace, self._program  # in this order: another thread changes them in the other
+        with _plain_settings():
+            if replace is None:
+                return program(*arguments)
+            try:
                 result = jax.block_until_ready(program(*arguments))
-        except jax.errors.JaxRuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            with self._lock:
-                if self._program is program:
-                    self._entry.remove(error)
-                    self._program, self._proven = self._compile(), True
-            return super().__call__(*arguments)
-        self._proven = True
-        return result
+            except jax.errors.JaxRuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                with self._lock:
+                    if self._program is program:
+                        self._program = replace(error)
+                result = self._program(*arguments)
+            self._replace = None
+            return result
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else JAX's compiled programs have, such as ``memory_analysis``."""
+        return getattr(self._program, name)
 
 
 def _own(devices: Sequence[Any]) -> bool:
-    """Whether programs for these devices may be loaded here.
+    """Return whether programs for these devices may be loaded here.
 
     Not those of a topology that is only described. Nor those of several processes, which must either all compile a
     program or all load it, since some compilers let them share the work.

@@ -1,6 +1,9 @@
-"""A private folder of compiled programs: what a file looks like, and which files go. ``trust.py`` says what may be run.
+"""A private folder of compiled programs: which files may be run, what a file looks like, and which files go.
 
-programs/KEY.program    magic, signature, SHA-256 of the rest, header (a line of JSON), executable
+An executable is machine code. It is loaded only if its folder and its file belong to the user or root and nobody else
+can write to them.
+
+programs/KEY.program    a header (JSON with the SHA-256 of the executable, on one line), then the executable
 """
 
 from __future__ import annotations
@@ -11,26 +14,22 @@ import logging
 import os
 import re
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
-from canvax.compile.trust import FOLDER, SECRET, check_folder, is_ours, open_private, signature, user_folder
 from canvax.errors import CanvaxError, InputError, warn
 
-SIZE = "CANVAX_CACHE_SIZE"
-"""Environment variable."""
+FOLDER, SIZE = "CANVAX_CACHE_DIR", "CANVAX_CACHE_SIZE"
+"""Environment variables."""
 
 DEFAULT_SIZE = 10_000_000_000
 """Bytes; a full-size model takes tens of megabytes for each size and batch."""
 
-MAGIC = b"canvax program 3\n"
-_SIGNED = len(MAGIC) + 32
-_START = _SIGNED + 32
 _MAX_HEADER = 1 << 20
 _LEFTOVER = 3600.0
 """Seconds after which a file that was never finished belongs to a dead process."""
@@ -39,25 +38,23 @@ logger = logging.getLogger(__name__)
 _warned: set[str] = set()
 
 
-@dataclass(frozen=True)
-class StoredProgram:
-    """A file of the cache.
-
-    Attributes:
-        path: where it is.
-        header: its description of itself; empty if it cannot be read.
-        size: bytes on disk.
-        used: when it was last used, in seconds since 1970.
-    """
+class StoredProgram(NamedTuple):
+    """A file of the cache: where it is, its bytes, and when it was last used in seconds since 1970."""
 
     path: Path
-    header: dict[str, Any]
     size: int
     used: float
 
+    @property
+    def header(self) -> dict[str, Any]:
+        """Its description of itself, unchecked, to be shown; empty if it cannot be read."""
+        with suppress(OSError, CanvaxError), _open_private(self.path) as file:
+            return _parsed(file.readline(_MAX_HEADER))
+        return {}
+
 
 def cache_path() -> Path | None:
-    """The folder that CANVAX_CACHE_DIR names, else ``usual_path``; None for "off". Nothing is looked at.
+    """Return the folder that CANVAX_CACHE_DIR names, else ``usual_path``; None for "off". Nothing is looked at.
 
     Raises:
         InputError: it is not an absolute path, or there is no home folder.
@@ -77,16 +74,21 @@ def cache_path() -> Path | None:
 
 
 def usual_path() -> Path:
-    """``canvax`` in the folder where this system keeps a user's caches.
+    """Return ``canvax`` in the folder where this system keeps a user's caches.
 
     Raises:
         RuntimeError: there is no home folder.
     """
-    return user_folder("cache")
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    if named.startswith("/"):
+        return Path(named, "canvax")
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local", "canvax")
+    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "canvax"
 
 
 def size_limit() -> int:
-    """Bytes that the cache may take, from CANVAX_CACHE_SIZE.
+    """Return the bytes that the cache may take, from CANVAX_CACHE_SIZE.
 
     Raises:
         InputError: it is not a size.
@@ -101,7 +103,7 @@ def size_limit() -> int:
 
 
 def open_cache() -> Path | None:
-    """The folder of programs, made if need be and safe to use; None, after one warning, if it is not.
+    """Return the folder of programs, made if need be and safe to use; None, after one warning, if it is not.
 
     Raises:
         InputError: CANVAX_CACHE_SIZE is not a size.
@@ -111,45 +113,30 @@ def open_cache() -> Path | None:
         folder = cache_path()
         if folder is None:
             return None
-        programs = folder / "programs"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        programs.mkdir(mode=0o700, exist_ok=True)
-        check_folder(programs)
-        for path, _, used in _files(programs):
-            if path.suffix == ".part" and time.time() - used > _LEFTOVER:
-                _unlink(path)
+        (folder / "programs").mkdir(mode=0o700, exist_ok=True)
+        _refuse(folder / "programs", (folder / "programs").lstat(), folder=True)
     except (CanvaxError, OSError) as error:
         _not_stored(error)
         return None
-    return programs
+    return folder / "programs"
 
 
 def read(path: Path, key: str) -> bytes | None:
-    """The executable of a whole, signed, private file that was made for ``key``; None where there is none.
+    """Return the executable of a whole, private file that was made for ``key``; None where there is none.
 
-    Another file is removed, unless it is whole and has a stranger's signature.
+    Another file is removed.
     """
     try:
-        with open_private(path) as file:
-            data = file.read()
-            digest = data[_SIGNED:_START]
-            if not data.startswith(MAGIC) or hashlib.sha256(memoryview(data)[_START:]).digest() != digest:
-                raise CanvaxError("damaged, or of another version of canvax")
-            ours = is_ours(file, digest, data[len(MAGIC) : _SIGNED])
+        with _open_private(path) as file:
+            header, executable = _parsed(file.readline(_MAX_HEADER)), file.read()
     except FileNotFoundError:
         return None
     except (CanvaxError, OSError) as error:
-        remove(path, str(error))
+        remove(path, error)
         return None
-    if not ours:
-        _warn_once(
-            f"{path.parent} holds compiled programs that this user's canvax did not write; they are compiled again. "
-            f"Set {SECRET} to the same text wherever this folder is used"
-        )
-        return None
-    header, _, executable = data[_START:].partition(b"\n")
-    if _parsed(header).get("key") != key:
-        remove(path, "made for something else")
+    if header.get("key") != key or header.get("sha256") != hashlib.sha256(executable).hexdigest():
+        remove(path, "damaged, or made for something else")
         return None
     with suppress(OSError):  # in a folder that is only read
         os.utime(path)
@@ -157,88 +144,113 @@ def read(path: Path, key: str) -> bytes | None:
 
 
 def write(path: Path, header: dict[str, Any], executable: bytes) -> int:
-    """Keep an executable: whole under its name or not at all. Returns bytes written, 0 after a warning."""
-    data = json.dumps(header).encode() + b"\n" + executable
-    size = _START + len(data)
+    """Store an executable: whole under its name or not at all. Return the bytes written, 0 after a warning."""
+    line = json.dumps({**header, "sha256": hashlib.sha256(executable).hexdigest()}).encode() + b"\n"
+    size, temporary = len(line) + len(executable), ""
     if size > size_limit():
         _not_stored(f"one alone is larger than {SIZE} allows")
         return 0
-    temporary, digest = None, hashlib.sha256(data).digest()
     try:
-        signed = signature(digest)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")  # mode 0600
         with os.fdopen(descriptor, "wb") as file:
-            file.writelines((MAGIC, signed, digest, data))
+            file.writelines((line, executable))
         os.replace(temporary, path)
-    except (CanvaxError, OSError) as error:
-        if temporary:
-            _unlink(temporary)
-        _not_stored(error, path.parent)
-        return 0
-    with suppress(OSError):
         _evict(path)
+    except OSError as error:
+        _unlink(temporary)
+        _not_stored(f"{path.parent}: {error.strerror or error}")
+        return 0
     return size
 
 
-def remove(path: Path, reason: str) -> None:
+def remove(path: Path, reason: object) -> None:
     """Remove a file that is of no use."""
     logger.debug("%s: %s; it is made again", path, reason)
     _unlink(path)
 
 
-def programs() -> list[StoredProgram]:
-    """Every stored program, the last used first.
+def stored_programs() -> list[StoredProgram]:
+    """Return every stored program, the last used first.
 
     Raises:
-        CanvaxError: the folder cannot be used (``cache_path``, ``check_folder``).
+        CanvaxError: the folder cannot be used (``cache_path``), or others can write to it.
     """
-    files = [file for file in _files_in_use() if file[0].suffix == ".program"]
-    stored = [StoredProgram(path, _header(path), size, used) for path, size, used in files]
-    return sorted(stored, key=lambda program: -program.used)
+    programs = [file for file in _files_in_use() if file.path.suffix == ".program"]
+    return sorted(programs, key=lambda program: -program.used)
 
 
 def clear(unused_seconds: float = 0.0) -> tuple[int, int]:
-    """Remove what has not been used for so long; returns how many files, and their bytes. Other files stay.
+    """Remove what has not been used for so long; return how many files, and their bytes. Other files stay.
 
     Raises:
-        CanvaxError: the folder cannot be used (``cache_path``, ``check_folder``).
+        CanvaxError: the folder cannot be used (``cache_path``), or others can write to it.
     """
     now = time.time()
-    sizes = [size for path, size, used in _files_in_use() if now - used >= unused_seconds and _unlink(path)]
+    sizes = [file.size for file in _files_in_use() if now - file.used >= unused_seconds and _unlink(file.path)]
     return len(sizes), sum(sizes)
 
 
-def _files_in_use() -> list[tuple[Path, int, float]]:
-    """``_files`` of the folder in use, if there is one."""
+def _open_private(path: Path) -> BinaryIO:
+    """Open a file that nobody else can write to; a link is refused, and a pipe, whose reader would wait for ever."""
+    flags = ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")
+    descriptor = os.open(path, os.O_RDONLY | sum(getattr(os, flag, 0) for flag in flags))
+    try:
+        _refuse(path, os.fstat(descriptor), folder=False)
+    except CanvaxError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def _refuse(path: Path, status: os.stat_result, *, folder: bool) -> None:
+    """Raise CanvaxError for another kind of file, such as a link, and for what others could have written.
+
+    Root could write anywhere.
+    """
+    owned = hasattr(os, "geteuid")
+    if not (stat.S_ISDIR if folder else stat.S_ISREG)(status.st_mode):
+        fault = f"is not a {'folder' if folder else 'file'}"
+    elif owned and status.st_uid not in (os.geteuid(), 0):
+        fault = f"belongs to another user ({status.st_uid}), who could put code there"
+    elif owned and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        fault = "can be written to by others, who could put code there (chmod go-w makes it private)"
+    else:
+        return
+    raise CanvaxError(f"{path} {fault}; or choose another folder with {FOLDER}")
+
+
+def _files_in_use() -> list[StoredProgram]:
+    """Return the files of the folder in use, if there is one."""
     folder = cache_path()
     if folder is None or not os.path.lexists(folder / "programs"):
         return []
-    check_folder(folder / "programs")
+    _refuse(folder / "programs", (folder / "programs").lstat(), folder=True)
     return list(_files(folder / "programs"))
 
 
-def _files(programs: Path) -> Iterator[tuple[Path, int, float]]:
-    """Files of the cache, their sizes and when they were last used; links and other files are left alone."""
+def _files(programs: Path) -> Iterator[StoredProgram]:
+    """Yield the files of a folder, also those that are not finished; links and other files are left alone."""
     with os.scandir(programs) as entries:
         for entry in entries:
-            name = entry.name
-            if name.endswith(".program") or (name.startswith(".") and name.endswith(".part")):
+            if entry.name.endswith(".program") or (entry.name.startswith(".") and entry.name.endswith(".part")):
                 with suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
-                        yield Path(entry.path), status.st_size, status.st_mtime
+                        yield StoredProgram(Path(entry.path), status.st_size, status.st_mtime)
 
 
-def _header(path: Path) -> dict[str, Any]:
-    """The header of a file, unchecked, to be shown; empty if it cannot be read."""
-    with suppress(OSError, CanvaxError), open_private(path) as file:
-        if file.read(_START).startswith(MAGIC):
-            return _parsed(file.readline(_MAX_HEADER))
-    return {}
+def _evict(just_written: Path) -> None:
+    """Remove what killed processes left, and what was used longest ago until the rest fits."""
+    stored = sorted(_files(just_written.parent), key=lambda file: file.used)
+    total, limit = sum(file.size for file in stored), size_limit()
+    for path, size, used in stored:
+        left = path.suffix == ".part" and time.time() - used > _LEFTOVER
+        if left or (total > limit and path != just_written):
+            total -= size * _unlink(path)
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
-    """A JSON object; empty for anything else, also for brackets in brackets without end."""
+    """Return a JSON object; an empty one for anything else, also for brackets in brackets without end."""
     with suppress(ValueError, RecursionError):
         header = json.loads(text)
         if isinstance(header, dict):
@@ -246,17 +258,8 @@ def _parsed(text: bytes) -> dict[str, Any]:
     return {}
 
 
-def _evict(just_written: Path) -> None:
-    """Throw out what was used longest ago until the rest fits."""
-    stored = sorted(_files(just_written.parent), key=lambda file: file[2])
-    total, limit = sum(size for _, size, _ in stored), size_limit()
-    for path, size, _ in stored:
-        if total > limit and path != just_written and _unlink(path):
-            total -= size
-
-
 def _unlink(path: str | Path) -> bool:
-    """Remove a file or link; whether that could be done."""
+    """Remove a file or link; return whether that could be done."""
     try:
         os.unlink(path)
     except OSError:
@@ -264,13 +267,10 @@ def _unlink(path: str | Path) -> bool:
     return True
 
 
-def _not_stored(reason: object, where: Path | None = None) -> None:
+def _not_stored(reason: object) -> None:
     if isinstance(reason, OSError):
-        reason = f"{where or reason.filename}: {reason.strerror or reason}"
-    _warn_once(f"compiled programs are not stored for the next time: {reason}")
-
-
-def _warn_once(message: str) -> None:
+        reason = f"{reason.filename}: {reason.strerror or reason}"
+    message = f"compiled programs are not stored for the next time: {reason}"
     if message not in _warned:
         _warned.add(message)
         warn(message)

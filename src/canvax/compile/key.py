@@ -1,4 +1,4 @@
-"""What an executable depends on, written down: where two processes agree on all of it, one may use the other's.
+"""Describes what an executable depends on: where two processes agree on all of it, one may use the other's.
 
 Too much here costs a compilation that was not needed. Too little loads a program that is wrong, or that the machine
 cannot run: what is not surely harmless belongs in.
@@ -11,6 +11,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,7 +32,7 @@ PLUGINS = (
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "TF_ENABLE_ONEDNN_OPTS")
 
 _APART = ("cli", "planning", "samplers", "scale", "server", "train")
-"""Folders of canvax of which programs have no code: tables of samplers, for example, are their arguments."""
+"""Folders of canvax without code of programs: tables of samplers, for example, are their arguments."""
 
 _IN_PROGRAMS = ("samplers/schedule.py", "samplers/table.py")
 """Files in these folders that programs do have."""
@@ -45,17 +46,17 @@ _HARMLESS = (
 
 
 def digest(described: Any) -> str:
-    """SHA-256 of plain values (dicts, lists, text, numbers), whatever the order of their keys."""
+    """Return the SHA-256 of plain values (dicts, lists, text, numbers), whatever the order of their keys."""
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
 def environment(devices: Sequence[Any]) -> dict[str, Any]:
-    """Everything outside the program itself: software, settings, the kind of ``devices`` and the machine."""
+    """Describe what is outside the program itself: software, settings, the kind of ``devices`` and the machine."""
     return {"software": software(), "settings": _settings(), "devices": _devices(devices)}
 
 
-def program(function: partial[Any], arguments: tuple[Any, ...], mesh: Mesh, **decisive: Any) -> dict[str, Any]:
-    """The program: its function and static keywords, its arguments' shapes, dtypes and shardings, the mesh.
+def describe(function: partial[Any], arguments: tuple[Any, ...], mesh: Mesh, **decisive: Any) -> dict[str, Any]:
+    """Describe a program: its function and static keywords, its arguments' shapes, dtypes and shardings, the mesh.
 
     Args:
         function: what is compiled, with its static keywords.
@@ -64,36 +65,33 @@ def program(function: partial[Any], arguments: tuple[Any, ...], mesh: Mesh, **de
         decisive: whatever else decides the program.
     """
     leaves, structure = jax.tree.flatten(arguments)
+    types = [str(kind) for kind in mesh.axis_types]
     return {
         "function": f"{function.func.__module__}.{function.func.__qualname__}",
         "keywords": {name: repr(value) for name, value in function.keywords.items()},
         "structure": str(structure),
         "arguments": [[list(leaf.shape), str(leaf.dtype), _sharding(leaf.sharding, mesh)] for leaf in leaves],
-        "mesh": _mesh(mesh),
+        "mesh": [list(mesh.shape.items()), types, [device.id for device in mesh.devices.flat]],
         **{name: repr(value) for name, value in decisive.items()},
     }
 
 
 @cache
 def software() -> dict[str, str]:
-    """Versions of all that shapes an executable; canvax by its sources too, so that no edit is overlooked."""
-    versions = {
-        "canvax": __version__,
-        "sources": _sources(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": version("jaxlib"),
-    }
+    """Return the versions of all that shapes an executable, and a digest of canvax's sources."""
+    total, package = hashlib.sha256(), Path(__file__).parent.parent
+    for path in _files():
+        total.update(path.relative_to(package).as_posix().encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    versions = {"canvax": __version__, "sources": total.hexdigest()}
+    versions |= {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": version("jaxlib")}
     for name in PLUGINS:
-        try:
+        with suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return versions
 
 
 def edited() -> bool:
-    """Whether canvax's sources were changed after they were imported: the process then may not run what they say.
+    """Return whether canvax's sources were changed after they were imported: the process may not run what they say.
 
     No clock is asked: canvax may be younger than the process that imports it, and times of files come from elsewhere.
     """
@@ -104,28 +102,19 @@ def _files() -> list[Path]:
     """Return the sources that can change a program; ``tests/test_layers.py`` compares them with what imports what."""
     package = Path(__file__).parent.parent
     found = (Path(folder, name) for folder, _, names in os.walk(package) for name in names if name.endswith(".py"))
-    decisive = {path: path.relative_to(package) for path in found}
+    inner = {path: path.relative_to(package) for path in found}
     return sorted(
-        path for path, inner in decisive.items() if inner.parts[0] not in _APART or inner.as_posix() in _IN_PROGRAMS
+        path for path in inner if inner[path].parts[0] not in _APART or inner[path].as_posix() in _IN_PROGRAMS
     )
 
 
 def _changes() -> list[tuple[str, int, int]]:
-    """When each source was last changed, and its size."""
+    """Return when each source was last changed, and its size."""
     statuses = ((path, path.stat()) for path in _files())
     return [(str(path), status.st_mtime_ns, status.st_size) for path, status in statuses]
 
 
 _IMPORTED = _changes()
-
-
-def _sources() -> str:
-    package = Path(__file__).parent.parent
-    total = hashlib.sha256()
-    for path in _files():
-        total.update(path.relative_to(package).as_posix().encode() + b"\0")
-        total.update(hashlib.sha256(path.read_bytes()).digest())
-    return total.hexdigest()
 
 
 def _settings() -> dict[str, str]:
@@ -147,15 +136,15 @@ def _devices(devices: Sequence[Any]) -> dict[str, Any]:
     return described | {"cpu": _cpu()} if first.platform == "cpu" else described
 
 
-def cores() -> int:
-    """Of the CPU, those that this process may use."""
+def usable_cores() -> int:
+    """Return how many CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache
 def _cpu() -> dict[str, Any]:
-    """What XLA compiles for on the CPU. Instructions that a CPU lacks would end the process, not raise."""
-    described: dict[str, Any] = {"machine": platform.machine(), "cores": cores()}
+    """Describe what XLA compiles for on the CPU. Instructions that a CPU lacks would end the process, not raise."""
+    described: dict[str, Any] = {"machine": platform.machine(), "cores": usable_cores()}
     reported = processor()
     if not reported:
         return described | {"processor": platform.processor(), "host": platform.node()}  # this machine alone
@@ -163,13 +152,8 @@ def _cpu() -> dict[str, Any]:
     return described | {name: value for name, value in reported.items() if name in keys}
 
 
-def _mesh(mesh: Mesh) -> list[Any]:
-    types = [str(kind) for kind in mesh.axis_types]
-    return [list(mesh.shape.items()), types, [device.id for device in mesh.devices.flat]]
-
-
 def _sharding(sharding: Any, mesh: Mesh) -> str:
-    """The part of a sharding that differs between arguments; the mesh itself stands there once."""
+    """Return the part of a sharding that differs between arguments; the mesh itself stands there once."""
     if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
         return f"{sharding.spec} {sharding.memory_kind}"
     return repr(sharding)

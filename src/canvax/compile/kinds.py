@@ -33,7 +33,7 @@ LatentShape = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class ProgramSpec:
     """A function of parameters and arrays, to be compiled.
 
     Attributes:
@@ -82,7 +82,7 @@ class Compiled(NamedTuple):
         executable: of its weights and inputs.
     """
 
-    program: Program
+    program: ProgramSpec
     executable: Any
 
     def __call__(self, params: Params, *inputs: Any) -> Any:
@@ -120,7 +120,7 @@ class Kinds(NamedTuple):
         known: parts of images are kept (``canvax.denoise.Known``).
         decoder: None for none.
         image_encoder: which encoder of images; None for none.
-        chunks: of each prompt.
+        lengths: of each prompt, for each text encoder; the shortest ones if empty.
         parts: prompts of each image that are added up; 0 without.
         method: of guidance.
         perturbs: perturbed-attention guidance.
@@ -136,7 +136,7 @@ class Kinds(NamedTuple):
     known: bool = False
     decoder: Literal["whole", "tiled", None] = "whole"
     image_encoder: Literal["whole", "tiled", None] = None
-    chunks: int = 1
+    lengths: tuple[int, ...] = ()
     parts: int = 0
     method: Method | Rule = "cfg"
     perturbs: bool = False

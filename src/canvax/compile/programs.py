@@ -22,14 +22,16 @@ from jax.sharding import Mesh
 from canvax.compile.abstract import abstract_of, on_each_device
 from canvax.compile.aot import Build, BuildCallback, CacheEntry, find_entry, load_or_compile
 from canvax.compile.at_once import at_once
-from canvax.compile.kinds import DENOISERS, Compiled, Kinds, LatentShape, Program, Ready, reference_encoder
+from canvax.compile.kinds import DENOISERS, Compiled, Kinds, LatentShape, ProgramSpec, Ready, reference_encoder
 from canvax.denoise import IDLE_ROWS, WINDOW, InFlight, Known, StepInputs, denoise
 from canvax.guidance import Guidance
 from canvax.kernels.target import compile_or_fall_back
+from canvax.models.beside import ADAPTERS
 from canvax.models.controlled import encode_control
-from canvax.models.decode import decode_images, encode_images
+from canvax.models.decode import decode_images, decode_packed, encode_images
+from canvax.models.denoiser import REFERENCES
 from canvax.models.networks import Networks
-from canvax.models.text import IMAGE_ENCODER, IMAGE_PROMPTS, encode_text
+from canvax.models.text import IMAGE_ENCODER, IMAGE_PROMPTS, encode_and_join
 from canvax.originals import foreign, replaced
 from canvax.parallel.mesh import over_batch, padded_batch, replicated
 from canvax.params import Params
@@ -43,10 +45,10 @@ MOST_PROGRAMS = 64
 PLAIN = Kinds()
 
 
-class _Answer(NamedTuple):
-    """Of ``Programs.ready``: what was asked, the arrays of the parameters, not kept alive by it, and the programs."""
+class _CachedReady(NamedTuple):
+    """The programs that ``Programs.ready`` returned for a request and for arrays of parameters (weak references)."""
 
-    asked: Any
+    request: Any
     leaves: list[weakref.ref[Any]]
     ready: Ready
 
@@ -54,7 +56,7 @@ class _Answer(NamedTuple):
 class _Call(NamedTuple):
     """A program with the abstract arguments that it is compiled for, and the key that it has in memory."""
 
-    program: Program
+    program: ProgramSpec
     arguments: tuple[Any, ...]
     key: Any
 
@@ -77,14 +79,14 @@ class Programs:
     _compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
     _building: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    _answers: deque[_Answer] = field(init=False, default_factory=lambda: deque(maxlen=8), repr=False, compare=False)
+    _recent: deque[_CachedReady] = field(init=False, default_factory=lambda: deque(maxlen=8), repr=False, compare=False)
 
-    def wanted(self, params: Params, latents: LatentShape, kinds: Kinds = PLAIN) -> dict[str, Program]:
+    def wanted(self, params: Params, latents: LatentShape, kinds: Kinds = PLAIN) -> dict[str, ProgramSpec]:
         """The programs of a run on latents [B, h, w, C].
 
-        text encoder            ({component: ids [B, T] int32}, skip int32) -> text and pooled text; with places also
-                                how much of each every image has, {component: [B, K] float32}
-        decoder                 latents [B, h, w, C] float32 -> images [B, H, W, 3] float32 in 0..1
+        text encoder            what each text encoder reads -> conditions, and the outputs of each encoder; see
+                                ``canvax.models.text.encode_and_join``
+        decoder                 latents float32, as the loop has them -> images [B, H, W, 3] float32 in 0..1
         image encoder           images [1, H, W, 3] float32 in 0..1 -> mean, deviation; for each size of a reference
                                 image, too
         denoiser                ``StepInputs``, as ``canvax.denoise``
@@ -110,17 +112,17 @@ class Programs:
         # few are kept, for who goes to and fro between tasks or sizes. What differs soonest is compared first.
         leaves, structure = jax.tree.flatten(params)
         code = replaced(), foreign(self.networks, kinds)
-        asked = latents, kinds, jax.config.values["jax_default_matmul_precision"], code, structure
-        for last in tuple(self._answers):
-            if last.asked == asked and all(ref() is leaf for ref, leaf in zip(last.leaves, leaves, strict=True)):
+        request = latents, kinds, jax.config.values["jax_default_matmul_precision"], code, structure
+        for last in tuple(self._recent):
+            if last.request == request and all(ref() is leaf for ref, leaf in zip(last.leaves, leaves, strict=True)):
                 return last.ready
         ready = self.compile(params, self.wanted(params, latents, kinds), announce)
         if all(isinstance(leaf, Array) for leaf in leaves):
-            self._answers.append(_Answer(asked, [weakref.ref(leaf) for leaf in leaves], ready))
+            self._recent.append(_CachedReady(request, [weakref.ref(leaf) for leaf in leaves], ready))
         return ready
 
     def compile(
-        self, params: Params, wanted: Mapping[str, Program], announce: BuildCallback | None = None
+        self, params: Params, wanted: Mapping[str, ProgramSpec], announce: BuildCallback | None = None
     ) -> dict[str, Compiled]:
         """``wanted`` programs, those that are missing compiled at the same time."""
         calls = {name: self._call(params, program) for name, program in wanted.items()}
@@ -141,7 +143,7 @@ class Programs:
         """One of the programs of a run; ``params`` need hold no other components than those that it reads."""
         return self.compile(params, {name: self.wanted(params, latents, kinds)[name]}, announce)[name]
 
-    def _wanted(self, dtypes: Mapping[str, DType], latents: LatentShape, kinds: Kinds) -> dict[str, Program]:
+    def _wanted(self, dtypes: Mapping[str, DType], latents: LatentShape, kinds: Kinds) -> dict[str, ProgramSpec]:
         networks, batch, places = self.networks, latents[0], kinds.places
         factor, alone = networks.vae.factor, padded_batch(1, self.mesh)
         pixels = (alone, latents[1] * factor, latents[2] * factor, 3)
@@ -151,35 +153,39 @@ class Programs:
             return {"tiled": True} if way == "tiled" else {}
 
         text = replace(networks.text, places=places)
-        tokens = text.tokens * (kinds.chunks if text.whole else 1)
-        inputs: tuple[Any, ...] = dict.fromkeys(text.names, self._batched((batch, tokens), jnp.int32)), self._one()
+        inputs: tuple[Any, ...] = (
+            jax.tree.map(lambda leaf: self._batched((batch, *leaf.shape), leaf.dtype), text.inputs(kinds.lengths)),
+        )
         if places is not None:
             inputs += (dict.fromkeys(text.names, self._batched((batch, places.count), jnp.float32)),)
-        encode, facts = partial(encode_text, cfg=text), {"batch": batch}
-        programs = {"text encoder": Program("text encoder", encode, text.names, inputs, places, facts)}
+        encode, facts = partial(encode_and_join, cfg=text), {"batch": batch}
+        programs = {"text encoder": ProgramSpec("text encoder", encode, text.names, inputs, places, facts)}
         if kinds.decoder:
             decode = partial(decode_images, cfg=networks.vae, **tiled(kinds.decoder))
-            inputs, facts = (self._batched(latents, jnp.float32),), {"batch": batch, **size}
-            programs["decoder"] = Program("decoder", decode, "vae", inputs, facts=facts)
+            shape, facts = networks.packing.shape(latents), {"batch": batch, **size}
+            if shape != latents:
+                decode = partial(decode_packed, packing=networks.packing, size=latents[1:3], **decode.keywords)
+            inputs = (self._batched(shape, jnp.float32),)
+            programs["decoder"] = ProgramSpec("decoder", decode, "vae", inputs, facts=facts)
         image, facts = (self._batched(pixels, jnp.float32),), {"batch": alone, **size}
         if kinds.image_encoder:
             read = partial(encode_images, cfg=networks.vae, **tiled(kinds.image_encoder))
-            programs["image encoder"] = Program("image encoder", read, "vae", image, facts=facts)
+            programs["image encoder"] = ProgramSpec("image encoder", read, "vae", image, facts=facts)
         for height, width in kinds.references:
             pixels = (self._batched((alone, height, width, 3), jnp.float32),)
             facts = {"batch": alone, "height": height, "width": width}
             read = partial(encode_images, cfg=networks.vae)
             name = reference_encoder((height, width))
-            programs[name] = Program("image encoder", read, "vae", pixels, facts=facts)
+            programs[name] = ProgramSpec("image encoder", read, "vae", pixels, facts=facts)
         for guided in kinds.guided:
             programs[DENOISERS[guided]] = self._denoiser(dtypes, latents, kinds, guided=guided, size=size)
         for name, net in networks.controls:
             if name in kinds.controls:
                 read = partial(encode_control, net=net)
-                programs[name] = Program("control encoder", read, name, image, facts=facts)
+                programs[name] = ProgramSpec("control encoder", read, name, image, facts=facts)
         return programs | self._image_prompts(kinds)
 
-    def _image_prompts(self, kinds: Kinds) -> dict[str, Program]:
+    def _image_prompts(self, kinds: Kinds) -> dict[str, ProgramSpec]:
         if not kinds.image_prompts and not kinds.sees:
             return {}
         from canvax.models.ip_adapter import encode_image_prompt, read_image_prompt  # which most calls never need
@@ -189,63 +195,56 @@ class Programs:
         for kind in kinds.image_prompts:
             read = partial(read_image_prompt, net=dict(self.networks.ip_adapters)[kind.component])
             inputs = (self._batched((alone, *kind.reads), jnp.float32),)
-            programs[kind.component] = Program("image prompt encoder", read, kind.component, inputs, facts=facts)
+            programs[kind.component] = ProgramSpec("image prompt encoder", read, kind.component, inputs, facts=facts)
         if kinds.sees:
             net = self.networks.image_encoder
             assert net is not None
             inputs = (self._batched((alone, net.cfg.image_size, net.cfg.image_size, 3), jnp.float32),)
             see = partial(encode_image_prompt, net=net)
-            programs[IMAGE_ENCODER] = Program("image prompt encoder", see, IMAGE_ENCODER, inputs, facts=facts)
+            programs[IMAGE_ENCODER] = ProgramSpec("image prompt encoder", see, IMAGE_ENCODER, inputs, facts=facts)
         return programs
 
     def _denoiser(
         self, dtypes: Mapping[str, DType], latents: LatentShape, kinds: Kinds, *, guided: bool, size: Mapping[str, int]
-    ) -> Program:
-        networks, (batch, height, width, channels) = self.networks, latents
-        denoiser = networks.denoiser_of(
-            kinds.controls,
-            kinds.places,
-            perturbs=kinds.perturbs,
-            reuse_layers=kinds.deep_layers,
-            references=networks.room(kinds.references),
-        )
-        shape = *denoiser.loop_size(height, width), channels
-        latents = batch, *shape
+    ) -> ProgramSpec:
+        networks, batch, sizes = self.networks, latents[0], self.networks.packing.sizes(latents[2])
+        denoiser = networks.denoiser_of(kinds.controls, perturbs=kinds.perturbs, reuse_layers=kinds.deep_layers)
+        loop = networks.packing.shape(latents)
         guidance = Guidance(kinds.method if guided else "cfg", kinds.perturbs, guided and kinds.parts > 0)
-        text = networks.text.conditions(batch, tuple(dtypes[name] for name in networks.text.names), kinds.chunks)
-        conditions = {**text, **denoiser.inputs(latents, text, dtypes.__getitem__)}
-        conditions |= dict.fromkeys(denoiser.size_inputs(height, width), jax.ShapeDtypeStruct((batch,), jnp.int32))
+        text = networks.text.conditions(batch, tuple(dtypes[name] for name in networks.text.names), kinds.lengths)
+        reads = denoiser.inputs(loop, text, dtypes.__getitem__)
+        conditions = {**text, **reads.conditions, **dict.fromkeys(sizes, jax.ShapeDtypeStruct((batch,), jnp.int32))}
+        if kinds.places is not None:
+            conditions[ADAPTERS] = jax.ShapeDtypeStruct((batch, kinds.places.count), jnp.float32)
+        if kinds.references:
+            conditions[REFERENCES] = networks.references(batch, kinds.references)
         if kinds.image_prompts:
-            conditions[IMAGE_PROMPTS] = networks.image_prompts(kinds.image_prompts, latents, dtypes.__getitem__)
+            conditions[IMAGE_PROMPTS] = networks.image_prompts(kinds.image_prompts, loop, dtypes.__getitem__)
         prompts = (conditions,) * (1 + max(1, kinds.parts) if guided else 1)
+        image = jax.ShapeDtypeStruct(loop, jnp.float32)
         flight = InFlight(
-            jax.ShapeDtypeStruct((batch, SLOTS, *shape), jnp.float32),
+            jax.ShapeDtypeStruct((batch, SLOTS, *loop[1:]), jnp.float32),
             prompts,
             jax.ShapeDtypeStruct((batch, 2), jnp.uint32),
-            Known(
-                jax.ShapeDtypeStruct((*latents[:3], 1), jnp.float32),
-                jax.ShapeDtypeStruct(latents, jnp.float32),
-                jax.ShapeDtypeStruct((batch,), jnp.bool_),
-            )
-            if kinds.known
-            else None,
+            Known(image, image, jax.ShapeDtypeStruct((batch,), jnp.bool_)) if kinds.known else None,
         )
-        columns = {**denoiser.columns, **guidance.columns(len(prompts))}
+        columns = {**reads.columns, **guidance.columns(len(prompts))}
         rows = {name: (column.shape, column.dtype) for name, column in IDLE_ROWS.items()}
         rows |= {name: ((WINDOW, *column.shape), column.dtype) for name, column in columns.items()}
-        shared = {"noisy": jax.ShapeDtypeStruct((), jnp.bool_), **denoiser.shared}
-        samples = (batch * (len(prompts) + kinds.perturbs), *shape)
+        shared = {"noisy": jax.ShapeDtypeStruct((), jnp.bool_), **reads.shared}
+        samples = batch * (len(prompts) + kinds.perturbs)
+        memory = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((samples, *leaf.shape), leaf.dtype), reads.memory)
         inputs = StepInputs(
             self._split(flight),
             {name: self._batched((batch, *shape), dtype) for name, (shape, dtype) in rows.items()},
             {name: self._whole((WINDOW, *column.shape), column.dtype) for name, column in shared.items()},
             self._one(),
-            self._split(denoiser.memory(samples, dtypes.__getitem__)),
+            self._split(memory),
         )
-        static: dict[str, Any] = {"denoiser": denoiser, "guidance": guidance}
+        static: dict[str, Any] = {"denoiser": denoiser, "guidance": guidance, "places": kinds.places}
         components = (denoiser.component, *kinds.controls) if kinds.controls else denoiser.component
         facts = {"batch": batch, **size, "guided": guided, "reuse": kinds.deep_layers > 0}
-        return Program("denoiser", partial(denoise, **static), components, (inputs,), kinds.places, facts)
+        return ProgramSpec("denoiser", partial(denoise, **static), components, (inputs,), kinds.places, facts)
 
     def _split(self, shapes: Any) -> Any:
         """Shapes of arrays that are split over the batch."""
@@ -261,7 +260,7 @@ class Programs:
         """A whole number."""
         return self._whole((), jnp.int32)
 
-    def _call(self, params: Params, program: Program) -> _Call:
+    def _call(self, params: Params, program: ProgramSpec) -> _Call:
         arguments = (abstract_of(program.weights(params)), *program.inputs)
         leaves, structure = jax.tree.flatten(arguments)
         signature = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
@@ -295,7 +294,7 @@ class Programs:
                 self._compiled[key] = program
             return program
 
-    def entry(self, name: str, params: Params, wanted: Sequence[Program]) -> CacheEntry | None:
+    def entry(self, name: str, params: Params, wanted: Sequence[ProgramSpec]) -> CacheEntry | None:
         """Where what is called ``name`` is stored about programs; None if one of them is not stored."""
         entries = [entry for program in wanted if (entry := self._entry(self._call(params, program)))]
         return entries[0].derived(name, entries[1:]) if len(entries) == len(wanted) else None

@@ -19,6 +19,7 @@ from canvax.compile.kinds import DENOISERS, Compiled, LatentShape, Ready
 from canvax.denoise import IDLE_ROWS, WINDOW, InFlight, Known, StepInputs
 from canvax.engine.segments import DeepPlan, guided_rows
 from canvax.errors import InputError
+from canvax.models.denoiser import Packing
 from canvax.models.text import Conditions
 from canvax.parallel.mesh import over_batch
 from canvax.parallel.place import local_rows, map_parts, on_devices, put, put_all
@@ -75,18 +76,22 @@ class Batch:
         mesh: the devices.
         latents: [B, h, w, C]; B is a multiple of the ``data`` axis of the mesh.
 
-    In the loop latents may have another height and width (``canvax.models.denoiser.Denoiser.loop_size``). Arguments and
-    results have the height and width of ``latents``.
+    Arguments and results that are on the host have the height and width of ``latents``. On the devices, and in images
+    that are parked, latents are packed as the denoiser's facts say; ``unpacked`` inverts that.
+
+    Attributes:
+        denoised: D of every slot at the last row run, packed, on the devices; None before.
     """
 
     def __init__(self, programs: Ready, params: Params, mesh: Mesh, latents: LatentShape) -> None:
         self.latents = latents
-        self._denoised: Array | None = None
+        self._x: Array | None = None
+        self.denoised: Array | None = None
         self._denoisers = {guided: programs[name] for guided, name in DENOISERS.items() if name in programs}
         self._split = over_batch(mesh)
         first = next(iter(self._denoisers.values()))
         self._params = {**params, **{name: on_devices(params[name]) for name in first.program.reads}}  # for all rows
-        self._size: tuple[int, ...] = first.program.inputs[0].flight.state.shape[2:4]
+        self._packing: Packing = first.program.function.keywords["denoiser"].facts.packing
         self._runs: list[Run | None] = [None] * latents[0]
         self._flight: InFlight | None = None
         self._deep: DeepPlan | None = None
@@ -115,7 +120,7 @@ class Batch:
             tables: one for each image.
             deep: which rows compute the deep features; all images have the same table then.
             images: latents [n, h, w, C] float32 of images to begin from, which ``noise`` is added to; else it is all.
-            known: what stays of images, [n, ...] each, for denoisers that were made for it.
+            known: what stays of images, [n, ...] each, for denoisers that were made for it; its mask is [n, h, w, 1].
             later: prompts that replace these from a row on; all images must then have the same table.
             columns: of each image, as in ``Run``.
         """
@@ -124,14 +129,17 @@ class Batch:
             Run(table, guided_rows(table, guided=guided), columns=columns_of_image)
             for table, columns_of_image in zip(tables, columns or [{}] * len(tables), strict=True)
         ]
+        noise, images = self._packing.pack(noise), None if images is None else self._packing.pack(images)
         state = np.zeros((len(noise), SLOTS, *noise.shape[1:]), np.float32)
         for i, table in enumerate(tables):
             scaled = np.float32(table.init_scale)
             state[i, 0] = noise[i] * scaled if images is None else table.noised(images[i], noise[i])
-        state, known = self._inside(state), known and Known(*map(self._inside, known))
+        if known is not None:
+            mask = self._packing.pack(np.broadcast_to(known.mask, known.latents.shape))
+            known = Known(*map(self._put, (mask, self._packing.pack(known.latents), known.graded)))
         self._runs = [*runs, *[None] * (self.latents[0] - len(runs))]
-        self._flight = InFlight(self._put(state), prompts, self._put(keys), known and Known(*map(self._put, known)))
-        self._deep, self._memory, self._later = deep, None, later or {}
+        self._flight = InFlight(self._put(state), prompts, self._put(keys), known)
+        self._x, self._deep, self._memory, self._later = None, deep, None, later or {}
 
     def join(self, images: Mapping[int, ParkedImage]) -> None:
         """Put images into free slots while others are on their way. By way of the host, so that nothing compiles.
@@ -148,10 +156,7 @@ class Batch:
         if self._deep is not None:
             raise InputError("this batch reuses deep features, for which all its images stand at one row; fill it")
         flights = {
-            slot: image.flight._replace(
-                prompts=self._suited(image.flight.prompts), state=self._inside(image.flight.state)
-            )
-            for slot, image in images.items()
+            slot: image.flight._replace(prompts=self._suited(image.flight.prompts)) for slot, image in images.items()
         }
         if self.latents[0] == 1:
             (host,) = flights.values()  # as it is: it may be on the devices already
@@ -160,7 +165,7 @@ class Batch:
             for slot, flight in flights.items():
                 _write(host, slot, flight)
         self._runs = [replace(images[slot].run) if slot in images else run for slot, run in enumerate(self._runs)]
-        self._flight = put_all(host, self._split)
+        self._flight, self._x = put_all(host, self._split), None
 
     def carried(self) -> dict[int, ParkedImage]:
         """All images by slot, to go on in another batch; this one goes on, too. Needs all devices in this process."""
@@ -201,7 +206,7 @@ class Batch:
         prompts = flight.prompts if guided else _unguided(flight.prompts)
         memory = self._memory_at(first.row, denoiser)
         inputs = StepInputs(flight._replace(prompts=prompts), columns, shared, np.int32(count), memory)
-        state, self._denoised, self._memory = denoiser(self._params, inputs)
+        state, self.denoised, self._memory, self._x = denoiser(self._params, inputs)
         self._flight = flight._replace(state=jax.block_until_ready(state))
         for run in active.values():
             run.row += count
@@ -209,22 +214,20 @@ class Batch:
 
     def take(self, slot: int) -> HostArray:
         """The latents of a finished image [h, w, C] float32; its slot is free then."""
-        assert self._flight is not None
-        indices, rows = local_rows(self._flight.state)
+        indices, rows = local_rows(self.samples)
         self._runs[slot] = None
-        return rows[indices.index(slot), 0].reshape(self.latents[1:])
+        return self.unpacked(rows[indices.index(slot)])
 
     def replace(self, latents: HostArray) -> None:
         """Go on from other latents [n, h, w, C] float32 in the first slots; needs all devices in this process."""
         assert self._flight is not None
         state = np.array(jax.device_get(self._flight.state))
-        state[: len(latents), 0] = self._inside(latents)
-        self._flight = self._flight._replace(state=self._put(state))
+        state[: len(latents), 0] = self._packing.pack(latents)
+        self._flight, self._x = self._flight._replace(state=self._put(state)), None
 
-    @property
-    def denoised(self) -> Array | None:
-        """D of every slot at the last row run [B, h, w, C] float32, on the devices; None before."""
-        return None if self._denoised is None else self._outside(self._denoised)
+    def unpacked(self, packed: Any) -> Any:
+        """Return latents [..., h, w, C] of those that are on the devices or were there."""
+        return self._packing.unpack(packed, *self.latents[1:3])
 
     def drop(self, slot: int) -> None:
         """Free a slot, whatever is in it."""
@@ -250,27 +253,13 @@ class Batch:
         """Rows until the next image finishes; 0 if none is on its way."""
         return min((run.left for run in self._runs if run is not None and run.left), default=0)
 
-    def samples(self, *, on_device: bool = False) -> Array:
-        """Return x of all slots [B, h, w, C] float32, on the devices.
-
-        It is cut out of the state on the host, where nothing compiles, or ``on_device``.
-        """
+    @property
+    def samples(self) -> Array:
+        """x of all slots, packed, on the devices: what the decoder takes."""
         assert self._flight is not None
-        state, shape = self._flight.state, self.latents[1:]
-        if on_device:
-            return jax.device_put(state[:, 0].reshape(-1, *shape), self._split)
-        return map_parts(lambda part: part[:, 0].reshape(-1, *shape), state)
-
-    def _inside(self, array: Any) -> Any:
-        """An array [..., h, w, C] with the height and width of the loop; others, of fewer axes, as they are."""
-        return array.reshape(*array.shape[:-3], *self._size, array.shape[-1]) if array.ndim > 3 else array
-
-    def _outside(self, array: Array) -> Array:
-        """An array [..., h, w, C] of the loop with the height and width of ``latents``."""
-        height, width = self.latents[1:3]
-        if (height, width) == self._size:
-            return array
-        return map_parts(lambda part: part.reshape(*part.shape[:-3], height, width, part.shape[-1]), array)
+        if self._x is None:  # before a row is run; cut out on the host, where nothing compiles
+            self._x = map_parts(lambda part: part[:, 0], self._flight.state)
+        return self._x
 
     def _on_host(self, like: InFlight) -> InFlight:
         """What is in flight, to write to; where nothing is, zeros for images such as ``like``."""
@@ -329,7 +318,10 @@ class Batch:
                 if name in run.columns:
                     rows = run.columns[name][run.row : run.row + WINDOW]
                     column[slot, : len(rows)] = rows
-        shared = {"noisy": noisy, **denoiser.program.function.keywords["denoiser"].shared_of(columns)}
+        shared = {"noisy": noisy}
+        for name, column in columns.items():
+            if (needed := f"any {name}") in inputs.shared:
+                shared[needed] = np.any(column, axis=(0, *range(3, column.ndim)))
         if self._deep is not None:
             shared |= self._deep.window(next(iter(active.values())).row)
         return put_all(columns, self._split), shared

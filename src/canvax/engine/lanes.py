@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.compile.key import cores
+from canvax.compile.key import usable_cores
 from canvax.engine.batch import Batch, ParkedImage
 from canvax.types import HostArray
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 def most_lanes(mesh: Mesh) -> int:
     """Programs at a time that may be of use: as many as there are cores if the mesh is one CPU device, else 1."""
-    return cores() if mesh.size == 1 and mesh.devices.flat[0].platform == "cpu" else 1
+    return usable_cores() if mesh.size == 1 and mesh.devices.flat[0].platform == "cpu" else 1
 
 
 def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
@@ -67,7 +67,7 @@ class Lanes:
         """D of an image in flight at the last row run [h, w, C] float32."""
         batch, at = self._at(slot)
         assert batch.denoised is not None
-        return np.asarray(batch.denoised)[at]
+        return batch.unpacked(np.asarray(batch.denoised)[at])
 
     def take(self, slot: int) -> HostArray:
         """As ``Batch.take``."""

@@ -7,33 +7,31 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from canvax.errors import CheckpointError, InputError, check_count, check_number, nearest
 from canvax.files import read_json
+from canvax.models.clip import ClipEncoder, clip_configs, clip_encoders
 from canvax.models.configs import AutoencoderConfig, ClipTextConfig, Config, TinyConfig, UNetConfig, VaeConfig
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
-from canvax.models.text import FIRST, SECOND, ClipEncoder, TextEncoder, TextEncoders, clip_encoders
+from canvax.models.text import FIRST, SECOND, TextEncoder, TextEncoders
 from canvax.params import Params, Spec
 from canvax.samplers import NoiseSchedule, Scheduler, curve_label, find
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.tokenizers.concepts import Concepts
 from canvax.types import DType, HostArray
 from canvax.weights.entries import Entry
-from canvax.weights.files import ModelFiles, NetworkFiles
+from canvax.weights.files import ControlFiles, EncoderFiles, ModelFiles, NetworkFiles
 from canvax.weights.formats import whole_name
+from canvax.weights.layouts import arrays_read, arrays_to_save, reads_parts_of_arrays
 from canvax.weights.load import Component
 from canvax.weights.rules import Rule
 from canvax.weights.safetensors import Outgoing
 from canvax.weights.save import narrowed, save_checkpoint
-
-if TYPE_CHECKING:
-    from canvax.weights.controlnet import ControlFiles
-    from canvax.weights.ip_adapter import EncoderFiles
 
 TOKENIZERS = {FIRST: "tokenizer", SECOND: "tokenizer_2"}
 """The text encoders and their tokenizers."""
@@ -55,9 +53,6 @@ TARGET_SIZES = ("target_size", "negative_target_size")
 AESTHETICS = ("aesthetic_score", "negative_aesthetic_score")
 """Options for SDXL, its base and its refiner, that other families have no use for."""
 
-Ids = dict[str, np.ndarray]
-"""Token ids [B, T] int32 for each text encoder."""
-
 
 @dataclass(frozen=True)
 class Defaults:
@@ -69,104 +64,116 @@ class Defaults:
     """Prompts that it draws well; the page offers them."""
 
 
-def latent_consistency(networks: Networks, schedule: NoiseSchedule) -> Defaults | None:
-    """Defaults of models whose guidance scale is an input (Luo et al. 2023, "Latent Consistency Models")."""
-    del schedule
-    return Defaults(num_inference_steps=4, guidance_scale=8.5) if networks.embeds_guidance else None
+LATENT_CONSISTENCY = Defaults(num_inference_steps=4, guidance_scale=8.5)
+"""Of models whose guidance scale is an input (Luo et al. 2023, "Latent Consistency Models")."""
 
-
-Numbers = Mapping[str, np.ndarray]
+SizeConditions = Mapping[str, np.ndarray]
 """Conditions of an image beside its texts, by the names of the denoiser's inputs, without [B]."""
 
-
-def _no(files: ModelFiles) -> bool:
-    del files
-    return False
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of arrays by their names."""
 
 
-def _nothing(model: Model) -> Mapping[str, str]:
-    del model
-    return {}
-
-
-def _no_defaults(networks: Networks, schedule: NoiseSchedule) -> Defaults | None:
-    del networks, schedule
-
-
-def _as_read(files: ModelFiles, schedule: NoiseSchedule) -> NoiseSchedule:
-    del files
-    return schedule
-
-
-Arrays = TypeVar("Arrays", bound=Sequence[Entry] | Sequence[Outgoing])
-
-
-def _as_stored(networks: Networks, component: str, arrays: Arrays) -> Arrays:
-    del networks, component
-    return arrays
-
-
-def _no_stacks(networks: Networks) -> Sequence[Rule]:
-    del networks
-    return ()
-
-
-def _no_numbers(model: Model, height: int, width: int, options: Mapping[str, Any]) -> tuple[Numbers, Numbers]:
-    del model, height, width, options
-    return {}, {}
-
-
-@dataclass(frozen=True)
-class Family:
-    """What models of one kind have in common: a value, and the functions that are not data.
+@dataclass(frozen=True, eq=False)
+class SingleFile:
+    """The transformer of a family in a file of its own, as ComfyUI has it; other parts of the model are files, too.
 
     Attributes:
-        name: for people, and to tell families apart.
+        marks: beginnings of names that the transformer of this family has and no other.
+        config: the transformer's config, from shapes of arrays under the names of diffusers. Raises ``KeyError`` or
+            ``IndexError`` for arrays that are missing, ``ValueError`` with the reason for other models.
+        configs: configs of the other parts, as far as their arrays do not tell them.
+        tokenizer: folder of the tokenizer for a text encoder that has none beside it.
+        stems: what the name of a file has in it if it is the base model, and if it is distilled.
+        base: fields of the scheduler's config that tell the base model; without any, ``model_index.json`` does.
+        index: further fields of ``model_index.json``.
+        unused: names of arrays that it does not read.
+    """
+
+    marks: tuple[str, ...]
+    config: Callable[[Shapes], dict[str, Any]]
+    configs: Mapping[str, Mapping[str, Any]]
+    tokenizer: Path
+    stems: tuple[str, str]
+    base: Mapping[str, Any] = field(default_factory=dict)
+    index: Mapping[str, Any] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+    def is_distilled(self, stem: str) -> tuple[bool, str]:
+        """Return whether the model of a file of this name is the distilled one, and how that is known."""
+        base, distilled = (mark in stem.lower() for mark in self.stems)
+        if base or distilled:
+            return not base, f"by {self.stems[not base]!r} in the name of the file; no array tells"
+        return True, (
+            f"a guess: the name of the file has neither {self.stems[0]!r} nor {self.stems[1]!r} in it, and no array "
+            f"tells; if it is the base model, put {self.stems[0]!r} into the name of the file"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """What models of one kind have in common: data, and the few functions that are not data.
+
+    Attributes:
+        name: short, to tell families apart.
+        title: for people.
+        models: the models of it that canvax runs, if not all; for people.
         pipelines: the classes that ``model_index.json`` names.
-        defaults: of models that bring none.
-        defaults_of: those of a model that differ from them, as far as its networks and schedule tell.
         read: the networks of a checkpoint; configs are all that it reads. Raises ``CheckpointError``.
-        tokenizer: the tokenizer of a text encoder, which ``canvax.prompts.chunks.Tokenizer`` describes.
-        scheduler_config: ``scheduler_config.json`` with the values that old files of this family leave out.
-        schedule: the schedule of a checkpoint, where its scheduler's config alone does not say it.
+        tokenizer: the tokenizer of a text encoder, as its ``words`` and ``read`` use it.
+        classes: of each component, in ``model_index.json``; the first of them for a model in single files.
+        index: fields of ``model_index.json`` that tell the family from others with the same pipelines.
+        defaults: of models that bring none.
+        distilled: those of models that were distilled to few steps; None where they do not differ.
+        is_distilled: whether a schedule is that of a distilled model, where the networks do not tell.
+        scheduler: the scheduler of a checkpoint from the config, where the config alone does not say it.
         even_times: for ``NoiseSchedule.even_times``.
         mu: the shift for the tokens of an image and the steps, where the scheduler's config does not say it.
-        no_guidance: the guidance scale that is none; others are counted from it.
-        entries: the arrays of a component's files under the names of its spec, without those that are not read.
-        copied: components whose files are needed to save them, since what is read of an array is a part of it.
-        outgoing: the arrays of a component under the names of its spec as diffusers stores them, from these and what
-            else is in its files: layers of a language model that are not read, all arrays of those in ``copied``.
-        stacks: the layers of a transformer that diffusers stores as one.
+        guidance_off: the guidance scale without effect; others are counted from it.
+        names: the names that layers of the denoiser have elsewhere: in single files, in LoRAs.
+        stacks: the layers of the denoiser that diffusers stores as one.
+        single_file: the denoiser in a file of its own; None for families without such files.
         unused_options: options that mean nothing to a model, and why.
-        numbers: conditions of the prompt and of the negative prompt beside the texts, for an image of a height and a
-            width and the options that were given.
-        zero_empty_negative: whether no negative prompt means zeros in place of the features of an empty one.
+        size_conditions: conditions of the prompt and of the negative prompt beside the texts, for an image of a height
+            and a width and the options that were given.
+        zero_negative_embeds: whether no negative prompt means zeros in place of the features of an empty one, unless
+            ``model_index.json`` says otherwise.
         is_refiner: whether the model only finishes images.
+        presets: the networks of published models, by the names that ``canvax plan`` takes.
     """
 
     name: str
     pipelines: tuple[str, ...]
     read: Callable[[ModelFiles], Networks]
     tokenizer: Callable[[ModelFiles, TextEncoder], Any]
+    title: str = ""
+    models: str = ""
+    classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    index: Mapping[str, Any] = field(default_factory=dict)
     defaults: Defaults = Defaults()
-    defaults_of: Callable[[Networks, NoiseSchedule], Defaults | None] = _no_defaults
-    scheduler_config: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
-    schedule: Callable[[ModelFiles, NoiseSchedule], NoiseSchedule] = _as_read
+    distilled: Defaults | None = None
+    is_distilled: Callable[[NoiseSchedule], bool] | None = None
+    scheduler: Callable[[Mapping[str, Any], ModelFiles], Scheduler] | None = None
     even_times: bool = False
     mu: Callable[[int, int], float] | None = None
-    no_guidance: float = 1.0
-    entries: Callable[[Networks, str, Sequence[Entry]], Sequence[Entry]] = _as_stored
-    copied: tuple[str, ...] = ()
-    outgoing: Callable[[Networks, str, Sequence[Outgoing]], Sequence[Outgoing]] = _as_stored
-    stacks: Callable[[Networks], Sequence[Rule]] = _no_stacks
-    unused_options: Callable[[Model], Mapping[str, str]] = _nothing
-    numbers: Callable[[Model, int, int, Mapping[str, Any]], tuple[Numbers, Numbers]] = _no_numbers
-    zero_empty_negative: Callable[[ModelFiles], bool] = _no
-    is_refiner: Callable[[ModelFiles], bool] = _no
+    guidance_off: float = 1.0
+    names: Sequence[Rule] = ()
+    stacks: Sequence[Rule] = ()
+    single_file: SingleFile | None = None
+    unused_options: Mapping[str, str] = field(default_factory=dict)
+    size_conditions: Callable[[Model, int, int, Mapping[str, Any]], tuple[SizeConditions, SizeConditions]] | None = None
+    zero_negative_embeds: bool = False
+    is_refiner: bool = False
+    presets: dict[str, Networks] = field(default_factory=dict)
+
+    def defaults_of(self, networks: Networks, schedule: NoiseSchedule | None = None) -> Defaults:
+        """Return the defaults of a model, as far as its networks and its schedule tell."""
+        distilled = networks.unguided or (schedule and self.is_distilled and self.is_distilled(schedule))
+        return self.distilled if distilled and self.distilled else self.defaults
 
     def guides(self, networks: Networks, scale: float) -> bool:
         """Whether one prompt at a guidance scale also needs the negative prompt, which doubles the denoiser's batch."""
-        return scale > self.no_guidance and not networks.unguided
+        return scale > self.guidance_off and not networks.unguided
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +222,7 @@ class Model:
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """Parts that are not the checkpoint's own, as arguments of ``canvax.load``."""
+        """What the checkpoint does not say, as arguments of ``canvax.load``: parts in place of its own, precision."""
         return dict(self.files.overrides)
 
     @property
@@ -248,14 +255,9 @@ class Model:
         return self.networks.vae
 
     @property
-    def is_refiner(self) -> bool:
-        """Whether it only finishes images."""
-        return self.family.is_refiner(self.files)
-
-    @property
-    def zeros_for_no_negative(self) -> bool:
+    def zero_negative_embeds(self) -> bool:
         """Whether no negative prompt means zeros in place of the features of an empty one."""
-        return self.family.zero_empty_negative(self.files)
+        return self.family.zero_negative_embeds and index_flag(self.files, "force_zeros_for_empty_prompt", True)
 
     @property
     def native_size(self) -> tuple[int, int]:
@@ -275,15 +277,18 @@ class Model:
                 name,
                 spec,
                 "transformers" if name in self.text.names else "diffusers",
-                partial(self.family.entries, self.networks, name),
-                partial(self.family.outgoing, self.networks, name),
+                partial(arrays_read, self.networks, name, self.family.names),
+                partial(arrays_to_save, self.networks, name, self.family.stacks),
             )
             for name, spec in self.specs.items()
         ]
 
-    def numbers(self, height: int, width: int, options: Mapping[str, Any]) -> tuple[Numbers, Numbers]:
-        """``Family.numbers``; ``options`` are those that were given."""
-        return self.family.numbers(self, height, width, options)
+    def size_conditions(
+        self, height: int, width: int, options: Mapping[str, Any]
+    ) -> tuple[SizeConditions, SizeConditions]:
+        """Return the conditions of an image beside its texts; ``options`` are those that were given."""
+        conditions = self.family.size_conditions
+        return conditions(self, height, width, options) if conditions else ({}, {})
 
     def sampler_names(self, sampler: str | None) -> tuple[str, str]:
         """A name that samples the same again, and what other programs call it; the checkpoint's own sampler for None.
@@ -331,9 +336,10 @@ class Model:
         )
 
     def _unread(self, part: Component, params: Params, dtype: DType | None) -> list[Outgoing]:
-        """What saving needs of a component's files: of a language model the layers that are not read."""
-        copied = part.name in self.family.copied
-        if not copied and not any(encoder.whole for encoder in self.text.encoders if encoder.component == part.name):
+        """Return what saving needs of a component's files: of a language model the layers that are not read, of the
+        autoencoder of a video all arrays, of which parts are read."""
+        copied, reads_all = reads_parts_of_arrays(self.networks, part.name), part.name in clip_configs(self.text)
+        if not copied and (reads_all or part.name not in self.text.names):
             return []
         entries = self.files.entries(part.name)
         read = set() if copied else {(entry.path, entry.segments) for entry in part.entries(entries)}
@@ -376,7 +382,9 @@ def read_clip_unet_vae(
             f"the UNet takes {unet.in_channels} channels and gives {unet.out_channels}, the VAE has "
             f"{vae.latent_channels} (upscaling and editing models are not supported)"
         )
-    if unet.cross_attention_dim != text.width:
+    if len(lengths := {cfg.max_position_embeddings for cfg in configs.values()}) > 1:
+        faults.append(f"its text encoders read {' and '.join(map(str, sorted(lengths)))} tokens")
+    elif unet.cross_attention_dim != text.width:
         faults.append(f"the UNet reads text of width {unet.cross_attention_dim}, the encoders give {text.width}")
     if faults := faults + faults_of(networks, files):
         raise CheckpointError(f"{files}: its components do not fit together: " + "; ".join(faults))
@@ -411,6 +419,18 @@ def check_components(files: ModelFiles, classes: Mapping[str, Sequence[str]]) ->
                 faults.append(f"its model_index.json names {kind!r} as {name}, and {name}/config.json {class_name!r}")
     if faults:
         raise CheckpointError(f"{files}: {'; '.join(faults)}")
+
+
+def index_flag(files: ModelFiles, name: str, usual: bool) -> bool:
+    """Return a field of ``model_index.json`` that is true or false; null is what is usual.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    value = files.index.get(name)
+    if not isinstance(value, bool | None):
+        raise CheckpointError(f"{files}: {name} = {value!r:.80} in its model_index.json is neither true nor false")
+    return usual if value is None else value
 
 
 Parsed = TypeVar("Parsed", bound=Config)

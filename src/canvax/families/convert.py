@@ -15,9 +15,11 @@ import numpy as np
 
 from canvax.errors import CheckpointError, InputError, check_flag, warn
 from canvax.families.base import Model
+from canvax.families.known import family_of
 from canvax.families.local_models import completed
-from canvax.families.read import family_of, read_model
+from canvax.families.read import read_model
 from canvax.files import check_writable, named_path
+from canvax.models.clip import clip_configs
 from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
 from canvax.params import flatten
@@ -165,7 +167,7 @@ def _single(model: Model, params: Params, output: Path, dtype: DType | None) -> 
     parts = {part.name: outgoing_of(part, params[part.name], dtype) for part in model.components}
     faults: list[str] = []
     for kind in KINDS:
-        if kind.encoders.keys() != model.text.parts.keys():
+        if kind.encoders.keys() != clip_configs(model.text).keys():
             continue
         arrays = single_arrays(kind, parts, **says)
         faults = list(_differences(model, as_read(output, kind, arrays, **says)))
@@ -202,8 +204,8 @@ def _other_networks(ours: Networks, theirs: Networks) -> Iterator[str]:
     for name, spec in specs.items():
         if spec != original[name]:
             yield f"{name}: its parameters are not those of this kind of model"
-    pairs = [("unet", ours.denoiser.cfg, theirs.denoiser.cfg), ("vae", ours.vae, theirs.vae)]
-    pairs += [(name, cfg, theirs.text.parts[name]) for name, cfg in ours.text.parts.items()]
+    pairs = [("unet", ours.config, theirs.config), ("vae", ours.vae, theirs.vae)]
+    pairs += [(name, cfg, clip_configs(theirs.text)[name]) for name, cfg in clip_configs(ours.text).items()]
     for name, our_cfg, other in pairs:
         for field in (field.name for field in dataclasses.fields(our_cfg)):
             if field not in _ALIKE and getattr(our_cfg, field) != getattr(other, field):

@@ -5,37 +5,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-
-import numpy as np
+from typing import Any
 
 from canvax.errors import CheckpointError
-from canvax.families.base import Defaults, Family, check_components, parsed
-from canvax.families.language import check_fit, language_model_entries, read_chat_tokenizer, unused_options
+from canvax.families.base import Defaults, Family, Shapes, SingleFile, check_components, parsed
+from canvax.families.language import (
+    FLOW,
+    NO_OPTIONS_OF_SDXL,
+    QWEN3,
+    QWEN3_4B,
+    SHIFT_BY_SIZE,
+    TOKENIZER,
+    check_fit,
+    read_chat_tokenizer,
+)
 from canvax.files import read_json
 from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.flux2 import ROWS, TEMPLATE, Flux2Config, Flux2Denoiser, taps
-from canvax.models.flux2_vae import UNUSED, Flux2Autoencoder, Flux2VaeConfig
+from canvax.models.flux2_vae import Flux2Autoencoder, Flux2VaeConfig
 from canvax.models.networks import Networks
 from canvax.models.text import FIRST, TextEncoder, TextEncoders
-from canvax.samplers import NoiseSchedule
 from canvax.tokenizers.chat import ChatTokenizer
-from canvax.weights.entries import Entry
 from canvax.weights.files import ModelFiles
-from canvax.weights.formats import flux2_rules, flux2_stacks, vae_rules
-from canvax.weights.rules import Names, Rule
-from canvax.weights.safetensors import Outgoing
+from canvax.weights.formats import numbered
+from canvax.weights.rules import Rule
 
 CLASSES = {
     "transformer": ("Flux2Transformer2DModel",),
-    FIRST: ("Qwen3Model", "Qwen3ForCausalLM"),
+    FIRST: ("Qwen3ForCausalLM", "Qwen3Model"),
     "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast"),
     "vae": ("AutoencoderKLFlux2",),
     "scheduler": (),
 }
 
-DISTILLED = Defaults(num_inference_steps=4, guidance_scale=1.0)
+_SINGLE = "single_transformer_blocks.*"
+
+
+def _parallel(first: str, last: str) -> list[Rule]:
+    """Return the rules for the two arrays of a parallel block, whose first parts are as wide as a token."""
+    parts = tuple(f"{_SINGLE}.{name}" for name in ("attn.to_q", "attn.to_k", "attn.to_v", "ff.gate", "ff.up"))
+    return [
+        Rule(first, parts, rows=(0, 0, 0, 1, 1)),
+        Rule(last, (f"{_SINGLE}.attn.to_out.0", f"{_SINGLE}.ff.down"), rows=(0, 1), axis=1),
+    ]
+
+
+def _norms(theirs: str, ours: str) -> list[Rule]:
+    """Return the rules for queries and keys, whose weight is a scale for the authors and a weight for ComfyUI."""
+    pairs = [(f"{theirs}.norm.{part}_norm", f"{ours}_{part[0]}") for part in ("query", "key")]
+    return [Rule(f"{their}{end}", f"{our}{weight}") for their, our in pairs
+            for end, weight in ((".scale", ".weight"), ("", ""))]  # fmt: skip
+
+
+def _stream(theirs: str, mlp: str, projections: tuple[str, ...], out: str, norm: str) -> list[Rule]:
+    """Return the rules for a stream of a double block."""
+    double = "transformer_blocks.*"
+    return [
+        Rule(f"{theirs}_mlp.2", f"{double}.{mlp}.down"),
+        Rule(f"{theirs}_mlp.0", (f"{double}.{mlp}.gate", f"{double}.{mlp}.up")),
+        Rule(f"{theirs}_attn.qkv", tuple(f"{double}.attn.{name}" for name in projections)),
+        Rule(f"{theirs}_attn.proj", f"{double}.attn.{out}"),
+        *_norms(f"{theirs}_attn", f"{double}.attn.{norm}"),
+    ]
+
+
+STACKS = (
+    *(
+        Rule(f"transformer_blocks.*.{mlp}.{theirs}", ours)
+        for mlp in ("ff", "ff_context")
+        for theirs, ours in (
+            ("linear_in", (f"transformer_blocks.*.{mlp}.gate", f"transformer_blocks.*.{mlp}.up")),
+            ("linear_out", f"transformer_blocks.*.{mlp}.down"),
+        )
+    ),
+    *_parallel(f"{_SINGLE}.attn.to_qkv_mlp_proj", f"{_SINGLE}.attn.to_out"),
+)
+"""The layers of the transformer that diffusers stores as one."""
+
+NAMES = (
+    *STACKS,
+    Rule("img_in", "x_embedder"),
+    Rule("txt_in", "context_embedder"),
+    Rule("final_layer.linear", "proj_out"),
+    Rule("final_layer.adaLN_modulation.1", "norm_out.linear", "swapped halves"),
+    *(
+        Rule(f"{kind}.{layer}", f"time_guidance_embed.{ours}.linear_{i}")
+        for kind, ours in (("time_in", "timestep_embedder"), ("guidance_in", "guidance_embedder"))
+        for i, layer in enumerate(("in_layer", "out_layer"), 1)
+    ),
+    *(
+        Rule(f"{name}.lin", f"{name}.linear")
+        for name in ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")
+    ),
+    *_stream("double_blocks.*.img", "ff", ("to_q", "to_k", "to_v"), "to_out.0", "norm"),
+    *_stream(
+        "double_blocks.*.txt", "ff_context", ("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out", "norm_added"
+    ),
+    *_parallel("single_blocks.*.linear1", "single_blocks.*.linear2"),
+    *_norms("single_blocks.*", f"{_SINGLE}.attn.norm"),
+)
+"""The transformer as diffusers and as its authors and ComfyUI store it."""
 
 
 def read(files: ModelFiles) -> Networks:
@@ -48,15 +118,19 @@ def read(files: ModelFiles) -> Networks:
             "take FLUX.2 klein, whose transformer does not"
         )
     vae = Flux2Autoencoder(parsed(Flux2VaeConfig, files, "vae"))
-    *earlier, tap = taps(lm.num_hidden_layers)
-    text = LanguageModel(lm, tap, tuple(earlier), ROWS)
+    networks = _networks(transformer, lm, vae, is_distilled=bool(files.index.get("is_distilled")))
     check_fit(
         files,
         latents=(transformer.in_channels, vae.latent_channels),
-        text=(transformer.joint_attention_dim, text.width),
+        text=(transformer.joint_attention_dim, networks.text.width),
     )
-    denoiser = Flux2Denoiser(transformer, is_distilled=bool(files.index.get("is_distilled")))
-    return Networks(denoiser, vae, TextEncoders((text,)), prediction="flow_prediction")
+    return networks
+
+
+def _networks(transformer: Flux2Config, lm: DecoderConfig, vae: Flux2Autoencoder, *, is_distilled: bool) -> Networks:
+    *earlier, tap = taps(lm.num_hidden_layers)
+    text = TextEncoders((LanguageModel(lm, tap, tuple(earlier), (ROWS,), ROWS),))
+    return Networks(Flux2Denoiser(transformer, is_distilled=is_distilled), vae, text, prediction="flow_prediction")
 
 
 def _tokenizer(files: ModelFiles, encoder: TextEncoder) -> ChatTokenizer:
@@ -68,12 +142,7 @@ def _tokenizer(files: ModelFiles, encoder: TextEncoder) -> ChatTokenizer:
     token = tokenizer.backend.token_to_id(word) if isinstance(word, str) else None
     if token is None:
         raise CheckpointError(f"{path}: names no pad_token of its tokenizer. Download the checkpoint again.")
-    return replace(tokenizer, pad=~token)
-
-
-def _defaults_of(networks: Networks, schedule: NoiseSchedule) -> Defaults | None:
-    del schedule
-    return DISTILLED if networks.denoiser.distilled else None
+    return replace(tokenizer, pad=token)
 
 
 def empirical_mu(tokens: int, steps: int) -> float:
@@ -82,46 +151,64 @@ def empirical_mu(tokens: int, steps: int) -> float:
     return many if tokens > 4300 else many + (many - few) / 190 * (steps - 200)
 
 
-def _entries(networks: Networks, component: str, entries: Sequence[Entry]) -> Sequence[Entry]:
-    """The arrays that are read, in the layout of diffusers or in the original one, each layer by itself."""
-    if component == "transformer":
-        return Names(flux2_rules(*_widths(networks))).to_ours(entries)
-    if component == "vae":
-        entries = [entry for entry in entries if entry.name not in UNUSED]
-        return Names(vae_rules([entry.name for entry in entries])).to_ours(entries)
-    return language_model_entries(networks.text.encoders[0], entries)
+def _config(shapes: Shapes) -> dict[str, Any]:
+    if "time_guidance_embed.guidance_embedder.linear_1.weight" in shapes:
+        raise ValueError("is FLUX.2 dev, whose text encoder canvax does not have; take FLUX.2 klein")
+    width, features = shapes["x_embedder.weight"]
+    head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    return {
+        "_class_name": "Flux2Transformer2DModel",
+        "in_channels": features,
+        "num_layers": numbered(shapes, r"transformer_blocks\.(\d+)\."),
+        "num_single_layers": numbered(shapes, r"single_transformer_blocks\.(\d+)\."),
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "joint_attention_dim": shapes["context_embedder.weight"][1],
+        "timestep_guidance_channels": shapes["time_guidance_embed.timestep_embedder.linear_1.weight"][1],
+        "mlp_ratio": shapes["transformer_blocks.0.ff.down.weight"][1] / width,
+        "axes_dims_rope": [head // 4] * 4,
+        "rope_theta": 2000,
+        "eps": 1e-6,
+        "guidance_embeds": False,
+    }
 
 
-def _outgoing(networks: Networks, component: str, arrays: Sequence[Outgoing]) -> Sequence[Outgoing]:
-    if component == "transformer":
-        return Names(_stacks(networks)).to_theirs(arrays)
-    if component == "vae":  # a count of training batches, which diffusers looks for
-        zero = np.zeros((), np.int64)
-        return [*arrays, *(Outgoing(name, zero.shape, zero.dtype, lambda: zero) for name in UNUSED)]
-    return arrays
+_VAE = {
+    "_class_name": "AutoencoderKLFlux2",
+    "block_out_channels": [128, 256, 512, 512],
+    "force_upcast": True,
+    "sample_size": 1024,
+}
 
-
-def _stacks(networks: Networks) -> Sequence[Rule]:
-    return flux2_stacks(*_widths(networks))
-
-
-def _widths(networks: Networks) -> tuple[int, int]:
-    """Of a token and of a feed-forward."""
-    cfg = networks.denoiser.cfg
-    return cfg.dim, int(cfg.dim * cfg.mlp_ratio)
-
+KLEIN_4B = Flux2Config(
+    num_layers=5, num_single_layers=20, num_attention_heads=24, joint_attention_dim=7680, guidance_embeds=False
+)
 
 FLUX2 = Family(
     name="flux2",
+    title="FLUX.2",
+    models="FLUX.2 klein",
     pipelines=("Flux2KleinPipeline", "Flux2KleinInpaintPipeline"),
     read=read,
     tokenizer=_tokenizer,
+    classes=CLASSES,
     defaults=Defaults(num_inference_steps=50, guidance_scale=4.0),
-    defaults_of=_defaults_of,
+    distilled=Defaults(num_inference_steps=4, guidance_scale=1.0),
     even_times=True,
     mu=empirical_mu,
-    entries=_entries,
-    outgoing=_outgoing,
-    stacks=_stacks,
-    unused_options=unused_options,
+    names=NAMES,
+    stacks=STACKS,
+    single_file=SingleFile(
+        marks=("double_stream_modulation_img.", "single_stream_modulation."),
+        config=_config,
+        configs={
+            FIRST: QWEN3,
+            "vae": _VAE,
+            "scheduler": FLOW | SHIFT_BY_SIZE | {"max_image_seq_len": 4096, "shift": 3.0},
+        },
+        tokenizer=TOKENIZER,
+        stems=("base", "klein"),
+    ),
+    unused_options=NO_OPTIONS_OF_SDXL,
+    presets={"flux2-klein-4b": _networks(KLEIN_4B, QWEN3_4B, Flux2Autoencoder(Flux2VaeConfig()), is_distilled=True)},
 )

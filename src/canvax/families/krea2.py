@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from canvax.errors import CheckpointError
-from canvax.families.base import Defaults, Family, check_components, parsed
-from canvax.families.language import check_fit, language_model_entries, read_chat_tokenizer, unused_options
+from canvax.families.base import Defaults, Family, Shapes, SingleFile, check_components, parsed
+from canvax.families.language import (
+    FLOW,
+    NO_OPTIONS_OF_SDXL,
+    QWEN3_VL,
+    QWEN3_VL_4B,
+    SHIFT_BY_SIZE,
+    TOKENIZER,
+    check_fit,
+    read_chat_tokenizer,
+)
 from canvax.models.decoder_lm import DecoderConfig, LanguageModel
-from canvax.models.krea2 import PROMPT, TAPS, TEMPLATE, Krea2Config, Krea2Denoiser
+from canvax.models.krea2 import LENGTHS, PROMPT, TAPS, TEMPLATE, Krea2Config, Krea2Denoiser
 from canvax.models.networks import Networks
 from canvax.models.text import FIRST, TextEncoder, TextEncoders
-from canvax.models.wan_vae import UNUSED, WanAutoencoder, WanVaeConfig, from_video
-from canvax.samplers import NoiseSchedule
+from canvax.models.wan_vae import WanAutoencoder, WanVaeConfig
+from canvax.samplers import NoiseSchedule, Scheduler, from_scheduler_config
 from canvax.tokenizers.chat import ChatTokenizer
-from canvax.types import HostArray
-from canvax.weights.entries import Decode, Entry
 from canvax.weights.files import ModelFiles
-from canvax.weights.formats import KREA2 as KREA2_NAMES
-from canvax.weights.formats import wan_vae_rules
-from canvax.weights.rules import Names
-from canvax.weights.safetensors import Outgoing
+from canvax.weights.formats import numbered
+from canvax.weights.rules import Rule
 
 CLASSES = {
     "transformer": ("Krea2Transformer2DModel",),
@@ -36,8 +37,42 @@ CLASSES = {
     "scheduler": (),
 }
 
-TURBO = Defaults(num_inference_steps=8, guidance_scale=0.0)
 TURBO_MU = 1.15
+
+
+NAMES = (
+    Rule("first", "img_in"),
+    Rule("tmlp.0", "time_embed.linear_1"),
+    Rule("tmlp.2", "time_embed.linear_2"),
+    Rule("tproj.1", "time_mod_proj"),
+    Rule("txtmlp.0.scale", "txt_in.norm.weight"),
+    Rule("txtmlp.1", "txt_in.linear_1"),
+    Rule("txtmlp.3", "txt_in.linear_2"),
+    Rule("txtfusion.projector", "text_fusion.projector"),
+    Rule("last.linear", "final_layer.linear"),
+    Rule("last.norm.scale", "final_layer.norm.weight"),
+    Rule("last.modulation.lin", "final_layer.scale_shift_table"),
+    *(
+        Rule(f"{blocks}.*.{theirs}", f"{our_blocks}.*.{ours}", "six rows in one" if theirs == "mod.lin" else "")
+        for blocks, our_blocks in (
+            ("blocks", "transformer_blocks"),
+            ("txtfusion.layerwise_blocks", "text_fusion.layerwise_blocks"),
+            ("txtfusion.refiner_blocks", "text_fusion.refiner_blocks"),
+        )
+        for theirs, ours in (
+            *((f"attn.w{part}", f"attn.to_{part}") for part in "qkv"),
+            ("attn.wo", "attn.to_out.0"),
+            ("attn.gate", "attn.to_gate"),
+            ("attn.qknorm.qnorm.scale", "attn.norm_q.weight"),
+            ("attn.qknorm.knorm.scale", "attn.norm_k.weight"),
+            *((f"mlp.{part}", f"ff.{part}") for part in ("gate", "up", "down")),
+            ("prenorm.scale", "norm1.weight"),
+            ("postnorm.scale", "norm2.weight"),
+            ("mod.lin", "scale_shift_table"),
+        )
+    ),
+)
+"""The transformer as its authors and ComfyUI store it."""
 
 
 def read(files: ModelFiles) -> Networks:
@@ -58,9 +93,13 @@ def read(files: ModelFiles) -> Networks:
         latents=(transformer.in_channels, 4 * vae.latent_channels),
         text=(transformer.text_hidden_dim, lm.hidden_size),
     )
+    return _networks(transformer, lm, vae, taps)
+
+
+def _networks(transformer: Krea2Config, lm: DecoderConfig, vae: WanAutoencoder, taps: Sequence[int]) -> Networks:
     *earlier, tap = taps
-    text = LanguageModel(lm, tap, tuple(earlier), most=PROMPT)
-    return Networks(Krea2Denoiser(transformer), vae, TextEncoders((text,)), prediction="flow_prediction")
+    text = TextEncoders((LanguageModel(lm, tap, tuple(earlier), LENGTHS, PROMPT),))
+    return Networks(Krea2Denoiser(transformer), vae, text, prediction="flow_prediction")
 
 
 def _is_rising(taps: object, layers: int) -> bool:
@@ -74,99 +113,68 @@ def _tokenizer(files: ModelFiles, encoder: TextEncoder) -> ChatTokenizer:
     return read_chat_tokenizer(files, encoder, TEMPLATE)
 
 
-def _schedule(files: ModelFiles, schedule: NoiseSchedule) -> NoiseSchedule:
-    """The shift of Turbo is that of one size, whatever the size."""
-    turbo = bool(schedule.size_shift) and bool(files.index.get("is_distilled"))
-    return replace(schedule.with_mu(TURBO_MU), size_shift=None) if turbo else schedule
+def _scheduler(config: Mapping[str, Any], files: ModelFiles) -> Scheduler:
+    """Return the scheduler of a config; the shift of Turbo is that of one size, whatever the size."""
+    scheduler = from_scheduler_config(config)
+    if not (schedule := scheduler.schedule).size_shift or not files.index.get("is_distilled"):
+        return scheduler
+    return replace(scheduler, schedule=replace(schedule.with_mu(TURBO_MU), size_shift=None))
 
 
-def _defaults_of(networks: Networks, schedule: NoiseSchedule) -> Defaults | None:
-    del networks
-    return None if schedule.size_shift else TURBO
+def _is_turbo(schedule: NoiseSchedule) -> bool:
+    return not schedule.size_shift
 
 
-def _entries(networks: Networks, component: str, entries: Sequence[Entry]) -> Sequence[Entry]:
-    """The arrays that are read, in the layout of diffusers or in the original one.
-
-    The vision encoder of the language model is not read, and of the autoencoder only what one frame needs.
-    """
-    if component == "vae":
-        named = Names(wan_vae_rules([entry.name for entry in entries])).to_ours(entries)
-        return [_of_one_frame(entry) for entry in named if UNUSED not in entry.name]
-    if component != FIRST:
-        named = KREA2_NAMES.to_ours(entries)
-        return [_in_rows(entry) if entry.name.endswith("scale_shift_table") else entry for entry in named]
-    return language_model_entries(networks.text.encoders[0], entries)
-
-
-def _in_rows(entry: Entry) -> Entry:
-    """A table of a block, which the authors store as one row of six."""
-    return replace(entry, shape=(6, entry.shape[0] // 6)) if len(entry.shape) == 1 else entry
-
-
-def _of_one_frame(entry: Entry) -> Entry:
-    """``from_video`` of an array, as an entry; nothing is read. What is stored in another way stays, and is refused."""
-    if entry.decode or not entry.is_float or not math.prod(entry.shape):
-        return entry
-    shape, kernel = from_video(np.broadcast_to(np.float32(0), entry.shape)).shape, entry.shape[2:]
-    if math.prod(shape) == math.prod(entry.shape):
-        return replace(entry, shape=shape)
-
-    def begin(_: Entry) -> Callable[[HostArray, int], HostArray]:
-        def last(kernels: HostArray, start: int) -> HostArray:
-            del start
-            return from_video(kernels.view(entry.dtype).reshape(-1, 1, *kernel)).astype(np.float32).reshape(-1)
-
-        return last
-
-    kernels = np.dtype((np.void, math.prod(kernel) * entry.dtype.itemsize))
-    return replace(entry, shape=shape, dtype=kernels, decode=Decode(math.prod(kernel[1:]), begin))
-
-
-def _outgoing(networks: Networks, component: str, arrays: Sequence[Outgoing]) -> Sequence[Outgoing]:
-    """In the layout of diffusers the language model is a part of a larger one, and the autoencoder is for videos."""
-    del networks
-    if component == FIRST:
-        return [replace(array, name=re.sub(r"^model\.", "language_model.", array.name)) for array in arrays]
-    if component != "vae":
-        return arrays
-    read: dict[str, Outgoing] = {}
-    videos: list[Outgoing] = []
-    stored: Any = arrays
-    named: Any = Names(wan_vae_rules([array.name for array in arrays])).to_ours(stored)  # rules that only rename
-    for array in named:
-        if array.name in read or UNUSED in array.name:
-            videos.append(_as_video(array, read.get(array.name)))
-        else:
-            read[array.name] = array
-    return videos
-
-
-def _as_video(whole: Outgoing, read: Outgoing | None) -> Outgoing:
-    """An array of a file with what is read of it as it is now."""
-    if read is None:
-        return whole
-
-    def get() -> HostArray:
-        array = whole.get()
-        from_video(array)[...] = read.get()
-        return array
-
-    return replace(whole, get=get)
+def _config(shapes: Shapes) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"in_channels": shapes["img_in.weight"][1]}
+    for prefix, block in (("", "transformer_blocks.0"), ("text_", "text_fusion.refiner_blocks.0")):
+        head, inner = shapes[f"{block}.attn.norm_q.weight"][0], shapes[f"{block}.ff.gate.weight"][0]
+        heads = [shapes[f"{block}.attn.to_{part}.weight"][0] // head for part in "qk"]
+        names = [f"{prefix}{name}" for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")]
+        sizes |= dict(zip(names, (*heads, inner), strict=True))
+    head = shapes["transformer_blocks.0.attn.norm_q.weight"][0]
+    return {
+        "_class_name": "Krea2Transformer2DModel",
+        "num_layers": numbered(shapes, r"transformer_blocks\.(\d+)\."),
+        "attention_head_dim": head,
+        **sizes,
+        "timestep_embed_dim": shapes["time_embed.linear_1.weight"][1],
+        "text_hidden_dim": shapes["txt_in.norm.weight"][0],
+        "num_text_layers": shapes["text_fusion.projector.weight"][-1],
+        "num_layerwise_text_blocks": numbered(shapes, r"text_fusion\.layerwise_blocks\.(\d+)\."),
+        "num_refiner_text_blocks": numbered(shapes, r"text_fusion\.refiner_blocks\.(\d+)\."),
+        "axes_dims_rope": [head // 4, head // 8 * 3, head // 8 * 3],  # 32, 48 and 48 of the released models
+        "rope_theta": 1000.0,
+        "norm_eps": 1e-5,
+    }
 
 
 KREA2 = Family(
     name="krea-2",
+    title="Krea 2",
     pipelines=("Krea2Pipeline",),
     read=read,
     tokenizer=_tokenizer,
+    classes=CLASSES,
     defaults=Defaults(num_inference_steps=28, guidance_scale=4.5),
-    defaults_of=_defaults_of,
-    schedule=_schedule,
+    distilled=Defaults(num_inference_steps=8, guidance_scale=0.0),
+    is_distilled=_is_turbo,
+    scheduler=_scheduler,
     even_times=True,
-    no_guidance=0.0,
-    entries=_entries,
-    copied=("vae",),
-    outgoing=_outgoing,
-    unused_options=unused_options,
+    guidance_off=0.0,
+    names=NAMES,
+    single_file=SingleFile(
+        marks=("txtfusion.", "tproj."),
+        config=_config,
+        configs={
+            FIRST: QWEN3_VL,
+            "vae": {"_class_name": "AutoencoderKLQwenImage"},
+            "scheduler": FLOW | SHIFT_BY_SIZE | {"max_image_seq_len": 6400},
+        },
+        tokenizer=TOKENIZER,
+        stems=("raw", "turbo"),
+        index={"patch_size": 2},
+    ),
+    unused_options=NO_OPTIONS_OF_SDXL,
+    presets={"krea-2": _networks(Krea2Config(), QWEN3_VL_4B, WanAutoencoder(WanVaeConfig()), TAPS)},
 )

@@ -2,20 +2,61 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from pathlib import Path
 
 from canvax.errors import CheckpointError
-from canvax.families.base import AESTHETICS, SECOND_PROMPTS, SIZES, TARGET_SIZES, Model
-from canvax.models.decoder_lm import LanguageModel
+from canvax.families.base import AESTHETICS, SECOND_PROMPTS, SIZES, TARGET_SIZES
+from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.text import TextEncoder
 from canvax.tokenizers.chat import ChatTokenizer
-from canvax.weights.entries import Entry
 from canvax.weights.files import ModelFiles
-from canvax.weights.formats import whole_name
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+NO_OPTIONS_OF_SDXL = dict.fromkeys((*SECOND_PROMPTS, *SIZES, *TARGET_SIZES, *AESTHETICS), "it is not an SDXL model")
+
+TOKENIZER = Path(__file__).parent.parent / "assets" / "qwen" / "tokenizer"
+"""The tokenizer of Qwen3, which Qwen3-VL shares."""
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 40960,
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+"""What the arrays of a Qwen3 do not tell."""
+
+QWEN3_VL = {
+    "architectures": ["Qwen3VLModel"],
+    "model_type": "qwen3_vl",
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "text_config": {
+        **{name: value for name, value in QWEN3.items() if name not in ("architectures", "rope_theta")},
+        "model_type": "qwen3_vl_text",
+        "max_position_embeddings": 262144,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True,
+        },
+    },
+    "vision_config": {
+        "model_type": "qwen3_vl", "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16,
+        "out_hidden_size": 2560, "num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17],
+    },
+}  # fmt: skip
+"""What the arrays of a Qwen3-VL-4B do not tell."""
+
+QWEN3_4B = DecoderConfig(head_dim=128)
+QWEN3_VL_4B = DecoderConfig(model_type="qwen3_vl_text", head_dim=128, rope_theta=5e6)
+
+FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000}
+SHIFT_BY_SIZE = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 256}
+"""Fields of configs of schedulers."""
 
 
 def read_chat_tokenizer(files: ModelFiles, encoder: TextEncoder, template: str) -> ChatTokenizer:
@@ -42,21 +83,3 @@ def check_fit(files: ModelFiles, *, latents: tuple[int, int], text: tuple[int, i
         faults.append(f"the transformer reads text of width {text[0]}, the encoder gives {text[1]}")
     if faults:
         raise CheckpointError(f"{files}: its components do not fit together: {'; '.join(faults)}")
-
-
-def language_model_entries(encoder: TextEncoder, entries: Sequence[Entry]) -> list[Entry]:
-    """The layers of a language model that are read, saved with or without its head and vision encoder."""
-    assert isinstance(encoder, LanguageModel)
-    layers = []
-    for entry in entries:
-        name = whole_name(entry.name)
-        layer = _LAYER.match(name)
-        if not (name.startswith(("lm_head.", "model.norm.", "visual.")) or (layer and int(layer[1]) >= encoder.tap)):
-            layers.append(replace(entry, name=name))
-    return layers
-
-
-def unused_options(model: Model) -> Mapping[str, str]:
-    """Options of SDXL."""
-    del model
-    return dict.fromkeys((*SECOND_PROMPTS, *SIZES, *TARGET_SIZES, *AESTHETICS), "it is not an SDXL model")

@@ -12,10 +12,10 @@ from typing import NamedTuple
 from canvax.errors import CanvaxError, CheckpointError, InputError
 from canvax.families.read import read_networks
 from canvax.weights.data_folder import by_name, data_folder, files
-from canvax.weights.entries import PICKLES
+from canvax.weights.entries import PICKLES, pickle_refused
 from canvax.weights.files import open_weights
 from canvax.weights.identify import AUTOENCODER, LANGUAGE_MODEL, MODEL, TRANSFORMER, FileKind, Found, inspect, listing
-from canvax.weights.location import Location, pickle_refused
+from canvax.weights.location import Location
 from canvax.weights.open import open_files
 from canvax.weights.overrides import Overrides
 
@@ -29,7 +29,7 @@ class LocalModels(NamedTuple):
 
     Attributes:
         models: whole models, and transformers whose other parts are there, by name.
-        left_out: files that cannot be used, by name, with the reason and the cure.
+        left_out: files that cannot be used, by name with its ending, with the reason and the cure.
     """
 
     models: dict[str, Path]
@@ -46,7 +46,10 @@ def local_models() -> LocalModels:
         for name, path in names.items()
         if path not in faults and any(part.path == path and part.kind in (MODEL, TRANSFORMER) for part in parts)
     }
-    return LocalModels(models, {name: faults[path] for name, path in names.items() if path in faults})
+    left_out = {
+        f"{name.removesuffix(path.suffix)}{path.suffix}": path for name, path in names.items() if path in faults
+    }
+    return LocalModels(models, {name: faults[path] for name, path in left_out.items()})
 
 
 def fault_of(part: Found, near: Sequence[Found] | None = None) -> str:

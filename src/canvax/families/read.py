@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from canvax.errors import CheckpointError, HintWarning, InputError, nearest, warn
 from canvax.families.base import Defaults, Family, Model, read_defaults
-from canvax.families.flux2 import FLUX2
-from canvax.families.krea2 import KREA2
-from canvax.families.sd import SD
-from canvax.families.sdxl import SDXL
-from canvax.families.z_image import Z_IMAGE
+from canvax.families.known import family_of
 from canvax.models.networks import Networks
 from canvax.samplers import Scheduler, from_scheduler_config
 from canvax.samplers.config import KNOWN_CLASSES
@@ -22,27 +17,24 @@ from canvax.tokenizers.concepts import Concepts
 from canvax.types import DType
 from canvax.weights.files import ModelFiles
 
-FAMILIES: tuple[Family, ...] = (SD, SDXL, Z_IMAGE, FLUX2, KREA2)
-
 PASSED_OVER = ("safety_checker", "feature_extractor", "image_encoder")
 """Components of a checkpoint that change no image unless they are asked for."""
 
 
-def family_of(index: Mapping[str, Any]) -> Family:
-    """The family of a ``model_index.json``.
+class Parts(NamedTuple):
+    """What configs alone tell of a checkpoint.
 
-    Raises:
-        CheckpointError: it is of another kind of model.
+    Attributes:
+        family: what kind of model it is.
+        networks: its networks.
+        scheduler: the noise that it was trained with, and its sampler.
+        defaults: steps and guidance of a call that names none.
     """
-    name = index.get("_class_name")
-    for family in FAMILIES:
-        if name in family.pipelines:
-            return family
-    known = [repr(pipeline) for family in FAMILIES for pipeline in family.pipelines]
-    raise CheckpointError(
-        f"model_index.json names the pipeline {name!r}; supported: {', '.join(known)} (Stable Diffusion 1.x, 2.x and "
-        "XL, Z-Image, FLUX.2 klein, Krea 2)"
-    )
+
+    family: Family
+    networks: Networks
+    scheduler: Scheduler
+    defaults: Defaults
 
 
 def _scheduler_config(files: ModelFiles) -> dict[str, Any]:
@@ -55,30 +47,35 @@ def _scheduler_config(files: ModelFiles) -> dict[str, Any]:
 
 
 def read_networks(files: ModelFiles) -> Networks:
-    """The networks of a checkpoint, from its configs alone.
+    """Return the networks of a checkpoint.
 
     Raises:
-        CheckpointError: as ``read_model``.
+        CheckpointError: as ``read_parts``.
     """
     return family_of(files.index).read(files)
 
 
-def family_of_preset(name: str) -> Family:
-    """Returns the family of a preset of ``canvax.models.presets``."""
-    others = {"sdxl": SDXL, "sdxl-refiner": SDXL, "z-image": Z_IMAGE, "flux2-klein-4b": FLUX2, "krea-2": KREA2}
-    return others.get(name, SD)
+def read_parts(files: ModelFiles) -> Parts:
+    """Read the configs of a checkpoint.
 
-
-def _read_scheduler(files: ModelFiles, networks: Networks) -> Scheduler:
+    Raises:
+        CheckpointError: a component is missing or its config asks for what is not supported.
+    """
     family = family_of(files.index)
+    networks = family.read(files)
+    scheduler = _read_scheduler(family, files, networks)
+    usual = family.defaults_of(networks, scheduler.schedule)
+    return Parts(family, networks, scheduler, read_defaults(files.folder() / "canvax.json", usual))
+
+
+def _read_scheduler(family: Family, files: ModelFiles, networks: Networks) -> Scheduler:
     try:
-        scheduler = from_scheduler_config(family.scheduler_config(_scheduler_config(files)))
+        config = _scheduler_config(files)
+        scheduler = family.scheduler(config, files) if family.scheduler else from_scheduler_config(config)
     except InputError as error:
         raise CheckpointError(f"{files}: {error}") from error
     _check_prediction(files, networks, scheduler)
-    return replace(
-        scheduler, schedule=replace(family.schedule(files, scheduler.schedule), even_times=family.even_times)
-    )
+    return replace(scheduler, schedule=replace(scheduler.schedule, even_times=family.even_times))
 
 
 def _check_prediction(files: ModelFiles, networks: Networks, scheduler: Scheduler) -> None:
@@ -104,29 +101,13 @@ def _check_prediction(files: ModelFiles, networks: Networks, scheduler: Schedule
         )
 
 
-def _defaults_of(files: ModelFiles, networks: Networks, scheduler: Scheduler) -> Defaults:
-    family = family_of(files.index)
-    usual = family.defaults_of(networks, scheduler.schedule) or family.defaults
-    return read_defaults(files.folder() / "canvax.json", usual)
-
-
-def read_usual(files: ModelFiles, networks: Networks) -> Defaults:
-    """The steps and the guidance scale of a call that names none.
-
-    Raises:
-        CheckpointError: as ``read_model``.
-    """
-    return _defaults_of(files, networks, _read_scheduler(files, networks))
-
-
 def read_model(files: ModelFiles, dtype: DType, quantize: str | None = None) -> Model:
-    """Configs, tokenizers and schedule of a checkpoint.
+    """Read the configs, the tokenizers and the schedule of a checkpoint.
 
     Raises:
-        CheckpointError: a component is missing or its config asks for what is not supported.
+        CheckpointError: as ``read_parts``.
     """
-    family = family_of(files.index)
-    networks = read_networks(files)
+    parts = read_parts(files)
     if extra := [f"{name} ({files.index[name][1]})" for name in files.unread if name not in PASSED_OVER]:
         warn(
             f"{files}: canvax does not use its {', '.join(extra)}; images may be others than it was made for",
@@ -135,14 +116,13 @@ def read_model(files: ModelFiles, dtype: DType, quantize: str | None = None) -> 
     for name, reason in files.reasons.items():
         if ", a guess" in reason:
             warn(f"{files}: {name}: {reason}", HintWarning)
-    scheduler = _read_scheduler(files, networks)
     return Model(
         files=files,
-        family=family,
-        networks=networks,
-        tokenizers={encoder.component: family.tokenizer(files, encoder) for encoder in networks.text.encoders},
-        scheduler=scheduler,
-        defaults=_defaults_of(files, networks, scheduler),
+        family=parts.family,
+        networks=parts.networks,
+        tokenizers={part.component: parts.family.tokenizer(files, part) for part in parts.networks.text.encoders},
+        scheduler=parts.scheduler,
+        defaults=parts.defaults,
         dtype=np.dtype(dtype).name,
         quantize=quantize,
         concepts=Concepts.of(files.folder()),

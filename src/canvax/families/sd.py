@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from typing import Any
 
 from canvax.families.base import (
     AESTHETICS,
+    CLASSES,
+    LATENT_CONSISTENCY,
     SECOND_PROMPTS,
     SIZES,
     TARGET_SIZES,
     Family,
-    Model,
-    latent_consistency,
     read_clip_tokenizer,
     read_clip_unet_vae,
 )
+from canvax.models.clip import clip_encoders
+from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
+from canvax.models.presets import SD15_TEXT, SD15_UNET, SD21_TEXT, SD21_UNET, SD_VAE
 from canvax.models.text import FIRST
-from canvax.samplers import stable_diffusion_config
+from canvax.samplers import Scheduler, from_scheduler_config, stable_diffusion_config
 from canvax.weights.files import ModelFiles
 
 
@@ -29,17 +32,21 @@ def read(files: ModelFiles) -> Networks:
 
 def _faults(networks: Networks, files: ModelFiles) -> list[str]:
     del files
-    kind = networks.denoiser.cfg.addition_embed_type
+    kind = networks.config.addition_embed_type
     return [f"addition_embed_type {kind!r} of the UNet does not suit its text encoders"] if kind else []
 
 
-def _unused_options(model: Model) -> Mapping[str, str]:
-    del model
-    return dict.fromkeys((*SECOND_PROMPTS, *SIZES, *TARGET_SIZES, *AESTHETICS), "it is not an SDXL model")
+def _scheduler(config: Mapping[str, Any], files: ModelFiles) -> Scheduler:
+    del files
+    return from_scheduler_config(stable_diffusion_config(config, xl=False))
 
+
+_SD15 = Networks(UNetDenoiser(SD15_UNET), SD_VAE, clip_encoders(SD15_TEXT))
 
 SD = Family(
     name="sd",
+    title="Stable Diffusion",
+    models="Stable Diffusion 1.x, 2.x",
     pipelines=(
         *("StableDiffusionPipeline", "FlaxStableDiffusionPipeline", "LatentConsistencyModelPipeline"),
         *("StableDiffusionInpaintPipeline", "FlaxStableDiffusionInpaintPipeline"),
@@ -47,7 +54,13 @@ SD = Family(
     ),
     read=read,
     tokenizer=read_clip_tokenizer,
-    defaults_of=latent_consistency,
-    scheduler_config=partial(stable_diffusion_config, xl=False),
-    unused_options=_unused_options,
+    classes=CLASSES,
+    distilled=LATENT_CONSISTENCY,
+    scheduler=_scheduler,
+    unused_options=dict.fromkeys((*SECOND_PROMPTS, *SIZES, *TARGET_SIZES, *AESTHETICS), "it is not an SDXL model"),
+    presets={
+        "sd14": _SD15,
+        "sd15": _SD15,
+        "sd21": Networks(UNetDenoiser(SD21_UNET), SD_VAE, clip_encoders(SD21_TEXT), "v_prediction"),
+    },
 )

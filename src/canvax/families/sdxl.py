@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,21 +11,29 @@ import numpy as np
 from canvax.errors import CheckpointError
 from canvax.families.base import (
     AESTHETICS,
+    CLASSES,
+    LATENT_CONSISTENCY,
     SECOND_PROMPTS,
     TARGET_SIZES,
     TOKENIZERS,
     Defaults,
     Family,
     Model,
-    Numbers,
-    latent_consistency,
+    SizeConditions,
+    index_flag,
     read_clip_tokenizer,
     read_clip_unet_vae,
 )
+from canvax.models.clip import clip_configs, clip_encoders
+from canvax.models.denoiser import UNetDenoiser
 from canvax.models.networks import Networks
+from canvax.models.presets import SDXL_REFINER_UNET, SDXL_TEXT, SDXL_TEXT_2, SDXL_UNET, SDXL_VAE
 from canvax.models.text import FIRST, SECOND
-from canvax.samplers import stable_diffusion_config
+from canvax.samplers import Scheduler, from_scheduler_config, stable_diffusion_config
 from canvax.weights.files import ModelFiles
+
+_REFINES = "requires_aesthetics_score"
+"""Field of ``model_index.json`` that tells a refiner."""
 
 AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5
 
@@ -37,15 +45,15 @@ def read(files: ModelFiles) -> Networks:
 
 
 def _faults(networks: Networks, files: ModelFiles) -> list[str]:
-    _zero_empty_negative(files)  # refuses another value than true and false
-    kind, second = networks.denoiser.cfg.addition_embed_type, networks.text.parts.get(SECOND)
+    index_flag(files, "force_zeros_for_empty_prompt", True)  # refuses another value than true and false
+    kind, second = networks.config.addition_embed_type, clip_configs(networks.text).get(SECOND)
     if kind is None or second is None:
         return [f"addition_embed_type {kind!r} of the UNet does not suit its text encoders"]
     try:
         got = networks.size_numbers
     except CheckpointError as error:
         return [f"{error} (projection_dim in text_encoder_2)"]
-    faults, wanted = [], 5 if _is_refiner(files) else 6
+    faults, wanted = [], 5 if index_flag(files, _REFINES, False) else 6
     if got != wanted:
         faults.append(
             f"the UNet is conditioned on {got} numbers about an image, the pipeline gives {wanted} "
@@ -57,14 +65,14 @@ def _faults(networks: Networks, files: ModelFiles) -> list[str]:
     return faults
 
 
-def _unused_options(model: Model) -> Mapping[str, str]:
-    if model.is_refiner:
-        return dict.fromkeys((*SECOND_PROMPTS, *TARGET_SIZES), "it is a refiner")
-    one_encoder = SECOND_PROMPTS if FIRST not in model.text.names else ()
-    return dict.fromkeys((*AESTHETICS, *one_encoder), "it is not a refiner")
+def _scheduler(config: Mapping[str, Any], files: ModelFiles) -> Scheduler:
+    del files
+    return from_scheduler_config(stable_diffusion_config(config, xl=True))
 
 
-def _numbers(model: Model, height: int, width: int, options: Mapping[str, Any]) -> tuple[Numbers, Numbers]:
+def _size_conditions(
+    model: Model, height: int, width: int, options: Mapping[str, Any]
+) -> tuple[SizeConditions, SizeConditions]:
     """Original size, crop and target size; a refiner takes an aesthetic score in place of the last.
 
     A negative one that is left out is as the other.
@@ -75,7 +83,7 @@ def _numbers(model: Model, height: int, width: int, options: Mapping[str, Any]) 
     negative_original = options.get("negative_original_size", original)
     negative_crop = options.get("negative_crops_coords_top_left", crop)
     negative_target = options.get("negative_target_size", target)
-    if model.is_refiner:
+    if model.family.is_refiner:
         target = (options.get("aesthetic_score", AESTHETIC_SCORE),)
         negative_target = (options.get("negative_aesthetic_score", NEGATIVE_AESTHETIC_SCORE),)
     return (
@@ -84,40 +92,30 @@ def _numbers(model: Model, height: int, width: int, options: Mapping[str, Any]) 
     )
 
 
-def _zero_empty_negative(files: ModelFiles) -> bool:
-    return _flag(files, "force_zeros_for_empty_prompt", True)
-
-
-def _is_refiner(files: ModelFiles) -> bool:
-    """It is conditioned on an aesthetic score in place of a target size."""
-    return _flag(files, "requires_aesthetics_score", False)
-
-
-def _flag(files: ModelFiles, name: str, usual: bool) -> bool:
-    """A field of ``model_index.json`` that is true or false; null is what is usual.
-
-    Raises:
-        CheckpointError: it is something else.
-    """
-    value = files.index.get(name)
-    if not isinstance(value, bool | None):
-        raise CheckpointError(f"{files}: {name} = {value!r:.80} in its model_index.json is neither true nor false")
-    return usual if value is None else value
-
-
 SDXL = Family(
     name="sdxl",
+    title="Stable Diffusion XL",
     pipelines=(
         *("StableDiffusionXLPipeline", "FlaxStableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline"),
         "StableDiffusionXLInpaintPipeline",
     ),
     read=read,
     tokenizer=read_clip_tokenizer,
+    classes=CLASSES,
     defaults=Defaults(guidance_scale=5.0),
-    defaults_of=latent_consistency,
-    scheduler_config=partial(stable_diffusion_config, xl=True),
-    unused_options=_unused_options,
-    numbers=_numbers,
-    zero_empty_negative=_zero_empty_negative,
-    is_refiner=_is_refiner,
+    distilled=LATENT_CONSISTENCY,
+    scheduler=_scheduler,
+    unused_options=dict.fromkeys(AESTHETICS, "it is not a refiner"),
+    size_conditions=_size_conditions,
+    zero_negative_embeds=True,
+    presets={"sdxl": Networks(UNetDenoiser(SDXL_UNET), SDXL_VAE, clip_encoders(SDXL_TEXT, SDXL_TEXT_2))},
 )
+SDXL_REFINER = replace(
+    SDXL,
+    name="sdxl-refiner",
+    index={_REFINES: True},
+    unused_options=dict.fromkeys((*SECOND_PROMPTS, *TARGET_SIZES), "it is a refiner"),
+    is_refiner=True,
+    presets={"sdxl-refiner": Networks(UNetDenoiser(SDXL_REFINER_UNET), SDXL_VAE, clip_encoders(None, SDXL_TEXT_2))},
+)
+"""It is conditioned on an aesthetic score in place of a target size."""

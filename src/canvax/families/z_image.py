@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
-from canvax.families.base import Defaults, Family, check_components, parsed, read_autoencoder
-from canvax.families.language import check_fit, language_model_entries, read_chat_tokenizer, unused_options
+from canvax.families.base import Defaults, Family, Shapes, SingleFile, check_components, parsed, read_autoencoder
+from canvax.families.language import (
+    FLOW,
+    NO_OPTIONS_OF_SDXL,
+    QWEN3,
+    QWEN3_4B,
+    TOKENIZER,
+    check_fit,
+    read_chat_tokenizer,
+)
 from canvax.models.configs import VaeConfig
 from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.networks import Networks
@@ -13,11 +21,9 @@ from canvax.models.text import FIRST, TextEncoder, TextEncoders
 from canvax.models.z_image import TEMPLATE, ZImageConfig, ZImageDenoiser
 from canvax.samplers import NoiseSchedule
 from canvax.tokenizers.chat import ChatTokenizer
-from canvax.weights.entries import Entry
 from canvax.weights.files import ModelFiles
-from canvax.weights.formats import Z_IMAGE as Z_IMAGE_NAMES
-from canvax.weights.formats import vae_rules
-from canvax.weights.rules import Names
+from canvax.weights.formats import numbered
+from canvax.weights.rules import Rule
 
 CLASSES = {
     "transformer": ("ZImageTransformer2DModel",),
@@ -27,9 +33,24 @@ CLASSES = {
     "scheduler": (),
 }
 
-TURBO = Defaults(num_inference_steps=8, guidance_scale=0.0)
 LARGEST_TURBO_SHIFT = 4.0
 """Turbo is shifted by 3 and the base model by 6; nothing else in their files differs."""
+
+NAMES = (
+    Rule("x_embedder", "all_x_embedder.2-1"),
+    Rule("final_layer", "all_final_layer.2-1"),
+    *(
+        Rule(f"{blocks}.*.attention.{theirs}", ours)
+        for blocks in ("layers", "noise_refiner", "context_refiner")
+        for theirs, ours in (
+            ("qkv", tuple(f"{blocks}.*.attention.to_{part}" for part in "qkv")),
+            ("out", f"{blocks}.*.attention.to_out.0"),
+            ("q_norm", f"{blocks}.*.attention.norm_q"),
+            ("k_norm", f"{blocks}.*.attention.norm_k"),
+        )
+    ),
+)
+"""The transformer as its authors and ComfyUI store it, with queries, keys and values as one array."""
 
 
 def read(files: ModelFiles) -> Networks:
@@ -40,6 +61,10 @@ def read(files: ModelFiles) -> Networks:
     check_fit(
         files, latents=(transformer.in_channels, vae.latent_channels), text=(transformer.cap_feat_dim, lm.hidden_size)
     )
+    return _networks(transformer, lm, vae)
+
+
+def _networks(transformer: ZImageConfig, lm: DecoderConfig, vae: Any) -> Networks:
     text = LanguageModel(lm, lm.num_hidden_layers - 1)
     return Networks(ZImageDenoiser(transformer), vae, TextEncoders((text,)), prediction="flow_prediction")
 
@@ -48,34 +73,72 @@ def _tokenizer(files: ModelFiles, encoder: TextEncoder) -> ChatTokenizer:
     return read_chat_tokenizer(files, encoder, TEMPLATE)
 
 
-def _defaults_of(networks: Networks, schedule: NoiseSchedule) -> Defaults | None:
-    del networks
-    return TURBO if schedule.shift <= LARGEST_TURBO_SHIFT else None
+def _is_turbo(schedule: NoiseSchedule) -> bool:
+    return schedule.shift <= LARGEST_TURBO_SHIFT
 
 
-def _entries(networks: Networks, component: str, entries: Sequence[Entry]) -> Sequence[Entry]:
-    """Of the language model the layers that are read, whether it was saved with its head or without.
+def _config(shapes: Shapes) -> dict[str, Any]:
+    width, features = shapes["all_x_embedder.2-1.weight"]
+    head = shapes["layers.0.attention.norm_q.weight"][0]
+    axes = [head // 4, head // 8 * 3, head // 8 * 3]  # 32, 48 and 48 of the 128 channels of the released models
+    return {
+        "_class_name": "ZImageTransformer2DModel",
+        "in_channels": features // 4,
+        "dim": width,
+        "n_layers": numbered(shapes, r"layers\.(\d+)\."),
+        "n_refiner_layers": numbered(shapes, r"noise_refiner\.(\d+)\."),
+        "n_heads": width // head,
+        "n_kv_heads": width // head,
+        "cap_feat_dim": shapes["cap_embedder.0.weight"][0],
+        "axes_dims": axes,
+        "axes_lens": [1536, 512, 512],
+        "norm_eps": 1e-5,
+        "qk_norm": True,
+        "rope_theta": 256.0,
+        "t_scale": 1000.0,
+        "all_patch_size": [2],
+        "all_f_patch_size": [1],
+    }
 
-    Of the other parts all arrays, in the layout of diffusers or in the original one.
-    """
-    if component == "transformer":
-        return Z_IMAGE_NAMES.to_ours(entries)
-    if component == "vae" and isinstance(networks.vae, VaeConfig):
-        return Names(vae_rules([entry.name for entry in entries])).to_ours(entries)
-    if component != FIRST:
-        return entries
-    return language_model_entries(networks.text.encoders[0], entries)
 
+_VAE = {
+    "_class_name": "AutoencoderKL",
+    "latent_channels": 16,
+    "block_out_channels": [128, 256, 512, 512],
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "layers_per_block": 2,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+    "scaling_factor": 0.3611,
+    "shift_factor": 0.1159,
+    "force_upcast": True,
+    "sample_size": 1024,
+}
+"""The autoencoder of FLUX.1."""
 
 Z_IMAGE = Family(
     name="z-image",
+    title="Z-Image",
     pipelines=("ZImagePipeline", "ZImageImg2ImgPipeline", "ZImageInpaintPipeline"),
     read=read,
     tokenizer=_tokenizer,
+    classes=CLASSES,
     defaults=Defaults(num_inference_steps=50, guidance_scale=4.0),
-    defaults_of=_defaults_of,
+    distilled=Defaults(num_inference_steps=8, guidance_scale=0.0),
+    is_distilled=_is_turbo,
     even_times=True,
-    no_guidance=0.0,
-    entries=_entries,
-    unused_options=unused_options,
+    guidance_off=0.0,
+    names=NAMES,
+    single_file=SingleFile(
+        marks=("cap_pad_token", "noise_refiner."),
+        config=_config,
+        configs={FIRST: QWEN3, "vae": _VAE, "scheduler": {**FLOW, "use_dynamic_shifting": False, "shift": 3.0}},
+        tokenizer=TOKENIZER,
+        stems=("base", "turbo"),
+        base={"shift": 6.0},
+        unused=("norm_final.weight",),
+    ),
+    unused_options=NO_OPTIONS_OF_SDXL,
+    presets={"z-image": _networks(ZImageConfig(), QWEN3_4B, VaeConfig.from_dict(_VAE))},
 )

@@ -242,7 +242,7 @@ class FlaxPipeline:
             raise InputError(f"prompt={prompt!r} is empty; give one prompt or more")
         if not isinstance(prompt, str | list):
             raise InputError(f"prompt={prompt!r} is neither a string nor a list of strings")
-        prompts, length = [prompt] if isinstance(prompt, str) else prompt, self.model.text.tokens
+        prompts, length = [prompt] if isinstance(prompt, str) else prompt, min(self.model.text.shortest)
         ids = [tokenizer(prompts, length=length) for tokenizer in self.model.tokenizers.values()]
         return np.stack(ids, axis=1) if self.XL else ids[0]
 
@@ -281,7 +281,7 @@ class FlaxPipeline:
         if steered:
             size = steered.pixels.shape[2:4]
         shape = self._latents_shape(lead[-1], *size)
-        if negative is None and not self.model.zeros_for_no_negative:
+        if negative is None and not self.model.zero_negative_embeds:
             negative = np.broadcast_to(self._ids("")[0], ids.shape)
         inputs = check_inputs(call, ids, negative, shape[1:], lead, "latents" if strength is None else "noise")
         inputs = replace(inputs, control=steered)
@@ -322,7 +322,9 @@ class FlaxPipeline:
         ready = programs.ready(params, latents, kinds)
 
         def encoded(ids: np.ndarray) -> Conditions:
-            return ready["text encoder"](params, jax.device_put(self._by_encoder(ids), split), np.int32(0))
+            skip = np.zeros(count, np.int32)
+            inputs = {name: {"ids": each, "skip": skip} for name, each in self._by_encoder(ids).items()}
+            return ready["text encoder"](params, jax.device_put(inputs, split))[0]
 
         conditions, negative = encoded(inputs.ids), None
         if inputs.guided:
@@ -352,7 +354,7 @@ class FlaxPipeline:
         batch.fill(inputs.noise, prompts, inputs.words, tables, images=images, columns=columns)
         while batch.rows_left:
             batch.step(WINDOW)
-        final = jax.device_get(batch.samples())
+        final = jax.device_get(batch.samples)
         return jax.device_get(ready["decoder"](params, jax.device_put(final, split))) if decode else final
 
     def _by_encoder(self, ids: Any) -> dict[str, Any]:
@@ -377,7 +379,7 @@ class FlaxPipeline:
         They are the same for prompt and negative prompt.
         """
         height, width = (side * self.vae_scale_factor for side in latents)
-        numbers, _ = self.model.numbers(height, width, {})
+        numbers, _ = self.model.size_conditions(height, width, {})
         return {name: np.tile(row, (batch, 1)) for name, row in numbers.items()}
 
     def _programs_on(self, devices: list[Any], *, stacked: bool) -> Programs:

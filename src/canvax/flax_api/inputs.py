@@ -11,9 +11,10 @@ import numpy as np
 from jax.core import Tracer
 
 from canvax.errors import FLOAT32_MAX, CheckpointError, InputError
-from canvax.families.read import SDXL
+from canvax.families.sdxl import SDXL
 from canvax.flax_api.images import ControlImage, SourceImages
 from canvax.flax_api.keys import LatentsShape, host_draw, wrap_keys
+from canvax.models.clip import clip_configs
 from canvax.models.text import Conditions, TextEncoders
 from canvax.parallel.rules import check_params
 from canvax.params import Params, Spec
@@ -64,7 +65,8 @@ def check_ids(name: str, ids: Any, text: TextEncoders, jit: bool = False) -> Any
     Raises:
         InputError: the ids have another shape or dtype, or an id has no embedding.
     """
-    prompt = (len(text.parts), text.tokens)[-2 if len(text.parts) > 1 else -1 :]
+    parts = clip_configs(text)
+    prompt = (len(parts), min(text.shortest))[-2 if len(parts) > 1 else -1 :]
     try:
         array = ids if isinstance(ids, Tracer) else np.asarray(ids)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # e.g. deleted arrays
@@ -82,8 +84,8 @@ def check_ids(name: str, ids: Any, text: TextEncoders, jit: bool = False) -> Any
     if array.shape[-len(prompt) :] != prompt or 0 in array.shape:
         raise InputError(f"{name} has shape {array.shape}; prepare_inputs makes [B, {shape}]")
     if not isinstance(array, Tracer):
-        for i, (encoder, cfg) in enumerate(text.parts.items()):
-            encoder_ids = array[..., i, :] if len(text.parts) > 1 else array
+        for i, (encoder, cfg) in enumerate(parts.items()):
+            encoder_ids = array[..., i, :] if len(parts) > 1 else array
             check_embedded(name, encoder_ids, encoder, cfg.vocab_size)
     return array.astype(np.int32)
 

@@ -22,7 +22,7 @@ from canvax.families.base import TOKENIZERS, Model
 from canvax.flax_api.inputs import check_embedded, check_weights
 from canvax.flax_api.output import by_name_or_index
 from canvax.kernels.target import jitted
-from canvax.models.clip import hidden_states, pooled_text, text_encoder
+from canvax.models.clip import clip_configs, hidden_states, pooled_text, text_encoder
 from canvax.models.text import SECOND
 from canvax.models.vae import vae_decode, vae_encode
 from canvax.params import Params
@@ -114,7 +114,7 @@ class Network(Part, ABC):
     def config(self) -> Config:
         """The config.json of the network, with defaults for missing fields."""
         model = self.model
-        cfg = {"unet": model.unet, "vae": model.vae, **model.text.parts}[self.name]
+        cfg = {"unet": model.unet, "vae": model.vae, **clip_configs(model.text)}[self.name]
         return Config(asdict(cfg) | model.files.config(self.name))
 
     @abstractmethod
@@ -206,7 +206,7 @@ class TextEncoder(Network):
     ) -> FlaxTextOutput | FlaxTextProjectionOutput:
         """Returns the features [B, T, D] of token ids [B, T]; SDXL's second encoder adds pooled features [B, P]."""
         del train
-        cfg = self.model.text.parts[self.name]
+        cfg = clip_configs(self.model.text)[self.name]
         ids: Any = input_ids if isinstance(input_ids, Tracer) else np.asarray(input_ids)
         if ids.ndim != 2 or ids.shape[1] > cfg.max_position_embeddings or not np.issubdtype(ids.dtype, np.integer):
             raise InputError(
@@ -244,7 +244,7 @@ class Tokenizer(Part):
         ):
             if value not in only:
                 raise InputError(f"{name}={value!r}: ids are NumPy arrays of one length; write {name}={only[0]!r}")
-        most = self.model.text.tokens
+        most = self.model_max_length
         length = most if max_length is None else check_count("max_length", max_length, most)
         if not isinstance(text, str | list | tuple) or (not len(text) and not isinstance(text, str)):
             raise InputError(f"text={text!r:.80} is neither a string nor a list of strings")
@@ -254,7 +254,7 @@ class Tokenizer(Part):
     @property
     def model_max_length(self) -> int:
         """Number of tokens of a prompt, 77."""
-        return self.model.text.tokens
+        return min(self.model.text.shortest)
 
     @property
     def bos_token_id(self) -> int:

@@ -74,15 +74,14 @@ class FlaxTextToImage(FlaxPipeline):
 
         def encode(ids: Array) -> Conditions:
             text = self.model.text
-            return encode_text(
-                {name: params[name] for name in text.names}, self._by_encoder(ids), jnp.int32(0), cfg=text
-            )
+            inputs = {name: {"ids": each} for name, each in self._by_encoder(ids).items()}
+            return encode_text({name: params[name] for name in text.names}, inputs, cfg=text)
 
         conditions, negative = encode(prompt_ids), None
         if traced or (scales > 1).any():
             if neg_prompt_ids is not None:
                 negative = encode(neg_prompt_ids)
-            elif self.model.zeros_for_no_negative:
+            elif self.model.zero_negative_embeds:
                 negative = jax.tree.map(jnp.zeros_like, conditions)
             else:
                 negative = encode(jnp.broadcast_to(self._ids(""), prompt_ids.shape))

@@ -20,6 +20,7 @@ from canvax.errors import CanvaxError, HintWarning, InputError, shown, warn
 from canvax.files import check_writable, named_path
 from canvax.files import written as whole
 from canvax.images.infotext import to_infotext
+from canvax.images.keys import KEYS
 
 JSON_TEXT = "canvax"
 INFOTEXT = "parameters"
@@ -27,6 +28,9 @@ FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 
 MAX_EXIF = 65_000
 """Bytes of EXIF that fit into a JPEG, approximately: a segment of 64 KiB."""
+
+HAVE_PATHS = tuple(name for name, key in KEYS.items() if key.has_paths)
+"""Keys of metadata under which paths can be."""
 
 _EXIF, _MAKER_NOTE, _USER_COMMENT = 0x8769, 0x927C, 0x9286
 _UTF16 = b"UNICODE\0"
@@ -78,12 +82,7 @@ def written(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Returns metadata as it is written to files: each local path becomes ``./name``, since its folders are private."""
     if "grid" in metadata:
         return {**metadata, "grid": [written(entry) for entry in metadata["grid"]]}
-    return {name: _without_folders(value) if name in LOCAL else value for name, value in metadata.items()}
-
-
-LOCAL = ("model", "vae", "text_encoder", "tokenizer", "scheduler", "controlnet", "ip_adapter")
-LOCAL += ("ip_encoder", "adapters", "embeddings")
-"""Entries of metadata that can hold paths."""
+    return {name: _without_folders(value) if name in HAVE_PATHS else value for name, value in metadata.items()}
 
 
 def _without_folders(value: Any) -> Any:
@@ -130,7 +129,7 @@ def quality_keywords(kind: str, quality: int | None) -> dict[str, Any]:
     return {"quality": quality} | ({"lossless": False} if kind == "WEBP" else {})
 
 
-def exif_texts(file: BinaryIO, path: Path) -> dict[str, str]:
+def texts_of_exif(file: BinaryIO, path: Path) -> dict[str, str]:
     """Reads the texts of a JPEG or WebP, under the names they have in a PNG, without decoding pixels.
 
     Raises:
@@ -138,9 +137,14 @@ def exif_texts(file: BinaryIO, path: Path) -> dict[str, str]:
     """
     try:
         with Image.open(file, formats=("JPEG", "WEBP")) as image:
-            tags = image.getexif().get_ifd(_EXIF)
+            return exif_texts(image)
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError):
         raise InputError(f"{path}: is not a PNG, JPEG or WebP that can be read") from None
+
+
+def exif_texts(image: Image.Image) -> dict[str, str]:
+    """Returns the texts in the EXIF of an image, under the names they have in a PNG."""
+    tags = image.getexif().get_ifd(_EXIF)
     texts = {}
     if isinstance(note := tags.get(_MAKER_NOTE), bytes):
         texts[JSON_TEXT] = note.decode("utf-8", "replace")

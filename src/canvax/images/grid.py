@@ -34,32 +34,35 @@ def make_grid(images: Sequence[Image], rows: int | None = None, cols: int | None
     check_equal_sizes(images)
     rows, cols = _layout(len(images), rows, cols)
     width, height = images[0].size
-    if rows * cols * width * height > _MOST_PIXELS:
-        raise InputError("rows", rows, f"and cols={cols} of {width} x {height} pixels are too many", "give fewer")
+    _check_pixels("rows", rows, cols * width, rows * height)
     grid = Image.new("RGB", (cols * width, rows * height), "white")
     for i, image in enumerate(images):
         grid.paste(image, (i % cols * width, i // cols * height))
     return grid
 
 
-def make_sheet(images: Sequence[Image], columns: Sequence[str], rows: Sequence[str] = ()) -> Image:
+def make_sheet(images: Sequence[Image | None], columns: Sequence[str], rows: Sequence[str] = ()) -> Image:
     """Arranges ``images`` row by row, with a label above each column and, if ``rows`` are given, left of each row.
 
+    All cells have the size of the largest image, and the other images are in the middle of theirs. A cell of None
+    stays white.
+
     Raises:
-        InputError: the sizes of the images differ.
+        InputError: the sheet is too large.
     """
     from PIL import Image, ImageDraw, ImageFont
 
-    grid = make_grid(images, cols=len(columns))
-    width, height = images[0].size
+    width, height = (max(sides) for sides in zip(*(image.size for image in images if image), strict=True))
     font = ImageFont.load_default(size=max(10, min(24, width // 8)))
-    measure = ImageDraw.Draw(grid).textbbox
+    measure = ImageDraw.Draw(Image.new("RGB", (1, 1))).textbbox
     boxes = {text: [*map(math.ceil, measure((0, 0), text, font=font))] for text in (*columns, *rows)}
     pad, line = 6, max(box[3] for box in boxes.values()) + 6
     left = max((boxes[text][2] + 2 * pad for text in rows), default=0)
     # A column is at least as wide as its label.
     cell = max(width, *(boxes[text][2] + pad for text in columns))
-    sheet = Image.new("RGB", (left + cell * len(columns), line + grid.height), "white")
+    size = left + cell * len(columns), line + height * math.ceil(len(images) / len(columns))
+    _check_pixels("images", len(images), *size)
+    sheet = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(sheet)
     for i, text in enumerate(columns):
         draw.text((left + i * cell + (cell - boxes[text][2]) // 2, 2), text, "black", font)
@@ -67,8 +70,15 @@ def make_sheet(images: Sequence[Image], columns: Sequence[str], rows: Sequence[s
         draw.text((pad, line + i * height + (height - boxes[text][3]) // 2), text, "black", font)
     for i, image in enumerate(images):
         row, column = divmod(i, len(columns))
-        sheet.paste(image, (left + column * cell + (cell - width) // 2, line + row * height))
+        if image:
+            x, y = (cell - image.width) // 2, (height - image.height) // 2
+            sheet.paste(image, (left + column * cell + x, line + row * height + y))
     return sheet
+
+
+def _check_pixels(name: str, value: int, width: int, height: int) -> None:
+    if width * height > _MOST_PIXELS:
+        raise InputError(name, value, f"make {width} x {height} pixels, which are too many", "give fewer")
 
 
 def _layout(count: int, rows: int | None, cols: int | None) -> tuple[int, int]:

@@ -31,8 +31,9 @@ _CURVES = {
 }
 """Schedule type in lower case -> name of the curve in canvax."""
 _KEY = re.compile(r"\s*([A-Za-z][\w /+\-]*):\s*")
-_FACTS = ("Version", "Model hash", "VAE hash", "Lora hashes", "Hashes", "User", "Created Date")
-"""What changes no image. "TI hashes" is not among them: only it says that an embedding was in the prompt."""
+_EMBEDDINGS = "TI hashes"
+_FACTS = ("Version", "Model hash", "VAE hash", "Lora hashes", _EMBEDDINGS, "Hashes", "User", "Created Date")
+"""What changes no image. Of embeddings ``embeddings_in`` tells."""
 NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]*>", re.IGNORECASE)
 """A network in a prompt, which is not text for the encoder."""
 _SIZE = r"(\d{1,6})x(\d{1,6})"
@@ -80,6 +81,10 @@ def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     # The folders of a local model's path are private.
     local = os.path.isabs(model) or model.startswith("./") or os.path.isdir(model)
     yield "Model", os.path.basename(os.path.normpath(model)) if local else model
+    yield "VAE", os.path.basename(os.path.normpath(metadata["vae"])) if metadata.get("vae") else ""
+    words = metadata.get("embeddings") or {}
+    hashes = {name: entry["sha256"][:12] for name, entry in words.items() if isinstance(entry, Mapping)}
+    yield _EMBEDDINGS, ", ".join(f"{name}: {sha256}" for name, sha256 in hashes.items())
     yield "Denoising strength", metadata.get("strength")
     if options.get("hires", 1) > 1:
         method = options.get("hires_method", "pixel")
@@ -136,6 +141,14 @@ def settings_left(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in other.items() if name not in _FACTS} if isinstance(other, dict) else {}
 
 
+def embeddings_in(metadata: Mapping[str, Any]) -> list[str]:
+    """Return the textual inversions that an image was generated with, by the words of its prompts."""
+    ours, other = metadata.get("embeddings"), metadata.get("other")
+    hashes = str(other.get(_EMBEDDINGS) or "") if isinstance(other, dict) else ""
+    theirs = [name.strip() for name, colon, _ in (part.rpartition(":") for part in hashes.split(",")) if colon]
+    return list(dict.fromkeys([*map(str, ours if isinstance(ours, dict) else ()), *theirs]))
+
+
 def parts_of(text: str) -> tuple[str, str, dict[str, str]]:
     """Splits a text into prompt, negative prompt and settings, without converting them."""
     *head, last = text.replace("\r\n", "\n").strip().split("\n")
@@ -189,6 +202,9 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
     for name, field in declared(Call).items():
         _take(settings, field.setting.infotext, field.kind.of, metadata, name)
     _take(settings, "Model", str, metadata, "model")
+    if settings.get("VAE", "none").lower() not in ("none", "automatic"):
+        metadata["vae"] = settings["VAE"]
+    settings.pop("VAE", None)
     if size := re.fullmatch(_SIZE, settings.get("Size", "")):
         metadata["width"], metadata["height"] = int(size[1]), int(size[2])
         del settings["Size"]

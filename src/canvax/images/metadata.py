@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -21,6 +22,7 @@ from canvax.errors import CanvaxError, InputError
 from canvax.files import open_regular, temporary_name
 from canvax.images.comfy import from_comfy_graph
 from canvax.images.infotext import from_infotext
+from canvax.images.keys import KEYS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -31,12 +33,6 @@ MAX_TEXT = 4 << 20
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _TEXTS = (b"tEXt", b"zTXt", b"iTXt")
 _MAX_CHUNKS = 100_000
-
-_KINDS: dict[str, type] = {
-    **dict.fromkeys(("options", "adapters", "embeddings", "upscale"), dict),
-    **dict.fromkeys(("grid", "controlnet", "ip_adapter", "control_sha256", "image_prompts"), list),
-}
-"""Types of some entries, on which readers rely."""
 
 
 def save_image(path: str | Path, image: Image, metadata: Mapping[str, Any], *, overwrite: bool = False) -> Path:
@@ -92,6 +88,10 @@ MOST = 10**9 - 1
 """Larger numbers in file names are not counters, but e.g. dates."""
 
 
+_NAMING, _BEING_WRITTEN = threading.Lock(), set[Path]()
+"""Names of files that threads are writing: they are in no listing of their folder yet."""
+
+
 def unique_path(folder: str | Path, seed: int, *, prefix: str = "") -> Path:
     """Returns a free name ``00001-SEED.png`` in a folder: above the highest number there.
 
@@ -101,8 +101,9 @@ def unique_path(folder: str | Path, seed: int, *, prefix: str = "") -> Path:
         InputError: the folder cannot be listed.
     """
     folder = Path(folder)
+    names = [path.name for path in tuple(_BEING_WRITTEN) if path.parent == folder]  # before those that are written
     try:
-        names = os.listdir(folder) if folder.is_dir() else []
+        names += os.listdir(folder) if folder.is_dir() else []
     except OSError as error:
         why = f"cannot be looked into ({error.strerror}), so that no free name is known"
         raise InputError(f"{folder}: {why}; choose another folder") from None
@@ -114,14 +115,21 @@ def unique_path(folder: str | Path, seed: int, *, prefix: str = "") -> Path:
 def save_numbered(
     folder: str | Path, image: Image, metadata: Mapping[str, Any], seed: int, *, prefix: str = ""
 ) -> Path:
-    """Writes an image under the next free name (``unique_path``), also if other processes write to the folder."""
+    """Writes an image under the next free name (``unique_path``), also if other processes write to the folder.
+
+    Images that threads of this process write at once have different numbers.
+    """
     while True:
-        path = unique_path(folder, seed, prefix=prefix)
+        with _NAMING:
+            path = unique_path(folder, seed, prefix=prefix)
+            _BEING_WRITTEN.add(path)
         try:
             return save_image(path, image, metadata)
         except InputError:
             if not path.exists():
                 raise
+        finally:
+            _BEING_WRITTEN.discard(path)
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
@@ -155,9 +163,25 @@ _OTHERS = {
 
 def metadata_in(file: BinaryIO, path: Path) -> dict[str, Any]:
     """Reads the metadata of an open file, like ``read_metadata``; errors name ``path``."""
+    return _parsed(_texts_of(file, path), path)
+
+
+def metadata_of(image: Image, name: str = "the image") -> dict[str, Any]:
+    """Reads the metadata of an image in memory, like ``read_metadata``; errors call it ``name``.
+
+    Pillow keeps the texts of a file that it opened, until the image is changed.
+    """
+    from canvax.images.formats import exif_texts
+
+    if isinstance(metadata := getattr(image, "metadata", None), Mapping):
+        return dict(metadata)
+    texts = {key: text for key, text in image.info.items() if isinstance(key, str) and isinstance(text, str)}
+    return _parsed(exif_texts(image) | texts, name)
+
+
+def _parsed(texts: Mapping[str, str], path: Path | str) -> dict[str, Any]:
     from canvax.images.formats import INFOTEXT, JSON_TEXT
 
-    texts = _texts_of(file, path)
     if (metadata := _canvax_metadata(texts.get(JSON_TEXT))) is not None:
         return metadata
     if texts.get(INFOTEXT, "").strip():
@@ -190,23 +214,39 @@ def canvax_metadata_in(file: BinaryIO, path: Path) -> dict[str, Any] | None:
 
 def _texts_of(file: BinaryIO, path: Path) -> dict[str, str]:
     """Reads the texts in which programs store settings."""
-    from canvax.images.formats import INFOTEXT, JSON_TEXT, exif_texts
+    from canvax.images.formats import INFOTEXT, JSON_TEXT, texts_of_exif
 
     is_png = file.read(len(_SIGNATURE)) == _SIGNATURE
     file.seek(0)
-    return dict(_texts(file, path, (JSON_TEXT, INFOTEXT, COMFY_TEXT))) if is_png else exif_texts(file, path)
+    return dict(_texts(file, path, (JSON_TEXT, INFOTEXT, COMFY_TEXT))) if is_png else texts_of_exif(file, path)
 
 
-def check_kinds(path: Path, metadata: Mapping[str, Any]) -> None:
+def prompt_of(metadata: Mapping[str, Any]) -> str:
+    """Returns the prompt of an image; of one that was enlarged without a prompt, that of the image before."""
+    enlarged = metadata.get("upscale")
+    before = enlarged.get("prompt") if isinstance(enlarged, dict) else None
+    return next((text for text in (metadata.get("prompt"), before) if text and isinstance(text, str)), "")
+
+
+def prompt_in(file: BinaryIO) -> str:
+    """Returns the prompt that the metadata of an open image file holds; empty if it holds none."""
+    with suppress(InputError, ValueError, RecursionError):
+        return prompt_of(metadata_in(file, Path("the image")))
+    return ""
+
+
+def check_kinds(path: Path | str, metadata: Mapping[str, Any]) -> None:
     """Raises InputError if an entry of metadata to generate from has the wrong type.
 
     Reading does not check this, so that damaged metadata can still be shown.
     """
-    for name, kind in _KINDS.items():
-        if name in metadata and not isinstance(metadata[name], kind):
+    for name, key in KEYS.items():
+        value = metadata.get(name)
+        if key.kind and value is not None and not isinstance(value, key.kind):
+            wanted = {dict: "a table", list: "a list", str: "text"}.get(key.kind, "true or false")
             raise InputError(
-                f"{path}: its {name} {metadata[name]!r:.80} is not a {'table' if kind is dict else 'list'}; its "
-                "description was changed: use the file as it was first saved"
+                f"{path}: its {name} {value!r:.80} is not {wanted}; its description was changed: use the file as it "
+                "was first saved"
             )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 
 import jax
@@ -11,15 +13,55 @@ from jax.sharding import PartitionSpec
 
 from canvax.kernels import cpu, gpu, tpu
 from canvax.kernels.matmul import matmul
+from canvax.kernels.outline import where
 from canvax.kernels.target import on_each_device, target_platform, weight_shards
+from canvax.originals import replacing
 from canvax.types import Array
 
-Form = Callable[[Array, Array, Array, Array | None], Array]
-"""Maps queries, keys, values and lengths to attention's output. It gets one device's part and is never causal."""
+Form = Callable[[Array, Array, Array, Array | None, Array | None], Array]
+"""Maps queries, keys and values of as many heads, a mask and a bias to attention's output. It gets one device's part,
+and is never causal."""
+
+_own: ContextVar[Callable[..., Array] | None] = ContextVar("canvax_own_attention", default=None)
+
+
+@contextmanager
+def using(form: Callable[..., Array]) -> Iterator[None]:
+    """Computes all attention by a form of your own. What runs within it is compiled anew, and stored nowhere.
+
+        def local(q, k, v, *, where, **terms):
+            if where.endswith("attn1"):
+                near = jnp.abs(jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None]) < 64
+                terms["bias"] = jnp.where(near, 0.0, -1e9)[None, None]
+            return attention(q, k, v, **terms)
+
+        with using(local):
+            pipe("a red apple")
+
+    Args:
+        form: called with queries, keys and values [B, T, heads, Dh], of all devices and perhaps fewer heads of keys;
+            with the keywords ``mask``, ``bias``, ``scale`` and ``causal`` of ``attention``; and with ``where``, the
+            layer's path (``canvax.kernels.outline.where``). Within it, ``attention`` is canvax's.
+    """
+    token = _own.set(form)
+    try:
+        with replacing(__name__, "using", form):
+            yield
+    finally:
+        _own.reset(token)
 
 
 def attention(
-    q: Array, k: Array, v: Array, *, lengths: Array | None = None, causal: bool = False, upcast: bool = False
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    lengths: Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    upcast: bool = False,
 ) -> Array:
     """Scaled dot-product attention (Vaswani et al. 2017, eq. 1), softmax in float32.
 
@@ -28,37 +70,83 @@ def attention(
         k: keys [B, Tk, N, Dh]; or of fewer heads, each for a group of neighbouring query heads (Ainslie et al. 2023).
         v: values [B, Tk, N, Dh], of as many heads as the keys.
         lengths: number of keys that each sample attends to, int [B], at least 1; the keys after them are padding.
+        mask: keys that each sample attends to, bool [B, Tk], at least one True; for padding in other places.
+        bias: added to the scaled scores, [B or 1, N or 1, Tq or 1, Tk].
+        scale: positive factor of the scores; ``Dh ** -0.5`` by default.
         causal: a token attends to itself and earlier tokens only.
         upcast: compute the scores in float32 (``upcast_attention`` of Stable Diffusion 2.x).
 
     Returns:
         [B, Tq, N, Dh] in the dtype of ``v``.
     """
-    form = None if causal else _special_form(q, k)  # a kernel does not pay off for the 77 tokens of a text encoder
-    groups = k.shape[2]
-    if groups != q.shape[2] and not (form is gpu.attend_by_cudnn and groups % weight_shards() == 0):
-        k, v = (jnp.repeat(x, q.shape[2] // groups, axis=2) for x in (k, v))
+    shards = weight_shards()
+    if k.shape[2] % shards and q.shape[2] % shards == 0:  # no device has all query heads of a group
+        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    own = _own.get()
+    form = None if causal or own else _special_form(q, k)  # a kernel does not pay off for a text encoder's 77 tokens
     if upcast and form not in (gpu.attend_by_cudnn, tpu.attend_by_flash):  # their scores are always float32
         q, k = q.astype(jnp.float32), k.astype(jnp.float32)
-    if form is not None:
-        return _on_each_device(form, q, k, v, lengths)
-    return plain_attention(q, k, v, lengths, causal=causal)
+    if lengths is not None and not (form is gpu.attend_by_cudnn and mask is None):
+        prefix = jnp.arange(k.shape[1])[None] < lengths[:, None]
+        mask = prefix if mask is None else mask & prefix
+    how = {"scale": q.shape[-1] ** -0.5 if scale is None else scale}
+    if own:
+        token = _own.set(None)  # so that it may call this function
+        try:
+            return own(q, k, v, mask=mask, bias=bias, causal=causal, where=where(), **how)
+        finally:
+            _own.reset(token)
+    if form is None:
+        return plain_attention(q, k, v, mask=mask, bias=bias, causal=causal, **how)
+    if form is gpu.attend_by_cudnn:
+        return _on_each_device(partial(form, **how), q, k, v, lengths if mask is None else mask, bias)
+    return _on_each_device(partial(_by_group, partial(form, **how)), q, k, v, mask, bias)
 
 
-def plain_attention(q: Array, k: Array, v: Array, lengths: Array | None = None, *, causal: bool = False) -> Array:
-    """Attention as in the paper, with all scores [B, N, Tq, Tk] in memory."""
-    scores = jnp.einsum("bqnd,bknd->bnqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    if causal:
-        future = jnp.arange(k.shape[1])[None, :] > jnp.arange(q.shape[1])[:, None]
-        scores = jnp.where(future[None, None], jnp.finfo(jnp.float32).min, scores)
-    if lengths is not None:
-        padding = jnp.arange(k.shape[1])[None, None, None] >= lengths[:, None, None, None]
-        scores = jnp.where(padding, jnp.finfo(jnp.float32).min, scores)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return matmul(weights, v.swapaxes(1, 2)).swapaxes(1, 2)  # by head: [B, N, Tq, Tk] times [B, N, Tk, Dh]
+def plain_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+) -> Array:
+    """Attention as in the paper, with all scores [B, N, Tq, Tk] in memory; the arguments of ``attention``."""
+    queries, factor = q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
+
+    def attend(q: Array, k: Array, v: Array, mask: Array | None, bias: Array | None) -> Array:
+        scores = jnp.einsum("bqnd,bknd->bnqk", q, k, preferred_element_type=jnp.float32) * factor
+        if bias is not None:
+            scores = scores + bias.astype(jnp.float32)
+        if causal:
+            tokens = jnp.tile(jnp.arange(queries), q.shape[1] // queries)
+            future = jnp.arange(k.shape[1])[None, :] > tokens[:, None]
+            scores = jnp.where(future[None, None], jnp.finfo(jnp.float32).min, scores)
+        if mask is not None:
+            scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        return matmul(weights, v.swapaxes(1, 2)).swapaxes(1, 2)  # by head: [B, N, Tq, Tk] times [B, N, Tk, Dh]
+
+    return _by_group(attend, q, k, v, mask, bias)
 
 
-def _special_form(q: Array, k: Array) -> Form | None:
+def _by_group(form: Form, q: Array, k: Array, v: Array, mask: Array | None, bias: Array | None) -> Array:
+    """Calls ``form`` with a head for each group, whose queries are those of its heads, one head after the other."""
+    (batch, queries, heads, _), groups = q.shape, k.shape[2]
+    if heads == groups:
+        return form(q, k, v, mask, bias)
+    q = jnp.einsum("btgrd->brtgd", q.reshape(batch, queries, groups, heads // groups, -1))
+    if bias is not None:
+        shape = bias.shape[0], heads, queries, bias.shape[3]
+        bias = jnp.broadcast_to(bias, shape).reshape(bias.shape[0], groups, -1, bias.shape[3])
+    y = form(q.reshape(batch, -1, groups, q.shape[-1]), k, v, mask, bias)
+    y = jnp.einsum("brtgd->btgrd", y.reshape(batch, heads // groups, queries, groups, -1))
+    return y.reshape(batch, queries, heads, -1)
+
+
+def _special_form(q: Array, k: Array) -> Callable[..., Array] | None:
     """Returns the form that is faster than the plain form on the target platform, or None."""
     platform = target_platform()
     if platform == "cpu" and cpu.many_scores(q, k):
@@ -72,8 +160,11 @@ def _special_form(q: Array, k: Array) -> Form | None:
     return None
 
 
-def _on_each_device(form: Form, q: Array, k: Array, v: Array, lengths: Array | None) -> Array:
+def _on_each_device(form: Form, q: Array, k: Array, v: Array, mask: Array | None, bias: Array | None) -> Array:
     """Runs a form that XLA cannot partition on each device's images and, if the weights are split, on its heads."""
-    split = "model" if weight_shards() > 1 and q.shape[2] % weight_shards() == 0 else None
-    spec = PartitionSpec("data", None, split, None)
-    return on_each_device(form, (spec, spec, spec, PartitionSpec("data")), spec)(q, k, v, lengths)
+    split = "model" if weight_shards() > 1 and k.shape[2] % weight_shards() == 0 else None
+    spec, images = PartitionSpec("data", None, split, None), PartitionSpec("data")
+    for_bias = None
+    if bias is not None:
+        for_bias = PartitionSpec("data" if bias.shape[0] > 1 else None, split if bias.shape[1] > 1 else None)
+    return on_each_device(form, (spec, spec, spec, images, for_bias), spec)(q, k, v, mask, bias)

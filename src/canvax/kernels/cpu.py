@@ -68,42 +68,53 @@ def many_scores(q: Array, k: Array) -> bool:
     return q.shape[1] * k.shape[1] > CHUNK_SCORES // 4
 
 
-def attend_head_by_head(q: Array, k: Array, v: Array, lengths: Array | None = None) -> Array:
+def attend_head_by_head(
+    q: Array, k: Array, v: Array, mask: Array | None = None, bias: Array | None = None, *, scale: float
+) -> Array:
     """Attention for long sequences on the CPU: a chunk of the queries of a head at a time, as plain matrices.
 
     The whole score matrix (1 GiB for 4,096 tokens, 8 heads and guidance) never exists. A chunk of queries sees all
     keys, so its softmax needs no second pass. The result is divided, not the scores, since it is narrower.
     """
-    batch, queries, heads, width = q.shape
-    chunk = max(1, min(queries, CHUNK_SCORES // k.shape[1]))
-    padded = -(-queries // chunk) * chunk
+    batch, queries, heads, _ = q.shape
+    chunks = -(-queries // max(1, CHUNK_SCORES // k.shape[1]))
+    chunk = -(-queries // chunks)
+    padded = chunks * chunk
 
     def by_head(x: Array) -> Array:
         return x.swapaxes(1, 2).reshape(batch * heads, x.shape[1], -1)
 
-    in_float32 = q.dtype == jnp.float32  # scaling 16-bit queries, not the scores, would add a rounding
-    scaled = q * jnp.asarray(width**-0.5, q.dtype) if in_float32 else q
-    chunks = by_head(jnp.pad(scaled, ((0, 0), (0, padded - queries), (0, 0), (0, 0))))
-    chunks = chunks.reshape(batch * heads, padded // chunk, chunk, width)
+    def in_chunks(x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, padded - queries), (0, 0)))
+        return x.reshape(batch * heads, chunks, chunk, x.shape[2])
 
-    def head(operands: tuple[Array, Array, Array, Array | None]) -> Array:
-        chunks, k, v, length = operands
+    # In float32 the queries are scaled; in 16 bits the scores, for which scaling the queries would add a rounding.
+    early, late = (scale, 1.0) if q.dtype == jnp.float32 else (1.0, scale)
+    if bias is not None:
+        bias = in_chunks(jnp.broadcast_to(bias, (batch, heads, queries, k.shape[1])).reshape(-1, queries, k.shape[1]))
 
-        def attend_chunk(q: Array) -> Array:
-            scores = jnp.matmul(q, k, preferred_element_type=jnp.float32)
-            if length is not None:
-                scores = jnp.where(jnp.arange(k.shape[-1]) < length, scores, jnp.finfo(jnp.float32).min)
+    def head(operands: tuple[Array, Array, Array, Array | None, Array | None]) -> Array:
+        parts, k, v, mask, bias = operands
+
+        def attend_chunk(operands: tuple[Array, Array | None]) -> Array:
+            q, bias = operands
+            scores, factor = jnp.matmul(q, k, preferred_element_type=jnp.float32), late
+            if bias is not None:
+                scores, factor = scores * late + bias.astype(jnp.float32), 1.0
+            if mask is not None:
+                scores = jnp.where(mask[None], scores, jnp.finfo(jnp.float32).min)
             scores = scores - scores.max(-1, keepdims=True)
-            weights = jnp.exp(scores if in_float32 else scores * width**-0.5).astype(v.dtype)
+            weights = jnp.exp(scores if factor == 1.0 else scores * factor).astype(v.dtype)
             values = jnp.matmul(weights, v, preferred_element_type=jnp.float32)
             return (values / weights.astype(jnp.float32).sum(-1, keepdims=True)).astype(v.dtype)
 
         # The gradient computes a chunk's weights again: storing them would take the memory of the whole score matrix.
-        return jax.lax.map(jax.checkpoint(attend_chunk), chunks)
+        return jax.lax.map(jax.checkpoint(attend_chunk), (parts, bias))
 
     # XLA multiplies in bfloat16 only if the keys are transposed beforehand, and otherwise in float32.
-    per_head = None if lengths is None else jnp.repeat(lengths, heads)
-    out = jax.lax.map(head, (chunks, by_head(k).swapaxes(1, 2), by_head(v), per_head))
+    per_head = None if mask is None else jnp.repeat(mask, heads, axis=0)
+    parts = in_chunks(by_head(q if early == 1.0 else q * jnp.asarray(early, q.dtype)))
+    out = jax.lax.map(head, (parts, by_head(k).swapaxes(1, 2), by_head(v), per_head, bias))
     return out.reshape(batch, heads, padded, -1)[:, :, :queries].swapaxes(1, 2)
 
 

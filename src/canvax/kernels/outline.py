@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, PartitionSpec
 
 from canvax.kernels.target import on_each_device, target_mesh, target_platform, weight_shards
-from canvax.originals import replaced
+from canvax.originals import replaced, stand_ins
 from canvax.types import Array
 
 ROWS = 512
@@ -40,6 +40,27 @@ def recomputed(recompute: bool) -> Iterator[None]:
         _RECOMPUTED.reset(token)
 
 
+_where = jax.make_user_context("")
+"""Part of JAX's trace context, so that no trace of one layer is reused for another."""
+
+
+def where() -> str:
+    """Returns the path of the layer that is traced, in the parameters; "" outside ``canvax.kernels.attention.using``.
+
+    For example "down_blocks.1.attentions.0.transformer_blocks.0.attn1", or "single_transformer_blocks.5". What a
+    ControlNet, a text encoder or an autoencoder computes has a name in front: "controlnet.", "text_encoder.", "vae.".
+    """
+    return _where.value or ""
+
+
+@contextmanager
+def scope(name: str) -> Iterator[None]:
+    """Names what is traced within it: in profiles and, for attention of a user's own, in ``where``."""
+    path = f"{where()}.{name}".lstrip(".")
+    with jax.named_scope(name), _where(path) if stand_ins() else nullcontext():  # each path is traced by itself
+        yield
+
+
 def outlined(function: Callable[..., Result]) -> Callable[..., Result]:
     """Keeps a block a separate XLA computation, not inlined, on the CPU.
 
@@ -48,8 +69,8 @@ def outlined(function: Callable[..., Result]) -> Callable[..., Result]:
     besides its weights instead of 7.7 GB, and compiles in three quarters of the time (docs/design/experiments.md,
     "Compiling SDXL").
 
-    Positional arguments must be arrays; keyword arguments are static. Calls inside the block are marked inlineable,
-    because they would inherit "false" otherwise.
+    Positional arguments must be arrays; keyword arguments are static, but ``where``, which is a ``scope``. Calls inside
+    the block are marked inlineable, because they would inherit "false" otherwise.
     """
 
     def inside(key: tuple[Mesh | None, Any], static: tuple[tuple[str, Any], ...], *arrays: Any) -> Result:
@@ -60,7 +81,10 @@ def outlined(function: Callable[..., Result]) -> Callable[..., Result]:
     call = jax.jit(inside, static_argnums=(0, 1))
 
     @wraps(function)
-    def block(*arrays: Any, **static: Any) -> Result:
+    def block(*arrays: Any, where: str = "", **static: Any) -> Result:
+        if where:
+            with scope(where):
+                return block(*arrays, **static)
         on_cpu = target_platform() == "cpu"
         apart = partial(call, (target_mesh(), replaced()), tuple(static.items()))
         compute = apart if on_cpu else partial(function, **static)

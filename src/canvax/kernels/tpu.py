@@ -32,6 +32,10 @@ MIN_KEYS = 512
 QUERIES_AT_ONCE, KEYS_AT_ONCE = 256, 4096
 """Queries and keys per block of flash attention (v5e); a quarter as many keys for heads wider than ``LANES``."""
 
+LONG_BLOCK = 1536
+"""Most keys per block if all keys are more than ``KEYS_AT_ONCE``. Blocks of equal length need less padding than blocks
+of 1,024: 4,608 keys (klein and Krea 2 at 1024 x 1024) were computed as 5,120, and 4,224 (Z-Image) too."""
+
 MIN_CHANNELS = 64
 """Channels from which a convolution is worth writing as matmuls (v5e)."""
 
@@ -52,19 +56,20 @@ def supports_flash(q: Array, k: Array) -> bool:
     return compiles and k.shape[1] >= MIN_KEYS and target_kind() not in RETIRED
 
 
-def attend_by_flash(q: Array, k: Array, v: Array, lengths: Array | None = None) -> Array:
+def attend_by_flash(
+    q: Array, k: Array, v: Array, mask: Array | None = None, bias: Array | None = None, *, scale: float
+) -> Array:
     """Attention with online softmax (Dao et al. 2022) by JAX's kernel; no score leaves the chip's VMEM.
 
     Up to 4,096 keys, as in Stable Diffusion at 512 x 512 and SDXL at 1024 x 1024, form a single block, whose softmax
-    needs one pass. Other lengths are padded. The padding is masked, as are keys beyond ``lengths``.
+    needs one pass. Other lengths are padded to equal blocks. The padding is masked, as are keys outside ``mask``.
     """
     # Imported here because it takes as long as the rest of canvax, and only TPU programs need it.
     from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, SegmentIds, flash_attention
 
-    batch, queries, _, width = q.shape
+    batch, queries, heads, width = q.shape
     keys = k.shape[1]
-    most = KEYS_AT_ONCE if width <= LANES else KEYS_AT_ONCE // 4
-    block_k = _ceil(keys, LANES) if _ceil(keys, LANES) <= most else min(most, 1024)
+    block_k = key_block(keys, width)
     block_q = min(QUERIES_AT_ONCE, _ceil(queries, LANES))
     padded_q, padded_k = _ceil(queries, block_q), _ceil(keys, block_k)
 
@@ -72,17 +77,28 @@ def attend_by_flash(q: Array, k: Array, v: Array, lengths: Array | None = None) 
         return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0))).swapaxes(1, 2)
 
     ids = None
-    if padded_k > keys or lengths is not None:
-        # Tokens with equal ids attend to each other: queries and real keys have id 0, padded keys 1.
-        filled = jnp.arange(padded_k)[None] >= (jnp.full(batch, keys) if lengths is None else lengths)[:, None]
-        ids = SegmentIds(jnp.zeros((batch, padded_q), jnp.int32), filled.astype(jnp.int32))
+    if padded_k > keys or mask is not None:
+        # Tokens with equal ids attend to each other: queries and real keys have id 0, other keys 1.
+        hidden = jnp.zeros((batch, keys), bool) if mask is None else ~mask
+        hidden = jnp.pad(hidden, ((0, 0), (0, padded_k - keys)), constant_values=True)
+        ids = SegmentIds(jnp.zeros((batch, padded_q), jnp.int32), hidden.astype(jnp.int32))
+    if bias is not None:  # the kernel adds it to the scores before it scales them
+        bias = jnp.broadcast_to(bias.astype(jnp.float32) / scale, (batch, heads, queries, keys))
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, padded_q - queries), (0, padded_k - keys)))
     backward = dict.fromkeys(_BACKWARD_BLOCKS, LANES)
     sizes = BlockSizes(block_b=1, block_q=block_q, block_k_major=block_k, block_k=block_k, **backward)
     out = flash_attention(
-        by_head(q, padded_q), by_head(k, padded_k), by_head(v, padded_k), segment_ids=ids, sm_scale=width**-0.5,
-        block_sizes=sizes,
-    )  # fmt: skip
+        by_head(q, padded_q), by_head(k, padded_k), by_head(v, padded_k), bias, ids, sm_scale=scale, block_sizes=sizes
+    )
     return out.swapaxes(1, 2)[:, :queries]
+
+
+def key_block(keys: int, width: int) -> int:
+    """Returns the keys per block of flash attention: equal blocks with as little padding as possible, then as few."""
+    most, long = (KEYS_AT_ONCE, LONG_BLOCK) if width <= LANES else (KEYS_AT_ONCE // 4, KEYS_AT_ONCE // 4)
+    if _ceil(keys, LANES) <= most:
+        return _ceil(keys, LANES)
+    return min(range(long, long // 4, -LANES), key=lambda block: _ceil(keys, block))
 
 
 def _ceil(length: int, multiple: int) -> int:

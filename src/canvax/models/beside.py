@@ -104,15 +104,18 @@ def _adaptable(spec: Spec, layers: str) -> Iterator[tuple[str, Param]]:
             yield name, param
 
 
-def with_adapters(p: Params, shares: Array, spec: Spec, places: Places) -> Params:
+def with_adapters(p: Params, shares: Array, spec: Spec, places: Places, component: str = "") -> Params:
     """Parameters with the adapters in their places beside the weights, as ``canvax.nn`` reads them.
 
     Args:
-        p: of a network, with its places under ``ADAPTERS``.
+        p: of a network, with its places under ``ADAPTERS``; or of several by name, one of them ``component``.
         shares: how much of each place every image has [B, K].
         spec: of the network, not quantised.
         places: what there is.
+        component: the name of the network.
     """
+    if ADAPTERS not in p:
+        return {**p, component: with_adapters(p[component], shares, spec, places)}
     flat = [p[ADAPTERS][str(k)] for k in range(places.count)]
     tree = _copied({name: value for name, value in p.items() if name != ADAPTERS})
     share = jnp.repeat(shares, places.rank, axis=1).astype(flat[0].dtype)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from canvax.kernels.attention import attention
-from canvax.kernels.outline import by_rows, outlined
+from canvax.kernels.outline import by_rows, outlined, scope
 from canvax.nn import (
     conv2d,
     conv2d_of_doubled,
@@ -25,7 +25,7 @@ from canvax.nn import (
     with_shares,
     without_shares,
 )
-from canvax.params import Axis, Params, Spec
+from canvax.params import Axis, Params, Spec, whole
 from canvax.types import Array
 
 TRANSFORMER_NORM_EPS = 1e-6
@@ -44,7 +44,7 @@ def resnet_block_spec(inputs: int, outputs: int, time_width: int | None, *, grou
         "conv2": conv2d_spec(outputs, outputs, axes=(hidden, "conv_out")),
     }
     if time_width is not None:
-        spec["time_emb_proj"] = linear_spec(time_width, outputs, (None, hidden))
+        spec["time_emb_proj"] = whole(linear_spec(time_width, outputs, (None, hidden)))
     if inputs != outputs:
         spec["conv_shortcut"] = linear_spec(inputs, outputs, conv=True)
     return spec
@@ -128,8 +128,9 @@ def transformer(
         for i in map(str, range(len(text))):
             k, v, *images = text[i]
             y = _transformer_block(
-                p["transformer_blocks"][i], y, k, v, *(images or ((),)), perturbed, heads=heads, upcast=upcast
-            )
+                p["transformer_blocks"][i], y, k, v, *(images or ((),)), perturbed, heads=heads, upcast=upcast,
+                where=f"transformer_blocks.{i}",
+            )  # fmt: skip
         return x + linear(p["proj_out"], y).reshape(b, h, w, c)
 
 
@@ -164,7 +165,8 @@ def _transformer_block(
 ) -> Array:
     """Self-attention, attention to the text's keys and values and a gated feed-forward, each pre-norm and residual."""
     h = layer_norm(p["norm1"], x)
-    attended = attend(p["attn1"], h, h, heads=heads, upcast=upcast)
+    with scope("attn1"):
+        attended = attend(p["attn1"], h, h, heads=heads, upcast=upcast)
     if perturbed is not None:
         attended = jnp.where(
             perturbed[:, None, None], linear(p["attn1"]["to_out"]["0"], linear(p["attn1"]["to_v"], h)), attended
@@ -174,7 +176,8 @@ def _transformer_block(
     def each_row(p: Params, rows: Any, k: Array, v: Array, images: Any, shares: Any) -> Array:
         p, (x, masks) = with_shares(p, shares), rows
         prompts = [(*kv, mask) for kv, mask in zip(images, masks, strict=True)]
-        x = x + attend_kv(p["attn2"], layer_norm(p["norm2"], x), k, v, prompts, upcast=upcast)
+        with scope("attn2"):
+            x = x + attend_kv(p["attn2"], layer_norm(p["norm2"], x), k, v, prompts, upcast=upcast)
         h, gate = gated_linear(p["ff"]["net"]["0"]["proj"], layer_norm(p["norm3"], x))
         return x + linear(p["ff"]["net"]["2"], h * gelu(gate))  # GEGLU: Shazeer 2020, table 1
 

@@ -1,16 +1,29 @@
-"""CLIP's text encoder (Radford et al. 2021): a causal pre-norm transformer over 77 tokens."""
+"""CLIP's text encoder (Radford et al. 2021): a causal pre-norm transformer over 77 tokens.
+
+Stable Diffusion 1.x and 2.x have one. SDXL has two, read one layer earlier and put side by side, and the second also
+gives one pooled vector (Podell et al. 2023, section 2.1). Its refiner has the second alone. A longer prompt is encoded
+in chunks, and the weights of its words are applied on the host, so that neither compiles the encoder again.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from canvax.kernels.attention import attention
-from canvax.kernels.outline import outlined
+from canvax.kernels.outline import outlined, scope
 from canvax.models.configs import ClipTextConfig, ClipVisionConfig
+from canvax.models.text import FIRST, SECOND, Conditions, Passes, Shapes, TextEncoder, TextEncoders
 from canvax.nn import ACTIVATIONS, embedding, embedding_spec, layer_norm, linear, linear_spec, norm_spec
-from canvax.params import Axis, Params, Spec
-from canvax.types import Array
+from canvax.params import Axis, Params, Spec, whole
+from canvax.prompts.chunks import COUNTS, Chunk, ChunkedWords, Mixture, chunk_count, extended, read_chunks
+from canvax.prompts.grammar import Fragment
+from canvax.types import Array, DType, HostArray
 
 
 def text_encoder_spec(cfg: ClipTextConfig, *, projection: bool = False) -> Spec:
@@ -26,7 +39,7 @@ def text_encoder_spec(cfg: ClipTextConfig, *, projection: bool = False) -> Spec:
         }
     }
     if projection:
-        spec["text_projection"] = linear_spec(cfg.hidden_size, cfg.projection_dim, bias=False)
+        spec["text_projection"] = whole(linear_spec(cfg.hidden_size, cfg.projection_dim, bias=False))
     return spec
 
 
@@ -37,7 +50,7 @@ def text_encoder(p: Params, ids: Array, cfg: ClipTextConfig, *, skip: Array | in
         p: parameters as declared by ``text_encoder_spec``.
         ids: [B, T] integer ids, T at most ``max_position_embeddings``.
         cfg: the config.
-        skip: layers left out at the end (``clip_skip``); data, so another value never compiles again.
+        skip: layers left out at the end (``clip_skip``), a number or [B]; data, so another value never compiles again.
 
     Returns:
         [B, T, D] in the dtype of the parameters.
@@ -51,11 +64,11 @@ def hidden_states(p: Params, ids: Array, cfg: ClipTextConfig, *, skip: Array | i
     p = p["text_model"]
     positions = p["embeddings"]["position_embedding"]["weight"][None, : ids.shape[1]]
     x = embedding(p["embeddings"]["token_embedding"], ids) + positions
-    wanted = cfg.num_hidden_layers - jnp.asarray(skip, jnp.int32)
+    wanted = cfg.num_hidden_layers - jnp.asarray(skip, jnp.int32).reshape(-1, 1, 1)
     chosen = x
-    with jax.named_scope("text_encoder"):
+    with scope("text_encoder"):
         for i in range(cfg.num_hidden_layers):
-            x = layer(p["encoder"]["layers"][str(i)], x, cfg=cfg)
+            x = layer(p["encoder"]["layers"][str(i)], x, cfg=cfg, where=f"layers.{i}")
             chosen = jnp.where(wanted == i + 1, x, chosen)
     return chosen, x
 
@@ -98,3 +111,109 @@ def layer(p: Params, x: Array, *, cfg: ClipTextConfig | ClipVisionConfig, causal
     h = layer_norm(p["layer_norm2"], x, eps=cfg.layer_norm_eps)
     h = ACTIVATIONS[cfg.hidden_act](linear(p["mlp"]["fc1"], h))
     return x + linear(p["mlp"]["fc2"], h)
+
+
+@dataclass(frozen=True)
+class ClipEncoder(TextEncoder):
+    """CLIP's text encoder, whose program reads one chunk of a prompt.
+
+    Attributes:
+        component: its key in ``params``.
+        cfg: its config.
+        early: it is read one layer earlier, as SDXL was trained with.
+    """
+
+    component: str
+    cfg: ClipTextConfig
+    early: bool = False
+
+    @property
+    def tokenizer(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.component.replace("text_encoder", "tokenizer")
+
+    @property
+    def spec(self) -> Spec:
+        return text_encoder_spec(self.cfg, projection=self.component == SECOND)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk, 77."""
+        return self.cfg.max_position_embeddings
+
+    @property
+    def lengths(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return tuple(count * self.chunk for count in COUNTS)
+
+    def inputs(self, length: int) -> Shapes:
+        del length
+        return {"ids": jax.ShapeDtypeStruct((self.chunk,), jnp.int32), "skip": jax.ShapeDtypeStruct((), jnp.int32)}
+
+    def outputs(self, length: int, dtype: DType) -> Shapes:
+        text = {"text": jax.ShapeDtypeStruct((length, self.cfg.hidden_size), dtype)}
+        pooled = {"pooled": jax.ShapeDtypeStruct((self.cfg.projection_dim,), dtype)}
+        return text | pooled if self.component == SECOND else text
+
+    def encode(self, p: Params, ids: Array, skip: Array | int = 0) -> Conditions:
+        """Encode a chunk of each prompt: ids [B, T]; ``skip`` layers at the end are left out."""
+        if not self.early:
+            return {"text": text_encoder(p, ids, self.cfg, skip=skip)}
+        chosen, last = hidden_states(p, ids, self.cfg, skip=skip + 1)
+        pooled = {"pooled": pooled_text(p, last, ids, self.cfg)} if self.component == SECOND else {}
+        return {"text": chosen, **pooled}
+
+    def room(self, length: int) -> int:
+        return length // self.chunk * (self.chunk - 2)
+
+    def fit(self, needed: Iterable[int]) -> int:
+        """Return the length for prompts, which are repeated up to it."""
+        return self.chunk * chunk_count(length // self.chunk for length in needed)
+
+    def words(
+        self, tokenizer: Any, pieces: Sequence[Fragment], options: Mapping[str, Any], images: Sequence[Any] = ()
+    ) -> ChunkedWords:
+        del images
+        syntax, skip = options.get("prompt_syntax", "plain"), options.get("clip_skip", 0)
+        return read_chunks(tokenizer, pieces, syntax, self.chunk, skip)
+
+    def extended(self, words: ChunkedWords, length: int) -> ChunkedWords:
+        return extended(words, length)
+
+    def read(
+        self, tokenizer: Any, texts: Sequence[str], length: int, images: Sequence[Sequence[Any]] = ()
+    ) -> dict[str, HostArray]:
+        """Return the inputs of one chunk of each text, cut off behind it."""
+        del length, images
+        return {"ids": tokenizer(texts, length=self.chunk), "skip": np.zeros(len(texts), np.int32)}
+
+    def passes(self, tokenizer: Any, words: Sequence[ChunkedWords], length: int) -> Passes:
+        del tokenizer
+        if length == self.chunk and all(one.is_plain for one in words):
+            return Passes([_inputs([one.variants[0].chunks[0] for one in words], words)])
+        mixture = Mixture(words, length // self.chunk)
+        return Passes([_inputs(chunks, words) for chunks in mixture.passes], mixture)
+
+    def lengthened(self, text: HostArray, length: int) -> HostArray:
+        return np.tile(text, (1, length // text.shape[1], 1))
+
+
+def _inputs(chunks: Sequence[Chunk], words: Sequence[ChunkedWords]) -> dict[str, HostArray]:
+    """Inputs of a chunk of each prompt."""
+    arrays = {"ids": [ids for ids, _ in chunks], "skip": [one.skip for one in words]}
+    return {name: np.array(array, np.int32) for name, array in arrays.items()}
+
+
+def clip_encoders(first: ClipTextConfig | None, second: ClipTextConfig | None = None) -> TextEncoders:
+    """Those of Stable Diffusion 1.x and 2.x (``first`` alone), of SDXL (both), or of its refiner (``second`` alone)."""
+    parts = ((FIRST, first), (SECOND, second))
+    early = second is not None
+    return TextEncoders(tuple(ClipEncoder(name, cfg, early) for name, cfg in parts if cfg is not None))
+
+
+def clip_configs(text: TextEncoders) -> dict[str, ClipTextConfig]:
+    """Return the configs of the encoders that are CLIP's, by component."""
+    return {encoder.component: encoder.cfg for encoder in text.encoders if isinstance(encoder, ClipEncoder)}
+
+
+def most_skipped(text: TextEncoders) -> int:
+    """Return the largest ``clip_skip``; 0 without CLIP."""
+    return min((cfg.num_hidden_layers - 1 for cfg in clip_configs(text).values()), default=0)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
+from canvax.kernels.outline import scope
 from canvax.models.clip import layer, layer_spec
 from canvax.models.configs import ClipVisionConfig
 from canvax.nn import conv2d, conv2d_spec, embedding_spec, layer_norm, norm_spec
-from canvax.params import Param, Params, Spec
+from canvax.params import Param, Params, Spec, whole
 from canvax.quantize import compute_dtype
 from canvax.types import Array
 
@@ -23,7 +23,7 @@ def vision_encoder_spec(cfg: ClipVisionConfig) -> Spec:
         "vision_model": {
             "embeddings": {
                 "class_embedding": Param((cfg.hidden_size,), (None,), "normal"),
-                "patch_embedding": conv2d_spec(3, cfg.hidden_size, cfg.patch_size, bias=False),
+                "patch_embedding": whole(conv2d_spec(3, cfg.hidden_size, cfg.patch_size, bias=False)),
                 "position_embedding": embedding_spec(cfg.tokens, cfg.hidden_size),
             },
             "pre_layrnorm": norm_spec(cfg.hidden_size),
@@ -49,11 +49,12 @@ def vision_encoder(p: Params, images: Array, cfg: ClipVisionConfig) -> tuple[Arr
     x = (images - jnp.array(MEAN, images.dtype, ndmin=4)) / jnp.array(STD, images.dtype, ndmin=4)
     x = conv2d(p["embeddings"]["patch_embedding"], x.astype(dtype), stride=cfg.patch_size, padding=(0, 0))
     x = x.reshape(x.shape[0], -1, cfg.hidden_size)
-    whole = jnp.broadcast_to(p["embeddings"]["class_embedding"], (x.shape[0], 1, cfg.hidden_size))
-    x = jnp.concatenate([whole, x], axis=1) + p["embeddings"]["position_embedding"]["weight"][None]
+    image = jnp.broadcast_to(p["embeddings"]["class_embedding"], (x.shape[0], 1, cfg.hidden_size))
+    x = jnp.concatenate([image, x], axis=1) + p["embeddings"]["position_embedding"]["weight"][None]
     x = layer_norm(p["pre_layrnorm"], x, eps=cfg.layer_norm_eps)
     before = x
-    with jax.named_scope("image_encoder"):
+    with scope("image_encoder"):
         for i in range(cfg.num_hidden_layers):
-            before, x = x, layer(p["encoder"]["layers"][str(i)], x, cfg=cfg, causal=False)
+            before = x
+            x = layer(p["encoder"]["layers"][str(i)], x, cfg=cfg, causal=False, where=f"layers.{i}")
     return before, layer_norm(p["post_layernorm"], x[:, 0], eps=cfg.layer_norm_eps)

@@ -1,22 +1,20 @@
-"""A UNet and the networks that read control images, as a ``Denoiser``."""
+"""A denoiser and the networks that read control images, as a ``Denoiser``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from canvax.models.beside import ADAPTERS
-from canvax.models.denoiser import NEGATIVE, Around, Denoiser, Row, Shapes
+from canvax.models.denoiser import NEGATIVE, PLAIN, Around, Extensible, Extras, Inputs, Row, Shapes
 from canvax.models.text import Conditions
 from canvax.models.unet import Residuals
 from canvax.params import Params, Spec
 from canvax.quantize import compute_dtype
-from canvax.types import Array, DType, HostArray
+from canvax.types import Array, DType
 
 
 class Control(Protocol):
@@ -71,42 +69,42 @@ class Controlled(Around):
     """The denoiser of a call with control images. Its parameters are ``{"unet": ..., network's name: ...}``.
 
     Attributes:
-        base: the UNet, or a record around it.
+        base: the denoiser.
         nets: the networks by name. What each has read of an image is among the conditions, under that name.
     """
 
-    base: Denoiser
+    base: Extensible
     nets: tuple[tuple[str, Control], ...]
 
-    def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Shapes:
-        shapes = self.base.inputs(latents, text, dtype)
-        for name, net in self.nets:
-            shapes[name] = tuple(jax.ShapeDtypeStruct(shape, dtype(name)) for shape in net.features(latents))
-        return shapes
+    needs = "residuals"
 
-    @property
-    def columns(self) -> Shapes:
-        """``control``: how strong each layer of each network is, for the negative prompt and for the others."""
+    def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Inputs:
+        """``control``: how strong each layer of each network is, for the negative prompt and for the others;
+        ``any control``: which networks a row needs for any image."""
+        inner, count = self.base.inputs(latents, text, dtype), len(self.nets)
+        features = {
+            name: tuple(jax.ShapeDtypeStruct(shape, dtype(name)) for shape in net.features(latents))
+            for name, net in self.nets
+        }
         layers = max(net.layers for _, net in self.nets)
-        return {**self.base.columns, "control": jax.ShapeDtypeStruct((len(self.nets), 2, layers), jnp.float32)}
-
-    @property
-    def shared(self) -> Shapes:
-        """``needed``: which networks a row needs for any image."""
-        return {**self.base.shared, "needed": jax.ShapeDtypeStruct((len(self.nets),), jnp.bool_)}
-
-    def shared_of(self, columns: Mapping[str, HostArray]) -> dict[str, HostArray]:
-        return {**self.base.shared_of(columns), "needed": np.any(columns["control"], axis=(0, 3, 4))}
+        control = jax.ShapeDtypeStruct((count, 2, layers), jnp.float32)
+        return replace(
+            inner,
+            conditions={**inner.conditions, **features},
+            columns={**inner.columns, "control": control},
+            shared={**inner.shared, "any control": jax.ShapeDtypeStruct((count,), jnp.bool_)},
+        )
 
     def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> dict[str, Any]:
         names = [name for name, _ in self.nets]
         plain = {name: value for name, value in conditions.items() if name not in names}
-        others = {name: value for name, value in plain.items() if name != ADAPTERS}  # only the UNet has them
-        read = {name: (net.prepare(p[name], others), conditions[name]) for name, net in self.nets}
+        read = {name: (net.prepare(p[name], plain), conditions[name]) for name, net in self.nets}
         base = self.base.prepare(p[self.component], plain, latents)
         return {**read, self.component: base, "prompts": (conditions["role"] != NEGATIVE).astype(jnp.int32)}
 
-    def apply(self, p: Params, x: Array, row: Row, prepared: dict[str, Any], memory: Any) -> tuple[Array, Any]:
+    def apply(
+        self, p: Params, x: Array, row: Row, prepared: dict[str, Any], memory: Any, extras: Extras = PLAIN
+    ) -> tuple[Array, Any]:
         """As ``Denoiser.apply``, each network as strong as its row says."""
         half = prepared["prompts"][:, None, None, None]
         scales = jnp.take_along_axis(row["control"], half, axis=2)[:, :, 0]
@@ -122,10 +120,11 @@ class Controlled(Around):
             def nothing(net: Control = net, features: Any = features) -> Any:
                 return net.nothing(x.shape, features[0].dtype)
 
-            residuals_of_each.append(jax.lax.cond(row["needed"][i], read, nothing))
+            residuals_of_each.append(jax.lax.cond(row["any control"][i], read, nothing))
         dtype = compute_dtype(p[self.component])
         residuals = jax.tree.map(lambda array: array.astype(dtype), summed(residuals_of_each))
-        return self.base.apply(p[self.component], x, row, {**prepared[self.component], "residuals": residuals}, memory)
+        extras = extras._replace(residuals=residuals)
+        return self.base.apply(p[self.component], x, row, prepared[self.component], memory, extras)
 
 
 def encode_control(p: Params, images: Array, *, net: Control) -> tuple[Array, ...]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from canvax.errors import CheckpointError
+from canvax.kernels.outline import scope
 from canvax.models.blocks import resnet_block_spec
 from canvax.models.configs import Config, Count, Levels, UNetConfig
 from canvax.models.text import Conditions
@@ -24,7 +25,7 @@ from canvax.models.unet import (
     unet_spec,
 )
 from canvax.nn import conv2d, conv2d_spec, linear, linear_spec
-from canvax.params import Params, Spec
+from canvax.params import Params, Spec, whole
 from canvax.quantize import compute_dtype
 from canvax.types import Array, DType
 
@@ -160,8 +161,8 @@ _OF_UNET = ("conv_in", "time_embedding", "add_embedding", "down_blocks", "mid_bl
 
 def controlnet_spec(net: ControlNet) -> Spec:
     """Parameters of a ControlNet, under the names of diffusers."""
-    whole = unet_spec(net.unet)
-    spec: Spec = {name: whole[name] for name in _OF_UNET if name in whole}
+    unet = unet_spec(net.unet)
+    spec: Spec = {name: unet[name] for name in _OF_UNET if name in unet}
     first, last = net.unet.block_out_channels[0], net.unet.block_out_channels[-1]
     if net.hint.mid_block_type == NO_ATTENTION:
         resnet = resnet_block_spec(last, last, 4 * first, groups=net.unet.norm_num_groups)
@@ -172,9 +173,9 @@ def controlnet_spec(net: ControlNet) -> Spec:
         blocks[str(2 * i)] = conv2d_spec(widths[i], widths[i])
         blocks[str(2 * i + 1)] = conv2d_spec(widths[i], widths[i + 1])
     spec["controlnet_cond_embedding"] = {
-        "conv_in": conv2d_spec(net.hint.conditioning_channels, widths[0]),
+        "conv_in": whole(conv2d_spec(net.hint.conditioning_channels, widths[0])),
         **({"blocks": blocks} if blocks else {}),
-        "conv_out": conv2d_spec(widths[-1], first),
+        "conv_out": whole(conv2d_spec(widths[-1], first)),
     }
     skips = [first, *(level.channels for _, level, _ in down_layers(net.unet))]
     spec["controlnet_down_blocks"] = {str(i): linear_spec(c, c, conv=True) for i, c in enumerate(skips)}
@@ -224,7 +225,7 @@ def controlnet(
 
 def outputs_of(p: Params, first: Array, context: Context, net: ControlNet) -> list[Array]:
     """As ``controlnet``, from what the way down begins with [B, h, w, C0]."""
-    with jax.named_scope("controlnet"):
+    with scope("controlnet"):
         skips = [first]
         skips += unet_down(p, skips[0], context, net.unet)
         middle = unet_mid(p, skips[-1], context, net.unet)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from canvax.kernels.target import batch_shards
 from canvax.models.configs import AutoencoderConfig, TinyConfig, VaeConfig
+from canvax.models.denoiser import Packing
 from canvax.models.tiny import tiny_decode, tiny_encode, tiny_spec
 from canvax.models.vae import divisor, in_tiles, vae_decode, vae_decode_tiled, vae_encode, vae_encode_tiled, vae_spec
 from canvax.params import Params, Spec
@@ -162,6 +163,11 @@ def decode_images(
 
     pixels = latents.shape[1] * latents.shape[2] * autoencoder.factor**2
     return _in_micro_batches(some, latents, most=max(1, DECODE_PIXELS // pixels))
+
+
+def decode_packed(params: Params, packed: Array, *, packing: Packing, size: tuple[int, int], **options: Any) -> Array:
+    """``decode_images`` of latents of ``size`` as the loop has them."""
+    return decode_images(params, packing.unpack(packed, *size), **options)
 
 
 def encode_images(

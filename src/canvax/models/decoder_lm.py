@@ -1,27 +1,28 @@
 """A causal language model as a text encoder: Qwen3 and the text half of Qwen3-VL and Qwen2.5-VL (Qwen Team 2025).
 
-Image models read the residual stream behind some of its layers, neither the last normalisation nor the head. So layers
-behind the last one that is read are no part of the spec.
+Image models read the residual stream behind some of its layers, or the normalised last state, but not the head. So
+layers behind the last one that is read are no part of the spec.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from canvax.errors import CheckpointError
 from canvax.kernels.attention import attention
-from canvax.kernels.outline import outlined
+from canvax.kernels.outline import outlined, scope
 from canvax.models.configs import Config, Count, Epsilon, Ids, Layers, Range
 from canvax.models.dit import Rope, qk_norm_spec, rms_norm, rms_norm_spec, rotary_embedding, rotate, swiglu, swiglu_spec
-from canvax.models.text import FIRST, Conditions
+from canvax.models.text import FIRST, Conditions, Shapes, TextEncoder
 from canvax.nn import embedding, embedding_spec, linear, linear_spec
 from canvax.params import Axis, Params, Spec
-from canvax.types import Array
+from canvax.types import Array, DType, HostArray
 
 NORMALISED = ("qwen3", "qwen3_vl_text")
 """Kinds that normalise queries and keys."""
@@ -89,13 +90,13 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def decoder_lm_spec(cfg: DecoderConfig, layers: int) -> Spec:
-    """Parameters of the embedding and the first ``layers`` layers, named as in ``Qwen3ForCausalLM``."""
-    return {
-        "model": {
-            "embed_tokens": embedding_spec(cfg.vocab_size, cfg.hidden_size),
-            "layers": {str(i): _layer_spec(cfg) for i in range(layers)},
-        }
+    """Parameters of the embedding and the first ``layers`` layers, named as in ``Qwen3ForCausalLM``; the last
+    normalisation belongs to all layers."""
+    spec: Spec = {
+        "embed_tokens": embedding_spec(cfg.vocab_size, cfg.hidden_size),
+        "layers": {str(i): _layer_spec(cfg) for i in range(layers)},
     }
+    return {"model": spec | ({"norm": rms_norm_spec(cfg.hidden_size)} if layers == cfg.num_hidden_layers else {})}
 
 
 def _layer_spec(cfg: DecoderConfig) -> Spec:
@@ -117,7 +118,7 @@ def _layer_spec(cfg: DecoderConfig) -> Spec:
 
 
 def decoder_lm(p: Params, ids: Array, lengths: Array, cfg: DecoderConfig, *, taps: tuple[int, ...]) -> Array:
-    """Token ids -> the residual stream behind some layers.
+    """Token ids -> the residual stream behind some layers; behind the last layer of the model it is normalised.
 
     Args:
         p: parameters as declared by ``decoder_lm_spec``.
@@ -125,7 +126,7 @@ def decoder_lm(p: Params, ids: Array, lengths: Array, cfg: DecoderConfig, *, tap
         lengths: how many tokens of each are its prompt, int32 [B], data. No token attends to padding, but padding has
             features too, which some models read.
         cfg: the config.
-        taps: numbers of layers, 0 for the embedding; the entries of transformers' ``hidden_states`` but the last.
+        taps: numbers of layers, 0 for the embedding: entries of transformers' ``hidden_states``.
 
     Returns:
         [B, T, taps, D] in the dtype of the parameters.
@@ -134,10 +135,12 @@ def decoder_lm(p: Params, ids: Array, lengths: Array, cfg: DecoderConfig, *, tap
     rope = rotary_embedding(jnp.arange(ids.shape[1])[None, :, None], (cfg.width_of_head,), cfg.rope_theta)
     h = embedding(p["embed_tokens"], ids)
     stream = [h]
-    with jax.named_scope("text_encoder"):
+    with scope("text_encoder"):
         for i in range(max(taps)):
-            h = _layer(p["layers"][str(i)], h, rope, lengths, cfg=cfg)
+            h = _layer(p["layers"][str(i)], h, rope, lengths, cfg=cfg, where=f"layers.{i}")
             stream.append(h)
+    if len(stream) > cfg.num_hidden_layers:
+        stream[-1] = rms_norm(p["norm"], h, eps=cfg.rms_norm_eps)
     return jnp.stack([stream[tap] for tap in taps], axis=2)
 
 
@@ -156,27 +159,24 @@ def _layer(p: Params, x: Array, rope: Rope, lengths: Array, *, cfg: DecoderConfi
 
 
 @dataclass(frozen=True)
-class LanguageModel:
-    """The text encoder of a model that reads some layers, side by side. Ids below 0 are padding, of the token ``~id``.
+class LanguageModel(TextEncoder):
+    """The text encoder of a model that reads some layers, side by side.
 
     Attributes:
         cfg: its config.
         tap: the last layer that is read, of ``decoder_lm``.
         earlier: those before it.
-        tokens: of ``canvax.models.text.TextEncoder``.
-        most: of ``canvax.models.text.TextEncoder``.
+        lengths: of ``TextEncoder``.
+        most: tokens of the longest prompt.
     """
 
     cfg: DecoderConfig
     tap: int
     earlier: tuple[int, ...] = ()
-    tokens: int = 128
+    lengths: tuple[int, ...] = (128, 256, 512)
     most: int = 512
     component = FIRST
     tokenizer = "tokenizer"
-    whole = True
-    pooled_width = 0
-    max_skip = 0
 
     @property
     def spec(self) -> Spec:
@@ -184,10 +184,27 @@ class LanguageModel:
 
     @property
     def width(self) -> int:
+        """Channels of its features."""
         return (len(self.earlier) + 1) * self.cfg.hidden_size
 
-    def encode(self, p: Params, ids: Array, skip: Array) -> Conditions:
-        del skip
-        length = (ids >= 0).sum(axis=1, dtype=jnp.int32)
-        text = decoder_lm(p, jnp.where(ids < 0, ~ids, ids), length, self.cfg, taps=(*self.earlier, self.tap))
+    def inputs(self, length: int) -> Shapes:
+        return {"ids": jax.ShapeDtypeStruct((length,), jnp.int32), "length": jax.ShapeDtypeStruct((), jnp.int32)}
+
+    def outputs(self, length: int, dtype: DType) -> Shapes:
+        text = jax.ShapeDtypeStruct((length, self.width), dtype)
+        return {"text": text, "length": jax.ShapeDtypeStruct((), jnp.int32)}
+
+    def room(self, length: int) -> int:
+        return min(length, self.most)
+
+    def read(
+        self, tokenizer: Any, texts: Sequence[str], length: int, images: Sequence[Sequence[Any]] = ()
+    ) -> dict[str, HostArray]:
+        del images
+        lengths = [len(tokenizer.ids(text)) for text in texts]
+        return {"ids": tokenizer(texts, length=length), "length": np.array(lengths, np.int32)}
+
+    def encode(self, p: Params, ids: Array, length: Array) -> Conditions:
+        """Encode prompts: ids [B, T], of which the first ``length`` [B] are the prompt."""
+        text = decoder_lm(p, ids, length, self.cfg, taps=(*self.earlier, self.tap))
         return {"text": text.reshape(*ids.shape, self.width), "length": length}

@@ -8,10 +8,11 @@ are, not on height and width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,9 @@ from canvax.kernels.outline import outlined
 from canvax.nn import linear, linear_spec
 from canvax.params import Axis, Param, Params, Spec, map_spec
 from canvax.types import Array
+
+AnyArray = Any
+"""An array of NumPy or of JAX."""
 
 
 class Rope(NamedTuple):
@@ -75,42 +79,6 @@ def grid_ids(tokens: int, width: Array) -> tuple[Array, Array]:
     """Row and column of each token of images that are ``width`` [B] tokens wide, both [B, T]: width is data."""
     index = jnp.arange(tokens)[None]
     return index // width[:, None], index % width[:, None]
-
-
-class Squares(NamedTuple):
-    """How squares of 2 x 2 latents lie in images whose latents are in one row [B, h w, C]; int32 [B, h w] each.
-
-    Attributes:
-        latents: of each quarter of each token, row by row: which latent it is.
-        quarters: of each latent: which quarter it is, counted through all tokens.
-    """
-
-    latents: Array
-    quarters: Array
-
-    def pack(self, x: Array, *, channels_first: bool) -> Array:
-        """Latents [B, ..., C] as tokens [B, h w / 4, 4 C], whose features are in the order of ``pack``."""
-        flat, channels = x.reshape(x.shape[0], -1, x.shape[-1]), x.shape[-1]
-        tokens = jnp.take_along_axis(flat, self.latents[..., None], axis=1).reshape(x.shape[0], -1, 4, channels)
-        return (tokens.swapaxes(2, 3) if channels_first else tokens).reshape(x.shape[0], -1, 4 * channels)
-
-    def unpack(self, tokens: Array, *, channels_first: bool) -> Array:
-        """The inverse of ``pack``, as [B, h w, C]."""
-        channels = tokens.shape[-1] // 4
-        if channels_first:
-            tokens = tokens.reshape(*tokens.shape[:2], channels, 4).swapaxes(2, 3)
-        flat = tokens.reshape(tokens.shape[0], -1, channels)
-        return jnp.take_along_axis(flat, self.quarters[..., None], axis=1)
-
-
-def squares(tokens: int, width: Array) -> Squares:
-    """Those of images of so many ``tokens``, ``width`` [B] tokens wide: width is data."""
-    row, column = (ids[..., None] for ids in grid_ids(tokens, width))
-    quarter, across = jnp.arange(4)[None, None], 2 * width[:, None, None]
-    latents = (2 * row + quarter // 2) * across + 2 * column + quarter % 2
-    row, column = grid_ids(4 * tokens, 2 * width)
-    quarters = 4 * (row // 2 * width[:, None] + column // 2) + 2 * (row % 2) + column % 2
-    return Squares(latents.reshape(len(width), -1), quarters)
 
 
 def rms_norm_spec(channels: int) -> Spec:
@@ -348,23 +316,24 @@ def sandwich_block(
         return x + ff_gate * rms_norm(p["ffn_norm2"], h, eps=eps)
 
 
-def pack(latents: Array, *, channels_first: bool) -> Array:
-    """Squares of 2 x 2 latents as tokens: [B, h, w, C] -> [B, h/2, w/2, 4 C].
+def pack(latents: AnyArray, patch: int = 2, *, channels_first: bool) -> AnyArray:
+    """Join squares of ``patch`` x ``patch`` latents: [..., h, w, C] -> [..., h / patch, w / patch, patch * patch * C].
 
-    Features of a token are in the order (channel, row, column) if ``channels_first``, else (row, column, channel).
+    The features of a square are in the order (channel, row, column) if ``channels_first``, else (row, column, channel).
+    Arrays are on the host or on a device.
     """
-    b, h, w, c = latents.shape
-    x = latents.reshape(b, h // 2, 2, w // 2, 2, c)
+    *batch, h, w, c = latents.shape
+    x = latents.reshape(math.prod(batch), h // patch, patch, w // patch, patch, c)
     x = x.transpose(0, 1, 3, 5, 2, 4) if channels_first else x.transpose(0, 1, 3, 2, 4, 5)
-    return x.reshape(b, h // 2, w // 2, 4 * c)
+    return x.reshape(*batch, h // patch, w // patch, patch * patch * c)
 
 
-def unpack(tokens: Array, *, channels_first: bool) -> Array:
-    """The inverse of ``pack``: [B, h/2, w/2, 4 C] -> [B, h, w, C]."""
-    b, h, w, features = tokens.shape
-    c = features // 4
+def unpack(squares: AnyArray, patch: int = 2, *, channels_first: bool) -> AnyArray:
+    """Invert ``pack``."""
+    *batch, h, w, features = squares.shape
+    c = features // patch**2
     if channels_first:
-        x = tokens.reshape(b, h, w, c, 2, 2).transpose(0, 1, 4, 2, 5, 3)
+        x = squares.reshape(math.prod(batch), h, w, c, patch, patch).transpose(0, 1, 4, 2, 5, 3)
     else:
-        x = tokens.reshape(b, h, w, 2, 2, c).transpose(0, 1, 3, 2, 4, 5)
-    return x.reshape(b, 2 * h, 2 * w, c)
+        x = squares.reshape(math.prod(batch), h, w, patch, patch, c).transpose(0, 1, 3, 2, 4, 5)
+    return x.reshape(*batch, patch * h, patch * w, c)

@@ -7,18 +7,16 @@ of klein is layers 9, 18 and 27 of Qwen3 side by side, all 512 rows of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from canvax.errors import CheckpointError
-from canvax.models.beside import ADAPTERS, Places, with_adapters
 from canvax.models.configs import Config, Count, Depth, Epsilon, Factor
-from canvax.models.denoiser import REFERENCES, Denoiser, Row, Shapes
+from canvax.models.denoiser import COLUMNS, REFERENCES, Denoiser, Facts, Packing, Row
 from canvax.models.dit import (
     Rope,
     chunks,
@@ -34,9 +32,9 @@ from canvax.models.dit import (
 )
 from canvax.models.text import Conditions
 from canvax.nn import linear, linear_spec
-from canvax.params import Params, Spec
+from canvax.params import Params, Spec, whole
 from canvax.quantize import compute_dtype
-from canvax.types import Array, DType, HostArray
+from canvax.types import Array
 
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 """What klein's language model reads of a prompt, filled up to ``ROWS`` tokens."""
@@ -96,7 +94,7 @@ class Flux2Config(Config):
 
 def flux2_spec(cfg: Flux2Config) -> Spec:
     """Parameters of the transformer, none of which is a bias. Checkpoints store some layers as one, which devices split
-    each by itself: see ``canvax.weights.formats.flux2_rules``."""
+    each by itself: see ``STACKS`` in ``canvax.families.flux2``."""
     width, inner = cfg.dim, int(cfg.dim * cfg.mlp_ratio)
 
     def matrix(inputs: int, outputs: int) -> Spec:
@@ -106,16 +104,16 @@ def flux2_spec(cfg: Flux2Config) -> Spec:
     embedders = {"timestep_embedder": embedder} | ({"guidance_embedder": embedder} if cfg.guidance_embeds else {})
     block, single = (kind(width, cfg.num_attention_heads, inner) for kind in (double_block_spec, parallel_block_spec))
     return {
-        "time_guidance_embed": embedders,
-        "double_stream_modulation_img": {"linear": matrix(width, 6 * width)},
-        "double_stream_modulation_txt": {"linear": matrix(width, 6 * width)},
-        "single_stream_modulation": {"linear": matrix(width, 3 * width)},
-        "x_embedder": matrix(cfg.in_channels, width),
-        "context_embedder": matrix(cfg.joint_attention_dim, width),
+        "time_guidance_embed": whole(embedders),
+        "double_stream_modulation_img": {"linear": whole(matrix(width, 6 * width))},
+        "double_stream_modulation_txt": {"linear": whole(matrix(width, 6 * width))},
+        "single_stream_modulation": {"linear": whole(matrix(width, 3 * width))},
+        "x_embedder": whole(matrix(cfg.in_channels, width)),
+        "context_embedder": whole(matrix(cfg.joint_attention_dim, width)),
         "transformer_blocks": {str(i): block for i in range(cfg.num_layers)},
         "single_transformer_blocks": {str(i): single for i in range(cfg.num_single_layers)},
-        "norm_out": {"linear": matrix(width, 2 * width)},
-        "proj_out": matrix(width, cfg.in_channels),
+        "norm_out": {"linear": whole(matrix(width, 2 * width))},
+        "proj_out": whole(matrix(width, cfg.in_channels)),
     }
 
 
@@ -135,13 +133,9 @@ class Flux2Context(NamedTuple):
     lengths: Array | None = None
 
 
-def reference_ids(sizes: Sequence[tuple[int, int]]) -> HostArray:
-    """Positions of reference images of so many tokens high and wide, one behind the other: int32 [R, 4]."""
-    grids = [
-        np.stack(np.meshgrid(REFERENCE_STEP * (k + 1), range(h), range(w), 0, indexing="ij"), axis=-1).reshape(-1, 4)
-        for k, (h, w) in enumerate(sizes)
-    ]
-    return np.concatenate([np.zeros((0, 4), np.int32), *grids]).astype(np.int32)
+def reference_ids(ids: Array) -> Array:
+    """Return positions [B, R, 4] of tokens of reference images: (number of the reference, row, column) [B, R, 3]."""
+    return jnp.pad(ids * jnp.array([[[REFERENCE_STEP, 1, 1]]], jnp.int32), ((0, 0), (0, 0), (0, 1)))
 
 
 def flux2_context(
@@ -210,11 +204,13 @@ def flux2(
     for i in range(cfg.num_layers):
         block = p["transformer_blocks"][str(i)]
         streams = image, text, for_image, for_text
-        image, text = double_block(block, *streams, context.rope, context.lengths, eps=cfg.eps)
+        where = f"transformer_blocks.{i}"
+        image, text = double_block(block, *streams, context.rope, context.lengths, eps=cfg.eps, where=where)
     h = jnp.concatenate([text, image], axis=1)
     for i in range(cfg.num_single_layers):
         block = p["single_transformer_blocks"][str(i)]
-        h = parallel_block(block, h, for_both, context.rope, context.lengths, eps=cfg.eps)
+        where = f"single_transformer_blocks.{i}"
+        h = parallel_block(block, h, for_both, context.rope, context.lengths, eps=cfg.eps, where=where)
     scale, shift = chunks(p["norm_out"], time, 2)  # in the other order than everywhere else
     return linear(p["proj_out"], modulated(layer_norm(h[:, rows : rows + tokens], eps=cfg.eps), shift, scale))
 
@@ -225,14 +221,10 @@ class Flux2Denoiser(Denoiser):
 
     Attributes:
         cfg: its config.
-        places: for adapters beside its weights, as in ``canvax.models.denoiser.UNetDenoiser``.
-        references: how many tokens of reference images it reads, padding included.
-        is_distilled: as ``distilled``.
+        is_distilled: as ``distilled`` of its facts.
     """
 
     cfg: Flux2Config
-    places: Places | None = None
-    references: int = 0
     is_distilled: bool = False
 
     @property
@@ -244,59 +236,19 @@ class Flux2Denoiser(Denoiser):
         return flux2_spec(self.cfg)
 
     @property
-    def distilled(self) -> bool:
-        return self.is_distilled
+    def facts(self) -> Facts:
+        return Facts(packing=Packing(1), distilled=self.is_distilled, edits=True)
 
-    @property
-    def edits(self) -> bool:
-        return True
-
-    def loop_size(self, height: int, width: int) -> tuple[int, int]:
-        return 1, height * width
-
-    def size_inputs(self, height: int, width: int) -> dict[str, int]:
-        return {"columns": width}
-
-    def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Shapes:
-        batch, _, _, channels = latents
-        shapes: Shapes = {}
-        if self.places is not None:
-            shapes[ADAPTERS] = jax.ShapeDtypeStruct((batch, self.places.count), jnp.float32)
-        if self.references:
-            shapes[REFERENCES] = {
-                "tokens": jax.ShapeDtypeStruct((batch, self.references, channels), jnp.float32),
-                "ids": jax.ShapeDtypeStruct((batch, self.references, 4), jnp.int32),
-                "count": jax.ShapeDtypeStruct((batch,), jnp.int32),
-            }
-        return shapes
-
-    def read_references(self, latents: Sequence[HostArray]) -> dict[str, HostArray]:
-        ids = reference_ids([image.shape[1:3] for image in latents])
-        tokens = np.concatenate([image.reshape(len(image), -1, image.shape[-1]) for image in latents], axis=1)
-        count, padding = len(ids), ((0, 0), (0, self.references - len(ids)), (0, 0))
-        return {
-            "tokens": np.pad(tokens, padding),
-            "ids": np.repeat(np.pad(ids[None], padding), len(tokens), axis=0),
-            "count": np.full(len(tokens), count, np.int32),
-        }
-
-    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> tuple[Params, Flux2Context]:
-        if self.places is not None:
-            p = with_adapters(p, conditions[ADAPTERS], self.spec, self.places)
-        batch, height, width, channels = latents
-        text = conditions["text"].astype(compute_dtype(p))
-        columns = conditions.get("columns", jnp.full(batch, width, jnp.int32))
-        if self.references:
+    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> Flux2Context:
+        batch, _, length, channels = latents
+        if REFERENCES in conditions:
             references: Any = conditions[REFERENCES]
-            tokens, ids, count = references["tokens"], references["ids"], references["count"]
+            tokens, ids, count = references["tokens"], reference_ids(references["ids"]), references["count"]
         else:
             tokens, ids, count = jnp.zeros((batch, 0, channels)), jnp.zeros((batch, 0, 4), jnp.int32), None
-        context = flux2_context(p, text, columns, tokens, ids, self.cfg, tokens=height * width, count=count)
-        return p if self.places else {}, context
+        text, columns = conditions["text"].astype(compute_dtype(p)), conditions[COLUMNS]
+        return flux2_context(p, text, columns, tokens, ids, self.cfg, tokens=length, count=count)
 
-    def apply(
-        self, p: Params, x: Array, row: Row, prepared: tuple[Params, Flux2Context], memory: Any
-    ) -> tuple[Array, Any]:
-        adapted, context = prepared
-        tokens = x.astype(compute_dtype(p)).reshape(x.shape[0], -1, x.shape[-1])
-        return flux2(adapted or p, tokens, row["timestep"], context, self.cfg).reshape(x.shape), memory
+    def apply(self, p: Params, x: Array, row: Row, prepared: Flux2Context, memory: Any) -> tuple[Array, Any]:
+        tokens = x[:, 0].astype(compute_dtype(p))
+        return flux2(p, tokens, row["timestep"], prepared, self.cfg)[:, None], memory

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from canvax.kernels.attention import attention
+from canvax.kernels.outline import scope
 from canvax.models.clip_vision import vision_encoder, vision_encoder_spec
 from canvax.models.configs import ClipVisionConfig, UNetConfig
 from canvax.models.unet import CrossAttentionKV, down_layers, up_layers
@@ -156,7 +156,7 @@ class IPAdapter:
     def keys_and_values(self, p: Params, embeds: Array) -> tuple[tuple[Array, Array], ...]:
         """For each attention keys and values [B, T, N, Dh] of images, of what it reads of them."""
         pairs = []
-        with jax.named_scope("image_prompt"):
+        with scope("image_prompt"):
             tokens = self.image_tokens(p, embeds.astype(compute_dtype(p)))
             for i, layer in enumerate(self.attentions):
                 projections = p["ip_adapter"][str(2 * i + 1)]

@@ -15,14 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from canvax.errors import CheckpointError
-from canvax.kernels.outline import outlined
-from canvax.models.beside import ADAPTERS, Places, with_adapters
+from canvax.kernels.outline import outlined, scope
 from canvax.models.configs import Config, Count, Depth, Epsilon, Factor, Layers
-from canvax.models.denoiser import Row, SquareDenoiser
+from canvax.models.denoiser import COLUMNS, Denoiser, Facts, Packing, Row
 from canvax.models.dit import (
     Modulation,
     Rope,
-    Squares,
     grid_ids,
     modulated,
     rms_norm,
@@ -31,13 +29,12 @@ from canvax.models.dit import (
     self_attention,
     self_attention_spec,
     sinusoids,
-    squares,
     swiglu,
     swiglu_spec,
 )
 from canvax.models.text import Conditions
 from canvax.nn import linear, linear_spec, with_shares, without_shares
-from canvax.params import Axis, Param, Params, Spec
+from canvax.params import Axis, Param, Params, Spec, whole
 from canvax.quantize import compute_dtype
 from canvax.types import Array
 
@@ -56,6 +53,9 @@ DROPPED, TAPS = 34, (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)
 
 PROMPT = DROPPED + 512
 """Tokens of the longest prompt, with the template."""
+
+LENGTHS = (128, 256, 512, 768)
+"""Token lengths that programs are made for."""
 
 OFFSET = 1.0
 """Normalisations store the difference of their weights from 1, in float32."""
@@ -112,24 +112,26 @@ def krea2_spec(cfg: Krea2Config) -> Spec:
     block["attn"] = rotated(block["attn"], cfg.attention_head_dim)
     fusion = _block_spec(text, cfg.text_num_attention_heads, cfg.text_num_key_value_heads, cfg.text_intermediate_size)
     return {
-        "img_in": linear_spec(cfg.in_channels, width),
-        "time_embed": {"linear_1": linear_spec(cfg.timestep_embed_dim, width), "linear_2": linear_spec(width, width)},
-        "time_mod_proj": linear_spec(width, 6 * width),
+        "img_in": whole(linear_spec(cfg.in_channels, width)),
+        "time_embed": whole(
+            {"linear_1": linear_spec(cfg.timestep_embed_dim, width), "linear_2": linear_spec(width, width)}
+        ),
+        "time_mod_proj": whole(linear_spec(width, 6 * width)),
         "text_fusion": {
             "layerwise_blocks": {str(i): fusion for i in range(cfg.num_layerwise_text_blocks)},
-            "projector": linear_spec(cfg.num_text_layers, 1, bias=False),
+            "projector": whole(linear_spec(cfg.num_text_layers, 1, bias=False)),
             "refiner_blocks": {str(i): fusion for i in range(cfg.num_refiner_text_blocks)},
         },
         "txt_in": {
             "norm": _norm_spec(text),
-            "linear_1": linear_spec(text, width),
-            "linear_2": linear_spec(width, width),
+            "linear_1": whole(linear_spec(text, width)),
+            "linear_2": whole(linear_spec(width, width)),
         },
         "transformer_blocks": {str(i): block for i in range(cfg.num_layers)},
         "final_layer": {
             "scale_shift_table": Param((2, width), (None, None), init="zeros"),
             "norm": _norm_spec(width),
-            "linear": linear_spec(width, cfg.in_channels),
+            "linear": whole(linear_spec(width, cfg.in_channels)),
         },
     }
 
@@ -182,15 +184,17 @@ def krea2_context(
     batch, rows, layers, channels = text.shape
     lengths = jnp.maximum(lengths, 1)  # a slot of a batch without an image has no prompt
     fusion = p["text_fusion"]
-    with jax.named_scope("text_fusion"):
+    with scope("text_fusion"):
         h = text.reshape(batch * rows, layers, channels)
         bare, shares = without_shares(fusion)  # of each image, and here each row of its text is one of the batch
         each = with_shares(bare, None if shares is None else jnp.repeat(shares, rows, axis=0))
         for i in range(cfg.num_layerwise_text_blocks):
-            h = _block(each["layerwise_blocks"][str(i)], h, None, None, eps=cfg.norm_eps)
+            h = _block(each["layerwise_blocks"][str(i)], h, None, None, eps=cfg.norm_eps, where=f"layerwise_blocks.{i}")
         h = linear(each["projector"], h.swapaxes(1, 2)).reshape(batch, rows, channels)
         for i in range(cfg.num_refiner_text_blocks):
-            h = _block(fusion["refiner_blocks"][str(i)], h, None, lengths, eps=cfg.norm_eps)
+            h = _block(
+                fusion["refiner_blocks"][str(i)], h, None, lengths, eps=cfg.norm_eps, where=f"refiner_blocks.{i}"
+            )
         h = linear(p["txt_in"]["linear_1"], _norm(p["txt_in"]["norm"], h, cfg))
         h = linear(p["txt_in"]["linear_2"], jax.nn.gelu(h, approximate=True))
     row, column = grid_ids(tokens, width)
@@ -221,7 +225,8 @@ def krea2(p: Params, x: Array, timestep: Array, context: Krea2Context, cfg: Krea
     for i in range(cfg.num_layers):
         block = p["transformer_blocks"][str(i)]
         modulation = tuple(jnp.split(shared + block["scale_shift_table"][None], 6, axis=1))
-        h = _block(block, h, context.rope, context.lengths, modulation, eps=cfg.norm_eps)
+        where = f"transformer_blocks.{i}"
+        h = _block(block, h, context.rope, context.lengths, modulation, eps=cfg.norm_eps, where=where)
     last = p["final_layer"]
     scale, shift = jnp.split(time[:, None] + last["scale_shift_table"][None], 2, axis=1)
     return linear(last["linear"], modulated(_norm(last["norm"], h[:, :tokens], cfg), shift, scale))
@@ -244,37 +249,32 @@ def _block(
 
 
 @dataclass(frozen=True)
-class Krea2Denoiser(SquareDenoiser):
+class Krea2Denoiser(Denoiser):
     """The transformer inside the loop. It gives the velocity of a flow.
 
     Attributes:
         cfg: its config.
-        places: of ``SquareDenoiser``.
     """
 
     cfg: Krea2Config
-    places: Places | None = None
+
+    @property
+    def component(self) -> str:
+        return "transformer"
 
     @property
     def spec(self) -> Spec:
         return krea2_spec(self.cfg)
 
-    def prepare(
-        self, p: Params, conditions: Conditions, latents: Sequence[int]
-    ) -> tuple[Params, Krea2Context, Squares]:
-        if self.places is not None:
-            p = with_adapters(p, conditions[ADAPTERS], self.spec, self.places)
-        batch, height, width, _ = latents
-        tokens, text = height * width // 4, conditions["text"][:, DROPPED:].astype(compute_dtype(p))
-        text = text.reshape(*text.shape[:2], self.cfg.num_text_layers, self.cfg.text_hidden_dim)
-        columns = conditions.get("columns", jnp.full(batch, width // 2, jnp.int32))
-        context = krea2_context(p, text, conditions["length"] - DROPPED, columns, self.cfg, tokens=tokens)
-        return p if self.places else {}, context, squares(tokens, columns)
+    @property
+    def facts(self) -> Facts:
+        return Facts(native_size=(128, 128), packing=Packing(2, channels_first=True))
 
-    def apply(
-        self, p: Params, x: Array, row: Row, prepared: tuple[Params, Krea2Context, Squares], memory: Any
-    ) -> tuple[Array, Any]:
-        adapted, context, places = prepared
-        tokens = places.pack(x.astype(compute_dtype(p)), channels_first=True)
-        velocity = krea2(adapted or p, tokens, row["timestep"], context, self.cfg)
-        return places.unpack(velocity, channels_first=True).reshape(x.shape), memory
+    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> Krea2Context:
+        text, columns = conditions["text"][:, DROPPED:].astype(compute_dtype(p)), conditions[COLUMNS]
+        text = text.reshape(*text.shape[:2], self.cfg.num_text_layers, self.cfg.text_hidden_dim)
+        return krea2_context(p, text, conditions["length"] - DROPPED, columns, self.cfg, tokens=latents[2])
+
+    def apply(self, p: Params, x: Array, row: Row, prepared: Krea2Context, memory: Any) -> tuple[Array, Any]:
+        tokens = x[:, 0].astype(compute_dtype(p))
+        return krea2(p, tokens, row["timestep"], prepared, self.cfg)[:, None], memory

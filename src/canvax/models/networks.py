@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from canvax.models.beside import Places
 from canvax.models.configs import UNetConfig
 from canvax.models.controlled import Control, Controlled
 from canvax.models.decode import Autoencoder, autoencoder_of
-from canvax.models.denoiser import Denoiser, Perturbed, Reusing, with_fields
+from canvax.models.denoiser import Denoiser, Packing, Perturbed, Reusing, Shapes
 from canvax.models.text import IMAGE_ENCODER, TextEncoders
 from canvax.params import Spec
 from canvax.quantize import quantized_specs
@@ -31,7 +30,7 @@ class Networks:
     """What decides a model's compiled programs.
 
     Attributes:
-        denoiser: the network inside the loop, a ``canvax.models.denoiser.Denoiser``.
+        denoiser: the network inside the loop.
         vae: the autoencoder, a ``canvax.models.decode.Autoencoder``, or its config.
         text: the text encoders.
         prediction: what the denoiser was trained to give: "flow_prediction", whose checkpoints need the scheduler of a
@@ -41,7 +40,7 @@ class Networks:
         image_encoder: what makes of an image prompt what they read; None without.
     """
 
-    denoiser: Any
+    denoiser: Denoiser
     vae: Any
     text: TextEncoders
     prediction: str = "epsilon"
@@ -56,28 +55,20 @@ class Networks:
         specs |= {IMAGE_ENCODER: self.image_encoder.spec} if self.image_encoder else {}
         return quantized_specs(specs, quantize)
 
-    def denoiser_of(
-        self,
-        controls: Sequence[str] = (),
-        places: Places | None = None,
-        *,
-        perturbs: bool = False,
-        reuse_layers: int = 0,
-        references: int = 0,
-    ) -> Denoiser:
+    def denoiser_of(self, controls: Sequence[str] = (), *, perturbs: bool = False, reuse_layers: int = 0) -> Denoiser:
         """The denoiser of a call.
 
         Args:
             controls: those of ``controls`` that read a control image.
-            places: for adapters beside its weights.
             perturbs: for perturbed-attention guidance.
             reuse_layers: ``layers`` of ``canvax.models.denoiser.Reusing``; 0 without.
-            references: tokens of reference images; 0 without.
+
+        Raises:
+            InputError: the model's denoiser does not offer what that takes.
         """
-        fields = {name: value for name, value in (("places", places), ("references", references)) if value}
-        denoiser = with_fields(self.denoiser, **fields) if fields else self.denoiser
+        denoiser: Any = self.denoiser
         denoiser = Perturbed(denoiser) if perturbs else denoiser
-        denoiser = Reusing(denoiser, self.denoiser.cfg, reuse_layers) if reuse_layers else denoiser
+        denoiser = Reusing(denoiser, reuse_layers) if reuse_layers else denoiser
         nets = tuple((name, net) for name, net in self.controls if name in controls)
         return Controlled(denoiser, nets) if nets else denoiser
 
@@ -112,14 +103,28 @@ class Networks:
                 )
         return shapes_of
 
+    def references(self, batch: int, sizes: Sequence[tuple[int, int]]) -> Shapes:
+        """Shapes of the condition ``canvax.models.denoiser.REFERENCES``, for reference images of these sizes."""
+        room, channels = self.room(sizes), self.vae.latent_channels * self.packing.step**2
+        return {
+            "tokens": jax.ShapeDtypeStruct((batch, room, channels), jnp.float32),
+            "ids": jax.ShapeDtypeStruct((batch, room, 3), jnp.int32),
+            "count": jax.ShapeDtypeStruct((batch,), jnp.int32),
+        }
+
     def latent_shape(self, batch: int, height: int, width: int) -> tuple[int, int, int, int]:
         """[B, h, w, C] for images of ``height`` x ``width`` pixels."""
         return batch, height // self.vae.factor, width // self.vae.factor, self.vae.latent_channels
 
     @property
+    def packing(self) -> Packing:
+        """How the loop holds latents."""
+        return self.denoiser.facts.packing
+
+    @property
     def size_step(self) -> int:
         """Pixels by whose multiples height and width go."""
-        return self.vae.factor * self.denoiser.patch
+        return self.vae.factor * self.packing.step
 
     @property
     def autoencoder(self) -> Autoencoder:
@@ -129,18 +134,18 @@ class Networks:
     @property
     def native_size(self) -> tuple[int, int]:
         """Height and width of the images it was trained on, in pixels."""
-        tall, wide = self.denoiser.native_size
+        tall, wide = self.denoiser.facts.native_size
         return tall * self.vae.factor, wide * self.vae.factor
 
     @property
     def embeds_guidance(self) -> bool:
         """Whether the guidance scale is an input of the denoiser, which needs no negative prompt then."""
-        return self.denoiser.embeds_guidance
+        return self.denoiser.facts.embeds_guidance
 
     @property
     def unguided(self) -> bool:
         """Whether no negative prompt is read at any guidance scale."""
-        return self.denoiser.embeds_guidance or self.denoiser.distilled
+        return self.denoiser.facts.embeds_guidance or self.denoiser.facts.distilled
 
     def tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
         """Tokens of images of so many pixels high and wide."""
@@ -153,7 +158,7 @@ class Networks:
     @property
     def inpaints(self) -> bool:
         """Whether the denoiser sees a mask and the masked image beside the latents."""
-        return self.denoiser.inpaints
+        return self.denoiser.facts.inpaints
 
     @property
     def size_numbers(self) -> int:
@@ -163,5 +168,15 @@ class Networks:
     @property
     def unet(self) -> UNetConfig | None:
         """Config of the UNet; None for another kind of denoiser."""
-        cfg = getattr(self.denoiser, "cfg", None)
-        return cfg if isinstance(cfg, UNetConfig) else None
+        return self.config if isinstance(self.config, UNetConfig) else None
+
+    @property
+    def config(self) -> Any:
+        """Config of the denoiser, of whatever kind; None for one without."""
+        return getattr(self.denoiser, "cfg", None)
+
+    @property
+    def most_layers(self) -> int:
+        """The largest ``layers`` of ``Reusing``, 0 for a denoiser that has no features to reuse."""
+        denoiser: Any = self.denoiser
+        return denoiser.most_layers if "recall" in self.denoiser.facts.offers else 0

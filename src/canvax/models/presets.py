@@ -1,19 +1,10 @@
-"""The published models by name, as configs: what can be planned, measured or initialised without a checkpoint."""
+"""Configs of the networks of Stable Diffusion; the presets of all families are in ``canvax.families.known``."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from canvax.models.configs import ClipTextConfig, UNetConfig, VaeConfig
-from canvax.models.decoder_lm import DecoderConfig, LanguageModel
-from canvax.models.denoiser import UNetDenoiser
-from canvax.models.flux2 import ROWS, Flux2Config, Flux2Denoiser, taps
-from canvax.models.flux2_vae import Flux2Autoencoder, Flux2VaeConfig
-from canvax.models.krea2 import PROMPT, TAPS, Krea2Config, Krea2Denoiser
-from canvax.models.networks import Networks
-from canvax.models.text import TextEncoders, clip_encoders
-from canvax.models.wan_vae import WanAutoencoder, WanVaeConfig
-from canvax.models.z_image import ZImageConfig, ZImageDenoiser
 
 SD_VAE = VaeConfig(
     down_block_types=("DownEncoderBlock2D",) * 4,
@@ -72,42 +63,3 @@ SDXL_TEXT_2 = ClipTextConfig(
     projection_dim=1280,
     eos_token_id=2,
 )
-
-FLUX_VAE = dataclasses.replace(
-    SD_VAE,
-    latent_channels=16,
-    scaling_factor=0.3611,
-    shift_factor=0.1159,
-    use_quant_conv=False,
-    use_post_quant_conv=False,
-)
-QWEN3_4B = DecoderConfig(head_dim=128)
-QWEN3_VL_4B = DecoderConfig(model_type="qwen3_vl_text", head_dim=128, rope_theta=5e6)
-*_EARLIER, _TAP = taps(QWEN3_4B.num_hidden_layers)
-FLUX2_KLEIN_4B = Flux2Config(
-    num_layers=5, num_single_layers=20, num_attention_heads=24, joint_attention_dim=7680, guidance_embeds=False
-)
-
-PRESETS = {
-    "sd14": Networks(UNetDenoiser(SD15_UNET), SD_VAE, clip_encoders(SD15_TEXT)),
-    "sd15": Networks(UNetDenoiser(SD15_UNET), SD_VAE, clip_encoders(SD15_TEXT)),
-    "sd21": Networks(UNetDenoiser(SD21_UNET), SD_VAE, clip_encoders(SD21_TEXT), "v_prediction"),
-    "sdxl": Networks(UNetDenoiser(SDXL_UNET), SDXL_VAE, clip_encoders(SDXL_TEXT, SDXL_TEXT_2)),
-    "z-image": Networks(
-        ZImageDenoiser(ZImageConfig()), FLUX_VAE, TextEncoders((LanguageModel(QWEN3_4B, 35),)), "flow_prediction"
-    ),
-    "flux2-klein-4b": Networks(
-        Flux2Denoiser(FLUX2_KLEIN_4B, is_distilled=True),
-        Flux2Autoencoder(Flux2VaeConfig()),
-        TextEncoders((LanguageModel(QWEN3_4B, _TAP, tuple(_EARLIER), ROWS),)),
-        "flow_prediction",
-    ),
-    "krea-2": Networks(
-        Krea2Denoiser(Krea2Config()),
-        WanAutoencoder(WanVaeConfig()),
-        TextEncoders((LanguageModel(QWEN3_VL_4B, TAPS[-1], TAPS[:-1], most=PROMPT),)),
-        "flow_prediction",
-    ),
-    "sdxl-refiner": Networks(UNetDenoiser(SDXL_REFINER_UNET), SDXL_VAE, clip_encoders(None, SDXL_TEXT_2)),
-}
-"""Stable Diffusion 1.4 and 1.5 are one architecture, and so are Z-Image and Z-Image-Turbo, Krea 2 Raw and Turbo."""

@@ -16,7 +16,7 @@ from canvax.models.controlnet import scaled
 from canvax.models.text import Conditions
 from canvax.models.unet import Residuals, down_layers
 from canvax.nn import conv2d, conv2d_spec, linear, linear_spec
-from canvax.params import Params, Spec
+from canvax.params import Params, Spec, whole
 from canvax.quantize import compute_dtype
 from canvax.types import Array, DType
 
@@ -176,7 +176,7 @@ def adapter_spec(cfg: AdapterConfig) -> Spec:
         block: Spec = {"in_conv": _one_by_one(inputs, width)} if light or inputs != outputs else {}
         body[str(i)] = {**block, "resnets": resnets, **({"out_conv": _one_by_one(width, outputs)} if light else {})}
     first = {} if cfg.adapter_type == LIGHT else {
-        "conv_in": conv2d_spec(cfg.in_channels * cfg.downscale_factor**2, cfg.channels[0])
+        "conv_in": whole(conv2d_spec(cfg.in_channels * cfg.downscale_factor**2, cfg.channels[0]))
     }  # fmt: skip
     return {"adapter": {**first, "body": body}}
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from canvax.kernels.outline import scope
 from canvax.models.blocks import (
     TransformerKV,
     downsample,
@@ -28,7 +29,7 @@ from canvax.models.blocks import (
 )
 from canvax.models.configs import UNetConfig
 from canvax.nn import conv2d, conv2d_spec, group_norm, linear, linear_spec, norm_spec
-from canvax.params import Params, Spec
+from canvax.params import Params, Spec, whole
 from canvax.types import Array
 
 CrossAttentionKV = dict[str, dict[str, Any]]
@@ -130,8 +131,8 @@ def unet_spec(cfg: UNetConfig) -> Spec:
     first, last = cfg.block_out_channels[0], cfg.block_out_channels[-1]
     time, groups = 4 * first, cfg.norm_num_groups
     return {
-        "conv_in": conv2d_spec(cfg.in_channels, first),
-        "time_embedding": _time_spec(cfg),
+        "conv_in": whole(conv2d_spec(cfg.in_channels, first)),
+        "time_embedding": whole(_time_spec(cfg)),
         **_addition_spec(cfg),
         "down_blocks": {str(i): _level_spec(level, cfg, "downsamplers") for i, level in enumerate(_down_levels(cfg))},
         "mid_block": {
@@ -140,7 +141,7 @@ def unet_spec(cfg: UNetConfig) -> Spec:
         },
         "up_blocks": {str(i): _level_spec(level, cfg, "upsamplers") for i, level in enumerate(_up_levels(cfg))},
         "conv_norm_out": norm_spec(first),
-        "conv_out": conv2d_spec(first, cfg.out_channels),
+        "conv_out": whole(conv2d_spec(first, cfg.out_channels)),
     }
 
 
@@ -157,7 +158,7 @@ def _addition_spec(cfg: UNetConfig) -> Spec:
         return {}
     time = 4 * cfg.block_out_channels[0]
     first = linear_spec(cfg.projection_class_embeddings_input_dim, time)
-    return {"add_embedding": {"linear_1": first, "linear_2": linear_spec(time, time)}}
+    return {"add_embedding": whole({"linear_1": first, "linear_2": linear_spec(time, time)})}
 
 
 def _attention_spec(channels: int, heads: int, depth: int, cfg: UNetConfig) -> Spec:
@@ -195,25 +196,6 @@ def cross_attention_kv(p: Params, text: Array, cfg: UNetConfig) -> CrossAttentio
             # A ControlNet has no way up.
             "up_blocks": of_levels(p["up_blocks"], _up_levels(cfg)) if "up_blocks" in p else {},
         }
-
-
-def least_bytes(cfg: UNetConfig, samples: int, height: int, width: int, itemsize: int) -> int:
-    """Bytes that the features for skip connections take together in the middle of the network: less than it needs.
-
-    Args:
-        cfg: of the network.
-        samples: at once, with guidance two for each image.
-        height: of latents.
-        width: of latents.
-        itemsize: bytes of a number.
-    """
-    channels, pixels = cfg.block_out_channels, height * width
-    total = channels[0] * pixels
-    for level, (width_of_level, layers) in enumerate(zip(channels, cfg.layers, strict=True)):
-        total += layers * width_of_level * (pixels >> 2 * level)
-        if level + 1 < len(channels):
-            total += width_of_level * (pixels >> 2 * (level + 1))
-    return samples * total * itemsize
 
 
 def unet(
@@ -309,7 +291,7 @@ def unet_down(
     skips = []
     for at, (i, level, j) in enumerate(down_layers(cfg)[layers]):
         block = p["down_blocks"][str(i)]
-        with jax.named_scope(f"down_{i}"):
+        with scope(f"down_blocks.{i}"):
             if j is None:
                 h = downsample(block["downsamplers"]["0"], h, padding=(1, 1))
             else:
@@ -323,12 +305,13 @@ def unet_mid(p: Params, h: Array, context: Context, cfg: UNetConfig) -> Array:
     """The middle, at the lowest resolution: [B, h, w, C] -> [B, h, w, C]."""
     groups, eps = cfg.norm_num_groups, cfg.norm_eps
     block, kv = p["mid_block"], context.text["mid_block"].get("0")
-    with jax.named_scope("mid"):
+    with scope("mid_block"):
         h = resnet_block(block["resnets"]["0"], h, context.time, groups=groups, eps=eps)
         if kv is None:  # of small ControlNets
             return h
         options = {"upcast": cfg.upcast_attention, "perturbed": context.special.perturbed}
-        h = transformer(block["attentions"]["0"], h, kv, heads=cfg.heads[-1], groups=groups, **options)
+        with scope("attentions.0"):
+            h = transformer(block["attentions"]["0"], h, kv, heads=cfg.heads[-1], groups=groups, **options)
         return resnet_block(block["resnets"]["1"], h, context.time, groups=groups, eps=eps)
 
 
@@ -348,7 +331,7 @@ def unet_up(
     skips = list(skips)
     for i, level, j in up_layers(cfg)[layers]:
         block = p["up_blocks"][str(i)]
-        with jax.named_scope(f"up_{i}"):
+        with scope(f"up_blocks.{i}"):
             skip = skips.pop()
             h = jnp.concatenate([h, skip], axis=-1)
             h = _layer(block, context.text["up_blocks"][str(i)], context, level, j, h, cfg)
@@ -393,9 +376,9 @@ def _layer(
         h = resnet_block(block["resnets"][str(j)], h, time, groups=groups, eps=cfg.norm_eps)
         if kv is None:
             return h
-        return transformer(
-            block["attentions"][str(j)], h, kv, heads=level.heads, groups=groups, upcast=cfg.upcast_attention
-        )
+        with scope(f"attentions.{j}"):
+            upcast = cfg.upcast_attention
+            return transformer(block["attentions"][str(j)], h, kv, heads=level.heads, groups=groups, upcast=upcast)
 
     return (jax.checkpoint(layer) if context.special.remat else layer)(h, context.time, kv.get(str(j)))
 

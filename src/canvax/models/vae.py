@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from canvax.kernels.outline import scope
 from canvax.models.blocks import (
     attend_kv,
     attention_spec,
@@ -270,7 +271,7 @@ def _mid_spec(channels: int, cfg: VaeConfig) -> Spec:
 
 def _mid_block(p: Params, h: Array, cfg: VaeConfig, rows: int | None = None) -> Array:
     """Two residual blocks with attention between them, for ``rows`` rows of the picture at a time if given."""
-    with jax.named_scope("mid"):
+    with scope("vae.mid_block"):
         h = resnet_block(p["resnets"]["0"], h, None, groups=cfg.norm_num_groups, eps=NORM_EPS)
         if "attentions" in p:
             a = p["attentions"]["0"]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from canvax.errors import CheckpointError
 from canvax.kernels.attention import attention
-from canvax.kernels.outline import outlined
+from canvax.kernels.outline import outlined, scope
 from canvax.models.configs import Config, Count, Depth, Factor, Levels, Number
 from canvax.models.decode import TILE, Autoencoder, widened
 from canvax.models.vae import in_tiles
@@ -228,7 +228,7 @@ def _resnet(p: Params, x: Array) -> Array:
 
 def _mid_block(p: Params, x: Array) -> Array:
     """Two residual blocks with attention of one head between them."""
-    with jax.named_scope("mid"):
+    with scope("vae.mid_block"):
         x, a = _resnet(p["resnets"]["0"], x), p["attentions"]["0"]
         b, h, w, c = x.shape
         qkv = linear(a["to_qkv"], _norm(a["norm"], x)).reshape(b, h * w, 3, 1, c)

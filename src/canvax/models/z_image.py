@@ -14,13 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from canvax.errors import CheckpointError
-from canvax.models.beside import ADAPTERS, Places, with_adapters
 from canvax.models.configs import Config, Count, Depth, Epsilon, Factor, Layers
-from canvax.models.denoiser import Row, SquareDenoiser
+from canvax.models.denoiser import COLUMNS, Denoiser, Facts, Packing, Row
 from canvax.models.dit import (
     Modulation,
     Rope,
-    Squares,
     grid_ids,
     layer_norm,
     rms_norm,
@@ -29,11 +27,10 @@ from canvax.models.dit import (
     sandwich_block,
     sandwich_block_spec,
     sinusoids,
-    squares,
 )
 from canvax.models.text import Conditions
 from canvax.nn import linear, linear_spec
-from canvax.params import Param, Params, Spec
+from canvax.params import Param, Params, Spec, whole
 from canvax.quantize import compute_dtype
 from canvax.types import Array
 
@@ -104,24 +101,23 @@ def z_image_spec(cfg: ZImageConfig) -> Spec:
         return {str(i): _block_spec(cfg, modulated=modulated) for i in range(count)}
 
     return {
-        "all_x_embedder": {SIZE: linear_spec(features, width)},
+        "all_x_embedder": {SIZE: whole(linear_spec(features, width))},
         "noise_refiner": blocks(cfg.n_refiner_layers),
         "context_refiner": blocks(cfg.n_refiner_layers, modulated=False),
-        "t_embedder": {
-            "mlp": {
-                "0": linear_spec(TIME_WIDTH, TIME_INNER),
-                "2": linear_spec(TIME_INNER, cfg.time_width),
-            }
-        },
-        "cap_embedder": {"0": rms_norm_spec(cfg.cap_feat_dim), "1": linear_spec(cfg.cap_feat_dim, width)},
+        "t_embedder": whole(
+            {"mlp": {"0": linear_spec(TIME_WIDTH, TIME_INNER), "2": linear_spec(TIME_INNER, cfg.time_width)}}
+        ),
+        "cap_embedder": {"0": rms_norm_spec(cfg.cap_feat_dim), "1": whole(linear_spec(cfg.cap_feat_dim, width))},
         "x_pad_token": token,
         "cap_pad_token": token,
         "layers": blocks(cfg.n_layers),
         "all_final_layer": {
-            SIZE: {
-                "linear": linear_spec(width, features),
-                "adaLN_modulation": {"1": linear_spec(cfg.time_width, width)},
-            }
+            SIZE: whole(
+                {
+                    "linear": linear_spec(width, features),
+                    "adaLN_modulation": {"1": linear_spec(cfg.time_width, width)},
+                }
+            )
         },
     }
 
@@ -129,7 +125,7 @@ def z_image_spec(cfg: ZImageConfig) -> Spec:
 def _block_spec(cfg: ZImageConfig, *, modulated: bool) -> Spec:
     spec = sandwich_block_spec(cfg.dim, cfg.n_heads, int(cfg.dim / 3 * 8))
     if modulated:
-        spec["adaLN_modulation"] = {"0": linear_spec(cfg.time_width, 4 * cfg.dim)}
+        spec["adaLN_modulation"] = {"0": whole(linear_spec(cfg.time_width, 4 * cfg.dim))}
     return spec
 
 
@@ -181,7 +177,8 @@ def z_image_context(
     )
     with jax.named_scope("context_refiner"):
         for i in range(cfg.n_refiner_layers):
-            caption = sandwich_block(p["context_refiner"][str(i)], caption, caption_rope, filled, **_eps(cfg))
+            how = {**_eps(cfg), "where": f"context_refiner.{i}"}
+            caption = sandwich_block(p["context_refiner"][str(i)], caption, caption_rope, filled, **how)
     rope = Rope(*(jnp.concatenate(both, axis=1) for both in zip(image_rope, caption_rope, strict=True)))
     return ZImageContext(caption, image_rope, rope, image_ids.shape[1] + filled)
 
@@ -209,11 +206,13 @@ def z_image(p: Params, x: Array, timestep: Array, context: ZImageContext, cfg: Z
     image = jnp.concatenate([image, filling.astype(image.dtype)], axis=1)
     for i in range(cfg.n_refiner_layers):
         block = p["noise_refiner"][str(i)]
-        image = sandwich_block(block, image, context.image_rope, None, _modulation(block, time), **_eps(cfg))
+        how = {**_eps(cfg), "where": f"noise_refiner.{i}"}
+        image = sandwich_block(block, image, context.image_rope, None, _modulation(block, time), **how)
     h = jnp.concatenate([image, context.caption], axis=1)
     for i in range(cfg.n_layers):
         block = p["layers"][str(i)]
-        h = sandwich_block(block, h, context.rope, context.lengths, _modulation(block, time), **_eps(cfg))
+        how = {**_eps(cfg), "where": f"layers.{i}"}
+        h = sandwich_block(block, h, context.rope, context.lengths, _modulation(block, time), **how)
     last = p["all_final_layer"][SIZE]
     scale = linear(last["adaLN_modulation"]["1"], jax.nn.silu(time))[:, None]
     return -linear(last["linear"], layer_norm(h[:, :tokens]) * (1 + scale))
@@ -230,36 +229,31 @@ def _modulation(p: Params, time: Array) -> Modulation:
 
 
 @dataclass(frozen=True)
-class ZImageDenoiser(SquareDenoiser):
+class ZImageDenoiser(Denoiser):
     """The transformer inside the loop. It gives the velocity of a flow.
 
     Attributes:
         cfg: its config.
-        places: of ``SquareDenoiser``.
     """
 
     cfg: ZImageConfig
-    places: Places | None = None
+
+    @property
+    def component(self) -> str:
+        return "transformer"
 
     @property
     def spec(self) -> Spec:
         return z_image_spec(self.cfg)
 
-    def prepare(
-        self, p: Params, conditions: Conditions, latents: Sequence[int]
-    ) -> tuple[Params, ZImageContext, Squares]:
-        if self.places is not None:
-            p = with_adapters(p, conditions[ADAPTERS], self.spec, self.places)
-        batch, height, width, _ = latents
-        tokens, text = height * width // 4, conditions["text"].astype(compute_dtype(p))
-        columns = conditions.get("columns", jnp.full(batch, width // 2, jnp.int32))
-        context = z_image_context(p, text, conditions["length"], columns, self.cfg, tokens=tokens)
-        return p if self.places else {}, context, squares(tokens, columns)
+    @property
+    def facts(self) -> Facts:
+        return Facts(native_size=(128, 128), packing=Packing(2))
 
-    def apply(
-        self, p: Params, x: Array, row: Row, prepared: tuple[Params, ZImageContext, Squares], memory: Any
-    ) -> tuple[Array, Any]:
-        adapted, context, places = prepared
-        tokens = places.pack(x.astype(compute_dtype(p)), channels_first=False)
-        velocity = z_image(adapted or p, tokens, row["timestep"], context, self.cfg)
-        return places.unpack(velocity, channels_first=False).reshape(x.shape), memory
+    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> ZImageContext:
+        text, columns = conditions["text"].astype(compute_dtype(p)), conditions[COLUMNS]
+        return z_image_context(p, text, conditions["length"], columns, self.cfg, tokens=latents[2])
+
+    def apply(self, p: Params, x: Array, row: Row, prepared: ZImageContext, memory: Any) -> tuple[Array, Any]:
+        tokens = x[:, 0].astype(compute_dtype(p))
+        return z_image(p, tokens, row["timestep"], prepared, self.cfg)[:, None], memory

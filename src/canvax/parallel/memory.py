@@ -122,18 +122,6 @@ def check_programs(programs: Iterable[tuple[str, Any]], mesh: Mesh, cure: Callab
             )
 
 
-def check_least(needed: int, mesh: Mesh, cure: Callable[[], str]) -> None:
-    """Raises OutOfMemoryError if the features of an image are too large, before minutes are spent on compiling.
-
-    ``needed`` is a lower bound of a program's bytes on each device; ``cure`` returns the advice in the error.
-    """
-    free = free_bytes(mesh)
-    if free is not None and needed > free:
-        raise OutOfMemoryError(
-            f"the denoiser needs more than {gigabytes(needed)} on each device, and {gigabytes(free)} are free; {cure()}"
-        )
-
-
 @contextmanager
 def explained(cure: Callable[[], str]) -> Iterator[None]:
     """Replaces an out-of-memory error of compiling or running by an OutOfMemoryError with advice."""

@@ -5,63 +5,34 @@ so that every change begins from it: weights are never taken off again, and with
 A change makes new parameters and a new ``Model`` and leaves the old ones alone, so that a call that has begun in
 another thread goes on with the adapters that it began with.
 
-Adapters may also lie beside the weights (``canvax.pipelines.unmerged``): then each image has its own.
+Adapters may also lie beside the weights (``canvax.pipelines.slots``): then each image has its own.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
-from canvax.adapters import Part, change
-from canvax.errors import (
-    NO_VALUE,
-    CanvaxError,
-    CheckpointError,
-    HintWarning,
-    InputError,
-    check_flag,
-    nearest,
-    shown,
-    warn,
-)
+from canvax.errors import HintWarning, InputError, check_flag, nearest, shown, warn
 from canvax.families.base import Model
 from canvax.files import named_path
-from canvax.images.infotext import without_networks
-from canvax.parallel.rules import place
-from canvax.params import Param, Params, Spec, flatten
+from canvax.params import Params
+from canvax.pipelines.adapter_files import file_of, sha256_of
+from canvax.pipelines.adapter_weights import Weights, parse_weight, parted, tell_of_odd
 from canvax.pipelines.loaded import LoadedModel
-from canvax.pipelines.texts import Tags, tags_of, take_tags
-from canvax.pipelines.unmerged import (
-    COUNT,
-    Bank,
-    Shares,
-    Weights,
-    bucket,
-    check_places,
-    parse_weight,
-    parted,
-    rank_of,
-    tell_of_odd,
-)
-from canvax.quantize import quantize, scale_of
-from canvax.types import Array, HostArray
+from canvax.pipelines.merging import Change, Merging
+from canvax.pipelines.slots import COUNT, Bank, bucket, check_places, rank_of
+from canvax.pipelines.texts import take_tags
+from canvax.types import HostArray
 from canvax.weights.embeddings import Embedding, check_token, read_embeddings
-from canvax.weights.load import THREADS
 from canvax.weights.location import Location
 from canvax.weights.lora import TABLE, Adapter, Key, read_adapter, suggested, token_widths, trigger_words
 from canvax.weights.open import EMBEDDING_FILES, LORA_FILES, find_adapter
-from canvax.weights.safetensors import read_metadata
 
 MOST_NAME = 100
 
@@ -124,86 +95,12 @@ def file_named(source: str, keywords: Mapping[str, Any]) -> str:
     return f"{source}/{name}" if (name := keywords.get("weight_name")) else source
 
 
-class AdapterFiles:
-    """The files of a folder of adapters by their names.
-
-    Args:
-        folder: the folder, with the folders in it; None for ``more`` alone.
-        more: further files, which are called by their stems whatever the folder holds.
-
-    Attributes:
-        paths: the path of each name. A file is called by its stem, or by its path in the folder (``style/ink``,
-            ``./ink``) where another file has the same stem.
-    """
-
-    def __init__(self, folder: Path | None, more: Sequence[Path] = ()) -> None:
-        files = sorted(folder.rglob("*.safetensors")) if folder else []
-        inside = {path: path.relative_to(folder).with_suffix("").as_posix() for path in files} if folder else {}
-        stems = Counter(path.stem for path in files)
-        self.paths: dict[str, Path] = {}
-        for path, name in inside.items():
-            plain = path.stem if stems[path.stem] == 1 else name if "/" in name else f"./{name}"
-            self.paths[plain] = path
-        self.paths |= {path.stem: path for path in more}
-        self._inside = {name: inside.get(path) for name, path in self.paths.items()}
-        self._aliases: dict[str, str | None] | None = None
-
-    @property
-    def aliases(self) -> dict[str, str | None]:
-        """The name that kohya's trainer gave each file. Reads all headers, once."""
-        if self._aliases is None:
-            self._aliases = {name: alias_of(path) for name, path in self.paths.items()}
-        return self._aliases
-
-    def matches(self, text: str) -> list[str]:
-        """The names of the files that a text may mean. No path is made of the text."""
-        if text in self.paths:
-            return [text]
-        plain = [name for name, path in self.paths.items() if text in (path.stem, self._inside[name])]
-        return plain or [name for name, alias in self.aliases.items() if alias == text]
-
-
-def several(text: str, names: Sequence[str]) -> str:
-    """The problem and the cure where a text means several files."""
-    return f"{len(names)} files are called {text[:80]!r}; write {' or '.join(names[:8])}"
-
-
-def file_of(folder: Path, tag: str) -> Path:
-    """The file of the folder that a prompt means.
-
-    Raises:
-        InputError: there is none, or there are several.
-    """
-    files = AdapterFiles(folder)
-    names = files.matches(tag)
-    if not names:
-        there = nearest(tag, list(files.paths)) if files.paths else "it holds no safetensors file"
-        raise InputError("prompt", NO_VALUE, f"names <lora:{tag[:80]}>, and there is no such file in {folder}", there)
-    if len(names) > 1:
-        raise InputError("prompt", NO_VALUE, f"names <lora:{tag[:80]}>: {several(tag, names)}")
-    return files.paths[names[0]]
-
-
 def check_name(name: object, taken: Mapping[str, Any]) -> None:
     """Refuse what is no name, or is taken."""
     if not isinstance(name, str) or not name.strip() or len(name) > MOST_NAME or not name.isprintable():
         raise InputError("name", name, "cannot be the name of an adapter", "give a word")
     if name in taken:
         raise InputError("name", name, "is loaded already", "remove it first, or set its weight with set")
-
-
-def alias_of(path: Path) -> str | None:
-    """The name that kohya's trainer gave a file."""
-    try:
-        return read_metadata(path).get("ss_output_name")
-    except CheckpointError:
-        return None
-
-
-def sha256_of(path: Path) -> str:
-    """The hash of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class _Word(NamedTuple):
@@ -217,30 +114,27 @@ class _Word(NamedTuple):
     ids: Mapping[str, tuple[int, ...]]
     vectors: Mapping[str, HostArray]
     source_keywords: Mapping[str, Any]
+    sha256: str
 
 
 class Adapters(Mapping[str, LoadedAdapter]):
-    """The adapters of a pipeline by name, in the order of loading; textual inversions are in ``words``.
-
-    Attributes:
-        of_folder: those that prompts have put beside the weights, the last used last.
-    """
+    """The adapters of a pipeline by name, in the order of loading; textual inversions are in ``words``."""
 
     def __init__(self, pipe: LoadedModel) -> None:
         """Adapters of a pipeline, which gets a new model and new parameters when they change."""
         self._pipe = pipe
         self._bank: Bank | None = None
-        self.of_folder: dict[str, None] = {}
+        self._of_folder: dict[str, None] = {}
         self._loaded: dict[str, LoadedAdapter] = {}
         self._words: dict[str, _Word] = {}
         self._folder: Path | None = None
         self._merging = Merging(pipe.model.specs, pipe.mesh)
 
-    def handed_to(self, pipe: LoadedModel) -> Adapters:
+    def _handed_to(self, pipe: LoadedModel) -> Adapters:
         """The same adapters for another pipeline with the same weights; from then on each changes its weights alone."""
         other = Adapters(pipe)
         other._loaded = {name: replace(adapter) for name, adapter in self._loaded.items()}
-        other._words, other._folder, other.of_folder = dict(self._words), self._folder, dict(self.of_folder)
+        other._words, other._folder, other._of_folder = dict(self._words), self._folder, dict(self._of_folder)
         other._bank = self._bank and self._bank.copy()
         self._merging.handed_to(other._merging)
         return other
@@ -250,7 +144,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return self._pipe.model
 
     @property
-    def denoiser(self) -> str:
+    def _denoiser(self) -> str:
         """The component whose weights ``<lora:name:0.5:0.8>`` gives second."""
         return self._model.networks.denoiser.component
 
@@ -337,9 +231,9 @@ class Adapters(Mapping[str, LoadedAdapter]):
         )
         loaded.words = tuple(embedding.name for embedding in adapter.embeddings)
         tell_of_odd(name, loaded.weights)
-        with self._pipe.changing:
+        with self._pipe._changing:
             check_name(name, self._loaded)  # another thread may have loaded it meanwhile
-            words = self._placed(adapter.embeddings, str(source), None, origin.keywords)
+            words = self._placed(adapter.embeddings, str(source), None, origin.keywords, loaded.sha256)
             if beside:
                 self._put_beside(loaded)
             changed = set() if beside else set(adapter.parts)
@@ -358,7 +252,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             InputError: an argument cannot be used, or what is beside the weights now does not fit.
         """
         wanted = check_places(COUNT if rank is None else rank, places, layers)
-        with self._pipe.changing:
+        with self._pipe._changing:
             held = [adapter for adapter in self._loaded.values() if adapter.place is not None]
             if rank is None:
                 self.remove(*(adapter.name for adapter in held)) if held else None
@@ -373,11 +267,6 @@ class Adapters(Mapping[str, LoadedAdapter]):
                 bank.put(slot, arrays)
                 packed_adapter.place = slot
             self._bank = bank
-
-    @property
-    def bank(self) -> Bank | None:
-        """The places beside the weights, if there are any."""
-        return self._bank
 
     def _put_beside(self, loaded: LoadedAdapter) -> None:
         """Into a free place; the first adapter makes places of its rank."""
@@ -442,8 +331,8 @@ class Adapters(Mapping[str, LoadedAdapter]):
         if len(widths) == 1:
             paths = paths[:1]
         embeddings = read_embeddings(paths, widths, asked)
-        with self._pipe.changing:
-            words = self._placed(embeddings, str(source), asked, origin.keywords)
+        with self._pipe._changing:
+            words = self._placed(embeddings, str(source), asked, origin.keywords, sha256_of(paths[0]))
             self._apply(self._loaded, {**self._words, **words}, set())
         return tuple(words)
 
@@ -462,7 +351,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             example = dict(zip(*pair, strict=False)) if len(pair) == 2 and isinstance(pair[1], list | tuple) else {}
             message = f"weights={weights!r:.80} is not a table of weights by name"
             raise InputError(f"{message}; write pipe.adapters.set({example or {'style': 0.8}})")
-        with self._pipe.changing:
+        with self._pipe._changing:
             for name in weights:
                 self._check_known(name)
             loaded, changed, before = {}, set(), self._loaded
@@ -490,7 +379,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         Raises:
             InputError: there is none of such a name.
         """
-        with self._pipe.changing:
+        with self._pipe._changing:
             gone = set(names) if names else {*self._loaded, *self._words}
             for name in gone - self._words.keys():
                 self._check_known(name)
@@ -498,7 +387,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             merged = [held for name in gone & self._loaded.keys() if (held := self._loaded[name]).place is None]
             changed = {key for adapter in merged for key in adapter.adapter.parts}
             for name in gone:
-                self.of_folder.pop(name, None)
+                self._of_folder.pop(name, None)
             self._apply(
                 {name: adapter for name, adapter in self._loaded.items() if name not in gone},
                 {name: word for name, word in self._words.items() if name not in gone | with_them},
@@ -520,7 +409,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         self._folder = None if folder is None else Path(folder).expanduser()
 
     @contextmanager
-    def named_in(self, prompt: str | Sequence[str]) -> Iterator[str | list[str]]:
+    def _named_in(self, prompt: str | Sequence[str]) -> Iterator[str | list[str]]:
         """With the adapters that a prompt names, which it yields without their names; afterwards as before.
 
         Calls in other threads wait meanwhile: a device may not have room for two sets of weights.
@@ -528,19 +417,26 @@ class Adapters(Mapping[str, LoadedAdapter]):
         Raises:
             InputError: there is no such adapter in the folder, or prompts of one call name different ones.
         """
-        words, tags = take_tags([prompt] if isinstance(prompt, str) else prompt, self.denoiser)
-        with self._pipe.changing:
-            before = {name: adapter.weight for name, adapter in self._loaded.items()}
-            weights: dict[str, Any] = {}
+        words, tags = take_tags([prompt] if isinstance(prompt, str) else prompt, self._denoiser)
+        with self._pipe._changing:
+            weights: dict[str, Any] = {name: adapter.weight for name, adapter in self._loaded.items()}
             for tag, weight in tags.items():
                 name = self._loaded_for(tag)
                 if isinstance(weight, dict):
                     parts = {key[0] for key in self._loaded[name].adapter.parts}
                     weight = {part: number for part, number in weight.items() if part in parts}
                 weights[name] = weight
-            self.set({**before, **weights})
-            try:
+            with self._weighed(weights):
                 yield words[0] if isinstance(prompt, str) else words
+
+    @contextmanager
+    def _weighed(self, weights: Mapping[str, Any]) -> Iterator[None]:
+        """Give adapters these weights, and all others none; afterwards they have those of before."""
+        with self._pipe._changing:
+            before = {name: adapter.weight for name, adapter in self._loaded.items()}
+            self.set(weights)
+            try:
+                yield
             finally:
                 self.set({name: weight for name, weight in before.items() if name in self._loaded})
 
@@ -551,7 +447,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             self.load(tag, file_of(self._folder, tag), 0.0)
         return tag
 
-    def recipe(self) -> list[tuple[Any, ...]]:
+    def _recipe(self) -> list[tuple[Any, ...]]:
         """Calls that load the same again: a method, its positional arguments and its keywords."""
         places = self._bank and self._bank.places
         calls: list[tuple[Any, ...]] = [("beside", (places.rank, places.count, places.layers), {})] if places else []
@@ -566,12 +462,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
                 calls.append(call)
         return calls
 
-    def restore(self, recipe: Sequence[tuple[Any, ...]]) -> None:
-        """Make the calls of a ``recipe``."""
-        for method, arguments, keywords in recipe:
-            getattr(self, method)(*arguments, **keywords)
-
-    def record(self) -> dict[str, Any]:
+    def _record(self) -> dict[str, Any]:
         """What is merged now, for the metadata of images."""
         active = {
             adapter.name: adapter.record(adapter.weight)
@@ -579,13 +470,16 @@ class Adapters(Mapping[str, LoadedAdapter]):
             if adapter.place is None and adapter.acts
         }
         result: dict[str, Any] = {"adapters": active} if active else {}
-        words = {name: file_named(word.source, word.source_keywords) for name, word in self._words.items()}
+        words = {
+            name: {"file": file_named(word.source, word.source_keywords), "sha256": word.sha256}
+            for name, word in self._words.items()
+        }
         return result | ({"embeddings": words} if words else {})
 
     def _own(self) -> Params:
         return self._pipe._params(None)
 
-    def without(self, component: str) -> Params:
+    def _without(self, component: str) -> Params:
         """The parameters of a component as they are without adapters."""
         return self._merging.without(self._own(), component)
 
@@ -600,6 +494,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         source: str,
         token: str | tuple[str, ...] | None,
         source_keywords: Mapping[str, Any],
+        sha256: str,
     ) -> dict[str, _Word]:
         """Embeddings with free rows of the tables.
 
@@ -623,7 +518,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
                     )
                 ids[part] = tuple(free[: len(vectors)])
             self._hint(embedding)
-            words[embedding.name] = _Word(source, token, ids, embedding.vectors, source_keywords)
+            words[embedding.name] = _Word(source, token, ids, embedding.vectors, source_keywords, sha256)
         return words
 
     def _hint(self, embedding: Embedding) -> None:
@@ -654,7 +549,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             }
             tokenizers = {part: replace(tokenizer, added=added[part]) for part, tokenizer in tokenizers.items()}
         self._loaded, self._words = loaded, words
-        self._pipe.exchange(replace(self._model, tokenizers=tokenizers, merged=self.record()), params)
+        self._pipe._exchange(replace(self._model, tokenizers=tokenizers, merged=self._record()), params)
 
     def _change(self, key: Key, loaded: Mapping[str, LoadedAdapter], words: Mapping[str, _Word]) -> Change:
         """What adapters and words together do to one parameter."""
@@ -665,315 +560,3 @@ class Adapters(Mapping[str, LoadedAdapter]):
             if key[1] == TABLE and key[0] in word.ids:
                 rows |= dict(zip(word.ids[key[0]], word.vectors[key[0]], strict=True))
         return Change([pair for pair in parts if pair[1]], rows)
-
-
-OwnAdapters = dict[str, Weights]
-"""The adapters of one image, by name."""
-
-
-def shares_of(
-    adapters: Adapters, prompt: Any, asked: Any, per_prompt: int, *, as_set: bool
-) -> tuple[Any, Shares | None]:
-    """The prompts without the adapters that they name, and how much of each every image has; None if none has any.
-
-    Args:
-        adapters: of the pipeline.
-        prompt: of the call.
-        asked: its argument ``adapters``.
-        per_prompt: images of each prompt.
-        as_set: whether images of which nothing is said have the weights that are set.
-
-    Raises:
-        InputError: an adapter is not there, or not beside the weights.
-    """
-    bank = adapters.bank
-    if bank is None:
-        if asked is None:
-            return prompt, None
-        raise InputError(
-            "adapters",
-            asked,
-            "needs an adapter beside the weights",
-            "load with pipe.adapters.load(name, file, beside=True), or set weights for all images with "
-            "pipe.adapters.set",
-        )
-    prompt, tags = _without_tags(prompt, adapters)
-    usual = _as_set(adapters, bank) if as_set else {}
-    images = [
-        usual
-        if asked_of_image is None
-        else {name: per_image(name, weight, bank.components) for name, weight in asked_of_image.items()}
-        for asked_of_image in adapters_of_images(asked, len(tags), per_prompt)
-    ]
-    named = {name for by_tag in (*tags, *images) for name in by_tag}
-    for tag in sorted({tag for by_tag in tags for tag in by_tag}):
-        _put_beside(adapters, bank, tag, named)
-    images = [
-        image | {tag: per_image(tag, _there(weight, bank), bank.components) for tag, weight in by_tag.items()}
-        for image, by_tag in zip(images, (by_tag for by_tag in tags for _ in range(per_prompt)), strict=True)
-    ]
-    for name in named:
-        if adapters[name].place is None:
-            raise InputError(
-                "adapters",
-                NO_VALUE,
-                f"names {name!r}, which is merged and the same for all images",
-                "load it with beside=True for images of a call to differ in it",
-            )
-    places = {name: place for name, adapter in adapters.items() if (place := adapter.place) is not None}
-    weights = share_rows(images, places, bank)
-    records = [
-        {
-            name: _recorded(adapters[name], weight, bank)
-            for name, weight in image.items()
-            if any(weights[component][i, places[name]] for component, _ in adapters[name].adapter.parts)
-        }
-        for i, image in enumerate(images)
-    ]
-    return prompt, Shares(bank.places, bank.snapshot(), weights, records) if any(records) else None
-
-
-def _without_tags(prompt: Any, adapters: Adapters) -> tuple[Any, list[Tags]]:
-    """The prompts without the adapters that they name, and these; an entry for each prompt."""
-    if isinstance(prompt, Mapping):  # encoded already
-        return prompt, [{}] * len(prompt.get("text", [None]))
-    prompts: Any = [prompt] if isinstance(prompt, str) else prompt
-    if not isinstance(prompts, list | tuple) or not all(isinstance(prompt, str) for prompt in prompts):
-        return prompt, [{}]  # which is refused elsewhere
-    tags = [{} if adapters.folder is None else tags_of(prompt, adapters.denoiser) for prompt in prompts]
-    words = [without_networks(prompt) if tag else prompt for prompt, tag in zip(prompts, tags, strict=True)]
-    return words[0] if isinstance(prompt, str) else words, tags
-
-
-def _put_beside(adapters: Adapters, bank: Bank, tag: str, named: set[str]) -> None:
-    """Have the adapter that a prompt means beside the weights; one of the folder takes the place of another of it."""
-    if tag not in adapters:
-        assert adapters.folder is not None
-        path = file_of(adapters.folder, tag)
-        held = [name for name, adapter in adapters.items() if adapter.place is not None]
-        idle = [name for name in adapters.of_folder if name not in named]
-        if len(held) == bank.places.count and idle:
-            adapters.remove(idle[0])
-        adapters.load(tag, path, 0.0, beside=True)
-        adapters.of_folder[tag] = None
-    elif tag in adapters.of_folder:
-        del adapters.of_folder[tag]
-        adapters.of_folder[tag] = None
-
-
-def _there(weight: float | dict[str, float], bank: Bank) -> float | dict[str, float]:
-    """Without networks that the model does not have."""
-    return {part: w for part, w in weight.items() if part in bank.components} if isinstance(weight, dict) else weight
-
-
-def _as_set(adapters: Adapters, bank: Bank) -> OwnAdapters:
-    held = [adapter for adapter in adapters.values() if adapter.place is not None and adapter.acts]
-    return {adapter.name: parted(adapter.weights, bank.components)[1] for adapter in held}
-
-
-def _recorded(adapter: LoadedAdapter, weights: Weights, bank: Bank) -> dict[str, Any]:
-    """What the metadata of an image tells of an adapter that it has."""
-    by_block, _ = parted(adapter.weights, bank.components)
-    return adapter.record(adapter.weight if by_block else plain_weight(weights))
-
-
-def plain_weight(weights: Weights) -> float | dict[str, float]:
-    """Weights as people write them."""
-    return weights[""] if set(weights) == {""} else dict(weights)
-
-
-def per_image(name: str, weight: Any, components: Sequence[str]) -> Weights:
-    """The weight of an adapter in one image, by network, "" for all.
-
-    Raises:
-        InputError: it is no number and no table of numbers by network.
-    """
-    weights = parse_weight(weight, None)
-    if deeper := weights.keys() - {"", *components}:
-        raise InputError(
-            "adapters",
-            NO_VALUE,
-            f"has a weight of {name!r:.80} for {min(deeper)!r:.80}",
-            f"an image's weight is a number or a table by network ({', '.join(components)}); blocks have weights with "
-            "pipe.adapters.set",
-        )
-    return weights
-
-
-def share_rows(images: Sequence[OwnAdapters], places: Mapping[str, int], bank: Bank) -> dict[str, HostArray]:
-    """Weights of each image for each place [n, K] float32, by network; ``places`` are those of the names."""
-    scales = {component: np.zeros((len(images), bank.places.count), np.float32) for component in bank.components}
-    for i, image in enumerate(images):
-        for name, weights in image.items():
-            for component, rows in scales.items():
-                rows[i, places[name]] = weights.get(component, weights.get("", 1.0))
-    return scales
-
-
-def adapters_of_images(adapters: Any, prompts: int, per_prompt: int) -> list[Any]:
-    """What is said of the adapters of each image: a table for all, or a list of one for each prompt or image.
-
-    Raises:
-        InputError: it is neither, or of another length.
-    """
-    count = prompts * per_prompt
-    if adapters is None or isinstance(adapters, Mapping):
-        return [adapters] * count
-    if not isinstance(adapters, list | tuple) or not all(
-        adapter is None or isinstance(adapter, Mapping) for adapter in adapters
-    ):
-        raise InputError(
-            "adapters", adapters, "is neither a table of weights by name, {'ink': 0.8}, nor a list of such"
-        )
-    if len(adapters) not in (prompts, count):
-        raise InputError(
-            "adapters", NO_VALUE, f"has {len(adapters)} entries for {prompts} prompts", "give one for each, or a table"
-        )
-    return [adapter or {} for adapter in adapters for _ in range(count // len(adapters))]
-
-
-@dataclass(frozen=True)
-class Change:
-    """What is done to one parameter; nothing if it is empty.
-
-    Attributes:
-        parts: of adapters, each with its weight.
-        rows: of an embedding table, that are set to these vectors.
-    """
-
-    parts: Sequence[tuple[Part, float]] = ()
-    rows: Mapping[int, HostArray] = field(default_factory=dict)
-
-
-class _Kept(NamedTuple):
-    """A parameter without adapters.
-
-    Attributes:
-        weight: on the host, in its dtype.
-        scale: of a weight of 8 bits, by its dotted name; empty for others.
-        ours: what stands in its place now; another array there is the user's.
-    """
-
-    weight: HostArray
-    scale: Mapping[str, HostArray]
-    ours: Any
-
-
-class Merging:
-    """Which parameters of a pipeline adapters have changed, and what these were before."""
-
-    def __init__(self, specs: Mapping[str, Spec], mesh: Mesh) -> None:
-        """``specs`` of all components, quantised as the parameters are."""
-        self._mesh = mesh
-        self._declared: dict[Key, Param] = {
-            (component, name): param for component, spec in specs.items() for name, param in flatten(spec)
-        }
-        self._kept: dict[Key, _Kept] = {}
-
-    def handed_to(self, other: Merging) -> None:
-        """Have ``other`` know the same, for a pipeline with the same parameters."""
-        other._kept = dict(self._kept)
-
-    def apply(self, params: Params, changes: Mapping[Key, Change]) -> Params:
-        """Parameters with these changes, made from what they were without adapters.
-
-        ``params`` stay as they are, for calls that read them in other threads: dicts are copied, other arrays are not.
-
-        Raises:
-            CanvaxError: a weight overflows its dtype.
-            InputError: the weights are spread over several processes.
-        """
-        kept = {key: self._base(params, key) for key in changes}
-
-        def one(key: Key) -> dict[str, Array]:
-            base, change = kept[key], changes[key]
-            return self._merged(key, base, change) if change.parts or change.rows else self._whole(key, base)
-
-        with ThreadPoolExecutor(THREADS, "canvax-merge") as pool:
-            arrays_by_key = dict(zip(changes, pool.map(one, changes), strict=True))
-        for key, arrays in arrays_by_key.items():
-            if changes[key].parts or changes[key].rows:
-                self._kept[key] = kept[key]._replace(ours=arrays[key[1]])
-            else:
-                self._kept.pop(key, None)
-        return _replaced(params, arrays_by_key)
-
-    def without(self, params: Params, component: str) -> Params:
-        """The parameters of a component as they are without adapters."""
-        kept = {key: self._base(params, key) for key in self._kept if key[0] == component}
-        originals = {key: self._whole(key, array) for key, array in kept.items() if array is self._kept[key]}
-        return _replaced(params, originals)[component]
-
-    def _base(self, params: Params, key: Key) -> _Kept:
-        """A parameter without adapters: what is kept, or what is there now if it is not ours."""
-        component, name = key
-        *parents, last = name.split(".")
-        layer = _inner(params[component], parents)
-        now = layer[last]
-        if key in self._kept and self._kept[key].ours is now:
-            return self._kept[key]
-        if not now.is_fully_addressable and not now.is_fully_replicated:
-            raise InputError(
-                "adapters",
-                NO_VALUE,
-                "cannot change weights that the mesh splits over several processes",
-                "load with {model=1}",
-            )
-        scale = scale_of(last, layer)
-        kept = {".".join([*parents, scale]): np.asarray(layer[scale])} if scale else {}
-        return _Kept(np.asarray(now), kept, now)
-
-    def _merged(self, key: Key, kept: _Kept, change_: Change) -> dict[str, Array]:
-        """The arrays of a parameter with adapters, by name; of 8 bits, rounded to them once more."""
-        param, name = self._declared[key], key[1]
-        base = kept.weight.reshape(param.shape).astype(np.float32, copy=False)
-        for scale in kept.scale.values():
-            base = base * scale
-        merged: HostArray | None = None
-        for part, factor in change_.parts:  # every pass over a weight is a part of the time of a swap
-            added = param.from_checkpoint(change(param.turned(base), part))
-            if factor != 1:
-                added *= np.float32(factor)
-            merged = np.add(base if merged is None else merged, added, out=added)  # which is ours: no other memory
-        merged = base.copy() if merged is None else merged
-        for i, vector in change_.rows.items():
-            merged[i] = vector
-        if kept.scale:
-            weight, scale = quantize(merged, kept.weight.dtype)
-            return self._placed(key[0], {name: weight, **dict.fromkeys(kept.scale, scale)}, kept.ours)
-        if not max(merged.max(), -merged.min()) <= float(jnp.finfo(kept.weight.dtype).max):  # NaN is not, either
-            raise CanvaxError(
-                f"{'.'.join(key)}: overflows in {kept.weight.dtype} with these adapters; give them smaller weights, or "
-                "load the model in float32"
-            )
-        return self._placed(key[0], {name: merged.astype(kept.weight.dtype, copy=False)}, kept.ours)
-
-    def _whole(self, key: Key, kept: _Kept) -> dict[str, Array]:
-        return self._placed(key[0], {key[1]: kept.weight, **kept.scale}, kept.ours)
-
-    def _placed(self, component: str, arrays: Mapping[str, HostArray], like: Array) -> dict[str, Array]:
-        """The arrays where the parameter is that they replace."""
-        kind = like.sharding.memory_kind
-        return {name: place(self._declared[component, name], array, self._mesh, kind) for name, array in arrays.items()}
-
-
-def _replaced(params: Params, arrays_by_key: Mapping[Key, Mapping[str, Array]]) -> Params:
-    """``params`` with the arrays of ``arrays_by_key``, by component and name."""
-    changed = {component for component, _ in arrays_by_key}
-    new = {name: _copied(tree) if name in changed else tree for name, tree in params.items()}
-    for (component, _), arrays in arrays_by_key.items():
-        for name, array in arrays.items():
-            *parents, last = name.split(".")
-            _inner(new[component], parents)[last] = array
-    return new
-
-
-def _copied(node: Any) -> Any:
-    """Nested dicts anew, with the same arrays."""
-    return {name: _copied(inner) for name, inner in node.items()} if isinstance(node, Mapping) else node
-
-
-def _inner(node: Any, steps: Sequence[str]) -> Any:
-    for step in steps:
-        node = node[step]
-    return node

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from canvax.call import MOST_IMAGES, Call, Tiling
-from canvax.errors import NO_VALUE, InputError, check_count, plain, refuse_tracers
+from canvax.errors import NO_VALUE, InputError, plain, refuse_tracers
 from canvax.kernels.target import half_of
 from canvax.noise import image_seeds
 from canvax.settings import check_setting
@@ -37,7 +37,7 @@ def is_tiled(height: int, width: int, tiling: Tiling = "auto") -> bool:
 
 def check_prompts(prompt: Any, negative: Any, per_prompt: int) -> tuple[list[str], list[str]]:
     """One prompt and one negative prompt for each image: all images of the first prompt, then of the second, ..."""
-    per_prompt = check_count("num_images_per_prompt", per_prompt)
+    per_prompt = int(check_setting(Call, "num_images_per_prompt", per_prompt))
     prompt, negative = (
         text.tolist() if isinstance(text, np.ndarray) and text.dtype.kind in "OUT" else text
         for text in (prompt, negative)

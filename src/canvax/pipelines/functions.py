@@ -7,6 +7,7 @@ padding and its mesh have no part in it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,16 +16,17 @@ import numpy as np
 from jax.core import Tracer
 
 from canvax.errors import NO_VALUE, InputError
-from canvax.families.base import Ids, Model
+from canvax.families.base import Model
 from canvax.images.masks import as_floats
 from canvax.kernels.target import jitted
 from canvax.models.decode import decode_images, encode_images
-from canvax.models.text import SECOND, Conditions, encode_text
+from canvax.models.denoiser import evaluate
+from canvax.models.text import SECOND, Conditions, encode_each, encode_text
 from canvax.parallel.place import on_devices
 from canvax.parallel.rules import check_params
 from canvax.params import Params
 from canvax.pipelines.checks import check_guidance, check_prompts, check_second, check_size
-from canvax.pipelines.encoding import Encoding, ids_of, is_plain
+from canvax.pipelines.encoding import inputs_of, is_one_pass, mixed, passes_of
 from canvax.pipelines.options import Options
 from canvax.pipelines.request import check_clip_skip, check_init_images
 from canvax.pipelines.texts import read_texts
@@ -33,6 +35,7 @@ from canvax.quantize import compute_dtype
 from canvax.types import Array
 
 _encode_text = jitted(encode_text, static_argnames="cfg")
+_encode_each = jitted(encode_each, static_argnames="cfg")
 _encode_images = jitted(encode_images, static_argnames="cfg")
 _decode_images = jitted(decode_images, static_argnames=("cfg", "tiled"))
 
@@ -49,7 +52,7 @@ def encode(
     guidance_scale: float | None = None,
     prompt_syntax: PromptSyntax = "plain",
 ) -> Conditions:
-    """See ``canvax.StableDiffusion.encode``."""
+    """See ``canvax.Pipeline.encode``."""
     prompts, _ = check_prompts(prompt, None, 1)
     seconds = check_second("prompt_2", prompt_2, prompts, 1)
     if prompt_2 is not None and SECOND not in model.text.names:
@@ -63,21 +66,17 @@ def encode(
     texts = read_texts(model, (prompts, seconds), ([""], [""]), options, 1)
     if texts.parts > 1 or (texts.weights != 1).any():
         raise InputError("prompt", prompt, "adds prompts up (AND)", "encode each of them")
-    weights = {name: _weights(model, params, name) for name in model.text.names}
-
-    def one_pass(ids: Ids) -> Conditions:
-        return _encode_text(weights, dict(ids), jnp.int32(options.clip_skip), cfg=model.text)
-
-    wordings = texts.stages[0].parts[0]
-    if is_plain(model, wordings, texts.chunks):
-        conditions = dict(one_pass(ids_of(model, wordings, texts.chunks)))
+    text, weights = model.text, {name: _weights(model, params, name) for name in model.text.names}
+    passes = passes_of(model, texts.stages[0].parts[0], text.fit(texts.lengths))
+    if is_one_pass(passes):
+        conditions = dict(_encode_text(weights, inputs_of(text, passes), cfg=text))
     else:
-        encoding = Encoding(model, texts.syntax, texts.chunks, one_pass, range(len(prompts)), jnp)
-        conditions = encoding(wordings)
+        encode_each = partial(_encode_each, weights, cfg=text)
+        conditions = dict(mixed(text, passes, encode_each, range(len(prompts))))
         conditions["text"] = conditions["text"].astype(compute_dtype(weights))
     (tall, wide), factor = model.native_size, model.networks.size_step
     size = check_size("height", height, tall, factor), check_size("width", width, wide, factor)
-    numbers, _ = model.numbers(*size, {})
+    numbers, _ = model.size_conditions(*size, {})
     conditions |= {name: jnp.tile(jnp.asarray(row), (len(prompts), 1)) for name, row in numbers.items()}
     if model.networks.embeds_guidance:
         scale = check_guidance(guidance_scale, model.defaults.guidance_scale)
@@ -86,7 +85,7 @@ def encode(
 
 
 def encode_image(model: Model, params: Params, image: Any, height: int | None, width: int | None) -> Array:
-    """See ``canvax.StableDiffusion.encode_image``."""
+    """See ``canvax.Pipeline.encode_image``."""
     shape = np.shape(image) if isinstance(image, Tracer | jax.Array | np.ndarray) else ()
     if isinstance(image, Tracer) or (len(shape) == 4 and shape[-1] == 3 and height is width is None):
         if (height, width) != (None, None):
@@ -105,7 +104,7 @@ def encode_image(model: Model, params: Params, image: Any, height: int | None, w
 
 
 def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditions: Conditions) -> Array:
-    """See ``canvax.StableDiffusion.denoiser``."""
+    """See ``canvax.Pipeline.denoiser``."""
     denoiser = model.networks.denoiser
     weights = _weights(model, params, denoiser.component)
     latents = _latents(model, latents)
@@ -126,13 +125,11 @@ def denoise(model: Model, params: Params, latents: Array, timestep: Any, conditi
             "timestep", NO_VALUE, f"has shape {timesteps.shape}", f"give one number, or one for each of {len(latents)}"
         )
     timesteps = jnp.broadcast_to(timesteps.astype(jnp.float32), latents.shape[:1])
-    prepared = denoiser.prepare(weights, conditions, latents.shape)
-    output, _ = denoiser.apply(weights, latents, {"timestep": timesteps}, prepared, None)
-    return output.astype(jnp.float32)
+    return evaluate(denoiser, weights, latents, timesteps, conditions).astype(jnp.float32)
 
 
 def decode(model: Model, params: Params, latents: Array) -> Array:
-    """See ``canvax.StableDiffusion.decode``."""
+    """See ``canvax.Pipeline.decode``."""
     return _decode_images(_weights(model, params, "vae"), _latents(model, latents), cfg=model.vae)
 
 
@@ -193,7 +190,8 @@ def _check_conditions(model: Model, conditions: Any, count: int) -> None:
         raise InputError("conditions", conditions, "is not a dict of arrays", cure)
     networks = model.networks
     text = networks.text.conditions(count, [jnp.float32] * len(networks.text.encoders))
-    shapes = {**text, **networks.denoiser.inputs(networks.latent_shape(count, *model.native_size), text, jnp.dtype)}
+    loop = networks.packing.shape(networks.latent_shape(count, *model.native_size))
+    shapes = {**text, **networks.denoiser.inputs(loop, text, jnp.dtype).conditions}
     if unknown := sorted(map(repr, conditions.keys() - shapes.keys())):
         raise InputError("conditions", NO_VALUE, f"has {', '.join(unknown)}, which {model.name} does not read", cure)
     for name, leaf in shapes.items():

@@ -25,7 +25,7 @@ from canvax.images.formats import GeneratedImage
 from canvax.images.inputs import entry
 from canvax.images.masks import resized
 from canvax.parallel import multihost
-from canvax.parallel.memory import check_least, check_programs
+from canvax.parallel.memory import check_programs
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import local_rows, put
 from canvax.params import Params
@@ -63,11 +63,6 @@ def text_to_image(
     display = Display(shown=multihost.leads(mesh) and request.options.progress)
     table, deep, kinds = work(model, request)
     latents = (padded_batch(count, mesh), *request.shape[1:])
-    evaluated, itemsize = (
-        latents[0] // mesh.shape["data"] * (2 if request.guided else 1),
-        jnp.dtype(model.dtype).itemsize,
-    )
-    check_least(model.networks.denoiser.least_bytes(evaluated, *latents[1:3], itemsize), mesh, cure)
     ready = programs.ready(params, latents, kinds, display.announce)
     check_programs(((compiled.program.name, compiled.executable) for compiled in ready.values()), mesh, cure)
 
@@ -75,9 +70,9 @@ def text_to_image(
         batch, keep = prepare(model, programs, params, request, ready, table, deep, tables)
     with clock("denoise"):
         is_steered = denoise(batch, request, table, display, spread=spread, keep=keep)
-        samples = batch.samples(on_device=request.on_device)
-        rows: Any
+        samples, rows = batch.samples, None
         indices, rows = (list(range(count)), samples[:count]) if request.on_device else local_rows(samples, count)
+        rows = batch.unpacked(rows)
     del batch  # with its copy of weights that wait elsewhere
     with clock("decode"):
         pixels: Any = np.zeros((0, request.height, request.width, 3), np.float32)
@@ -124,7 +119,7 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
         known=keeps(model, request) and request.options.mask_blend == "denoised",
         decoder=None if request.options.denoising_end < 1 else way,
         image_encoder=None if request.init_images is None or request.init_images.latents is not None else way,
-        chunks=request.chunks,
+        lengths=request.lengths,
         parts=request.texts.parts if request.composed else 0,
         method=request.options.guidance_method if request.guided else "cfg",
         perturbs=request.options.pag_scale > 0,
@@ -188,12 +183,14 @@ def denoise(
             bar.advance(left - batch.rows_left)
             display.stepped()
             if keep is not None:
-                latents = local_rows(batch.samples(), count)[1]
+                latents = batch.unpacked(local_rows(batch.samples, count)[1])
                 batch.replace(keep(latents, total - batch.rows_left))
             if callback:
                 row = total - batch.rows_left - 1
                 assert batch.denoised is not None
-                latents, denoised = local_rows(batch.samples(), count)[1], local_rows(batch.denoised, count)[1]
+                latents, denoised = (
+                    batch.unpacked(local_rows(array, count)[1]) for array in (batch.samples, batch.denoised)
+                )
                 step = Step(
                     row, total, float(table.timestep[row]), latents.copy(), denoised, scale=float(table.scale[row])
                 )
@@ -312,7 +309,8 @@ def second_pass(model: Model, request: Request) -> Request:
     texts, embeds = replace(request.texts, stages=[replace(request.texts.stages[-1], step=0)]), request.embeds
     if options.hires_prompt is not None:
         prompts, embeds = request.hires_prompts, (None, embeds[1])
-        texts = read_texts(model, (prompts, prompts), (request.negatives, request.negatives_2), options, steps)
+        negatives = (request.negatives, request.negatives_2)
+        texts = read_texts(model, (prompts, prompts), negatives, options, steps, request.references)
     blank = [Image.new("RGB", (width, height))]
     larger = replace(
         request,
@@ -362,9 +360,7 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
         "sampler": sampler,
         "sampler_label": label,
         **({"sampler_sha256": table_sha256} if table_sha256 else {}),
-        "model": model.name,
-        "revision": model.revision,
-        "dtype": model.dtype,
+        **record_of_model(model),
         "noise": "given" if request.latents is not None else request.options.noise,
         "canvax": __version__,
     }
@@ -382,11 +378,9 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
         shared["ip_adapter"] = [files.name for files in model.ip_adapters]
         if model.image_encoder is not None and model.image_encoder.named:
             shared["ip_encoder"] = model.image_encoder.name
-    optional = {"variant": model.files.variant, "quantize": model.quantize, **model.overrides}
-    shared |= {name: value for name, value in optional.items() if value is not None}
     shared |= {name: dict(entries) for name, entries in model.merged.items()}
     # Where no negative prompt means zeros, None and "" are two images; elsewhere they are one.
-    plain = model.zeros_for_no_negative and not request.zeros
+    plain = model.zero_negative_embeds and not request.zeros
     negatives = [negative if plain else negative or None for negative in request.negatives]
     beside = request.beside.records if request.beside else [{}] * len(request.prompts)
     return [
@@ -405,6 +399,13 @@ def metadata(model: Model, request: Request) -> list[dict[str, Any]]:
             zip(request.prompts, negatives, request.seeds, _options_of_images(request), strict=True)
         )
     ]
+
+
+def record_of_model(model: Model) -> dict[str, Any]:
+    """Return what metadata holds of the model, in the names of ``canvax.load``."""
+    optional = {"variant": model.files.variant, "quantize": model.quantize, **model.overrides}
+    record = {"model": model.name, "revision": model.revision, "dtype": model.dtype}
+    return record | {name: value for name, value in optional.items() if value is not None}
 
 
 def _given(request: Request, index: int) -> dict[str, str]:

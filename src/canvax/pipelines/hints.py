@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from canvax import settings
+from canvax.call import STRENGTH
 from canvax.errors import NO_VALUE, HintWarning, warn
 from canvax.families.base import Model
 from canvax.images.infotext import NETWORK
 from canvax.pipelines.generate import larger_side, sampler_table, work
-from canvax.pipelines.request import STRENGTH, InitImages, Request
+from canvax.pipelines.request import InitImages, Request
 from canvax.prompts import words_of
 from canvax.samplers import find
 from canvax.samplers.table import NOISE
@@ -59,7 +60,7 @@ def _there(model: Model, request: Request) -> dict[str, tuple[bool, str]]:
         "text": (texts, "without a prompt as text"),
         "prompt as text": (request.embeds[0] is None, "without a prompt as text"),
         "negative prompt as text": (request.embeds[1] is None, "without a negative prompt as text"),
-        "guidance": (request.guided, f"without a guidance scale above {request.no_guidance:g}"),
+        "guidance": (request.guided, f"without a guidance scale above {request.guidance_off:g}"),
         "image": (init is not None, "without an image"),
         "encoded image": (init is not None or again, "without an image"),
         "strength below 1": (init is None or init.strength < 1, "without a strength below 1"),
@@ -99,12 +100,14 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
     """One hint for each kind of problem."""
     prompts, syntax, options = dict.fromkeys(request.prompts), request.options.prompt_syntax, request.options
     words = (words_of(prompt, syntax) for prompt in prompts)
-    added = {name for tokenizer in model.tokenizers.values() for name in tokenizer.added}
+    added = {name for tokenizer in model.tokenizers.values() for name in getattr(tokenizer, "added", ())}
     strange = dict.fromkeys(word for text in words for word in model.concepts.unknown(text))
     known = {part for name in added for part in name.lower().split()}
     if unknown := [word for word in strange if word not in known]:
         rest = f" and {len(unknown) - LISTED} more" if len(unknown) > LISTED else ""
-        problem = f"has words that {model.name} has never seen: {', '.join(unknown[:LISTED])}{rest}"
+        near = [(word, model.concepts.nearest(word)) for word in unknown[:LISTED]]
+        listed = ", ".join(f"{word} (near: {known})" if known else word for word, known in near)
+        problem = f"has words that {model.name} has never seen: {listed}{rest}"
         yield HintWarning("prompt", NO_VALUE, problem, f"canvax info {model.name} --prompts lists what it knows")
     (tall, wide), pixels = model.native_size, request.height * request.width
     if not tall * wide / FAR <= pixels <= tall * wide * FAR:
@@ -120,10 +123,10 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
             yield HintWarning(name, NO_VALUE, "acts on the negative prompt alone, since the prompt is encoded")
     scale, usual = request.guidance, f"{model.defaults.guidance_scale:g} is usual"
     if scale < 0 and not (request.guided or request.embedded or options.guidance_steps):
-        yield HintWarning("guidance_scale", scale, f"switches guidance off, as {request.no_guidance:g} does", usual)
+        yield HintWarning("guidance_scale", scale, f"switches guidance off, as {request.guidance_off:g} does", usual)
     if scale > BURNT and not options.guidance_steps:
         yield HintWarning("guidance_scale", scale, "burns the image", usual)
-    if model.networks.denoiser.distilled and scale > request.no_guidance:
+    if model.networks.denoiser.facts.distilled and scale > request.guidance_off:
         yield HintWarning("guidance_scale", scale, f"has no effect: {model.name} is distilled and needs no guidance")
     if options.guidance_steps and scale != model.defaults.guidance_scale:
         yield HintWarning("guidance_scale", scale, "has no effect: guidance_steps replace it")
@@ -152,7 +155,7 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
             "negative_prompt",
             NO_VALUE,
             f"is not read with {off}",
-            f"give more than {request.no_guidance:g}, or leave it out",
+            f"give more than {request.guidance_off:g}, or leave it out",
         )
     if request.embedded and any(request.negatives):
         problem = f"is not read by {model.name}, which is not guided by one"
@@ -184,7 +187,7 @@ def _of_words(
     texts = [*prompts, *negatives, *second]
     matches = dict.fromkeys(match[0] for text in texts for match in _WORD.finditer(text))
     bare = {word: word.lower().removeprefix("embedding:") for word in matches}
-    if free := [word for word in matches if not {bare[word], bare[word].rpartition(".")[0]} & added]:
+    if free := [word for word in matches if not {(to := bare[word]), to.strip("<>"), to.rpartition(".")[0]} & added]:
         yield as_text(free[0], "pipe.adapters.load_embedding or --embedding loads a textual inversion of this name")
     for name, elsewhere in (("negative_prompt", negatives), ("hires_prompt", second)):
         if network := _first(NETWORK, elsewhere):

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ from canvax.compile.programs import Programs
 from canvax.errors import NO_VALUE, HintWarning, InputError, check_count, check_flag, refuse_tracers, warn
 from canvax.familiar import SAVE, accepts
 from canvax.families.base import Model
+from canvax.families.known import family_of
 from canvax.families.local_models import completed
-from canvax.families.read import family_of, read_model
+from canvax.families.read import read_model
 from canvax.files import named_path
 from canvax.models.text import Conditions
 from canvax.parallel import multihost
 from canvax.parallel.memory import Memory, check_weights, free_bytes, program_bytes
-from canvax.parallel.mesh import check_mesh, make_mesh, padded_batch, refuse_fork
+from canvax.parallel.mesh import check_mesh, mesh_of, padded_batch, refuse_fork
 from canvax.parallel.place import HOST, waits
 from canvax.parallel.rules import abstract_params, check_params, check_split, device_bytes, is_on, place, place_all
 from canvax.params import Params
@@ -55,16 +56,16 @@ class LoadedModel:
         programs: the compiled programs.
         params: ``{"unet": ..., "vae": ..., "text_encoder": ...}`` (SDXL also ``text_encoder_2``), nested dicts of
             arrays. After ``from_pretrained``, whose caller passes them to each call, there are none (None).
-        changing: held while ``model`` and ``params`` change, and while a call takes both.
     """
 
     model: Model
     programs: Programs
     params: Params = None  # pyright: ignore[reportAssignmentType]
     _fitting: list[tuple[Any, list[weakref.ref[Any]]]] = field(default_factory=list, init=False)
-    changing: threading.RLock = field(default_factory=threading.RLock, init=False)
+    _changing: threading.RLock = field(default_factory=threading.RLock, init=False)
+    """Held while ``model`` and ``params`` change, and while a call takes both."""
 
-    def exchange(self, model: Model, params: Params) -> None:
+    def _exchange(self, model: Model, params: Params) -> None:
         """Have another model and its parameters, as adapters make them."""
         vars(self).update(model=model, params=params)
 
@@ -204,7 +205,7 @@ class LoadedModel:
             InputError: they do not fit the model.
         """
         if not isinstance(params, Mapping):
-            raise InputError("params", params, "are not parameters, as canvax.StableDiffusion.params holds them")
+            raise InputError("params", params, "are not parameters, as canvax.Pipeline.params holds them")
         return {
             part.name: place_all(part.spec, params.get(part.name, {}), self.programs.mesh, part.name)
             for part in self.model.components
@@ -350,7 +351,13 @@ class LoadedModel:
         return self.programs.ready(
             params,
             networks.latent_shape(images, height, width),
-            Kinds(guided=guides, decoder=way, image_encoder=way if reads else None, **more),
+            Kinds(
+                guided=guides,
+                decoder=way,
+                image_encoder=way if reads else None,
+                lengths=self.model.text.shortest,
+                **more,
+            ),
             display.announce,
         )
 
@@ -402,7 +409,7 @@ def open_model(
     *,
     dtype: DType | None = None,
     quantize: str | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
     precision: str | None = None,
     offload: bool = False,
     weights: bool | Collection[str] = True,
@@ -423,7 +430,7 @@ def open_model(
     check_kind(quantize)
     check_precision(precision)
     size_limit()
-    mesh = make_mesh() if mesh is None else check_mesh(mesh)
+    mesh = mesh_of(mesh) if isinstance(mesh, str | None) else check_mesh(mesh)
     dtype = default_dtype(mesh) if dtype is None else dtype
 
     origin = Location(model, **source)
@@ -431,7 +438,10 @@ def open_model(
     replaced = completed(overrides or Overrides(), origin)
 
     def look(files: ModelFiles) -> None:
-        opened = read_model(replaced.apply(files, **source), dtype, quantize)
+        files = replaced.apply(files, **source)
+        if precision is not None:  # images differ by it, and their metadata has it
+            files = replace(files, overrides={**files.overrides, "precision": precision})
+        opened = read_model(files, dtype, quantize)
         if check is not None:
             check(opened)
         check_split(opened.networks.denoiser.spec, mesh.shape, opened.name)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,34 @@ from canvax.weights.location import Location, check_source
 MOST = 8
 """Networks of one pipeline: a call evaluates each of them in each step."""
 
-_OF_SOURCE = ("token", "cache_dir", "local_files_only", "progress")
+
+class HubSource(TypedDict, total=False):
+    """Where a network comes from, and how."""
+
+    token: str | bool | None
+    """Hub token; by default HF_TOKEN or the stored login."""
+    cache_dir: str | Path | None
+    """Where the Hub's files are kept."""
+    local_files_only: bool
+    """Never ask the Hub."""
+    progress: bool
+    """Show downloads on stderr."""
+
+
+class ControlSource(HubSource, total=False):
+    """The keywords of ``with_controlnet``."""
+
+    variant: str | None
+    """Which of several sets of weights, for example "fp16"."""
+
+
+class IPAdapterSource(HubSource, total=False):
+    """The keywords of ``with_ip_adapter``."""
+
+    weight_name: str | None
+    """Which file of a folder or repository."""
+    revision: str | None
+    """Branch, tag or commit of a Hub id."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +96,7 @@ def control_sources(controlnet: Any, **source: Any) -> list[Location]:
         raise InputError(
             "controlnet", NO_VALUE, f"has {len(names)} entries", f"a pipeline takes {MOST}, of which a call uses some"
         )
-    check_source(source, "controlnet", "variant", *_OF_SOURCE)
+    check_source(source, "controlnet", *ControlSource.__annotations__)
     return [Location(os.fspath(name), argument="controlnet", **source) for name in names]
 
 
@@ -204,7 +231,7 @@ def ip_adapter_sources(ip_adapter: Any, image_encoder: Any, **source: Any) -> li
     if "subfolder" in source:
         example = "'owner/name/folder/file.safetensors'"
         raise InputError("subfolder", source["subfolder"], "is a part of the name here", f"write {example}")
-    check_source(source, "ip_adapter", "weight_name", "revision", *_OF_SOURCE)
+    check_source(source, "ip_adapter", *IPAdapterSource.__annotations__)
     return [Location(os.fspath(name), argument="ip_adapter", **source) for name in names]
 
 

@@ -8,15 +8,16 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from PIL import Image
 
-from canvax.call import OptionFields
+from canvax.call import Enlarging, Load
 from canvax.compile.monitor import counting
-from canvax.errors import InputError, check_count, check_flag, refuse_tracers
+from canvax.errors import HintWarning, InputError, refuse_tracers, warn
 from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
 from canvax.families.base import Model
 from canvax.models.beside import ADAPTERS
@@ -25,6 +26,7 @@ from canvax.parallel import multihost
 from canvax.parallel.memory import cures, explained
 from canvax.parallel.mesh import make_mesh
 from canvax.params import Params
+from canvax.pipelines.generate import metadata as metadata_of
 from canvax.pipelines.generate import text_to_image, two_passes
 from canvax.pipelines.hints import give_hints
 from canvax.pipelines.loaded import LoadedModel, open_model
@@ -35,26 +37,30 @@ from canvax.pipelines.texts import has_tags
 from canvax.pipelines.translate import (
     GIVEN,
     Output,
+    arguments_of_call,
     as_output,
     check_output,
+    decided,
     place_of,
     translate_call,
     translate_load,
 )
-from canvax.pipelines.upscale import AT_ONCE, STRENGTH, upscaled
+from canvax.pipelines.upscale import upscaled
 from canvax.samplers import SamplerSpec, SamplerTable, Solver
+from canvax.settings import check_setting, declared
 from canvax.types import Array, DType
 from canvax.weights.location import Location, warn_unused_cache
 from canvax.weights.overrides import Overrides
 
 if TYPE_CHECKING:
     from canvax.pipelines.adapters import Adapters
-    from canvax.pipelines.networks import Opened
+    from canvax.pipelines.keywords import AgainFields, CallFields, ForeignFields, LoadFields
+    from canvax.pipelines.networks import ControlSource, IPAdapterSource, Opened
     from canvax.pipelines.safety import SafetyChecker
 
 
 @dataclass(eq=False, repr=False)
-class StableDiffusion(LoadedModel):
+class Pipeline(LoadedModel):
     """A pipeline from text to images. Made by ``canvax.load`` or ``from_pretrained``.
 
     Attributes:
@@ -84,7 +90,7 @@ class StableDiffusion(LoadedModel):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Parameters may be replaced; nothing else, since programs and configs belong together."""
-        once = ("model", "programs", "safety_checker", "changing", "_fitting", "_made_by")
+        once = ("model", "programs", "safety_checker", "_changing", "_fitting", "_made_by")
         if name != "params" and (name not in once or name in vars(self)):
             problem = answer(name, ASSIGNED, (), "an attribute that can be set", takes=place_of(name))
             raise AttributeError(f"cannot be set: {problem}")
@@ -100,7 +106,7 @@ class StableDiffusion(LoadedModel):
         if self.params is None or not self._made_by:
             why = "without parameters" if self.params is None else "with parameters that canvax.load did not give it"
             raise TypeError(f"a pipeline {why} cannot be pickled; call canvax.load in each process")
-        adapters = self.adapters.recipe() if "adapters" in vars(self) else ()
+        adapters = self.adapters._recipe() if "adapters" in vars(self) else ()
         return _load_again, (self._made_by, dict(self.mesh.shape), adapters)
 
     @cached_property
@@ -110,11 +116,11 @@ class StableDiffusion(LoadedModel):
 
         return vars(self).setdefault("adapters", Adapters(self))  # the same in all threads that ask at once
 
-    def _with(self, method: str, arguments: tuple[Any, ...], source: Mapping[str, Any], *made: Any) -> StableDiffusion:
+    def _with(self, method: str, arguments: tuple[Any, ...], source: Mapping[str, Any], *made: Any) -> Pipeline:
         """The pipeline that a method has made of this one, with the adapters that are in the weights of both."""
-        pipe = StableDiffusion(*made, safety_checker=self.safety_checker)
+        pipe = Pipeline(*made, safety_checker=self.safety_checker)
         if "adapters" in vars(self):
-            vars(pipe)["adapters"] = self.adapters.handed_to(pipe)
+            vars(pipe)["adapters"] = self.adapters._handed_to(pipe)
         keywords = {name: value for name, value in source.items() if name not in ("token", "progress")}
         pipe._made_by.update({**self._made_by, method: (arguments, keywords)} if self._made_by else {})
         return pipe
@@ -123,8 +129,8 @@ class StableDiffusion(LoadedModel):
         self,
         ip_adapter: str | Path | Sequence[str | Path] | None,
         image_encoder: str | Path | bool | None = None,
-        **source: Any,
-    ) -> StableDiffusion:
+        **source: Unpack[IPAdapterSource],
+    ) -> Pipeline:
         """This model with IP-Adapters, which read image prompts; weights and programs are shared with this pipeline.
 
         Its adapters come along. Later changes of adapters are those of one of the two pipelines alone.
@@ -142,11 +148,13 @@ class StableDiffusion(LoadedModel):
         from canvax.pipelines.networks import ip_adapter_sources, with_ip_adapters
 
         sources = ip_adapter_sources([] if ip_adapter is None else ip_adapter, image_encoder, **source)
-        with self.changing:
+        with self._changing:
             other = with_ip_adapters(self.model, self.programs, self.params, sources, image_encoder)
             return self._with("with_ip_adapter", (ip_adapter, image_encoder), source, *other)
 
-    def with_controlnet(self, controlnet: str | Path | Sequence[str | Path] | None, **source: Any) -> StableDiffusion:
+    def with_controlnet(
+        self, controlnet: str | Path | Sequence[str | Path] | None, **source: Unpack[ControlSource]
+    ) -> Pipeline:
         """This model with networks that read control images, which shares its weights and programs with this pipeline.
 
         Its adapters come along. Later changes of adapters are those of one of the two pipelines alone. A network that
@@ -162,8 +170,8 @@ class StableDiffusion(LoadedModel):
         from canvax.pipelines.networks import control_sources, open_controls, with_controls
 
         opened = open_controls(self.model, control_sources([] if controlnet is None else controlnet, **source))
-        with self.changing:
-            trained = self.adapters.without if "adapters" in vars(self) else None
+        with self._changing:
+            trained = self.adapters._without if "adapters" in vars(self) else None
             other = with_controls(self.model, self.programs, self.params, opened, trained=trained)
             return self._with("with_controlnet", (controlnet,), source, *other)
 
@@ -173,11 +181,39 @@ class StableDiffusion(LoadedModel):
         pipe = load(model, **keywords)
         return Both(cls(pipe.model, pipe.programs, safety_checker=pipe.safety_checker), pipe.params)
 
-    @accepts(translate_call, refuse_tracers, GIVEN)
+    @overload
     def __call__(
         self,
         prompt: str | Sequence[str] | Conditions,
         negative_prompt: str | Sequence[str] | Conditions | None = None,
+        *,
+        output_type: Literal["pil"] | None = "pil",
+        **arguments: Unpack[CallFields],
+    ) -> Result: ...
+    @overload
+    def __call__(
+        self,
+        prompt: str | Sequence[str] | Conditions,
+        negative_prompt: str | Sequence[str] | Conditions | None = None,
+        *,
+        output_type: Literal["np", "numpy", "latent"],
+        **arguments: Unpack[CallFields],
+    ) -> Result[np.ndarray]: ...
+    @overload
+    def __call__(
+        self,
+        prompt: str | Sequence[str] | Conditions,
+        negative_prompt: str | Sequence[str] | Conditions | None = None,
+        *,
+        output_type: Output | None = "pil",
+        **arguments: Unpack[CallFields],
+    ) -> Result[Any]: ...
+    @accepts(translate_call, refuse_tracers, GIVEN, by_place=True)
+    def __call__(
+        self,
+        prompt: str | Sequence[str] | Conditions,
+        negative_prompt: str | Sequence[str] | Conditions | None = None,
+        *,
         height: int | None = None,
         width: int | None = None,
         num_inference_steps: int | None = None,
@@ -194,9 +230,9 @@ class StableDiffusion(LoadedModel):
         control: Any = None,
         image_prompt: Any = None,
         adapters: Any = None,
-        output_type: Output = "pil",
-        **more: Unpack[OptionFields],
-    ) -> Result:
+        output_type: Output | None = "pil",
+        **more: Any,
+    ) -> Result[Any]:
         """Generate images. Nothing but height, width, the number of images and guidance on or off ever compiles again.
 
         Guidance that is on in a part of the run alone takes both programs.
@@ -248,13 +284,13 @@ class StableDiffusion(LoadedModel):
         """
         arguments = {name: value for name, value in locals().items() if name not in ("self", "more")}
         if not self._beside and params is None and not isinstance(prompt, Mapping) and self._names_adapters(prompt):
-            with self.adapters.named_in(prompt) as words:
+            with self.adapters._named_in(prompt) as words:
                 everything: dict[str, Any] = {**arguments, "prompt": words}
                 return self(**everything)
         spread = multihost.is_spread(self.programs.mesh)
         # One process that refuses must not leave the others waiting for it.
         together = multihost.together("canvax generate") if spread else nullcontext()
-        with together, self.changing:
+        with together, self._changing:
             output = check_output(output_type)
             if output == "jax" and (spread or self.safety_checker):
                 why = "several processes" if spread else "a safety checker, which reads images on the host"
@@ -271,15 +307,15 @@ class StableDiffusion(LoadedModel):
     def _beside(self) -> bool:
         """Whether adapters are beside the weights."""
         loaded = vars(self).get("adapters")  # an empty one is false
-        return loaded is not None and loaded.bank is not None
+        return loaded is not None and loaded._bank is not None
 
     def _request(self, call: Call, adapters: Any, *, as_set: bool) -> Request:
         """A call, checked, and what its images have of adapters that are beside the weights."""
         if adapters is None and not self._beside:
             return make_request(self.model, call)
-        from canvax.pipelines.adapters import shares_of  # which most pipelines never need
+        from canvax.pipelines.shares import shares_of  # which most pipelines never need
 
-        count = check_count("num_images_per_prompt", call.num_images_per_prompt)
+        count = check_setting(Call, "num_images_per_prompt", call.num_images_per_prompt)
         prompt, shares = shares_of(self.adapters, call.prompt, adapters, count, as_set=as_set)
         request = make_request(self.model, replace(call, prompt=prompt))
         return replace(request, beside=shares) if shares else request
@@ -310,6 +346,59 @@ class StableDiffusion(LoadedModel):
             result = run(model, self.programs, params, request, cure, counts)
         return self.safety_checker(result) if self.safety_checker else result
 
+    @overload
+    def again(
+        self, image: str | Path | Image.Image | Mapping[str, Any], /, **changes: Unpack[AgainFields]
+    ) -> Result: ...
+    @overload
+    def again(
+        self,
+        image: str | Path | Image.Image | Mapping[str, Any],
+        /,
+        *,
+        output_type: Output,
+        **changes: Unpack[AgainFields],
+    ) -> Result[Any]: ...
+    def again(self, image: str | Path | Image.Image | Mapping[str, Any], /, **changes: Any) -> Result[Any]:
+        """Generate an image again from its metadata, with changes: ``pipe.again("apple.png", num_inference_steps=50)``.
+
+        Adapters have the weights that they had, in this call alone. The images that it was made from are not in the
+        metadata; give the same again. Warnings name what is not repeated, and images that are not the same.
+
+        Args:
+            image: an image file of canvax, A1111, Forge or ComfyUI; an image of PIL; or metadata as in
+                ``Result.metadata``.
+            changes: arguments of a call; of ``upscale`` for an image that it made.
+
+        Raises:
+            InputError: an image or an adapter is missing, or as a call.
+        """
+        from canvax.pipelines import again as past  # which most pipelines never need
+
+        metadata, where = past.recorded(image)
+        changed, enlarges = decided(changes), "upscale" in metadata
+        for clause in past.not_repeated(metadata, changed):
+            warn(HintWarning(f"{where}: {clause}"))
+        keywords = {**past.settings_of(metadata, changed), **past.settings_of_tiles(metadata), **changes}
+        keywords = {name: value for name, value in keywords.items() if value is not None or name in changes}
+        weights = None if "adapters" in changed else past.weights_of(metadata, self.adapters, where)
+        with self._changing, nullcontext() if weights is None else self.adapters._weighed(weights):
+            arguments = arguments_of_call(self, keywords, ("scale", "overlap", "batch") if enlarges else ())
+            del arguments["self"]
+            past.check_named(metadata, arguments, where)
+            if enlarges:
+                arguments.setdefault("image", None)
+            new = past.record_of_tiles(self.model, arguments["image"]) if enlarges else self._record(arguments)
+            for hint in (*past.other_model(metadata, new, where), *past.compared(metadata, new, where)):
+                warn(hint)
+            return self.upscale(**arguments) if enlarges else self(**arguments)
+
+    def _record(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """What the metadata of the first image of a call will be."""
+        call = Call(**{field.name: arguments[field.name] for field in fields(Call) if field.name in arguments})
+        return metadata_of(self.model, self._request(call, arguments.get("adapters"), as_set=True))[0]
+
+    @accepts(translate_call, refuse_tracers, GIVEN)
     def upscale(
         self,
         image: Any,
@@ -317,9 +406,9 @@ class StableDiffusion(LoadedModel):
         negative_prompt: str | None = None,
         *,
         scale: float = 2.0,
-        strength: float = STRENGTH,
+        strength: float = 0.3,
         overlap: int | None = None,
-        batch: int = AT_ONCE,
+        batch: int = 4,
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         seed: int | None = None,
@@ -327,6 +416,7 @@ class StableDiffusion(LoadedModel):
         options: Options | None = None,
         params: Params | None = None,
         control: bool = False,
+        **more: Unpack[ForeignFields],
     ) -> Result:
         """An image made larger, with details that the model adds: enlarged, then image to image tile by tile.
 
@@ -345,6 +435,7 @@ class StableDiffusion(LoadedModel):
             seed: see there.
             sampler: see there.
             options: see there.
+            more: see there.
             params: see there.
             control: whether each tile, enlarged, is also the control image of this pipeline's networks, such as a tile
                 ControlNet; of a ControlNet-Union as its type "tile".
@@ -353,26 +444,25 @@ class StableDiffusion(LoadedModel):
             InputError: an argument cannot be used; nothing has been compiled.
         """
         keywords = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale, "sampler": sampler}
-        keywords |= {"negative_prompt": negative_prompt, "strength": strength, "params": params}
-        return upscaled(
-            self, self.model, image, prompt, scale=scale, overlap=overlap, batch=batch, seed=seed,
-            options=check_options(options), control=control, **keywords,
-        )  # fmt: skip
+        keywords |= {"negative_prompt": negative_prompt, "params": params}
+        how = Enlarging(scale, strength, overlap, batch, control)
+        options = check_options(options)
+        return upscaled(self, self.model, image, prompt, how=how, seed=seed, options=options, **keywords)
 
 
 MadeBy = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
 """The calls that made a pipeline, by name, "load" first: positional arguments and keywords."""
 
 
-def _load_again(made_by: MadeBy, mesh: Mapping[str, int], adapters: Sequence[Any] = ()) -> StableDiffusion:
+def _load_again(made_by: MadeBy, mesh: Mapping[str, int], adapters: Sequence[Any] = ()) -> Pipeline:
     """A pickled pipeline in its new process; on the same mesh, if there are as many devices."""
     devices, count, calls = jax.devices(), math.prod(mesh.values()), dict(made_by)
     arguments, keywords = calls.pop("load")
     pipe = load(*arguments, mesh=make_mesh(devices[:count], **mesh) if count <= len(devices) else None, **keywords)
     for method, (arguments, keywords) in calls.items():
         pipe = getattr(pipe, method)(*arguments, **keywords)
-    if adapters:
-        pipe.adapters.restore(adapters)
+    for method, values, source in adapters:
+        getattr(pipe.adapters, method)(*values, **source)
     return pipe
 
 
@@ -387,7 +477,7 @@ def load(
     token: str | bool | None = None,
     cache_dir: str | Path | None = None,
     local_files_only: bool = False,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
     precision: str | None = None,
     safety_checker: bool | None = None,
     progress: bool = True,
@@ -398,7 +488,8 @@ def load(
     text_encoder: str | Path | None = None,
     tokenizer: str | Path | None = None,
     offload: bool = False,
-) -> StableDiffusion:
+    **more: Unpack[LoadFields],
+) -> Pipeline:
     """Load a model, ready to draw.
 
     Args:
@@ -414,8 +505,9 @@ def load(
         token: Hub token; by default HF_TOKEN or the stored login.
         cache_dir: where the Hub's files are kept.
         local_files_only: never ask the Hub.
-        mesh: devices with the axes ``data`` and ``model``, as ``canvax.make_mesh`` makes them; by default all
-            devices on ``data``, those of all processes that ``jax.distributed`` has joined.
+        mesh: devices with the axes ``data`` and ``model``, as ``canvax.make_mesh`` makes them, or a text such as
+            "data=4,model=2"; by default all devices on ``data``, those of all processes that ``jax.distributed`` has
+            joined.
         precision: JAX matmul precision; "highest" for real float32 on TPU and GPU.
         safety_checker: True to load the model's, another 1.2 GB: images that it refuses become black, and
             ``nsfw`` in their metadata is true.
@@ -434,6 +526,7 @@ def load(
         offload: keep weights in the host's memory, and on the devices only those of the network that runs: text
             encoders, then the denoiser, then the autoencoder. For GPUs and TPUs that hold each and not all
             (docs/less-work.md).
+        more: names of diffusers, such as ``torch_dtype`` (docs/coming-from-diffusers.md).
 
     Raises:
         InputError: an argument cannot be used.
@@ -441,11 +534,12 @@ def load(
         HubError: the Hub cannot be reached or does not have it.
         OutOfMemoryError: the weights do not fit into the devices.
     """
+    given = locals()
+    del given["more"]  # names that the decorator translated
+    arguments = Load(**given)
     from canvax.pipelines.networks import control_sources, open_controls, with_controls
     from canvax.pipelines.safety import check_has_checker, load_safety_checker
 
-    if not isinstance(safety_checker, bool | None):
-        raise InputError("safety_checker", safety_checker, "is not True, for the model's checker, or None")
     hub = {"variant": variant, "token": token, "cache_dir": cache_dir}
     hub |= {"local_files_only": local_files_only, "progress": progress}
     sources = control_sources([] if controlnet is None else controlnet, **hub)
@@ -457,7 +551,7 @@ def load(
         quantize=quantize,
         mesh=mesh,
         precision=precision,
-        offload=check_flag("offload", offload),
+        offload=arguments.offload,
         accept=check_has_checker if safety_checker else None,
         check=lambda files: controls.extend(open_controls(files, sources)),
         revision=revision,
@@ -465,9 +559,9 @@ def load(
     )
     warn_unused_cache(cache_dir, model, *(source.name for source in sources), *overrides.parts.values())
     checker = load_safety_checker(Location(model, revision, **hub)) if safety_checker else None
-    pipe = StableDiffusion(*(with_controls(*opened, controls) if controls else opened), checker)
-    keywords = {"dtype": pipe.model.dtype, "quantize": quantize, "revision": pipe.model.revision, "variant": variant}
-    keywords |= {"cache_dir": cache_dir, "local_files_only": local_files_only, "precision": precision}
-    keywords |= {"offload": offload, "safety_checker": safety_checker, "controlnet": controlnet, **pipe.model.overrides}
+    pipe = Pipeline(*(with_controls(*opened, controls) if controls else opened), checker)
+    again = [name for name in declared(Load) if name not in ("model", "mesh", "token", "progress")]
+    keywords = {name: getattr(arguments, name) for name in again}
+    keywords |= {"dtype": pipe.model.dtype, "revision": pipe.model.revision, **pipe.model.overrides}
     pipe._made_by["load"] = (pipe.model.name,), keywords
     return pipe

@@ -77,7 +77,7 @@ def prepare(
         beside |= encode_controls(programs, ready, params, request.control, size, count)
     if request.beside is not None:
         beside[ADAPTERS] = put(filled(request.beside.weights[model.networks.denoiser.component], latents[0]), split)
-    for name, number in model.networks.denoiser.size_inputs(*latents[1:3]).items():
+    for name, number in model.networks.packing.sizes(latents[2]).items():
         beside[name] = put(np.full(latents[0], number, np.int32), split)
     if request.references is not None:
         beside[REFERENCES] = encode_references(model, ready, params, mesh, request.references, latents[0])
@@ -223,16 +223,24 @@ def encode_images(
 def encode_references(
     model: Model, ready: Ready, params: Params, mesh: Mesh, references: References, batch: int
 ) -> dict[str, Any]:
-    """The denoiser's input for reference images, for each image of a batch."""
-    latents = []
-    for images, size in zip(references.images, references.sizes, strict=True):
+    """The condition ``REFERENCES`` for each image of a batch."""
+    networks, tokens, ids = model.networks, [], []
+    for number, (images, size) in enumerate(zip(references.images, references.sizes, strict=True), 1):
         pixels = [as_floats(image) for image in images]
-        latents.append(_moments(ready[reference_encoder(size)], params, mesh, pixels)[0])
-    count = max(map(len, latents))
-    latents = [np.broadcast_to(image, (count, *image.shape[1:])) for image in latents]
-    denoiser = model.networks.denoiser_of(references=model.networks.room(references.sizes))
-    read = denoiser.read_references(latents)
-    return {name: put(filled(array, batch), over_batch(mesh)) for name, array in read.items()}
+        latents = _moments(ready[reference_encoder(size)], params, mesh, pixels)[0]
+        tokens.append(networks.packing.pack(latents)[:, 0])
+        grid = np.indices([side // networks.size_step for side in size], np.int32).reshape(2, -1).T
+        ids.append(np.pad(grid, ((0, 0), (1, 0)), constant_values=number))
+    count, shapes = max(map(len, tokens)), networks.references(batch, references.sizes)
+    lengths = np.full(count, sum(map(len, ids)), np.int32)
+    padding = (0, 0), (0, shapes["ids"].shape[1] - lengths[0]), (0, 0)
+    tokens = np.concatenate([np.broadcast_to(image, (count, *image.shape[1:])) for image in tokens], axis=1)
+    arrays = {
+        "tokens": np.pad(tokens, padding),
+        "ids": np.pad(np.tile(np.concatenate(ids), (count, 1, 1)), padding),
+        "count": lengths,
+    }
+    return {name: put(filled(array, batch), over_batch(mesh)) for name, array in arrays.items()}
 
 
 def _moments(encoder: Compiled, params: Params, mesh: Mesh, images: Sequence[HostArray]) -> tuple[HostArray, HostArray]:

@@ -38,6 +38,10 @@ class References:
         """Height and width of each."""
         return tuple((references[0].height, references[0].width) for references in self.images)
 
+    def of(self, index: int) -> tuple[Image.Image, ...]:
+        """Return the references of an image of the call."""
+        return tuple(references[index % len(references)] for references in self.images)
+
 
 def check_references(value: Any, step: int) -> References:
     """The references that a call gives as its image, for a model whose sizes are multiples of ``step`` pixels.
@@ -59,7 +63,7 @@ def check_editing(networks: Networks, name: str) -> None:
     Raises:
         InputError: naming the model.
     """
-    if not networks.denoiser.edits:
+    if not networks.denoiser.facts.edits:
         why = f"are for models that edit, and {name} is none"
         raise InputError("references", NO_VALUE, why, "leave them out")
 

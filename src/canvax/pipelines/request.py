@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from PIL import Image
 
-from canvax.call import MAX_SIDE, Call
+from canvax.call import MAX_SIDE, STRENGTH, STRENGTH_OF_MASKED, Call
 from canvax.denoise import Known
 from canvax.errors import NO_VALUE, InputError, refuse_tracers
-from canvax.families.base import Model
+from canvax.families.base import SECOND_PROMPTS, Model
 from canvax.images.inputs import MOST_PIXELS, entry, fingerprint, read_images
 from canvax.images.masks import (
     Box,
@@ -28,6 +27,7 @@ from canvax.images.masks import (
     resized,
     rounded,
 )
+from canvax.models.clip import most_skipped
 from canvax.pipelines.checks import (
     check_guidance,
     check_latents,
@@ -42,14 +42,14 @@ from canvax.pipelines.checks import (
 from canvax.pipelines.control import ControlImages, check_control
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.references import References, check_references
-from canvax.pipelines.texts import Embeds, Texts, check_conditions, chunk_count, read_texts
+from canvax.pipelines.texts import Embeds, Texts, check_conditions, read_texts
 from canvax.samplers import SamplerSpec, SamplerTable, Solver, spec_of
 from canvax.samplers.strength import steps_of_strength
 from canvax.types import HostArray
 
 if TYPE_CHECKING:
     from canvax.pipelines.image_prompts import ImagePrompts
-    from canvax.pipelines.unmerged import Shares
+    from canvax.pipelines.slots import Shares
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class Request:
     """One call, checked: an entry for each image where lists stand. ``shape`` is that of the latents, [B, h, w, C].
 
     ``zeros``: no negative prompt was given, not even an empty one, and the model wants zeros for that.
-    ``embedded``: no negative prompt is read at any guidance scale. ``no_guidance``: ``Family.no_guidance``.
+    ``embedded``: no negative prompt is read at any guidance scale. ``guidance_off``: ``Family.guidance_off``.
     ``on_device``: pixels and latents stay on the devices.
     """
 
@@ -77,7 +77,7 @@ class Request:
     hires_prompts: list[str]
     zeros: bool
     embedded: bool
-    no_guidance: float
+    guidance_off: float
     texts: Texts
     embeds: tuple[Embeds | None, Embeds | None] = (None, None)
     init_images: InitImages | None = None
@@ -112,7 +112,7 @@ class Request:
     @property
     def scales(self) -> tuple[float, ...]:
         """Guidance scales of the steps, of which 1 is none; one for all steps, or one for each."""
-        return tuple(scale + (1 - self.no_guidance) for scale in self.options.guidance_steps or (self.guidance,))
+        return tuple(scale + (1 - self.guidance_off) for scale in self.options.guidance_steps or (self.guidance,))
 
     @property
     def composed(self) -> bool:
@@ -120,11 +120,11 @@ class Request:
         return self.texts.parts > 1 or bool((self.texts.weights != 1).any())
 
     @property
-    def chunks(self) -> int:
-        """Of each prompt, for the denoiser."""
-        tokens = [embed["text"].shape[1] for embed in self.embeds if embed is not None]
-        counts = [self.texts.chunks, *(count // self.texts.tokens for count in tokens)]
-        return chunk_count(counts, whole=True) if self.texts.whole else math.lcm(*counts)
+    def lengths(self) -> tuple[int, ...]:
+        """The length for each text encoder that all prompts are brought to."""
+        text = self.texts.encoders
+        embeds = (text.lengths_of(embed["text"].shape[1]) for embed in self.embeds if embed is not None)
+        return text.fit({*self.texts.lengths, *filter(None, embeds)})
 
 
 def make_request(model: Model, call: Call) -> Request:
@@ -154,7 +154,7 @@ def make_request(model: Model, call: Call) -> Request:
         size = (size[0] or references.sizes[0][0], size[1] or references.sizes[0][1])
     image = call.image if references is None else None
     init = check_init_images(image, call.mask, call.strength, size, len(prompts), factor, options)
-    if init is not None and init.masks and model.networks.denoiser.edits:
+    if init is not None and init.masks and model.networks.denoiser.facts.edits:
         references = References([init.images])
     if init is None:
         height, width = check_size("height", size[0], tall, factor), check_size("width", size[1], wide, factor)
@@ -193,10 +193,10 @@ def make_request(model: Model, call: Call) -> Request:
         negatives_2=negatives_2,
         hires_prompts=check_second("hires_prompt", options.hires_prompt, prompts, per_prompt),
         options=options,
-        zeros=negative is None and options.negative_prompt_2 is None and model.zeros_for_no_negative,
+        zeros=negative is None and options.negative_prompt_2 is None and model.zero_negative_embeds,
         embedded=model.networks.unguided,
-        no_guidance=model.family.no_guidance,
-        texts=read_texts(model, (prompts, prompts_2), (negatives, negatives_2), options, run),
+        guidance_off=model.family.guidance_off,
+        texts=read_texts(model, (prompts, prompts_2), (negatives, negatives_2), options, run, references),
         embeds=embeds,
         init_images=init,
         control=controls,
@@ -204,6 +204,7 @@ def make_request(model: Model, call: Call) -> Request:
         references=references,
     )
     check_composed(request, model)
+    check_lengths(request)
     if request.latents is not None and (options.variation_strength or options.seed_size):
         raise InputError(
             "latents",
@@ -233,6 +234,21 @@ def check_composed(request: Request, model: Model, name: str = "prompt") -> None
         raise InputError(name, NO_VALUE, problem, "leave AND and :weight out")
 
 
+def check_lengths(request: Request) -> None:
+    """Refuse conditions that cannot be brought to the length of the other prompts.
+
+    Raises:
+        InputError: names both numbers of rows.
+    """
+    text, lengths = request.texts.encoders, request.lengths
+    for name, embed in zip(("prompt", "negative_prompt"), request.embeds, strict=True):
+        if embed is None or (rows := embed["text"].shape[1]) == (wanted := text.rows(lengths)):
+            continue
+        if not text.is_lengthened(lengths):
+            problem = f"has {rows} rows of text, and the other prompts of the call need {wanted}"
+            raise InputError(name, NO_VALUE, problem, "give conditions for both sides, or a shorter prompt")
+
+
 def _image_prompts(model: Model, value: Any, count: int, options: Options) -> ImagePrompts | None:
     if value is None:
         return None
@@ -249,7 +265,7 @@ def is_alone(call: Call, options: Options) -> bool:
 
 def _references(model: Model, call: Call, options: Options) -> References | None:
     """The image of a call as reference images, for a model that edits, unless it is what the run begins from."""
-    if not is_alone(call, options) or not model.networks.denoiser.edits:
+    if not is_alone(call, options) or not model.networks.denoiser.facts.edits:
         return None
     return check_references(call.image, model.networks.size_step)
 
@@ -272,7 +288,8 @@ def check_for_model(options: Options, model: Model) -> None:
     Raises:
         InputError: naming the options and the kind of model they are for.
     """
-    unused = model.family.unused_options(model)
+    one = dict.fromkeys(SECOND_PROMPTS, "it has one text encoder") if len(model.text.encoders) == 1 else {}
+    unused = one | dict(model.family.unused_options)
     for name in sorted(options.changed().keys() & unused.keys()):
         raise InputError(name, NO_VALUE, f"is not supported by {model.name}: {unused[name]}", "leave it out")
     for name in ("guidance_steps", "guidance_interval", "guidance_rescale"):
@@ -284,12 +301,12 @@ def check_for_model(options: Options, model: Model) -> None:
                 "leave it out",
             )
     for name in ("pag_scale", "pag_adaptive_scale"):
-        if model.networks.unet is None and name in options.changed():
+        if "perturbed" not in model.networks.denoiser.facts.offers and name in options.changed():
             problem = f"is not supported by {model.name}: its attention cannot be perturbed"
             raise InputError(name, NO_VALUE, problem, "leave it out")
     check_clip_skip(options.clip_skip, model)
     check_layers(options.reuse_layers, model)
-    if options.reuse > 1 and not model.networks.denoiser.most_layers:
+    if options.reuse > 1 and not model.networks.most_layers:
         raise InputError("reuse", options.reuse, f"{model.name} has no features to reuse", "leave it out")
 
 
@@ -299,8 +316,8 @@ def check_clip_skip(skip: int, model: Model) -> None:
     Raises:
         InputError: naming how many these are.
     """
-    if not 0 <= skip <= model.text.max_skip:
-        raise InputError("clip_skip", skip, f"is not in 0..{model.text.max_skip}, the layers that can be left out")
+    if not 0 <= skip <= (most := most_skipped(model.text)):
+        raise InputError("clip_skip", skip, f"is not in 0..{most}, the layers that can be left out")
 
 
 def check_seed_size(options: Options, factor: int) -> None:
@@ -321,7 +338,7 @@ def check_layers(layers: int, model: Model) -> None:
     Raises:
         InputError: naming how many it has.
     """
-    most = max(1, model.networks.denoiser.most_layers)
+    most = max(1, model.networks.most_layers)
     if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= most:
         raise InputError("reuse_layers", layers, f"is not in 1..{most}, the skip connections of {model.name}")
 
@@ -357,17 +374,13 @@ def check_start(
             "goes from an image to its noise and needs latents",
             "pass the {latents} of the image, such as result.latents",
         )
-    if model.is_refiner and not started and not image:
+    if model.family.is_refiner and not started and not image:
         raise InputError(
             "image",
             NO_VALUE,
             f"is missing: {model.name} is a refiner, which only finishes images",
             "give {image}, or {latents} of a base model that stopped at {denoising_end=0.8}, and {denoising_start=0.8}",
         )
-
-
-STRENGTH, STRENGTH_OF_MASKED = 0.8, 1.0
-"""How much of the run is done if the call does not say: of a whole image, and of a masked one."""
 
 
 @dataclass(frozen=True, eq=False)

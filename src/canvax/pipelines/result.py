@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, overload
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -35,16 +35,24 @@ from canvax.weights.load import Component, load_components
 from canvax.weights.location import Location
 from canvax.weights.open import open_network
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    Images = TypeVar("Images", default=list[Image.Image])
+else:
+    Images = TypeVar("Images")
+
 
 @dataclass(frozen=True, eq=False)
-class Result:
+class Result(Generic[Images]):
     """Images and how they came to be. It can be used as the list of its images, and a notebook shows them.
 
     Where several processes generate together, each has the images of its own devices alone: ``indices`` says which.
 
     Attributes:
-        images: PIL images, which write their metadata when they are saved as PNG, JPEG or WebP; none if the run was
-            stopped by ``denoising_end``; arrays if the call had ``output_type``.
+        images: a list of PIL images, which write their metadata when they are saved as PNG, JPEG or WebP; none if the
+            run was stopped by ``denoising_end``. With an ``output_type``, ``pixels`` or ``latents``, as in diffusers:
+            then the type is ``Result[np.ndarray]``.
         pixels: the same as an array [B, H, W, 3] float32 in 0..1, before rounding to 8 bits. With ``output_type="jax"``
             it is a JAX array on the devices, and so is ``latents``.
         latents: what the decoder was given [B, h, w, C] float32; ``latents`` arguments have this layout too. After
@@ -58,7 +66,7 @@ class Result:
         indices: which images of the call these are, counted from 0.
     """
 
-    images: list[Image.Image]
+    images: Images
     pixels: np.ndarray = field(repr=False)
     latents: np.ndarray = field(repr=False)
     metadata: list[dict[str, Any]] = field(repr=False)
@@ -67,17 +75,25 @@ class Result:
     indices: list[int] = field(repr=False)
 
     def __len__(self) -> int:
-        return len(self.images)
-
-    def __iter__(self) -> Iterator[Image.Image]:
-        return iter(self.images)
+        return len(self._listed)
 
     @overload
-    def __getitem__(self, index: int) -> Image.Image: ...
+    def __iter__(self: Result[list[Image.Image]]) -> Iterator[Image.Image]: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Image.Image]: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._listed)
+
+    @overload
+    def __getitem__(self: Result[list[Image.Image]], index: int) -> Image.Image: ...
+    @overload
+    def __getitem__(self, index: Any) -> Any: ...
     def __getitem__(self, index: Any) -> Any:
-        return self.images[index]
+        return self._listed[index]
+
+    @property
+    def _listed(self) -> Any:
+        return self.images
 
     def _repr_png_(self) -> bytes | None:
         """What a notebook shows: all images in one."""

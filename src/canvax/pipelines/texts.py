@@ -1,16 +1,15 @@
-"""From prompts to the chunks that the text encoders read: syntax, weights, texts by step, ``<lora:...>`` tags.
+"""From prompts to what the text encoders read: syntax, texts by step, ``<lora:...>`` tags.
 
 Nothing here runs on a device.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,38 +18,15 @@ from canvax.families.base import Model
 from canvax.images.infotext import without_networks
 from canvax.models.text import SECOND, TextEncoders
 from canvax.pipelines.options import Options
-from canvax.prompts import (
-    Chunk,
-    Fragment,
-    PromptSyntax,
-    check_weight,
-    chunked,
-    fragments,
-    in_one,
-    parts_of,
-    schedule_of,
-)
+from canvax.pipelines.references import References
+from canvax.prompts import PromptSyntax, check_weight, fragments, parts_of, schedule_of
 from canvax.types import HostArray
-
-COUNTS = (1, 2, 4, 6, 8, 12, 24)
-"""Chunks that the denoiser is compiled for. A prompt of fewer is repeated, which attention cannot tell from once."""
 
 MOST_PARTS = 16
 """Prompts that are added up (AND), each of which takes an evaluation of the network."""
 
-_ALMOST_NOTHING = 1e-4
-"""In place of a weight of 0 or less, where its tangent would be infinite (Compel)."""
-
-
-class Variant(NamedTuple):
-    """One text as chunks, and its share of the features."""
-
-    chunks: tuple[Chunk, ...]
-    share: float
-
-
-Wording = tuple[tuple[Variant, ...], ...]
-"""What each text encoder reads for one image at one time."""
+Wording = tuple[Any, ...]
+"""What each text encoder reads for one image at one time, see ``canvax.models.text.TextEncoder.words``."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +51,12 @@ class Texts:
     Attributes:
         stages: in their order; of most prompts one.
         weights: of the parts of each image [B, K] float32.
-        syntax: what the weights of tokens mean.
-        tokens: of a chunk.
-        whole: whether all chunks of a prompt are read at once.
+        encoders: the text encoders.
     """
 
     stages: list[Stage]
     weights: HostArray
-    syntax: PromptSyntax
-    tokens: int
-    whole: bool
+    encoders: TextEncoders
 
     @property
     def parts(self) -> int:
@@ -92,31 +64,26 @@ class Texts:
         return self.weights.shape[1]
 
     @cached_property
-    def chunks(self) -> int:
-        """Chunks that each prompt is repeated or filled up to: one of ``COUNTS`` if that holds them all."""
-        counts = {count_of(wording) for stage in self.stages for side in (*stage.parts, stage.negatives)
-                  for wording in side}  # fmt: skip
-        return chunk_count(counts, whole=self.whole)
+    def lengths(self) -> frozenset[tuple[int, ...]]:
+        """The lengths of the prompts, for each text encoder."""
+        wordings = (wording for stage in self.stages for side in (*stage.parts, stage.negatives) for wording in side)
+        return frozenset(tuple(words.length for words in wording) for wording in wordings)
 
 
-def prompt_tokens(text: TextEncoders, chunks: int = COUNTS[-1]) -> int:
-    """How many tokens of a prompt fit into so many chunks, with the template of a language model."""
-    return min(chunks * text.tokens, text.most) if text.whole else chunks * (text.tokens - 2)
-
-
-def chunk_count(counts: Iterable[int], *, whole: bool = False) -> int:
-    """How many chunks prompts of so many each are brought to; those that are read ``whole`` are not repeated."""
-    counts = set(counts)
-    if whole:
-        return next(count for count in COUNTS if count >= max(counts))
-    together = math.lcm(*counts)
-    if together > COUNTS[-1]:
-        together = max(counts)
-    return next((count for count in COUNTS if count % together == 0), together)
+def texts_of(prompt: Any, negative_prompt: Any, options: Any) -> list[str]:
+    """All texts of a call that its text encoders read; ``options`` are ``canvax.Options``."""
+    more = (options.prompt_2, options.negative_prompt_2, options.hires_prompt)
+    sides = [side if isinstance(side, list | tuple) else [side] for side in (prompt, negative_prompt, *more)]
+    return [text for side in sides for text in side if isinstance(text, str)]
 
 
 def read_texts(
-    model: Model, prompts: Sequence[Sequence[str]], negatives: Sequence[Sequence[str]], options: Options, steps: int
+    model: Model,
+    prompts: Sequence[Sequence[str]],
+    negatives: Sequence[Sequence[str]],
+    options: Options,
+    steps: int,
+    references: References | None = None,
 ) -> Texts:
     """The texts of a call.
 
@@ -126,11 +93,12 @@ def read_texts(
         negatives: likewise.
         options: of the call: the syntax.
         steps: that are run.
+        references: of the call, which some encoders see.
 
     Raises:
         InputError: a prompt is too long, or its weights are too large.
     """
-    syntax, read = options.prompt_syntax, _Reader(model, options.prompt_syntax)
+    syntax, read = options.prompt_syntax, _Reader(model, options, references)
     composed = [[parts_of(text) if syntax == "a1111" else [(text, 1.0)] for text in side] for side in prompts]
     most = max(len(parts) for side in composed for parts in side)
     if most > MOST_PARTS:
@@ -149,7 +117,7 @@ def read_texts(
     all_sides = [text for sides in (*schedules, against) for side in sides for text in side]
     begins = sorted({begin for schedule in all_sides for begin, _ in schedule})
     stages = [Stage(step, [read.all(sides, step) for sides in schedules], read.all(against, step)) for step in begins]
-    return Texts(stages, weights, syntax, model.text.tokens, model.text.whole)
+    return Texts(stages, weights, model.text)
 
 
 def _scheduled(text: str, syntax: PromptSyntax, steps: int) -> list[tuple[int, str]]:
@@ -157,77 +125,34 @@ def _scheduled(text: str, syntax: PromptSyntax, steps: int) -> list[tuple[int, s
 
 
 class _Reader:
-    """Reads texts into chunks, each text once."""
+    """Reads texts, each text once."""
 
-    def __init__(self, model: Model, syntax: PromptSyntax) -> None:
-        self._model = model
-        self._syntax: PromptSyntax = syntax
-        self._read: dict[tuple[str, str], tuple[Variant, ...]] = {}
+    def __init__(self, model: Model, options: Options, references: References | None) -> None:
+        self._model, self._options, self._references = model, options.changed(), references
+        self._syntax: PromptSyntax = options.prompt_syntax
+        self._read: dict[tuple[Any, ...], Any] = {}
 
     def all(self, sides: list[list[list[tuple[int, str]]]], step: int) -> list[Wording]:
         """What the encoders read at a step, for each image, of the texts for the first and for the second."""
-        names = list(self._model.tokenizers)
-        second = sides[1] if len(names) > 1 else sides[0]
-        of_encoders = [second if name == SECOND else sides[0] for name in names]
+        encoders = self._model.text.encoders
+        of_encoders = [sides[len(encoders) > 1 and encoder.component == SECOND] for encoder in encoders]
         return [
-            _even(tuple(self.one(name, _at(side[i], step)) for name, side in zip(names, of_encoders, strict=True)),
-                  self._empty)
-            for i in range(len(sides[0]))
-        ]  # fmt: skip
+            self._model.text.even([self.one(i, _at(side[image], step), image) for i, side in enumerate(of_encoders)])
+            for image in range(len(sides[0]))
+        ]
 
-    def one(self, name: str, text: str) -> tuple[Variant, ...]:
-        """The variants of a text for one encoder."""
-        if (name, text) not in self._read:
+    def one(self, index: int, text: str, image: int) -> Any:
+        """What an encoder reads of the text of an image."""
+        encoder, images = self._model.text.encoders[index], self._references.of(image) if self._references else ()
+        key = encoder.component, text, *map(id, images)
+        if key not in self._read:
             pieces = [(self._model.concepts.spelled(piece), weight) for piece, weight in fragments(text, self._syntax)]
-            self._read[name, text] = tuple(
-                Variant(tuple(self._chunked(name, some)), share) for some, share in _variants(pieces, self._syntax)
-            )
-        return self._read[name, text]
-
-    def _chunked(self, name: str, pieces: Sequence[Fragment]) -> list[Chunk]:
-        tokenizer, text = self._model.tokenizers[name], self._model.text
-        return (
-            in_one(tokenizer, pieces, text.tokens, text.most) if text.whole else chunked(tokenizer, pieces, text.tokens)
-        )
-
-    @cached_property
-    def _empty(self) -> list[Chunk]:
-        """The chunk without words, of each encoder."""
-        return [self._chunked(name, [("", 1.0)])[0] for name in self._model.tokenizers]
+            self._read[key] = encoder.words(self._model.tokenizers[encoder.component], pieces, self._options, images)
+        return self._read[key]
 
 
 def _at(schedule: list[tuple[int, str]], step: int) -> str:
     return [text for begin, text in schedule if begin <= step][-1]
-
-
-def _variants(pieces: list[Fragment], syntax: PromptSyntax) -> list[tuple[list[Fragment], float]]:
-    """The text, and for Compel the text without each piece of less weight than 1: the less, the larger its share."""
-    variants = [(pieces, 1.0)]
-    if syntax == "compel":
-        for i, (_, weight) in enumerate(pieces):
-            if weight < 1:
-                share = math.tan((1 - max(weight, _ALMOST_NOTHING)) * math.pi / 2)
-                variants.append(([*pieces[:i], *pieces[i + 1 :]] or [("", 1.0)], share))
-    total = sum(share for _, share in variants)
-    return [(some, share / total) for some, share in variants]
-
-
-def _even(wording: Wording, empty: Sequence[Chunk]) -> Wording:
-    """As many variants for each encoder, of as many chunks."""
-    variants = max(len(of_encoder) for of_encoder in wording)
-    chunks = count_of(wording)
-    return tuple(
-        tuple(
-            Variant((*variant.chunks, *[blank] * (chunks - len(variant.chunks))), variant.share)
-            for variant in (*of_encoder, *[Variant((blank,), 0.0)] * (variants - len(of_encoder)))
-        )
-        for of_encoder, blank in zip(wording, empty, strict=True)
-    )
-
-
-def count_of(wording: Wording) -> int:
-    """Chunks of a wording."""
-    return max(len(variant.chunks) for of_encoder in wording for variant in of_encoder)
 
 
 Embeds = dict[str, HostArray]
@@ -241,17 +166,15 @@ def check_conditions(name: str, value: Mapping[str, Any], model: Model) -> Embed
         InputError: arrays are missing, of other shapes or not finite.
     """
     text = model.text
-    shapes: dict[str, tuple[Any, ...]] = {"text": ("n", f"k * {text.tokens}", text.width)}
-    if text.pooled_width:
-        shapes["pooled"] = ("n", text.pooled_width)
-    if text.whole:
-        shapes["length"] = ("n",)
+    declared = text.conditions(1, [np.float32] * len(text.encoders))
+    shapes = {part: ("n", *("k" for _ in leaf.shape[1:-1]), *leaf.shape[1:][-1:]) for part, leaf in declared.items()}
     embeds: Embeds = {}
     if isinstance(value.get("prompt"), str):
         raise InputError(
             name, NO_VALUE, "is a table of settings", "write pipe(**settings), or give the prompt's text alone"
         )
-    if unknown := sorted(map(repr, value.keys() - shapes.keys() - {"time_ids", "guidance"})):
+    numbers, _ = model.size_conditions(*model.native_size, {})
+    if unknown := sorted(map(repr, value.keys() - shapes.keys() - numbers.keys() - {"guidance"})):
         if model.networks.denoiser.component in value:  # pipe(prompt, params, key), as in diffusers' Flax
             raise InputError(
                 name, NO_VALUE, "is a model's weights", "a pipeline has its own, others are given as {params}"
@@ -272,8 +195,9 @@ def check_conditions(name: str, value: Mapping[str, Any], model: Model) -> Embed
         embeds[part] = array
     if len({len(array) for array in embeds.values()}) > 1:
         raise InputError(name, NO_VALUE, "has arrays of several lengths", "give an entry of each for each image")
-    if not embeds["text"].shape[1] or embeds["text"].shape[1] % text.tokens:
-        raise InputError(name, NO_VALUE, f"has {embeds['text'].shape[1]} tokens, not a multiple of {text.tokens}")
+    if text.lengths_of(rows := embeds["text"].shape[1]) is None:
+        usual = declared["text"].shape[1]
+        raise InputError(name, NO_VALUE, f"has {rows} tokens, not a multiple of {usual}")
     return embeds
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
-from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import numpy as np
 
-from canvax.call import Call
+from canvax.call import Call, Load
 from canvax.errors import NO_VALUE, InputError, shown
 from canvax.familiar import CALL, HARMLESS, LESS_GUIDANCE, LOAD, PAGE, ForeignName, Translate, answer, renamed
+from canvax.images.keys import KEYS
 from canvax.pipelines.checks import floats
 from canvax.pipelines.options import Options, Step, check_options, check_step_end
 from canvax.samplers import find
@@ -29,6 +29,7 @@ _ARGUMENTS = (*declared(Call), "params", "adapters", "output_type")
 _SPECIAL = ("generator", "return_dict", "timesteps", "callback_on_step_end", "guess_mode")
 _SPECIAL += ("callback_on_step_end_tensor_inputs", "prompt_embeds", "pooled_prompt_embeds")
 _SPECIAL += ("negative_prompt_embeds", "negative_pooled_prompt_embeds", "ip_adapter_image", "ip_adapter_image_embeds")
+_METADATA = {name for name, key in KEYS.items() if key.of == "fact"} - {*_OWN}
 GIVEN = CALL | {
     "prompt_embeds": ForeignName(becomes="prompt"),
     "negative_prompt_embeds": ForeignName(becomes="negative_prompt"),
@@ -37,20 +38,13 @@ GIVEN = CALL | {
 
 
 @cache
-def load_arguments() -> tuple[str, ...]:
-    """The arguments of ``canvax.load``."""
-    import canvax  # which imports this module
-
-    return tuple(signature(canvax.load).parameters)
-
-
 def place_of(name: str) -> str:
     """Where something is given that is no attribute of a pipeline; empty where it is given nowhere."""
     if name in _ARGUMENTS or name in _OWN or (name in CALL and CALL[name].becomes):
         return f"it is an argument of a call: pipe(prompt, {name}=...)"
     if name in CALL:
         return CALL[name].answer
-    return f"it is an argument of canvax.load: canvax.load(model, {name}=...)" if name in load_arguments() else ""
+    return f"it is an argument of canvax.load: canvax.load(model, {name}=...)" if name in declared(Load) else ""
 
 
 def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
@@ -66,18 +60,22 @@ def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[st
             find(curve)
         except InputError as error:  # which says how a sigma schedule is given
             raise InputError(f"scheduler{str(error).removeprefix('sampler')}") from None
+    if recorded := _METADATA & others.keys():
+        problem = "is a key of an image's metadata, which is not the keywords of a call"
+        raise InputError(min(recorded), NO_VALUE, problem, "write pipe.again(metadata), also with keywords to change")
     left = renamed(arguments, others, CALL)
     for name in [name for name in arguments if name in _OWN]:  # a name for a field of the options
         if name in left:
             raise InputError(f"{name} is given twice, under two names; give it once")
         left[name] = arguments.pop(name)
     for name in left:
-        if name in _OWN or name in _SPECIAL:
+        if name in (*_OWN, *_SPECIAL, *_ARGUMENTS):
             continue
-        if name in load_arguments() and name not in CALL:
+        if name in declared(Load) and name not in CALL:
             raise InputError(f"{name} belongs to the model, not to a call: canvax.load(model, {name}=...)")
         takes = f"it takes {', '.join(_ARGUMENTS)} and the fields of canvax.Options"
         raise InputError(answer(name, CALL, [*_ARGUMENTS, *_OWN, *_SPECIAL], "an argument of a call", takes=takes))
+    arguments |= {name: left[name] for name in _ARGUMENTS if name in left}  # of a call, and not of ``upscale``
     changes = {name: value for name, value in left.items() if name in _OWN}
     if (callback := left.get("callback_on_step_end")) is not None:
         if (changes.get("callback") or check_options(arguments.get("options")).callback) is not None:
@@ -117,6 +115,35 @@ def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[st
         options = dataclasses.replace(options, sampler_settings={**options.settings, "timesteps": listed})
     arguments["options"] = options
     return arguments
+
+
+_REPLACES = {
+    "generator": ("seed", "noise"),
+    "guess_mode": ("control_mode",),
+    "ip_adapter_image": ("image_prompt",),
+    "ip_adapter_image_embeds": ("image_prompt",),
+    "timesteps": ("num_inference_steps", "sampler_settings"),
+    "callback_on_step_end": ("callback",),
+}
+"""Arguments of diffusers that decide arguments and options of other names."""
+
+
+def decided(keywords: Mapping[str, Any]) -> set[str]:
+    """Return the arguments and options, under canvax's names, that keywords of a call decide."""
+    names = {GIVEN[name].becomes or name if name in GIVEN else name for name in keywords}
+    names |= {other for name in names & _REPLACES.keys() for other in _REPLACES[name]}
+    return names | check_options(keywords.get("options")).changed_names()
+
+
+def arguments_of_call(pipe: Any, keywords: Mapping[str, Any], also: Collection[str] = ()) -> dict[str, Any]:
+    """Return the arguments of a call of a pipeline that keywords of any program give, and those ``also`` as they are.
+
+    Raises:
+        InputError: as ``translate_call``.
+    """
+    named: dict[str, Any] = {name: value for name, value in keywords.items() if name in (*_ARGUMENTS, *also)}
+    others = {name: value for name, value in keywords.items() if name not in named}
+    return translate_call({"self": pipe, **named}, others)
 
 
 def image_prompts(keywords: Mapping[str, Any]) -> list[ImagePrompt] | None:
@@ -264,4 +291,4 @@ def loader(table: Mapping[str, ForeignName], arguments: Sequence[str], kind: str
 
 def translate_load(arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     """The keywords of ``canvax.load``, given its ``arguments`` and ``others``."""
-    return loader(LOAD, load_arguments(), "an argument of canvax.load")(arguments, others)
+    return loader(LOAD, tuple(declared(Load)), "an argument of canvax.load")(arguments, others)

@@ -6,25 +6,26 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from canvax.errors import InputError, check_count, check_flag, check_number
+from canvax.call import Enlarging
+from canvax.errors import InputError, check_count
 from canvax.families.base import Model
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
 from canvax.images.inputs import MOST_PIXELS, fingerprint, read_images
 from canvax.images.masks import as_floats, extended, resized
+from canvax.images.metadata import prompt_in, prompt_of
 from canvax.models.controlnet_union import UnionNet
 from canvax.noise import NoiseKind, check_seed, initial_noise
 from canvax.pipelines.options import Options
 from canvax.pipelines.result import Result
+from canvax.settings import check_setting
 from canvax.types import HostArray
-
-AT_ONCE = 4
-"""Tiles of one call by default."""
 
 
 def upscaled(
@@ -33,25 +34,22 @@ def upscaled(
     image: Any,
     prompt: str,
     *,
-    scale: float,
-    overlap: int | None,
-    batch: int,
+    how: Enlarging,
     seed: int | None,
     options: Options,
-    control: bool,
     **keywords: Any,
 ) -> Result:
-    """See ``canvax.StableDiffusion.upscale``."""
-    check_count("batch", batch)
+    """See ``canvax.Pipeline.upscale``."""
+    batch, control = how.batch, how.control
     check_for_upscale(options)
-    check_flag("control", control)
     if control and not model.networks.controls:
         raise InputError("control", True, f"does not go with {model.name}, which has no ControlNet", "leave it out")
     (source,) = read_images("image", image, 1)
     if not isinstance(prompt, str):
         raise InputError("prompt", prompt, "is not text", "all tiles have one prompt")
     seed = check_seed(seed)
-    tiles = Tiles(model, source, scale=scale, overlap=overlap, seed=seed, noise=options.noise)
+    shown = "" if prompt else _prompt_of(image)
+    tiles = Tiles(model, source, scale=how.scale, overlap=how.overlap, seed=seed, noise=options.noise, prompt=shown)
     results = []
     for begin in range(0, len(tiles), batch):
         some = list(range(begin, min(begin + batch, len(tiles))))
@@ -60,7 +58,8 @@ def upscaled(
         shown = tiles_shown(model, images) if control else None
         result = pipe(
             [prompt] * len(filled), image=images, control=shown,
-            latents=np.stack([tile.noise for tile in filled]), seed=[seed] * len(filled), options=options, **keywords,
+            latents=np.stack([tile.noise for tile in filled]), seed=[seed] * len(filled), options=options,
+            strength=how.strength, **keywords,
         )  # fmt: skip
         for i, pixels in zip(some, result.pixels, strict=False):
             tiles.add(i, pixels)
@@ -99,10 +98,6 @@ def check_for_upscale(options: Options) -> None:
         raise InputError("denoising_start and denoising_end do not go with upscale, whose strength says what is run")
 
 
-STRENGTH = 0.3
-"""Strength of the run over a tile by default."""
-
-
 class Tile(NamedTuple):
     """One of them.
 
@@ -125,13 +120,19 @@ def check_scale(scale: Any, source: Image.Image) -> tuple[int, int]:
     Raises:
         InputError: ``scale`` is not in 1..16, or makes it too large.
     """
-    scale = check_number("scale", scale, "2 is usual")
-    if not 1 <= scale <= 16:
-        raise InputError("scale", scale, "is not in 1..16, how many times larger", "2 is usual")
+    scale = check_setting(Enlarging, "scale", scale)
     width, height = (max(1, round(side * scale)) for side in source.size)
     if width * height > MOST_PIXELS:
         raise InputError("scale", scale, f"makes {width} x {height} pixels, more than {MOST_PIXELS}", "use less")
     return width, height
+
+
+def _prompt_of(image: Any) -> str:
+    """The prompt that an image file, or an image of canvax, was generated with."""
+    if isinstance(image, str | Path):
+        with open(image, "rb") as file:
+            return prompt_in(file)
+    return prompt_of(getattr(image, "metadata", {}))
 
 
 class Tiles:
@@ -144,6 +145,7 @@ class Tiles:
         overlap: pixels that neighbours share at least; None for three eighths of a tile.
         seed: of the noise.
         noise: its kind.
+        prompt: of the image, which is recorded where its tiles have none.
 
     Attributes:
         width: of the whole, in pixels.
@@ -156,7 +158,15 @@ class Tiles:
     """
 
     def __init__(
-        self, model: Model, source: Image.Image, *, scale: Any, overlap: Any, seed: int, noise: NoiseKind
+        self,
+        model: Model,
+        source: Image.Image,
+        *,
+        scale: Any,
+        overlap: Any,
+        seed: int,
+        noise: NoiseKind,
+        prompt: str = "",
     ) -> None:
         self.width, self.height = check_scale(scale, source)
         tall, wide = self._size = model.native_size
@@ -170,7 +180,7 @@ class Tiles:
         large = resized(source, self.height, self.width)
         self.large = extended(large, (0, 0, columns - self.width, rows - self.height))
         (self._noise,) = initial_noise([seed], model.networks.latent_shape(1, rows, columns)[1:], noise)
-        settings = {"scale": scale, "overlap": overlap}
+        settings = {"scale": scale, "overlap": overlap} | ({"prompt": prompt} if prompt else {})
         self._record = {"noise": noise, "image_sha256": fingerprint(source), "upscale": settings}
         self._lock = threading.Lock()
         self._sum: HostArray | None = None

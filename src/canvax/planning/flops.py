@@ -13,6 +13,7 @@ from jax.extend.core import jaxprs_in_params
 from canvax.compile.kinds import DENOISERS, Kinds
 from canvax.compile.programs import Programs
 from canvax.kernels.target import traced
+from canvax.models.denoiser import evaluate
 from canvax.params import Params
 from canvax.quantize import compute_dtype
 
@@ -38,15 +39,14 @@ def evaluation_flops(
 
     ``params`` are arrays, or their shapes and dtypes; ``references`` are heights and widths of reference images.
     """
-    denoiser = programs.networks.denoiser_of(references=programs.networks.room(references))
+    denoiser = programs.networks.denoiser
     samples = latents[0] * (2 if guided else 1), *latents[1:]
     kinds = Kinds(guided=(False,), references=references)
     program = programs.wanted(params, samples, kinds)[DENOISERS[False]]
     conditions = program.inputs[0].flight.prompts[0]
 
     def network(params: Params, x: Any, timestep: Any, conditions: Any) -> Any:
-        prepared = denoiser.prepare(params, conditions, samples)
-        return denoiser.apply(params, x, {"timestep": timestep}, prepared, None)[0]
+        return evaluate(denoiser, params, x, timestep, conditions)
 
     weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params[denoiser.component])
     x = jax.ShapeDtypeStruct(samples, compute_dtype(params[denoiser.component]))

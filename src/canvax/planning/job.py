@@ -56,7 +56,7 @@ class Job:
         if program == "encode":
             return same | {"text": repr(networks.text)}
         if program == "decode":
-            return same | size | {"vae": repr(networks.vae)}
+            return same | size | {"vae": repr(networks.vae), "packing": repr(networks.packing)}
         if program != "denoise":
             return same | {"vae": repr(networks.vae)}
         denoiser: dict[str, Any] = {"text": repr(networks.text), "denoiser": repr(networks.denoiser)}

@@ -21,12 +21,11 @@ from canvax.compile.kinds import reference_encoder
 from canvax.denoise import WINDOW
 from canvax.errors import NO_VALUE, CanvaxError, CheckpointError, InputError, check_count, nearest
 from canvax.families.base import Defaults, Family
-from canvax.families.flux2 import DISTILLED
+from canvax.families.known import FAMILIES, PRESETS, family_of
 from canvax.families.local_models import completed
-from canvax.families.read import family_of, family_of_preset, read_networks, read_usual
+from canvax.families.read import read_parts
 from canvax.files import named_path
 from canvax.models.networks import Networks
-from canvax.models.presets import PRESETS
 from canvax.parallel.mesh import AXES
 from canvax.parallel.rules import device_bytes
 from canvax.pipelines.checks import check_size
@@ -360,12 +359,13 @@ def architecture(model: str | Path, overrides: Overrides | None = None, **source
 
 def _open(model: str | Path, overrides: Overrides, **source: Any) -> tuple[Networks, Family, Defaults]:
     """Returns the networks, their family, and the default steps and guidance scale."""
-    if isinstance(model, str) and model in PRESETS:
+    preset_of = next((family for family in FAMILIES if str(model) in family.presets), None)
+    if isinstance(model, str) and preset_of:
         Location(model, **source).warn_unused("revision", "cache_dir")
         for name, part in overrides.parts.items():
             raise InputError(name, part, f"does not go with the preset {model}", "leave it out")
-        networks, family = PRESETS[model], family_of_preset(model)
-        return networks, family, DISTILLED if networks.denoiser.distilled else family.defaults
+        networks = preset_of.presets[model]
+        return networks, preset_of, preset_of.defaults_of(networks)
     try:
         origin = Location(model, progress=False, **source)
         overrides = completed(overrides, origin)
@@ -379,8 +379,8 @@ def _open(model: str | Path, overrides: Overrides, **source: Any) -> tuple[Netwo
                 "model", model, "is no preset, folder or Hub id", f"{nearest(model, names)} Presets: {', '.join(names)}"
             ) from error
         raise
-    networks = read_networks(files)
-    return networks, family_of(files.index), read_usual(files, networks)
+    parts = read_parts(files)
+    return parts.networks, parts.family, parts.defaults
 
 
 _COMPILERS = {"tpu": ("libtpu", "libtpu-nightly"), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}

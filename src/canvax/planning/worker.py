@@ -119,8 +119,8 @@ def _flops(job: Job, name: str, programs: Programs, params: Params, latents: tup
     model, shape = job.model, jax.ShapeDtypeStruct
     with compiling_for(parse_target(job.target).platform):
         if name == "encode":
-            ids = dict.fromkeys(model.text.names, shape((job.batch, model.text.tokens), jnp.int32))
-            return count_flops(partial(encode_text, cfg=model.text), params, ids, shape((), jnp.int32))
+            inputs = programs.wanted(params, latents)["text encoder"].inputs
+            return count_flops(partial(encode_text, cfg=model.text), params, *inputs)
         if name == "decode":
             return count_flops(partial(decode_images, cfg=model.vae), params["vae"], shape(latents, jnp.float32))
         if name == "denoise":

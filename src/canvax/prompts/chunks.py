@@ -1,25 +1,69 @@
-"""Prompts of any length, split into chunks of the text encoder's length, each encoded separately."""
+"""Prompts of any length for CLIP, split into chunks of its length, each encoded separately and weighed on the host."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import math
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from canvax.errors import InputError
-from canvax.prompts.grammar import BREAK, Fragment
+from canvax.prompts.grammar import BREAK, Fragment, PromptSyntax
+from canvax.prompts.weigh import weighed
 
 CHUNK = 77
 """Tokens that a text encoder reads at once: 75 of the prompt, between a begin and an end token."""
 
 MOST_CHUNKS = 8
 
+COUNTS = (1, 2, 4, 6, 8, 12, 24)
+"""Chunks that the denoiser is compiled for. A prompt of fewer is repeated, which attention cannot tell from once."""
+
 _BACK = 20
 """A full chunk ends after its last comma if at most this many tokens follow the comma."""
 
 Chunk = tuple[tuple[int, ...], tuple[float, ...]]
 """Ids and weights of a chunk, including its begin, end and padding tokens, whose weight is 1."""
+
+_ALMOST_NOTHING = 1e-4
+"""In place of a weight of 0 or less, where its tangent would be infinite (Compel)."""
+
+
+class Variant(NamedTuple):
+    """A text as chunks, and its share of the features."""
+
+    chunks: tuple[Chunk, ...]
+    share: float
+
+
+class ChunkedWords(NamedTuple):
+    """What CLIP reads of a prompt.
+
+    Attributes:
+        length: tokens of its chunks.
+        variants: of the text, each of as many chunks.
+        blank: the chunk without words.
+        syntax: what the weights of tokens mean.
+        skip: layers that are left out at the end (``clip_skip``).
+    """
+
+    length: int
+    variants: tuple[Variant, ...]
+    blank: Chunk
+    syntax: PromptSyntax = "plain"
+    skip: int = 0
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks each variant has."""
+        return len(self.variants[0].chunks)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one chunk without weights."""
+        return len(self.variants) == self.chunks == 1 and set(self.variants[0].chunks[0][1]) == {1.0}
 
 
 class Tokenizer(Protocol):
@@ -80,27 +124,122 @@ def chunked(tokenizer: Tokenizer, fragments: Sequence[Fragment], length: int = C
     return [_framed(tokenizer, chunk, length) for chunk in chunks]
 
 
-def in_one(tokenizer: Tokenizer, fragments: Sequence[Fragment], length: int, most: int) -> list[Chunk]:
-    """Splits the ids of a prompt that a language model reads at once into chunks of ``length``; padding fills the last.
+def chunk_count(counts: Iterable[int]) -> int:
+    """Return how many chunks prompts of so many each are brought to: one of ``COUNTS`` if that holds them all."""
+    together = math.lcm(*(counts := set(counts)))
+    if together > COUNTS[-1]:
+        together = max(counts)
+    return next((count for count in COUNTS if count % together == 0), together)
+
+
+def read_chunks(
+    tokenizer: Tokenizer, pieces: Sequence[Fragment], syntax: PromptSyntax, length: int, skip: int
+) -> ChunkedWords:
+    """Read a prompt in chunks of ``length`` tokens.
 
     Raises:
-        InputError: the prompt has weights, or more than ``most`` ids.
+        InputError: the prompt has more than ``MOST_CHUNKS`` chunks.
     """
-    words = "".join(text for text, _ in fragments)
-    if any(weight != 1 for _, weight in fragments):
-        raise InputError("prompt", words[:60], "has weights or BREAK, which a language model does not read")
-    if len(ids := tokenizer.ids(words)) > most:
-        raise InputError("prompt", words[:60], f"has {len(ids)} tokens, more than {most}", "shorten it")
-    ids = [*ids, *[tokenizer.pad] * (-len(ids) % length)]
-    return [(tuple(ids[begin : begin + length]), (1.0,) * length) for begin in range(0, len(ids), length)]
+    variants = [(chunked(tokenizer, some, length), share) for some, share in _variants(pieces, syntax)]
+    (blank,) = chunked(tokenizer, [("", 1.0)], length)
+    words = ChunkedWords(0, tuple(Variant(tuple(chunks), share) for chunks, share in variants), blank, syntax, skip)
+    return extended(words, length * max(len(chunks) for chunks, _ in variants))
+
+
+def _variants(pieces: Sequence[Fragment], syntax: PromptSyntax) -> list[tuple[Sequence[Fragment], float]]:
+    """The text, and for Compel the text without each piece of less weight than 1: the less, the larger its share."""
+    variants: list[tuple[Sequence[Fragment], float]] = [(pieces, 1.0)]
+    if syntax == "compel":
+        for i, (_, weight) in enumerate(pieces):
+            if weight < 1:
+                share = math.tan((1 - max(weight, _ALMOST_NOTHING)) * math.pi / 2)
+                variants.append(([*pieces[:i], *pieces[i + 1 :]] or [("", 1.0)], share))
+    total = sum(share for _, share in variants)
+    return [(some, share / total) for some, share in variants]
+
+
+def extended(words: ChunkedWords, length: int) -> ChunkedWords:
+    """Return ``words`` at a length, each variant filled up with chunks without words."""
+    count = length // len(words.blank[0])
+    variants = [(*variant.chunks, *[words.blank] * (count - len(variant.chunks))) for variant in words.variants]
+    shares = [variant.share for variant in words.variants]
+    return words._replace(length=length, variants=tuple(map(Variant, variants, shares)))
+
+
+class Mixture:
+    """Makes the features of prompts from those of their chunks: weighed, put one behind the other, added up.
+
+    Attributes:
+        passes: the chunk of each prompt, for each pass of the encoder.
+    """
+
+    def __init__(self, words: Sequence[ChunkedWords], count: int) -> None:
+        """Plan the passes for prompts that are brought to ``count`` chunks."""
+        self._words, self._count = words, count
+        counts = max(len(one.variants) for one in words), max(one.chunks for one in words)
+        self._chosen = [
+            [[_nth(_nth(one.variants, v).chunks, c) for one in words] for c in range(counts[1])]
+            for v in range(counts[0])
+        ]
+        self.passes: list[list[Chunk]] = []
+        self._number: dict[tuple[tuple[int, ...], ...], int] = {}
+        for chosen in (chosen for of_variant in self._chosen for chosen in of_variant):
+            self._pass(chosen)
+        variants = chain.from_iterable(one.variants for one in words)
+        heavy = any(set(weights) != {1.0} for variant in variants for _, weights in variant.chunks)
+        if heavy or any(count % one.chunks for one in words):
+            self._pass(self._blank)
+
+    def __call__(self, passes: Sequence[Any], rows: Sequence[int]) -> Any:
+        """Return the features [n, count * T, D] float32 of the prompts at ``rows``, from those in each pass."""
+        xp = passes[0].__array_namespace__()
+        features = [xp.asarray(array, xp.float32) for array in passes]
+        text: Any = 0.0
+        for v, of_variant in enumerate(self._chosen):
+            chunks = [self._weighed(features, chosen, rows) for chosen in of_variant]
+            whole = xp.stack([self._lengthened(features, chunks, at, row) for at, row in enumerate(rows)])
+            if len(self._chosen) > 1:
+                variants = [self._words[row].variants for row in rows]
+                shares = [some[v].share if v < len(some) else 0.0 for some in variants]
+                whole = whole * xp.asarray(shares, xp.float32)[:, None, None]
+            text = whole if v == 0 else text + whole
+        return text
+
+    @property
+    def _blank(self) -> list[Chunk]:
+        return [one.blank for one in self._words]
+
+    def _pass(self, chosen: Sequence[Chunk]) -> int:
+        """The pass that encodes these chunks, a new one if there is none."""
+        ids = tuple(ids for ids, _ in chosen)
+        if ids not in self._number:
+            self._number[ids] = len(self.passes)
+            self.passes.append(list(chosen))
+        return self._number[ids]
+
+    def _weighed(self, features: list[Any], chosen: Sequence[Chunk], rows: Sequence[int]) -> Any:
+        """Features of a chunk of each prompt with the weights of its tokens; the very bits where there is none."""
+        plain, xp = features[self._pass(chosen)], features[0].__array_namespace__()
+        weights = np.array([chosen[row][1] for row in rows], np.float32)
+        if (weights == 1).all():
+            return plain
+        heavy = weighed(plain, weights, features[self._pass(self._blank)], self._words[0].syntax)
+        return xp.where((weights == 1).all(axis=1)[:, None, None], plain, heavy)
+
+    def _lengthened(self, features: list[Any], chunks: list[Any], at: int, row: int) -> Any:
+        """The chunks of a prompt, repeated, or filled up with those without words."""
+        xp, count = chunks[0].__array_namespace__(), self._words[row].chunks
+        parts = [chunk[at] for chunk in chunks[:count]]
+        if self._count % count == 0:
+            return xp.concatenate(parts * (self._count // count))
+        return xp.concatenate([*parts, *[features[self._pass(self._blank)][at]] * (self._count - count)])
+
+
+def _nth(values: Sequence[Any], index: int) -> Any:
+    return values[min(index, len(values) - 1)]
 
 
 def _framed(tokenizer: Tokenizer, chunk: Sequence[tuple[int, float]], length: int) -> Chunk:
     filling = length - 2 - len(chunk)
     ids = (tokenizer.bos, *(token for token, _ in chunk), tokenizer.eos, *[tokenizer.pad] * filling)
     return ids, (1.0, *(weight for _, weight in chunk), *[1.0] * (filling + 1))
-
-
-def as_arrays(chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray]:
-    """Stacks chunks to ids [n, T] int32 and weights [n, T] float32."""
-    return np.array([ids for ids, _ in chunks], np.int32), np.array([weights for _, weights in chunks], np.float32)

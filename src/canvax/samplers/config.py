@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from canvax.errors import did_you_mean
@@ -20,138 +19,81 @@ _SCHEDULE_DEFAULTS: dict[str, Any] = {
     "rescale_betas_zero_snr": False,
     "prediction_type": "epsilon",
 }
-_K_BETAS = {"beta_start": 0.00085, "beta_end": 0.012}
-_LATENT_BETAS = {**_K_BETAS, "beta_schedule": "scaled_linear"}
-_THRESHOLDING = {"thresholding": False}
-_CLIPPING = {"clip_sample": False, **_THRESHOLDING}
-_LEADING = {"timestep_spacing": "leading", "steps_offset": 0}
-_LINSPACE = {"timestep_spacing": "linspace", "steps_offset": 0}
-_CURVE_FLAGS = {"use_karras_sigmas": False, "use_exponential_sigmas": False, "use_beta_sigmas": False}
-_LIMITS = {"sigma_min": None, "sigma_max": None}
-_K = {**_LINSPACE, **_CURVE_FLAGS, **_LIMITS}
-_FLOW = {"use_flow_sigmas": False, "flow_shift": 1.0, "use_dynamic_shifting": False, "time_shift_type": "exponential"}
-_DPM = {
-    **_CURVE_FLAGS,
-    **_LIMITS,
-    **_FLOW,
-    **_THRESHOLDING,
-    "lambda_min_clipped": -math.inf,
-    "variance_type": None,
-    "algorithm_type": "dpmsolver++",
-    "solver_order": 2,
-    "solver_type": "midpoint",
-    "final_sigmas_type": "zero",
-}
-_DISTILLED = {
-    **_LATENT_BETAS,
-    **_LEADING,
-    "original_inference_steps": 50,
-    "set_alpha_to_one": True,
-    "timestep_scaling": 10.0,
-}
-_EDM = {
-    "sigma_min": 0.002,
-    "sigma_max": 80.0,
-    "sigma_data": 0.5,
-    "sigma_schedule": "karras",
-    "rho": 7.0,
-    "final_sigmas_type": "zero",
-}
-_MATCHING = {
+_USUAL: dict[str, Any] = {
+    **{field.name: field.default for field in fields(SamplerOptions)},
+    **dict.fromkeys(("clip_sample", "thresholding", "use_flow_sigmas", "use_dynamic_shifting", "invert_sigmas"), False),
+    **dict.fromkeys(("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas"), False),
+    **dict.fromkeys(("noise_sampler_seed", "shift_terminal", "solver_p", "tau_func"), None),
+    "timestep_spacing": "linspace",
+    "disable_corrector": [],
+    "time_shift_type": "exponential",
     "shift": 1.0,
-    **_CURVE_FLAGS,
-    "use_dynamic_shifting": False,
+    "flow_shift": 1.0,
     "base_shift": 0.5,
     "max_shift": 1.15,
     "base_image_seq_len": 256,
     "max_image_seq_len": 4096,
-    "invert_sigmas": False,
-    "shift_terminal": None,
-    "time_shift_type": "exponential",
-    "stochastic_sampling": False,
 }
+"""Defaults of fields, from which those of some classes differ."""
+
+
+def _class(*names: str, **others: Any) -> dict[str, Any]:
+    """Return the fields of a class with their defaults: ``names`` have the usual ones, ``others`` theirs."""
+    return {**{name: _USUAL[name] for name in names}, **others}
+
+
+_SPACING = ("timestep_spacing", "steps_offset")
+_CLIPPING = ("clip_sample", "thresholding")
+_CURVE_FLAGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
+_CURVE = (*_CURVE_FLAGS, "sigma_min", "sigma_max")
+_K = (*_SPACING, *_CURVE)
+_FLOW = ("use_flow_sigmas", "flow_shift", "use_dynamic_shifting", "time_shift_type")
+_SOLVER = ("algorithm_type", "solver_order", "solver_type")
+_DPM = (*_CURVE, *_FLOW, "thresholding", "lambda_min_clipped", "variance_type", *_SOLVER, "final_sigmas_type")
+_DISTILLED = (*_SPACING, "original_inference_steps", "set_alpha_to_one", "timestep_scaling")
+_LEADING = {"timestep_spacing": "leading"}
+_K_BETAS = {"beta_start": 0.00085, "beta_end": 0.012}
+_LATENT_BETAS = {**_K_BETAS, "beta_schedule": "scaled_linear"}
+_EDM = _class("sigma_schedule", "final_sigmas_type", sigma_min=0.002, sigma_max=80.0, sigma_data=0.5, rho=7.0)
+_MATCHING = _class(
+    *("shift", *_CURVE_FLAGS, "use_dynamic_shifting", "base_shift", "max_shift", "base_image_seq_len"),
+    *("max_image_seq_len", "invert_sigmas", "shift_terminal", "time_shift_type", "stochastic_sampling"),
+)
 
 CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
-    "DDIMScheduler": {**_LEADING, **_CLIPPING, "set_alpha_to_one": True},
-    "DDIMInverseScheduler": {**_LEADING, "clip_sample": False, "set_alpha_to_one": True},
-    "DDPMScheduler": {**_LEADING, **_CLIPPING, "variance_type": "fixed_small"},
-    "PNDMScheduler": {**_LEADING, "skip_prk_steps": False, "set_alpha_to_one": False},
-    "EulerDiscreteScheduler": {
-        **_K,
-        "final_sigmas_type": "zero",
-        "interpolation_type": "linear",
-        "timestep_type": "discrete",
-    },
-    "EulerAncestralDiscreteScheduler": _LINSPACE,
-    "HeunDiscreteScheduler": {**_K_BETAS, **_K, "clip_sample": False},
-    "KDPM2DiscreteScheduler": {**_K_BETAS, **_K},
-    "KDPM2AncestralDiscreteScheduler": {**_K_BETAS, **_K},
-    "LMSDiscreteScheduler": _K,
-    "DPMSolverSDEScheduler": {**_K_BETAS, **_K, "noise_sampler_seed": None},
+    "DDIMScheduler": _class(*_SPACING, *_CLIPPING, "set_alpha_to_one", **_LEADING),
+    "DDIMInverseScheduler": _class(*_SPACING, "clip_sample", "set_alpha_to_one", **_LEADING),
+    "DDPMScheduler": _class(*_SPACING, *_CLIPPING, **_LEADING, variance_type="fixed_small"),
+    "PNDMScheduler": _class(*_SPACING, **_LEADING, skip_prk_steps=False, set_alpha_to_one=False),
+    "EulerDiscreteScheduler": _class(*_K, "final_sigmas_type", "interpolation_type", "timestep_type"),
+    "EulerAncestralDiscreteScheduler": _class(*_SPACING),
+    "HeunDiscreteScheduler": _class(*_K, "clip_sample", **_K_BETAS),
+    "KDPM2DiscreteScheduler": _class(*_K, **_K_BETAS),
+    "KDPM2AncestralDiscreteScheduler": _class(*_K, **_K_BETAS),
+    "LMSDiscreteScheduler": _class(*_K),
+    "DPMSolverSDEScheduler": _class(*_K, "noise_sampler_seed", **_K_BETAS),
     "IPNDMScheduler": {},
-    "DPMSolverMultistepScheduler": {
-        **_LINSPACE,
-        **_DPM,
-        "use_lu_lambdas": False,
-        "lower_order_final": True,
-        "euler_at_final": False,
-    },
-    "DPMSolverSinglestepScheduler": {**_DPM, "lower_order_final": False},
-    "DEISMultistepScheduler": {
-        **_LINSPACE,
-        **_CURVE_FLAGS,
-        **_LIMITS,
-        **_FLOW,
-        **_THRESHOLDING,
-        "algorithm_type": "deis",
-        "solver_order": 2,
-        "solver_type": "logrho",
-        "lower_order_final": True,
-    },
-    "UniPCMultistepScheduler": {
-        **_LINSPACE,
-        **_CURVE_FLAGS,
-        **_LIMITS,
-        **_FLOW,
-        **_THRESHOLDING,
-        "shift_terminal": None,
-        "predict_x0": True,
-        "solver_order": 2,
-        "solver_type": "bh2",
-        "solver_p": None,
-        "disable_corrector": [],
-        "lower_order_final": True,
-        "final_sigmas_type": "zero",
-    },
-    "SASolverScheduler": {
-        **_LINSPACE,
-        **_CURVE_FLAGS,
-        **_LIMITS,
-        "use_flow_sigmas": False,
-        "flow_shift": 1.0,
-        **_THRESHOLDING,
-        "lambda_min_clipped": -math.inf,
-        "variance_type": None,
-        "algorithm_type": "data_prediction",
-        "predictor_order": 2,
-        "corrector_order": 2,
-        "tau_func": None,
-        "lower_order_final": True,
-    },
-    "LCMScheduler": {**_DISTILLED, **_CLIPPING},
-    "TCDScheduler": _DISTILLED,
+    "DPMSolverMultistepScheduler": _class(*_SPACING, *_DPM, "use_lu_lambdas", "lower_order_final", "euler_at_final"),
+    "DPMSolverSinglestepScheduler": _class(*_DPM, lower_order_final=False),
+    "DEISMultistepScheduler": _class(
+        *(*_K, *_FLOW, "thresholding", "solver_order", "lower_order_final"), algorithm_type="deis", solver_type="logrho"
+    ),
+    "UniPCMultistepScheduler": _class(
+        *(*_K, *_FLOW, "thresholding", "shift_terminal", "predict_x0", "solver_order", "solver_p"),
+        *("disable_corrector", "lower_order_final", "final_sigmas_type"),
+        solver_type="bh2",
+    ),
+    "SASolverScheduler": _class(
+        *(*_K, "use_flow_sigmas", "flow_shift", "thresholding", "lambda_min_clipped", "variance_type"),
+        *("predictor_order", "corrector_order", "tau_func", "lower_order_final"),
+        algorithm_type="data_prediction",
+    ),
+    "LCMScheduler": _class(*_DISTILLED, *_CLIPPING, **_LATENT_BETAS, **_LEADING),
+    "TCDScheduler": _class(*_DISTILLED, **_LATENT_BETAS, **_LEADING),
     "EDMEulerScheduler": _EDM,
-    "EDMDPMSolverMultistepScheduler": {
-        **_EDM,
-        **_THRESHOLDING,
-        "algorithm_type": "dpmsolver++",
-        "solver_order": 2,
-        "solver_type": "midpoint",
-        "lower_order_final": True,
-        "euler_at_final": False,
-    },
+    "EDMDPMSolverMultistepScheduler": _EDM | _class("thresholding", *_SOLVER, "lower_order_final", "euler_at_final"),
     "FlowMatchEulerDiscreteScheduler": _MATCHING,
-    "FlowMatchHeunDiscreteScheduler": {"shift": 1.0},
+    "FlowMatchHeunDiscreteScheduler": _class("shift"),
 }
 """The fields that each class reads besides the noise schedule, with their defaults."""
 

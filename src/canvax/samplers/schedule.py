@@ -11,15 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
+from canvax.call import PredictionType
 from canvax.errors import NO_VALUE, InputError, check_count, nearest, shown
 
 TIMESTEP_UNITS = ("index", "quarter_log", "angle")
 MOST_TIMESTEPS = 1_000_000
-PREDICTION_TYPES = ("epsilon", "v_prediction", "sample", "flow_prediction")
+PREDICTION_TYPES = get_args(PredictionType)
 BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2", "exp", "laplace", "sigmoid")
 
 SMALLEST_ALPHA_CUMPROD = 2.0**-24

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from canvax.call import Load
 from canvax.errors import CanvaxError, InputError, nearest
 from canvax.server import jobs_api
 from canvax.server.answers import answering, client_of, failure, settled, submitted
@@ -29,9 +30,14 @@ from canvax.server.jobs import Engine, JobRequest, Rejected, State, Status
 from canvax.server.keys import Keys
 from canvax.server.metrics import Metrics
 from canvax.server.models import Warm, model_names
+from canvax.settings import declared
 
 MODEL_HEADER = "serve_multiplexed_model_id"
 """Ray Serve's own: its proxy looks for a replica that holds the model."""
+
+
+_QUIETLY = Load(progress=False)
+_LOADING = {name: field for name, field in declared(Load).items() if name not in ("model", "progress")}
 
 
 @dataclass(frozen=True)
@@ -40,11 +46,9 @@ class Wanted:
 
     Attributes:
         model: a name or a folder, or several with commas between; the first is the default.
-        dtype: as for ``canvax.load``.
-        quantize: likewise.
-        revision: likewise.
-        controlnet: networks that read control images, with commas between several.
-        ip_adapter: IP-Adapters, likewise.
+        loading: how models are loaded: the other arguments of ``canvax.load`` by their names, such as
+            ``quantize=int8``; networks of ``controlnet`` with commas between several.
+        ip_adapter: IP-Adapters, with commas between several.
         warm: sizes and batches to make ready: ``512x512:1,4``, with spaces between several.
         compile_on_demand: whether other sizes are generated, after a wait for the compiler.
         hosts: names that the service is called by, with commas between; * for any.
@@ -66,10 +70,7 @@ class Wanted:
     """
 
     model: str = "emoji"
-    dtype: str = ""
-    quantize: str = ""
-    revision: str = ""
-    controlnet: str = ""
+    loading: Load = _QUIETLY
     ip_adapter: str = ""
     warm: str = ""
     compile_on_demand: bool = False
@@ -95,20 +96,23 @@ class Wanted:
         Raises:
             InputError: a name is not known, or a value is not of its kind.
         """
-        kinds = {field.name: type(field.default) for field in fields(cls)}
-        values: dict[str, Any] = {}
+        kinds = {field.name: type(field.default) for field in fields(cls) if field.name != "loading"}
+        values, loading = dict[str, Any](), dict[str, Any]()
         for name, value in settings.items():
-            if name not in kinds:
-                raise InputError(name, value, "is not known", nearest(name, list(kinds)))
-            if kinds[name] is bool:
+            if name not in (*kinds, *_LOADING):
+                raise InputError(name, value, "is not known", nearest(name, [*kinds, *_LOADING]))
+            if kinds.get(name) is bool or (name in _LOADING and True in _LOADING[name].kind.choices):
                 value = {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower(), value)
+            if name in _LOADING:  # "" is as if it were left out
+                loading |= {name: _listed(str(value)) if name == "controlnet" else value} if value != "" else {}
+                continue
             try:
                 values[name] = value if isinstance(value, kinds[name]) else _number(kinds[name], value)
             except (TypeError, ValueError):
                 raise InputError(name, value, f"is not {kinds[name].__name__}") from None
             if not isinstance(values[name], str) and not 0 <= values[name] < math.inf:
                 raise InputError(name, value, "is not a finite number of at least 0")
-        return cls(**values)
+        return cls(loading=Load(progress=False, **loading), **values)
 
 
 class Images:
@@ -175,10 +179,8 @@ class Images:
         import canvax
 
         wanted = self._wanted
-        pipe = canvax.load(
-            name, dtype=wanted.dtype or None, quantize=wanted.quantize or None,
-            revision=revision or wanted.revision or None, controlnet=_listed(wanted.controlnet), progress=False,
-        )  # fmt: skip
+        pinned: dict[str, Any] = {"revision": revision} if revision else {}
+        pipe = canvax.load(name, **wanted.loading.keywords() | pinned)
         return pipe.with_ip_adapter(_listed(wanted.ip_adapter)) if wanted.ip_adapter else pipe
 
 

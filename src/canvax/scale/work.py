@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from PIL.Image import Image
 
-    from canvax.pipelines.pipeline import StableDiffusion
+    from canvax.pipelines.pipeline import Pipeline
 
 PIXELS = 512 * 512
 """Pixels that a device generates at once by default: safe for a full-size model on any device."""
@@ -202,7 +202,7 @@ class Worker:
 
     def __init__(
         self,
-        pipe: StableDiffusion,
+        pipe: Pipeline,
         *,
         batch: int | None = None,
         most: int = MOST,
@@ -333,7 +333,7 @@ class Worker:
     def _work(self, request: Request) -> Any:
         """Return ``work`` of a request, cached: few settings differ, and a table takes as long as all other checks."""
         key = (request.height, request.width, request.steps, request.guidance, request.sampler, request.options,
-               request.chunks, request.texts.parts, request.composed, request.guided,
+               request.lengths, request.texts.parts, request.composed, request.guided,
                request.control and request.control.names,
                request.image_prompts and request.image_prompts.kinds)  # fmt: skip
         from_images = request.init_images is not None or request.references is not None

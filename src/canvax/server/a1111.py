@@ -26,7 +26,7 @@ from starlette.routing import BaseRoute, Route
 from canvax import __version__
 from canvax.call import MAX_SIDE
 from canvax.errors import InputError, shown
-from canvax.images.formats import INFOTEXT, exif_texts
+from canvax.images.formats import INFOTEXT, texts_of_exif
 from canvax.images.infotext import parts_of, to_infotext
 from canvax.samplers.catalog import curve_named, find
 from canvax.samplers.curve_names import CURVES
@@ -52,6 +52,7 @@ from canvax.server.fields import Fraction, Scale, Seed, SideOrNone, Steps
 from canvax.server.images_in import MOST_PIXELS, bytes_of_text, colours, image_of_text, white_mask
 from canvax.server.jobs import Engine, Event, Job, JobRequest, ModelCard, Picture, Previewed, Rejected, Status
 from canvax.server.work import INVERSE, MOST_IMAGES
+from canvax.weights.data_folder import stem_of
 
 _FIELDS = {
     "guidance_scale": "cfg_scale",
@@ -64,14 +65,13 @@ _FIELDS = {
     "variation_seed": "subseed",
     "seed_size": "seed_resize_from_h",
     "padding_mask_crop": "inpaint_full_res_padding",
+    "vae": "sd_vae",
 }
 """What an argument of ``JobRequest`` is called here."""
 _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "")
 _EMPTY: dict[str, Any] = {
-    "sd-vae": [],
     "sd-modules": [],
     "latent-upscale-modes": [{"name": "Latent"}],
-    "embeddings": {"loaded": {}, "skipped": {}},
     "hypernetworks": [],
     "prompt-styles": [],
     "face-restorers": [],
@@ -99,6 +99,7 @@ _UPSCALERS = ("", "none", "latent", "latent (nearest-exact)", "latent (bicubic)"
 _SAME = ("", "use same sampler")
 _ENLARGED = 0.3
 """How much of an enlarged image is generated anew: detail, and no other things."""
+_PLAIN_VAES = ("", "automatic", "none")
 _PLAIN_SCHEDULERS = ("", "automatic", "default", "none", "use same scheduler")
 
 Prompt = Annotated[str, Meta(max_length=32_000)]
@@ -193,6 +194,7 @@ class Settings(Struct):
     """The body of options: what is read of it."""
 
     sd_model_checkpoint: Annotated[str, Meta(max_length=200)] | None = None
+    sd_vae: Annotated[str, Meta(max_length=200)] | None = None
 
 
 class ImageInfo(Struct):
@@ -238,11 +240,13 @@ class _Session:
         engine: what generates.
         running: by the ids of their jobs, oldest first.
         chosen: the model that each client chose, by the id of its key.
+        vaes: likewise the autoencoder.
     """
 
     engine: Engine
     running: dict[str, _Running] = field(default_factory=dict)
     chosen: dict[str, str] = field(default_factory=dict)
+    vaes: dict[str, str] = field(default_factory=dict)
 
     def card(self, client: str, *names: Any) -> ModelCard:
         """The model by the first of these names that is known, or the one that the client chose, or the default."""
@@ -270,7 +274,11 @@ class _Session:
         if chosen and self.called(chosen) is None:
             raise _not_served(chosen)
         card = self.card(client, chosen, body.model)
-        job = await asked(request, self.engine, request_of, body, card, client)
+        vae = (body.override_settings or {}).get("sd_vae", self.vaes.get(client))
+        if not isinstance(vae, str | None):
+            message = f"override_settings: sd_vae={shown(vae)} is not a name; /sdapi/v1/sd-vae lists them"
+            raise Rejected(422, "invalid_value", message, param="override_settings")
+        job = await asked(request, self.engine, request_of, body, card, client, vae)
         self.running[job.id] = running = _Running(job, owner)
         try:
             await settled(request, job, running.hear)
@@ -323,7 +331,7 @@ class _Session:
             {
                 "sd_model_checkpoint": _title(card),
                 "sd_checkpoint_hash": card.sha256,
-                "sd_vae": "Automatic",
+                "sd_vae": self.vaes.get(client_of(request), "Automatic"),
                 "CLIP_stop_at_last_layers": 1,
                 "samples_format": "png",
                 "enable_pnginfo": True,
@@ -332,15 +340,23 @@ class _Session:
         )
 
     async def choose(self, request: Request) -> Response:
-        """Options: another model for this client's next images. Others are read and change nothing."""
-        name = (await read_json(request, Settings, status=422, strict=False)).sd_model_checkpoint
-        client = client_of(request)
-        if name:
+        """Options: another model or VAE for this client's next images. Others are read and change nothing."""
+        body, client = await read_json(request, Settings, status=422, strict=False), client_of(request)
+        if name := body.sd_model_checkpoint:
             card = self.called(name)
             if card is None:
                 raise _not_served(name)
             self.chosen[client] = card.id
+        if (vae := body.sd_vae) is not None:
+            if vae.lower() not in _PLAIN_VAES and stem_of(vae) not in map(stem_of, self.card(client).vaes):
+                message = f"sd_vae={vae[:80]!r} is not served here; /sdapi/v1/sd-vae lists those that are"
+                raise Rejected(404, "vae_not_found", message, param="sd_vae")
+            self.vaes[client] = vae
         return json_answer({})
+
+    async def autoencoders(self, request: Request) -> Response:
+        names = [name for name, fault in self.card(client_of(request)).vaes.items() if not fault]
+        return json_answer([{"model_name": name, "filename": name} for name in names])
 
     async def adapters(self, request: Request) -> Response:
         cards = await reading(self.engine.adapters, self.card(client_of(request)).id)
@@ -349,6 +365,19 @@ class _Session:
 
     async def refresh_adapters(self, request: Request) -> Response:
         await reading(partial(self.engine.adapters, self.card(client_of(request)).id, refresh=True))
+        return json_answer(None)
+
+    async def embeddings(self, request: Request) -> Response:
+        cards = await reading(self.engine.embeddings, self.card(client_of(request)).id)
+        kinds: dict[str, dict[str, Any]] = {"loaded": {}, "skipped": {}}
+        nothing = dict.fromkeys(("step", "sd_checkpoint", "sd_checkpoint_name"))
+        for card in cards:
+            entry = {**nothing, "shape": card.width, "vectors": card.vectors}
+            kinds["skipped" if card.fault else "loaded"][card.name] = entry
+        return json_answer(kinds)
+
+    async def refresh_embeddings(self, request: Request) -> Response:
+        await reading(partial(self.engine.embeddings, self.card(client_of(request)).id, refresh=True))
         return json_answer(None)
 
     async def models(self, _: Request) -> Response:
@@ -363,7 +392,9 @@ def routes(engine: Engine) -> list[BaseRoute]:
         "progress": session.progress,
         "options": session.options,
         "sd-models": session.models,
+        "sd-vae": session.autoencoders,
         "loras": session.adapters,
+        "embeddings": session.embeddings,
         "samplers": _always(_samplers()),
         "schedulers": _always(_schedulers()),
     }
@@ -375,8 +406,9 @@ def routes(engine: Engine) -> list[BaseRoute]:
         "skip": session.interrupt,
         "options": session.choose,
         "png-info": _png_info,
-        **dict.fromkeys(("refresh-checkpoints", "refresh-vae", "refresh-embeddings"), nothing),
+        **dict.fromkeys(("refresh-checkpoints", "refresh-vae"), nothing),
         "refresh-loras": session.refresh_adapters,
+        "refresh-embeddings": session.refresh_embeddings,
     }
     return [
         Route(f"/sdapi/v1/{name}", answering(error, endpoint), methods=[method])
@@ -478,7 +510,7 @@ def _read_info(text: str) -> dict[str, Any]:
     try:
         with Image.open(BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:  # no pixel is decoded
             kind, written = image.format, image.info.get(INFOTEXT)
-        info = written if kind == "PNG" else exif_texts(BytesIO(data), Path("image")).get(INFOTEXT)
+        info = written if kind == "PNG" else texts_of_exif(BytesIO(data), Path("image")).get(INFOTEXT)
     except (OSError, ValueError, SyntaxError, InputError, Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise Rejected(
             422, "invalid_image", "image is not a PNG, JPEG or WebP that can be read", param="image"
@@ -495,8 +527,8 @@ def _named(info: str) -> dict[str, str]:
     return {"Prompt": prompt, "Negative prompt": negative, **settings, **size}
 
 
-def request_of(body: TextToImage, card: ModelCard, client: str) -> JobRequest:
-    """What a body asks for. Decodes its images, so it is called off the event loop.
+def request_of(body: TextToImage, card: ModelCard, client: str, vae: str | None = None) -> JobRequest:
+    """What a body asks for; ``vae``: an autoencoder as there. Decodes its images, so it is called off the event loop.
 
     Raises:
         Rejected: naming the field.
@@ -537,6 +569,7 @@ def request_of(body: TextToImage, card: ModelCard, client: str) -> JobRequest:
         mask=mask,
         strength=strength,
         options=options,
+        vae=None if (vae or "").lower() in _PLAIN_VAES else vae,
         lenient=True,
         previews=PREVIEWS,
         client=client,
@@ -704,7 +737,7 @@ def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Pic
         "face_restoration_model": None,
         "sd_model_name": card.id,
         "sd_model_hash": card.sha256[:10],
-        "sd_vae_name": None,
+        "sd_vae_name": job_request.vae,
         "sd_vae_hash": None,
         "seed_resize_from_w": body.seed_resize_from_w or -1,
         "seed_resize_from_h": body.seed_resize_from_h or -1,
@@ -719,5 +752,6 @@ def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Pic
         "clip_skip": job_request.options.get("clip_skip", 0) + 1,
         "is_using_inpainting_conditioning": False,
         "version": f"canvax {__version__}",
+        **({"hints": job.hints} if job.hints else {}),
     }
     return encoded(info).decode()

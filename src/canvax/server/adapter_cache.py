@@ -22,9 +22,10 @@ from canvax.families.base import Model
 from canvax.images.infotext import without_networks
 from canvax.models.beside import ADAPTERS, LAYERS, Places, slots
 from canvax.params import Params
-from canvax.pipelines.adapters import AdapterFiles, per_image, plain_weight, several, sha256_of, share_rows
+from canvax.pipelines.adapter_files import AdapterFiles, several, sha256_of
+from canvax.pipelines.adapter_weights import Weights, per_image, plain_weight
+from canvax.pipelines.slots import COUNT, Bank, Packed, Shares, bucket, share_rows
 from canvax.pipelines.texts import tags_of
-from canvax.pipelines.unmerged import COUNT, Bank, Packed, Shares, Weights, bucket
 from canvax.server.jobs import AdapterCard, Rejected, invalid
 from canvax.weights.adapter_names import Module, module_table, split_name
 from canvax.weights.identify import LORA, family_of

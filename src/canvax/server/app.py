@@ -86,9 +86,9 @@ def create_app(
         more: gives further routes.
     """
     engine = Rated(engine, Rates(settings.rate)) if settings.rate else engine
-    described = description(
-        {path: body for api in APIS for path, body in api.BODIES.items()}, history=settings.history is not None
-    )
+    described_apis = APIS if settings.history is None else (*APIS, history)
+    bodies = {path: body for api in described_apis for path, body in api.BODIES.items()}
+    described = description(bodies, history=settings.history is not None)
     routes = [*_operations(state, metrics, encoded(described)), *(_page(settings) if settings.page else [])]
     routes += [route for api in APIS for route in api.routes(engine)]
     routes += more(engine) if more else []

@@ -20,11 +20,13 @@ import jax
 from canvax.errors import CanvaxError, InputError
 from canvax.pipelines.hints import hints
 from canvax.server.adapter_cache import AdapterSettings
+from canvax.server.embedding_cache import reading
 from canvax.server.group import Group
 from canvax.server.job_store import JobStore, reason
 from canvax.server.jobs import (
     AdapterCard,
     Changed,
+    EmbeddingCard,
     Job,
     JobRequest,
     ModelCard,
@@ -39,7 +41,7 @@ from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.models import Announcer, Loaded, ModelSet, ServedModel, Warm, unavailable
 from canvax.server.policy import PATIENCE, Queue
-from canvax.server.work import Checked, GroupKey, Item, byte_size, check, may_begin
+from canvax.server.work import Checked, GroupKey, Item, byte_size, may_begin
 from canvax.server.writing import Writer
 from canvax.types import HostArray
 
@@ -196,6 +198,15 @@ class ImageEngine:
             shelf.refresh()
         return shelf.cards() if shelf else ()
 
+    def embeddings(self, model: str | None, *, refresh: bool = False) -> Sequence[EmbeddingCard]:
+        """See ``Engine``."""
+        if not self.models():
+            return ()
+        cache = self._models.named(model).embeddings
+        if refresh:
+            cache.refresh()
+        return cache.cards()
+
     def job(self, name: str, client: str) -> Job | None:
         """See ``Engine``."""
         job = self._book.get(name, client)
@@ -256,11 +267,12 @@ class ImageEngine:
         if earlier := self._book.earlier(job_request):
             return earlier
         served = self._models.named(job_request.model)
-        checked = check(job_request, served.name, served.model, served.shelf)
+        checked = served.check(job_request)
         with self._wake:  # what is refused is not recorded
             self._check_room(job_request, checked, self._costs(checked))
         job = checked.job(job_request, self._cancel)
-        job.hints = () if checked.tiles else tuple(map(str, hints(served.model, checked.request)))
+        of_model = () if checked.tiles else hints(reading(served.model, checked.words), checked.request)
+        job.hints = tuple(map(str, (*checked.hints, *of_model)))
         row = self._book.packed(job)
         with self._door:
             with self._wake:
@@ -414,7 +426,7 @@ class ImageEngine:
             served = self._models.named(job.model)
             # With the seed that the API has answered, where the request named none.
             request = replace(job.request, seed=job.pictures[0].seed)
-            checked = check(request, job.model, served.model, served.shelf)
+            checked = served.check(request)
             costs = self._costs(checked)
         except Rejected as refused:
             self._book.hold(job, refused)
@@ -611,7 +623,7 @@ class ImageEngine:
             latents = group.denoised(item)
             if item.decodes is None:
                 item.decodes = len(item.previews) * group.timings.decode <= CHEAP_PREVIEWS * item.expected
-            pixels = group.decode([latents])[0] if item.decodes else None
+            pixels = group.decode([latents], item.vae)[0] if item.decodes else None
         except Exception:  # the image itself may still succeed
             log.exception("a preview cannot be made")
         else:
@@ -625,12 +637,14 @@ class ImageEngine:
     def _decode(self) -> None:
         """The images that wait for it longest, as many as are decoded at once and the writer takes."""
         waiting = self._to_decode
-        key = waiting[0][0].group
+        key, vae = waiting[0][0].group, waiting[0][0].vae
         group, served = self._models.group(key), self._models.named(key.model)
-        chosen = [entry for entry in waiting if entry[0].group == key][: min(group.decodes, self._writer.room)]
+        chosen = [entry for entry in waiting if (entry[0].group, entry[0].vae) == (key, vae)][
+            : min(group.decodes, self._writer.room)
+        ]
         began = time.perf_counter()
         try:
-            pixels = group.decode([latents for _, latents in chosen])
+            pixels = group.decode([latents for _, latents in chosen], vae)
         except Exception as error:
             log.exception("decoding failed")
             for item, _ in chosen:

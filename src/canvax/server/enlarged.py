@@ -6,10 +6,11 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+from canvax.call import Enlarging
 from canvax.families.base import Model
 from canvax.noise import NoiseKind
 from canvax.pipelines.request import Request
-from canvax.pipelines.upscale import STRENGTH, Tiles, tiles_shown
+from canvax.pipelines.upscale import Tiles, tiles_shown
 from canvax.server.images_in import MOST_PIXELS
 from canvax.server.jobs import JobRequest, Picture, invalid
 from canvax.types import HostArray
@@ -46,11 +47,12 @@ def cut(job_request: JobRequest, model: Model, seed: int, noise: NoiseKind) -> t
     if width * height > MOST_PIXELS:
         size = f"{width} x {height} pixels, more than {MOST_PIXELS}"
         raise invalid("upscale", f"upscale={job_request.upscale:g} makes {size}; use less, or send a smaller image")
-    tiles = Tiles(model, job_request.image, scale=job_request.upscale, overlap=None, seed=seed, noise=noise)
+    scale, prompt = job_request.upscale, job_request.source_prompt
+    tiles = Tiles(model, job_request.image, scale=scale, overlap=None, seed=seed, noise=noise, prompt=prompt)
     if len(tiles) > MOST_TILES:
         size = f"{len(tiles)} tiles, more than {MOST_TILES}"
         raise invalid("upscale", f"upscale={job_request.upscale:g} makes {size}; use less, or send a smaller image")
-    strength = STRENGTH if job_request.strength is None else job_request.strength
+    strength = Enlarging.strength if job_request.strength is None else job_request.strength
     control = job_request.control and tiles_shown(model, [tiles[0].image])
     return replace(job_request, image=tiles[0].image, strength=strength, control=control), tiles
 

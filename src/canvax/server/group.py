@@ -95,7 +95,8 @@ class Group:
         key: what the programs are for.
         model: the model.
         programs: its programs.
-        params: gives its parameters, which are on the devices while the group runs.
+        params: gives its parameters, which are on the devices while the group runs; with the vectors of the words
+            and with the autoencoder that it is given.
         batches: images of one call of a denoiser; multiples of the mesh's ``data`` axis.
         lanes: calls at the same time, at most (``canvax.engine.lanes``).
 
@@ -111,7 +112,7 @@ class Group:
         key: GroupKey,
         model: Model,
         programs: Programs,
-        params: Callable[[], Params],
+        params: Callable[..., Params],
         batches: Sequence[int],
         lanes: int = 1,
     ) -> None:
@@ -241,7 +242,8 @@ class Group:
             assert self._idle is not None
             if item.shelf is not None:
                 item.request = replace(item.request, beside=item.shelf.shares(item.adapters))
-            prepared = prepare(self._model, self._programs, self._params(), item.request, self._ready, item.table)
+            params = self._params(item.words, item.vae)
+            prepared = prepare(self._model, self._programs, params, item.request, self._ready, item.table)
             names = item.request.control.names if item.request.control else ()
             carried = self._idle.beside(prepared.batch.carried()[0], names)
             item.carried = carried._replace(flight=_with_known(carried.flight, self.key.kinds))
@@ -267,7 +269,8 @@ class Group:
         decode += f"; left out, since they save no time: {left_out}" if left_out else ""
         decode += ", as measured at an earlier start" if self.timings.kept else ""
         kinds = self.key.kinds
-        of = f", {kinds.chunks} chunks" if kinds.chunks > 1 else ""
+        text = self._programs.networks.text
+        of = f", prompts of {text.room(kinds.lengths)} tokens" if kinds.lengths > text.shortest else ""
         of += f", {len(kinds.references)} reference images" if kinds.references else ""
         return f"{self.key.model} is warm at {self.key.size}{of}: a step of a batch of {rows}; {decode}"
 
@@ -349,19 +352,21 @@ class Group:
         """Images at once."""
         return self.alone * max(self._lanes.values())
 
-    def decode(self, latents: Sequence[HostArray]) -> list[HostArray]:
-        """Pixels [H, W, 3] float32 of at most ``decodes`` images."""
+    def decode(self, latents: Sequence[HostArray], vae: str | None = None) -> list[HostArray]:
+        """Pixels [H, W, 3] float32 of at most ``decodes`` images; ``vae``: an autoencoder in place of the model's."""
+        params = self._params(vae=vae)
         parts = [latents[first : first + self.alone] for first in range(0, len(latents), self.alone)]
         began = time.perf_counter()
-        pixels = side_by_side([partial(self._decode, part) for part in parts])
+        pixels = side_by_side([partial(self._decode, params, part) for part in parts])
         if len(parts) == 1:
             self.timings.learn_decode(time.perf_counter() - began)
         return [image for part in pixels for image in part]
 
-    def _decode(self, latents: Sequence[HostArray]) -> HostArray:
+    def _decode(self, params: Params, latents: Sequence[HostArray]) -> HostArray:
         assert self._ready is not None
-        sent = put(filled(np.stack(latents), self.alone), over_batch(self._programs.mesh))
-        return np.asarray(self._ready["decoder"](self._params(), sent))[: len(latents)]
+        packed = self._programs.networks.packing.pack(np.stack(latents))
+        sent = put(filled(packed, self.alone), over_batch(self._programs.mesh))
+        return np.asarray(self._ready["decoder"](params, sent))[: len(latents)]
 
     def clear(self, *, smaller: bool = False) -> list[Item]:
         """Everything off the devices, as after a fault: the images, which begin again, and can be seated again.
@@ -416,5 +421,5 @@ def _with_known(flight: Any, kinds: Kinds) -> Any:
         return flight
     _, _, height, width, channels = flight.state.shape
     empty = np.zeros((1, height, width, channels), np.float32)
-    whole = Known(np.ones((1, height, width, 1), np.float32), empty, np.zeros(1, bool))
+    whole = Known(np.ones_like(empty), empty, np.zeros(1, bool))
     return flight._replace(known=whole)

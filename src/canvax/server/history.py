@@ -1,6 +1,7 @@
 """The folder that ``canvax ui`` saves images into, as the page's history. Nothing outside this folder is read.
 
-Only images that canvax wrote, with their metadata inside, are listed or sent. Deleted ones move into ``deleted/``.
+Only images that canvax wrote, with their metadata inside, are listed or sent. Deleted ones move into ``deleted/``, and
+those of a sheet into a folder of its name.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta, Struct
 from PIL import Image
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,8 +24,9 @@ from starlette.routing import BaseRoute, Route
 from canvax.errors import InputError
 from canvax.files import open_regular
 from canvax.images.formats import FORMATS
-from canvax.images.metadata import canvax_metadata_in
-from canvax.server.answers import answering, decoding, json_answer
+from canvax.images.grid import make_sheet
+from canvax.images.metadata import canvax_metadata_in, prompt_of, save_numbered
+from canvax.server.answers import answering, decoding, json_answer, read_json
 from canvax.server.jobs import Rejected
 from canvax.server.jobs_api import as_job, error
 
@@ -33,9 +36,27 @@ PAGE = 60
 _MOST_READ = 1000
 """Files that are read for one answer, most of which may be other programs'."""
 
-_DELETED = "deleted"
+MOST_CELLS = 144
+"""Of a sheet."""
+
+_DELETED, _GRID = "deleted", "grid-"
 _NAME = re.compile(r"[^./\\:\0][^/\\:\0]*\.(?:png|jpe?g|webp)", re.IGNORECASE)
 _CURSOR = re.compile(r"(\d{1,20})-(.{1,255})", re.DOTALL)
+
+
+Label = Annotated[str, Meta(max_length=200)]
+
+
+class NewSheet(Struct, forbid_unknown_fields=True):
+    """Put images of the folder on one sheet. They move into a folder of its name; the answer has its `name`."""
+
+    files: Annotated[list[Label | None], Meta(min_length=1, max_length=MOST_CELLS)]
+    columns: Annotated[list[Label], Meta(min_length=1, max_length=MOST_CELLS)]
+    rows: Annotated[list[Label], Meta(max_length=MOST_CELLS)] = []
+
+
+BODIES = {"/api/images": NewSheet}
+"""What is sent where, for those who describe the API."""
 
 
 def routes(folder: Path, left_out: Mapping[str, str] | None = None) -> list[BaseRoute]:
@@ -53,6 +74,9 @@ def routes(folder: Path, left_out: Mapping[str, str] | None = None) -> list[Base
         headers = {"Cache-Control": "private, max-age=86400"}
         return Response(data, headers=headers, media_type=media_type)
 
+    async def sheet(request: Request) -> Response:
+        return json_answer({"name": await decoding(_sheet, folder, await read_json(request, NewSheet))})
+
     async def delete(request: Request) -> Response:
         return await moved(request, _deleted)
 
@@ -69,6 +93,7 @@ def routes(folder: Path, left_out: Mapping[str, str] | None = None) -> list[Base
     named = "/api/images/{name}"
     endpoints = [
         ("/api/images", images, "GET"),
+        ("/api/images", sheet, "POST"),
         (named, image, "GET"),
         (named, delete, "DELETE"),
         (named, restore, "POST"),
@@ -121,9 +146,58 @@ def _described(path: Path, modified: int) -> dict[str, Any] | None:
             width, height = Image.open(file).size
     except (InputError, OSError, ValueError, RecursionError, Image.DecompressionBombError):
         return None
-    kind = "sheet" if "grid" in metadata else "image"
     size = {"width": width, "height": height}
-    return {"file": path.name, "kind": kind, "created": modified // 1_000_000, **size, **as_job(metadata)}
+    grid = metadata.get("grid")
+    shown = {"kind": "image", **as_job(metadata)} if grid is None else {"kind": "sheet", **_as_sheet(metadata, grid)}
+    if prompt := prompt_of(metadata):  # of an enlarged image the job has none
+        shown["settings"].setdefault("prompt", prompt)
+    return {"file": path.name, "created": modified // 1_000_000, **size, **shown}
+
+
+def _as_sheet(metadata: dict[str, Any], grid: Any) -> dict[str, Any]:
+    """The settings that all images of a grid have, the prompt of the first, and what varies, as names and texts."""
+    first = as_job(metadata)
+    cells = [as_job(cell)["settings"] for cell in grid if isinstance(cell, dict)] if isinstance(grid, list) else []
+    names = dict.fromkeys(name for cell in cells for name in cell)
+    texts = {name: list(dict.fromkeys(_text(cell.get(name, "none")) for cell in cells)) for name in names}
+    varied = [(name, ", ".join(each)) for name, each in texts.items() if len(each) > 1]
+    shared = {
+        name: value for name, value in first["settings"].items() if name == "prompt" or len(texts.get(name, ())) < 2
+    }
+    return {**first, "settings": shared | ({"varied": varied} if varied else {})}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _sheet(folder: Path, body: NewSheet) -> str:
+    """Write a sheet of images of the folder, which move into a folder of its name. Returns the name of its file."""
+    paths = [None if name is None else _file(folder, name) for name in body.files]
+    there = [path for path in paths if path is not None]
+    if len({*there}) < len(there) or not there:
+        raise Rejected(400, "invalid_value", "files: names a file twice, or none; name each once", param="files")
+    grid, images = [], list[Image.Image | None]()
+    try:
+        for path in paths:
+            if path is None:
+                images.append(None)
+                continue
+            with open_regular(path) as raw, io.BufferedReader(raw) as file:
+                grid.append(canvax_metadata_in(file, path))
+                file.seek(0)
+                images.append(Image.open(file).convert("RGB"))
+        sheet = make_sheet(images, body.columns, body.rows)
+    except (InputError, OSError, ValueError, Image.DecompressionBombError):
+        problem = "files: one is damaged, or they are too large for one sheet; send fewer"
+        raise Rejected(400, "invalid_value", problem, param="files") from None
+    seed = grid[0]["seed"] if grid[0] and isinstance(grid[0].get("seed"), int) else 0
+    written = save_numbered(folder, sheet, {"grid": grid, "seed": seed}, seed, prefix=_GRID)
+    cells = written.with_suffix("")
+    cells.mkdir(exist_ok=True)
+    for path in there:
+        os.rename(path, cells / path.name)
+    return written.name
 
 
 def _file(folder: Path, name: str) -> Path:
@@ -154,10 +228,12 @@ def _restored(folder: Path, name: str) -> str:
 
 
 def _moved(path: Path, folder: Path) -> str:
-    """Moves an image into a folder. Returns its name there, with a number behind it if that name is taken."""
+    """Moves an image, and those of a sheet, into a folder. Returns its name there, with a number if that is taken."""
     name, number = path.name, 0
     while (folder / name).exists():
         number += 1
         name = f"{path.stem}-{number}{path.suffix}"
+    if name.startswith(_GRID) and path.with_suffix("").is_dir():
+        os.rename(path.with_suffix(""), (folder / name).with_suffix(""))
     os.rename(path, folder / name)
     return name

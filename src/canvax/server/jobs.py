@@ -90,6 +90,7 @@ class JobRequest:
         mask: white is generated anew.
         strength: 0..1, how much of the run is done.
         upscale: how many times larger than the image, which is gone over tile by tile then; None for another task.
+        source_prompt: that the image was generated with, for the metadata of one that is enlarged without a prompt.
         control: control images: one, or of several types a dict; with several networks a list of one for each, None
             for one that is left out. How strong they are is among the options. True with ``upscale``: each tile is its
             own.
@@ -97,6 +98,7 @@ class JobRequest:
         options: by name, values of ``canvax.Options``; the engine refuses those that it does not offer.
         lenient: options that change nothing are passed over, and not refused: A1111's clients send whole forms.
         adapters: weights of adapters by name, each a number or a table by network; the prompt may name others.
+        vae: an autoencoder that ``ModelCard.vaes`` lists, in place of the model's.
         format: of the finished images.
         quality: of JPEG and WebP, 1..100.
         previews: of each image on its way, at most; 0 for none.
@@ -121,11 +123,13 @@ class JobRequest:
     mask: Image.Image | None = None
     strength: float | None = None
     upscale: float | None = None
+    source_prompt: str = ""
     control: Any = None
     image_prompt: Sequence[PromptImage] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     lenient: bool = False
     adapters: Mapping[str, Any] = field(default_factory=dict)
+    vae: str | None = None
     format: Format = "png"
     quality: int | None = None
     previews: int = 0
@@ -397,6 +401,7 @@ class ModelCard:
         max_steps: likewise.
         tasks: "text-to-image", "image-to-image", "inpainting", "upscaling", "editing".
         examples: prompts that it is good at.
+        prompts: all concepts that it knows; none for most models, which take any prompt.
         styles: words that choose its style, written as ", STYLE style" behind a prompt.
         guided: whether it reads a guidance scale.
         no_guidance: the guidance scale that is none, with which no negative prompt is read.
@@ -409,6 +414,8 @@ class ModelCard:
         sha256: of its configs, weights' names and sizes; what AUTOMATIC1111 calls the hash.
         controls: the networks that read control images, in their order.
         ip_adapters: names of those that read image prompts, likewise.
+        vae: the name of the autoencoder that stands in for the model's; "" for its own.
+        vaes: names of those that a request may name, with the reason where one cannot be used, else "".
     """
 
     id: str
@@ -428,6 +435,7 @@ class ModelCard:
     sha256: str
     controls: tuple[ControlCard, ...] = ()
     ip_adapters: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = ()
     styles: tuple[str, ...] = ()
     guided: bool = True
     no_guidance: float = 1.0
@@ -436,6 +444,8 @@ class ModelCard:
     clip_skip: int = 0
     references: int = 0
     samplers: tuple[str, ...] | None = None
+    vae: str = ""
+    vaes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -451,6 +461,23 @@ class AdapterCard:
     name: str
     alias: str
     file: str
+
+
+@dataclass(frozen=True)
+class EmbeddingCard:
+    """What clients see of a textual inversion that prompts may name.
+
+    Attributes:
+        name: as prompts write it.
+        fault: why it cannot be used with the model; "" if it can.
+        vectors: how many it has.
+        width: of each.
+    """
+
+    name: str
+    fault: str = ""
+    vectors: int = 0
+    width: int = 0
 
 
 class State(StrEnum):
@@ -496,6 +523,10 @@ class Engine(Protocol):
         Raises:
             Rejected: there is no such model.
         """
+        ...
+
+    def embeddings(self, model: str | None, *, refresh: bool = False) -> Sequence[EmbeddingCard]:
+        """The textual inversions that a model's prompts may name; as ``adapters``."""
         ...
 
     def submit(self, job_request: JobRequest, /) -> Job:

@@ -18,10 +18,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from canvax.errors import InputError, nearest
-from canvax.images.infotext import settings_left
+from canvax.images.infotext import embeddings_in, settings_left
+from canvax.images.keys import keys_of
 from canvax.images.maps import SETTINGS as MAPS
 from canvax.images.maps import control_map
-from canvax.images.metadata import metadata_in
+from canvax.images.metadata import metadata_in, prompt_in
+from canvax.pipelines.again import lost_settings
 from canvax.pipelines.control import OPTIONS
 from canvax.pipelines.references import MOST
 from canvax.samplers.specs import SAMPLERS
@@ -43,8 +45,9 @@ from canvax.server.answers import (
     sent_event,
     watched,
 )
-from canvax.server.fields import Scale, Seed, Side, Strength
-from canvax.server.images_in import Pixels, colours, image_of_bytes, image_of_text, white_mask
+from canvax.server.control import public_names
+from canvax.server.fields import Scale, Seed, Side, Strength, Times
+from canvax.server.images_in import Pixels, bytes_of_text, colours, image_of_bytes, image_of_text, white_mask
 from canvax.server.jobs import (
     MEDIA_TYPES,
     Changed,
@@ -61,6 +64,7 @@ from canvax.server.jobs import (
     Stepped,
 )
 from canvax.server.work import INVERSE, LONGEST_PROMPT, MOST_IMAGES, MOST_STEPS, NOT_OFFERED
+from canvax.weights.data_folder import embedding_files
 
 PREVIEWS = 8
 """Of an image, where a client wants any."""
@@ -71,7 +75,7 @@ COMES = 2.0
 _FIELDS = {
     "prompt": "prompt", "negative_prompt": "negative_prompt", "seed": "seed", "width": "width", "height": "height",
     "num_inference_steps": "steps", "guidance_scale": "guidance_scale", "sampler": "sampler", "strength": "strength",
-    "options": "options", "model": "model",
+    "options": "options", "model": "model", "vae": "vae",
 }  # fmt: skip
 """What metadata calls the fields of a job."""
 
@@ -107,7 +111,7 @@ class NewJob(Struct, forbid_unknown_fields=True):
     references: Annotated[list[str], Meta(max_length=MOST - 1)] = []
     mask: str | None = None
     strength: Strength | None = None
-    upscale: Annotated[float, Meta(ge=1, le=16)] | None = None
+    upscale: Times | None = None
     control: bool | str | Typed | Annotated[list[str | Typed | None], Meta(max_length=8)] | None = None
     control_from: Text | None = None
     control_scale: float | Annotated[list[float], Meta(max_length=8)] | None = None
@@ -122,6 +126,7 @@ class NewJob(Struct, forbid_unknown_fields=True):
     seconds: Annotated[float, Meta(gt=0, le=86_400)] | None = None
     options: dict[str, Any] | None = None
     adapters: Annotated[dict[str, float | dict[str, float]], Meta(max_length=16)] | None = None
+    vae: Annotated[str, Meta(max_length=300)] | None = None
 
 
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(NewJob)}
@@ -139,9 +144,14 @@ def routes(engine: Engine) -> list[BaseRoute]:
         ]
         return json_answer({"models": cards, "samplers": samplers})
 
+    async def prompts(request: Request) -> Response:
+        return json_answer({"prompts": model_named(engine, request.query_params.get("model")).prompts})
+
     async def adapters(request: Request) -> Response:
-        cards = await reading(engine.adapters, request.query_params.get("model"))
-        return json_answer({"adapters": [{"name": card.name, "alias": card.alias} for card in cards]})
+        model = request.query_params.get("model")
+        listed = [{"name": card.name, "alias": card.alias} for card in await reading(engine.adapters, model)]
+        words = [{"name": card.name, "fault": card.fault} for card in await reading(engine.embeddings, model)]
+        return json_answer({"adapters": listed, "embeddings": words})
 
     async def jobs(request: Request) -> Response:
         if request.method != "POST":
@@ -189,6 +199,7 @@ def routes(engine: Engine) -> list[BaseRoute]:
 
     endpoints = [
         ("/api/models", models, ["GET"]),
+        ("/api/prompts", prompts, ["GET"]),
         ("/api/adapters", adapters, ["GET"]),
         ("/api/jobs", jobs, ["GET", "POST"]),
         ("/api/jobs/{name}", job_route, ["GET", "DELETE"]),
@@ -242,7 +253,7 @@ def _rounded(seconds: float | None) -> float | None:
 def _card(card: ModelCard, *, default: bool) -> dict[str, Any]:
     names = ("native", "sizes", "any_size", "size_step", "steps", "guidance_scale", "sampler", "max_images",
              "max_steps", "tasks", "examples", "styles", "family", "guided", "no_guidance", "negative_prompt",
-             "prompt_weights", "clip_skip", "references", "samplers")  # fmt: skip
+             "prompt_weights", "clip_skip", "references", "samplers", "vae", "vaes")  # fmt: skip
     fields = {name: getattr(card, name) for name in names}
     controls = [{"name": network.name, "kind": network.kind, "types": network.types} for network in card.controls]
     fields |= {"controls": controls, "ip_adapters": card.ip_adapters}
@@ -262,9 +273,11 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequ
         raise Rejected(400, "invalid_value", problem, param="negative_prompt")
     if twice := [name for name in OPTIONS if getattr(body, name) is not None and name in (body.options or {})]:
         raise Rejected(400, "invalid_value", f"{twice[0]} is in options as well; send it once", param=twice[0])
-    image = mask = None
+    image, mask, source_prompt = None, None, ""
     if body.image is not None:
-        image = colours("image", image_of_text("image", body.image))
+        data = bytes_of_text("image", body.image)
+        image = colours("image", image_of_bytes("image", data))
+        source_prompt = prompt_in(io.BytesIO(data)) if body.upscale is not None and not body.prompt else ""
     if body.mask is not None:
         mask = white_mask("mask", image_of_text("mask", body.mask))
         if image is not None and mask.size != image.size:
@@ -296,10 +309,12 @@ def _ask(body: NewJob, engine: Engine, client: str, once: str | None) -> JobRequ
         mask=mask,
         strength=body.strength,
         upscale=body.upscale,
+        source_prompt=source_prompt,
         control=control,
         image_prompt=image_prompt,
         options={**(body.options or {}), **control_options},
         adapters=body.adapters or {},
+        vae=body.vae or None,
         format=body.format,
         quality=body.quality,
         previews=PREVIEWS if body.previews else 0,
@@ -434,25 +449,27 @@ def recorded_in(metadata: dict[str, Any]) -> dict[str, Any]:
 def as_job(metadata: dict[str, Any]) -> dict[str, Any]:
     """Metadata as ``settings``, fields of a job that makes the image again, and ``missing``, names of the rest."""
     recorded = recorded_in(metadata)
-    fields = {ours: recorded[name] for name, ours in _FIELDS.items() if recorded.get(name) not in (None, "", {})}
+    lost = lost_settings(recorded)
+    given = {name: value for name, value in recorded.items() if name in _FIELDS and name not in lost}
+    fields = {_FIELDS[name]: value for name, value in given.items() if value not in (None, "", {})}
     if isinstance(enlarged := recorded.get("upscale"), dict):  # its size is that of the image, so many times
         fields = {name: value for name, value in fields.items() if name not in ("width", "height")}
         fields["upscale"] = enlarged.get("scale")
     if isinstance(adapters := recorded.get("adapters"), dict):
         fields["adapters"] = {name: entry.get("weight") for name, entry in adapters.items() if isinstance(entry, dict)}
+    if isinstance(vae := fields.get("vae"), str):
+        fields["vae"] = public_names([vae])[0]
     options = fields.get("options")
     left_out = []
     if isinstance(options, dict):
         left_out = [name for name in options if name in NOT_OFFERED]
-        fields["options"] = {name: value for name, value in options.items() if name not in left_out}
+        fields["options"] = {name: value for name, value in options.items() if name not in (*left_out, *lost)}
     settings = {name: value for name, value in fields.items() if value != {} and _fits(name, value)}
     missing = [name for name in fields if name not in settings and fields[name] != {}]
     missing += [f"options.{name}" for name in left_out]
-    missing += [name for name in ("image", "mask", "control") if f"{name}_sha256" in recorded]
-    missing += ["image_prompt"] if "image_prompts" in recorded else []
-    missing += ["image"] if "references_sha256" in recorded else []
-    if recorded.get("noise") == "given":
-        missing.append("latents")
+    missing += [key.argument for name, key in keys_of("images").items() if name in recorded]
+    missing += lost
+    missing += [f"embedding {name}" for name in embeddings_in(recorded) if name.lower() not in embedding_files()]
     missing += [f"{name}: {value}" if value else name for name, value in settings_left(recorded).items()]
     return {"settings": settings, "missing": missing}
 

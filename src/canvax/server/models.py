@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import product
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -23,27 +25,26 @@ from canvax.errors import CanvaxError, InputError
 from canvax.families.base import Model
 from canvax.files import named_path
 from canvax.models.beside import ADAPTERS
+from canvax.models.clip import clip_configs, most_skipped
 from canvax.parallel.memory import free_bytes
 from canvax.parallel.multihost import is_spread
+from canvax.parallel.place import on_devices, waits
 from canvax.parallel.rules import abstract_params
 from canvax.params import Params
 from canvax.pipelines.checks import check_size
 from canvax.pipelines.references import MOST as MOST_REFERENCES
 from canvax.pipelines.safety import SafetyChecker
-from canvax.pipelines.texts import prompt_tokens
 from canvax.server.adapter_cache import AdapterCache, AdapterSettings
-from canvax.server.control import cards
+from canvax.server.control import cards, publicly
+from canvax.server.embedding_cache import EmbeddingCache, Words
 from canvax.server.files import Colours
 from canvax.server.group import Group
 from canvax.server.jobs import Job, JobRequest, ModelCard, Rejected
 from canvax.server.policy import PATIENCE, Groups
-from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, sample, usable_samplers
+from canvax.server.vae_cache import VaeCache
+from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, check, sample, usable_samplers
 from canvax.tokenizers.concepts import STYLES
-
-_FAMILIES = {
-    "sd": "Stable Diffusion", "sdxl": "Stable Diffusion XL",
-    "flux2": "FLUX.2", "z-image": "Z-Image", "krea-2": "Krea 2",
-}  # fmt: skip
+from canvax.weights.data_folder import vae_files
 
 _KINDS = {
     "method": "options.guidance_method",
@@ -112,9 +113,12 @@ class ServedModel:
         adapters: that requests may name; None for none.
         lanes: batches that are run at the same time, at most; None for as many as may be of use.
         weights: without, it is opened now and loaded when it is first asked for.
+        vaes: files of autoencoders that requests may name, by name.
 
     Attributes:
         shelf: the adapters.
+        embeddings: the textual inversions.
+        vaes: the autoencoders.
         model: everything but its weights.
         groups: by key, those whose programs are ready. Another dict after each change: any thread may read it.
         colours: for previews.
@@ -134,6 +138,7 @@ class ServedModel:
         lanes: int | None = None,
         *,
         weights: bool = True,
+        vaes: Mapping[str, Path] = MappingProxyType({}),
     ) -> None:
         self.name, self.on_request = name, not weights
         self.groups: Mapping[GroupKey, Group] = {}
@@ -143,7 +148,8 @@ class ServedModel:
         loaded = load(name) if weights else load(name, weights=False)
         files = dataclasses.replace(loaded.model.files, name=name)  # folders on the disk are the operator's business
         self.model, self.programs = dataclasses.replace(loaded.model, files=files), loaded.programs
-        self.params = loaded.params if weights else None
+        self._waiting: frozenset[str] = frozenset()
+        self.params = self._as_served(loaded.params) if weights else None
         self.safety_checker = loaded.safety_checker
         self.created = int(time.time())
         self.colours = Colours(self.model.vae.latent_channels)
@@ -151,6 +157,8 @@ class ServedModel:
             raise InputError("a server runs on the devices of one process; give it a mesh of jax.local_devices()")
         self._lanes = lanes or most_lanes(self.programs.mesh)
         self.shelf = AdapterCache(self.model, self.programs.mesh, adapters) if adapters else None
+        self.embeddings = EmbeddingCache(self.model, self.programs.mesh)
+        self.vaes = VaeCache(self.model, self.programs.mesh, vaes)
         if self.shelf and not weights:
             self.shelf.take_off()
         self.load_seconds = time.perf_counter() - began if weights else self.bytes / _READ_SPEED
@@ -160,13 +168,31 @@ class ServedModel:
         """Whether its weights are on the devices."""
         return self.params is not None
 
-    @cached_property
+    @property
     def bytes(self) -> int:
-        """Of its weights, on each device."""
-        return sum(
-            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(self._shapes)
-        )
+        """Of its weights, on each device at a time."""
+        waiting = [size for name, size in self._sizes.items() if name in self._waiting]
+        return sum(self._sizes.values()) - sum(waiting) + max(waiting, default=0)
+
+    @cached_property
+    def _sizes(self) -> Mapping[str, int]:
+        """Bytes of each component on each device."""
+        return {
+            name: sum(
+                math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(part)
+            )
+            for name, part in self._shapes.items()
+        }
+
+    def _as_served(self, params: Params) -> Params:
+        """Its parameters; of those that wait in the host's memory the denoiser's stay on the devices.
+
+        Images are encoded and decoded while others are denoised.
+        """
+        often = params.keys() - {*self.model.text.names, "vae"}
+        served = {name: on_devices(part) if name in often else part for name, part in params.items()}
+        self._waiting = frozenset(name for name, part in served.items() if waits(part))
+        return served
 
     @cached_property
     def _shapes(self) -> Params:
@@ -183,7 +209,7 @@ class ServedModel:
             now, before = loaded.model.files, self.model.files
             if (now.index, now.configs) != (before.index, before.configs):
                 raise CanvaxError(f"{self.name} was replaced on the disk; start the server again to serve the new one")
-            self.params, self.safety_checker = loaded.params, loaded.safety_checker
+            self.params, self.safety_checker = self._as_served(loaded.params), loaded.safety_checker
             if self.shelf:
                 self.shelf.put_on()
 
@@ -193,12 +219,26 @@ class ServedModel:
             group.park()
         if self.shelf:
             self.shelf.take_off()
+        self.vaes.take_off()
         self.params = None
 
-    def loaded_params(self) -> Params:
-        """Its weights, which are there."""
+    def check(self, job_request: JobRequest) -> Checked:
+        """What it is asked for.
+
+        Raises:
+            Rejected: naming the field and the cure.
+        """
+        vae = self.vaes.find(job_request.vae) if job_request.vae else None
+        checked = check(job_request, self.name, self.model, self.shelf, self.embeddings)
+        return checked._replace(vae=vae)
+
+    def loaded_params(self, words: Words = (), vae: str | None = None) -> Params:
+        """Its weights, which are there, with the vectors of these words and another autoencoder; with either in the
+        engine's thread."""
         assert self.params is not None
-        return self.shelf.beside(self.params) if self.shelf else self.params
+        self.params = self.embeddings.fill(self.params, words) if words else self.params
+        params = self.params if vae is None else {**self.params, "vae": self.vaes.weights(vae)}
+        return self.shelf.beside(params) if self.shelf else params
 
     def sizes(self, warm: Sequence[Warm]) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:
         """Width, height and batches to warm.
@@ -261,9 +301,8 @@ class ServedModel:
             message = f"{wanted.size} is not ready on this server; ask for {' or '.join(sizes)}, or {_ON_DEMAND}"
             return Rejected(400, "size_not_ready", message, param="width")
         differs = [name for name in Kinds._fields if getattr(wanted.kinds, name) != getattr(usual, name)]
-        if differs == ["chunks"]:
-            most = max(key.kinds.chunks for key in keys)
-            room = prompt_tokens(self.model.text, most)
+        if differs == ["lengths"]:
+            room = self.model.text.room(max(key.kinds.lengths for key in keys))
             message = f"prompt: it is longer than the {room} tokens that this server has programs for; shorten it"
             return Rejected(400, "prompt_too_long", message, param="prompt")
         if "parts" in differs:
@@ -281,7 +320,7 @@ class ServedModel:
         """What clients see of it; ``references``: of a request that edits, at most."""
         model, (tall, wide) = self.model, self.model.native_size
         sizes = tuple(dict.fromkeys(size for size, _ in self.sizes(warm)))
-        networks, edits = model.networks, model.networks.denoiser.edits
+        networks, edits = model.networks, model.networks.denoiser.facts.edits
         config = json.dumps([model.files.index, model.revision, model.dtype, str(model.networks)], default=str)
         concepts = model.concepts.names
         examples = model.defaults.examples or tuple(concepts[:: max(1, len(concepts) // _EXAMPLES)][:_EXAMPLES])
@@ -289,7 +328,7 @@ class ServedModel:
         tasks = ("text-to-image", "image-to-image", "inpainting", "upscaling")
         return ModelCard(
             id=self.name,
-            family=_FAMILIES.get(model.family.name, model.family.name),
+            family=model.family.title or model.family.name,
             native=(wide, tall),
             sizes=sizes,
             any_size=any_size,
@@ -299,20 +338,23 @@ class ServedModel:
             sampler=model.sampler_names(None)[1],
             max_images=MOST_IMAGES,
             max_steps=MOST_STEPS,
-            tasks=(*tasks[model.is_refiner :], *(["editing"] if edits else [])),
+            tasks=(*tasks[model.family.is_refiner :], *(["editing"] if edits else [])),
             examples=examples or ("a red apple on a wooden table", "a lighthouse at sunset, oil painting"),
             created=self.created,
             sha256=hashlib.sha256(config.encode()).hexdigest(),
             controls=controls,
             ip_adapters=ip_adapters,
+            prompts=tuple(concepts),
             styles=STYLES if concepts else (),
-            guided=not networks.denoiser.distilled,
-            no_guidance=model.family.no_guidance,
+            guided=not networks.denoiser.facts.distilled,
+            no_guidance=model.family.guidance_off,
             negative_prompt=not networks.unguided,
-            prompt_weights=not model.text.whole,
-            clip_skip=model.text.max_skip,
+            prompt_weights=bool(clip_configs(model.text)),
+            clip_skip=most_skipped(model.text),
             references=references if edits else 0,
             samplers=usable_samplers(model, *sizes[0]),
+            vae=publicly({"vae": vae})["vae"] if (vae := model.overrides.get("vae")) else "",
+            vaes=self.vaes.names,
         )
 
 
@@ -439,10 +481,11 @@ class ModelSet:
 
     def begin(self) -> None:
         """Load all, and make their programs ready."""
+        vaes = vae_files()
         for name in self._names:
             self._say(f"reading {name}")
             self._make_room(None)
-            served = ServedModel(name, self._load, self._adapters, self._lanes)
+            served = ServedModel(name, self._load, self._adapters, self._lanes, vaes=vaes)
             if self._memory is not None and served.bytes > self._memory:
                 raise InputError(
                     f"--memory {self._memory} bytes: the weights of {name} take {served.bytes}; allow more"
@@ -450,8 +493,10 @@ class ModelSet:
             self._served[name] = served
             if served.shelf:
                 self._say(served.shelf.summary())
+            for line in served.embeddings.summary().splitlines():
+                self._say(line)
             for size, batches in served.sizes(self._warm):
-                most = self._references if served.model.networks.denoiser.edits else 0
+                most = self._references if served.model.networks.denoiser.facts.edits else 0
                 for chunks, references in product(self._chunks, range(1 + most)):
                     options: dict[str, Any] = {"chunks": chunks, "shelf": served.shelf, "references": references}
                     checked = sample(name, served.model, *size, **options)
@@ -464,7 +509,8 @@ class ModelSet:
                     self._say(group.summary())
         for name in self._on_request:
             try:
-                self._served[name] = ServedModel(name, self._load, self._adapters, self._lanes, weights=False)
+                served = ServedModel(name, self._load, self._adapters, self._lanes, weights=False, vaes=vaes)
+                self._served[name] = served
             except CanvaxError as error:
                 self._say(f"{name} is left out: {error}")
         most = MOST_REFERENCES if self._on_demand else self._references

@@ -187,8 +187,10 @@ def _ask(
 ) -> JobRequest:
     card = model_named(engine, body.model or request.path_params.get("deployment"))
     _check_together(body)
-    if len(images) > 1 and ("editing" not in card.tasks or mask is not None or body.strength is not None):
-        raise _wrong_number(len(images), int(mask is not None))
+    if len(images) > 1 and (mask is not None or body.strength is not None):
+        raise _wrong_number(f"{len(images)} images beside a mask or a strength", "send one")
+    if len(images) > 1 and "editing" not in card.tasks:
+        raise _wrong_number(f"{len(images)} images", f"{card.id} reads one")
     image = images[0] if images else None
     width, height = _size(body, card, image)
     kind: Format = body.output_format or "png"
@@ -271,8 +273,10 @@ def _edit(
     masks = [data for name, data in files if name == "mask"]
     if "image" in fields or "image[]" in fields or "mask" in fields:
         raise Rejected(400, "invalid_image", "image and mask are to be sent as files of the form", param="image")
-    if not 1 <= len(images) <= MOST or len(masks) > 1:
-        raise _wrong_number(len(images), len(masks))
+    if not 1 <= len(images) <= MOST:
+        raise _wrong_number(f"{len(images)} images", f"send one, or up to {MOST} to a model that edits")
+    if len(masks) > 1:
+        raise _wrong_number(f"{len(masks)} masks", "send at most one")
     pixels = Pixels()
     decoded = [pixels.decode("image", data) for data in images]
     image, shown = decoded[0], [colours("image", image) for image in decoded]
@@ -285,9 +289,8 @@ def _edit(
     return body, shown, transparent_mask("mask", mask)
 
 
-def _wrong_number(images: int, masks: int) -> Rejected:
-    message = f"{images} images and {masks} masks; send one image, and at most one mask"
-    return Rejected(400, "invalid_image", message, param="image")
+def _wrong_number(number: str, cure: str) -> Rejected:
+    return Rejected(400, "invalid_image", f"{number}; {cure}", param="image")
 
 
 async def _answer(request: Request, job: Job, body: Generation, kind: str) -> Response:

@@ -52,11 +52,13 @@ _BARE = {
     "/sdapi/v1/interrupt": "Cancel the job that runs, as A1111's clients do.",
     "/sdapi/v1/skip": "Cancel the job that runs, as `interrupt` does.",
     "/sdapi/v1/refresh-loras": "Look for new adapters.",
+    "/sdapi/v1/refresh-embeddings": "Look for new embeddings.",
 }
 """Paths to which nothing is posted."""
 _GETS = {
     "/api/models": "Models and samplers.",
-    "/api/adapters": "Adapters of a model.",
+    "/api/prompts": "All concepts that a small model knows.",
+    "/api/adapters": "Adapters and embeddings of a model.",
     "/api/jobs": "The client's jobs that are not over, oldest first.",
     "/api/jobs/{name}": "A job.",
     "/api/jobs/{name}/events": "Its events, as they happen.",
@@ -69,6 +71,8 @@ _GETS = {
     "/sdapi/v1/schedulers": "Sigma schedules, as A1111's clients read them.",
     "/sdapi/v1/sd-models": "Models, as A1111's clients read them.",
     "/sdapi/v1/loras": "Adapters, as A1111's clients read them.",
+    "/sdapi/v1/embeddings": "Embeddings, as A1111's clients read them.",
+    "/sdapi/v1/sd-vae": "VAEs that requests may name, as A1111's clients read them.",
     "/health": "Whether the server works: 503 when its engine is dead or makes no progress.",
     "/ready": "Whether it can generate.",
     "/metrics": "Prometheus metrics.",

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from canvax.server.jobs import AdapterCard, Engine, Job, JobRequest, ModelCard, Rejected
+from canvax.server.jobs import AdapterCard, EmbeddingCard, Engine, Job, JobRequest, ModelCard, Rejected
 
 
 class Rates:
@@ -63,6 +63,10 @@ class Rated:
     def adapters(self, model: str | None, *, refresh: bool = False) -> Sequence[AdapterCard]:
         """See ``Engine``."""
         return self._engine.adapters(model, refresh=refresh)
+
+    def embeddings(self, model: str | None, *, refresh: bool = False) -> Sequence[EmbeddingCard]:
+        """See ``Engine``."""
+        return self._engine.embeddings(model, refresh=refresh)
 
     def submit(self, job_request: JobRequest) -> Job:
         """See ``Engine``."""

@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 from canvax.compile.kinds import Kinds
 from canvax.engine.batch import ParkedImage
 from canvax.engine.segments import guided_rows
-from canvax.errors import NO_VALUE, InputError, nearest
+from canvax.errors import NO_VALUE, HintWarning, InputError, nearest
 from canvax.families.base import Model
 from canvax.noise import image_seeds, random_seed
 from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS
@@ -25,11 +25,13 @@ from canvax.pipelines.hints import idle
 from canvax.pipelines.options import Options, check_options
 from canvax.pipelines.references import check_references
 from canvax.pipelines.request import Call, Request, make_request
+from canvax.pipelines.texts import texts_of
 from canvax.pipelines.upscale import Tiles
 from canvax.samplers import SamplerOptions, SamplerTable, find
 from canvax.samplers.specs import SAMPLERS
 from canvax.server.adapter_cache import AdapterCache, Wanted
 from canvax.server.control import check_has_networks, examples, prompts_of, publicly, with_networks
+from canvax.server.embedding_cache import EmbeddingCache, Words, reading
 from canvax.server.enlarged import Enlarged, cut, tile_request
 from canvax.server.images_in import MOST_PIXELS
 from canvax.server.jobs import Job, JobRequest, Picture, Rejected, Stepped, invalid
@@ -103,6 +105,8 @@ class Item:
         whole: what it is a tile of; None where it is an image by itself. ``picture`` is its own then, not the job's.
         adapters: beside the model's weights, for this image.
         shelf: that these are from; None where the server has none.
+        words: the textual inversions that its prompts name.
+        vae: the autoencoder in place of the model's; None for that.
         second: the pass at a larger size that comes after this one; None where there is none.
         later: as ``expected`` and ``shared``, of that pass.
         before: rows of the pass before this one.
@@ -126,6 +130,8 @@ class Item:
     whole: Enlarged | None = None
     adapters: Wanted = field(default_factory=dict)
     shelf: AdapterCache | None = None
+    words: Words = ()
+    vae: str | None = None
     second: Checked | None = None
     later: tuple[float, float] = (0.0, 0.0)
     before: int = 0
@@ -233,7 +239,12 @@ class Item:
 
     def metadata(self, model: Model) -> dict[str, Any]:
         """What generates it again."""
-        fields = publicly(metadata(model, self.recorded or self.request)[0]) | {"model": self.job.model}
+        fields: dict[str, Any] = publicly(metadata(model, self.recorded or self.request)[0]) | {"model": self.job.model}
+        if self.words:
+            loaded: dict[str, Any] = fields.get("embeddings", {})
+            fields["embeddings"] = loaded | {word.name: word.record for word in self.words}
+        if self.vae:
+            fields["vae"] = self.vae
         return self.whole.metadata(fields) if self.whole else fields
 
 
@@ -268,7 +279,11 @@ def may_begin(items: Iterable[Item]) -> list[Item]:
 
 
 class Checked(NamedTuple):
-    """An ask that can be carried out; ``second``: with another pass, at a larger size."""
+    """An ask that can be carried out.
+
+    ``second``: with another pass, at a larger size; ``words``: the textual inversions that its prompts name; ``hints``:
+    what is said of those that they name in vain; ``vae``: the autoencoder in place of the model's.
+    """
 
     request: Request
     table: SamplerTable
@@ -278,6 +293,9 @@ class Checked(NamedTuple):
     adapters: Wanted = MappingProxyType({})
     shelf: AdapterCache | None = None
     second: Checked | None = None
+    words: Words = ()
+    hints: tuple[HintWarning, ...] = ()
+    vae: str | None = None
 
     @property
     def images(self) -> int:
@@ -333,11 +351,24 @@ class Checked(NamedTuple):
 
     @property
     def _beside(self) -> dict[str, Any]:
-        return {"adapters": self.adapters, "shelf": self.shelf}
+        return {"adapters": self.adapters, "shelf": self.shelf, "words": self.words, "vae": self.vae}
 
 
-def check(job_request: JobRequest, name: str, model: Model, shelf: AdapterCache | None = None) -> Checked:
-    """What a model is asked for; ``name`` is what it is called here, ``shelf`` its adapters.
+def check(
+    job_request: JobRequest,
+    name: str,
+    model: Model,
+    shelf: AdapterCache | None = None,
+    embeddings: EmbeddingCache | None = None,
+) -> Checked:
+    """What a model is asked for.
+
+    Args:
+        job_request: the ask.
+        name: what the model is called here.
+        model: the model.
+        shelf: its adapters.
+        embeddings: its textual inversions.
 
     Raises:
         Rejected: naming the field and the cure.
@@ -364,6 +395,12 @@ def check(job_request: JobRequest, name: str, model: Model, shelf: AdapterCache 
         if job_request.sampler is not None and find(job_request.sampler)[0].name == INVERSE:
             why = "goes from an image to its noise, and latents do not go over the wire; choose another sampler"
             raise invalid("sampler", f"sampler={job_request.sampler!r} {why}")
+        words: Words = ()
+        unread: tuple[HintWarning, ...] = ()
+        if embeddings is not None:
+            texts = texts_of(job_request.prompt, job_request.negative_prompt, _options(job_request))
+            words, unread = embeddings.named(texts)
+            model = reading(model, words)
         seeds, tiles = image_seeds(seed, job_request.n), None
         if job_request.upscale is not None:
             job_request, tiles = cut(job_request, model, seeds[0], check_options(_options(job_request)).noise)
@@ -384,7 +421,7 @@ def check(job_request: JobRequest, name: str, model: Model, shelf: AdapterCache 
         raise invalid("prompt", f"prompt: {request.texts.parts} prompts joined by AND are more than {MOST_PARTS}")
     if request.options.mask_blend != "denoised":
         raise invalid("options", "options.mask_blend: 'renoised' is not offered; leave it out")
-    return Checked(request, *first, seeds, tiles, adapters, shelf, second)
+    return Checked(request, *first, seeds, tiles, adapters, shelf, second, words, unread)
 
 
 def _second_pass(model: Model, request: Request) -> Request:
@@ -449,7 +486,7 @@ def sample(
     prompt = concepts[0] if concepts else "a photograph of a red apple on a table"
     options = {}
     if chunks > 1:
-        prompt, options = "apple " * (model.text.tokens * (chunks - 1) + 1), {"prompt_syntax": "a1111"}
+        prompt, options = "apple " * (min(model.text.shortest) * (chunks - 1) + 1), {"prompt_syntax": "a1111"}
     steps = min(steps, model.scheduler.schedule.alphas_cumprod.size)
     images = examples(model, width, height) if shown else {}
     if references:
@@ -508,7 +545,7 @@ def _references(job_request: JobRequest, model: Model) -> tuple[Any, tuple[int |
     that every size has one set of programs for each number of them."""
     image, size = job_request.image, (job_request.width, job_request.height)
     begins = job_request.mask is not None or job_request.strength is not None
-    if image is None or begins or not model.networks.denoiser.edits:
+    if image is None or begins or not model.networks.denoiser.facts.edits:
         if job_request.references:
             why = "are beside an image, without a mask and a strength, for a model that edits"
             raise InputError("references", NO_VALUE, why, "leave them out")

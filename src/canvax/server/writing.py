@@ -11,7 +11,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from canvax.compile.key import cores
+from canvax.compile.key import usable_cores
 from canvax.errors import CanvaxError
 from canvax.images.convert import to_pil
 from canvax.images.metadata import save_numbered
@@ -90,7 +90,7 @@ class Writer:
         self, book: JobStore, metrics: Metrics, output: Path | None = None, freed: Callable[[], None] = lambda: None
     ) -> None:
         self._book, self._metrics, self._output, self._freed = book, metrics, output, freed
-        self._count = min(max(LEAST_THREADS, cores()), MOST_THREADS)
+        self._count = min(max(LEAST_THREADS, usable_cores()), MOST_THREADS)
         self._threads = Threads(self._count, "canvax files")
         self._lock = threading.Lock()
         self.images = self._previews = 0

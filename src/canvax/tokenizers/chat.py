@@ -25,14 +25,14 @@ class ChatTokenizer:
         backend: the BPE, without padding and truncation.
         template: what the model reads, with {} for the prompt.
         largest: the largest id.
-        pad: stands behind a prompt; no id of the vocabulary, so that the text may hold any of those.
+        pad: the id that stands behind a prompt.
         added: words of textual inversions, of which there are none.
     """
 
     backend: Tokenizer
     template: str
     largest: int
-    pad: int = -1
+    pad: int = 0
     added: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod

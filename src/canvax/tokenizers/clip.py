@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -170,19 +170,11 @@ class ClipTokenizer:
             ) from error
         units: list[tuple[tuple[int, ...], int]] = []
         begin = 0
-        for match in self._added_words(prompt):
-            units += self._plain(prompt, begin, match.start())
-            units.append((self.added[match[1].lower()], match.start()))
-            begin = match.end()
+        for word, start, end in words_in(prompt, self.added):
+            units += self._plain(prompt, begin, start)
+            units.append((self.added[word], start))
+            begin = end
         return units + self._plain(prompt, begin, len(prompt))
-
-    def _added_words(self, prompt: str) -> list[re.Match[str]]:
-        """Finds added words, ignoring case; of overlapping words the longest."""
-        if not self.added:
-            return []
-        longest_first = sorted(self.added, key=len, reverse=True)
-        matches = re.finditer(rf"(?:\bembedding:)?({'|'.join(map(_whole, longest_first))})", prompt, re.IGNORECASE)
-        return [match for match in matches if match[1].lower() in self.added]
 
     def _plain(self, prompt: str, begin: int, end: int) -> list[tuple[tuple[int, ...], int]]:
         if begin >= end:
@@ -190,6 +182,24 @@ class ClipTokenizer:
         encoding = self.backend.encode(prompt[begin:end], add_special_tokens=False)
         places = zip(encoding.ids, encoding.offsets, strict=True)
         return [((token,), begin + offset[0]) for token, offset in places]
+
+
+def words_in(prompt: str, words: Collection[str]) -> list[tuple[str, int, int]]:
+    """Find added words in a prompt: ``wool``, ``<wool>``, ``embedding:wool`` and ``embedding:wool.safetensors``.
+
+    Args:
+        prompt: the text. Case does not matter in it; of overlapping words the longest is found.
+        words: in lower case.
+
+    Returns:
+        Each word, with its begin and its end in the prompt, in their order.
+    """
+    if not words:
+        return []
+    any_word = "|".join(map(_whole, sorted(words, key=len, reverse=True)))
+    pattern = rf"\bembedding:({any_word})(?:\.(?:safetensors|pt|bin)\b)?|<({any_word})>|({any_word})"
+    matches = [(match[match.lastindex or 0].lower(), *match.span()) for match in re.finditer(pattern, prompt, re.I)]
+    return [match for match in matches if match[0] in words]
 
 
 def _whole(word: str) -> str:

@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,10 @@ class Concepts:
         words = [word for word in "".join(letters).split() if len(word) > 2 or not word.isascii()]
         other_symbols = [character for character in text if unicodedata.category(character) == "So"]
         return [word for word in words if not self._known(word)] + other_symbols
+
+    def nearest(self, word: str) -> str:
+        """Returns the word of the vocabulary that is spelled most like an unknown word; empty if none is near."""
+        return next(iter(get_close_matches(word, self._vocabulary, 1, 0.75)), "")
 
     def _known(self, word: str) -> bool:
         return any(form in self._vocabulary for form in (word, word.removesuffix("s"), word.removesuffix("es")))

@@ -11,13 +11,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.errors import NO_VALUE, InputError, check_count
+from canvax.errors import NO_VALUE, InputError
 from canvax.families.base import Model
 from canvax.families.controls import control_of
 from canvax.files import temporary_folder
 from canvax.models.controlnet import ControlNet, HintConfig
 from canvax.params import Params, init_params
+from canvax.settings import check_all
 from canvax.train.diffusion import CONTROL
+from canvax.train.settings import TASKS, ControlRecord, Pairs
 from canvax.train.state import in_dtype
 from canvax.train.task import PLAN, Start, Subject, Training, train
 from canvax.types import DType
@@ -25,10 +27,10 @@ from canvax.weights.cast import parse_dtype
 from canvax.weights.load import Component
 from canvax.weights.save import save_component
 
-CONTROL_PLAN = replace(PLAN, steps=5000)
+CONTROL_PLAN = replace(PLAN, **TASKS["controlnet"].plan)
 """Learning rate 1e-5, as in the paper."""
 
-COLUMN = "conditioning_image"
+COLUMN = Pairs.control_column
 """The column of control images, named as in data sets for diffusers' scripts."""
 
 _OF_UNET = (
@@ -43,7 +45,7 @@ _WIDTHS = (16, 32, 96, 256)
 
 
 @dataclass(frozen=True)
-class Controlling:
+class Controlling(ControlRecord):
     """The ``Aim`` of training a ControlNet.
 
     Attributes:
@@ -52,19 +54,13 @@ class Controlling:
         save_dtype: dtype of the saved weights.
     """
 
-    widths: tuple[int, ...] | None = None
-    save_dtype: DType = "float32"
-
     name = "ControlNet"
     part = "control"
     for_transformers = False
 
     def __post_init__(self) -> None:
+        check_all(self)
         parse_dtype(self.save_dtype, "save_dtype")
-        for width in self.widths or ():
-            check_count("widths", width, 65536)
-        if self.widths is not None and not len(self.widths):
-            raise InputError("widths", (), "names no channels", "leave it out for the paper's")
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -84,12 +80,12 @@ class Controlling:
         """Refuses previews, and ``widths`` that do not match the model."""
         if training.prompts:
             raise InputError(
-                "preview", NO_VALUE, "is not there for a ControlNet, whose images need a control image each"
+                "prompts", NO_VALUE, "is not there for a ControlNet, whose images need a control image each"
             )
         count = int(model.vae.factor).bit_length()
-        if self.widths is not None and not (len(self.widths) == count and all(0 < n <= 4096 for n in self.widths)):
+        if self.widths is not None and len(self.widths) != count:
             raise InputError(
-                "hint_channels",
+                "widths",
                 ",".join(map(str, self.widths)),
                 f"is not what {model.name} needs: {count} numbers in 1..4096, one more than its autoencoder halves an "
                 "image",

@@ -21,7 +21,7 @@ from canvax.kernels.outline import recomputed
 from canvax.models.clip import text_encoder_spec
 from canvax.models.configs import ClipTextConfig, UNetConfig
 from canvax.models.controlnet import ControlNet
-from canvax.models.denoiser import Denoiser
+from canvax.models.denoiser import Denoiser, evaluate
 from canvax.models.text import FIRST, Conditions, TextEncoders, encode_text
 from canvax.models.unet import Residuals, Special, unet, unet_spec
 from canvax.params import Params, init_params
@@ -280,7 +280,9 @@ def _denoising_loss(
     )
     p = cast(objective.assemble(p, shared.get("frozen", {})), objective.dtype)
     hints = conditions.pop("control", None)
-    text = captions if objective.text is None else encode_text(p, captions, jnp.int32(0), cfg=objective.text)
+    text = captions
+    if objective.text is not None:
+        text = encode_text(p, {name: {"ids": ids} for name, ids in captions.items()}, cfg=objective.text)
     encoded: Any = {**text, **conditions}
     level, schedule = levels[times], objective.schedule
     if schedule.is_flow:
@@ -307,14 +309,8 @@ def _evaluated(
     p: Params, noisy: Array, timestep: Array, encoded: Conditions, network: Denoiser, *, remat: bool
 ) -> Array:
     """Returns the output of a denoiser for latents [B, h, w, C], as the loop of a pipeline evaluates it."""
-    batch, height, width, channels = noisy.shape
-    sizes = {name: jnp.full(batch, size) for name, size in network.size_inputs(height, width).items()}
-    x = noisy.reshape(batch, *network.loop_size(height, width), channels)
-    p = p[network.component]
     with recomputed(remat):
-        prepared = network.prepare(p, {**encoded, **sizes}, x.shape)
-        output, _ = network.apply(p, x, {"timestep": timestep}, prepared, None)
-    return output.reshape(noisy.shape)
+        return evaluate(network, p[network.component], noisy, timestep, encoded)
 
 
 def _residuals(

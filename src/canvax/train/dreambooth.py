@@ -12,17 +12,19 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
-from canvax.errors import NO_VALUE, InputError, check_count, check_utf8
+from canvax.errors import NO_VALUE, InputError, check_utf8
 from canvax.files import check_writable, written
 from canvax.pipelines.loaded import open_model
 from canvax.pipelines.options import Options
-from canvax.pipelines.pipeline import StableDiffusion
+from canvax.pipelines.pipeline import Pipeline
+from canvax.settings import check_all
 from canvax.train.pictures import SUFFIXES, check_apart
+from canvax.train.settings import InstanceRecord
 from canvax.train.task import Subject, Training, check_pictures, size_of
 
 
 @dataclass(frozen=True)
-class Instance:
+class Instance(InstanceRecord):
     """The subject of the images, and the class images that keep the model from forgetting.
 
     Attributes:
@@ -35,31 +37,14 @@ class Instance:
         batch: class images generated at once.
     """
 
-    prompt: str
-    class_prompt: str | None = None
-    class_pictures: Path | None = None
-    count: int = 100
-    weight: float = 1.0
-    batch: int = 4
-
     def __post_init__(self) -> None:
-        check_count("count", self.count)
-        check_count("batch", self.batch)
+        check_all(self)
         if not self.prompt.strip():
-            raise InputError(
-                "instance_prompt", NO_VALUE, "is empty", "say what the pictures show: 'a photo of sks dog'"
-            )
+            raise InputError("prompt", NO_VALUE, "is empty", "say what the pictures show: 'a photo of sks dog'")
         check_utf8("class_prompt", self.class_prompt or "")
         if self.class_prompt is not None and not self.class_prompt.strip():
-            raise InputError(
-                "class_prompt", NO_VALUE, "is empty", "name the class: 'a photo of a dog', or leave it out"
-            )
-        if self.class_prompt is None and self.class_pictures is not None:
-            raise InputError(
-                "class_images", NO_VALUE, "needs a prompt of the class", "give {class_prompt='a photo of a dog'}"
-            )
-        if not 0 < self.weight < float("inf"):
-            raise InputError("prior_weight", self.weight, "must be more than 0")
+            cure = "name the class: 'a photo of a dog', or leave it out"
+            raise InputError("class_prompt", NO_VALUE, "is empty", cure)
 
 
 def subject_of(
@@ -89,14 +74,14 @@ def _generate_class(
         return
     names = {path.name for path in there}
     seeds = [seed for seed in range(instance.count + len(there)) if f"class-{seed:05d}.png" not in names][:missing]
-    check_writable("class_images", folder)
+    check_writable("class_pictures", folder)
     check = partial(size_of, training)
     quantize = training.quantize
     model, programs, params = open_model(
-        training.model, dtype=training.dtype, quantize=quantize, mesh=mesh, check=check
+        training.model, dtype=training.dtype, quantize=quantize, mesh=mesh, check=check, **training.source()
     )
     say(f"generating {missing} pictures of {prompt!r} into {folder}")
-    pipe = StableDiffusion(model, programs, params)
+    pipe = Pipeline(model, programs, params)
     size = size_of(training, model)
     folder.mkdir(parents=True, exist_ok=True)
     for start in range(0, missing, instance.batch):

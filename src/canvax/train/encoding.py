@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from canvax.errors import NO_VALUE, InputError, check_count, check_function
 from canvax.kernels.target import compiling_on
 from canvax.models.configs import AutoencoderConfig, TinyConfig
 from canvax.models.decode import Autoencoder, autoencoder_of
-from canvax.models.text import Conditions, TextEncoders, encode_text
+from canvax.models.text import TextEncoders, encode_text
 from canvax.originals import foreign
 from canvax.parallel.mesh import over_batch, padded_batch, replicated
 from canvax.params import Params
@@ -49,29 +49,26 @@ def encode_pictures(
 
 
 def encode_captions(
-    p: Params, ids: Mapping[str, HostArray], text: TextEncoders, mesh: Mesh, *, batch: int = 4
+    p: Params, inputs: Mapping[str, Mapping[str, HostArray]], text: TextEncoders, mesh: Mesh, *, batch: int = 4
 ) -> dict[str, HostArray]:
-    """Encodes token ids [N, T] of each text encoder to what a denoiser reads, each [N, ...]; see ``encode_text``.
+    """Encodes what the text encoders read of captions to what a denoiser reads, each [N, ...]; see ``encode_text``.
 
     Args:
         p: parameters of the text encoders, by component.
-        ids: the ids, by component.
+        inputs: arrays [N, ...] of each encoder, by component and name.
         text: the text encoders.
         mesh: the devices.
         batch: captions encoded at once.
     """
     batch = padded_batch(check_count("batch", batch), mesh)
-    return by_batches(_text_encoder(text, mesh, foreign(text)), p, dict(ids), mesh, batch)
+    return by_batches(_text_encoder(text, mesh, foreign(text)), p, dict(inputs), mesh, batch)
 
 
 @lru_cache(maxsize=4)
 def _text_encoder(text: TextEncoders, mesh: Mesh, code: tuple[Any, ...]) -> Any:
     del code
 
-    def encode(p: Params, ids: dict[str, Array]) -> Conditions:
-        return encode_text(p, ids, jnp.int32(0), cfg=text)
-
-    return jitted(encode, mesh)
+    return jitted(partial(encode_text, cfg=text), mesh)
 
 
 def as_input(pixels: Array) -> Array:

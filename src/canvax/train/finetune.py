@@ -12,13 +12,15 @@ from jax.sharding import Mesh
 
 from canvax.families.base import Model
 from canvax.params import Params
-from canvax.train.task import FILE_CAPTIONS, Start, Subject, Training, check_rate, train
+from canvax.settings import check_all
+from canvax.train.settings import WholeRecord
+from canvax.train.task import FILE_CAPTIONS, Start, Subject, Training, train
 from canvax.types import DType
 from canvax.weights.cast import parse_dtype
 
 
 @dataclass(frozen=True)
-class Whole:
+class Whole(WholeRecord):
     """The ``Aim`` of fine-tuning the UNet.
 
     Attributes:
@@ -27,16 +29,12 @@ class Whole:
         save_dtype: dtype of the saved weights.
     """
 
-    text: bool = False
-    text_rate: float | None = None
-    save_dtype: DType = "float32"
-
     name = "fine-tuning"
     part = "unet"
     for_transformers = False
 
     def __post_init__(self) -> None:
-        check_rate(self.text, self.text_rate)
+        check_all(self)
         parse_dtype(self.save_dtype, "save_dtype")
 
     @property

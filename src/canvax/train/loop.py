@@ -31,7 +31,9 @@ from canvax.parallel import multihost
 from canvax.parallel.memory import available_bytes, free_bytes
 from canvax.parallel.mesh import replicated
 from canvax.params import Params
+from canvax.settings import check_all, check_setting
 from canvax.train.progress import Progress
+from canvax.train.settings import PlanRecord
 from canvax.train.state import TrainState, check_arrays, load_state, new_state, on_host, read_facts, save_state
 from canvax.types import Array, HostArray
 
@@ -52,7 +54,7 @@ Program = Callable[[TrainState, Any, Any, Any, Any], tuple[TrainState, dict[str,
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(PlanRecord):
     """The settings of a training run.
 
     Attributes:
@@ -72,46 +74,15 @@ class Plan:
         minutes: choose ``steps`` to take about this long; measured once, at the beginning of the run.
     """
 
-    steps: int
-    batch: int
-    learning_rate: float = 1e-3
-    warmup: int = None  # pyright: ignore[reportAssignmentType]
-    final: float = 0.01
-    b2: float = 0.99
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    average: float = 0.999
-    seed: int = 0
-    chunk: int = 50
-    accumulate: int = 1
-    rates: Mapping[str, float] = field(default_factory=dict)
-    minutes: float | None = None
-
     def __post_init__(self) -> None:
+        check_all(self)
         if not isinstance(self.rates, Mapping):
             raise InputError("rates", self.rates, "is not a table of learning rates by part")
-        rates = {f"rates[{name!r}]": rate for name, rate in self.rates.items()}
-        positive = {name: getattr(self, name) for name in ("learning_rate", "clip")} | rates
-        positive |= {} if self.minutes is None else {"minutes": self.minutes}
-        whole = {name: getattr(self, name) for name in ("steps", "batch", "chunk", "accumulate", "seed")}
-        whole |= {} if self.warmup is None else {"warmup": self.warmup}
-        shares = {name: getattr(self, name) for name in ("average", "b2")}
-        faults = [
-            *(f"{name} = {value!r:.80} must be more than 0, and finite"
-              for name, value in positive.items() if not (_is_number(value) and value > 0)),
-            *(f"{name} = {value!r:.80} must be a whole number of at least {least}"
-              for name, value in whole.items() for least in [0 if name in ("warmup", "seed") else 1]
-              if not (isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= least)),
-            *(f"{name} = {value!r:.80} must be in 0..1, 1 excluded"
-              for name, value in shares.items() if not (_is_number(value) and 0 <= value < 1)),
-            *(f"{name} = {value!r:.80} must be a finite number of at least 0"
-              for name in ("final", "weight_decay") for value in [getattr(self, name)]
-              if not (_is_number(value) and value >= 0)),
-            *([f"final = {self.final!r:.80} is a share of the learning rate, in 0..1"]
-              if _is_number(self.final) and self.final > 1 else []),
-        ]  # fmt: skip
-        if faults:
-            raise InputError("; ".join(faults))
+        for name, rate in self.rates.items():
+            try:
+                check_setting(PlanRecord, "learning_rate", rate)
+            except InputError as error:
+                raise error.about(f"rates[{name!r}]") from None
         if self.warmup is None:
             object.__setattr__(self, "warmup", min(500, self.steps // 10))
 
@@ -119,11 +90,6 @@ class Plan:
         """Returns the samples of the next chunk after ``done`` updates: int32 [chunk, accumulate, batch]."""
         flat = batch_indices(self.seed, done, self.chunk, self.accumulate * self.batch, samples)
         return flat.reshape(self.chunk, self.accumulate, self.batch)
-
-
-def _is_number(value: Any) -> bool:
-    """Whether ``value`` is a finite number."""
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True)

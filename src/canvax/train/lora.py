@@ -9,30 +9,30 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from canvax.errors import InputError, check_count, nearest
+from canvax.errors import InputError
 from canvax.families.base import Model
 from canvax.images.formats import written
 from canvax.models.denoiser import UNetDenoiser
 from canvax.params import Params, Spec
+from canvax.settings import check_all
 from canvax.train import low_rank
-from canvax.train.low_rank import FORMATS, LAYERS
+from canvax.train.settings import TASKS, LoraRecord
 from canvax.train.state import in_dtype
-from canvax.train.task import FILE_CAPTIONS, PLAN, Start, Subject, Training, check_rate, train
+from canvax.train.task import FILE_CAPTIONS, PLAN, Start, Subject, Training, train
 from canvax.types import DType
 from canvax.weights.cast import parse_dtype
 
-LORA_PLAN = replace(PLAN, learning_rate=1e-4)
+LORA_PLAN = replace(PLAN, **TASKS["lora"].plan)
 """Learning rate 1e-4, as in diffusers' scripts."""
 
 FILE = "pytorch_lora_weights.safetensors"
 """The file name that diffusers' ``load_lora_weights`` looks for in a folder."""
 
 _BASES = {768: "stable-diffusion-v1", 1024: "stable-diffusion-v2-512", 2048: "stable-diffusion-xl-v1-base"}
-_MOST_RANK = 1024
 
 
 @dataclass(frozen=True)
-class Lora:
+class Lora(LoraRecord):
     """The ``Aim`` of training a LoRA.
 
     Attributes:
@@ -48,32 +48,13 @@ class Lora:
         save_dtype: dtype of the file.
     """
 
-    rank: int = 4
-    alpha: float | None = None
-    layers: str = "attention"
-    text: bool = False
-    text_rate: float | None = None
-    names: str = "peft"
-    trigger: str = ""
-    title: str = ""
-    start: str | Path | None = None
-    save_dtype: DType = "float32"
-
     name = "LoRA"
     part = "lora"
     for_transformers = True
 
     def __post_init__(self) -> None:
-        check_count("rank", self.rank)
-        if self.rank > _MOST_RANK:
-            raise InputError("rank", self.rank, f"is more than {_MOST_RANK}")
-        if self.alpha is not None and not 0 < self.alpha < float("inf"):
-            raise InputError("alpha", self.alpha, "must be more than 0")
-        check_rate(self.text, self.text_rate)
+        check_all(self)
         parse_dtype(self.save_dtype, "save_dtype")
-        for what, value, known in (("layers", self.layers, LAYERS), ("names", self.names, FORMATS)):
-            if value not in known:
-                raise InputError(what, value, "is not known", nearest(str(value), list(known)))
 
     @property
     def scale(self) -> float:
@@ -115,7 +96,8 @@ class Lora:
         """Makes the factors; the whole model is frozen, in the dtype of the computation."""
         factors = self._factors(model, training)
         denoiser = model.networks.denoiser.component
-        frozen = in_dtype(params, [denoiser, *(() if model.text.whole else model.text.names)], dtype)
+        texts = () if model.networks.unet is None else model.text.names  # a transformer's are encoded before
+        frozen = in_dtype(params, [denoiser, *texts], dtype)
         chosen = self._targets(model)
 
         def assemble(trained: Params, frozen: Params) -> Params:
@@ -164,7 +146,7 @@ class Lora:
         networks = model.networks
         specs: dict[str, Spec] = {networks.denoiser.component: networks.denoiser.spec}
         specs |= model.text.specs if self.text else {}
-        return low_rank.targets(specs, self.layers, model.family.stacks(networks))
+        return low_rank.targets(specs, self.layers, model.family.stacks)
 
 
 def train_lora(

@@ -19,7 +19,7 @@ import numpy as np
 from canvax.adapters import NotLowRank, low_rank
 from canvax.errors import NO_VALUE, InputError, check_count, nearest, shown
 from canvax.nn import LOW_RANK
-from canvax.params import Param, Params, Spec, flatten, halves_first, pairs_together
+from canvax.params import Axis, Param, Params, Spec, flatten, halves_first, pairs_together
 from canvax.quantize import SCALE, quantize
 from canvax.types import DType, HostArray
 from canvax.weights.cast import parse_dtype
@@ -38,14 +38,7 @@ LAYERS: Mapping[str, str] = {
 """The layers of the denoiser that have factors. In a text encoder: with "attention" its attention, otherwise also its
 feed-forward."""
 
-_ATTENTION = (".to_q", ".to_k", ".to_v", ".to_out.0")
-_OF_TRANSFORMER = (
-    *(*_ATTENTION, ".to_gate", ".to_add_out", ".add_q_proj", ".add_k_proj", ".add_v_proj"),
-    *(".to_qkv_mlp_proj", ".attn.to_out"),
-)
-_FEED_FORWARD = (".ff.", ".ff_context.", ".feed_forward.")
 _IN_BLOCK = re.compile(r"\.\d+\.")
-_OF_TEXT = (".q_proj", ".k_proj", ".v_proj", ".out_proj")
 _KOHYA = {"unet": "lora_unet_", "text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"}
 
 FORMATS = ("peft", "kohya")
@@ -96,10 +89,10 @@ def targets(specs: Mapping[str, Spec], layers: str, stacks: Sequence[Rule] = ())
     """
     if layers not in LAYERS:
         raise InputError("layers", layers, "is not known", nearest(layers, list(LAYERS)))
-    return {component: dict(_targets(component, spec, layers, Names(stacks))) for component, spec in specs.items()}
+    return {component: dict(_targets(spec, layers, Names(stacks))) for component, spec in specs.items()}
 
 
-def _targets(component: str, spec: Spec, layers: str, stacks: Names) -> Iterator[tuple[str, Layer]]:
+def _targets(spec: Spec, layers: str, stacks: Names) -> Iterator[tuple[str, Layer]]:
     declared = {
         name.removesuffix(".weight"): param
         for name, param in flatten(spec)
@@ -113,17 +106,10 @@ def _targets(component: str, spec: Spec, layers: str, stacks: Names) -> Iterator
     stacked = {part for layer in whole.values() for part in layer.parts}
     whole |= {module: Layer({module: param}) for module, param in declared.items() if module not in stacked}
     for name, layer in whole.items():
-        if component == "unet":
-            attention = name.endswith(_ATTENTION)
-            transformer = ".attentions." in name
-            block = name.startswith(("down_blocks.", "mid_block.", "up_blocks."))
-        elif component == "transformer":
-            attention = name.endswith(_OF_TRANSFORMER)
-            transformer = attention or any(part in name for part in _FEED_FORWARD)
-            block = bool(_IN_BLOCK.search(name))
-        else:
-            attention = name.endswith(_OF_TEXT)
-            transformer = block = attention or ".mlp." in name
+        axes = {axis.name if isinstance(axis, Axis) else axis for param in layer.parts.values() for axis in param.axes}
+        attention = "heads" in axes
+        transformer = attention or "mlp" in axes or ".attentions." in name  # whose projections have no such axis
+        block = bool(_IN_BLOCK.search(name))
         if {"attention": attention, "transformer": transformer, "all": block}[layers]:
             yield name, layer
 

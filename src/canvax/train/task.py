@@ -6,11 +6,10 @@ opening the model, reading and encoding images, the loop, previews, and resuming
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,8 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.call import MAX_SIDE
-from canvax.errors import NO_VALUE, HintWarning, InputError, check_count, check_utf8
+from canvax.call import LOCATION, PARTS, Load
+from canvax.errors import NO_VALUE, HintWarning, InputError, check_utf8
 from canvax.families.base import Model
 from canvax.images.grid import make_grid
 from canvax.models.controlnet import ControlNet
@@ -29,29 +28,33 @@ from canvax.params import Params
 from canvax.pipelines.checks import default_dtype
 from canvax.pipelines.loaded import open_model
 from canvax.pipelines.options import Options
-from canvax.pipelines.pipeline import StableDiffusion
+from canvax.pipelines.pipeline import Pipeline
 from canvax.pipelines.request import Call, make_request
 from canvax.pipelines.result import make_folder
 from canvax.quantize import check_kind
+from canvax.settings import check_all
+from canvax.train import settings
 from canvax.train.board import Board, check_board
 from canvax.train.diffusion import Assemble, Reader, denoising_data, denoising_loss, replaced
 from canvax.train.encoding import encode_captions, encode_pictures
 from canvax.train.loop import STATE, Plan, Session, check_same, fit, is_longer
 from canvax.train.objectives import check_trainable
 from canvax.train.pictures import MASK, MASK_ENDING, Pictures, check_apart, read_pictures
+from canvax.train.settings import TrainingRecord
 from canvax.train.state import read_facts
 from canvax.types import DType, HostArray
 from canvax.weights.cast import parse_dtype
+from canvax.weights.overrides import Overrides
 
 Captions = Sequence[Sequence[str]]
 """The captions of each image."""
 
-PLAN = Plan(steps=1000, batch=1, learning_rate=1e-5, warmup=0, final=1.0, b2=0.999, average=0.0, chunk=10)
+PLAN = Plan(**settings.PLAN)
 """The usual settings for fine-tuning Stable Diffusion: AdamW, constant learning rate 1e-5."""
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(TrainingRecord):
     """The model, the images and the settings of a training.
 
     Attributes:
@@ -75,46 +78,26 @@ class Training:
         save_steps: number of steps after which the weights are saved again during training, in the folder of the
             result (``numbered``); None to save only the result.
         tensorboard: folder of curves and previews for TensorBoard; needs tensorboardX.
+        loading: further arguments of ``canvax.load``: where files come from, ``prediction_type`` and ``scheduler``.
     """
 
-    model: str | Path
-    pictures: str | Path
-    folder: Path
     plan: Plan = PLAN
-    size: int | None = None
-    caption_column: str = "text"
-    flip: bool = False
-    gamma: float | None = None
-    empty: float = 0.1
-    unmasked_weight: float | None = None
-    remat: bool = False
-    dtype: DType | None = None
-    quantize: str | None = None
-    prompts: tuple[str, ...] = field(default=())
-    preview_steps: int | None = None
-    save_steps: int | None = None
-    tensorboard: Path | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.empty, int | float) or not 0 <= self.empty < 1:
-            raise InputError("empty", self.empty, "is the share of empty captions", "it must be in 0..1, 1 excluded")
-        if self.gamma is not None and not (isinstance(self.gamma, int | float) and 0 < self.gamma < math.inf):
-            raise InputError("gamma", self.gamma, "must be more than 0, or None for no min-SNR weights")
-        if self.unmasked_weight is not None and not 0 <= self.unmasked_weight <= 1:
-            raise InputError("unmasked_weight", self.unmasked_weight, "must be in 0..1", "1 reads no masks")
-        if self.size is not None:
-            check_count("size", self.size, MAX_SIDE)
-        if self.save_steps is not None:
-            check_count("save_steps", self.save_steps)
-        if self.preview_steps is not None:
-            check_count("preview_steps", self.preview_steps)
-            if not self.prompts:
-                raise InputError("preview_steps", NO_VALUE, "has no effect without a prompt of previews")
+        check_all(self)
         if self.dtype is not None and parse_dtype(self.dtype) == np.float16:
             raise InputError("dtype", "float16", "rounds small gradients to 0", "take bfloat16 or float32")
         check_kind(self.quantize, trained=True)
+        for name in self.loading.keys() - {*LOCATION, "prediction_type", "scheduler"}:
+            raise InputError("loading", name, "is not an argument of loading for training", "leave it out")
+        self.source()
         if self.tensorboard is not None:
             check_board(self.tensorboard)
+
+    def source(self) -> dict[str, Any]:
+        """Returns the keywords of ``open_model`` that say where the model is and what its files do not say."""
+        load = Load(model=self.model, **self.loading)
+        return {**load.keywords(LOCATION), "overrides": Overrides.of(**load.keywords(PARTS))}
 
 
 @dataclass(frozen=True)
@@ -215,14 +198,6 @@ class Aim(Protocol):
         ...
 
 
-def check_rate(text: bool, rate: float | None) -> None:
-    """Raises InputError if the text encoders' learning rate is not positive, or set although they are not trained."""
-    if rate is not None and rate <= 0:
-        raise InputError("text_rate", rate, "must be more than 0")
-    if rate is not None and not text:
-        raise InputError("text_rate", rate, "has no effect without text", "text encoders are trained with {text=True}")
-
-
 def train(
     training: Training,
     aim: Aim,
@@ -258,13 +233,14 @@ def train(
         inputs.append(_read_inputs(training, aim, subject, model))
 
     dtype = default_dtype(mesh, training=True) if training.dtype is None else training.dtype
-    model, *_ = open_model(training.model, dtype="float32", mesh=mesh, check=check, weights=False)
+    model, *_ = open_model(training.model, dtype="float32", mesh=mesh, check=check, weights=False, **training.source())
     ((size, pictures, prior, masked),) = inputs
     inputs.clear()
     # All class images have one caption.
     sets = [pictures.captions] if prior is None else [pictures.captions, prior.captions[:1]]
     captions = [[[model.concepts.spelled(text) for text in texts] for texts in of_all] for of_all in sets]
-    length = _text_length(model, _texts(captions))
+    lengths = _text_lengths(model, _texts(captions))
+    length = min(lengths)
     plan = replace(training.plan, rates={**training.plan.rates, **aim.rates})
     decisive = {"size": size, "dtype": np.dtype(dtype).name, "pictures": pictures.digest(), **_decisive(training, aim)}
     if prior is not None:
@@ -284,9 +260,10 @@ def train(
             path.rename(numbered(path, read_facts(state)["total"]))
     unet, kept = model.networks.denoiser.component == "unet", None
     if not unet:  # the language model leaves the devices before the transformer comes
-        kept = _features(model, training, mesh, dtype, captions, length)
+        kept = _features(model, training, mesh, dtype, captions, lengths)
     # What is frozen would take in float32 the memory that gradients need.
     exact, opened = {"vae", *aim.exact(model)} if unet else set[str](), {"quantize": training.quantize, "mesh": mesh}
+    opened |= training.source()
     rest = {part.name for part in model.components} - exact if unet else {model.networks.denoiser.component, "vae"}
     model, programs, params = open_model(
         training.model, dtype="float32" if unet else dtype, weights=exact or rest, **opened
@@ -315,7 +292,7 @@ def train(
     )
     board = Board(training.tensorboard) if training.tensorboard is not None and leads(mesh) else None
     texts = {"prompt": list(training.prompts)} if kept is None else kept.prompts
-    pipe = StableDiffusion(model, programs)
+    pipe = Pipeline(model, programs)
     shown = _preview(training, aim, pipe, params, texts, board) if training.prompts else None
 
     def save(path: Path, trained: Params) -> None:
@@ -346,6 +323,7 @@ def train(
 def _decisive(training: Training, aim: Aim) -> dict[str, Any]:
     """Returns settings that must not change when a run is resumed."""
     same = {name: getattr(training, name) for name in ("flip", "gamma", "empty", "quantize")}
+    same |= {name: value for name, value in training.loading.items() if name in PARTS}
     return {**same, "model": str(training.model), **aim.facts}
 
 
@@ -402,13 +380,13 @@ def _check_model(training: Training, aim: Aim, model: Model) -> None:
         try:
             make_request(model, Call(text))
         except InputError as error:
-            raise InputError("preview", text, f"cannot be a preview: {error}") from None
+            raise InputError("prompts", text, f"cannot be a preview: {error}") from None
 
 
 def _preview(
     training: Training,
     aim: Aim,
-    pipe: StableDiffusion,
+    pipe: Pipeline,
     params: Params,
     texts: Mapping[str, Any],
     board: Board | None,
@@ -459,7 +437,7 @@ def _read_inputs(
 
 def size_of(training: Training, model: Model) -> int:
     """Returns the side of the images; raises InputError if the model does not support it."""
-    size = check_count("size", training.size or model.native_size[0], MAX_SIDE)
+    size = training.size or model.native_size[0]
     step = 2 * model.vae.factor if model.networks.denoiser.component == "unet" else model.networks.size_step
     if size % step:
         raise InputError("size", size, f"must be divisible by {step}")
@@ -533,22 +511,23 @@ def _texts(sets: Iterable[Captions], *more: str) -> list[str]:
     return [*(text for captions in sets for texts in captions for text in texts), *more]
 
 
-def _text_length(model: Model, texts: Sequence[str]) -> int:
-    """Returns how many tokens texts are padded to: as many as the text encoder reads, or those of the longest.
+def _text_lengths(model: Model, texts: Sequence[str]) -> tuple[int, ...]:
+    """Returns how many tokens texts are padded to, for each text encoder: the shortest length for a UNet.
 
     Raises:
-        InputError: a caption has more tokens than a language model reads.
+        InputError: a caption has more tokens than an encoder reads.
     """
-    text = model.text
-    if not text.whole:
-        return text.tokens
-    (tokenizer,) = model.tokenizers.values()
-    counts = {caption: len(tokenizer.ids(caption)) for caption in set(texts)}
-    longest = max(counts, key=lambda caption: counts[caption])
-    if counts[longest] > text.most:
-        problem = f"is a caption of {counts[longest]} tokens, more than {text.most}"
-        raise InputError("caption", longest[:60], problem, "shorten it")
-    return -(-counts[longest] // text.tokens) * text.tokens
+    text, tokenizers = model.text, model.tokenizers
+    if model.networks.unet is not None:
+        return text.shortest
+    needed = set()
+    for caption in dict.fromkeys(texts):
+        try:
+            words = [encoder.words(tokenizers[encoder.component], [(caption, 1.0)], {}) for encoder in text.encoders]
+        except InputError as error:
+            raise InputError("caption", caption[:60], error.problem, error.cure) from None
+        needed.add(tuple(one.length for one in text.even(words)))
+    return text.fit(needed)
 
 
 @dataclass(frozen=True)
@@ -565,7 +544,7 @@ class _Features:
 
 
 def _features(
-    model: Model, training: Training, mesh: Mesh, dtype: DType, sets: Sequence[Captions], length: int
+    model: Model, training: Training, mesh: Mesh, dtype: DType, sets: Sequence[Captions], lengths: Sequence[int]
 ) -> _Features:
     """Encodes each text of a run once, with a language model that is on the devices only during this call.
 
@@ -574,28 +553,32 @@ def _features(
     """
     distinct = list(dict.fromkeys(_texts(sets, "")))
     rows = sum(len(captions) * max(map(len, captions)) for captions in sets) + len(distinct)
-    needed, available = rows * length * model.text.width * np.dtype(dtype).itemsize, available_bytes()
+    needed = rows * model.text.rows(lengths) * model.text.width * np.dtype(dtype).itemsize
+    available = available_bytes()
     if available is not None and needed > available:
         problem = f"has captions whose features need {gigabytes(needed)} of the host's memory"
         cure = f"take fewer images or shorter captions: {gigabytes(available)} are free"
         raise InputError("pictures", training.pictures, problem, cure)
-    model, _, params = open_model(training.model, dtype=dtype, mesh=mesh, weights=model.text.names)
+    model, _, params = open_model(training.model, dtype=dtype, mesh=mesh, weights=model.text.names, **training.source())
 
-    def encoded(texts: Sequence[str], length: int) -> dict[str, HostArray]:
-        ids = {name: tokenizer(texts, length=length) for name, tokenizer in model.tokenizers.items()}
-        return encode_captions({name: params[name] for name in ids}, ids, model.text, mesh)
+    def encoded(texts: Sequence[str], lengths: Sequence[int]) -> dict[str, HostArray]:
+        inputs = {
+            encoder.component: encoder.read(model.tokenizers[encoder.component], texts, length)
+            for encoder, length in zip(model.text.encoders, lengths, strict=True)
+        }
+        return encode_captions({name: params[name] for name in inputs}, inputs, model.text, mesh)
 
     def reader(feature: HostArray) -> Reader:
         row = {text: index for index, text in enumerate(distinct)}
         return lambda texts, *, length: feature[[row[text] for text in texts]]
 
-    readers = {name: reader(feature) for name, feature in encoded(distinct, length).items()}
+    readers = {name: reader(feature) for name, feature in encoded(distinct, lengths).items()}
     prompts: dict[str, Any] = {}
     if training.prompts:
-        length = _text_length(model, [*training.prompts, ""])
-        prompts["prompt"] = encoded(training.prompts, length)
+        lengths = _text_lengths(model, [*training.prompts, ""])
+        prompts["prompt"] = encoded(training.prompts, lengths)
         if model.family.guides(model.networks, model.defaults.guidance_scale):
-            prompts["negative_prompt"] = encoded([""] * len(training.prompts), length)
+            prompts["negative_prompt"] = encoded([""] * len(training.prompts), lengths)
     return _Features(readers, prompts)
 
 
@@ -640,4 +623,4 @@ def _size_conditions(model: Model, size: tuple[int, ...], frame: np.ndarray) -> 
     """Returns SDXL's size conditions of an image: original size, corner of the crop, target size."""
     height, width, top, left = map(int, frame)
     options = {"original_size": (height, width), "crops_coords_top_left": (top, left), "target_size": size}
-    return model.numbers(size[0], size[1], options)[0]["time_ids"]
+    return model.size_conditions(size[0], size[1], options)[0]["time_ids"]

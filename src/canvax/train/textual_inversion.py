@@ -13,22 +13,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.errors import InputError, check_count
+from canvax.errors import InputError
 from canvax.families.base import Model
 from canvax.params import Params
+from canvax.settings import check_all, check_setting
+from canvax.train.settings import TASKS, InversionRecord, Learn, WordCaptions
 from canvax.train.state import in_dtype
 from canvax.train.task import PLAN, Start, Subject, Training, train
 from canvax.types import Array, DType, HostArray
-from canvax.weights.embeddings import MOST_VECTORS, check_token
+from canvax.weights.embeddings import check_token
 from canvax.weights.safetensors import Outgoing, write_safetensors
 
-EMBEDDING_PLAN = replace(PLAN, steps=5000, learning_rate=5e-4)
+EMBEDDING_PLAN = replace(PLAN, **TASKS["textual-inversion"].plan)
 """Learning rate 5e-4, as in the README of diffusers' scripts."""
 
 FILES = {"text_encoder": "learned_embeds.safetensors", "text_encoder_2": "learned_embeds_2.safetensors"}
 """The file of each text encoder's vectors, named as in diffusers' scripts."""
 
-CAPTIONS: Mapping[str, Sequence[str]] = {
+CAPTIONS: Mapping[Learn, Sequence[str]] = {
     "object": (
         *("{}", "a photo of {}", "a picture of {}", "a close-up of {}", "one {}", "a small {}", "a large {}", "the {}"),
         *("{} on a plain background", "a drawing of {}", "a clear picture of {}", "{} in the middle", "this is {}"),
@@ -43,7 +45,7 @@ CAPTIONS: Mapping[str, Sequence[str]] = {
 
 
 @dataclass(frozen=True)
-class Inversion:
+class Inversion(InversionRecord):
     """The ``Aim`` of training a word.
 
     Attributes:
@@ -52,9 +54,6 @@ class Inversion:
         vectors: number of vectors, and so of tokens.
     """
 
-    token: str
-    initializer: str
-    vectors: int = 1
     _ids: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     name = "textual inversion"
@@ -63,11 +62,9 @@ class Inversion:
 
     def __post_init__(self) -> None:
         check_token(self.token)
-        check_count("vectors", self.vectors)
+        check_all(self)
         if not self.initializer.strip():
             raise InputError("initializer", self.initializer, "is empty", "give the word to begin with, such as 'toy'")
-        if self.vectors > MOST_VECTORS:
-            raise InputError("vectors", self.vectors, f"is more than {MOST_VECTORS}, the tokens of a prompt")
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -152,7 +149,7 @@ def train_inversion(
     inversion: Inversion,
     mesh: Mesh,
     *,
-    learn: str = "object",
+    learn: Learn = "object",
     deadline: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path | None:
@@ -169,7 +166,6 @@ def train_inversion(
     Returns:
         The file of the first text encoder's vectors, or None if the deadline came first.
     """
-    if learn not in CAPTIONS:
-        raise InputError("learn", learn, "is not known", f"it is one of {', '.join(CAPTIONS)}")
+    learn = check_setting(WordCaptions, "learn", learn)
     captions = tuple(text.format(inversion.token) for text in CAPTIONS[learn])
     return train(training, inversion, mesh, subject=Subject(captions), deadline=deadline, say=say)

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from canvax.errors import slip
+from canvax.families.known import FAMILIES
 from canvax.params import Param, Spec, flatten
-from canvax.weights.formats import TRANSFORMERS, unet_rules
+from canvax.weights.formats import unet_rules
 from canvax.weights.rules import Names
 
 FIRST, SECOND = "text_encoder", "text_encoder_2"
@@ -78,6 +79,10 @@ _UNKNOWN: dict[str, str] = {
 """Ends of names of what canvax does not have."""
 
 _LONGEST_FIRST = sorted({**_SUFFIXES, **_UNKNOWN}, key=len, reverse=True)
+
+
+_TRANSFORMERS = Names(rule for family in FAMILIES for rule in family.names)
+"""The names that layers of transformers have elsewhere, to be asked by ours."""
 
 
 class Module(NamedTuple):
@@ -149,7 +154,7 @@ def module_table(specs: Mapping[str, Spec]) -> dict[str, Stack]:
     table: dict[str, Stack] = {}
     for component, spec in specs.items():
         names = modules(spec)
-        original = TRANSFORMERS if component == "transformer" else Names(unet_rules(names))
+        original = _TRANSFORMERS if component == "transformer" else Names(unet_rules(names))
         alone = component in _TEXT and not (_TEXT.keys() - {component}) & specs.keys()
         prefixes = (*_TEXT[component], *(_TEXT_ALONE if alone else ())) if component in _TEXT else _DENOISER
         for name in names:

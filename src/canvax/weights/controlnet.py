@@ -11,45 +11,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from canvax.errors import CheckpointError
-from canvax.weights.entries import PICKLES, Entry
-from canvax.weights.files import NetworkFiles, open_weights
+from canvax.weights.entries import PICKLES, Entry, pickle_refused
+from canvax.weights.files import ControlFiles, ControlKind, open_weights
 from canvax.weights.formats import controlnet_rules, t2i_adapter_rules
 from canvax.weights.identify import CLASSES, CONTROLNET, T2I_ADAPTER, expect, identify
-from canvax.weights.location import Location, pickle_refused, refuse_pickle
+from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.open import open_network
 from canvax.weights.rules import Names
-
-ControlKind = Literal["controlnet", "adapter"]
 
 _DIFFERENCE = "difference"
 _CONTROL_LORA = "lora_controlnet"
 _PREFIX = "control_model."
-
-
-@dataclass(frozen=True, eq=False)
-class ControlFiles(NetworkFiles):
-    """A ControlNet or a T2I-Adapter in files of its own.
-
-    Attributes:
-        kind: of network.
-        difference: whether weights of the UNet's are what is to be added to those of the UNet itself.
-        pairs: of a control-LoRA the two factors, [out, r] and [r, in] as PyTorch has them, of what is to be added to a
-            weight of the UNet's; what is in neither is the UNet's.
-    """
-
-    kind: ControlKind = "controlnet"
-    difference: bool = False
-    pairs: Mapping[str, tuple[Entry, Entry]] = field(default_factory=dict)
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of each array and of the product of each pair, as in PyTorch."""
-        whole = {name: (up.shape[0], *down.shape[1:]) for name, (up, down) in self.pairs.items()}
-        return {entry.name: entry.shape for entry in self.arrays} | whole
 
 
 def open_control(location: Location, *, accept: Callable[[ControlKind, Mapping[str, Any]], object]) -> ControlFiles:

@@ -76,6 +76,34 @@ def lora_folder() -> Path | None:
     return next((path for path in parts if path.name.lower() in _LORAS and any(path.rglob("*.safetensors"))), None)
 
 
+def embedding_files() -> dict[str, Path]:
+    """Return the files in the folders of textual inversions of the folder of models, by the names that prompts use.
+
+    Names are in lower case. A pickle beside its safetensors file is left out.
+    """
+    from canvax.weights.entries import PICKLES
+
+    folder = data_folder()
+    places = [folder / "embeddings", folder / "models/embeddings"] if folder else []
+    paths = [path for place in places for path in sorted(place.rglob("*")) if path.is_file()]
+    paths = [path for path in paths if path.suffix.lower() in (".safetensors", *PICKLES)]
+    safe = {path.with_suffix("") for path in paths if path.suffix == ".safetensors"}
+    usable = [path for path in paths if path.suffix == ".safetensors" or path.with_suffix("") not in safe]
+    return {name.lower(): path for name, path in by_name(usable).items()}
+
+
+def embedding_name(name: str, path: Path) -> str:
+    """Return a name of ``embedding_files`` in the letters of its file."""
+    return path.stem if path.stem.lower() == name else name
+
+
+def vae_files() -> dict[str, Path]:
+    """Return the autoencoders of the folder of models, by name."""
+    from canvax.weights.identify import AUTOENCODER
+
+    return by_name([part.path for part in files() if part.kind is AUTOENCODER])
+
+
 def find_named(name: str, argument: str) -> Path | None:
     """Find a file or folder of the folder of models by its name.
 
@@ -145,6 +173,14 @@ def by_name(paths: Sequence[Path]) -> dict[str, Path]:
     }
 
 
+def stem_of(name: str) -> str:
+    """Return a file's name without the ending of a file of weights."""
+    from canvax.weights.entries import PICKLES, WEIGHTS
+
+    ending = os.path.splitext(name)[1].lower()
+    return name[: -len(ending)] if ending in (*WEIGHTS, *PICKLES) else name
+
+
 def _has_name(path: Path, folder: Path, name: tuple[str, ...]) -> bool:
     """Whether a file has a name that folders may stand before."""
     *folders, last = name
@@ -154,7 +190,9 @@ def _has_name(path: Path, folder: Path, name: tuple[str, ...]) -> bool:
 
 def _roots(folder: Path) -> list[Path]:
     """The parts of an installation that hold models, so that its programs are not searched; else the folder itself."""
-    return [path for part in ("models", "embeddings") if (path := folder / part).is_dir()] or [folder]
+    if not (folder / "models").is_dir():
+        return [folder]
+    return [path for part in ("models", "embeddings") if (path := folder / part).is_dir()]
 
 
 def _weights(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:

@@ -13,17 +13,16 @@ from pathlib import Path
 
 import numpy as np
 
+from canvax.call import MOST_VECTORS
 from canvax.errors import CheckpointError, InputError
 from canvax.types import HostArray
-from canvax.weights.entries import Entry
+from canvax.weights.entries import PICKLES, Entry
 from canvax.weights.identify import BASES, EMBEDDING, expect
+from canvax.weights.location import pickle_refused
 from canvax.weights.safetensors import open_safetensors
 
 BUNDLED = "bundle_emb."
 """How names of embeddings in a LoRA file begin."""
-
-MOST_VECTORS = 75
-"""Of one embedding: the tokens of a chunk."""
 
 _MOST_NAME = 200
 _ENDS = (".string_to_param.*", ".emb_params", ".clip_l", ".clip_g", ".*")
@@ -72,6 +71,21 @@ def read_embeddings(
             )
         embeddings = _renamed(next(iter(embeddings.values())), token)
     return [Embedding(check_token(name), vectors) for name, vectors in embeddings.items()]
+
+
+def read_word(path: Path, name: str, widths: Mapping[str, int]) -> Embedding:
+    """Read the file of a folder of textual inversions whose word is its name.
+
+    Raises:
+        CheckpointError: it is a pickle or damaged, holds something else, or is not for all text encoders of the model.
+        InputError: its name cannot be a word.
+    """
+    if path.suffix.lower() in PICKLES:
+        raise CheckpointError(pickle_refused(path))
+    (embedding,) = read_embeddings([path], widths, name)
+    if missing := widths.keys() - embedding.vectors.keys():
+        raise CheckpointError(f"{path}: has no vectors for {min(missing)}: it was made for another model")
+    return embedding
 
 
 def bundled_embeddings(path: Path, entries: Sequence[Entry], widths: Mapping[str, int]) -> list[Embedding]:

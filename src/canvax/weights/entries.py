@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -279,6 +280,15 @@ def is_pickle(head: bytes) -> bool:
     is_safetensors = head[4:9] == b"\0\0\0\0{"
     return (
         head.startswith((b"PK\x03\x04", *(bytes([0x80, protocol]) for protocol in range(2, 6)))) and not is_safetensors
+    )
+
+
+def pickle_refused(path: str | Path) -> str:
+    """Why a pickle is not opened, and the command that makes a safetensors file of it."""
+    old, new = shlex.quote(str(path)), shlex.quote(str(Path(path).with_suffix(".safetensors")))
+    return (
+        "canvax does not open pickles (.ckpt, .bin, .pt), which can run code. Take the tensors out, without running "
+        f"anything: canvax convert {old} {new}"
     )
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from canvax.errors import CheckpointError
+from canvax.models.configs import ClipVisionConfig
 from canvax.weights.entries import Entry, with_scales
 from canvax.weights.flax_msgpack import open_flax_msgpack
 from canvax.weights.gguf import open_gguf
 from canvax.weights.safetensors import open_safetensors
+
+ControlKind = Literal["controlnet", "adapter"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +34,7 @@ class ModelFiles:
         variant: the variant asked for; components without it are read from their plain files.
         unread: components that canvax leaves alone, such as ``safety_checker``.
         reasons: of a single file what was read off its arrays, and how that is known.
-        overrides: parts that are not the model's, as arguments of ``canvax.load``.
+        overrides: what is not the model's, such as parts, as arguments of ``canvax.load``.
     """
 
     name: str
@@ -108,6 +111,41 @@ class NetworkFiles:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of each array, as in PyTorch."""
         return {entry.name: entry.shape for entry in self.arrays}
+
+
+@dataclass(frozen=True, eq=False)
+class ControlFiles(NetworkFiles):
+    """A ControlNet or a T2I-Adapter in files of its own.
+
+    Attributes:
+        kind: of network.
+        difference: whether weights of the UNet's are what is to be added to those of the UNet itself.
+        pairs: of a control-LoRA the two factors, [out, r] and [r, in] as PyTorch has them, of what is to be added to a
+            weight of the UNet's; what is in neither is the UNet's.
+    """
+
+    kind: ControlKind = "controlnet"
+    difference: bool = False
+    pairs: Mapping[str, tuple[Entry, Entry]] = field(default_factory=dict)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of each array and of the product of each pair, as in PyTorch."""
+        whole = {name: (up.shape[0], *down.shape[1:]) for name, (up, down) in self.pairs.items()}
+        return {entry.name: entry.shape for entry in self.arrays} | whole
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderFiles(NetworkFiles):
+    """CLIP's image encoder for adapters.
+
+    Attributes:
+        cfg: its config.
+        named: whether the caller named it, so that it need not lie beside an adapter.
+    """
+
+    cfg: ClipVisionConfig = field(default_factory=ClipVisionConfig)
+    named: bool = False
 
 
 def open_weights(path: Path, *, plain_names: bool = True) -> list[Entry]:

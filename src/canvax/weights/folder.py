@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal
@@ -17,12 +16,11 @@ from typing import Any, Literal
 from canvax.errors import CheckpointError
 from canvax.files import DAMAGED, read_json
 from canvax.tokenizers.concepts import FILE as CONCEPTS
-from canvax.weights.entries import PICKLES, WEIGHTS, Entry
+from canvax.weights.entries import PICKLES, Entry, pickle_refused
 from canvax.weights.files import ModelFiles, open_weights
-from canvax.weights.identify import CLASSES, INDEX
-from canvax.weights.location import pickle_refused
 from canvax.weights.safetensors import open_safetensors
 
+INDEX = "model_index.json"
 DEFAULTS = "canvax.json"
 """Optional, beside the index: steps and guidance that suit the model."""
 
@@ -268,31 +266,6 @@ def names_in(folder: Path) -> list[str]:
         raise CheckpointError(f"{folder}: the folder is missing. Download the checkpoint again.") from None
     except OSError as error:
         raise CheckpointError(f"{folder}: the folder cannot be read ({error.strerror}).") from None
-
-
-def why_no_index(names: Collection[str], folder: Path | None = None) -> str:
-    """Why a ``folder`` with these files and no index is not a checkpoint, and what to do."""
-    if folder is not None and "config.json" in names:
-        with suppress(CheckpointError):
-            name = str(read_json(folder / "config.json").get("_class_name"))
-            if (kind := CLASSES.get(name)) is not None:
-                return f"is a network alone ({name}), not a model; {kind.cure}."
-    files = sorted(name for name in names if name.lower().endswith(WEIGHTS) and "/" not in name)
-    pickles = [name for name in names if name.endswith(PICKLES)]
-    if pickles and not files:
-        return f"has no {INDEX}, only {pickles[0]}. {pickle_refused(pickles[0])}."
-    cure = f" If {files[0]} is a whole model, fetch it and pass the file." if files else ""
-    if folder is not None:
-        below = sorted(path.parent for path in folder.glob(f"*/{INDEX}"))
-        # The folders of models of other programs.
-        other = [file for name in ("checkpoints", "Stable-diffusion") for file in folder.glob(f"{name}/*.safetensors")]
-        if below:
-            cure = f" {below[0].name} in it has one: pass {below[0]}."
-        elif files:
-            cure = f" Pass one of its files, such as {folder / files[0]}; canvax info {folder} says what they are."
-        elif other:
-            cure = f" Pass the file of a model in it, such as {other[0]}."
-    return f"has no {INDEX}, so it is not a checkpoint in the diffusers layout.{cure}"
 
 
 def _variants(names: Collection[str], kind: Library) -> list[str]:

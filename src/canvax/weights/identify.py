@@ -8,30 +8,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from canvax.errors import CheckpointError, InputError
+from canvax.families.base import Family, Shapes
+from canvax.families.known import AUTOENCODERS, FAMILIES, MODELS
 from canvax.files import read_json
 from canvax.images.formats import FORMATS
 from canvax.weights.adapter_names import is_adapters, split_name
 from canvax.weights.entries import PICKLES, WEIGHTS
 from canvax.weights.files import open_weights
+from canvax.weights.folder import INDEX
 from canvax.weights.safetensors import read_metadata
 
-Shapes = Mapping[str, tuple[int, ...]]
-"""Names and shapes of the arrays of a file."""
-
-INDEX = "model_index.json"
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
 """How the names of these parts of a single file begin."""
 
 _TEXT = ("cond_stage_model.", "conditioner.")
 _OF_A_UNET = ("down_blocks.", "mid_block.", "up_blocks.", "time_embedding.", "add_embedding.", "conv_")
 _OF_A_VAE = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.", "conv1.", "conv2.", "bn.", VAE)
-OF_TRANSFORMERS = {
-    "Z-Image": ("cap_pad_token", "noise_refiner."),
-    "FLUX.2": ("double_stream_modulation_img.", "single_stream_modulation."),
-    "Krea 2": ("txtfusion.", "tproj."),
-}
-"""Beginnings of names that only the transformer of a family has."""
-
 _LANGUAGE_MODEL = re.compile(r"((model\.)?(language_model\.)?layers\.0\.self_attn\.q_proj|blk\.0\.attn_q)\.weight")
 _T2I = re.compile(r"adapter\.body\.0\.|body\.\d+\.(body\.\d+\.)?block1\.")
 _UNFINISHED = (".crdownload", ".part", ".partial", ".download", ".aria2", ".incomplete", ".opdownload")
@@ -115,7 +107,7 @@ LANGUAGE_MODEL = FileKind(
 )  # fmt: skip
 TRANSFORMER = FileKind(
     "a transformer alone", "pass it to canvax.load (--model) with its other parts", "--model",
-    lambda shapes: bool(transformer_family(shapes)),
+    lambda shapes: transformer_family(shapes) is not None,
 )  # fmt: skip
 MODEL = FileKind("a model", "pass it to canvax.load (--model)", "--model", _any(UNET, *_TEXT))
 KINDS = (
@@ -129,20 +121,19 @@ CLASSES: Mapping[str, FileKind] = {
         ("ControlNetModel", "FlaxControlNetModel", "ControlNetUnionModel", "ControlNetModel_Union"), CONTROLNET
     ),
     "T2IAdapter": T2I_ADAPTER,
-    **dict.fromkeys(
-        ("AutoencoderKL", "FlaxAutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLQwenImage", "AutoencoderTiny"),
-        AUTOENCODER,
-    ),
+    **dict.fromkeys((*AUTOENCODERS, "FlaxAutoencoderKL"), AUTOENCODER),
     "UNet2DConditionModel": UNET_ALONE,
 }
 """FileKind of a folder with one network, by the class that its config names."""
 
 
-def transformer_family(names: Collection[str]) -> str:
-    """The family of the transformer that a file holds; "" for other files."""
+def transformer_family(names: Collection[str]) -> Family | None:
+    """Return the family of the transformer that a file holds; None for other files."""
     plain = [name.removeprefix(UNET) for name in names]
-    marks = OF_TRANSFORMERS.items()
-    return next((family for family, starts in marks if all(_begins(plain, start) for start in starts)), "")
+    for family in FAMILIES:
+        if family.single_file and all(_begins(plain, start) for start in family.single_file.marks):
+            return family
+    return None
 
 
 def _begins(names: Collection[str], start: str) -> bool:
@@ -166,15 +157,13 @@ def expect(name: str | Path, shapes: Shapes, *wanted: FileKind, for_unet: bool =
     if kind is not None and kind not in wanted:
         raise CheckpointError(f"{name}: is {kind.name}, not {wanted[0].name}; {kind.cure}")
     if for_unet and (other := family_of(shapes)[0]) in OTHERS.values():
-        raise CheckpointError(
-            f"{name}: is for {other}; canvax runs Stable Diffusion 1.x, 2.x and XL, Z-Image, FLUX.2 klein and Krea 2"
-        )
+        raise CheckpointError(f"{name}: is for {other}; canvax runs {MODELS}")
 
 
 def family_of(shapes: Shapes, metadata: Mapping[str, str] | None = None) -> tuple[str, int]:
     """The family of models that a file is or is for, "" if nothing tells; and the width of the text it reads, or 0."""
-    if family := transformer_family(shapes):
-        return family, 0
+    if known := transformer_family(shapes):
+        return known.title, 0
     for piece, family in OTHERS.items():
         if any(piece in name for name in shapes):
             return family, 0

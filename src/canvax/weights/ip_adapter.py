@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from canvax.errors import NO_VALUE, CheckpointError, HubError, InputError
 from canvax.models.configs import ClipVisionConfig, UNetConfig
 from canvax.models.ip_adapter import HEAD, IPAdapter
-from canvax.weights.files import NetworkFiles, open_weights
+from canvax.weights.files import EncoderFiles, NetworkFiles, open_weights
 from canvax.weights.identify import IP_ADAPTER, expect
 from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.open import check_adapter, find_adapter, open_network
@@ -27,19 +27,6 @@ _LAYER = re.compile(r"ip_adapter\.(\d+)\.to_[kv]_ip\.weight")
 _RESAMPLER_LAYER = re.compile(r"image_proj\.layers\.(\d+)\.")
 _PLACES = ("models/image_encoder", "sdxl_models/image_encoder")
 _FACE_ID = re.compile(r"\.to_[qk]_lora\.|perceiver_resampler")
-
-
-@dataclass(frozen=True, eq=False)
-class EncoderFiles(NetworkFiles):
-    """CLIP's image encoder for adapters.
-
-    Attributes:
-        cfg: its config.
-        named: whether the caller named it, so that it need not lie beside an adapter.
-    """
-
-    cfg: ClipVisionConfig = field(default_factory=ClipVisionConfig)
-    named: bool = False
 
 
 def open_ip_adapter(location: Location) -> NetworkFiles:

@@ -19,9 +19,6 @@ from canvax.weights.identify import LANGUAGE_MODEL, Shapes, expect
 from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.open import open_part
 
-CLASSES = ("Qwen3Model", "Qwen3ForCausalLM", "Qwen3VLModel", "Qwen3VLForConditionalGeneration")
-"""Of text encoders that can be given apart from a model."""
-
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 

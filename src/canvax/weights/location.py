@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from canvax.errors import NO_VALUE, CheckpointError, InputError, check_flag, nearest, warn
 from canvax.files import first_there, named_path
 from canvax.weights.data_folder import find_named, meant_by
-from canvax.weights.entries import PICKLES, WEIGHTS
+from canvax.weights.entries import PICKLES, WEIGHTS, pickle_refused
 
 BUNDLED = {"emoji": Path(__file__).parent.parent / "assets" / "emoji"}
 """Models inside the package, by name."""
@@ -207,15 +206,6 @@ def refuse_pickle(path: str | Path) -> None:
     """
     if Path(path).suffix.lower() in PICKLES:
         raise CheckpointError(f"{path}: {pickle_refused(path)}")
-
-
-def pickle_refused(path: str | Path) -> str:
-    """Why a pickle is not opened, and the command that makes a safetensors file of it."""
-    old, new = shlex.quote(str(path)), shlex.quote(str(Path(path).with_suffix(".safetensors")))
-    return (
-        "canvax does not open pickles (.ckpt, .bin, .pt), which can run code. Take the tensors out, without running "
-        f"anything: canvax convert {old} {new}"
-    )
 
 
 def _architecture(text: str) -> str:

@@ -7,15 +7,18 @@ changes meanwhile cannot give a mixture. Only files that will be read are fetche
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from canvax.errors import CheckpointError, HubError, InputError
+from canvax.families.known import FAMILIES
 from canvax.files import read_json
-from canvax.weights.entries import PICKLES, WEIGHTS
+from canvax.weights.entries import PICKLES, WEIGHTS, pickle_refused
 from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
 from canvax.weights.folder import (
+    INDEX,
     OTHER_KINDS,
     PLAIN_FILES,
     Accept,
@@ -30,11 +33,10 @@ from canvax.weights.folder import (
     read_index,
     shard_names,
     small_files,
-    why_no_index,
 )
 from canvax.weights.hub import Commit, find_commit
-from canvax.weights.identify import INDEX, OF_TRANSFORMERS, TRANSFORMER, expect, unreadable
-from canvax.weights.location import Location, pickle_refused, refuse_pickle
+from canvax.weights.identify import CLASSES, TRANSFORMER, expect, unreadable
+from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.safetensors import open_safetensors
 from canvax.weights.single_file import open_single_file
 from canvax.weights.transformer_file import open_transformer_file
@@ -87,9 +89,8 @@ def open_files(
         files = open_transformer_file(name, path, given)
         if files is None and path.suffix.lower() == ".gguf":
             expect(name, {entry.name: entry.shape for entry in open_weights(path, plain_names=False)}, TRANSFORMER)
-            raise CheckpointError(
-                f"{name}: is a GGUF file of none of {', '.join(OF_TRANSFORMERS)}; pass a safetensors file or a folder"
-            )
+            titles = ", ".join(family.title for family in FAMILIES if family.single_file)
+            raise CheckpointError(f"{name}: is a GGUF file of none of {titles}; pass a safetensors file or a folder")
         files = files or open_single_file(name, path, prediction=prediction, vae="vae" not in given)
         if accept is not None:
             accept(files.index)
@@ -257,6 +258,31 @@ def find_tokenizer(location: Location, *, otherwise: Path | None = None) -> Path
         commit.fetch([folder + name for name in PLAIN_FILES["tokenizer"] if folder + name in names])
         commit.remember()
     return (commit.folder / commit.root).parent
+
+
+def why_no_index(names: Collection[str], folder: Path | None = None) -> str:
+    """Why a ``folder`` with these files and no index is not a checkpoint, and what to do."""
+    if folder is not None and "config.json" in names:
+        with suppress(CheckpointError):
+            name = str(read_json(folder / "config.json").get("_class_name"))
+            if (kind := CLASSES.get(name)) is not None:
+                return f"is a network alone ({name}), not a model; {kind.cure}."
+    files = sorted(name for name in names if name.lower().endswith(WEIGHTS) and "/" not in name)
+    pickles = [name for name in names if name.endswith(PICKLES)]
+    if pickles and not files:
+        return f"has no {INDEX}, only {pickles[0]}. {pickle_refused(pickles[0])}."
+    cure = f" If {files[0]} is a whole model, fetch it and pass the file." if files else ""
+    if folder is not None:
+        below = sorted(path.parent for path in folder.glob(f"*/{INDEX}"))
+        # The folders of models of other programs.
+        other = [file for name in ("checkpoints", "Stable-diffusion") for file in folder.glob(f"{name}/*.safetensors")]
+        if below:
+            cure = f" {below[0].name} in it has one: pass {below[0]}."
+        elif files:
+            cure = f" Pass one of its files, such as {folder / files[0]}; canvax info {folder} says what they are."
+        elif other:
+            cure = f" Pass the file of a model in it, such as {other[0]}."
+    return f"has no {INDEX}, so it is not a checkpoint in the diffusers layout.{cure}"
 
 
 def _open_folder(

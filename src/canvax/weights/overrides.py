@@ -16,20 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from canvax.errors import CheckpointError, InputError, nearest, warn
+from canvax.families.known import AUTOENCODERS, family_of
 from canvax.files import named_path, read_json
 from canvax.samplers.schedule import PREDICTION_TYPES
 from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
-from canvax.weights.formats import TAESD, vae_rules, wan_vae_rules
+from canvax.weights.formats import TAESD, vae_rules
 from canvax.weights.identify import AUTOENCODER, CLASSES, MODEL, VAE, expect
-from canvax.weights.language_model import CLASSES as LANGUAGE_MODELS
 from canvax.weights.language_model import open_language_model
 from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.open import find_tokenizer, open_part
 from canvax.weights.rules import Names
 from canvax.weights.single_file import vae_config
-
-QWEN = Path(__file__).parent.parent / "assets" / "qwen" / "tokenizer"
-"""The tokenizer of all language models that are text encoders here: Qwen3's, which Qwen3-VL shares."""
+from canvax.weights.wan_vae import wan_vae_config
 
 _OF_LOCATION = ("token", "cache_dir", "local_files_only", "progress")
 _HALF = re.compile(r"\d+\.(?:conv\.\d+\.)?(?:weight|bias)")
@@ -109,7 +107,8 @@ class Overrides:
         arguments = self.arguments
         if not arguments:
             return files
-        configs, components = dict(files.configs), dict(files.components)
+        configs, components, family = dict(files.configs), dict(files.components), family_of(files.index)
+        single = family.single_file
         hub = {name: value for name, value in location.items() if name in _OF_LOCATION}
         where = {name: Location(part, argument=name, **hub) for name, part in self.parts.items()}
         opened: dict[str, NetworkFiles] = {}
@@ -117,7 +116,7 @@ class Overrides:
             opened["vae"] = vae = open_vae(where["vae"], configs.get("vae", {}))
             components["vae"] = str(vae.config["_class_name"]).removeprefix("Flax")
         for name in where.keys() - {"vae"}:
-            if components.get("text_encoder") not in LANGUAGE_MODELS:
+            if single is None:
                 problem = f"does not go with {files.name}, whose text encoder is no language model"
                 raise InputError(name, self.parts[name], problem, "leave it out")
         if "text_encoder" in where:
@@ -125,8 +124,9 @@ class Overrides:
         configs |= {name: part.config for name, part in opened.items()}
         folders = files.folders
         if (tokenizer := self._tokenizer(where, files)) is not None:
-            folder = find_tokenizer(tokenizer, otherwise=QWEN if self.tokenizer is None else None)
-            components.setdefault("tokenizer", "Qwen2Tokenizer")
+            assert single is not None  # else it was refused
+            folder = find_tokenizer(tokenizer, otherwise=single.tokenizer if self.tokenizer is None else None)
+            components.setdefault("tokenizer", family.classes["tokenizer"][0])
             folders = lambda part: folder if part == "tokenizer" else files.folders(part)  # noqa: E731
         configs["scheduler"] = {**configs.get("scheduler", {}), **self.scheduler}
         if self.prediction is not None:
@@ -181,7 +181,7 @@ def open_vae(location: Location, original: Mapping[str, Any]) -> NetworkFiles:
             if CLASSES.get(str(config.get("_class_name"))) is not AUTOENCODER:
                 raise CheckpointError(
                     f"vae={name!r}: its config.json is of the class {str(config.get('_class_name'))[:80]!r}; canvax "
-                    "reads AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage and AutoencoderTiny"
+                    f"reads {', '.join(AUTOENCODERS)}"
                 )
 
         files = open_part(location, "vae", accept, "diffusers")
@@ -226,15 +226,10 @@ def vae_of_file(name: str, path: Path, original: Mapping[str, Any]) -> NetworkFi
         widths = {f"{half}_block_out_channels": [width] * 4 for half in ("encoder", "decoder")}
         return NetworkFiles(name, tiny, {"_class_name": "AutoencoderTiny", "latent_channels": latents, **widths})
     if any(array.name.endswith(".gamma") for array in arrays):
-        shapes = {
-            array.name: array.shape
-            for array in Names(wan_vae_rules([stored.name for stored in arrays])).to_ours(arrays)
-        }
-        sizes = {"base_dim": "encoder.conv_in.bias", "z_dim": "post_quant_conv.bias"}
-        if missing := [array for array in sizes.values() if array not in shapes]:
-            raise CheckpointError(f"vae={name!r}: is not a whole autoencoder, it lacks {missing[0]!r}")
-        config = {size: shapes[array][0] for size, array in sizes.items()}
-        return NetworkFiles(name, arrays, {"_class_name": "AutoencoderKLQwenImage", **config})
+        try:
+            return NetworkFiles(name, arrays, wan_vae_config(arrays))
+        except (KeyError, IndexError) as error:
+            raise CheckpointError(f"vae={name!r}: is not a whole autoencoder, it lacks {error}") from None
     if not any(array.name.startswith("decoder.") for array in arrays):
         raise CheckpointError(f"vae={name!r}: holds no autoencoder: no name of its arrays begins with decoder.")
     arrays = Names(vae_rules([array.name for array in arrays])).to_ours(arrays)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -17,7 +18,7 @@ from canvax.types import HostArray
 from canvax.weights.entries import Entry
 from canvax.weights.safetensors import Outgoing
 
-Change = Literal["", "transposed", "swapped halves", "1x1 convolution"]
+Change = Literal["", "transposed", "swapped halves", "1x1 convolution", "six rows in one"]
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,9 @@ class Rule:
     Attributes:
         theirs: a dotted name; ``*`` in it is a number that both names have. What follows the name is kept.
         ours: as ``theirs``, or the names of the parts that their array stacks along its first axis.
-        change: how their array differs: its two axes, its halves along the first axis, or two further axes of size 1.
-        rows: relative sizes of the parts; equal by default.
+        change: how their array differs: its two axes, its halves along the first axis, two further axes of size 1, or
+            one axis in place of two.
+        rows: relative sizes of the parts, equal by default; 0 for a part that is as large as the array's other axis.
         axis: along which they are stacked, the first; 1 for matrices whose inputs are stacked, and whose products are
             summed.
     """
@@ -84,16 +86,16 @@ class Names:
         if rule.change == "swapped halves" and entry.shape:
             half = entry.shape[0] // 2
             entry = entry.rows((half, 2 * half), (0, half))
+        if rule.change == "six rows in one" and len(entry.shape) == 1 and entry.shape[0] % 6 == 0:
+            entry = replace(entry, shape=(6, entry.shape[0] // 6))
         if len(rule.parts) == 1 or not entry.shape or (rule.axis and len(entry.shape) != 2):
             yield replace(entry, name=match.named(rule.parts[0]))
             return
-        sizes = rule.rows or (1,) * len(rule.parts)
-        if entry.shape[rule.axis] % sum(sizes):
+        sizes = _sizes(rule, entry.shape)
+        if sum(sizes) != entry.shape[rule.axis]:
             yield entry  # no such stack, which is reported as unused
             return
-        unit = entry.shape[rule.axis] // sum(sizes)
-        for name, span in zip(rule.parts, pairwise(accumulate(sizes, initial=0)), strict=True):
-            begin, end = unit * span[0], unit * span[1]
+        for name, (begin, end) in zip(rule.parts, pairwise(accumulate(sizes, initial=0)), strict=True):
             part = entry.columns(begin, end) if rule.axis else entry.rows((begin, end))
             yield replace(part, name=match.named(name))
 
@@ -118,6 +120,16 @@ class Names:
         )
 
 
+def _sizes(rule: Rule, shape: tuple[int, ...]) -> list[int]:
+    """Return the sizes of the parts of a stack of this shape; they do not add up to it if there is no such stack."""
+    rows = rule.rows or (1,) * len(rule.parts)
+    if 0 in rows and len(shape) != 2:
+        return []
+    fixed = shape[1 - rule.axis] if 0 in rows else 0
+    unit = max(0, shape[rule.axis] - rows.count(0) * fixed) // sum(rows)
+    return [unit * part or fixed for part in rows]
+
+
 def _stacked(name: str, rule: Rule | None, parts: Sequence[Outgoing]) -> Outgoing:
     first, change, axis = parts[0], rule.change if rule else "", rule.axis if rule else 0
     total = sum(part.shape[axis] for part in parts) if first.shape else 0
@@ -126,11 +138,15 @@ def _stacked(name: str, rule: Rule | None, parts: Sequence[Outgoing]) -> Outgoin
         shape = shape[::-1]
     if change == "1x1 convolution" and len(shape) == 2:
         shape = (*shape, 1, 1)
+    if change == "six rows in one":
+        shape = (math.prod(shape),)
 
     def get() -> HostArray:
         array = np.concatenate([part.get() for part in parts], axis) if len(parts) > 1 else first.get()
         if change == "transposed":
             return np.ascontiguousarray(array.T)
+        if change == "six rows in one":
+            return array.reshape(-1)
         if change == "swapped halves":
             return np.roll(array, array.shape[0] // 2, axis=0)
         return array.reshape(shape)

@@ -24,8 +24,7 @@ from canvax.params import Param, flatten
 from canvax.tokenizers.concepts import FILE as CONCEPTS
 from canvax.types import DType, HostArray, Params
 from canvax.weights.cast import cast_into
-from canvax.weights.folder import DEFAULTS, PLAIN_FILES, STEMS, config_file
-from canvax.weights.identify import INDEX
+from canvax.weights.folder import DEFAULTS, INDEX, PLAIN_FILES, STEMS, config_file
 from canvax.weights.load import Component
 from canvax.weights.safetensors import Outgoing, write_safetensors
 

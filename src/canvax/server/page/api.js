@@ -49,15 +49,19 @@ const move = async (name, method) => (await (await answer(imagePath(name), { met
 /** Move an image into the folder "deleted", or by its name there back: its name where it is then. */
 export const deleteImage = (name) => move(name, "DELETE");
 export const undeleteImage = (name) => move(name, "POST");
+/** Put images of the folder on one sheet, {files, columns, rows}: the name of its file. */
+export const saveSheet = async (sheet) => (await sendJson("api/images", sheet)).name;
 export const inspect = async (blob) => (await answer("api/inspect", { method: "POST", body: blob })).json();
 
 /** What `control_from` makes of an image. */
 export const controlImage = async (kind, blob) => (await answer(`api/control/${kind}`, { method: "POST", body: blob })).blob();
 
-export async function submitJob(body, once) {
-  const headers = { "Content-Type": "application/json", "Idempotency-Key": once };
-  return (await answer("api/jobs", { method: "POST", headers, body: JSON.stringify(body) })).json();
+async function sendJson(path, body, more = {}) {
+  const headers = { "Content-Type": "application/json", ...more };
+  return (await answer(path, { method: "POST", headers, body: JSON.stringify(body) })).json();
 }
+
+export const submitJob = (body, once) => sendJson("api/jobs", body, { "Idempotency-Key": once });
 
 async function withinTime(reader) {
   let timer;

@@ -3,6 +3,7 @@ import { controlImage, getJson } from "./api.js";
 import { paintRange } from "./composer.js";
 import { fitted, paint, within } from "./pictures.js";
 import { $, button, el, toast } from "./ui.js";
+import { offerWords } from "./words.js";
 
 /** What is sent of an image prompt: CLIP looks at a few hundred pixels of it. */
 const PROMPT_SIDE = 1024;
@@ -133,8 +134,9 @@ export function showBeside(model) {
 export const adaptersListed = () => listing;
 
 async function listAdapters(model) {
-  const { adapters } = await getJson(`api/adapters?model=${encodeURIComponent(model.id)}`).catch(() => ({ adapters: [] }));
+  const { adapters, embeddings = [] } = await getJson(`api/adapters?model=${encodeURIComponent(model.id)}`).catch(() => ({ adapters: [] }));
   if (card !== model) return;
+  offerWords(embeddings);
   const named = ({ name, alias }) => el("option", { value: name, textContent: alias === name ? name : `${name} (${alias})` });
   $("adapter-add").replaceChildren(el("option", { value: "", textContent: "Add an adapter…" }), ...adapters.map(named));
   $("adapters").hidden = !adapters.length;

@@ -1,8 +1,10 @@
 // The form: what to draw and how; the input image and its mask.
+import { getJson } from "./api.js";
 import { besideBody, besideFiles, besideSettings, prepareBeside, setAdapters, showBeside, showBesideText, showPrepared } from "./beside.js";
 import { canvasOf, crisp, fitted, paint, toBlob, toDataUrl } from "./pictures.js";
 import { preparePrompt, showSyntax } from "./prompt.js";
-import { $, announce, button, el, plural, remember, remembered, setIcon, toast } from "./ui.js";
+import { $, announce, button, el, openDialog, plural, remember, remembered, setIcon, toast } from "./ui.js";
+import { prepareWords, saidOfWord, showWords } from "./words.js";
 
 let catalogue = { models: [], samplers: [] };
 /** {blob, mask: canvas of the input's size or null, original} or null. */
@@ -18,6 +20,7 @@ let others = {};
 /** The card of a model; without a model, that of the first, which is the default. */
 export const cardOf = (id) => catalogue.models.find((one) => one.id === id) ?? catalogue.models[0];
 export const model = () => cardOf($("model").value);
+export const models = () => catalogue.models.map(({ id }) => id);
 export const samplers = () => catalogue.samplers.filter(({ name }) => model()?.samplers?.includes(name) ?? true);
 export const samplerLabel = (name) => catalogue.samplers.find((one) => one.name === name)?.label ?? name;
 export const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
@@ -25,15 +28,12 @@ export const currentInput = () => input;
 /** Whether the model reads the input image, and others, and begins from noise. */
 export const editing = () => Boolean(model()?.references && !input?.mask);
 export const knows = (id) => catalogue.models.some((one) => one.id === id);
+/** What a file is called, without folders and ending. */
+const stem = (text) => text.split("/").at(-1).replace(/\.(safetensors|gguf|ckpt|pt)$/i, "").toLowerCase();
 /** Models that a recorded name may mean: that of this id, else those whose file or folder has the name. */
-const meant = (name) => {
-  const stem = (text) => text.split("/").at(-1).replace(/\.(safetensors|gguf|ckpt)$/i, "").toLowerCase();
-  return knows(name) ? [name] : catalogue.models.map(({ id }) => id).filter((id) => stem(id) === stem(name));
-};
+const meant = (name) => (knows(name) ? [name] : catalogue.models.map(({ id }) => id).filter((id) => stem(id) === stem(name)));
 export const hasModels = () => catalogue.models.length > 0;
 
-/** Samplers that people choose most, before the others. */
-const OFTEN = ["dpmpp_2m", "euler_a", "euler", "dpmpp_2m_sde", "dpmpp_sde", "unipc", "heun", "ddim", "lcm", "flow_euler"];
 const LINKED = [["steps", "steps-number"], ["guidance", "guidance-number"]];
 
 export async function setCatalogue(models) {
@@ -61,15 +61,17 @@ function chooseModel(id) {
  * Say what of restored settings the form could not take: a sentence each, with the nearest choices, {label: action}, where
  * there are any.
  */
-export function notTaken({ model: name, width, height, options = {}, sampler }) {
+export function notTaken({ model: name, width, height, options = {}, sampler, vae }) {
   const left = [];
-  const use = (id) => () => { chooseModel(id); apply({ width, height, options, sampler }); keepDraft(); };
+  const use = (id) => () => { chooseModel(id); apply({ width, height, options, sampler, vae }); keepDraft(); };
   if (name && !meant(name).includes(model()?.id)) {
     const choices = Object.fromEntries(meant(name).slice(0, 3).map((id) => [`Use ${id}`, use(id)]));
     left.push([`the model ${name} (${model()?.name} is selected)`, choices]);
   }
   const [w, h] = [Number($("width").value), Number($("height").value)];
   if (width && height && (w !== width || h !== height)) left.push([`the size ${width} × ${height} (now ${w} × ${h})`, {}]);
+  const used = $("vae").value || model()?.vae || "the model's";
+  if (vae && stem(vae) !== stem(used)) left.push([`the VAE ${vae} (${used} is used)`, {}]);
   if (options.hires > 1 && Number($("hires").value) !== options.hires) {
     const nearest = [...$("hires").options].map(({ value }) => Number(value)).filter((value) => value > 1).at(-1);
     const choose = () => { setOptions({ ...options, hires: nearest }); keepDraft(); };
@@ -97,13 +99,26 @@ function showModel() {
   $("steps").max = Math.min(card.max_steps, Math.max(20, 2 * card.steps));
   const first = el("option", { value: "", textContent: card.sampler ? `Default: ${samplerLabel(card.sampler)}` : "Default" });
   const option = ({ name, label: text }) => el("option", { value: name, textContent: text });
-  const usual = OFTEN.map((name) => samplers().find((one) => one.name === name)).filter(Boolean);
-  const rest = samplers().filter((one) => !usual.includes(one)).sort((a, b) => a.label.localeCompare(b.label));
-  $("sampler").replaceChildren(first, el("optgroup", { label: "Used most" }, ...usual.map(option)), el("optgroup", { label: "Others" }, ...rest.map(option)));
+  $("sampler").replaceChildren(first, ...samplers().map(option));
   ownSettings();
+  showVaes(card);
   showInput();
   showSyntax();
   showBeside(card);
+}
+
+/** The VAEs for a model; the chosen one stays, if it is among them. */
+function showVaes({ vae, vaes = {} }) {
+  const before = $("vae").value;
+  const options = Object.entries(vaes).map(([name, fault]) => el("option", { value: name, textContent: fault ? `${name} (not for this model)` : name, title: fault, disabled: Boolean(fault) }));
+  $("vae").replaceChildren(el("option", { value: "", textContent: vae || "The model's" }), ...options);
+  $("vae-field").hidden = !options.length;
+  setVae(before);
+}
+
+/** The VAE of this name, in other cases and with an ending too; without one here, the model's. */
+function setVae(name) {
+  $("vae").value = [...$("vae").options].find(({ value, disabled }) => value && !disabled && stem(value) === stem(name))?.value ?? "";
 }
 
 const SHAPES = [[1, 1], [4, 3], [3, 2], [16, 9], [3, 4], [2, 3], [9, 16]];
@@ -115,6 +130,13 @@ function sizesOf(card) {
   const usual = card.any_size ? SHAPES.map(([w, h]) => [round(Math.sqrt((area * w) / h)), round(Math.sqrt((area * h) / w))]) : [];
   return [...new Map([...card.sizes, ...usual].map((size) => [size.join(), size])).values()];
 }
+
+export const sizes = () => sizesOf(model());
+/** Whether the model makes images of this size. */
+export const canMake = (width, height) => {
+  const { any_size: any, size_step: step, sizes: ready } = model();
+  return ready.some(([w, h]) => w === width && h === height) || (any && [width, height].every((side) => side > 0 && side % step === 0));
+};
 
 /** The usual name of a shape, where it has one. */
 function shapeOf(width, height) {
@@ -258,6 +280,7 @@ export function settings() {
   };
   if ($("negative").value.trim() && card?.negative_prompt && !$("negative").disabled) result.negative_prompt = $("negative").value.trim();
   if (catalogue.models.length > 1) result.model = card.id;
+  if ($("vae").value) result.vae = $("vae").value;
   if ($("sampler").value) result.sampler = $("sampler").value;
   if (locked() && $("seed").value) result.seed = Number.parseInt($("seed").value, 10);
   const options = optionsNow();
@@ -310,15 +333,21 @@ export async function apply(given) {
   if (given.steps) setNumber("steps", given.steps);
   if (given.guidance_scale !== undefined && given.guidance_scale !== null) setNumber("guidance", given.guidance_scale);
   if (given.sampler !== undefined && given.sampler !== null) setSampler(given.sampler);
+  if (given.vae !== undefined) setVae(given.vae);
   if (given.n) $("count").value = given.n;
   if (given.format) $("format").value = given.format;
-  if (given.strength !== undefined && given.strength !== null) $("strength").value = given.strength;
+  if (given.upscale) {
+    if ([...$("upscale-by").options].some(({ value }) => Number(value) === given.upscale)) $("upscale-by").value = given.upscale;
+    if (given.strength) $("upscale-strength").value = given.strength;
+    showUpscaling();
+  } else if (given.strength !== undefined && given.strength !== null) $("strength").value = given.strength;
   if (given.options) setOptions(given.options);
   if (given.seed !== undefined && given.seed !== null) $("seed").value = given.seed;
   if (given.lock !== undefined) showLock(given.lock);
   showStrength();
   showFold();
   showSyntax();
+  showWords();
   growAll();
   if (given.adapters) await setAdapters(given.adapters);
 }
@@ -520,10 +549,29 @@ export async function bodyOf(job, files) {
   return Object.assign(body, besideBody(job, body));
 }
 
-/** What the server says of a job that it accepted. A prompt's syntax has a line of its own. */
+/** What the server says of a job that it accepted. Syntax and embeddings have lines of their own, a list of words its dialog. */
 export function showHints(hints) {
-  const others = $("syntax-note").hidden ? hints : hints.filter((text) => !text.includes("prompt_syntax"));
-  $("hints").replaceChildren(...others.map((text) => el("li", { textContent: text })));
+  const others = hints.filter((text) => !saidOfWord(text) && ($("syntax-note").hidden || !text.includes("prompt_syntax")));
+  const command = /; canvax info \S+ --prompts .*/;
+  $("hints").replaceChildren(...others.map((text) => el("li", { textContent: text.replace(command, ". ") },
+    command.test(text) ? el("button", { type: "button", className: "link", textContent: "Show what it knows", onclick: showKnown }) : null)));
+}
+
+let known = [];
+
+async function showKnown() {
+  known = (await getJson(`api/prompts?model=${encodeURIComponent(model().id)}`).catch((error) => { toast(error.message); return { prompts: [] }; })).prompts;
+  if (!known.length) return;
+  $("known-search").value = "";
+  listKnown();
+  openDialog($("known"));
+}
+
+function listKnown() {
+  const words = $("known-search").value.toLowerCase().split(/\s+/);
+  $("known-list").replaceChildren(...known.filter((name) => words.every((word) => name.includes(word))).map((name) => el("li", {}, el("button", {
+    type: "button", textContent: name, onclick: () => { $("known").close(); apply({ prompt: name }); showHints([]); keepDraft(); $("prompt").focus(); },
+  }))));
 }
 
 /** A number that is none or out of its range, or undefined. */
@@ -533,7 +581,7 @@ export const wrongNumber = () => [...$("composer").querySelectorAll("input[type=
 /** Say what is wrong, at its field, which has an id or is of a field of the request. */
 export function formError(text, param = null, id = null) {
   if (param === "options") [, param = "options"] = text.match(/^options\.(\w+)/) ?? [];
-  const field = id ?? { prompt: "prompt", image: "input-open", references: "input-add", hires: "hires", hires_strength: "hires-strength", hires_steps: "hires-steps", negative_prompt: "negative", seed: "seed", n: "count", steps: "steps-number", guidance_scale: "guidance-number", sampler: "sampler", width: "size", height: "size", size: "size", adapters: "adapter-add", strength: "strength", options: "syntax", clip_skip: "clip-skip", prompt_syntax: "syntax", model: "model", control: "control-open", control_from: "control-from", control_scale: "control-scale", image_prompt: "image-prompt-open" }[param];
+  const field = id ?? { prompt: "prompt", image: "input-open", references: "input-add", hires: "hires", hires_strength: "hires-strength", hires_steps: "hires-steps", negative_prompt: "negative", seed: "seed", n: "count", steps: "steps-number", guidance_scale: "guidance-number", sampler: "sampler", width: "size", height: "size", size: "size", adapters: "adapter-add", strength: "strength", options: "syntax", clip_skip: "clip-skip", prompt_syntax: "syntax", model: "model", vae: "vae", control: "control-open", control_from: "control-from", control_scale: "control-scale", image_prompt: "image-prompt-open" }[param];
   for (const node of $("composer").querySelectorAll("[aria-invalid]")) {
     node.removeAttribute("aria-invalid");
     node.removeAttribute("aria-errormessage");
@@ -551,8 +599,10 @@ export function formError(text, param = null, id = null) {
 }
 
 export function prepareComposer() {
+  $("known-search").addEventListener("input", listKnown);
   prepareBeside();
   preparePrompt();
+  prepareWords();
   for (const [range, number] of LINKED) {
     $(range).addEventListener("input", () => { $(number).value = $(range).value; paintRange($(range)); });
     $(number).addEventListener("input", () => { $(range).value = $(number).value; paintRange($(range)); });
@@ -579,7 +629,7 @@ export function prepareComposer() {
       remember("upscaling", Object.fromEntries(["upscale-by", "upscale-strength"].map((name) => [name, $(name).value])));
     });
   }
-  $("composer").addEventListener("input", () => { formError(""); showHints([]); showSyntax(); growAll(); keepDraft(); });
+  $("composer").addEventListener("input", () => { formError(""); showHints([]); showSyntax(); showWords(); growAll(); keepDraft(); });
   $("input-remove").addEventListener("click", () => { removeReference(0); $("prompt").focus(); });
   $("hires-method").addEventListener("change", () => { $("hires-strength").value = HIRES_STRENGTHS[$("hires-method").value]; showHires(); });
   for (const id of ["hires", "hires-strength"]) $(id).addEventListener("input", () => showHires());

@@ -11,6 +11,8 @@ let records = [];
 let shown = PAGE;
 /** Where the next images of the server's folder begin; null if all are here. */
 let older = hasFolder() ? "" : null;
+/** Whether the server's folder is being read: nobody knows yet that there are no images. */
+let loading = false;
 let deleted = [];
 /** Resolved once the server has moved the files of what was deleted. */
 let deleting = null;
@@ -44,10 +46,12 @@ const sort = () => records.sort((a, b) => b.created - a.created);
 /** The next images of the server's folder. What the browser keeps of an image has its inputs, too. */
 async function loadOlder() {
   const page = await olderImages(older);
-  const here = new Set(records.map(({ file, settings }) => `${file} ${settings.seed}`));  // the prompt may differ
+  // The prompt may differ, and the seed of a sheet.
+  const mark = ({ file, kind, settings }) => (kind === "sheet" ? file : `${file} ${settings.seed}`);
+  const here = new Set(records.map(mark));
   for (const { file, ...image } of page.images) {
     image.settings.prompt ??= "";
-    if (here.has(`${file} ${image.settings.seed}`)) continue;
+    if (here.has(mark({ file, ...image }))) continue;
     records.push({ id: `file:${encodeURIComponent(file)}`, favourite: false, ...image, file });
   }
   older = page.next;
@@ -56,6 +60,7 @@ async function loadOlder() {
 
 /** Show the tiles, with as many images of the server's folder as there is room for. */
 export async function renderAll() {
+  loading = older !== null;
   render();
   try {
     while (older !== null && listed().length < shown) {
@@ -65,6 +70,8 @@ export async function renderAll() {
   } catch (error) {
     if (error.status !== 401) toast(`The folder of images cannot be read: ${error.message}`);
   }
+  loading = false;
+  refresh();
 }
 
 /** A finished image of a task: kept, and shown in the place of its tile. */
@@ -159,7 +166,7 @@ function render() {
 function refresh() {
   const any = records.length + busy.size > 0 || Boolean(older);
   const tiles = $("tiles").children.length;
-  $("empty").hidden = any;
+  $("empty").hidden = any || loading;
   document.body.classList.toggle("nothing", !any);
   $("no-match").hidden = !any || tiles > 0;
   const [found, all] = [listed().length, `${records.length}${older === null ? "" : "+"}`];

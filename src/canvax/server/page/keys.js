@@ -35,7 +35,7 @@ export function prepareKeys({ global, onImage, current, draw }) {
   };
   document.addEventListener("keydown", (event) => {
     const typing = event.target.matches("textarea, select, input:not([type=checkbox], [type=range])");
-    const dialog = document.querySelector("dialog[open]");
+    const dialog = [...document.querySelectorAll("dialog[open]")].at(-1);
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !dialog) {
       event.preventDefault();
       return draw();
@@ -43,7 +43,7 @@ export function prepareKeys({ global, onImage, current, draw }) {
     if (typing || event.ctrlKey || event.metaKey || event.altKey || !$("help-on").checked || event.defaultPrevented) return;
     if (dialog && dialog !== $("viewer")) return;
     const id = current();
-    const act = (id && onImage[event.key]) || (!dialog && all[event.key]);
+    const act = (id && onImage[event.key]) || ((!dialog || event.key === "?") && all[event.key]);
     if (!act) return;
     event.preventDefault();
     act(id);

@@ -1,5 +1,5 @@
 // The page: what belongs together is put together here.
-import { Gone, Refused, getJson, hasFolder, inspect, key } from "./api.js";
+import { Gone, Refused, getJson, hasFolder, inspect, key, saveSheet } from "./api.js";
 import { adapterNames, adaptersListed, besideAt, restoreBeside } from "./beside.js";
 import * as composer from "./composer.js";
 import { compare, prepareCompare } from "./compare.js";
@@ -120,7 +120,9 @@ async function beginSheet(sheet) {
   if (!blob) return gallery.showBusy(tile);
   gallery.doneBusy(tile);
   const { width, height } = sheet.canvas;
-  await gallery.addRecord({ kind: "sheet", created: sheet.created, settings: sheet.settings, blob, width, height }, tile);
+  const saved = hasFolder() && sheet.saved;
+  const file = saved ? await saveSheet(saved).catch((error) => toast(`The sheet is in this browser alone: ${error.message}`)) : undefined;
+  await gallery.addRecord({ kind: "sheet", created: sheet.created, settings: sheet.settings, blob, file, width, height }, tile);
   announce("The sheet is done");
 }
 
@@ -204,8 +206,9 @@ Object.assign(viewer.viewerActions, {
   },
   async restore(record) {
     closeDialogs();
-    await restored({ ...record.settings, lock: true }, record.inputs);
-    tellLost(record.settings, record.missing);
+    const { settings, inputs } = record;
+    await restored({ ...settings, lock: true }, settings.upscale ? {} : inputs);
+    tellLost(settings, record.missing, settings.upscale && inputs?.image ? [["Upscale again", () => viewer.viewerActions.vary(record)]] : []);
   },
 });
 
@@ -214,7 +217,7 @@ async function restored(settings, { image = null, mask, references = [], ...besi
   await composer.setInput(image, mask ? await paintedFrom(mask) : null, references);
   if (mask) $("mask-soft").checked = false;  // the options say it
   $("style").value = "";  // the prompt says it
-  await composer.apply({ adapters: {}, options: {}, ...settings });
+  await composer.apply({ adapters: {}, options: {}, vae: "", ...settings });
   await restoreBeside(beside, settings);
   composer.keepDraft();
   $("prompt").focus();
@@ -274,7 +277,8 @@ async function openImage(file) {
     toast("Added as input image.");
   };
   try {
-    const { settings, missing } = await inspect(file);
+    const { settings, missing, metadata } = await inspect(file);
+    settings.prompt ??= metadata.upscale?.prompt;
     const { image, mask, ...rest } = settings;
     await restored({ ...rest, n: 1, lock: settings.seed !== undefined });
     tellLost(settings, missing, [["Add as input too", asInput]]);

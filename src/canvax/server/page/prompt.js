@@ -32,7 +32,7 @@ export function showSyntax() {
 }
 
 /** Replace a part of a field, so that the browser can undo it. */
-function replace(area, start, end, text) {
+export function replace(area, start, end, text) {
   area.setSelectionRange(start, end);
   if (!document.execCommand("insertText", false, text)) {
     area.setRangeText(text, start, end, "end");

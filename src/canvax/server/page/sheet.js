@@ -1,5 +1,5 @@
 // A sheet: one prompt and seed, two settings that vary, all images on one canvas with labels.
-import { bodyOf, currentInput, inputFiles, model, randomSeed, samplers, settings } from "./composer.js";
+import { bodyOf, canMake, cardOf, currentInput, inputFiles, model, models, randomSeed, samplers, settings, sizes } from "./composer.js";
 import { canvasOf, toBlob } from "./pictures.js";
 import { Task, tasks } from "./tasks.js";
 import { $, el, openDialog, plural } from "./ui.js";
@@ -15,41 +15,79 @@ const numbers = (test, what) => (text) => {
 
 const whole = (value) => Number.isInteger(value) && value >= 0;
 
-/** What may vary: how a value is read, what is proposed, what it does to the settings of a job. */
+/** Autoencoders that the model may use in place of its VAE. */
+const vaes = () => Object.entries(model()?.vaes ?? {}).filter(([, fault]) => !fault).map(([name]) => name);
+
+const oneOf = (choices, what) => (text) => {
+  const found = choices().find((names) => names.some((name) => name.toLowerCase() === text.toLowerCase()));
+  if (!found) throw new Error(`There is no ${what} ${text || "without a name"}.`);
+  return found[0];
+};
+
+function sizeOf(text) {
+  const size = text.match(/^(\d+)\s*[x×]\s*(\d+)$/i)?.slice(1).map(Number);
+  if (!size || !canMake(...size)) throw new Error(`${text || "Nothing"} is no size of this model.`);
+  return size;
+}
+
+/** The settings of a job with another model, which may have no guidance. */
+function ofModel(job, id) {
+  const { guidance_scale, negative_prompt, ...others } = job;
+  const { guided, negative_prompt: reads } = cardOf(id);
+  return { ...others, model: id, ...(guided ? { guidance_scale } : {}), ...(reads && negative_prompt ? { negative_prompt } : {}) };
+}
+
+/**
+ * What may vary: how a value is read, what is proposed, what it does to the settings of a job (to the one of its name, if
+ * not said), and which settings these are.
+ */
 const AXES = {
   guidance_scale: { label: "Guidance", read: numbers((value) => value >= 0, "guidance"), propose: () => [1, 2, 4, 8] },
   steps: { label: "Steps", read: numbers((value) => value >= 1 && whole(value), "number of steps"), propose: () => [...new Set([0.5, 1, 2].map((times) => Math.ceil(model().steps * times)))].filter((n) => n <= model().max_steps) },
   seed: { label: "Seed", read: numbers(whole, "seed"), propose: () => [1, 2, 3, 4] },
-  sampler: { label: "Sampler", read: samplerOf, propose: () => samplers().slice(0, 3).map(({ label }) => label) },
+  sampler: { label: "Sampler", read: oneOf(() => samplers().map(({ name, label }) => [name, label]), "sampler"), propose: () => samplers().slice(0, 3).map(({ label }) => label) },
   strength: { label: "Strength", read: numbers((value) => value > 0 && value <= 1, "strength from 0 to 1"), propose: () => [0.3, 0.5, 0.7, 0.9] },
-  words: { label: "Words of the prompt", read: (text) => text, propose: () => [$("prompt").value.trim().split(/\s+/).at(-1) || "apple", "pear", "lemon"] },
-  none: { label: "Nothing", read: (text) => text, propose: () => [""] },
+  size: { label: "Size", read: sizeOf, propose: () => sizes().slice(0, 3).map((size) => size.join("x")), set: (job, [width, height]) => ({ ...job, width, height }), fields: ["width", "height"] },
+  model: { label: "Model", read: oneOf(() => models().map((id) => [id]), "model"), propose: () => models().slice(0, 4), set: ofModel, fields: ["model", "guidance_scale", "negative_prompt"] },
+  vae: { label: "VAE", read: oneOf(() => vaes().map((name) => [name]), "VAE"), propose: () => vaes().slice(0, 3) },
+  words: { label: "Words of the prompt", read: (text) => text, propose: () => [$("prompt").value.trim().split(/\s+/).at(-1) || "apple", "pear", "lemon"], fields: [] },
+  none: { label: "Nothing", read: (text) => text, propose: () => [""], set: (job) => job, fields: [] },
 };
 
-function samplerOf(text) {
-  const found = samplers().find(({ name, label }) => [name, label].some((one) => one.toLowerCase() === text.toLowerCase()));
-  if (!found) throw new Error(`There is no sampler ${text}.`);
-  return found.name;
+/** The axes of the form as it is: with the weight of each of its adapters, without what the model or the input image excludes. */
+function axes() {
+  const weight = (name) => [`adapter ${name}`, {
+    label: `Weight of ${name}`, read: numbers((value) => Math.abs(value) <= 10, "weight from -10 to 10"), propose: () => [0, 0.5, 1],
+    set: (job, value) => ({ ...job, adapters: { ...job.adapters, [name]: value } }), fields: ["adapters"],
+  }];
+  const unusable = { strength: !currentInput(), guidance_scale: !model()?.guided, size: currentInput() || sizes().length < 2, vae: !vaes().length, model: models().length < 2 };
+  const weights = Object.keys(settings().adapters ?? {}).map(weight);
+  return Object.fromEntries([...Object.entries(AXES), ...weights].filter(([name]) => !unusable[name]));
 }
 
-function valuesOf(axis, id) {
+/** What a setting is called that varies on a sheet of this page or of a file. */
+export const labelOf = (name) => AXES[name]?.label ?? name[0].toUpperCase() + name.slice(1).replaceAll("_", " ");
+
+function valuesOf({ axis, label, read }, id) {
   if (axis === "none") return [{ text: "", value: null }];
   const texts = $(id).value.split(",").map((text) => text.trim()).filter(Boolean);
-  if (!texts.length) throw new Error(`Write values of ${AXES[axis].label.toLowerCase()}, separated by commas.`);
-  return texts.map((text) => ({ text, value: AXES[axis].read(text) }));
+  if (!texts.length) throw new Error(`Write values of ${label.toLowerCase()}, separated by commas.`);
+  return texts.map((text) => ({ text, value: read(text) }));
 }
 
 function planned() {
-  const [x, y] = ["sheet-x", "sheet-y"].map((id) => ({ axis: $(id).value, values: valuesOf($(id).value, `${id}-values`) }));
+  const [x, y] = ["sheet-x", "sheet-y"].map((id) => {
+    const axis = { axis: $(id).value, ...axes()[$(id).value] };
+    return { fields: [axis.axis], ...axis, values: valuesOf(axis, `${id}-values`) };
+  });
   if (x.axis === y.axis) throw new Error("Choose two different settings.");
   if (x.values.length * y.values.length > MOST) throw new Error(`At most ${MOST} images in a sheet.`);
   return { x, y };
 }
 
-function vary(job, { axis, values }, i) {
-  if (axis === "none") return job;
-  if (axis !== "words") return { ...job, [axis]: values[i].value };
-  return { ...job, prompt: job.prompt.replaceAll(values[0].text, values[i].text) };
+function vary(job, { axis, set, values }, i) {
+  if (axis === "words") return { ...job, prompt: job.prompt.replaceAll(values[0].text, values[i].text) };
+  return set ? set(job, values[i].value) : { ...job, [axis]: values[i].value };
 }
 
 /** The sheet while it is drawn. Looks like a task to the gallery. */
@@ -58,9 +96,10 @@ class Sheet {
     Object.assign(this, { plan, base, files, created: Date.now(), message: "", ahead: 0, secondsLeft: null, status: "running" });
     this.cells = plan.y.values.flatMap((_, row) => plan.x.values.map((_, column) => ({ row, column, state: "waits" })));
     this.images = [{ step: 0, steps: this.cells.length, done: false }];
-    const crisp = base.width <= 160;
-    this.scale = crisp ? Math.max(1, Math.floor(192 / base.width)) : 1;
-    this.cell = [base.width * this.scale, base.height * this.scale];
+    const sizes = this.cells.map(({ row, column }) => this.#job(row, column)).map(({ width, height }) => [width, height]);
+    const [width, height] = [0, 1].map((side) => Math.max(...sizes.map((size) => size[side])));
+    this.scale = width <= 160 ? Math.max(1, Math.floor(192 / width)) : 1;
+    this.cell = [width * this.scale, height * this.scale];
     this.prepare();
   }
 
@@ -80,8 +119,21 @@ class Sheet {
   get settings() {
     const { n, previews, format, ...shared } = this.base;
     const varied = Object.values(this.plan).filter(({ axis }) => axis !== "none");
-    for (const { axis } of varied) delete shared[axis];
-    return { ...shared, varied: varied.map(({ axis, values }) => [AXES[axis].label, values.map(({ text }) => text).join(", ")]) };
+    for (const name of varied.flatMap(({ fields }) => fields)) delete shared[name];
+    return { ...shared, varied: varied.map(({ label, values }) => [label, values.map(({ text }) => text).join(", ")]) };
+  }
+
+  /** Files of its images in the server's folder with the labels; null without any. */
+  get saved() {
+    const files = this.cells.map(({ task }) => task?.images[0].file ?? null);
+    const [columns, rows] = ["x", "y"].map((side) => this.plan[side])
+      .map(({ axis, label, values }) => values.map(({ text }) => (axis === "none" ? "" : `${label} ${text}`)));
+    return files.some(Boolean) ? { files, columns, rows: this.plan.y.axis === "none" ? [] : rows } : null;
+  }
+
+  #job(row, column) {
+    const { x, y } = this.plan;
+    return vary(vary({ ...this.base, n: 1, previews: false, format: "png" }, x, column), y, row);
   }
 
   /** The canvas with its labels; cells are empty. */
@@ -93,7 +145,7 @@ class Sheet {
     measure.font = font(400);
     const widest = Math.max(0, ...y.values.map(({ text }) => measure.measureText(text).width));
     const [gap, margin] = [Math.round(size / 2), size * 1.5];
-    this.left = margin + (y.axis === "none" ? 0 : Math.ceil(Math.max(widest, measure.measureText(AXES[y.axis].label).width * 1.1) + size));
+    this.left = margin + (y.axis === "none" ? 0 : Math.ceil(Math.max(widest, measure.measureText(y.label).width * 1.1) + size));
     this.top = margin + (x.axis === "none" ? 0 : size * 3.4);
     this.gap = gap;
     const [columns, rows] = [x.values.length, y.values.length];
@@ -104,8 +156,8 @@ class Sheet {
     pen.fillStyle = "#1f2421";
     pen.textBaseline = "middle";
     pen.font = font(600);
-    if (x.axis !== "none") pen.fillText(AXES[x.axis].label, this.left, margin + size / 2);
-    if (y.axis !== "none") pen.fillText(AXES[y.axis].label, margin, this.top - size * 0.9);
+    if (x.axis !== "none") pen.fillText(x.label, this.left, margin + size / 2);
+    if (y.axis !== "none") pen.fillText(y.label, margin, this.top - size * 0.9);
     pen.font = font(400);
     x.values.forEach(({ text }, i) => pen.fillText(text, this.at(0, i)[0], margin + size * 2.3, this.cell[0]));
     y.values.forEach(({ text }, i) => pen.fillText(text, margin, this.at(i, 0)[1] + this.cell[1] / 2));
@@ -121,7 +173,12 @@ class Sheet {
 
   paint(cell, source) {
     this.pen.imageSmoothingEnabled = this.scale === 1;
-    this.pen.drawImage(source, ...this.at(cell.row, cell.column), ...this.cell);
+    const times = Math.min(this.cell[0] / source.width, this.cell[1] / source.height);
+    const [left, top] = this.at(cell.row, cell.column);
+    const [width, height] = [source.width * times, source.height * times];
+    this.pen.fillStyle = "#ffffff";
+    this.pen.fillRect(left, top, ...this.cell);
+    this.pen.drawImage(source, left + (this.cell[0] - width) / 2, top + (this.cell[1] - height) / 2, width, height);
   }
 
   failed(cell, text) {
@@ -156,8 +213,7 @@ class Sheet {
   }
 
   async #draw(cell, changed) {
-    const { x, y } = this.plan;
-    const job = vary(vary({ ...this.base, n: 1, previews: false, format: "png" }, x, cell.column), y, cell.row);
+    const job = this.#job(cell.row, cell.column);
     const task = cell.task = new Task(job, this.files, { sheet: this });
     let painted = null;
     task.addEventListener("image", ({ detail }) => {
@@ -191,15 +247,14 @@ function describe() {
 
 function chooseAxis(id) {
   const axis = $(id).value;
-  $(`${id}-values`).value = AXES[axis].propose().join(", ");
+  $(`${id}-values`).value = axes()[axis].propose().join(", ");
   $(`${id}-values`).hidden = axis === "none";
   $(`${id}-hint`).textContent = axis === "words" ? "The first value must occur in the prompt. The others replace it." : "";
   describe();
 }
 
 export function openSheet() {
-  const unusable = { strength: !currentInput(), guidance_scale: !model()?.guided };
-  const offered = Object.entries(AXES).filter(([name]) => !unusable[name]);
+  const offered = Object.entries(axes());
   for (const [id, first] of [["sheet-x", model()?.guided ? "guidance_scale" : "seed"], ["sheet-y", "steps"]]) {
     const chosen = $(id).value || first;
     $(id).replaceChildren(...offered.map(([value, { label }]) => el("option", { value, textContent: label })));

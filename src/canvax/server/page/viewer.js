@@ -2,6 +2,7 @@
 import { editing, samplerLabel, upscaling } from "./composer.js";
 import { byId, listed, removeRecords, toggleFavourite } from "./gallery.js";
 import { blobOf, crisp, fileName, show as showImage } from "./pictures.js";
+import { labelOf } from "./sheet.js";
 import { $, announce, button, copy, el, openDialog, save } from "./ui.js";
 
 /** How many times the viewer enlarges an image; more shows only blur. */
@@ -30,12 +31,12 @@ function show() {
   $("viewer-title").textContent = kind === "sheet" ? "Sheet" : "Image";
   $("viewer-prompt").textContent = settings.prompt;
   $("viewer-negative").textContent = settings.negative_prompt ? `Without: ${settings.negative_prompt}` : "";
-  const rows = [["Seed", settings.seed], ["Size", `${width} × ${height}`], ["Steps", settings.steps], ["Guidance", settings.upscale ? null : settings.guidance_scale],
+  const rows = [["Seed", settings.seed], [kind === "sheet" ? "Pixels" : "Size", `${width} × ${height}`], ["Steps", settings.steps], ["Guidance", settings.upscale ? null : settings.guidance_scale],
     ["Sampler", samplerLabel(settings.sampler)], ["Strength", current.inputs?.image || missing.includes("image") ? settings.strength : null],
     ["Reference images", current.inputs?.references && 1 + current.inputs.references.length],
-    ["Adapters", Object.entries(settings.adapters ?? {}).map(([name, weight]) => `${name} ${weight?.unet ?? weight}`).join(", ")],
+    ["VAE", settings.vae], ["Adapters", Object.entries(settings.adapters ?? {}).map(([name, weight]) => `${name} ${weight?.unet ?? weight}`).join(", ")],
     ["Control", current.inputs?.control ? read(settings.steered) : null], ["Image prompt", current.inputs?.image_prompt ? read(settings.prompted) : null],
-    ["Upscaled", settings.upscale ? `${settings.upscale} ×` : null], ["Model", settings.model], ...(settings.varied ?? []),
+    ["Upscaled", settings.upscale ? `${settings.upscale} ×` : null], ["Model", settings.model], ...(settings.varied ?? []).map(([name, text]) => [labelOf(name), text]),
     ...Object.entries(settings.options ?? {}).map(([name, value]) => [name.replaceAll("_", " "), typeof value === "string" ? value : JSON.stringify(value)]), ["Not in the file", missing.join(", ")],
     ["Made", new Date(created).toLocaleString([], { dateStyle: "medium", timeStyle: "short" })]];
   $("viewer-settings").replaceChildren(...rows.filter(([, value]) => value !== undefined && value !== null && value !== "")

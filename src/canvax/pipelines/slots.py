@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +13,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from canvax.adapters import NotLowRank, low_rank
-from canvax.errors import NO_VALUE, HintWarning, InputError, check_count, check_number, nearest, warn
+from canvax.errors import InputError, check_count, nearest
 from canvax.families.base import Model
 from canvax.models.beside import LAYERS, Places, Slot, length, slots
 from canvax.parallel.mesh import replicated
 from canvax.parallel.place import put
 from canvax.params import Params, halves_first
+from canvax.pipelines.adapter_weights import Weights
 from canvax.types import Array, HostArray
 from canvax.weights.load import aligned
 from canvax.weights.lora import Adapter, Key
@@ -36,6 +37,9 @@ _LISTED = 3
 
 Packed = Mapping[str, HostArray]
 """An adapter as places have it: one flat array for each network that it changes."""
+
+OwnAdapters = dict[str, Weights]
+"""The adapters of one image, by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,77 +212,11 @@ def check_places(rank: Any, places: Any, layers: Any) -> Places:
     return Places(places, rank, layers)
 
 
-def parted(weights: Weights, components: Sequence[str]) -> tuple[Weights | None, Weights]:
-    """Weights as they are written into a place, None for 1, and those that remain numbers of each image."""
-    by_block = bool(weights.keys() - {"", *components})
-    return (weights, {"": 1.0}) if by_block else (None, weights)
-
-
-Weights = dict[str, float]
-"""Beginnings of dotted names, "" for all, and the weight of what they lead to."""
-
-MOST = 1000.0
-ODD = 10.0
-"""Beyond this a weight is most likely meant in percent."""
-
-_NETWORKS = ("text_encoder", "text_encoder_2", "unet", "transformer")
-_LONG = {"down": "down_blocks", "mid": "mid_block", "up": "up_blocks"}
-"""Parts of a UNet as diffusers calls them in tables of weights."""
-
-
-def parse_weight(weight: Any, adapter: Adapter | None) -> Weights:
-    """A weight as it is given, by the beginnings of the names of the layers it is for.
-
-    Without ``adapter`` the layers are not looked for.
-
-    Raises:
-        InputError: it is no number, or is for layers that the adapter does not have.
-    """
-    if not isinstance(weight, Mapping):
-        return {"": _number("weight", weight)}
-    weights = dict(_flattened("", weight))
-    if adapter is not None:
-        paths = [".".join(key) for key in adapter.parts]
-        parts = {key[0] for key in adapter.parts}
-        for name in [name for name in weights if name in _NETWORKS and name not in parts]:
-            if len(weights) > 1:  # many adapters change the UNet alone
-                warn(f"weight of {name!r}: the adapter changes nothing there", HintWarning)
-                del weights[name]
-        for name in weights:
-            if not any(path == name or path.startswith(f"{name}.") for path in paths):
-                blocks = {".".join(path.split(".")[:end]) for path in paths for end in (1, 2, 3)}
-                raise InputError(
-                    "weight",
-                    NO_VALUE,
-                    f"has {name!r}, where the adapter changes nothing",
-                    nearest(name, sorted(blocks)),
-                )
-    return weights
-
-
-def tell_of_odd(name: str, weights: Weights) -> None:
-    """Hint at a weight of the adapter ``name`` with which images fall apart."""
-    if weights and abs(worst := max(weights.values(), key=abs)) > ODD:
-        warn(f"the weight of {name!r}, {worst:g}, is far beyond 1, as it was trained; 80 % is 0.8", HintWarning)
-
-
-def _flattened(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in table.items():
-        if not isinstance(name, str) or not name:
-            raise InputError("weight", NO_VALUE, f"has {name!r:.80} where the name of a part belongs, such as 'unet'")
-        step = _LONG.get(name, name) if prefix == "unet" else name.removeprefix("block_")
-        path = f"{prefix}.{step}" if prefix else step
-        if isinstance(value, Mapping):
-            yield from _flattened(path, value)
-        elif isinstance(value, list | tuple):
-            for i, weight in enumerate(value):
-                yield f"{path}.attentions.{i}", _number(f"weight of {path}", weight)
-        else:
-            yield path, _number(f"weight of {path}", value)
-
-
-def _number(name: str, value: Any) -> float:
-    number = check_number(name, value, "0.5 to 1 is usual")
-    if abs(number) > MOST:
-        raise InputError(name, number, f"is beyond {MOST:g}", "0.5 to 1 is usual")
-    return number
+def share_rows(images: Sequence[OwnAdapters], places: Mapping[str, int], bank: Bank) -> dict[str, HostArray]:
+    """Weights of each image for each place [n, K] float32, by network; ``places`` are those of the names."""
+    scales = {component: np.zeros((len(images), bank.places.count), np.float32) for component in bank.components}
+    for i, image in enumerate(images):
+        for name, weights in image.items():
+            for component, rows in scales.items():
+                rows[i, places[name]] = weights.get(component, weights.get("", 1.0))
+    return scales

@@ -1,0 +1,41 @@
+"""The families that canvax knows, and what is derived from all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from canvax.errors import CheckpointError
+from canvax.families.base import Family
+from canvax.families.flux2 import FLUX2
+from canvax.families.krea2 import KREA2
+from canvax.families.sd import SD
+from canvax.families.sdxl import SDXL, SDXL_REFINER
+from canvax.families.z_image import Z_IMAGE
+from canvax.models.networks import Networks
+
+FAMILIES: tuple[Family, ...] = (SD, SDXL_REFINER, SDXL, Z_IMAGE, FLUX2, KREA2)
+"""The first that fits a checkpoint is the checkpoint's family."""
+
+MODELS = ", ".join(dict.fromkeys(family.models or family.title for family in FAMILIES))
+"""What canvax runs, for people."""
+
+PRESETS: dict[str, Networks] = {name: net for family in FAMILIES for name, net in family.presets.items()}
+"""The published models by name: what can be planned, measured or initialised without a checkpoint."""
+
+AUTOENCODERS = tuple(dict.fromkeys(kind for family in FAMILIES for kind in family.classes.get("vae", ())))
+"""Their classes."""
+
+
+def family_of(index: Mapping[str, Any]) -> Family:
+    """Return the family of a ``model_index.json``.
+
+    Raises:
+        CheckpointError: it is of another kind of model.
+    """
+    name = index.get("_class_name")
+    for family in FAMILIES:
+        if name in family.pipelines and all(index.get(key) == value for key, value in family.index.items()):
+            return family
+    known = dict.fromkeys(repr(pipeline) for family in FAMILIES for pipeline in family.pipelines)
+    raise CheckpointError(f"model_index.json names the pipeline {name!r}; supported: {', '.join(known)} ({MODELS})")

@@ -1,0 +1,352 @@
+"""Keywords of calls and of ``canvax.load`` for type checkers and editors, with names of other programs.
+
+Written by docs/reference/generate.py: change the code, then run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+
+from canvax.call import (
+    ControlMode,
+    GuidanceFunction,
+    GuidanceMethod,
+    HiresMethod,
+    ImageEncoding,
+    MaskBlend,
+    MaskFill,
+    MaskMode,
+    NoiseKind,
+    PromptSyntax,
+    Spacing,
+    StrengthRule,
+    Tiling,
+)
+from canvax.models.text import Conditions
+from canvax.params import Params
+from canvax.pipelines.options import Options
+from canvax.samplers import SamplerSpec, SamplerTable, Solver
+from canvax.types import Array, DType
+
+
+class OptionFields(TypedDict, total=False):
+    """The fields of ``canvax.Options`` as keywords."""
+
+    eta: float | None
+    """Noise that DDIM and ancestral samplers add."""
+    spacing: Spacing | None
+    """Which timesteps are visited: leading, trailing or linspace."""
+    sigmas: str | Sequence[float] | None
+    """Sigma schedule: karras, ays, ... (canvax samplers curves) or a list such as 14.6,6,2,0.5,0."""
+    sampler_settings: Mapping[str, Any] | Sequence[str]
+    """A setting of the sampler, such as s_churn=10; see canvax samplers."""
+    guidance_steps: Sequence[float] | None
+    """Guidance scale of each step, in place of one for all."""
+    guidance_interval: Sequence[float]
+    """Use guidance only from A to B of the run, for less work: Kynkaanniemi et al. 2024."""
+    guidance_rescale: float
+    """Against over-exposure at high guidance, as in Lin et al. 2024."""
+    guidance_method: GuidanceFunction | GuidanceMethod
+    """Kind of guidance, each a program: cfg, cfg_zero or apg; in Python also a function; see docs/guidance.md."""
+    guidance_settings: Mapping[str, Any] | Sequence[str]
+    """A number of the kind of guidance, such as norm=2.5."""
+    pag_scale: float
+    """Perturbed-attention guidance of Ahn et al. 2024, 3 is usual; one more evaluation for each step."""
+    pag_adaptive_scale: float
+    """How much of pag_scale goes with each timestep."""
+    reuse: int
+    """Compute the whole UNet only in every N-th evaluation and forecast between (DeepCache, TaylorSeer); one more
+    program."""
+    reuse_layers: int
+    """With reuse: outermost skip connections that are always computed; one program for each value."""
+    tiling: Tiling
+    """Decode in tiles, in less memory; auto: above 1536 x 1536 pixels."""
+    clip_skip: int
+    """Leave out the last N layers of the text encoder."""
+    noise: NoiseKind
+    """Initial noise: philox, or torch for that of PyTorch's CPU generator."""
+    prompt_syntax: PromptSyntax
+    """What brackets in prompts mean: plain (nothing), a1111, comfy or compel."""
+    progress: bool | Literal["programs"]
+    """Show compiling and evaluations on stderr; programs: compiling alone."""
+    callback: Callable[[Any], Any] | None
+    """Called after each evaluation with a canvax.Step."""
+    strength_rule: StrengthRule
+    """Which steps a strength runs: as diffusers, a1111 or exact have it."""
+    image_encoding: ImageEncoding | None
+    """Latents of the image: the mean that the encoder gives, or a sample by the seed."""
+    mask_mode: MaskMode
+    """Grey in a mask: hard rounds it, soft mixes, graded begins later."""
+    mask_blur: float
+    """Blur of the mask's edges, a standard deviation in pixels."""
+    mask_fill: MaskFill
+    """What the masked part is at first: original, fill, noise or nothing."""
+    mask_blend: MaskBlend
+    """How the rest is kept: in the denoised image or, as diffusers does, renoised in the latents."""
+    padding_mask_crop: int | None
+    """Generate the masked part alone, at the size of a whole image, with so much around it."""
+    outpaint: str | Sequence[int] | Mapping[str, int] | None
+    """Add pixels on these sides of an image: left=64,right=64."""
+    control_scale: float | Sequence[float]
+    """How strong the control image is; X,X for two networks, as with the next three."""
+    control_start: float | Sequence[float]
+    """The part of the run after which control begins."""
+    control_end: float | Sequence[float]
+    """The part of the run after which control ends."""
+    control_mode: ControlMode | Sequence[ControlMode]
+    """What matters more: balanced, the prompt, the control image; guess needs no prompt."""
+    variation_seed: int | None
+    """Another seed, towards whose noise the initial noise goes."""
+    variation_strength: float
+    """How far the noise goes towards that of the variation seed."""
+    seed_size: tuple[int, int] | None
+    """The size whose composition the seed gives at another size."""
+    hires: float
+    """A second pass at this many times the size, such as 2."""
+    hires_method: HiresMethod
+    """What the second pass enlarges: pixel (the image), or latent."""
+    hires_strength: float | None
+    """Strength of the second pass."""
+    hires_steps: int | None
+    """Steps of the second pass."""
+    hires_sampler: str | None
+    """Sampler of the second pass."""
+    hires_prompt: str | Sequence[str] | None
+    """Prompt of the second pass."""
+    denoising_start: float
+    """The part of the run that is done already: latents are those of a run with this denoising_end."""
+    denoising_end: float
+    """The part of the run to stop after: Result.latents are noisy then, and nothing is decoded."""
+    prompt_2: str | Sequence[str] | None
+    """Prompt of the second text encoder."""
+    negative_prompt_2: str | Sequence[str] | None
+    """Negative prompt of the second text encoder."""
+    original_size: tuple[int, int] | None
+    """Size of the training images to imitate; small is blurred."""
+    crops_coords_top_left: tuple[int, int]
+    """Crop of the training images to imitate; 0 0 is well framed."""
+    target_size: tuple[int, int] | None
+    """Size of the training images after resizing."""
+    negative_original_size: tuple[int, int] | None
+    """Original_size for the negative prompt."""
+    negative_crops_coords_top_left: tuple[int, int] | None
+    """Crops_coords_top_left for the negative prompt."""
+    negative_target_size: tuple[int, int] | None
+    """Target_size for the negative prompt."""
+    aesthetic_score: float | None
+    """Of the refiner: how beautiful, about 1 to 10."""
+    negative_aesthetic_score: float | None
+    """Of the refiner: what to keep away from."""
+
+
+class ForeignFields(OptionFields, total=False):
+    """The options, and names of other programs."""
+
+    prompts: str | Sequence[str] | Conditions
+    """The same as prompt: what to show; a list gives an image of each."""
+    negative: str | Sequence[str] | Conditions | None
+    """The same as negative_prompt: what the images should not show."""
+    neg_prompt: str | Sequence[str] | Conditions | None
+    """The same as negative_prompt: what the images should not show."""
+    H: int | None
+    """The same as height: a multiple of 8, 16 or 32, as the model needs."""
+    W: int | None
+    """The same as width: a multiple of 8, 16 or 32, as the model needs."""
+    steps: int | None
+    """The same as num_inference_steps: sampler steps, at most the 1000 of the model's noise schedule."""
+    num_steps: int | None
+    """The same as num_inference_steps: sampler steps, at most the 1000 of the model's noise schedule."""
+    sampling_steps: int | None
+    """The same as num_inference_steps: sampler steps, at most the 1000 of the model's noise schedule."""
+    cfg: float | None
+    """The same as guidance_scale: how closely to follow the prompt; 1 or less (0 for Z-Image and Krea 2) turns
+    guidance off, which halves the work and is another program."""
+    cfg_scale: float | None
+    """The same as guidance_scale: how closely to follow the prompt; 1 or less (0 for Z-Image and Krea 2) turns
+    guidance off, which halves the work and is another program."""
+    guidance: float | None
+    """The same as guidance_scale: how closely to follow the prompt; 1 or less (0 for Z-Image and Krea 2) turns
+    guidance off, which halves the work and is another program."""
+    n: int
+    """The same as num_images_per_prompt: images for each prompt."""
+    num_images: int
+    """The same as num_images_per_prompt: images for each prompt."""
+    n_iter: int
+    """The same as num_images_per_prompt: images for each prompt."""
+    batch_size: int
+    """The same as num_images_per_prompt: images for each prompt."""
+    scheduler: str | SamplerTable | SamplerSpec | Solver | None
+    """The same as sampler: see canvax samplers."""
+    sampler_name: str | SamplerTable | SamplerSpec | Solver | None
+    """The same as sampler: see canvax samplers."""
+    init_image: Any
+    """The same as image: begin from this PNG, JPEG or WebP; a model that edits reads it if there is no --strength or
+    --mask; its size is generated unless -W and -H say otherwise."""
+    input_image: Any
+    """The same as image: begin from this PNG, JPEG or WebP; a model that edits reads it if there is no --strength or
+    --mask; its size is generated unless -W and -H say otherwise."""
+    images: Any
+    """The same as image: begin from this PNG, JPEG or WebP; a model that edits reads it if there is no --strength or
+    --mask; its size is generated unless -W and -H say otherwise."""
+    mask_image: Any
+    """The same as mask: white is generated, black stays as it is; of the image's size."""
+    denoising_strength: float | None
+    """The same as strength: how much of the run is done."""
+    denoise: float | None
+    """The same as strength: how much of the run is done."""
+    control_image: Any
+    """The same as control: the image that the ControlNet reads, such as edges; none for no image; for several types
+    TYPE=FILE,TYPE=FILE."""
+    controlnet_image: Any
+    """The same as control: the image that the ControlNet reads, such as edges; none for no image; for several types
+    TYPE=FILE,TYPE=FILE."""
+    adapter_image: Any
+    """The same as control: the image that the ControlNet reads, such as edges; none for no image; for several types
+    TYPE=FILE,TYPE=FILE."""
+    ddim_eta: float | None
+    """The same as eta: noise that DDIM and ancestral samplers add."""
+    cfg_rescale: float
+    """The same as guidance_rescale: against over-exposure at high guidance, as in Lin et al. 2024."""
+    controlnet_conditioning_scale: float | Sequence[float]
+    """The same as control_scale: how strong the control image is; X,X for two networks, as with the next three."""
+    adapter_conditioning_scale: float | Sequence[float]
+    """The same as control_scale: how strong the control image is; X,X for two networks, as with the next three."""
+    control_weight: float | Sequence[float]
+    """The same as control_scale: how strong the control image is; X,X for two networks, as with the next three."""
+    control_guidance_start: float | Sequence[float]
+    """The same as control_start: the part of the run after which control begins."""
+    guidance_start: float | Sequence[float]
+    """The same as control_start: the part of the run after which control begins."""
+    control_guidance_end: float | Sequence[float]
+    """The same as control_end: the part of the run after which control ends."""
+    guidance_end: float | Sequence[float]
+    """The same as control_end: the part of the run after which control ends."""
+    adapter_conditioning_factor: float | Sequence[float]
+    """The same as control_end: the part of the run after which control ends."""
+    subseed: int | None
+    """The same as variation_seed: another seed, towards whose noise the initial noise goes."""
+    subseed_strength: float
+    """The same as variation_strength: how far the noise goes towards that of the variation seed."""
+    hr_scale: float
+    """The same as hires: a second pass at this many times the size, such as 2."""
+    hires_scale: float
+    """The same as hires: a second pass at this many times the size, such as 2."""
+    hr_second_pass_steps: int | None
+    """The same as hires_steps: steps of the second pass."""
+    hr_sampler_name: str | None
+    """The same as hires_sampler: sampler of the second pass."""
+    hr_prompt: str | Sequence[str] | None
+    """The same as hires_prompt: prompt of the second pass."""
+    generator: Any
+    """A torch.Generator or a list of them; the same as seed with noise='torch'."""
+    return_dict: Literal[True]
+    """A call always returns a canvax.Result."""
+    timesteps: Sequence[float]
+    """Timesteps of the sampler; the same as sampler_settings={'timesteps': ...}."""
+    callback_on_step_end: Callable[..., Any]
+    """Called with (pipe, index, timestep, {'latents': array})."""
+    guess_mode: bool
+    """The same as control_mode='guess'."""
+    callback_on_step_end_tensor_inputs: Sequence[str]
+    """['latents']."""
+    prompt_embeds: Any
+    """What the text encoder returned; the same as prompt=pipe.encode(...)."""
+    pooled_prompt_embeds: Any
+    """The second output of SDXL's text encoders."""
+    negative_prompt_embeds: Any
+    """The same of the negative prompt."""
+    negative_pooled_prompt_embeds: Any
+    """The same of the negative prompt."""
+    ip_adapter_image: Any
+    """Image prompts; the same as image_prompt."""
+    ip_adapter_image_embeds: Any
+    """Image prompts as CLIP's features."""
+
+
+class CallFields(ForeignFields, total=False):
+    """The keywords of a call."""
+
+    height: int | None
+    """A multiple of 8, 16 or 32, as the model needs."""
+    width: int | None
+    """A multiple of 8, 16 or 32, as the model needs."""
+    num_inference_steps: int | None
+    """Sampler steps, at most the 1000 of the model's noise schedule."""
+    guidance_scale: float | None
+    """How closely to follow the prompt; 1 or less (0 for Z-Image and Krea 2) turns guidance off, which halves the work
+    and is another program."""
+    num_images_per_prompt: int
+    """Images for each prompt."""
+    seed: int | Sequence[int] | np.ndarray | Array | None
+    """Image i uses SEED + i."""
+    sampler: str | SamplerTable | SamplerSpec | Solver | None
+    """See canvax samplers."""
+    latents: np.ndarray | Array | None
+    """Initial noise."""
+    options: Options | None
+    """Options."""
+    params: Params | None
+    """The parameters, if the pipeline does not hold them."""
+    image: Any
+    """Begin from this PNG, JPEG or WebP; a model that edits reads it if there is no --strength or --mask; its size is
+    generated unless -W and -H say otherwise."""
+    mask: Any
+    """White is generated, black stays as it is; of the image's size."""
+    strength: float | None
+    """How much of the run is done."""
+    control: Any
+    """The image that the ControlNet reads, such as edges; none for no image; for several types TYPE=FILE,TYPE=FILE."""
+    image_prompt: Any
+    """Image prompts."""
+    adapters: Any
+    """Weights of adapters that are beside the model's, {'ink': 0.8}."""
+
+
+class AgainFields(CallFields, total=False):
+    """The keywords of ``Pipeline.again``."""
+
+    prompt: str | Sequence[str] | Conditions
+    """What to show; a list gives an image of each."""
+    negative_prompt: str | Sequence[str] | Conditions | None
+    """What the images should not show."""
+    scale: float
+    """Of an enlarged image: how many times larger."""
+    overlap: int | None
+    """Of an enlarged image: pixels that neighbouring tiles share at least."""
+    batch: int
+    """Of an enlarged image: tiles at once."""
+
+
+class LoadFields(TypedDict, total=False):
+    """Names of other programs for arguments of ``canvax.load``."""
+
+    torch_dtype: DType | None
+    """The same as dtype."""
+    use_auth_token: str | bool | None
+    """The same as token."""
+    pretrained_model_name_or_path: str | Path
+    """The same as model."""
+    model_id: str | Path
+    """The same as model."""
+    t2i_adapter: str | Path | Sequence[str | Path] | None
+    """The same as controlnet."""
+    feature_extractor: None
+    """Changes nothing; for programs written for diffusers."""
+    image_encoder: None
+    """Changes nothing; for programs written for diffusers."""
+    requires_safety_checker: Literal[False] | None
+    """Changes nothing; for programs written for diffusers."""
+    use_safetensors: Literal[True] | None
+    """Changes nothing; for programs written for diffusers."""
+    safe_serialization: Literal[True] | None
+    """Changes nothing; for programs written for diffusers."""
+    low_cpu_mem_usage: Literal[True] | Literal[False] | None
+    """Changes nothing; for programs written for diffusers."""
+    add_watermarker: Literal[False] | None
+    """Changes nothing; for programs written for diffusers."""
+    device_map: None
+    """Changes nothing; for programs written for diffusers."""

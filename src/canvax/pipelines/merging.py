@@ -1,0 +1,168 @@
+"""Merge adapters into the weights of a pipeline, and take them out again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from canvax.adapters import Part, change
+from canvax.errors import NO_VALUE, CanvaxError, InputError
+from canvax.parallel.rules import place
+from canvax.params import Param, Params, Spec, flatten
+from canvax.quantize import quantize, scale_of
+from canvax.types import Array, HostArray
+from canvax.weights.load import THREADS
+from canvax.weights.lora import Key
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is done to one parameter; nothing if it is empty.
+
+    Attributes:
+        parts: of adapters, each with its weight.
+        rows: of an embedding table, that are set to these vectors.
+    """
+
+    parts: Sequence[tuple[Part, float]] = ()
+    rows: Mapping[int, HostArray] = field(default_factory=dict)
+
+
+class _Kept(NamedTuple):
+    """A parameter without adapters.
+
+    Attributes:
+        weight: on the host, in its dtype.
+        scale: of a weight of 8 bits, by its dotted name; empty for others.
+        ours: what stands in its place now; another array there is the user's.
+    """
+
+    weight: HostArray
+    scale: Mapping[str, HostArray]
+    ours: Any
+
+
+class Merging:
+    """Which parameters of a pipeline adapters have changed, and what these were before."""
+
+    def __init__(self, specs: Mapping[str, Spec], mesh: Mesh) -> None:
+        """``specs`` of all components, quantised as the parameters are."""
+        self._mesh = mesh
+        self._declared: dict[Key, Param] = {
+            (component, name): param for component, spec in specs.items() for name, param in flatten(spec)
+        }
+        self._kept: dict[Key, _Kept] = {}
+
+    def handed_to(self, other: Merging) -> None:
+        """Have ``other`` know the same, for a pipeline with the same parameters."""
+        other._kept = dict(self._kept)
+
+    def apply(self, params: Params, changes: Mapping[Key, Change]) -> Params:
+        """Parameters with these changes, made from what they were without adapters.
+
+        ``params`` stay as they are, for calls that read them in other threads: dicts are copied, other arrays are not.
+
+        Raises:
+            CanvaxError: a weight overflows its dtype.
+            InputError: the weights are spread over several processes.
+        """
+        kept = {key: self._base(params, key) for key in changes}
+
+        def one(key: Key) -> dict[str, Array]:
+            base, change = kept[key], changes[key]
+            return self._merged(key, base, change) if change.parts or change.rows else self._whole(key, base)
+
+        with ThreadPoolExecutor(THREADS, "canvax-merge") as pool:
+            arrays_by_key = dict(zip(changes, pool.map(one, changes), strict=True))
+        for key, arrays in arrays_by_key.items():
+            if changes[key].parts or changes[key].rows:
+                self._kept[key] = kept[key]._replace(ours=arrays[key[1]])
+            else:
+                self._kept.pop(key, None)
+        return _replaced(params, arrays_by_key)
+
+    def without(self, params: Params, component: str) -> Params:
+        """The parameters of a component as they are without adapters."""
+        kept = {key: self._base(params, key) for key in self._kept if key[0] == component}
+        originals = {key: self._whole(key, array) for key, array in kept.items() if array is self._kept[key]}
+        return _replaced(params, originals)[component]
+
+    def _base(self, params: Params, key: Key) -> _Kept:
+        """A parameter without adapters: what is kept, or what is there now if it is not ours."""
+        component, name = key
+        *parents, last = name.split(".")
+        layer = _inner(params[component], parents)
+        now = layer[last]
+        if key in self._kept and self._kept[key].ours is now:
+            return self._kept[key]
+        if not now.is_fully_addressable and not now.is_fully_replicated:
+            raise InputError(
+                "adapters",
+                NO_VALUE,
+                "cannot change weights that the mesh splits over several processes",
+                "load with {model=1}",
+            )
+        scale = scale_of(last, layer)
+        kept = {".".join([*parents, scale]): np.asarray(layer[scale])} if scale else {}
+        return _Kept(np.asarray(now), kept, now)
+
+    def _merged(self, key: Key, kept: _Kept, change_: Change) -> dict[str, Array]:
+        """The arrays of a parameter with adapters, by name; of 8 bits, rounded to them once more."""
+        param, name = self._declared[key], key[1]
+        base = kept.weight.reshape(param.shape).astype(np.float32, copy=False)
+        for scale in kept.scale.values():
+            base = base * scale
+        merged: HostArray | None = None
+        for part, factor in change_.parts:  # every pass over a weight is a part of the time of a swap
+            added = param.from_checkpoint(change(param.turned(base), part))
+            if factor != 1:
+                added *= np.float32(factor)
+            merged = np.add(base if merged is None else merged, added, out=added)  # which is ours: no other memory
+        merged = base.copy() if merged is None else merged
+        for i, vector in change_.rows.items():
+            merged[i] = vector
+        if kept.scale:
+            weight, scale = quantize(merged, kept.weight.dtype)
+            return self._placed(key[0], {name: weight, **dict.fromkeys(kept.scale, scale)}, kept.ours)
+        if not max(merged.max(), -merged.min()) <= float(jnp.finfo(kept.weight.dtype).max):  # NaN is not, either
+            raise CanvaxError(
+                f"{'.'.join(key)}: overflows in {kept.weight.dtype} with these adapters; give them smaller weights, or "
+                "load the model in float32"
+            )
+        return self._placed(key[0], {name: merged.astype(kept.weight.dtype, copy=False)}, kept.ours)
+
+    def _whole(self, key: Key, kept: _Kept) -> dict[str, Array]:
+        return self._placed(key[0], {key[1]: kept.weight, **kept.scale}, kept.ours)
+
+    def _placed(self, component: str, arrays: Mapping[str, HostArray], like: Array) -> dict[str, Array]:
+        """The arrays where the parameter is that they replace."""
+        kind = like.sharding.memory_kind
+        return {name: place(self._declared[component, name], array, self._mesh, kind) for name, array in arrays.items()}
+
+
+def _replaced(params: Params, arrays_by_key: Mapping[Key, Mapping[str, Array]]) -> Params:
+    """``params`` with the arrays of ``arrays_by_key``, by component and name."""
+    changed = {component for component, _ in arrays_by_key}
+    new = {name: _copied(tree) if name in changed else tree for name, tree in params.items()}
+    for (component, _), arrays in arrays_by_key.items():
+        for name, array in arrays.items():
+            *parents, last = name.split(".")
+            _inner(new[component], parents)[last] = array
+    return new
+
+
+def _copied(node: Any) -> Any:
+    """Nested dicts anew, with the same arrays."""
+    return {name: _copied(inner) for name, inner in node.items()} if isinstance(node, Mapping) else node
+
+
+def _inner(node: Any, steps: Sequence[str]) -> Any:
+    for step in steps:
+        node = node[step]
+    return node

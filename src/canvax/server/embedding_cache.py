@@ -1,0 +1,229 @@
+"""The textual inversions of a server: files of the folder of models, whose names in prompts stand for their vectors.
+
+A file is read, and gets rows of the tables of the text encoders, in the thread of whoever names it first. The engine
+writes the vectors into these rows before it encodes a prompt with them, unless they are there: a table keeps its shape,
+so nothing is compiled. Where a model has too few rows, those of the file that was named longest ago are given away; the
+images that still wait for it have its vectors written once more when their turn comes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+
+from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError
+from canvax.families.base import Model
+from canvax.parallel.rules import place
+from canvax.params import Params, flatten
+from canvax.pipelines.adapters import sha256_of
+from canvax.server.jobs import EmbeddingCard
+from canvax.tokenizers.clip import words_in
+from canvax.types import HostArray
+from canvax.weights.data_folder import embedding_files, embedding_name
+from canvax.weights.embeddings import Embedding, read_word
+from canvax.weights.entries import PICKLES
+from canvax.weights.lora import TABLE, token_widths
+
+_MOST_LINES = 5
+"""About files that cannot be used, at the start."""
+
+
+@dataclass(frozen=True, eq=False)
+class Word:
+    """A textual inversion with its rows.
+
+    Attributes:
+        name: the word, in the letters of its file.
+        file: its file's name, without the folder.
+        sha256: of the file.
+        rows: the vector of each row of the table, by text encoder; in the order of the vectors.
+    """
+
+    name: str
+    file: str
+    sha256: str
+    rows: Mapping[str, Mapping[int, HostArray]] = field(repr=False)
+
+    @property
+    def record(self) -> dict[str, str]:
+        """What the metadata of an image holds of it."""
+        return {"file": self.file, "sha256": self.sha256}
+
+
+Words = tuple[Word, ...]
+"""The textual inversions of an image."""
+
+
+def reading(model: Model, words: Words) -> Model:
+    """The model with tokenizers that read these words."""
+    if not words:
+        return model
+    tokenizers = dict(model.tokenizers)
+    for part in words[0].rows:
+        added = {word.name.lower(): tuple(word.rows[part]) for word in words}
+        tokenizers[part] = replace(tokenizers[part], added={**tokenizers[part].added, **added})
+    return replace(model, tokenizers=tokenizers)
+
+
+class _File(NamedTuple):
+    """A file of the folder: when it was changed, what it holds or why that cannot be used, and its hash."""
+
+    changed: float
+    read: Embedding | None
+    fault: str
+    sha256: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Vectors and their width in the first text encoder; zeros of a file that cannot be used."""
+        count, width = next(iter(self.read.vectors.values())).shape if self.read else (0, 0)
+        return count, width
+
+
+class EmbeddingCache:
+    """The textual inversions of one model.
+
+    ``fill`` is the engine's thread's; the rest may be called in any.
+    """
+
+    def __init__(self, model: Model, mesh: Mesh) -> None:
+        self._model = model
+        self._widths = token_widths(model.networks.text.specs)
+        self._files: dict[str, _File] = {}
+        self._words: OrderedDict[str, Word] = OrderedDict()  # the last used last
+        self._lock = threading.Lock()
+        self._mesh = mesh
+        self._tables: dict[str, Any] = {}
+        self._written: dict[str, dict[int, HostArray]] = {}  # in a table, and what it was without them
+        self._kept: dict[str, HostArray] = {}
+        self.refresh()
+
+    @cached_property
+    def _spare(self) -> dict[str, list[int]]:
+        """The rows that no text and no word of the pipeline has, by text encoder."""
+        tokenizers = {part: self._model.tokenizers[part] for part in self._widths}
+        taken = {part: {i for ids in tokenizer.added.values() for i in ids} for part, tokenizer in tokenizers.items()}
+        return {part: [i for i in tokenizer.spare if i not in taken[part]] for part, tokenizer in tokenizers.items()}
+
+    def refresh(self) -> None:
+        """Look into the folder again."""
+        loaded = {word for tokenizer in self._model.tokenizers.values() for word in getattr(tokenizer, "added", ())}
+        paths = {name: path for name, path in embedding_files().items() if name not in loaded}
+        with self._lock:
+            self._paths = paths
+
+    def cards(self) -> list[EmbeddingCard]:
+        """All files of the folder, with the reason where one is not for this model."""
+        with self._lock:
+            read = [(embedding_name(name, path), self._read(name)) for name, path in self._paths.items()]
+        return [EmbeddingCard(name, file.fault, *file.shape) for name, file in read]
+
+    def summary(self) -> str:
+        """For people: which files can be named, and why others cannot; "" without any."""
+        cards = self.cards()
+        usable = [card.name for card in cards if not card.fault]
+        left = [f"{card.name} cannot be used: {card.fault}" for card in cards if card.fault]
+        more = [f"{len(left) - _MOST_LINES} more embeddings cannot be used"] if left[_MOST_LINES:] else []
+        lines = [f"{len(usable)} embeddings may be named in prompts", *left[:_MOST_LINES], *more]
+        return "\n".join(lines) if cards else ""
+
+    def named(self, texts: Sequence[str]) -> tuple[Words, tuple[HintWarning, ...]]:
+        """The textual inversions that texts name, and a hint for each file of the folder that they name in vain.
+
+        Raises:
+            InputError: the model has too few rows for all of them.
+        """
+        with self._lock:
+            names = dict.fromkeys(word for text in texts for word, *_ in words_in(text, self._paths))
+            read = {name: self._read(name) for name in names}
+            fit = {name: file for name, file in read.items() if file.read is not None}
+            words = tuple(self._word(name, fit) for name in fit)
+        faults = {name: file.fault for name, file in read.items() if name not in fit}
+        return words, tuple(
+            HintWarning("prompt", NO_VALUE, f"has {name!r}, which is read as text: {fault}")
+            for name, fault in faults.items()
+        )
+
+    def _read(self, name: str) -> _File:
+        """A file of the folder; read again where it was changed."""
+        path = self._paths[name]
+        changed = path.stat().st_mtime if path.is_file() else 0.0
+        if name in self._files and self._files[name].changed == changed:
+            return self._files[name]
+        self._words.pop(name, None)
+        try:
+            self._files[name] = _File(changed, read_word(path, name, self._widths), "", sha256_of(path))
+        except (CanvaxError, OSError) as fault:
+            why = str(fault).replace(str(path), path.name)  # the folders above it are the operator's business
+            if path.suffix.lower() in PICKLES:
+                why = f"{path.name} is a pickle; canvax convert makes a safetensors file of it"
+            self._files[name] = _File(changed, None, why, "")
+        return self._files[name]
+
+    def _word(self, name: str, named: Mapping[str, _File]) -> Word:
+        """A word with its rows, for which others that are not ``named`` give theirs away."""
+        file = named[name]
+        if name not in self._words and file.read is not None:
+            vectors = file.read.vectors
+            while True:
+                taken = {part: {i for word in self._words.values() for i in word.rows[part]} for part in vectors}
+                free = {part: [i for i in self._spare[part] if i not in taken[part]] for part in vectors}
+                if all(len(free[part]) >= len(array) for part, array in vectors.items()):
+                    break
+                idle = next((other for other in self._words if other not in named), None)
+                if idle is None:
+                    problem = f"names textual inversions of more vectors than the model has room for, {name!r} the last"
+                    raise InputError("prompt", NO_VALUE, problem, "name fewer")
+                del self._words[idle]
+            rows = {part: dict(zip(free[part], array, strict=False)) for part, array in vectors.items()}
+            self._words[name] = Word(embedding_name(name, self._paths[name]), self._paths[name].name, file.sha256, rows)
+        self._words.move_to_end(name)
+        return self._words[name]
+
+    # What follows is the engine's.
+
+    def fill(self, params: Params, words: Words) -> Params:
+        """Parameters whose tables hold the vectors of these words; the same ones if they do.
+
+        Raises:
+            InputError: a vector overflows the dtype of the weights.
+        """
+        for part in self._widths:
+            table, wanted = _table(params, part), {i: vector for word in words for i, vector in word.rows[part].items()}
+            if table is not self._tables.get(part):  # loaded again
+                self._written[part], self._kept[part] = {}, np.asarray(table)
+            written = self._written[part]
+            if all(written.get(i) is vector for i, vector in wanted.items()):
+                continue
+            filled = self._kept[part].copy()
+            for i, vector in (written | wanted).items():
+                with np.errstate(over="ignore"):
+                    filled[i] = vector.astype(filled.dtype)
+                if not np.isfinite(filled[i].astype(np.float32)).all():
+                    problem = f"names an embedding that overflows in {filled.dtype}"
+                    raise InputError("prompt", NO_VALUE, problem, "leave it out, or load the model in float32")
+            param = dict(flatten(self._model.specs[part]))[TABLE]
+            self._tables[part] = place(param, filled, self._mesh, table.sharding.memory_kind)
+            params = {**params, part: _with_table(params[part], TABLE.split("."), self._tables[part])}
+            self._written[part] = written | wanted
+        return params
+
+
+def _with_table(node: Any, steps: Sequence[str], table: Any) -> Any:
+    """Nested dicts anew on the way to the token embeddings, with another array there."""
+    return {**node, steps[0]: _with_table(node[steps[0]], steps[1:], table)} if steps else table
+
+
+def _table(params: Params, part: str) -> Any:
+    """The token embeddings of a text encoder."""
+    layer = params[part]
+    for step in TABLE.split("."):
+        layer = layer[step]
+    return layer

@@ -1,0 +1,316 @@
+"""The settings of training, each declared once: the records of plans, images and kinds of training; no JAX.
+
+Flags of ``canvax train``, their help and defaults, and the checks of the Python classes are read off these records
+(``canvax.settings``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from canvax.call import MAX_SIDE, MOST_IMAGES, MOST_VECTORS, Quantize
+from canvax.settings import EntryPoint, setting
+
+LOADING = ("revision", "variant", "cache_dir", "local_files_only", "prediction_type", "scheduler")
+"""Arguments of ``canvax.load`` that are flags of training; ``--token`` and ``--text-encoder`` mean other things."""
+
+Layers = Literal["attention", "transformer", "all"]
+Names = Literal["peft", "kohya"]
+Learn = Literal["object", "style", "word"]
+
+_MOST_STEPS = 10**8
+_NO_FLAG: Mapping[EntryPoint, str] = {"command": "for Python"}
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """The fields of ``canvax.train.loop.Plan``."""
+
+    steps: int = setting(
+        help="training steps", low=1, high=_MOST_STEPS, metavar="N", flags=("--steps", "--max-train-steps"),
+    )  # fmt: skip
+    batch: int = setting(
+        help="images of a batch", low=1, high=MOST_IMAGES, metavar="N",
+        flags=("-b", "--batch-size", "--train-batch-size"),
+    )  # fmt: skip
+    learning_rate: float = setting(
+        1e-3, "the highest learning rate", low=0, high=1000, above=True, cure="1e-4 is usual", metavar="RATE",
+        flags=("--learning-rate", "--lr"),
+    )  # fmt: skip
+    warmup: int = setting(
+        None, "steps of linear warm-up of the learning rate", low=0, high=_MOST_STEPS,
+        unset="a tenth of the steps, at most 500", metavar="N", flags=("--warmup", "--lr-warmup-steps"),
+    )  # fmt: skip
+    final: float = setting(
+        0.01, "share of the learning rate that a cosine ends at; 1 keeps it constant", low=0, high=1, metavar="SHARE",
+        flags=("--final-lr",),
+    )  # fmt: skip
+    b2: float = setting(0.99, "decay of Adam's second moment", low=0, high=1, below=True, closed=_NO_FLAG)
+    weight_decay: float = setting(
+        0.01, "weight decay of AdamW, of matrices and convolutions", low=0, high=1000, cure="0.01 is usual",
+    )  # fmt: skip
+    clip: float = setting(1.0, "bound on the norm of the gradient", low=0, above=True, closed=_NO_FLAG)
+    average: float = setting(
+        0.999, "decay of a moving average of the weights, such as 0.999; 0 for none", low=0, high=1, below=True,
+        cure="0.999 is usual", metavar="DECAY", flags=("--ema",),
+    )  # fmt: skip
+    seed: int = setting(
+        0, "seed of all random choices", low=0, high=2**32 - 1, metavar="SEED", flags=("-s", "--seed"),
+    )  # fmt: skip
+    chunk: int = setting(50, "steps per call of the program", low=1, closed=_NO_FLAG)
+    accumulate: int = setting(
+        1, "batches of a training step", low=1, high=10**6, metavar="N",
+        flags=("--accumulate", "--gradient-accumulation-steps"),
+    )  # fmt: skip
+    rates: Mapping[str, float] = field(default_factory=dict)
+    minutes: float | None = setting(None, "minutes that ``steps`` shall take", low=0, above=True, closed=_NO_FLAG)
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    """The fields of ``canvax.train.task.Training``."""
+
+    model: Any
+    pictures: Any
+    folder: Any
+    plan: Any = None
+    size: int | None = setting(
+        None, "side of the square images", low=1, high=MAX_SIDE, unset="what the model was trained with",
+        metavar="PIXELS", flags=("--size", "--resolution"),
+    )  # fmt: skip
+    caption_column: str = setting("text", "column of the captions", metavar="NAME")
+    flip: bool = setting(False, "also train on mirrored images", flags=("--flip", "--random-flip"))
+    gamma: float | None = setting(
+        None, "gamma of min-SNR loss weighting; 5 is usual", low=0, high=10**6, above=True, cure="5 is usual",
+        unset="none", metavar="GAMMA", flags=("--min-snr", "--snr-gamma"),
+    )  # fmt: skip
+    empty: float = setting(
+        0.1, "share of captions that are left out", low=0, high=1, below=True, cure="0.1 is usual", metavar="SHARE",
+        flags=("--empty-captions", "--proportion-empty-prompts"),
+    )  # fmt: skip
+    unmasked_weight: float | None = setting(
+        None, "least weight of what masks leave out; 1 does not read masks", low=0, high=1, cure="0.1 is usual",
+        unset="0", metavar="WEIGHT",
+    )  # fmt: skip
+    remat: bool = setting(
+        False, "recompute activations: less memory, more time", flags=("--remat", "--gradient-checkpointing"),
+    )  # fmt: skip
+    dtype: Any = setting(
+        None, "dtype of the computation", unset="bfloat16 on GPU and TPU, float32 on the CPU", metavar="DTYPE",
+    )  # fmt: skip
+    quantize: Quantize | None = setting(
+        None, "int8 or float8: keep the frozen weights in 8 bits; implies --remat", metavar="KIND",
+    )  # fmt: skip
+    prompts: Sequence[str] = setting(
+        (), "generate this prompt during training", repeats=True, metavar="PROMPT",
+        flags=("--preview", "--validation-prompt"),
+    )  # fmt: skip
+    preview_steps: int | None = setting(
+        None, "steps between previews", low=1, high=_MOST_STEPS, unset="every 15 minutes", requires="prompts='a cat'",
+        metavar="N", flags=("--preview-every", "--validation-steps", "--sample-every-n-steps"),
+    )  # fmt: skip
+    save_steps: int | None = setting(
+        None, "save the weights of every Nth step, as ...-000500", low=1, high=_MOST_STEPS, unset="the last ones alone",
+        metavar="N", flags=("--save-every", "--checkpointing-steps", "--save-every-n-steps", "--save-steps"),
+    )  # fmt: skip
+    tensorboard: Any = setting(
+        None, "write curves and previews there, for TensorBoard", metavar="FOLDER",
+        flags=("--tensorboard", "--logging-dir"),
+    )  # fmt: skip
+    loading: Mapping[str, Any] = field(default_factory=dict)
+
+
+_TEXT: dict[str, Any] = {
+    "default": False, "help": "train text encoders too", "flags": ("--text-encoder", "--train-text-encoder"),
+}  # fmt: skip
+_TEXT_RATE: dict[str, Any] = {
+    "default": None, "help": "learning rate of the text encoders", "low": 0, "high": 1000, "above": True,
+    "cure": "1e-5 is usual", "unset": "the same", "requires": "text=True", "metavar": "RATE",
+    "flags": ("--text-lr", "--text-encoder-lr"),
+}  # fmt: skip
+_SAVE_DTYPE: dict[str, Any] = {"default": "float32", "help": "dtype of the saved weights", "metavar": "DTYPE"}
+
+
+@dataclass(frozen=True)
+class WholeRecord:
+    """The fields of ``canvax.train.finetune.Whole``."""
+
+    text: bool = setting(**_TEXT)
+    text_rate: float | None = setting(**_TEXT_RATE)
+    save_dtype: Any = setting(**_SAVE_DTYPE)
+
+
+@dataclass(frozen=True)
+class LoraRecord:
+    """The fields of ``canvax.train.lora.Lora``."""
+
+    rank: int = setting(4, "rank of the factors", low=1, high=1024, metavar="N", flags=("--rank", "--network-dim"))
+    alpha: float | None = setting(
+        None, "the change is alpha / rank as strong", low=0, high=10**6, above=True, cure="the rank is usual",
+        unset="the rank", flags=("--alpha", "--network-alpha"),
+    )  # fmt: skip
+    layers: Layers = setting("attention", "attention, transformer (with feed-forward), or all", metavar="KIND")
+    text: bool = setting(**_TEXT)
+    text_rate: float | None = setting(**_TEXT_RATE)
+    names: Names = setting("peft", "names in the file: peft (diffusers) or kohya", metavar="NAME", flags=("--format",))
+    trigger: str = setting("", "words that call it up, for the file's metadata", metavar="WORDS")
+    title: str = setting(
+        "", "title for the file's metadata, in place of the name of the folder", metavar="TEXT",
+    )  # fmt: skip
+    start: Any = setting(
+        None, "begin with this LoRA, of the same rank and layers: a file, a folder or a Hub id", metavar="LORA",
+        flags=("--from", "--network-weights"),
+    )  # fmt: skip
+    save_dtype: Any = setting(**_SAVE_DTYPE)
+
+
+@dataclass(frozen=True)
+class InstanceRecord:
+    """The fields of ``canvax.train.dreambooth.Instance``."""
+
+    prompt: str = setting(
+        help='what they show: "a photo of sks dog"', metavar="PROMPT", flags=("-p", "--instance-prompt"),
+    )  # fmt: skip
+    class_prompt: str | None = setting(
+        None, '"a photo of a dog"; with it, prior preservation', metavar="PROMPT",
+    )  # fmt: skip
+    class_pictures: Any = setting(
+        None, "images of the class; what is lacking is generated", requires="class_prompt='a photo of a dog'",
+        unset="class in the folder of the run", metavar="FOLDER", flags=("--class-images", "--class-data-dir"),
+    )  # fmt: skip
+    count: int = setting(
+        100, "images of the class", low=1, high=MOST_IMAGES, requires="class_prompt='a photo of a dog'", metavar="N",
+        flags=("--num-class-images",),
+    )  # fmt: skip
+    weight: float = setting(
+        1.0, "weight of the loss on images of the class", low=0, high=10**6, above=True, cure="1 is usual",
+        requires="class_prompt='a photo of a dog'", flags=("--prior-weight", "--prior-loss-weight"),
+    )  # fmt: skip
+    batch: int = setting(4, "class images generated at once", low=1, high=MOST_IMAGES, closed=_NO_FLAG)
+
+
+@dataclass(frozen=True)
+class InversionRecord:
+    """The fields of ``canvax.train.textual_inversion.Inversion``."""
+
+    token: str = setting(help='such as "<cat-toy>"', metavar="WORD", flags=("--token", "--placeholder-token"))
+    initializer: str = setting(
+        help="a known word to begin with: toy", metavar="WORD", flags=("--initializer", "--initializer-token"),
+    )  # fmt: skip
+    vectors: int = setting(
+        1, "tokens of the word", low=1, high=MOST_VECTORS, metavar="N", flags=("--vectors", "--num-vectors"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WithLora:
+    """What ``canvax train dreambooth`` trains."""
+
+    lora: bool = setting(False, "train a LoRA, not the whole UNet")
+
+
+@dataclass(frozen=True)
+class WordCaptions:
+    """An argument of ``canvax.train.textual_inversion.train_inversion``."""
+
+    learn: Learn = setting(
+        "object", "object, style, or word: no sentences", metavar="KIND", flags=("--learn", "--learnable-property"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ControlRecord:
+    """The fields of ``canvax.train.controlnet.Controlling``, and the column of its images."""
+
+    widths: Sequence[int] | None = setting(
+        None, "channels of the network that reads the image", low=1, high=4096, unset="16,32,96,256", metavar="N,N",
+        flags=("--hint-channels",),
+    )  # fmt: skip
+    save_dtype: Any = setting(**_SAVE_DTYPE)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """An argument of ``canvax.train.controlnet.train_controlnet``."""
+
+    control_column: str = setting(
+        "conditioning_image", "column of the files of control images", metavar="NAME",
+        flags=("--control-column", "--conditioning-image-column"),
+    )  # fmt: skip
+
+
+class Task(NamedTuple):
+    """A command of ``canvax train``.
+
+    Attributes:
+        summary: its line in the list of commands.
+        description: what it trains.
+        images: what the folder or zip file holds.
+        writes: what the folder of the run gets.
+        records: the records whose settings are flags, besides those of all tasks.
+        plan: the fields of the plan that differ from ``PLAN``.
+        empty: share of captions that are left out, by default.
+        captioned: whether captions are read.
+        without: settings that have no effect here.
+    """
+
+    summary: str
+    description: str
+    images: str
+    writes: str
+    records: tuple[type, ...]
+    plan: Mapping[str, Any]
+    empty: float = 0.0
+    captioned: bool = True
+    without: tuple[str, ...] = ("quantize",)
+
+    @property
+    def usual(self) -> dict[str, Any]:
+        """The defaults that differ from those of the records."""
+        return {**PLAN, **self.plan, "empty": self.empty}
+
+
+PLAN: Mapping[str, Any] = {
+    "steps": 1000, "batch": 1, "learning_rate": 1e-5, "warmup": 0, "final": 1.0, "b2": 0.999, "average": 0.0,
+    "chunk": 10,
+}  # fmt: skip
+"""The usual plan for Stable Diffusion: AdamW with a constant learning rate."""
+_OF_LORA = {"learning_rate": 1e-4}
+
+TASKS: Mapping[str, Task] = {
+    "finetune": Task(
+        "train a checkpoint further on your own images",
+        "Train the UNet of a Stable Diffusion checkpoint (1.x, 2.x, XL) on captioned images.",
+        "captioned images", "it gets the model in model/", (WholeRecord,), {}, empty=0.1,
+    ),
+    "lora": Task(
+        "train a LoRA on your own images",
+        "Train low-rank factors beside the weights of a checkpoint (Stable Diffusion 1.x, 2.x and XL, Z-Image, FLUX.2 "
+        "klein, Krea 2) on captioned images. The file loads in canvax, in PyTorch diffusers, and with --format kohya "
+        "in A1111 and its relatives.",
+        "captioned images", "it gets pytorch_lora_weights.safetensors", (LoraRecord,), _OF_LORA, without=(),
+    ),
+    "dreambooth": Task(
+        "teach a model one thing, from a few images of it",
+        "Train on a few images of one thing, with a rare word for it, and on images that the model generates of its "
+        "class. Trains the whole UNet, or with --lora a LoRA, by default at its learning rate, 1e-4.",
+        "images of the thing; captions are not read", "it gets the model in model/, or the LoRA",
+        (InstanceRecord, WithLora, LoraRecord), {"steps": 400, "learning_rate": 5e-6}, captioned=False, without=(),
+    ),
+    "textual-inversion": Task(
+        "teach a model a new word",
+        "Train the vectors of a new word, and nothing else, on a few images of what it means.",
+        "images of what the word means; captions are not read", "it gets learned_embeds.safetensors",
+        (InversionRecord, WordCaptions), {"steps": 5000, "learning_rate": 5e-4}, captioned=False,
+    ),
+    "controlnet": Task(
+        "train a ControlNet on pairs of images",
+        "Train a copy of the UNet's way down to read control images. Rows of the table of captions name a control "
+        "image beside each image.",
+        "images, control images and captions", "it gets the network in controlnet/",
+        (ControlRecord, Pairs), {"steps": 5000}, without=("quantize", "prompts", "preview_steps"),
+    ),
+}  # fmt: skip
+"""The kinds of training by the name of their command."""

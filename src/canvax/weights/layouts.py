@@ -1,0 +1,103 @@
+"""From the arrays of a component's files to those that its spec declares, and back, by the kind of network.
+
+The names of a denoiser are data of its family. Autoencoders and language models are shared by families.
+
+    AutoencoderKL           decoder.up_blocks.0.resnets.0.conv_shortcut   decoder.up.3.block.0.nin_shortcut
+    AutoencoderKLFlux2      as these, with the count of training batches
+    AutoencoderKLQwenImage  for videos, see ``canvax.weights.wan_vae``
+    Qwen3ForCausalLM        model.layers.0.mlp.up_proj, with lm_head
+    Qwen3VLModel            language_model.layers.0.mlp.up_proj, with visual.*
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from canvax.models.configs import VaeConfig
+from canvax.models.decoder_lm import LanguageModel
+from canvax.models.flux2_vae import UNUSED as COUNTS
+from canvax.models.flux2_vae import Flux2Autoencoder
+from canvax.models.networks import Networks
+from canvax.models.wan_vae import WanAutoencoder
+from canvax.weights.entries import Entry
+from canvax.weights.formats import vae_rules, whole_name
+from canvax.weights.rules import Names, Rule
+from canvax.weights.safetensors import Outgoing
+from canvax.weights.wan_vae import of_one_frame, of_videos
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def arrays_read(networks: Networks, component: str, names: Sequence[Rule], entries: Sequence[Entry]) -> Sequence[Entry]:
+    """Return the arrays of a component that are read, under the names of its spec, from files in any known layout.
+
+    Args:
+        networks: of the model.
+        component: its name.
+        names: the rules for the denoiser.
+        entries: all arrays of its files.
+    """
+    network = _network(networks, component)
+    if component == networks.denoiser.component:
+        return Names(names).to_ours(entries)
+    if isinstance(network, WanAutoencoder):
+        return of_one_frame(entries)
+    if isinstance(network, Flux2Autoencoder):
+        entries = [entry for entry in entries if entry.name not in COUNTS]
+    if isinstance(network, VaeConfig | Flux2Autoencoder):
+        return Names(vae_rules([entry.name for entry in entries])).to_ours(entries)
+    if isinstance(network, LanguageModel):
+        return _layers_read(network, entries)
+    return entries
+
+
+def arrays_to_save(
+    networks: Networks, component: str, stacks: Sequence[Rule], arrays: Sequence[Outgoing]
+) -> Sequence[Outgoing]:
+    """Return the arrays of a component as diffusers stores them.
+
+    Args:
+        networks: of the model.
+        component: its name.
+        stacks: the rules for layers of the denoiser that diffusers stores as one.
+        arrays: those under the names of its spec, and what else is in its files: the layers of a language model that
+            are not read, all arrays of an autoencoder of videos.
+    """
+    network = _network(networks, component)
+    if component == networks.denoiser.component:
+        return Names(stacks).to_theirs(arrays)
+    if isinstance(network, WanAutoencoder):
+        return of_videos(arrays)
+    if isinstance(network, Flux2Autoencoder):  # diffusers looks for the count
+        zero = np.zeros((), np.int64)
+        return [*arrays, *(Outgoing(name, zero.shape, zero.dtype, lambda: zero) for name in COUNTS)]
+    if isinstance(network, LanguageModel) and "_vl" in network.cfg.model_type:  # a part of a larger model
+        return [replace(array, name=re.sub(r"^model\.", "language_model.", array.name)) for array in arrays]
+    return arrays
+
+
+def reads_parts_of_arrays(networks: Networks, component: str) -> bool:
+    """Return whether a part of an array is read, so that the files of a component are needed to save it."""
+    return isinstance(_network(networks, component), WanAutoencoder)
+
+
+def _network(networks: Networks, component: str) -> Any:
+    parts = {encoder.component: encoder for encoder in networks.text.encoders}
+    return networks.vae if component == "vae" else parts.get(component)
+
+
+def _layers_read(encoder: LanguageModel, entries: Sequence[Entry]) -> list[Entry]:
+    """Return the arrays of the layers that are read, without the head and the vision encoder."""
+    unread = ("lm_head.", "visual.", *(() if "norm" in encoder.spec["model"] else ("model.norm.",)))
+    named = [replace(entry, name=whole_name(entry.name)) for entry in entries]
+    layers = [_LAYER.match(entry.name) for entry in named]
+    return [
+        entry
+        for entry, layer in zip(named, layers, strict=True)
+        if not (entry.name.startswith(unread) or (layer and int(layer[1]) >= encoder.tap))
+    ]

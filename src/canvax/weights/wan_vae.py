@@ -1,0 +1,111 @@
+"""How files store the autoencoder of Wan and Qwen-Image, which is one of videos, and what one frame needs of it.
+
+diffusers        decoder.up_blocks.0.resnets.0.conv_shortcut.weight
+the authors      decoder.upsamples.0.shortcut.weight
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from canvax.models.wan_vae import UNUSED, WanVaeConfig, from_video
+from canvax.types import HostArray
+from canvax.weights.entries import Decode, Entry
+from canvax.weights.formats import MOST, numbered
+from canvax.weights.rules import Names, Rule
+from canvax.weights.safetensors import Outgoing
+
+_WAN = {
+    "residual.0": "norm1", "residual.2": "conv1", "residual.3": "norm2", "residual.6": "conv2",
+    "shortcut": "conv_shortcut",
+}  # fmt: skip
+
+
+def wan_vae_rules(names: Collection[str]) -> list[Rule]:
+    """Return the rules of names; the original code numbers all layers of the decoder through."""
+    rules = [Rule("conv1", "quant_conv"), Rule("conv2", "post_quant_conv")]
+    rules.append(Rule("encoder.downsamples.*", "encoder.down_blocks.*"))
+    blocks = [("encoder.downsamples.*", "encoder.down_blocks.*")]
+    for side in ("encoder", "decoder"):
+        parts = {"conv1": "conv_in", "head.0": "norm_out", "head.2": "conv_out", "middle.1": "mid_block.attentions.0"}
+        rules += [Rule(f"{side}.{theirs}", f"{side}.{ours}") for theirs, ours in parts.items()]
+        blocks += [(f"{side}.middle.{2 * i}", f"{side}.mid_block.resnets.{i}") for i in range(2)]
+    resampled = [match for match in map(re.compile(r"decoder\.upsamples\.(\d+)\.resample\.").match, names) if match]
+    each = 1 + min((int(match[1]) for match in resampled), default=3)
+    for i in range(min(numbered(names, r"decoder\.upsamples\.(\d+)\."), MOST)):
+        level, place = f"decoder.up_blocks.{i // each}", i % each
+        if place == each - 1:
+            rules.append(Rule(f"decoder.upsamples.{i}", f"{level}.upsamplers.0"))
+        else:
+            blocks.append((f"decoder.upsamples.{i}", f"{level}.resnets.{place}"))
+    return rules + [Rule(f"{block}.{part}", f"{ours}.{our}") for block, ours in blocks for part, our in _WAN.items()]
+
+
+def wan_vae_config(arrays: Sequence[Entry]) -> dict[str, Any]:
+    """Return the config of the autoencoder of a file.
+
+    Raises:
+        KeyError: it lacks an array.
+    """
+    named = Names(wan_vae_rules([array.name for array in arrays])).to_ours(arrays)
+    shapes = {array.name: array.shape for array in named}
+    sizes = {"base_dim": "encoder.conv_in.bias", "z_dim": "post_quant_conv.bias"}
+    return {"_class_name": WanVaeConfig.CLASS, **{size: shapes[name][0] for size, name in sizes.items()}}
+
+
+def of_one_frame(entries: Sequence[Entry]) -> list[Entry]:
+    """Return what one frame reads, under the names of ``canvax.models.wan_vae``."""
+    named = Names(wan_vae_rules([entry.name for entry in entries])).to_ours(entries)
+    return [_frame(entry) for entry in named if UNUSED not in entry.name]
+
+
+def _frame(entry: Entry) -> Entry:
+    """Return ``from_video`` of an array as an entry; nothing is read. Arrays in another form stay, and are refused."""
+    if entry.decode or not entry.is_float or not math.prod(entry.shape):
+        return entry
+    shape, kernel = from_video(np.broadcast_to(np.float32(0), entry.shape)).shape, entry.shape[2:]
+    if math.prod(shape) == math.prod(entry.shape):
+        return replace(entry, shape=shape)
+
+    def begin(_: Entry) -> Callable[[HostArray, int], HostArray]:
+        def last(kernels: HostArray, start: int) -> HostArray:
+            del start
+            return from_video(kernels.view(entry.dtype).reshape(-1, 1, *kernel)).astype(np.float32).reshape(-1)
+
+        return last
+
+    kernels = np.dtype((np.void, math.prod(kernel) * entry.dtype.itemsize))
+    return replace(entry, shape=shape, dtype=kernels, decode=Decode(math.prod(kernel[1:]), begin))
+
+
+def of_videos(arrays: Sequence[Outgoing]) -> list[Outgoing]:
+    """Return the arrays of files for videos, with what one frame reads of them as it is now."""
+    read: dict[str, Outgoing] = {}
+    videos: list[Outgoing] = []
+    stored: Any = arrays
+    named: Any = Names(wan_vae_rules([array.name for array in arrays])).to_ours(stored)  # rules that only rename
+    for array in named:
+        if array.name in read or UNUSED in array.name:
+            videos.append(_as_video(array, read.get(array.name)))
+        else:
+            read[array.name] = array
+    return videos
+
+
+def _as_video(whole: Outgoing, read: Outgoing | None) -> Outgoing:
+    """Return an array of a file with what is read of it as it is now."""
+    if read is None:
+        return whole
+
+    def get() -> HostArray:
+        array = whole.get()
+        from_video(array)[...] = read.get()
+        return array
+
+    return replace(whole, get=get)
