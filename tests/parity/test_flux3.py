@@ -66,11 +66,17 @@ def test_network(flow_map: bool, references: int) -> None:
     counts = [references, max(references - 1, 0)]
     room = 48 if references else 0
     tokens = normal(2, 48, 16)
-    known = [reference_ids(REFERENCES[:count]) for count in counts]
+    places = [np.stack(np.meshgrid(k, range(h), range(w), indexing="ij"), axis=-1).reshape(-1, 3)
+              for k, (h, w) in enumerate(REFERENCES, 1)]  # fmt: skip
+    known = [np.concatenate([np.zeros((0, 3), int), *places[:count]]) for count in counts]
     given: dict[str, Any] = {}
     if references:
         padded = np.stack([np.pad(part, ((0, room - len(part)), (0, 0)), constant_values=7) for part in known])
-        given = {"references": tokens, "ids": padded, "count": np.array([len(part) for part in known], np.int32)}
+        given = {
+            "references": tokens,
+            "ids": reference_ids(jnp.asarray(padded, jnp.int32)),
+            "count": np.array([len(part) for part in known], np.int32),
+        }
 
     @jax.jit
     def run(params: Any, given: Any) -> Any:

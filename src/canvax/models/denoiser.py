@@ -98,6 +98,8 @@ class Facts:
         distilled: it was trained to need no guidance, so that a guidance scale means nothing.
         inpaints: it reads a mask and the masked image beside the latents, as its input ``masked``.
         edits: it reads ``REFERENCES``.
+        whole_reference: the most pixels of a single reference image, which is read whole, padded with its reflection;
+            0 if its edges are cut to fit, as those of several are.
         offers: names of the ``Extras`` that it takes.
     """
 
@@ -107,6 +109,7 @@ class Facts:
     distilled: bool = False
     inpaints: bool = False
     edits: bool = False
+    whole_reference: int = 0
     offers: tuple[str, ...] = ()
 
 

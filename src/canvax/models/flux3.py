@@ -8,9 +8,9 @@ to. Latents are those of ``canvax.models.flux2_vae``; the text is eight layers o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import numpy as np
 
 from canvax.errors import CheckpointError
 from canvax.models.configs import Config, Count, Depth, Epsilon, Factor
+from canvax.models.denoiser import COLUMNS, REFERENCES, Denoiser, Facts, Inputs, Packing, Row, Shapes
 from canvax.models.dit import (
     Modulation,
     Rope,
@@ -30,21 +31,29 @@ from canvax.models.dit import (
     parallel_block_spec,
     rotary_embedding,
 )
+from canvax.models.text import Conditions
 from canvax.nn import linear, linear_spec
 from canvax.params import Params, Spec
-from canvax.types import Array, HostArray
+from canvax.quantize import compute_dtype
+from canvax.types import Array, DType
 
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 """The chat template that the language model reads."""
 
-TAPS = (4, 8, 12, 16, 20, 24, 28, 32)
-"""Layers of the language model that are put side by side."""
-
 WINDOW = 80
 """A text is padded to a multiple of this many tokens. The transformer attends to this padding."""
 
+LENGTHS = tuple(WINDOW * 2**i for i in range(5))
+"""Lengths of texts that programs are made for."""
+
+WHOLE_REFERENCE = 4 * 1024 * 1024
+"""Pixels of a single reference image, which is not cut."""
+
 PAD_POSITION = 1
 """Position of all padding in the language model."""
+
+TARGET = "target"
+"""The column of a table's row with the time that its step leads to."""
 
 IMAGE, REFERENCE, TEXT = "image", "image_cond", "txt"
 MODES = IMAGE, REFERENCE, TEXT
@@ -111,13 +120,10 @@ def flux3_spec(cfg: Flux3Config) -> Spec:
     }
 
 
-def reference_ids(sizes: Sequence[tuple[int, int]]) -> HostArray:
-    """Positions of reference images of so many tokens high and wide, one behind the other: int32 [R, 4]."""
-    grids = [
-        np.stack(np.meshgrid(0, range(h), range(w), -1 - k, indexing="ij"), axis=-1).reshape(-1, 4)
-        for k, (h, w) in enumerate(sizes)
-    ]
-    return np.concatenate([np.zeros((0, 4), np.int32), *grids]).astype(np.int32)
+def reference_ids(ids: Array) -> Array:
+    """Positions of tokens of reference images: number, row and column [B, R, 3] -> [B, R, 4], int32."""
+    number, row, column = ids[..., 0], ids[..., 1], ids[..., 2]
+    return jnp.stack([jnp.zeros_like(row), row, column, -number], axis=-1)
 
 
 class Mode(NamedTuple):
@@ -251,8 +257,8 @@ def flux3(
     each = [chunks(p["single_stream_modulations"][name], at, 3) for name, _, at in modes]
     modulation = tuple(_select(kind, list(parts)) for parts in zip(*each, strict=True))
     for i in range(cfg.num_single_layers):
-        block = p["single_transformer_blocks"][str(i)]
-        h = parallel_block(block, h, modulation, context.rope, context.lengths, eps=cfg.eps)
+        block, where = p["single_transformer_blocks"][str(i)], f"single_transformer_blocks.{i}"
+        h = parallel_block(block, h, modulation, context.rope, context.lengths, eps=cfg.eps, where=where)
     scale, shift = chunks(p["norm_out"], now, 2)  # in the other order than everywhere else
     return linear(p["proj_out"], modulated(layer_norm(h[:, :tokens], eps=cfg.eps), shift, scale))
 
@@ -285,3 +291,47 @@ def _select(kind: Array, parts: Sequence[Array]) -> Array:
     for i, part in enumerate(parts[1:], 1):
         chosen = jnp.where(kind[..., None] == i, part, chosen)
     return chosen
+
+
+@dataclass(frozen=True)
+class Flux3Denoiser(Denoiser):
+    """The transformer inside the loop. It gives the velocity of a flow, or its mean over a step.
+
+    Attributes:
+        cfg: its config.
+    """
+
+    cfg: Flux3Config
+
+    @property
+    def component(self) -> str:
+        return "transformer"
+
+    @property
+    def spec(self) -> Spec:
+        return flux3_spec(self.cfg)
+
+    @property
+    def facts(self) -> Facts:
+        return Facts(packing=Packing(1), distilled=self.cfg.flow_map, edits=True, whole_reference=WHOLE_REFERENCE)
+
+    def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Inputs:
+        del latents, text, dtype
+        return Inputs(columns={TARGET: jax.ShapeDtypeStruct((), jnp.float32)} if self.cfg.flow_map else {})
+
+    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> Flux3Context:
+        images: dict[str, Any] = {}
+        if REFERENCES in conditions:
+            references: Any = conditions[REFERENCES]
+            images = {
+                "references": references["tokens"],
+                "ids": reference_ids(references["ids"]),
+                "count": references["count"],
+            }
+        text, columns = conditions["text"].astype(compute_dtype(p)), conditions[COLUMNS]
+        return flux3_context(p, text, conditions["length"], columns, self.cfg, tokens=latents[2], **images)
+
+    def apply(self, p: Params, x: Array, row: Row, prepared: Flux3Context, memory: Any) -> tuple[Array, Any]:
+        tokens, time = x[:, 0].astype(compute_dtype(p)), row["timestep"]
+        target = row.get(TARGET, time) if self.cfg.flow_map else None  # alone, it gives the velocity at this time
+        return flux3(p, tokens, time, prepared, self.cfg, target=target)[:, None], memory

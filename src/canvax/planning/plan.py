@@ -301,7 +301,7 @@ def plan(
     height, width = check_size("height", height, tall, factor), check_size("width", width, wide, factor)
     if references:
         check_editing(networks, str(model))
-    read = reference_sizes(references, (height, width), factor) if references else ()
+    read = reference_sizes(references, (height, width), networks) if references else ()
     job = Job(
         model=networks,
         target=str(aim),

@@ -21,6 +21,9 @@ from canvax.weights.files import ModelFiles, open_weights
 from canvax.weights.safetensors import open_safetensors
 
 INDEX = "model_index.json"
+MODULAR = "modular_model_index.json"
+"""In place of the index in folders of diffusers' modular pipelines."""
+
 DEFAULTS = "canvax.json"
 """Optional, beside the index: steps and guidance that suit the model."""
 
@@ -81,13 +84,27 @@ def read_index(name: str, path: Path, accept: Accept | None) -> Mapping[str, Any
     Raises:
         CheckpointError: it is malformed or refused.
     """
-    index = read_json(path / INDEX)
+    index = read_json(path / INDEX) if (path / INDEX).exists() else _plain(read_json(path / MODULAR))
     if accept is not None:
         try:
             accept(index)
         except CheckpointError as error:
             raise CheckpointError(f"{name}: {error}") from None
     return index
+
+
+def index_in(names: Collection[str]) -> str | None:
+    """Return the index among the files of a folder."""
+    return next((name for name in (INDEX, MODULAR) if name in names), None)
+
+
+def _plain(index: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the index of a modular pipeline as that of another; each entry has library, class and where it is from."""
+    plain = dict(index)
+    for name, entry in index.items():
+        if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict):
+            plain[name] = entry[2].get("type_hint") if entry[:2] == [None, None] else entry[:2]
+    return plain
 
 
 def components_of(name: str, index: Mapping[str, Any]) -> dict[str, str]:

@@ -26,6 +26,7 @@ from canvax.weights.folder import (
     WeightPlan,
     components_of,
     find_weights,
+    index_in,
     names_in,
     plan_components,
     plan_weights,
@@ -105,9 +106,9 @@ def open_files(
             except CheckpointError as error:
                 raise CheckpointError(f"{error} (The Hub was not asked: only the cache at hand was used.)") from None
         else:
-            if INDEX not in commit.names:
+            if (file := index_in(commit.names)) is None:
                 raise CheckpointError(f"{name}: {why_no_index(commit.names)}")
-            path = commit.fetch([INDEX])
+            path = commit.fetch([file])
             index = read_index(name, path, accept)
             components = components_of(name, index)
             plans = plan_components(name, components, commit.names, location.variant) if wanted else {}
@@ -144,7 +145,7 @@ def open_network(
     if not (folder / _CONFIG).exists():
         if component:
             raise CheckpointError(f"{name}: {component} is not there: it has no {inside}{_CONFIG}")
-        what = "is a whole model, not a network alone" if (path / INDEX).exists() else f"has no {_CONFIG}"
+        what = "is a whole model, not a network alone" if index_in(names_in(path)) else f"has no {_CONFIG}"
         raise CheckpointError(f"{name}: {what}; give the folder or Hub id of the network itself")
     config = read_json(folder / _CONFIG)
     if accept is not None:
@@ -289,7 +290,7 @@ def _open_folder(
     location: Location, path: Path, revision: str | None, accept: Accept | None, weights: bool
 ) -> ModelFiles:
     name = location.text
-    if INDEX not in (names := names_in(path)):
+    if index_in(names := names_in(path)) is None:
         raise CheckpointError(f"{name}: {why_no_index(names, path)}")
     return read_folder(name, path, read_index(name, path, accept), revision, location.variant, weights=weights)
 
@@ -365,7 +366,7 @@ def _chosen(name: str, names: Collection[str], usual: Sequence[Sequence[str]], w
     if not top and (pickles := sorted(file for file in names if file.endswith(PICKLES))):
         raise CheckpointError(f"{name}: has only {pickles[0]}. {pickle_refused(pickles[0])}")
     what = "several files; name one of them, FOLDER/FILE" if top else "no safetensors file"
-    if INDEX in names:
+    if index_in(names):
         what = f"a whole model in it ({INDEX}), and no adapter; canvax.load loads models"
     raise CheckpointError(f"{name}: has {what}{listed}")
 
