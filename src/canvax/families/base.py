@@ -86,7 +86,7 @@ class SingleFile:
         tokenizer: folder of the tokenizer for a text encoder that has none beside it.
         stems: what the name of a file has in it if it is the base model, and if it is distilled; None: its arrays tell.
         base: fields of the scheduler's config that tell the base model; without any, ``model_index.json`` does.
-        index: further fields of ``model_index.json``.
+        index: further fields of ``model_index.json``, or the function that reads them off the transformer's config.
         unused: beginnings of names of arrays that it does not read.
     """
 
@@ -96,7 +96,7 @@ class SingleFile:
     tokenizer: Path
     stems: tuple[str, str] | None = None
     base: Mapping[str, Any] = field(default_factory=dict)
-    index: Mapping[str, Any] = field(default_factory=dict)
+    index: Mapping[str, Any] | Callable[[Mapping[str, Any]], Mapping[str, Any]] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
 
     @staticmethod

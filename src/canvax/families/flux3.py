@@ -3,6 +3,7 @@ autoencoder of FLUX.2 (Black Forest Labs 2026)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from canvax.errors import CheckpointError
@@ -89,8 +90,7 @@ NAMES = (
 
 def read(files: ModelFiles) -> Networks:
     """The transformer reads evenly spaced layers of the language model, as many as fit its input."""
-    has_scheduler = "scheduler" in files.components  # modular pipelines may leave it out
-    check_components(files, {name: kinds for name, kinds in CLASSES.items() if has_scheduler or name != "scheduler"})
+    check_components(files, CLASSES)
     transformer, lm = parsed(Flux3Config, files, "transformer"), parsed(DecoderConfig, files, FIRST)
     count, rest = divmod(transformer.joint_attention_dim, lm.hidden_size)
     if rest or not 0 < count < lm.num_hidden_layers:
@@ -137,11 +137,17 @@ def _config(shapes: Shapes) -> dict[str, Any]:
     }
 
 
+def _index(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"_class_name": _PIPELINES[config["flow_map"]]}
+
+
+_PIPELINES = "Flux3ModularPipeline", "Flux3DistilledModularPipeline"
+
 FLUX3 = Family(
     name="flux3",
     title="FLUX.3",
     models="FLUX.3 klein",
-    pipelines=("Flux3ModularPipeline", "Flux3DistilledModularPipeline"),
+    pipelines=_PIPELINES,
     read=read,
     tokenizer=_tokenizer,
     classes=CLASSES,
@@ -155,6 +161,7 @@ FLUX3 = Family(
         config=_config,
         configs={FIRST: QWEN3_VL, "vae": VAE, "scheduler": FLOW | {"shift": 6.93}},
         tokenizer=TOKENIZER,
+        index=_index,
         unused=("repa_projectors.",),
     ),
     unused_options=NO_OPTIONS_OF_SDXL,

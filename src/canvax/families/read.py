@@ -37,13 +37,8 @@ class Parts(NamedTuple):
     defaults: Defaults
 
 
-def _scheduler_config(family: Family, files: ModelFiles) -> dict[str, Any]:
-    """The scheduler's config, of the class that ``model_index.json`` names, which is the one that diffusers makes.
-
-    Modular pipelines may leave it out: it is that of the family.
-    """
-    if "scheduler" not in files.components and family.single_file is not None:
-        return dict(family.single_file.configs["scheduler"])
+def _scheduler_config(files: ModelFiles) -> dict[str, Any]:
+    """The scheduler's config, of the class that ``model_index.json`` names, which is the one that diffusers makes."""
     config, name = files.config("scheduler"), files.components["scheduler"]
     if name not in KNOWN_CLASSES:
         raise InputError(f"model_index.json names the scheduler {name!r}; {nearest(name, sorted(KNOWN_CLASSES))}")
@@ -75,15 +70,15 @@ def read_parts(files: ModelFiles) -> Parts:
 
 def _read_scheduler(family: Family, files: ModelFiles, networks: Networks) -> Scheduler:
     try:
-        config = _scheduler_config(family, files)
+        config = _scheduler_config(files)
         scheduler = family.scheduler(config, files) if family.scheduler else from_scheduler_config(config)
     except InputError as error:
         raise CheckpointError(f"{files}: {error}") from error
-    _check_prediction(family, files, networks, scheduler)
+    _check_prediction(files, networks, scheduler)
     return replace(scheduler, schedule=replace(scheduler.schedule, even_times=family.even_times))
 
 
-def _check_prediction(family: Family, files: ModelFiles, networks: Networks, scheduler: Scheduler) -> None:
+def _check_prediction(files: ModelFiles, networks: Networks, scheduler: Scheduler) -> None:
     """Check that the schedule is that of a flow, if the denoiser gives the velocity of one.
 
     Raises:
@@ -97,7 +92,7 @@ def _check_prediction(family: Family, files: ModelFiles, networks: Networks, sch
         problem = f"does not go with {files.name}, a flow model"
         raise InputError("prediction_type", files.overrides["prediction_type"], problem, "leave it out")
     if not schedule.is_flow:
-        name, flow = _scheduler_config(family, files)["_class_name"], "FlowMatchEulerDiscreteScheduler"
+        name, flow = _scheduler_config(files)["_class_name"], "FlowMatchEulerDiscreteScheduler"
         problem = f"is for models that predict {schedule.prediction_type}, and {files.name} is a flow model"
         if "scheduler" in files.overrides:
             raise InputError("scheduler", name, problem, f"leave it out, or take {flow}")

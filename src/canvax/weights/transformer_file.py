@@ -62,7 +62,8 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
     classes = {part: kinds[0] for part, kinds in family.classes.items() if kinds}
     classes["scheduler"] = configs["scheduler"]["_class_name"]
     components = {part: [_LIBRARIES[part], kind] for part, kind in classes.items()}
-    reasons, index = {"kind": f"{family.title}: it has {layout.marks[0]}"}, {**layout.index}
+    reasons = {"kind": f"{family.title}: it has {layout.marks[0]}"}
+    index = dict(layout.index(config) if callable(layout.index) else layout.index)
     if layout.stems:
         is_distilled, why = layout.is_distilled(path.stem, *layout.stems)
         if layout.base:  # the schedule of a checkpoint tells
