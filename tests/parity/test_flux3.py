@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image, ImageOps
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
@@ -22,11 +26,16 @@ from canvax.families.flux3 import STACKS  # noqa: E402
 from canvax.models.flux3 import Flux3Config, flux3, flux3_context, flux3_spec, reference_ids  # noqa: E402
 from canvax.noise import initial_noise  # noqa: E402
 from canvax.parallel.mesh import make_mesh  # noqa: E402
+from canvax.server.engine import EngineSettings, ImageEngine  # noqa: E402
+from canvax.server.jobs import JobRequest, State  # noqa: E402
+from canvax.server.metrics import Metrics  # noqa: E402
+from canvax.server.models import Warm  # noqa: E402
 from tests.support.random_numbers import normal  # noqa: E402
+from tests.support.serving import until  # noqa: E402
 
 from .reference import nchw, psnr, randomise, relative_error  # noqa: E402
 from .test_flux2_pipeline import ONE, TWO  # noqa: E402
-from .test_z_image_pipeline import tokenizer  # noqa: E402
+from .test_z_image_pipeline import tokenizer, write_factors  # noqa: E402
 from .transformers_reference import TOLERANCE, params_of, stored, to_torch, unfused  # noqa: E402
 
 SIZES: dict[str, Any] = {
@@ -242,3 +251,98 @@ def test_defaults(klein: Model, base: Model) -> None:
     for model, usual in ((klein, (16, 1.0)), (base, (50, 3.5))):
         assert (model.ours.model.defaults.num_inference_steps, model.ours.model.defaults.guidance_scale) == usual
         assert model.ours.model.scheduler.schedule.shift == 6.93
+
+
+def test_samplers_of_a_flow_map(klein: Model, base: Model) -> None:
+    """It is distilled for the steps of Euler: others are warned of, for that model alone."""
+    asked: dict[str, Any] = {"height": HEIGHT, "width": WIDTH, "num_inference_steps": 2, "options": QUIET}
+    for model, sampler, count in ((klein, "heun", 1), (klein, "euler", 0), (klein, None, 0), (base, "heun", 0)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.ours("a fox", sampler=sampler, guidance_scale=1.0, **asked)
+        arguments = [one.message.argument for one in caught if isinstance(one.message, canvax.HintWarning)]
+        assert arguments.count("sampler") == count
+
+
+def test_a_run_in_two_parts(klein: Model) -> None:
+    """The last step of the first part leads to the first time of the second."""
+    whole = klein.draw(prompt="a fox", latents=klein.noise()[:1], num_inference_steps=4)
+    parts = {"height": HEIGHT, "width": WIDTH, "num_inference_steps": 4}
+    first = klein.ours("a fox", latents=klein.noise()[:1], options=replace(QUIET, denoising_end=0.1), **parts)
+    second = klein.ours("a fox", latents=first.latents, options=replace(QUIET, denoising_start=0.1), **parts)
+    np.testing.assert_allclose(second.pixels, whole.pixels, atol=1e-4)
+
+
+def test_from_an_image_and_inside_a_mask(klein: Model) -> None:
+    """Where an image has a strength or a mask, the run begins from it."""
+    image, mask = ONE[0].resize((WIDTH, HEIGHT)), np.zeros((HEIGHT, WIDTH), np.uint8)
+    mask[:, WIDTH // 2 :] = 255
+    asked: dict[str, Any] = {"image": image, "num_inference_steps": 4, "seed": 1, "options": QUIET}
+    near, far = (klein.ours("a fox", strength=strength, **asked).latents for strength in (0.3, 0.9))
+    start = klein.ours("a fox", strength=0.3, **{**asked, "seed": 2}).latents
+    assert np.abs(near - start).mean() < np.abs(far - start).mean()
+    kept = klein.ours("a fox", strength=0.9, mask=Image.fromarray(mask), **asked).pixels[0]
+    np.testing.assert_allclose(kept[:, : WIDTH // 2 - 16], np.asarray(image)[:, : WIDTH // 2 - 16] / 255, atol=0.01)
+
+
+def changes() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Of some layers as diffusers has them: the change of the weight, of rank 2."""
+    rng = np.random.default_rng(3)
+    sizes = {f"single_transformer_blocks.1.attn.{name}": (48, 48) for name in ("to_q", "to_k", "to_v", "to_out.0")}
+    sizes |= {"mode_blocks.image.0.ff.linear_in": (288, 48), "mode_blocks.image_cond.1.attn.to_v": (48, 48)}
+    sizes |= {"txt_mode_blocks.0.ff.linear_out": (48, 144), "single_transformer_blocks.0.ff.linear_in": (288, 48)}
+    return {
+        name: (0.2 * rng.standard_normal((out, 2)).astype(np.float32), rng.standard_normal((2, inputs), np.float32))
+        for name, (out, inputs) in sizes.items()
+    }
+
+
+AUTHORS = {
+    "single_transformer_blocks": "single_blocks", "mode_blocks.image": "content_mode_blocks.image",
+    "attn.to_out.0": "attn_out", "attn.to_q": "q_proj", "attn.to_k": "k_proj", "attn.to_v": "v_proj",
+    "ff.linear_in": "mlp_in", "ff.linear_out": "mlp_out",
+}  # fmt: skip
+"""Names of diffusers, and of the authors."""
+
+
+@pytest.mark.parametrize("spelling", ["peft", "comfy", pytest.param("kohya", marks=pytest.mark.slow)])
+def test_lora(klein: Model, tmp_path: Path, spelling: str) -> None:
+    """The layers that the reference's pipeline loads too, of all modes."""
+    factors = changes()
+    state = {name: weight.clone() for name, weight in klein.theirs.transformer.state_dict().items()}
+    asked: dict[str, Any] = {"num_inference_steps": 2, "image": ONE}
+    with torch.no_grad():
+        for name, (up, down) in factors.items():
+            klein.theirs.transformer.get_submodule(name).weight.add_(torch.from_numpy(up @ down))
+    want = klein.reference(PROMPTS, klein.noise(), **asked)
+    klein.theirs.transformer.load_state_dict(state)
+    asked |= {"height": HEIGHT, "width": WIDTH}
+    assert psnr(klein.draw(**asked).pixels, want) < 40
+    if spelling != "peft":
+        for ours, theirs in AUTHORS.items():
+            factors = {name.replace(ours, theirs): pair for name, pair in factors.items()}
+    klein.ours.adapters.load("style", write_factors(tmp_path / "style.safetensors", spelling, factors))
+    got = klein.draw(**asked)
+    klein.ours.adapters.remove("style")
+    assert psnr(got.pixels, want) > 60
+
+
+def test_requests_to_a_server(klein: Model) -> None:
+    """One that edits and one that generates, with settings of their own, are the images of calls."""
+    engine = ImageEngine(["klein"], EngineSettings(warm=(Warm((WIDTH, HEIGHT), (1,)),)), Metrics(),
+                         lambda name, **_: klein.ours)  # fmt: skip
+    engine.start()
+    try:
+        until(lambda: engine.state is not State.STARTING, 300)
+        assert engine.failure is None
+        assert "editing" in engine.models()[0].tasks
+        cut = ImageOps.fit(ONE[0], (WIDTH, HEIGHT), Image.Resampling.LANCZOS)
+        for more, given in (({"image": ONE[0]}, {"image": cut}), ({}, {})):
+            job = engine.submit(JobRequest(prompt="a fox", seed=5, steps=3, width=WIDTH, height=HEIGHT, **more))
+            until(lambda job=job: job.status.over, 300)
+            given |= {"height": HEIGHT, "width": WIDTH, "options": QUIET}
+            want = klein.ours("a fox", seed=5, num_inference_steps=3, **given)
+            got = np.asarray(Image.open(io.BytesIO(job.pictures[0].data or b"")), np.float32) / 255
+            assert psnr(got, want.pixels[0]) > 45
+    finally:
+        engine.close()

@@ -313,7 +313,8 @@ class Flux3Denoiser(Denoiser):
 
     @property
     def facts(self) -> Facts:
-        return Facts(packing=Packing(1), distilled=self.cfg.flow_map, edits=True, whole_reference=WHOLE_REFERENCE)
+        leaps = self.cfg.flow_map
+        return Facts(packing=Packing(1), distilled=leaps, flow_map=leaps, edits=True, whole_reference=WHOLE_REFERENCE)
 
     def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Inputs:
         del latents, text, dtype
