@@ -33,7 +33,7 @@ from canvax.models.dit import (
 )
 from canvax.models.text import Conditions
 from canvax.nn import linear, linear_spec
-from canvax.params import Params, Spec
+from canvax.params import Params, Spec, whole
 from canvax.quantize import compute_dtype
 from canvax.types import Array, DType
 
@@ -103,20 +103,20 @@ def flux3_spec(cfg: Flux3Config) -> Spec:
 
     block = parallel_block_spec(width, cfg.num_attention_heads, int(width * cfg.mlp_ratio))
     early: Spec = {str(i): block for i in range(cfg.num_layers)}
-    embedder = {"linear_1": matrix(cfg.timestep_channels, width), "linear_2": matrix(width, width)}
-    modulations: Spec = {mode: {"linear": matrix(width, 3 * width)} for mode in MODES}
+    embedder = whole({"linear_1": matrix(cfg.timestep_channels, width), "linear_2": matrix(width, width)})
+    modulations: Spec = {mode: {"linear": whole(matrix(width, 3 * width))} for mode in MODES}
     return {
         "timestep_embedder": embedder,
         **({"target_timestep_embedder": embedder} if cfg.flow_map else {}),
         "early_stream_modulations": modulations,
         "single_stream_modulations": modulations,
-        "x_embedders": {mode: matrix(cfg.in_channels, width) for mode in (IMAGE, REFERENCE)},
-        "context_embedder": matrix(cfg.joint_attention_dim, width),
+        "x_embedders": {mode: whole(matrix(cfg.in_channels, width)) for mode in (IMAGE, REFERENCE)},
+        "context_embedder": whole(matrix(cfg.joint_attention_dim, width)),
         "mode_blocks": dict.fromkeys((IMAGE, REFERENCE), early),
         "txt_mode_blocks": early,
         "single_transformer_blocks": {str(i): block for i in range(cfg.num_single_layers)},
-        "norm_out": {"linear": matrix(width, 2 * width)},
-        "proj_out": matrix(width, cfg.in_channels),
+        "norm_out": {"linear": whole(matrix(width, 2 * width))},
+        "proj_out": whole(matrix(width, cfg.in_channels)),
     }
 
 
