@@ -17,7 +17,9 @@ import safetensors.numpy  # noqa: E402
 import canvax  # noqa: E402
 from canvax.cli import main  # noqa: E402
 from canvax.families.flux3 import FLUX3, NAMES  # noqa: E402
+from canvax.families.local_models import local_models  # noqa: E402
 from canvax.models.flux3 import Flux3Config, flux3_spec  # noqa: E402
+from canvax.weights.data_folder import using  # noqa: E402
 from canvax.weights.formats import whole_name  # noqa: E402
 from canvax.weights.rules import Names  # noqa: E402
 from canvax.weights.safetensors import Outgoing  # noqa: E402
@@ -146,6 +148,8 @@ def test_info(files: dict[str, Path], folder: Path, capsys: pytest.CaptureFixtur
         assert name != "model" or report["family"] == "FLUX.3"
     assert main(["info", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["defaults"]["num_inference_steps"] == 16
+    with using(str(folder.parent)):
+        assert local_models().models == {"klein": folder}
 
 
 def assert_same_files(saved: Path, folder: Path, *more: str) -> None:
