@@ -267,7 +267,7 @@ def test_samplers_of_a_flow_map(klein: Model, base: Model) -> None:
 def test_a_run_in_two_parts(klein: Model) -> None:
     """The last step of the first part leads to the first time of the second."""
     whole = klein.draw(prompt="a fox", latents=klein.noise()[:1], num_inference_steps=4)
-    parts = {"height": HEIGHT, "width": WIDTH, "num_inference_steps": 4}
+    parts: dict[str, Any] = {"height": HEIGHT, "width": WIDTH, "num_inference_steps": 4}
     first = klein.ours("a fox", latents=klein.noise()[:1], options=replace(QUIET, denoising_end=0.1), **parts)
     second = klein.ours("a fox", latents=first.latents, options=replace(QUIET, denoising_start=0.1), **parts)
     np.testing.assert_allclose(second.pixels, whole.pixels, atol=1e-4)
@@ -337,7 +337,8 @@ def test_requests_to_a_server(klein: Model) -> None:
         assert engine.failure is None
         assert "editing" in engine.models()[0].tasks
         cut = ImageOps.fit(ONE[0], (WIDTH, HEIGHT), Image.Resampling.LANCZOS)
-        for more, given in (({"image": ONE[0]}, {"image": cut}), ({}, {})):
+        asks: list[tuple[dict[str, Any], dict[str, Any]]] = [({"image": ONE[0]}, {"image": cut}), ({}, {})]
+        for more, given in asks:
             job = engine.submit(JobRequest(prompt="a fox", seed=5, steps=3, width=WIDTH, height=HEIGHT, **more))
             until(lambda job=job: job.status.over, 300)
             given |= {"height": HEIGHT, "width": WIDTH, "options": QUIET}

@@ -190,7 +190,7 @@ def test_lora_of_flux3(pictures: Path, tmp_path: Path, distilled: bool) -> None:
     assert file is not None
     assert any(name.startswith("transformer.single_transformer_blocks.1.attn.to_q.") for name in load_file(file))
     pipe = canvax.load(tmp_path / "model", dtype="float32", mesh=one_device())
-    call = {"prompt": "a red apple", "height": 64, "width": 48, "num_inference_steps": 2, "seed": 1, "progress": False}
+    call: dict[str, Any] = {"prompt": "a red apple", "height": 64, "width": 48, "num_inference_steps": 2, "seed": 1}
     plain = pipe(**call).pixels
     pipe.adapters.load("mine", file)
     assert psnr(pipe(**call).pixels, plain) < 80
