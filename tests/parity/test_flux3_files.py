@@ -19,7 +19,7 @@ from canvax.cli import main  # noqa: E402
 from canvax.families.flux3 import FLUX3, NAMES  # noqa: E402
 from canvax.families.local_models import local_models  # noqa: E402
 from canvax.models.flux3 import Flux3Config, flux3_spec  # noqa: E402
-from canvax.weights.data_folder import using  # noqa: E402
+from canvax.weights.data_folder import find_named, using  # noqa: E402
 from canvax.weights.formats import whole_name  # noqa: E402
 from canvax.weights.rules import Names  # noqa: E402
 from canvax.weights.safetensors import Outgoing  # noqa: E402
@@ -148,8 +148,6 @@ def test_info(files: dict[str, Path], folder: Path, capsys: pytest.CaptureFixtur
         assert name != "model" or report["family"] == "FLUX.3"
     assert main(["info", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["defaults"]["num_inference_steps"] == 16
-    with using(str(folder.parent)):
-        assert local_models().models == {"klein": folder}
 
 
 def assert_same_files(saved: Path, folder: Path, *more: str) -> None:
@@ -184,11 +182,14 @@ def test_saved(folder: Path, wanted: canvax.Pipeline, tmp_path: Path) -> None:
 
 
 def test_converted(files: dict[str, Path], folder: Path, tmp_path: Path) -> None:
-    """Files become a folder, without a device."""
+    """Files become a folder, without a device; it is a model of a folder of models."""
     flags = {"--vae": "vae", "--text-encoder": "text_encoder", "--tokenizer": "tokenizer"}
     words = [word for flag, name in flags.items() for word in (flag, str(files[name]))]
     assert main(["convert", str(files["model"]), str(tmp_path / "folder"), "-q", *words]) == 0
     assert_same_files(tmp_path / "folder", folder)
+    with using(str(tmp_path)):
+        assert local_models().models == {"folder": tmp_path / "folder"}
+        assert find_named("folder", "model") == tmp_path / "folder"
 
 
 def test_a_component_in_another_repository(folder: Path, tmp_path: Path) -> None:
