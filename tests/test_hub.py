@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load, save_file
+from safetensors.numpy import load, save, save_file
 
 from canvax.cli import main
 from canvax.errors import CheckpointError, InputError
@@ -79,7 +79,7 @@ for call in json.load(sys.stdin):
                 continue
             answer = {"folder": str(files.folder()), "sha": files.revision, "name": str(files),
                       "unread": files.unread, "weights": {n: sorted({e.path.name for e in files.entries(n)})
-                      for n in ("unet", "vae", "text_encoder")}}
+                      for n in ("unet", "vae", "text_encoder") if n in files.components}}
         except CanvaxError as error:
             answer = {"error": type(error).__name__, "text": str(error)}
     answers.append({**answer, "warnings": [str(w.message) for w in caught if w.category is UserWarning]})
@@ -187,6 +187,35 @@ def test_a_second_time_asks_for_the_commit_only(hub: HubImitation, client: Clien
     assert missing["error"] == "HubError"
     assert "is not in the cache" in missing["text"]
     assert "HF_HUB_OFFLINE" in missing["text"]
+
+
+def test_a_modular_pipeline(hub: HubImitation, client: Client) -> None:
+    """Its index has another name, in the cache too; a component in another repository is known before downloads."""
+    where = {"pretrained_model_name_or_path": "someone/klein", "revision": None, "variant": None}
+    kinds = {"transformer": ["diffusers", "Flux3Transformer2DModel"], "tokenizer": ["transformers", "AutoProcessor"]}
+    index: dict[str, Any] = {"_class_name": "Flux3ModularPipeline", "_blocks_class_name": "Flux3AutoBlocks"}
+    for name, kind in kinds.items():
+        index[name] = [None, None, {"type_hint": kind, "subfolder": name, **where}]
+    files = {
+        "modular_model_index.json": json.dumps(index).encode(),
+        "transformer/config.json": b"{}",
+        "transformer/diffusion_pytorch_model.safetensors": save({"a": np.zeros(2)}),
+        "tokenizer/tokenizer.json": b"{ }",
+    }
+    hub.repositories["someone/klein"] = Repository()
+    sha = hub.repositories["someone/klein"].commit("main", {**files, "README.md": b"?"})
+    (answer,) = client({"model": "someone/klein", "progress": False})
+    assert answer.get("sha") == sha
+    assert hub.fetched() == sorted(files)
+    (offline,) = client({"model": "someone/klein", "local_files_only": True})
+    assert offline.get("sha") == sha
+    hub.repositories["someone/bare"] = Repository()
+    hub.repositories["someone/bare"].commit("main", {k: v for k, v in files.items() if not k.startswith("tokenizer")})
+    hub.requests.clear()
+    (missing,) = client({"model": "someone/bare"})
+    assert missing["error"] == "CheckpointError"
+    assert "someone/klein" in missing["text"]
+    assert hub.fetched() == ["modular_model_index.json"]
 
 
 def test_configs_alone(hub: HubImitation, client: Client, toy: dict[str, bytes]) -> None:

@@ -407,7 +407,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("model", "steps", "guided"),
-    [("sd15", 50, True), ("z-image", 50, True), ("krea-2", 28, True), ("flux2-klein-4b", 4, False)],
+    [
+        ("sd15", 50, True),
+        ("z-image", 50, True),
+        ("krea-2", 28, True),
+        ("flux2-klein-4b", 4, False),
+        ("flux3-klein", 16, False),
+        ("flux3-klein-base", 50, True),
+    ],
 )
 @pytest.mark.usefixtures("compiled")
 def test_steps_and_guidance_of_presets(model: str, steps: int, guided: bool) -> None:

@@ -105,6 +105,7 @@ def test_which_weights() -> None:
     [
         ("z-image", {"context_refiner", "layers", "noise_refiner"}, "adaLN_modulation"),
         ("flux2-klein-4b", {"single_transformer_blocks", "transformer_blocks"}, None),
+        ("flux3-klein", {"single_transformer_blocks", "mode_blocks", "txt_mode_blocks"}, None),
         ("krea-2", {"text_fusion", "transformer_blocks"}, "projector"),
     ],
 )

@@ -1,4 +1,4 @@
-"""canvax: images from text in JAX, with Stable Diffusion, Z-Image, FLUX.2 klein and Krea 2.
+"""canvax: images from text in JAX, with Stable Diffusion, Z-Image, FLUX.2 klein, FLUX.3 klein and Krea 2.
 
     pipe = canvax.load("emoji")
     pipe("a red apple", seed=1).images[0].save("apple.png")

@@ -33,7 +33,7 @@ from canvax.train.finetune import finetune  # noqa: E402
 from canvax.train.lora import Lora, train_lora  # noqa: E402
 from canvax.train.task import Subject, Training  # noqa: E402
 
-from . import test_flux2_pipeline, test_krea2_pipeline, test_z_image_pipeline  # noqa: E402
+from . import test_flux2_pipeline, test_flux3, test_krea2_pipeline, test_z_image_pipeline  # noqa: E402
 from .reference import nchw, psnr  # noqa: E402
 from .test_krea2_pipeline import packed  # noqa: E402
 from .test_training import (  # noqa: E402
@@ -179,6 +179,21 @@ def test_lora(
     for name, pair in factors.items():
         np.testing.assert_array_equal(pair["down"].T, saved[f"transformer.{name}.lora_A.weight"])
         assert pair["up"].any()
+
+
+@pytest.mark.parametrize("distilled", [False, True], ids=["base", "distilled"])
+def test_lora_of_flux3(pictures: Path, tmp_path: Path, distilled: bool) -> None:
+    """Two steps change the image, and the file has names of diffusers."""
+    test_flux3.build(tmp_path / "model", distilled=distilled)
+    run = training(tmp_path / "model", tmp_path / "run", pictures, plan=replace(PLAN, steps=2))
+    file = train_lora(run, Lora(rank=3, alpha=60.0), one_device())
+    assert file is not None
+    assert any(name.startswith("transformer.single_transformer_blocks.1.attn.to_q.") for name in load_file(file))
+    pipe = canvax.load(tmp_path / "model", dtype="float32", mesh=one_device())
+    call: dict[str, Any] = {"prompt": "a red apple", "height": 64, "width": 48, "num_inference_steps": 2, "seed": 1}
+    plain = pipe(**call).pixels
+    pipe.adapters.load("mine", file)
+    assert psnr(pipe(**call).pixels, plain) < 80
 
 
 @pytest.fixture

@@ -13,11 +13,14 @@ transformers = pytest.importorskip("transformers")
 
 from benchmarks.lab.layouts import LAYOUTS, SMALL  # noqa: E402
 from benchmarks.lab.models import random_arrays, usual_dtype  # noqa: E402
+from canvax.families.flux2 import NAMES  # noqa: E402
+from canvax.families.flux3 import STACKS  # noqa: E402
 from canvax.families.known import PRESETS  # noqa: E402
 from canvax.models.configs import VaeConfig  # noqa: E402
 from canvax.models.decoder_lm import DecoderConfig, decoder_lm_spec  # noqa: E402
 from canvax.models.flux2 import Flux2Config, flux2_spec  # noqa: E402
 from canvax.models.flux2_vae import UNUSED, Flux2VaeConfig, flux2_vae_spec  # noqa: E402
+from canvax.models.flux3 import Flux3Config, flux3_spec  # noqa: E402
 from canvax.models.krea2 import Krea2Config, krea2_spec  # noqa: E402
 from canvax.models.vae import vae_spec  # noqa: E402
 from canvax.models.wan_vae import WanVaeConfig, wan_vae_spec  # noqa: E402
@@ -38,6 +41,8 @@ DENOISERS: dict[str, tuple[Any, Any, Any, dict[str, Any], int, float]] = {
     "FLUX.2 klein 4B": (diffusers.Flux2Transformer2DModel, Flux2Config, flux2_spec, KLEIN_4B, 169, 3.876),
     "FLUX.2 klein 9B": (diffusers.Flux2Transformer2DModel, Flux2Config, flux2_spec, KLEIN_9B, 233, 9.079),
     "FLUX.2 dev": (diffusers.Flux2Transformer2DModel, Flux2Config, flux2_spec, {}, 331, 32.223),
+    "FLUX.3 klein base": (diffusers.Flux3Transformer2DModel, Flux3Config, flux3_spec, {}, 0, 5.538),
+    "FLUX.3 klein": (diffusers.Flux3Transformer2DModel, Flux3Config, flux3_spec, {"flow_map": True}, 0, 5.549),
     "Krea 2": (diffusers.Krea2Transformer2DModel, Krea2Config, krea2_spec, {}, 0, 12.820),
 }  # fmt: skip
 
@@ -49,7 +54,8 @@ def test_denoiser(name: str) -> None:
         theirs = kind(**fields)
     spec, state = spec_of(config.from_dict(dict(theirs.config))), stored(theirs)
     assert len(state) == tensors or not tensors
-    same_names_and_shapes(unfused(state, spec) if kind is diffusers.Flux2Transformer2DModel else state, spec)
+    rules = {Flux2Config: NAMES, Flux3Config: STACKS}.get(config, ())
+    same_names_and_shapes(unfused(state, spec, rules), spec)
     assert count(spec) / 1e9 == pytest.approx(billions, abs=5e-4)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from canvax.families.flux2 import NAMES
 from canvax.params import Param, Params, Spec, flatten, unflatten
-from canvax.weights.rules import Names, _longest
+from canvax.weights.rules import Names, Rule, _longest
 
 TOLERANCE = 1e-4
 """Largest difference over the largest value of the reference."""
@@ -44,10 +46,10 @@ def same_names_and_shapes(state: State, spec: Spec) -> dict[str, Param]:
     return declared
 
 
-def unfused(state: State, spec: Spec) -> State:
-    """FLUX.2's checkpoint with each layer in an array of its own."""
+def unfused(state: State, spec: Spec, rules: Sequence[Rule] | None = None) -> State:
+    """A checkpoint of FLUX.2, or with these rules, with each layer in an array of its own."""
     declared: dict[str, Param] = dict(flatten(spec))
-    names, result = Names(NAMES), State()
+    names, result = Names(NAMES if rules is None else rules), State()
     for name, array in state.items():
         match = _longest(names._theirs, name.split("."))
         if match is None:

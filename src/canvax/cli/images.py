@@ -134,13 +134,13 @@ def sized(calls: Sequence[Call], model: Model) -> list[Call]:
         InputError: an image cannot be used.
     """
     known: dict[Any, tuple[Any, Any]] = {}
-    edits, step = model.networks.denoiser.facts.edits, model.networks.size_step
+    edits = model.networks.denoiser.facts.edits
     resized = []
     for call in calls:
         if is_alone(call, call.options):
             key = call.image, call.height, call.width
             if key not in known and edits:
-                height, width = check_references(call.image, step).sizes[0]
+                height, width = check_references(call.image, model.networks).sizes[0]
                 known[key] = call.height or height, call.width or width
             elif key not in known:
                 if isinstance(call.image, tuple):

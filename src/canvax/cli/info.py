@@ -26,7 +26,7 @@ from canvax.tokenizers.concepts import Concepts
 from canvax.weights.data_folder import find_named
 from canvax.weights.entries import Entry
 from canvax.weights.files import open_weights
-from canvax.weights.folder import INDEX
+from canvax.weights.folder import index_in
 from canvax.weights.identify import EMBEDDING, LORA, MODEL, TRANSFORMER, Found, inspect, listing
 from canvax.weights.location import BUNDLED, Location, warn_unused_cache
 from canvax.weights.lora import adapter_info
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         path, arguments.what = named, str(named)
     suffix = path.suffix.lower()
     is_image = suffix in FORMATS
-    if path.is_dir() and arguments.what not in BUNDLED and not (path / INDEX).is_file():
+    if path.is_dir() and arguments.what not in BUNDLED and not index_in(os.listdir(path)):
         _refuse_flags(arguments, _MODEL_FLAGS, f"{path} is no model in the diffusers layout; leave it out")
         report |= folder_info(path)
         _show(arguments, _folder_lines(report))

@@ -315,7 +315,9 @@ class Batch:
         for name in inputs.rows.keys() - IDLE_ROWS.keys():
             columns[name] = column = np.zeros(inputs.rows[name].shape, np.float32)
             for slot, run in active.items():
-                if name in run.columns:
+                if (given := windows[id(run.table), run.row].get(name)) is not None:
+                    column[slot] = given
+                elif name in run.columns:
                     rows = run.columns[name][run.row : run.row + WINDOW]
                     column[slot, : len(rows)] = rows
         shared = {"noisy": noisy}

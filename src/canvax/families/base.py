@@ -84,29 +84,30 @@ class SingleFile:
             ``IndexError`` for arrays that are missing, ``ValueError`` with the reason for other models.
         configs: configs of the other parts, as far as their arrays do not tell them.
         tokenizer: folder of the tokenizer for a text encoder that has none beside it.
-        stems: what the name of a file has in it if it is the base model, and if it is distilled.
+        stems: what the name of a file has in it if it is the base model, and if it is distilled; None: its arrays tell.
         base: fields of the scheduler's config that tell the base model; without any, ``model_index.json`` does.
-        index: further fields of ``model_index.json``.
-        unused: names of arrays that it does not read.
+        index: further fields of ``model_index.json``, or the function that reads them off the transformer's config.
+        unused: beginnings of names of arrays that it does not read.
     """
 
     marks: tuple[str, ...]
     config: Callable[[Shapes], dict[str, Any]]
     configs: Mapping[str, Mapping[str, Any]]
     tokenizer: Path
-    stems: tuple[str, str]
+    stems: tuple[str, str] | None = None
     base: Mapping[str, Any] = field(default_factory=dict)
-    index: Mapping[str, Any] = field(default_factory=dict)
+    index: Mapping[str, Any] | Callable[[Mapping[str, Any]], Mapping[str, Any]] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
 
-    def is_distilled(self, stem: str) -> tuple[bool, str]:
+    @staticmethod
+    def is_distilled(stem: str, *marks: str) -> tuple[bool, str]:
         """Return whether the model of a file of this name is the distilled one, and how that is known."""
-        base, distilled = (mark in stem.lower() for mark in self.stems)
+        base, distilled = (mark in stem.lower() for mark in marks)
         if base or distilled:
-            return not base, f"by {self.stems[not base]!r} in the name of the file; no array tells"
+            return not base, f"by {marks[not base]!r} in the name of the file; no array tells"
         return True, (
-            f"a guess: the name of the file has neither {self.stems[0]!r} nor {self.stems[1]!r} in it, and no array "
-            f"tells; if it is the base model, put {self.stems[0]!r} into the name of the file"
+            f"a guess: the name of the file has neither {marks[0]!r} nor {marks[1]!r} in it, and no array "
+            f"tells; if it is the base model, put {marks[0]!r} into the name of the file"
         )
 
 

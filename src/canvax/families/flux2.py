@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from canvax.errors import CheckpointError
@@ -18,9 +17,8 @@ from canvax.families.language import (
     SHIFT_BY_SIZE,
     TOKENIZER,
     check_fit,
-    read_chat_tokenizer,
+    read_padding_tokenizer,
 )
-from canvax.files import read_json
 from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.flux2 import ROWS, TEMPLATE, Flux2Config, Flux2Denoiser, taps
 from canvax.models.flux2_vae import Flux2Autoencoder, Flux2VaeConfig
@@ -134,15 +132,7 @@ def _networks(transformer: Flux2Config, lm: DecoderConfig, vae: Flux2Autoencoder
 
 
 def _tokenizer(files: ModelFiles, encoder: TextEncoder) -> ChatTokenizer:
-    """Padding is read by the transformer, so that its token matters."""
-    tokenizer = read_chat_tokenizer(files, encoder, TEMPLATE)
-    path = files.folder(encoder.tokenizer) / "tokenizer_config.json"
-    pad = read_json(path).get("pad_token") if path.is_file() else None
-    word = pad.get("content") if isinstance(pad, dict) else pad
-    token = tokenizer.backend.token_to_id(word) if isinstance(word, str) else None
-    if token is None:
-        raise CheckpointError(f"{path}: names no pad_token of its tokenizer. Download the checkpoint again.")
-    return replace(tokenizer, pad=token)
+    return read_padding_tokenizer(files, encoder, TEMPLATE)
 
 
 def empirical_mu(tokens: int, steps: int) -> float:
@@ -173,7 +163,7 @@ def _config(shapes: Shapes) -> dict[str, Any]:
     }
 
 
-_VAE = {
+VAE = {
     "_class_name": "AutoencoderKLFlux2",
     "block_out_channels": [128, 256, 512, 512],
     "force_upcast": True,
@@ -203,7 +193,7 @@ FLUX2 = Family(
         config=_config,
         configs={
             FIRST: QWEN3,
-            "vae": _VAE,
+            "vae": VAE,
             "scheduler": FLOW | SHIFT_BY_SIZE | {"max_image_seq_len": 4096, "shift": 3.0},
         },
         tokenizer=TOKENIZER,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from canvax.errors import CheckpointError
 from canvax.families.base import AESTHETICS, SECOND_PROMPTS, SIZES, TARGET_SIZES
+from canvax.files import read_json
 from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.text import TextEncoder
 from canvax.tokenizers.chat import ChatTokenizer
@@ -68,6 +70,18 @@ def read_chat_tokenizer(files: ModelFiles, encoder: TextEncoder, template: str) 
             f"{files}: its tokenizer has the id {tokenizer.largest}, the encoder embeds 0..{size - 1}"
         )
     return tokenizer
+
+
+def read_padding_tokenizer(files: ModelFiles, encoder: TextEncoder, template: str) -> ChatTokenizer:
+    """The tokenizer of a model that reads padding, so that the token of it matters."""
+    tokenizer = read_chat_tokenizer(files, encoder, template)
+    path = files.folder(encoder.tokenizer) / "tokenizer_config.json"
+    pad = read_json(path).get("pad_token") if path.is_file() else None
+    word = pad.get("content") if isinstance(pad, dict) else pad
+    token = tokenizer.backend.token_to_id(word) if isinstance(word, str) else None
+    if token is None:
+        raise CheckpointError(f"{path}: names no pad_token of its tokenizer. Download the checkpoint again.")
+    return replace(tokenizer, pad=token)
 
 
 def check_fit(files: ModelFiles, *, latents: tuple[int, int], text: tuple[int, int]) -> None:

@@ -117,7 +117,15 @@ def _layer_spec(cfg: DecoderConfig) -> Spec:
     }
 
 
-def decoder_lm(p: Params, ids: Array, lengths: Array, cfg: DecoderConfig, *, taps: tuple[int, ...]) -> Array:
+def decoder_lm(
+    p: Params,
+    ids: Array,
+    lengths: Array,
+    cfg: DecoderConfig,
+    *,
+    taps: tuple[int, ...],
+    pad_position: int | None = None,
+) -> Array:
     """Token ids -> the residual stream behind some layers; behind the last layer of the model it is normalised.
 
     Args:
@@ -127,12 +135,16 @@ def decoder_lm(p: Params, ids: Array, lengths: Array, cfg: DecoderConfig, *, tap
             features too, which some models read.
         cfg: the config.
         taps: numbers of layers, 0 for the embedding: entries of transformers' ``hidden_states``.
+        pad_position: of all padding; None: padding goes on counting.
 
     Returns:
         [B, T, taps, D] in the dtype of the parameters.
     """
     p = p["model"]
-    rope = rotary_embedding(jnp.arange(ids.shape[1])[None, :, None], (cfg.width_of_head,), cfg.rope_theta)
+    positions = jnp.arange(ids.shape[1])[None]
+    if pad_position is not None:
+        positions = jnp.where(positions < lengths[:, None], positions, pad_position)
+    rope = rotary_embedding(positions[..., None], (cfg.width_of_head,), cfg.rope_theta)
     h = embedding(p["embed_tokens"], ids)
     stream = [h]
     with scope("text_encoder"):
@@ -168,6 +180,7 @@ class LanguageModel(TextEncoder):
         earlier: those before it.
         lengths: of ``TextEncoder``.
         most: tokens of the longest prompt.
+        pad_position: of ``decoder_lm``.
     """
 
     cfg: DecoderConfig
@@ -175,6 +188,7 @@ class LanguageModel(TextEncoder):
     earlier: tuple[int, ...] = ()
     lengths: tuple[int, ...] = (128, 256, 512)
     most: int = 512
+    pad_position: int | None = None
     component = FIRST
     tokenizer = "tokenizer"
 
@@ -206,5 +220,6 @@ class LanguageModel(TextEncoder):
 
     def encode(self, p: Params, ids: Array, length: Array) -> Conditions:
         """Encode prompts: ids [B, T], of which the first ``length`` [B] are the prompt."""
-        text = decoder_lm(p, ids, length, self.cfg, taps=(*self.earlier, self.tap))
+        taps = (*self.earlier, self.tap)
+        text = decoder_lm(p, ids, length, self.cfg, taps=taps, pad_position=self.pad_position)
         return {"text": text.reshape(*ids.shape, self.width), "length": length}

@@ -96,8 +96,11 @@ class Facts:
         packing: how the loop holds its latents.
         embeds_guidance: the guidance scale is its input ``guidance``, so that it needs no negative prompt.
         distilled: it was trained to need no guidance, so that a guidance scale means nothing.
+        flow_map: it gives the mean velocity of a step of Euler's, so that other samplers mean nothing.
         inpaints: it reads a mask and the masked image beside the latents, as its input ``masked``.
         edits: it reads ``REFERENCES``.
+        whole_reference: the most pixels of a single reference image, which is read whole, padded with its reflection;
+            0 if its edges are cut to fit, as those of several are.
         offers: names of the ``Extras`` that it takes.
     """
 
@@ -105,8 +108,10 @@ class Facts:
     packing: Packing = Packing()
     embeds_guidance: bool = False
     distilled: bool = False
+    flow_map: bool = False
     inpaints: bool = False
     edits: bool = False
+    whole_reference: int = 0
     offers: tuple[str, ...] = ()
 
 

@@ -115,6 +115,12 @@ def sinusoids(t: Array, width: int) -> Array:
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
+def embedded_time(p: Params, t: Array, x: Array) -> Array:
+    """A time or guidance scale [B] in 0..1000 as a vector [B, D] in the dtype of ``x``."""
+    h = sinusoids(t, p["linear_1"]["weight"].shape[0]).astype(x.dtype)
+    return linear(p["linear_2"], jax.nn.silu(linear(p["linear_1"], h)))
+
+
 def swiglu_spec(width: int, inner: int, names: tuple[str, str, str] = ("gate", "up", "down")) -> Spec:
     """Gate, up and down projections of a gated feed-forward, under the checkpoint's ``names``."""
     gate, up, down = names
@@ -202,6 +208,11 @@ def double_block_spec(width: int, heads: int, inner: int) -> Spec:
 
 Modulation = tuple[Array, ...]
 """Shift, scale and gate for the attention, then for the feed-forward, each [B, 1, D]."""
+
+
+def chunks(p: Params, time: Array, count: int) -> Modulation:
+    """``count`` vectors [B, 1, D] of a modulation, from the activated time [B, 1, D]."""
+    return tuple(jnp.split(linear(p["linear"], time), count, axis=-1))
 
 
 @outlined

@@ -18,17 +18,17 @@ from canvax.errors import CheckpointError
 from canvax.models.configs import Config, Count, Depth, Epsilon, Factor
 from canvax.models.denoiser import COLUMNS, REFERENCES, Denoiser, Facts, Packing, Row
 from canvax.models.dit import (
-    Modulation,
     Rope,
+    chunks,
     double_block,
     double_block_spec,
+    embedded_time,
     grid_ids,
     layer_norm,
     modulated,
     parallel_block,
     parallel_block_spec,
     rotary_embedding,
-    sinusoids,
 )
 from canvax.models.text import Conditions
 from canvax.nn import linear, linear_spec
@@ -192,13 +192,13 @@ def flux2(
         [B, L, ``in_channels``].
     """
     tokens, rows = x.shape[1], context.text.shape[1]
-    time = _embedded(p["time_guidance_embed"]["timestep_embedder"], timestep, x)
+    time = embedded_time(p["time_guidance_embed"]["timestep_embedder"], timestep, x)
     if cfg.guidance_embeds and guidance is not None:
-        time = time + _embedded(p["time_guidance_embed"]["guidance_embedder"], 1000 * guidance, x)
+        time = time + embedded_time(p["time_guidance_embed"]["guidance_embedder"], 1000 * guidance, x)
     time = jax.nn.silu(time)[:, None]
-    for_image = _chunks(p["double_stream_modulation_img"], time, 6)
-    for_text = _chunks(p["double_stream_modulation_txt"], time, 6)
-    for_both = _chunks(p["single_stream_modulation"], time, 3)
+    for_image = chunks(p["double_stream_modulation_img"], time, 6)
+    for_text = chunks(p["double_stream_modulation_txt"], time, 6)
+    for_both = chunks(p["single_stream_modulation"], time, 3)
 
     image, text = jnp.concatenate([linear(p["x_embedder"], x), context.references], axis=1), context.text
     for i in range(cfg.num_layers):
@@ -211,19 +211,8 @@ def flux2(
         block = p["single_transformer_blocks"][str(i)]
         where = f"single_transformer_blocks.{i}"
         h = parallel_block(block, h, for_both, context.rope, context.lengths, eps=cfg.eps, where=where)
-    scale, shift = _chunks(p["norm_out"], time, 2)  # in the other order than everywhere else
+    scale, shift = chunks(p["norm_out"], time, 2)  # in the other order than everywhere else
     return linear(p["proj_out"], modulated(layer_norm(h[:, rows : rows + tokens], eps=cfg.eps), shift, scale))
-
-
-def _embedded(p: Params, t: Array, x: Array) -> Array:
-    """A time or guidance scale [B] in 0..1000 as a vector [B, D] in the dtype of ``x``."""
-    h = sinusoids(t, p["linear_1"]["weight"].shape[0]).astype(x.dtype)
-    return linear(p["linear_2"], jax.nn.silu(linear(p["linear_1"], h)))
-
-
-def _chunks(p: Params, time: Array, count: int) -> Modulation:
-    """``count`` vectors [B, 1, D] of a modulation."""
-    return tuple(jnp.split(linear(p["linear"], time), count, axis=-1))
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from canvax.images.infotext import NETWORK
 from canvax.pipelines.generate import larger_side, sampler_table, work
 from canvax.pipelines.request import InitImages, Request
 from canvax.prompts import words_of
-from canvax.samplers import find
-from canvax.samplers.table import NOISE
+from canvax.samplers import find, spec_of
+from canvax.samplers.solvers import euler
+from canvax.samplers.table import NOISE, SamplerTable
 
 FAR = 2.0
 """Times as many pixels as a model was trained for, or as few, from which images suffer."""
@@ -128,6 +129,11 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
         yield HintWarning("guidance_scale", scale, "burns the image", usual)
     if model.networks.denoiser.facts.distilled and scale > request.guidance_off:
         yield HintWarning("guidance_scale", scale, f"has no effect: {model.name} is distilled and needs no guidance")
+    sampler = model.scheduler.spec if request.sampler is None else request.sampler
+    spec = None if isinstance(sampler, SamplerTable) else spec_of(sampler)[0]
+    if model.networks.denoiser.facts.flow_map and spec and spec.solver is not euler:
+        problem = f"is {spec.label}, and {model.name} was distilled for the steps of Euler"
+        yield HintWarning("sampler", NO_VALUE, problem, "leave it out, or take {sampler='flow_euler'}")
     if options.guidance_steps and scale != model.defaults.guidance_scale:
         yield HintWarning("guidance_scale", scale, "has no effect: guidance_steps replace it")
     if _forgets(request.init_images):

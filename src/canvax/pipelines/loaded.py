@@ -326,7 +326,7 @@ class LoadedModel:
 
         check_editing(self.model.networks, self.model.name)
         tall, wide = self.model.native_size
-        return reference_sizes(references, (height or tall, width or wide), self.model.networks.size_step)
+        return reference_sizes(references, (height or tall, width or wide), self.model.networks)
 
     def _ready(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from canvax.call import MAX_SIDE
@@ -16,6 +17,9 @@ from canvax.models.networks import Networks
 
 MOST_PIXELS = 1024 * 1024
 """Of a reference image; larger ones are made smaller."""
+
+MIN_SIDE_WHOLE, MAX_SIDE_WHOLE = 64, 4096
+"""Sides of a reference image that is read whole."""
 
 MOST = 10
 """Reference images of a call."""
@@ -43,8 +47,8 @@ class References:
         return tuple(references[index % len(references)] for references in self.images)
 
 
-def check_references(value: Any, step: int) -> References:
-    """The references that a call gives as its image, for a model whose sizes are multiples of ``step`` pixels.
+def check_references(value: Any, networks: Networks) -> References:
+    """The references that a call gives as its image, in sizes that the networks read.
 
     Raises:
         InputError: one cannot be read or is too small, or there are too many.
@@ -53,8 +57,9 @@ def check_references(value: Any, step: int) -> References:
     count = len(value) if several else 1
     if not 1 <= count <= MOST:
         raise InputError("image", NO_VALUE, f"has {count} reference images", f"give 1 to {MOST}")
-    images = read_images("image", value, count)
-    return References([[_fitted(image, step)] for image in images], [fingerprint(image) for image in images])
+    images, step, whole = read_images("image", value, count), networks.size_step, _whole(networks, count)
+    fitted = [_padded(image, step, whole) if whole else _fitted(image, step) for image in images]
+    return References([[image] for image in fitted], [fingerprint(image) for image in images])
 
 
 def check_editing(networks: Networks, name: str) -> None:
@@ -69,14 +74,14 @@ def check_editing(networks: Networks, name: str) -> None:
 
 
 def reference_sizes(
-    value: int | Sequence[tuple[int, int]], size: tuple[int, int], step: int
+    value: int | Sequence[tuple[int, int]], size: tuple[int, int], networks: Networks
 ) -> tuple[tuple[int, int], ...]:
     """Height and width of reference images as the model reads them.
 
     Args:
         value: how many there are, each of the height and width ``size``; or the height and width of each.
         size: of the image that is generated.
-        step: as for ``check_references``.
+        networks: of the model.
 
     Raises:
         InputError: there are too many, or a size is none.
@@ -84,12 +89,15 @@ def reference_sizes(
     sizes = value if isinstance(value, list | tuple) else [size] * check_count("references", value, MOST)
     if len(sizes) > MOST:
         raise InputError("references", NO_VALUE, f"has {len(sizes)} sizes", f"give 1 to {MOST}")
-    read = []
+    read, step, whole = [], networks.size_step, _whole(networks, len(sizes))
     for pair in sizes:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise InputError("references", pair, "is not a height and a width in pixels")
         tall, wide = (check_count("references", side, MAX_SIDE) for side in pair)
-        width, height = (side - side % step for side in _within(wide, tall))
+        if whole:
+            _, (width, height) = _canvas(wide, tall, step, whole)
+        else:
+            width, height = (side - side % step for side in _within(wide, tall))
         if not width or not height:
             raise InputError("references", pair, f"is too small for multiples of {step} pixels")
         read.append((height, width))
@@ -100,6 +108,35 @@ def _within(width: int, height: int) -> tuple[int, int]:
     """Width and height of an image that is made smaller if it has more than ``MOST_PIXELS``."""
     scale = math.sqrt(MOST_PIXELS / (width * height))
     return (width, height) if scale >= 1 else (int(width * scale), int(height * scale))
+
+
+def _whole(networks: Networks, count: int) -> int:
+    """The most pixels of so many references that are read whole, 0 if they are cut."""
+    return networks.denoiser.facts.whole_reference if count == 1 else 0
+
+
+def _canvas(width: int, height: int, step: int, pixels: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The width and height that an image is resized to, and those of multiples of ``step`` that it is padded to, which
+    have at most this many ``pixels``."""
+    scale = min(1.0, math.sqrt(pixels / (width * height)), MAX_SIDE_WHOLE / max(width, height))
+    while True:
+        size = max(1, round(width * scale)), max(1, round(height * scale))
+        wide, tall = (min(MAX_SIDE_WHOLE, max(MIN_SIDE_WHOLE, -(-side // step) * step)) for side in size)
+        if wide * tall <= pixels:
+            return size, (wide, tall)
+        scale *= 0.995  # rounding up needs more room
+
+
+def _padded(image: Image.Image, step: int, pixels: int) -> Image.Image:
+    """A whole image in the middle of its reflection, with sides of multiples of ``step``."""
+    size, (width, height) = _canvas(*image.size, step, pixels)
+    image = image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
+    if image.size == (width, height):
+        return image
+    left, top = (width - image.width) // 2, (height - image.height) // 2
+    margins = (top, height - image.height - top), (left, width - image.width - left), (0, 0)
+    mode = "reflect" if min(image.size) > step else "symmetric"
+    return Image.fromarray(np.pad(np.asarray(image), margins, mode=mode))
 
 
 def _fitted(image: Image.Image, step: int) -> Image.Image:

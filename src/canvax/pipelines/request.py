@@ -267,7 +267,7 @@ def _references(model: Model, call: Call, options: Options) -> References | None
     """The image of a call as reference images, for a model that edits, unless it is what the run begins from."""
     if not is_alone(call, options) or not model.networks.denoiser.facts.edits:
         return None
-    return check_references(call.image, model.networks.size_step)
+    return check_references(call.image, model.networks)
 
 
 def split_conditions(prompt: Any, negative: Any, model: Model) -> tuple[Any, Any, tuple[Embeds | None, Embeds | None]]:

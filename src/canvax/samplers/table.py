@@ -50,6 +50,7 @@ class SamplerTable:
     first_row                index of row 0 in the whole run; the noise of a step depends on this index
     scale     [R]            x after the row = scale * y, where y is what diffusers' scheduler of this solver holds;
                              it does not change the run
+    target    [R]            timestep of the next row, 0 after the last; networks read it that give the mean of a step
     """
 
     timestep: np.ndarray
@@ -65,8 +66,11 @@ class SamplerTable:
     init_scale: float = 1.0
     first_row: int = 0
     scale: np.ndarray = field(default_factory=lambda: np.ones(()))
+    target: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def __post_init__(self) -> None:
+        if np.shape(self.target) != np.shape(self.timestep):
+            object.__setattr__(self, "target", np.append(self.timestep[1:], 0.0)[: np.size(self.timestep)])
         object.__setattr__(self, "scale", np.broadcast_to(self.scale, np.shape(self.timestep)))
         for name in COLUMNS:
             shape = (np.size(self.timestep), *_INNER.get(name, ()))
@@ -129,7 +133,8 @@ class SamplerTable:
         if not 0 <= lo <= (len(self) if hi is None else hi) <= len(self):
             raise InputError(f"rows {lo}..{hi} are not in order within 0..{len(self)}")
         columns = {name: getattr(self, name)[lo:hi] for name in COLUMNS}
-        return replace(self, first_row=self.first_row + lo, scale=self.scale[lo:hi], **columns)
+        columns |= {"scale": self.scale[lo:hi], "target": self.target[lo:hi]}
+        return replace(self, first_row=self.first_row + lo, **columns)
 
     def window(self, lo: int, size: int) -> dict[str, np.ndarray]:
         """Returns rows lo..lo+size as float32 arrays for the denoising program, padded with no-op rows.
@@ -145,6 +150,8 @@ class SamplerTable:
             out[name] = np.zeros((size, *values.shape[1:]), np.float32)
             out[name][: len(values)] = values
         filled = max(0, min(size, len(self) - lo))
+        out["target"] = np.zeros(size, np.float32)
+        out["target"][:filled] = self.target[lo : lo + filled]
         out["progress"] = np.zeros(size, np.float32)
         if filled:
             first, last = self.step[0], self.step[-1]

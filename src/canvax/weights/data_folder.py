@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 VARIABLE = "CANVAX_DATA_DIR"
 """The environment variable that names the folder; processes that a command starts see it too."""
 
-_DESCRIBED = ("model_index.json", "config.json")
+_DESCRIBED = ("model_index.json", "modular_model_index.json", "config.json")
 _LORAS = ("lora", "loras")
 """How A1111 and ComfyUI call the folder of LoRAs."""
 

@@ -21,6 +21,9 @@ from canvax.weights.files import ModelFiles, open_weights
 from canvax.weights.safetensors import open_safetensors
 
 INDEX = "model_index.json"
+MODULAR = "modular_model_index.json"
+"""In place of the index in folders of diffusers' modular pipelines."""
+
 DEFAULTS = "canvax.json"
 """Optional, beside the index: steps and guidance that suit the model."""
 
@@ -45,10 +48,11 @@ PLAIN_FILES: dict[str, tuple[str, ...]] = {
         (
             *("tokenizer.json", "vocab.json", "merges.txt"),
             *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+            *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
         ),
     ),
 }
-"""Components without weights, and the files of theirs that canvax reads."""
+"""Components without weights, and the files of theirs that canvax reads or copies."""
 
 STEMS: dict[Library, str] = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 FLAX_FILES: dict[Library, str] = {"diffusers": "diffusion_flax_model.msgpack", "transformers": "flax_model.msgpack"}
@@ -75,19 +79,52 @@ class WeightPlan:
     variant: str | None
 
 
-def read_index(name: str, path: Path, accept: Accept | None) -> Mapping[str, Any]:
-    """``model_index.json`` of the model in a folder; ``accept`` may refuse it.
+def read_index(name: str, path: Path, accept: Accept | None, names: Collection[str]) -> Mapping[str, Any]:
+    """``model_index.json`` of the model in a folder, which has files of these ``names``; ``accept`` may refuse it.
 
     Raises:
-        CheckpointError: it is malformed or refused.
+        CheckpointError: it is malformed or refused, or a component is in another repository.
     """
-    index = read_json(path / INDEX)
+    index = read_json(path / (index_in(names) or INDEX))
+    if index_in(names) == MODULAR:
+        index = _plain(name, index, {file.split("/")[0] for file in names})
     if accept is not None:
         try:
             accept(index)
         except CheckpointError as error:
             raise CheckpointError(f"{name}: {error}") from None
     return index
+
+
+def index_in(names: Collection[str]) -> str | None:
+    """Return the index among the files of a folder."""
+    return next((name for name in (INDEX, MODULAR) if name in names), None)
+
+
+def _plain(name: str, index: Mapping[str, Any], folders: Collection[str]) -> dict[str, Any]:
+    """Return the index of a modular pipeline as that of another; each entry has library, class and where it is from."""
+    plain = dict(index)
+    for part, entry in index.items():
+        if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict):
+            plain[part] = entry[2].get("type_hint") if entry[:2] == [None, None] else entry[:2]
+            where = entry[2].get("pretrained_model_name_or_path")
+            if part in (*KINDS, *PLAIN_FILES) and part not in folders and where:
+                raise CheckpointError(
+                    f"{name}: has no folder {part}; its {part} is in another repository, {where!r:.99}. Download both, "
+                    f"and put the files of the {part} into a folder {part} beside {MODULAR}."
+                )
+    return plain
+
+
+def modular(index: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an index as that of a modular pipeline, which is read from the folder that it is in."""
+    name = str(index["_class_name"])
+    result: dict[str, Any] = {"_blocks_class_name": name.replace("ModularPipeline", "AutoBlocks"), **index}
+    for part, entry in index.items():
+        if isinstance(entry, list) and not part.startswith("_"):
+            where = {"pretrained_model_name_or_path": None, "subfolder": part, "variant": None, "revision": None}
+            result[part] = [None, None, {"type_hint": entry, **where}]
+    return {part: entry for part, entry in result.items() if index.get(part) != [None, None]}
 
 
 def components_of(name: str, index: Mapping[str, Any]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from glob import escape
@@ -158,10 +158,10 @@ class Commit:
             raise CheckpointError(f"{error} It was removed from the cache; try again.") from None
 
 
-def find_commit(location: Location, root: str) -> Commit:
+def find_commit(location: Location, *roots: str) -> Commit:
     """The commit that a Hub id and revision stand for now; the one in the cache if the Hub may not be asked.
 
-    ``root`` is a file that every copy in the cache has.
+    Every copy in the cache has a file of one of the names ``roots``.
 
     Raises:
         HubError: the Hub cannot be reached and nothing is in the cache, it refuses, or it does not have the model.
@@ -170,7 +170,7 @@ def find_commit(location: Location, root: str) -> Commit:
     from huggingface_hub import HfApi, constants
 
     if location.local_files_only or constants.HF_HUB_OFFLINE:
-        return _cached_commit(location, root)
+        return _cached_commit(location, roots)
     try:
         hub = HfApi(token=location.token)
         revision, piece = location.revision or "main", constants.HF_HUB_ETAG_TIMEOUT
@@ -181,7 +181,7 @@ def find_commit(location: Location, root: str) -> Commit:
         if not isinstance(explained, Unreachable):
             raise explained from error
         try:
-            commit = _cached_commit(location, root)
+            commit = _cached_commit(location, roots)
         except HubError:
             raise HubError(str(explained)) from error
         warn(f"{explained} Going on with the commit in the cache, {commit.sha}.")
@@ -191,7 +191,7 @@ def find_commit(location: Location, root: str) -> Commit:
     for name in names:
         if not _is_inside(name):
             raise HubError(f"{location.text}: holds a file named {str(name)[:80]!r}, which is no name inside a folder.")
-    return Commit(location, sha, frozenset(names), root)
+    return Commit(location, sha, frozenset(names), next((root for root in roots if root in names), roots[0]))
 
 
 def _check_environment(location: Location) -> None:
@@ -210,18 +210,19 @@ def _check_environment(location: Location) -> None:
         raise HubError(f"{location.text}: {name}={os.environ[name][:80]!r} is not {kind}; correct or unset it.")
 
 
-def _cached_commit(location: Location, root: str) -> Commit:
+def _cached_commit(location: Location, roots: Sequence[str]) -> Commit:
     """The commit of the revision that the cache holds."""
     from huggingface_hub import try_to_load_from_cache
 
     revision = location.revision or "main"
-    path = try_to_load_from_cache(location.text, root, cache_dir=location.cache_dir, revision=revision)
-    if not isinstance(path, str):
-        raise HubError(
-            f"{location.text} (revision {revision!r}): is not in the cache, and the Hub may not be asked "
-            "(local_files_only or HF_HUB_OFFLINE). Load it once while online, or pass a folder."
-        )
-    return Commit(location, Path(path).parents[len(PurePosixPath(root).parts) - 1].name, None, root)
+    for root in roots:
+        path = try_to_load_from_cache(location.text, root, cache_dir=location.cache_dir, revision=revision)
+        if isinstance(path, str):
+            return Commit(location, Path(path).parents[len(PurePosixPath(root).parts) - 1].name, None, root)
+    raise HubError(
+        f"{location.text} (revision {revision!r}): is not in the cache, and the Hub may not be asked "
+        "(local_files_only or HF_HUB_OFFLINE). Load it once while online, or pass a folder."
+    )
 
 
 def _is_inside(name: Any) -> bool:

@@ -12,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from canvax.errors import CheckpointError, HubError, InputError
-from canvax.families.known import FAMILIES
+from canvax.errors import CheckpointError, InputError
+from canvax.families.known import FAMILIES, family_of
 from canvax.files import read_json
 from canvax.weights.entries import PICKLES, WEIGHTS, pickle_refused
 from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
 from canvax.weights.folder import (
     INDEX,
+    MODULAR,
     OTHER_KINDS,
     PLAIN_FILES,
     Accept,
@@ -26,6 +27,7 @@ from canvax.weights.folder import (
     WeightPlan,
     components_of,
     find_weights,
+    index_in,
     names_in,
     plan_components,
     plan_weights,
@@ -98,27 +100,43 @@ def open_files(
         location.warn_unused("revision")
         files = _open_folder(location, path, None, accept, wanted)
     else:
-        commit = find_commit(location, INDEX)
+        commit = find_commit(location, INDEX, MODULAR)
         if commit.names is None:
             try:
                 files = _open_folder(location, commit.folder, commit.sha, accept, wanted)
             except CheckpointError as error:
                 raise CheckpointError(f"{error} (The Hub was not asked: only the cache at hand was used.)") from None
         else:
-            if INDEX not in commit.names:
+            if (file := index_in(commit.names)) is None:
                 raise CheckpointError(f"{name}: {why_no_index(commit.names)}")
-            path = commit.fetch([INDEX])
-            index = read_index(name, path, accept)
+            path = commit.fetch([file])
+            index = read_index(name, path, accept, commit.names)
             components = components_of(name, index)
             plans = plan_components(name, components, commit.names, location.variant) if wanted else {}
             commit.fetch(small_files(components, commit.names))
             files = read_folder(name, path, index, commit.sha, location.variant, weights=False)
             fetch = lambda: _fetch_weights(commit, {f"{part}/": plan for part, plan in plans.items()})  # noqa: E731
+    if "_blocks_class_name" in files.index and "scheduler" not in files.components:
+        files = _with_schedule(files)
     if look is not None:
         look(files)
     if fetch is not None and weights:
         fetch()
     return files
+
+
+def _with_schedule(files: ModelFiles) -> ModelFiles:
+    """Return the files of a modular pipeline with the schedule of its family, which such a pipeline may leave out."""
+    if (layout := family_of(files.index).single_file) is None:
+        return files
+    config = layout.configs["scheduler"]
+    kind = config["_class_name"]
+    return replace(
+        files,
+        index={**files.index, "scheduler": ["diffusers", kind]},
+        components={**files.components, "scheduler": kind},
+        configs={**files.configs, "scheduler": config},
+    )
 
 
 def open_network(
@@ -144,7 +162,7 @@ def open_network(
     if not (folder / _CONFIG).exists():
         if component:
             raise CheckpointError(f"{name}: {component} is not there: it has no {inside}{_CONFIG}")
-        what = "is a whole model, not a network alone" if (path / INDEX).exists() else f"has no {_CONFIG}"
+        what = "is a whole model, not a network alone" if index_in(names_in(path)) else f"has no {_CONFIG}"
         raise CheckpointError(f"{name}: {what}; give the folder or Hub id of the network itself")
     config = read_json(folder / _CONFIG)
     if accept is not None:
@@ -206,7 +224,7 @@ def find_adapter(location: Location, usual: Sequence[Sequence[str]]) -> tuple[li
         raise InputError(
             location.argument, name, "names a repository and no file in it", f"write {name}/FOLDER/FILE.safetensors"
         )
-    commit = _commit_with(repository, [file] if file else [row[0] for row in usual])
+    commit = find_commit(repository, *([file] if file else [row[0] for row in usual]))
     if commit.names is None:
         folder = commit.folder
         row = next((row[1:] for row in usual if row[0] == commit.root), ())
@@ -249,7 +267,7 @@ def find_tokenizer(location: Location, *, otherwise: Path | None = None) -> Path
         raise InputError(location.argument, location.text, f"has no {_TOKENIZER}", cure)
     location, inside = location.on_hub()
     folders = [f"{inside}/"] if inside else ["tokenizer/", ""]
-    commit = _commit_with(location, [folder + _TOKENIZER for folder in folders])
+    commit = find_commit(location, *(folder + _TOKENIZER for folder in folders))
     if (names := commit.names) is not None:
         folder = next((place for place in folders if place + _TOKENIZER in names), None)
         if folder is None:
@@ -289,9 +307,9 @@ def _open_folder(
     location: Location, path: Path, revision: str | None, accept: Accept | None, weights: bool
 ) -> ModelFiles:
     name = location.text
-    if INDEX not in (names := names_in(path)):
+    if index_in(names := names_in(path)) is None:
         raise CheckpointError(f"{name}: {why_no_index(names, path)}")
-    return read_folder(name, path, read_index(name, path, accept), revision, location.variant, weights=weights)
+    return read_folder(name, path, read_index(name, path, accept, names), revision, location.variant, weights=weights)
 
 
 def _fetch_weights(commit: Commit, plans: Mapping[str, WeightPlan]) -> None:
@@ -336,16 +354,6 @@ def _one_name(location: Location, file: str) -> str | None:
     return file or weight_name
 
 
-def _commit_with(location: Location, roots: Sequence[str]) -> Commit:
-    """The commit; offline, by whichever of the files is in the cache."""
-    for root in roots[:-1]:
-        try:
-            return find_commit(location, root)
-        except HubError:
-            continue
-    return find_commit(location, roots[-1])
-
-
 def _chosen(name: str, names: Collection[str], usual: Sequence[Sequence[str]], wanted: str | None) -> list[str]:
     """Which files of a folder to read."""
     tensors = sorted(file for file in names if file.endswith(".safetensors"))
@@ -365,7 +373,7 @@ def _chosen(name: str, names: Collection[str], usual: Sequence[Sequence[str]], w
     if not top and (pickles := sorted(file for file in names if file.endswith(PICKLES))):
         raise CheckpointError(f"{name}: has only {pickles[0]}. {pickle_refused(pickles[0])}")
     what = "several files; name one of them, FOLDER/FILE" if top else "no safetensors file"
-    if INDEX in names:
+    if index_in(names):
         what = f"a whole model in it ({INDEX}), and no adapter; canvax.load loads models"
     raise CheckpointError(f"{name}: has {what}{listed}")
 

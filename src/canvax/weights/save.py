@@ -24,7 +24,7 @@ from canvax.params import Param, flatten
 from canvax.tokenizers.concepts import FILE as CONCEPTS
 from canvax.types import DType, HostArray, Params
 from canvax.weights.cast import cast_into
-from canvax.weights.folder import DEFAULTS, INDEX, PLAIN_FILES, STEMS, config_file
+from canvax.weights.folder import DEFAULTS, INDEX, MODULAR, PLAIN_FILES, STEMS, config_file, modular
 from canvax.weights.load import Component
 from canvax.weights.safetensors import Outgoing, write_safetensors
 
@@ -132,7 +132,11 @@ def save_checkpoint(
             for path in (copy_from("") / name for name in (DEFAULTS, CONCEPTS)):
                 if path.is_file():
                     shutil.copyfile(path, build / path.name)
-        write_json(build / INDEX, _index(index, names))
+        index = _index(index, names)
+        if str(index.get("_class_name")).endswith("ModularPipeline"):
+            write_json(build / MODULAR, modular(index))
+        else:
+            write_json(build / INDEX, index)
         _move_into_place(build, folder)
     return folder
 
@@ -299,7 +303,8 @@ def _move_into_place(build: Path, folder: Path) -> None:
     if not folder.exists():
         os.replace(build, folder)
         return
-    files = sorted((path for path in build.rglob("*") if path.is_file()), key=lambda path: path.name == INDEX)
+    indices = (INDEX, MODULAR)
+    files = sorted((path for path in build.rglob("*") if path.is_file()), key=lambda path: path.name in indices)
     for file in files:
         target = folder / file.relative_to(build)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -309,7 +314,8 @@ def _move_into_place(build: Path, folder: Path) -> None:
         names.setdefault(file.parent.relative_to(build), set()).add(file.name)
     for part, new in names.items():
         _drop_other_forms(folder / part, new)
-        for name in {*PLAIN_FILES.get(part.name, ()), *([DEFAULTS, CONCEPTS] if part == Path() else [])} - new:
+        others = (DEFAULTS, CONCEPTS, *indices) if part == Path() else PLAIN_FILES.get(part.name, ())
+        for name in set(others) - new:
             (folder / part / name).unlink(missing_ok=True)  # a tokenizer's or defaults that would be read with these
 
 

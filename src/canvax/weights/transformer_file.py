@@ -47,7 +47,7 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
     if missing := [f"{{{part}=FILE}}" for part in PARTS if part not in given]:
         raise InputError("model", name, f"is the transformer of {family.title} alone", f"add {' and '.join(missing)}")
     arrays = [replace(entry, name=entry.name.removeprefix(UNET)) for entry in entries]
-    arrays = [array for array in arrays if array.name not in layout.unused]
+    arrays = [array for array in arrays if not array.name.startswith(layout.unused)]
     try:
         config = layout.config({array.name: array.shape for array in Names(family.names).to_ours(arrays)})
     except (KeyError, IndexError) as error:
@@ -62,14 +62,18 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
     classes = {part: kinds[0] for part, kinds in family.classes.items() if kinds}
     classes["scheduler"] = configs["scheduler"]["_class_name"]
     components = {part: [_LIBRARIES[part], kind] for part, kind in classes.items()}
-    is_distilled, why = layout.is_distilled(path.stem)
-    if layout.base:  # the schedule of a checkpoint tells
-        fact, index = next(iter(layout.base)), layout.index
-        configs["scheduler"] = {**configs["scheduler"], **({} if is_distilled else layout.base)}
-        value = configs["scheduler"][fact]
-    else:
-        fact, index = "is_distilled", {"is_distilled": is_distilled, **layout.index}
-        value = "yes" if is_distilled else "no"
+    reasons = {"kind": f"{family.title}: it has {layout.marks[0]}"}
+    index = dict(layout.index(config) if callable(layout.index) else layout.index)
+    if layout.stems:
+        is_distilled, why = layout.is_distilled(path.stem, *layout.stems)
+        if layout.base:  # the schedule of a checkpoint tells
+            fact = next(iter(layout.base))
+            configs["scheduler"] = {**configs["scheduler"], **({} if is_distilled else layout.base)}
+            value = configs["scheduler"][fact]
+        else:
+            fact, value = "is_distilled", "yes" if is_distilled else "no"
+            index[fact] = is_distilled
+        reasons[fact] = f"{value}, {why}"
     return ModelFiles(
         name,
         path,
@@ -78,5 +82,5 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
         configs,
         read,
         path.joinpath,
-        reasons={"kind": f"{family.title}: it has {layout.marks[0]}", fact: f"{value}, {why}"},
+        reasons=reasons,
     )
