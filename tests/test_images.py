@@ -613,6 +613,15 @@ def test_what_a_graph_of_comfyui_has_beside(tmp_path: Path) -> None:
         read_metadata(with_text(tmp_path / "b.png", prompt=json.dumps(two)))
 
 
+def test_a_graph_of_comfyui_names_its_vae(tmp_path: Path) -> None:
+    graph = comfy_graph(**{
+        "20": {"class_type": "VAELoader", "inputs": {"vae_name": "mse.safetensors"}},
+        "21": {"class_type": "VAEDecode", "inputs": {"samples": ["3", 0], "vae": ["20", 0]}},
+        "22": {"class_type": "VAELoader", "inputs": {"vae_name": "unused.safetensors"}},
+    })  # fmt: skip
+    assert read_metadata(with_text(tmp_path / "a.png", prompt=json.dumps(graph)))["vae"] == "mse.safetensors"
+
+
 def test_a_graph_of_separate_nodes(tmp_path: Path) -> None:
     nodes = {
         "1": ("SamplerCustomAdvanced", {"noise": ["2", 0], "guider": ["3", 0], "sampler": ["4", 0], "sigmas": ["5", 0],

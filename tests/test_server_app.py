@@ -384,6 +384,15 @@ def test_models_and_samplers(site: Web) -> None:
     assert "ddim_inverse" not in [sampler["name"] for sampler in told["samplers"]]
 
 
+@pytest.mark.parametrize("name", ["stub", "stub.safetensors", "sd15/stub", "sd15\\stub.ckpt [{}]", "stub [{}]"])
+def test_models_by_names_of_files(site: Web, name: str) -> None:
+    """As A1111 and ComfyUI write them, and stored settings of their clients."""
+    body = {"sd_model_checkpoint": name.format(CARD.sha256[:10])}
+    assert site.http.post("/sdapi/v1/options", json=body).status_code == 200
+    for other in ("stu", "stub/other", "other"):
+        assert site.http.post("/sdapi/v1/options", json={"sd_model_checkpoint": other}).status_code == 404
+
+
 # Operations.
 
 

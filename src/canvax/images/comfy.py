@@ -85,6 +85,10 @@ class _Graph:
         other |= {f"node {kind}": "" for kind in sorted(kinds - used)}
         if isinstance(batch := self._value(latents, "batch_size"), int) and batch > 1:
             other["batch size"] = str(batch)
+        decoders = [node for node in self.nodes.values() if str(node.get("class_type")).startswith("VAEDecode")]
+        vaes = [name for node in decoders if (name := self._value(self._node(node, "vae"), "vae_name"))]
+        if vaes and model and "ckpt_name" in model[-1]["inputs"]:  # instead of that in the checkpoint
+            read["vae"] = vaes[0]
         known = {name: value for name, value in read.items() if value is not None}
         return {**known, "noise": "torch", "options": options, "other": other}
 

@@ -254,8 +254,15 @@ class _Session:
         return next((card for card in known if card), self.engine.models()[0])
 
     def called(self, name: Any) -> ModelCard | None:
-        """The model of this name, title or hash."""
-        return next((card for card in self.engine.models() if name in _names(card)), None) if name else None
+        """The model of this name, title or hash; a file's name may have its ending, and folders before it."""
+        if not name:
+            return None
+        cards = self.engine.models()
+        if exact := next((card for card in cards if name in _names(card)), None):
+            return exact
+        wanted = _parts(str(name))
+        like = [card for card in cards if (parts := _parts(card.id))[-len(wanted) :] == wanted[-len(parts) :]]
+        return like[0] if len(like) == 1 else None
 
     def current(self, owner: tuple[str, str]) -> _Running | None:
         """The job of a client that runs, or waits longest."""
@@ -450,6 +457,12 @@ def _title(card: ModelCard) -> str:
 
 def _names(card: ModelCard) -> tuple[str, ...]:
     return card.id, _title(card), card.sha256, card.sha256[:10]
+
+
+def _parts(name: str) -> list[str]:
+    """Folders and name of a file as A1111 writes them: ``sd15\\deliberate_v2.safetensors [4b56e31647]``."""
+    stem = re.sub(r"\.(safetensors|ckpt|gguf)$", "", re.sub(r" \[[0-9a-f]{10}\]$", "", name.strip()))
+    return stem.replace("\\", "/").split("/")
 
 
 def _described(card: ModelCard) -> dict[str, Any]:

@@ -92,7 +92,11 @@ export function toast(text, actions = [], seconds = 8) {
   const node = el("div", { className: "toast" }, el("p", { textContent: text }));
   const close = () => node.remove();
   for (const [label, act] of actions) {
-    node.append(el("button", { type: "button", className: "link", textContent: label, onclick: () => { close(); act(); } }));
+    node.append(el("button", { type: "button", className: "link", textContent: label, onclick: ({ target }) => {
+      target.remove();
+      if (!node.querySelector(".link")) close(); // each of several offers can be taken
+      act();
+    } }));
   }
   node.append(button("close", "Dismiss", close));
   $("toasts").replaceChildren(node);
