@@ -433,7 +433,7 @@ def test_inputs(tmp_path: Path) -> None:
     shapes = {name: array.shape for name, array in make_inputs(job, checkpoint).items()}
     assert shapes == {"latents": (6, 4, 8, 4), "timesteps": (6,), "text": (6, 77, 48)}
     assert make_inputs(replace(job, part="vae"), checkpoint)["latents"].shape == (3, 4, 8, 4)
-    assert make_inputs(replace(job, part="text"), checkpoint)["text_encoder"].shape == (3, 77)
+    assert make_inputs(replace(job, part="text"), checkpoint)["text_encoder/ids"].shape == (3, 77)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
