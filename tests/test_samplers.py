@@ -127,7 +127,7 @@ def test_windows_continue_a_run_and_padding_changes_nothing() -> None:
     table = build_table(scheduler(), 10, sampler="dpmpp_2m", guidance=7.5, rescale=0.7)
     window = table.window(4, 16)
     assert {key: value.dtype.name for key, value in window.items() if key != "row"} == dict.fromkeys(
-        ("timestep", "c_in", "p", "q", "M", "guidance", "rescale", "step", "progress"), "float32"
+        ("timestep", "c_in", "p", "q", "M", "guidance", "rescale", "step", "progress", "target"), "float32"
     )
     assert window["row"].dtype == np.int32
     assert window["row"].tolist() == list(range(4, 20))
@@ -135,6 +135,7 @@ def test_windows_continue_a_run_and_padding_changes_nothing() -> None:
     np.testing.assert_allclose(window["progress"], [0.4, 0.5, 0.6, 0.7, 0.8, 0.9] + [0] * 10)
     np.testing.assert_array_equal(window["step"], [4, 5, 6, 7, 8, 9] + [0] * 10)
     np.testing.assert_array_equal(window["guidance"], [7.5] * 6 + [1.0] * 10)
+    np.testing.assert_array_equal(window["target"], [*table.timestep[5:].astype(np.float32), *[0] * 11])
     np.testing.assert_array_equal(window["M"][6:], np.broadcast_to(np.eye(SLOTS, SLOTS + 2), (10, SLOTS, SLOTS + 2)))
     for key in ("timestep", "c_in", "p", "q", "rescale"):
         assert not window[key][6:].any(), key

@@ -261,6 +261,8 @@ class _Session:
         if exact := next((card for card in cards if name in _names(card)), None):
             return exact
         wanted = _parts(str(name))
+        if not {"", ".", ".."}.isdisjoint(wanted):
+            return None
         like = [card for card in cards if (parts := _parts(card.id))[-len(wanted) :] == wanted[-len(parts) :]]
         return like[0] if len(like) == 1 else None
 
