@@ -85,19 +85,19 @@ class Merging:
                 self._kept[key] = kept[key]._replace(ours=arrays[key[1]])
             else:
                 self._kept.pop(key, None)
-        return _replaced(params, arrays_by_key)
+        return with_arrays(params, arrays_by_key)
 
     def without(self, params: Params, component: str) -> Params:
         """The parameters of a component as they are without adapters."""
         kept = {key: self._base(params, key) for key in self._kept if key[0] == component}
         originals = {key: self._whole(key, array) for key, array in kept.items() if array is self._kept[key]}
-        return _replaced(params, originals)[component]
+        return with_arrays(params, originals)[component]
 
     def _base(self, params: Params, key: Key) -> _Kept:
         """A parameter without adapters: what is kept, or what is there now if it is not ours."""
         component, name = key
         *parents, last = name.split(".")
-        layer = _inner(params[component], parents)
+        layer = node_at(params[component], parents)
         now = layer[last]
         if key in self._kept and self._kept[key].ours is now:
             return self._kept[key]
@@ -146,14 +146,14 @@ class Merging:
         return {name: place(self._declared[component, name], array, self._mesh, kind) for name, array in arrays.items()}
 
 
-def _replaced(params: Params, arrays_by_key: Mapping[Key, Mapping[str, Array]]) -> Params:
-    """``params`` with the arrays of ``arrays_by_key``, by component and name."""
+def with_arrays(params: Params, arrays_by_key: Mapping[Key, Mapping[str, Array]]) -> Params:
+    """Return ``params`` with the arrays of ``arrays_by_key``, by component and name."""
     changed = {component for component, _ in arrays_by_key}
     new = {name: _copied(tree) if name in changed else tree for name, tree in params.items()}
     for (component, _), arrays in arrays_by_key.items():
         for name, array in arrays.items():
             *parents, last = name.split(".")
-            _inner(new[component], parents)[last] = array
+            node_at(new[component], parents)[last] = array
     return new
 
 
@@ -162,7 +162,8 @@ def _copied(node: Any) -> Any:
     return {name: _copied(inner) for name, inner in node.items()} if isinstance(node, Mapping) else node
 
 
-def _inner(node: Any, steps: Sequence[str]) -> Any:
+def node_at(node: Any, steps: Sequence[str]) -> Any:
+    """Return what is in nested dicts behind these names."""
     for step in steps:
         node = node[step]
     return node

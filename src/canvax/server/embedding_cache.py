@@ -22,7 +22,8 @@ from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError
 from canvax.families.base import Model
 from canvax.parallel.rules import place
 from canvax.params import Params, flatten
-from canvax.pipelines.adapters import sha256_of
+from canvax.pipelines.adapter_files import sha256_of
+from canvax.pipelines.merging import node_at, with_arrays
 from canvax.server.jobs import EmbeddingCard
 from canvax.tokenizers.clip import words_in
 from canvax.types import HostArray
@@ -196,7 +197,8 @@ class EmbeddingCache:
             InputError: a vector overflows the dtype of the weights.
         """
         for part in self._widths:
-            table, wanted = _table(params, part), {i: vector for word in words for i, vector in word.rows[part].items()}
+            table = node_at(params[part], TABLE.split("."))
+            wanted = {i: vector for word in words for i, vector in word.rows[part].items()}
             if table is not self._tables.get(part):  # loaded again
                 self._written[part], self._kept[part] = {}, np.asarray(table)
             written = self._written[part]
@@ -211,19 +213,6 @@ class EmbeddingCache:
                     raise InputError("prompt", NO_VALUE, problem, "leave it out, or load the model in float32")
             param = dict(flatten(self._model.specs[part]))[TABLE]
             self._tables[part] = place(param, filled, self._mesh, table.sharding.memory_kind)
-            params = {**params, part: _with_table(params[part], TABLE.split("."), self._tables[part])}
+            params = with_arrays(params, {(part, TABLE): {TABLE: self._tables[part]}})
             self._written[part] = written | wanted
         return params
-
-
-def _with_table(node: Any, steps: Sequence[str], table: Any) -> Any:
-    """Nested dicts anew on the way to the token embeddings, with another array there."""
-    return {**node, steps[0]: _with_table(node[steps[0]], steps[1:], table)} if steps else table
-
-
-def _table(params: Params, part: str) -> Any:
-    """The token embeddings of a text encoder."""
-    layer = params[part]
-    for step in TABLE.split("."):
-        layer = layer[step]
-    return layer
