@@ -24,6 +24,9 @@ INDEX = "model_index.json"
 MODULAR = "modular_model_index.json"
 """In place of the index in folders of diffusers' modular pipelines."""
 
+INDICES = (INDEX, MODULAR)
+"""Names of the index; the first that a folder has is read."""
+
 DEFAULTS = "canvax.json"
 """Optional, beside the index: steps and guidance that suit the model."""
 
@@ -98,7 +101,7 @@ def read_index(name: str, path: Path, accept: Accept | None, names: Collection[s
 
 def index_in(names: Collection[str]) -> str | None:
     """Return the index among the files of a folder."""
-    return next((name for name in (INDEX, MODULAR) if name in names), None)
+    return next((name for name in INDICES if name in names), None)
 
 
 def _plain(name: str, index: Mapping[str, Any], folders: Collection[str]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from canvax.images.formats import FORMATS
 from canvax.weights.adapter_names import is_adapters, split_name
 from canvax.weights.entries import PICKLES, WEIGHTS
 from canvax.weights.files import open_weights
-from canvax.weights.folder import INDEX, MODULAR
+from canvax.weights.folder import INDEX, INDICES
 from canvax.weights.safetensors import read_metadata
 
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
@@ -260,7 +260,7 @@ def _by_ending(suffix: str) -> str:
 
 
 def _inspect_folder(folder: Path) -> Found | None:
-    if (folder / INDEX).is_file() or (folder / MODULAR).is_file():
+    if any((folder / name).is_file() for name in INDICES):
         return Found(folder, MODEL.name, _family_of_config(_json(folder / "unet" / "config.json")), MODEL)
     config = _json(folder / "config.json")
     name = str(config.get("_class_name"))

@@ -19,7 +19,7 @@ from canvax.weights.entries import PICKLES, WEIGHTS, pickle_refused
 from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
 from canvax.weights.folder import (
     INDEX,
-    MODULAR,
+    INDICES,
     OTHER_KINDS,
     PLAIN_FILES,
     Accept,
@@ -100,7 +100,7 @@ def open_files(
         location.warn_unused("revision")
         files = _open_folder(location, path, None, accept, wanted)
     else:
-        commit = find_commit(location, INDEX, MODULAR)
+        commit = find_commit(location, *INDICES)
         if commit.names is None:
             try:
                 files = _open_folder(location, commit.folder, commit.sha, accept, wanted)

@@ -24,7 +24,7 @@ from canvax.params import Param, flatten
 from canvax.tokenizers.concepts import FILE as CONCEPTS
 from canvax.types import DType, HostArray, Params
 from canvax.weights.cast import cast_into
-from canvax.weights.folder import DEFAULTS, INDEX, MODULAR, PLAIN_FILES, STEMS, config_file, modular
+from canvax.weights.folder import DEFAULTS, INDEX, INDICES, MODULAR, PLAIN_FILES, STEMS, config_file, modular
 from canvax.weights.load import Component
 from canvax.weights.safetensors import Outgoing, write_safetensors
 
@@ -303,8 +303,7 @@ def _move_into_place(build: Path, folder: Path) -> None:
     if not folder.exists():
         os.replace(build, folder)
         return
-    indices = (INDEX, MODULAR)
-    files = sorted((path for path in build.rglob("*") if path.is_file()), key=lambda path: path.name in indices)
+    files = sorted((path for path in build.rglob("*") if path.is_file()), key=lambda path: path.name in INDICES)
     for file in files:
         target = folder / file.relative_to(build)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -314,7 +313,7 @@ def _move_into_place(build: Path, folder: Path) -> None:
         names.setdefault(file.parent.relative_to(build), set()).add(file.name)
     for part, new in names.items():
         _drop_other_forms(folder / part, new)
-        others = (DEFAULTS, CONCEPTS, *indices) if part == Path() else PLAIN_FILES.get(part.name, ())
+        others = (DEFAULTS, CONCEPTS, *INDICES) if part == Path() else PLAIN_FILES.get(part.name, ())
         for name in set(others) - new:
             (folder / part / name).unlink(missing_ok=True)  # a tokenizer's or defaults that would be read with these
 
