@@ -127,17 +127,17 @@ def reference_ids(ids: Array) -> Array:
 
 
 class Mode(NamedTuple):
-    """Tokens of the text or of the references.
+    """Tokens of the image, of the references or of the text.
 
     Attributes:
         tokens: [B, T, D], behind the blocks of their mode unless the model is a flow map.
         rope: their positions.
-        lengths: how many of them are read, int32 [B].
+        lengths: how many of them are read, int32 [B]; None for all.
     """
 
     tokens: Array
     rope: Rope
-    lengths: Array
+    lengths: Array | None = None
 
 
 class Flux3Context(NamedTuple):
@@ -241,7 +241,7 @@ def flux3(
     now, clean = jax.nn.silu(time), jax.nn.silu(rest)
     tokens = x.shape[1]
     h = linear(p["x_embedders"][IMAGE], x)
-    image = Mode(h, context.image_rope, jnp.full(len(x), tokens, jnp.int32))
+    image = Mode(h, context.image_rope)
     image = _early(p["mode_blocks"][IMAGE], image, _early_of(p, IMAGE, now), cfg)
     text, references = context.text, context.references
     if cfg.flow_map:
