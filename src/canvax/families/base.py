@@ -99,15 +99,16 @@ class SingleFile:
     index: Mapping[str, Any] | Callable[[Mapping[str, Any]], Mapping[str, Any]] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
 
-    @staticmethod
-    def is_distilled(stem: str, *marks: str) -> tuple[bool, str]:
-        """Return whether the model of a file of this name is the distilled one, and how that is known."""
-        base, distilled = (mark in stem.lower() for mark in marks)
+    def is_distilled(self, stem: str) -> tuple[bool, str] | None:
+        """Return whether a model is distilled by its file's name, and how that is known; None: its arrays tell."""
+        if self.stems is None:
+            return None
+        base, distilled = (mark in stem.lower() for mark in self.stems)
         if base or distilled:
-            return not base, f"by {marks[not base]!r} in the name of the file; no array tells"
+            return not base, f"by {self.stems[not base]!r} in the name of the file; no array tells"
         return True, (
-            f"a guess: the name of the file has neither {marks[0]!r} nor {marks[1]!r} in it, and no array "
-            f"tells; if it is the base model, put {marks[0]!r} into the name of the file"
+            f"a guess: the name of the file has neither {self.stems[0]!r} nor {self.stems[1]!r} in it, and no array "
+            f"tells; if it is the base model, put {self.stems[0]!r} into the name of the file"
         )
 
 

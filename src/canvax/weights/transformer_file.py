@@ -64,8 +64,8 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
     components = {part: [_LIBRARIES[part], kind] for part, kind in classes.items()}
     reasons = {"kind": f"{family.title}: it has {layout.marks[0]}"}
     index = dict(layout.index(config) if callable(layout.index) else layout.index)
-    if layout.stems:
-        is_distilled, why = layout.is_distilled(path.stem, *layout.stems)
+    if (by_name := layout.is_distilled(path.stem)) is not None:
+        is_distilled, why = by_name
         if layout.base:  # the schedule of a checkpoint tells
             fact = next(iter(layout.base))
             configs["scheduler"] = {**configs["scheduler"], **({} if is_distilled else layout.base)}
