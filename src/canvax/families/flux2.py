@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from canvax.errors import CheckpointError
@@ -23,8 +24,7 @@ from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.flux2 import ROWS, TEMPLATE, Flux2Config, Flux2Denoiser, taps
 from canvax.models.flux2_vae import Flux2Autoencoder, Flux2VaeConfig
 from canvax.models.networks import Networks
-from canvax.models.text import FIRST, TextEncoder, TextEncoders
-from canvax.tokenizers.chat import ChatTokenizer
+from canvax.models.text import FIRST, TextEncoders
 from canvax.weights.files import ModelFiles
 from canvax.weights.formats import numbered
 from canvax.weights.rules import Rule
@@ -131,10 +131,6 @@ def _networks(transformer: Flux2Config, lm: DecoderConfig, vae: Flux2Autoencoder
     return Networks(Flux2Denoiser(transformer, is_distilled=is_distilled), vae, text, prediction="flow_prediction")
 
 
-def _tokenizer(files: ModelFiles, encoder: TextEncoder) -> ChatTokenizer:
-    return read_padding_tokenizer(files, encoder, TEMPLATE)
-
-
 def empirical_mu(tokens: int, steps: int) -> float:
     """The shift for an image: linear in its tokens for 10 steps and for 200, and between these linear in the steps."""
     few, many = 8.73809524e-05 * tokens + 1.89833333, 0.00016927 * tokens + 0.45666666
@@ -180,7 +176,7 @@ FLUX2 = Family(
     models="FLUX.2 klein",
     pipelines=("Flux2KleinPipeline", "Flux2KleinInpaintPipeline"),
     read=read,
-    tokenizer=_tokenizer,
+    tokenizer=partial(read_padding_tokenizer, template=TEMPLATE),
     classes=CLASSES,
     defaults=Defaults(num_inference_steps=50, guidance_scale=4.0),
     distilled=Defaults(num_inference_steps=4, guidance_scale=1.0),

@@ -4,6 +4,7 @@ autoencoder of FLUX.2 (Black Forest Labs 2026)."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from canvax.errors import CheckpointError
@@ -22,8 +23,7 @@ from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.flux2_vae import Flux2Autoencoder, Flux2VaeConfig
 from canvax.models.flux3 import LENGTHS, PAD_POSITION, TEMPLATE, Flux3Config, Flux3Denoiser
 from canvax.models.networks import Networks
-from canvax.models.text import FIRST, TextEncoder, TextEncoders
-from canvax.tokenizers.chat import ChatTokenizer
+from canvax.models.text import FIRST, TextEncoders
 from canvax.weights.files import ModelFiles
 from canvax.weights.formats import numbered
 from canvax.weights.rules import Rule
@@ -112,10 +112,6 @@ def _networks(transformer: Flux3Config, lm: DecoderConfig, vae: Flux2Autoencoder
     return Networks(Flux3Denoiser(transformer), vae, TextEncoders((text,)), prediction="flow_prediction")
 
 
-def _tokenizer(files: ModelFiles, encoder: TextEncoder) -> ChatTokenizer:
-    return read_padding_tokenizer(files, encoder, TEMPLATE)
-
-
 def _config(shapes: Shapes) -> dict[str, Any]:
     width, features = shapes["x_embedders.image.weight"]
     head = shapes["single_transformer_blocks.0.attn.norm_q.weight"][0]
@@ -149,7 +145,7 @@ FLUX3 = Family(
     models="FLUX.3 klein",
     pipelines=_PIPELINES,
     read=read,
-    tokenizer=_tokenizer,
+    tokenizer=partial(read_padding_tokenizer, template=TEMPLATE),
     classes=CLASSES,
     defaults=Defaults(num_inference_steps=50, guidance_scale=3.5),
     distilled=Defaults(num_inference_steps=16, guidance_scale=1.0),

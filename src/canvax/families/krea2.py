@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from canvax.errors import CheckpointError
@@ -21,10 +22,9 @@ from canvax.families.language import (
 from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.krea2 import LENGTHS, PROMPT, TAPS, TEMPLATE, Krea2Config, Krea2Denoiser
 from canvax.models.networks import Networks
-from canvax.models.text import FIRST, TextEncoder, TextEncoders
+from canvax.models.text import FIRST, TextEncoders
 from canvax.models.wan_vae import WanAutoencoder, WanVaeConfig
 from canvax.samplers import NoiseSchedule, Scheduler, from_scheduler_config
-from canvax.tokenizers.chat import ChatTokenizer
 from canvax.weights.files import ModelFiles
 from canvax.weights.formats import numbered
 from canvax.weights.rules import Rule
@@ -109,10 +109,6 @@ def _is_rising(taps: object, layers: int) -> bool:
     return bool(taps) and list(taps) == sorted(set(taps)) and taps[0] >= 0 and 0 < taps[-1] < layers
 
 
-def _tokenizer(files: ModelFiles, encoder: TextEncoder) -> ChatTokenizer:
-    return read_chat_tokenizer(files, encoder, TEMPLATE)
-
-
 def _scheduler(config: Mapping[str, Any], files: ModelFiles) -> Scheduler:
     """Return the scheduler of a config; the shift of Turbo is that of one size, whatever the size."""
     scheduler = from_scheduler_config(config)
@@ -154,7 +150,7 @@ KREA2 = Family(
     title="Krea 2",
     pipelines=("Krea2Pipeline",),
     read=read,
-    tokenizer=_tokenizer,
+    tokenizer=partial(read_chat_tokenizer, template=TEMPLATE),
     classes=CLASSES,
     defaults=Defaults(num_inference_steps=28, guidance_scale=4.5),
     distilled=Defaults(num_inference_steps=8, guidance_scale=0.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from canvax.families.base import Defaults, Family, Shapes, SingleFile, check_components, parsed, read_autoencoder
@@ -17,10 +18,9 @@ from canvax.families.language import (
 from canvax.models.configs import VaeConfig
 from canvax.models.decoder_lm import DecoderConfig, LanguageModel
 from canvax.models.networks import Networks
-from canvax.models.text import FIRST, TextEncoder, TextEncoders
+from canvax.models.text import FIRST, TextEncoders
 from canvax.models.z_image import TEMPLATE, ZImageConfig, ZImageDenoiser
 from canvax.samplers import NoiseSchedule
-from canvax.tokenizers.chat import ChatTokenizer
 from canvax.weights.files import ModelFiles
 from canvax.weights.formats import numbered
 from canvax.weights.rules import Rule
@@ -67,10 +67,6 @@ def read(files: ModelFiles) -> Networks:
 def _networks(transformer: ZImageConfig, lm: DecoderConfig, vae: Any) -> Networks:
     text = LanguageModel(lm, lm.num_hidden_layers - 1)
     return Networks(ZImageDenoiser(transformer), vae, TextEncoders((text,)), prediction="flow_prediction")
-
-
-def _tokenizer(files: ModelFiles, encoder: TextEncoder) -> ChatTokenizer:
-    return read_chat_tokenizer(files, encoder, TEMPLATE)
 
 
 def _is_turbo(schedule: NoiseSchedule) -> bool:
@@ -122,7 +118,7 @@ Z_IMAGE = Family(
     title="Z-Image",
     pipelines=("ZImagePipeline", "ZImageImg2ImgPipeline", "ZImageInpaintPipeline"),
     read=read,
-    tokenizer=_tokenizer,
+    tokenizer=partial(read_chat_tokenizer, template=TEMPLATE),
     classes=CLASSES,
     defaults=Defaults(num_inference_steps=50, guidance_scale=4.0),
     distilled=Defaults(num_inference_steps=8, guidance_scale=0.0),
