@@ -101,13 +101,13 @@ def full_size(rounds: int) -> dict[str, dict[int, dict[str, float]]]:
     program, made = jax.jit(partial(unet, cfg=cfg)), {}
     for name, value in points:
         n, side = (2 * value, 64) if name == "batch" else (2, value // 8)
-        told = (jnp.ones((n, side, side, 4)), jnp.full(n, 500.0), jnp.ones((n, 77, cfg.cross_attention_dim)))
-        made[name, value] = program.lower(params, *told).compile(), told
+        arrays = (jnp.ones((n, side, side, 4)), jnp.full(n, 500.0), jnp.ones((n, 77, cfg.cross_attention_dim)))
+        made[name, value] = program.lower(params, *arrays).compile(), arrays
     seconds: dict[tuple[str, int], list[float]] = {point: [] for point in points}
     for _ in range(rounds):
-        for point, (compiled, told) in made.items():
+        for point, (compiled, arrays) in made.items():
             began = time.perf_counter()
-            jax.block_until_ready(compiled(params, *told))
+            jax.block_until_ready(compiled(params, *arrays))
             seconds[point].append(time.perf_counter() - began)
     found: dict[str, dict[int, dict[str, float]]] = {"batch": {}, "side": {}}
     for (name, value), (compiled, _) in made.items():
@@ -137,13 +137,13 @@ def traced(model: str) -> dict[str, dict[int, dict[str, float]]]:
 
     def one(batch: int, side: int) -> dict[str, float]:
         n, pooled = 2 * batch, preset.text.pooled_width
-        told: dict[str, Any] = {}
+        conditions: dict[str, Any] = {}
         if pooled:
-            told = {"pooled": shape((n, pooled)), "time_ids": shape((n, preset.config.time_ids(pooled)))}
-        arguments = (shape((n, side // 8, side // 8, 4)), shape((n,)), shape((n, 77, preset.text.width)), told)
+            conditions = {"pooled": shape((n, pooled)), "time_ids": shape((n, preset.config.time_ids(pooled)))}
+        arguments = (shape((n, side // 8, side // 8, 4)), shape((n,)), shape((n, 77, preset.text.width)), conditions)
 
-        def evaluate(p: Any, x: Any, t: Any, text: Any, told: Any) -> Any:
-            return unet(p, x, t, text, preset.config, **told)
+        def evaluate(p: Any, x: Any, t: Any, text: Any, conditions: Any) -> Any:
+            return unet(p, x, t, text, preset.config, **conditions)
 
         with compiling_for("none"):  # the work of the model, not of a kernel
             return {"flops": count_flops(evaluate, params, *arguments)}

@@ -97,18 +97,21 @@ def denoiser(checkpoint: Model, folder: Path) -> Iterator[tuple[str, float]]:
     side, batch = ((cfg.sample_size or 64) // 2, 1) if xl else (cfg.sample_size or 64, 2)
     x, features = normal(batch, side, side, 4), normal(batch, 77, cfg.cross_attention_dim)
     t = np.array([981, 21], np.float32)[:batch]
-    told, added = {}, {}
+    conditions, added = {}, {}
     if xl:
         numbers = [1024, 768, 0, 64, 6] if checkpoint.family.is_refiner else [1024, 768, 0, 64, 512, 512]
-        told = {"pooled": normal(batch, 1280), "time_ids": np.array([numbers], np.float32)}
-        added = {"text_embeds": torch.from_numpy(told["pooled"]), "time_ids": torch.from_numpy(told["time_ids"])}
+        conditions = {"pooled": normal(batch, 1280), "time_ids": np.array([numbers], np.float32)}
+        added = {
+            "text_embeds": torch.from_numpy(conditions["pooled"]),
+            "time_ids": torch.from_numpy(conditions["time_ids"]),
+        }
     model = diffusers.UNet2DConditionModel.from_pretrained(folder / "unet").eval()
     arguments = (nchw(x), torch.from_numpy(t), torch.from_numpy(features))
     want = nhwc(model(*arguments, added_cond_kwargs=added).sample)
     del model
     gc.collect()
     params = load(checkpoint, "unet")["unet"]
-    got = jax.jit(unet, static_argnames="cfg")(params, x, t, features, cfg=cfg, **told)
+    got = jax.jit(unet, static_argnames="cfg")(params, x, t, features, cfg=cfg, **conditions)
     yield f"UNet {8 * side}x{8 * side}", difference(got, want)
 
 

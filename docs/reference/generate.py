@@ -269,10 +269,12 @@ def keywords() -> str:
     first = ("self", "prompt", "negative_prompt", "output_type")
     helps = {name: field.setting.help for name, field in (declared(Call) | declared(OptionRecord)).items()}
     helps |= {"params": "the parameters, if the pipeline does not hold them"}
-    helps |= {"adapters": "weights of adapters that are beside the model's, {'ink': 0.8}"}
-    own = {name: one.annotation for name, one in call.items() if name not in first and one.kind is one.KEYWORD_ONLY}
+    helps |= {"adapters": "weights of the adapters that are kept beside the model, {'ink': 0.8}"}
+    keyword_only = {
+        name: one.annotation for name, one in call.items() if name not in first and one.kind is one.KEYWORD_ONLY
+    }
     options = {field.name: str(field.type) for field in fields(OptionRecord)}
-    types = own | options | {name: call[name].annotation for name in first[1:3]}
+    types = keyword_only | options | {name: call[name].annotation for name in first[1:3]}
     others = {name: (types[one.becomes], f"the same as {one.becomes}: {helps[one.becomes]}")
               for name, one in CALL.items() if one.becomes}  # fmt: skip
     of_load = {name: (load[one.becomes].annotation, f"the same as {one.becomes}")
@@ -289,7 +291,7 @@ def keywords() -> str:
                 {name: (kind, helps[name]) for name, kind in options.items()}),
         _typed_dict("ForeignFields", "OptionFields", "The options, and names of other programs.", others | _SPECIAL),
         _typed_dict("CallFields", "ForeignFields", "The keywords of a call.",
-                {name: (kind, helps[name]) for name, kind in own.items()}),
+                {name: (kind, helps[name]) for name, kind in keyword_only.items()}),
         _typed_dict("AgainFields", "CallFields", "The keywords of ``Pipeline.again``.", again),
         _typed_dict("LoadFields", "TypedDict", "Names of other programs for arguments of ``canvax.load``.", of_load),
     ]  # fmt: skip

@@ -303,7 +303,7 @@ class CallFields(ForeignFields, total=False):
     image_prompt: Any
     """Image prompts."""
     adapters: Any
-    """Weights of adapters that are beside the model's, {'ink': 0.8}."""
+    """Weights of the adapters that are kept beside the model, {'ink': 0.8}."""
 
 
 class AgainFields(CallFields, total=False):
