@@ -35,6 +35,7 @@ from canvax.server.jobs import Job, JobRequest, Picture, Rejected, State, Status
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.models import ServedModel
+from canvax.server.part_cache import PLAIN
 from canvax.server.work import GroupKey, Item
 
 MODELS = ("a", "b", "c")
@@ -243,7 +244,9 @@ class StubServed(ServedModel):
         self.groups, self.used, self.failed, self.retry, self.load_seconds = {}, 0.0, 0, 0.0, LOAD
         self.safety_checker, self.shelf, self._load = None, StubShelf(), load  # type: ignore[assignment]
         self.colours = SimpleNamespace(learn=lambda *_: None, pixels=lambda latents: latents)  # type: ignore[assignment]
-        self.embeddings, self.vaes = SimpleNamespace(summary=str), SimpleNamespace(take_off=lambda: None)  # type: ignore[assignment]
+        self.embeddings = SimpleNamespace(summary=str)  # type: ignore[assignment]
+        self.vaes = self.controlnets = SimpleNamespace(held={}, bytes=0, take_off=lambda: None)  # type: ignore[assignment]
+        self._varied = {PLAIN: SimpleNamespace(model=model)}  # type: ignore[dict-item]
 
     def check(self, ask: JobRequest) -> Any:
         return StubChecked(ask, self.name, self.model, self.shelf)

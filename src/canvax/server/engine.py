@@ -519,26 +519,32 @@ class ImageEngine:
     def _put_on(self, key: GroupKey) -> ServedModel | None:
         """The model with its weights on the devices; None where it cannot be loaded, and then its jobs fail, and where
         it has to wait for what is finished."""
-        if self._models.groups()[key] is not None:
+        if missing := self._models.missing(key):
             self._decode_all()  # while their weights are there
             if self._in_decoder():
                 return None
         self._progress = None  # loading may take as long as it takes
-        is_loading = self._models.groups()[key] is not None
-        if is_loading:
-            self._tell_waits(lambda item: item.group.model == key.model, f"loading {key.model}")
+
+        def waits(item: Item) -> bool:
+            """Whether an image needs what is loaded: the model, or ControlNets of it alone."""
+            of_key = item.group.variant == key.variant or missing == key.model
+            return item.group.model == key.model and of_key
+
+        if missing:
+            self._tell_waits(waits, f"loading {missing}")
         try:
             return self._models.put_on(key)
         except Exception:
             log.exception("a model cannot be loaded again")
             with self._wake:
-                for item in [item for item in self._queue if item.group.model == key.model]:
-                    self._book.fail(item.job, "model_unavailable", unavailable(key.model))
+                missing = self._models.missing(key)  # the model may be there, and not its ControlNets
+                for item in filter(waits, list(self._queue)):
+                    self._book.fail(item.job, "model_unavailable", unavailable(missing))
             return None
         finally:
             self._progress = time.monotonic()
-            if is_loading:
-                self._tell_waits(lambda item: item.group.model == key.model, "")
+            if missing:
+                self._tell_waits(waits, "")
 
     def _since(self, began: float) -> float:
         """Seconds, which are no overhead of this turn."""

@@ -95,8 +95,8 @@ class Group:
         key: what the programs are for.
         model: the model.
         programs: its programs.
-        params: gives its parameters, which are on the devices while the group runs; with the vectors of the words
-            and with the autoencoder that it is given.
+        params: gives its parameters, which are on the devices while the group runs; with the vectors of the words,
+            the autoencoder and the ControlNets that it is given.
         batches: images of one call of a denoiser; multiples of the mesh's ``data`` axis.
         lanes: calls at the same time, at most (``canvax.engine.lanes``).
 
@@ -242,7 +242,7 @@ class Group:
             assert self._idle is not None
             if item.shelf is not None:
                 item.request = replace(item.request, beside=item.shelf.shares(item.adapters))
-            params = self._params(item.words, item.vae)
+            params = self._params(item.words, item.vae, self.key.variant.controlnets)
             prepared = prepare(self._model, self._programs, params, item.request, self._ready, item.table)
             names = item.request.control.names if item.request.control else ()
             carried = self._idle.beside(prepared.batch.carried()[0], names)
@@ -398,7 +398,8 @@ class Group:
         """An empty batch of so many images, for which there are programs."""
         lanes = self._lanes[images]
         shape, denoisers = self._latents(images // lanes), self._denoisers[images // lanes]
-        new = partial(Batch, denoisers, self._params(), self._programs.mesh, shape)
+        params = self._params(controlnets=self.key.variant.controlnets)
+        new = partial(Batch, denoisers, params, self._programs.mesh, shape)
         return Lanes([new() for _ in range(lanes)])
 
     def _leave(self, slot: int) -> None:

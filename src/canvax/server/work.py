@@ -35,6 +35,7 @@ from canvax.server.embedding_cache import EmbeddingCache, Words, reading
 from canvax.server.enlarged import Enlarged, cut, tile_request
 from canvax.server.images_in import MOST_PIXELS
 from canvax.server.jobs import Job, JobRequest, Picture, Rejected, Stepped, invalid
+from canvax.server.part_cache import PLAIN, Variant
 from canvax.settings import aliases, declared
 from canvax.types import HostArray
 
@@ -76,6 +77,7 @@ class GroupKey(NamedTuple):
     height: int
     width: int
     kinds: Kinds
+    variant: Variant = PLAIN
 
     @property
     def size(self) -> str:
@@ -245,6 +247,8 @@ class Item:
             fields["embeddings"] = loaded | {word.name: word.record for word in self.words}
         if self.vae:
             fields["vae"] = self.vae
+        if names := self.group.variant.controlnets:
+            fields["controlnet"] = list(names)
         return self.whole.metadata(fields) if self.whole else fields
 
 
@@ -360,6 +364,7 @@ def check(
     model: Model,
     shelf: AdapterCache | None = None,
     embeddings: EmbeddingCache | None = None,
+    variant: Variant = PLAIN,
 ) -> Checked:
     """What a model is asked for.
 
@@ -369,6 +374,7 @@ def check(
         model: the model.
         shelf: its adapters.
         embeddings: its textual inversions.
+        variant: the files that the ask names in or beside it.
 
     Raises:
         Rejected: naming the field and the cure.
@@ -407,8 +413,8 @@ def check(
         with _lock:
             request = _request(job_request, model, seeds[0])
             larger = _second_pass(model, request) if request.options.hires > 1 else None
-        first = _planned(name, model, request, shelf)
-        second = Checked(larger, *_planned(name, model, larger, shelf), seeds) if larger else None
+        first = _planned(name, model, request, shelf, variant)
+        second = Checked(larger, *_planned(name, model, larger, shelf, variant), seeds) if larger else None
     except InputError as error:
         raise _refusal(error) from None
     for hint in () if job_request.lenient else idle(model, request):
@@ -435,7 +441,9 @@ def _second_pass(model: Model, request: Request) -> Request:
     return replace(larger, init_images=replace(larger.init_images, images=[], whole=([], [])))
 
 
-def _planned(name: str, model: Model, request: Request, shelf: AdapterCache | None) -> tuple[SamplerTable, GroupKey]:
+def _planned(
+    name: str, model: Model, request: Request, shelf: AdapterCache | None, variant: Variant
+) -> tuple[SamplerTable, GroupKey]:
     """The table and the group of a request.
 
     Raises:
@@ -458,7 +466,7 @@ def _planned(name: str, model: Model, request: Request, shelf: AdapterCache | No
     kinds = with_networks(kinds, model)
     if request.embedded:
         kinds = kinds._replace(guided=(False,))
-    return table, GroupKey(name, request.height, request.width, kinds)
+    return table, GroupKey(name, request.height, request.width, kinds, variant)
 
 
 def _seed(job_request: JobRequest) -> int:
