@@ -25,7 +25,7 @@ from canvax.weights.data_folder import using
 from canvax.weights.load import Component
 from canvax.weights.save import save_component
 from tests.support.control_files import adapter, controlnet
-from tests.support.serving import asked, by_job
+from tests.support.serving import asked, by_a1111, by_job
 
 SIDE = 64
 BODY = {"prompt": "a cat", "seed": 3, "steps": 3, "width": SIDE, "height": SIDE}
@@ -109,3 +109,93 @@ def test_requests_name_them(server: tuple[httpx.Client, ImageEngine], folder: Pa
     both = {"control": [b64(ONE), b64(TWO)], "controlnet": ["edges", "colours"]}
     pipe = base.with_controlnet([nets / "edges", nets / "colours"])
     assert same(by_job(client, BODY | both)[0], called(pipe, control=[ONE, TWO]))
+
+
+def test_units_of_a1111(server: tuple[httpx.Client, ImageEngine], base: canvax.Pipeline) -> None:
+    client, _ = server
+    assert client.get("/controlnet/model_list").json() == {"model_list": ["colours", "depth", "edges", "lines"]}
+    assert "canny" in client.get("/controlnet/module_list").json()["module_list"]
+
+    def drawn(*units: dict[str, Any]) -> np.ndarray:
+        return by_a1111(client, BODY | {"alwayson_scripts": {"controlnet": {"args": units}}})[0]
+
+    unit = {"image": b64(ONE), "model": "edges [d14c016b]", "module": "none", "weight": 0.8, "guidance_end": 0.7}
+    job = BODY | {"controlnet": "edges", "control_scale": 0.8, "control_end": 0.7}
+    assert same(drawn(unit), by_job(client, job | {"control": b64(ONE)})[0])
+    made = drawn(unit | {"module": "canny", "control_mode": "ControlNet is more important"})
+    job |= {"control": b64(ONE), "control_from": "canny", "control_mode": "control"}
+    assert same(made, by_job(client, job)[0])
+    plain = drawn(unit | {"enabled": False})
+    assert not same(made, plain)
+    assert same(plain, by_job(client, BODY)[0])
+    for wrong in ({"model": "None"}, {"model": "gone"}, {"module": "openpose"}, {"image": None}, {"resize_mode": 2},
+                  {"mask": b64(TWO)}, {"control_mode": 7}):  # fmt: skip
+        scripts = {"ControlNet": {"args": [unit | wrong]}}
+        assert client.post("/sdapi/v1/txt2img", json=BODY | {"alwayson_scripts": scripts}).status_code in (404, 422)
+
+
+def test_what_is_there_is_listed(server: tuple[httpx.Client, ImageEngine]) -> None:
+    client, _ = server
+    (card,) = client.get("/api/models").json()["models"]
+    assert [(net["name"], net["kind"], bool(net["fault"])) for net in card["controlnets"]] == [
+        ("colours", "t2i-adapter", False), ("depth", "controlnet", False), ("edges", "controlnet", False),
+        ("lines", "controlnet", False), ("alien", "controlnet", True),
+    ]  # fmt: skip
+    shown = {"control": b64(ONE)}
+    for changes, status, param in (
+        ({"controlnet": "gone", **shown}, 404, "controlnet"),
+        ({"controlnet": "alien", **shown}, 400, "controlnet"),
+        ({"controlnet": "edges"}, 400, "controlnet"),
+        ({"controlnet": ["edges", "depth"], **shown}, 400, "control"),
+        (shown, 400, "control"),
+    ):
+        answer = client.post("/api/jobs", json=BODY | changes)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+
+
+def test_a_vae_of_another_config(
+    server: tuple[httpx.Client, ImageEngine], folder: Path, small_folder: Path, base: canvax.Pipeline
+) -> None:
+    """Alone and beside a ControlNet, reading an image as well; the second time nothing compiles."""
+    client, _ = server
+    (card,) = client.get("/api/models").json()["models"]
+    assert card["vaes"] == {"tiny": ""}
+    pipe = canvax.load(small_folder, vae=folder / "models/VAE/tiny", progress=False, mesh=base.mesh)
+    found, told = by_job(client, BODY | {"vae": "tiny"})
+    assert same(found, called(pipe))
+    assert told["vae"] == "tiny"
+    assert not same(found, by_job(client, BODY)[0])
+    sent = {"vae": "tiny", "controlnet": "edges", "control": b64(ONE), "image": b64(TWO), "strength": 0.7}
+    steered = called(pipe.with_controlnet(folder / "models/ControlNet/edges"), control=ONE, image=TWO, strength=0.7)
+    assert same(by_job(client, BODY | sent)[0], steered)
+    with counting() as counts:
+        assert same(by_job(client, BODY | {"vae": "tiny"})[0], found)
+        assert same(by_job(client, BODY | sent)[0], steered)
+    assert counts.compilations == 0
+
+
+def test_a_strict_server_exchanges_weights(folder: Path, base: canvax.Pipeline) -> None:
+    """Those of its ControlNet's config, within ``--memory``; others are refused, with the flags to start it with."""
+    nets = folder / "models/ControlNet"
+    pipe = base.with_controlnet(nets / "edges")
+    one = sum(leaf.nbytes for leaf in jax.tree.leaves(pipe.params))
+    room = sum(leaf.nbytes for leaf in jax.tree.leaves(pipe.params["controlnet"]))
+    settings = EngineSettings(warm=(Warm((SIDE, SIDE), (1,)),), memory=one + room * 3 // 2)
+    with asked(settings, load=lambda name: pipe) as (client, engine):
+        (card,) = client.get("/api/models").json()["models"]
+        usable = [net["name"] for net in card["controlnets"] if not net["fault"]]
+        assert (usable, bool(card["vaes"]["tiny"])) == (["depth", "edges", "lines"], True)
+        held = engine._models.named(None).controlnets.held
+        with counting() as counts:
+            for name in ("depth", "lines"):
+                found, _ = by_job(client, BODY | {"control": b64(TWO), "controlnet": name})
+                assert same(found, called(base.with_controlnet(nets / name), control=TWO))
+                assert set(held) == {name}
+            assert same(by_job(client, BODY | {"control": b64(TWO)})[0], called(pipe, control=TWO))
+        assert counts.compilations == 0
+        for changes, param in (
+            ({"controlnet": "colours", "control": b64(ONE)}, "controlnet"),
+            ({"vae": "tiny"}, "vae"),
+        ):
+            answer = client.post("/api/jobs", json=BODY | changes)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -29,7 +29,7 @@ APIS = (jobs_api, openai, a1111, huggingface)
 
 _APIS: dict[str, ModuleType] = {
     "/api/": jobs_api, "/v1/": openai, "/images/": openai, "/openai/": openai, "/sdapi/": a1111,
-    "/models/": huggingface, "/hf": huggingface,
+    "/controlnet/": a1111, "/models/": huggingface, "/hf": huggingface,
 }  # fmt: skip
 """Whose errors are answered where."""
 

@@ -23,7 +23,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200)
 _ROUTES = ("/v1/", "/sdapi/", "/api/", "/models/", "/hf", "/static/", "/health", "/ready", "/metrics", "/images/",
-           "/openai/")  # fmt: skip
+           "/openai/", "/controlnet/")  # fmt: skip
 
 
 class Metrics:

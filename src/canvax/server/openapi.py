@@ -72,6 +72,8 @@ _GETS = {
     "/sdapi/v1/sd-models": "Models, as A1111's clients read them.",
     "/sdapi/v1/loras": "Adapters, as A1111's clients read them.",
     "/sdapi/v1/embeddings": "Embeddings, as A1111's clients read them.",
+    "/controlnet/model_list": "ControlNets that requests may name, as A1111's clients read them.",
+    "/controlnet/module_list": "Ways to prepare a control image, as A1111's clients read them.",
     "/sdapi/v1/sd-vae": "VAEs that requests may name, as A1111's clients read them.",
     "/health": "Whether the server works: 503 when its engine is dead or makes no progress.",
     "/ready": "Whether it can generate.",
