@@ -588,7 +588,7 @@ export const wrongNumber = () => [...$("composer").querySelectorAll("input[type=
 /** Say what is wrong, at its field, which has an id or is of a field of the request. */
 export function formError(text, param = null, id = null) {
   if (param === "options") [, param = "options"] = text.match(/^options\.(\w+)/) ?? [];
-  const field = id ?? { prompt: "prompt", image: "input-open", references: "input-add", hires: "hires", hires_strength: "hires-strength", hires_steps: "hires-steps", negative_prompt: "negative", seed: "seed", n: "count", steps: "steps-number", guidance_scale: "guidance-number", sampler: "sampler", width: "size", height: "size", size: "size", adapters: "adapter-add", strength: "strength", options: "syntax", clip_skip: "clip-skip", prompt_syntax: "syntax", model: "model", vae: "vae", control: "control-open", control_from: "control-from", control_scale: "control-scale", image_prompt: "image-prompt-open" }[param];
+  const field = id ?? { prompt: "prompt", image: "input-open", references: "input-add", hires: "hires", hires_strength: "hires-strength", hires_steps: "hires-steps", negative_prompt: "negative", seed: "seed", n: "count", steps: "steps-number", guidance_scale: "guidance-number", sampler: "sampler", width: "size", height: "size", size: "size", adapters: "adapter-add", strength: "strength", options: "syntax", clip_skip: "clip-skip", prompt_syntax: "syntax", model: "model", vae: "vae", control: "control-open", controlnet: "control-network", control_from: "control-from", control_scale: "control-scale", image_prompt: "image-prompt-open" }[param];
   for (const node of $("composer").querySelectorAll("[aria-invalid]")) {
     node.removeAttribute("aria-invalid");
     node.removeAttribute("aria-errormessage");
