@@ -116,7 +116,7 @@ def test_every_field_reaches_the_engine(site: Web) -> None:
         "prompt": "p", "negative_prompt": "q", "model": "stub", "n": 2, "width": 64, "height": 96, "steps": 3,
         "guidance_scale": 2.5, "sampler": "euler_a", "seed": 5, "image": b64(picture()),
         "mask": b64(picture(colour="white")), "strength": 0.5, "upscale": 2.0, "format": "webp",
-        "vae": "soft", "quality": 80, "previews": True, "metadata": False, "seconds": 60, "options": {"clip_skip": 1},
+        "vae": "soft", "controlnet": ["edges"], "quality": 80, "previews": True, "metadata": False, "seconds": 60, "options": {"clip_skip": 1},
         "adapters": {"ink": 0.5, "clay": {"unet": 1.0}}, "control": {"depth": b64(picture())}, "control_from": "invert",
         "control_scale": [0.5], "control_start": 0.1, "control_end": 0.9, "control_mode": "guess",
         "image_prompt": {"image": b64(picture()), "scale": 0.5, "mask": b64(picture(colour="white")), "adapter": 1},
