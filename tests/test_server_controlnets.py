@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,19 @@ import canvax
 from canvax.compile.monitor import counting
 from canvax.models.configs import TinyConfig
 from canvax.models.decode import autoencoder_of
-from canvax.params import init_params
+from canvax.params import flatten, init_params
+from canvax.server.adapter_cache import AdapterSettings
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.models import Warm
 from canvax.weights.data_folder import using
 from canvax.weights.load import Component
 from canvax.weights.save import save_component
+from tests.support.adapter_files import Draw, lora, write
 from tests.support.control_files import adapter, controlnet
-from tests.support.serving import asked, by_a1111, by_job
+from tests.support.serving import asked, by_a1111, by_job, until
 
 SIDE = 64
+QUERY = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
 BODY = {"prompt": "a cat", "seed": 3, "steps": 3, "width": SIDE, "height": SIDE}
 
 
@@ -199,3 +203,28 @@ def test_a_strict_server_exchanges_weights(folder: Path, base: canvax.Pipeline) 
         ):
             answer = client.post("/api/jobs", json=BODY | changes)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_file_that_is_gone_costs_its_jobs_alone(folder: Path, base: canvax.Pipeline, tmp_path: Path) -> None:
+    """Beside an adapter, in two passes, too."""
+    nets = tmp_path / "models/ControlNet"
+    for name in ("kept", "gone"):
+        shutil.copytree(folder / "models/ControlNet/edges", nets / name)
+    shape = dict(flatten(base.model.networks.denoiser.spec))[QUERY + ".weight"].shape
+    arrays = lora(Draw(0), shape).arrays
+    (tmp_path / "models/Lora").mkdir()
+    write(tmp_path / "models/Lora/ink.safetensors", {f"unet.{QUERY}{end}": array for end, array in arrays.items()})
+    settings = EngineSettings(
+        warm=(Warm((SIDE, SIDE), (1,)),), compile_on_demand=True, adapters=AdapterSettings(tmp_path / "models/Lora"),
+    )  # fmt: skip
+    with using(str(tmp_path)), asked(settings, load=lambda name: base) as (client, _):
+        shutil.rmtree(nets / "gone")
+        job = client.post("/api/jobs", json=BODY | {"controlnet": "gone", "control": b64(ONE)}).json()
+        until(lambda: client.get(f"/api/jobs/{job['id']}").json()["status"] == "failed", 120)
+        assert "gone" in client.get(f"/api/jobs/{job['id']}").json()["error"]["message"]
+        more = {"controlnet": "kept", "control": b64(ONE), "adapters": {"ink": 1.0}}
+        found, _ = by_job(client, BODY | more | {"options": {"hires": 2}})
+    pipe = base.with_controlnet(nets / "kept")
+    pipe.adapters.load("ink", tmp_path / "models/Lora/ink.safetensors", beside=True)
+    assert same(found, called(pipe, control=ONE, hires=2, adapters={"ink": 1.0}))
+    assert not same(found, called(pipe, control=ONE, hires=2, adapters={}))
