@@ -205,6 +205,7 @@ def test_a_strict_server_exchanges_weights(folder: Path, base: canvax.Pipeline) 
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.slow
 def test_a_file_that_is_gone_costs_its_jobs_alone(folder: Path, base: canvax.Pipeline, tmp_path: Path) -> None:
     """Beside an adapter, in two passes, too."""
     nets = tmp_path / "models/ControlNet"
