@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from canvax.parallel.mesh import make_mesh
     from canvax.pipelines.image_prompts import ImagePrompt
     from canvax.pipelines.options import Options, Step
-    from canvax.pipelines.pipeline import Pipeline, load
+    from canvax.pipelines.pipeline import Pipeline, load, pipeline_of
     from canvax.pipelines.result import Preview, Result, load_preview
     from canvax.planning.plan import Plan, plan
     from canvax.samplers import SamplerSpec, SamplerTable, Solver
@@ -63,6 +63,7 @@ _HOMES = {
     "load": "canvax.pipelines.pipeline",
     "load_preview": "canvax.pipelines.result",
     "make_mesh": "canvax.parallel.mesh",
+    "pipeline_of": "canvax.pipelines.pipeline",
     "plain_kernels": "canvax.kernels.target",
     "plan": "canvax.planning.plan",
     "read_metadata": "canvax.images.metadata",
@@ -92,6 +93,7 @@ __all__ = [
     "load",
     "load_preview",
     "make_mesh",
+    "pipeline_of",
     "plain_kernels",
     "plan",
     "read_metadata",
@@ -99,7 +101,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("errors", "flax_api"):  # canvax.errors.HintWarning, before anything else was used
+    if name in ("errors", "extend", "flax_api"):  # canvax.errors.HintWarning, before anything else was used
         return import_module(f"canvax.{name}")
     if name == "StableDiffusion":
         from canvax.errors import warn

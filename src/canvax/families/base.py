@@ -112,6 +112,15 @@ class SingleFile:
         )
 
 
+def no_networks(files: ModelFiles) -> Networks:
+    """Refuse files: ``read`` of a family whose models are made in Python."""
+    raise CheckpointError(f"{files}: models of this family are not read from files")
+
+
+def no_tokenizer(files: ModelFiles, encoder: TextEncoder) -> None:
+    """Return None: ``tokenizer`` of a family whose encoders read text without one."""
+
+
 @dataclass(frozen=True, eq=False)
 class Family:
     """What models of one kind have in common: data, and the few functions that are not data.
@@ -145,9 +154,9 @@ class Family:
     """
 
     name: str
-    pipelines: tuple[str, ...]
-    read: Callable[[ModelFiles], Networks]
-    tokenizer: Callable[[ModelFiles, TextEncoder], Any]
+    pipelines: tuple[str, ...] = ()
+    read: Callable[[ModelFiles], Networks] = no_networks
+    tokenizer: Callable[[ModelFiles, TextEncoder], Any] = no_tokenizer
     title: str = ""
     models: str = ""
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)

@@ -75,13 +75,13 @@ class TextEncoder:
 
     Attributes:
         component: its key in ``params``, which is its folder in a checkpoint.
-        tokenizer: the folder of its tokenizer.
         lengths: the token lengths that programs are made for, from the shortest.
+        tokenizer: the folder of its tokenizer in a checkpoint; empty if it has none.
     """
 
     component: str
-    tokenizer: str
     lengths: tuple[int, ...]
+    tokenizer: str = ""
 
     @property
     def spec(self) -> Spec:

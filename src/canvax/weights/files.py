@@ -50,6 +50,15 @@ class ModelFiles:
     reasons: Mapping[str, str] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def none(cls, name: str) -> ModelFiles:
+        """Return the files of a model that was made in Python."""
+
+        def missing(component: str) -> Any:
+            raise CheckpointError(f"{name}: was made in Python, and has no files of {component or 'a model'}")
+
+        return cls(name, Path(name), {}, {}, {}, arrays=missing, folders=missing)
+
     def __str__(self) -> str:
         name = _at(self.name, self.revision)
         return f"{name} with vae={self.overrides['vae']!r}" if "vae" in self.overrides else name
