@@ -128,7 +128,7 @@ _SIDES = ("left", "top", "right", "bottom")
 def read_sides(name: str, value: Any) -> tuple[int, int, int, int]:
     """Pixels on each side, also as text: ``left=64,right=64``, or four numbers."""
     cure = "for example left=64,right=64, or four numbers: left, top, right, bottom"
-    wrong = (name, value, "is not pixels by side", cure)
+    wrong = InputError(name, value, "is not pixels by side", cure)
     if isinstance(value, str):
         pairs = [part.partition("=") for part in value.split(",")]
         named = "=" in value
@@ -136,14 +136,14 @@ def read_sides(name: str, value: Any) -> tuple[int, int, int, int]:
         value = {side.strip(): pixels for side, _, pixels in pairs} if named else [pixels for pixels, _, _ in pairs]
     if isinstance(value, Mapping):
         if value.keys() - set(_SIDES):
-            raise InputError(*wrong)
+            raise wrong
         value = [value.get(side, 0) for side in _SIDES]
     try:
         sides = tuple(int(side) if isinstance(side, str) else side for side in islice(value, 5))
     except (TypeError, ValueError):
-        raise InputError(*wrong) from None
+        raise wrong from None
     if len(sides) != 4 or not all(is_whole(side) and 0 <= side <= MAX_SIDE for side in sides) or not any(sides):
-        raise InputError(*wrong)
+        raise wrong
     left, top, right, bottom = map(int, sides)
     return left, top, right, bottom
 

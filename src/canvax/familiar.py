@@ -281,7 +281,7 @@ def accepts(
             if by_place and places < len(arguments) <= len(named):
                 late = dict(zip(named[places:], arguments[places:], strict=False))
                 if twice := late.keys() & keywords.keys():
-                    raise InputError(f"{min(twice)} is given twice, by place and by name; give it once")
+                    raise InputError(min(twice), NO_VALUE, "is given twice, by place and by name", "give it once")
                 words = ", ".join(f"{name}={shown(value)}" for name, value in late.items())
                 warn(f"arguments after {named[places - 1]} will be keywords only; write {words}", DeprecationWarning)
                 arguments, keywords = arguments[:places], {**late, **keywords}

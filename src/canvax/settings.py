@@ -23,7 +23,7 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from canvax.errors import NO_VALUE, InputError, nearest, plain, refuse_tracers
+from canvax.errors import NO_VALUE, InputError, nearest, needs, plain, refuse_tracers
 
 if TYPE_CHECKING:
     import argparse
@@ -235,8 +235,7 @@ def check_all(record: Any) -> None:
     for name, field in declared(type(record)).items():
         needed = field.setting.requires.partition("=")[0]
         if needed and _differs(record, field) and not _differs(record, declared(type(record))[needed]):
-            raise InputError(name, getattr(record, name), f"has no effect without {needed}",
-                             f"add {{{field.setting.requires}}}")  # fmt: skip
+            raise needs(name, field.setting.requires, value=getattr(record, name))
 
 
 def _differs(record: Any, field: Declared) -> bool:

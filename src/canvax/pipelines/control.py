@@ -14,7 +14,7 @@ from PIL import Image
 from canvax.call import CONTROL, OptionRecord
 from canvax.compile.kinds import Ready
 from canvax.compile.programs import Programs
-from canvax.errors import NO_VALUE, InputError, nearest
+from canvax.errors import NO_VALUE, InputError, conflict, nearest, needs
 from canvax.families.base import Model
 from canvax.images.inputs import fingerprint, read_images
 from canvax.images.maps import control_map
@@ -95,7 +95,7 @@ def check_control(model: Model, control: Any, count: int, options: Options) -> C
     nets = model.networks.controls
     if control is None or (isinstance(control, list | tuple) and control and all(kind is None for kind in control)):
         for name in sorted(options.changed().keys() & set(OPTIONS)):
-            raise InputError(name, NO_VALUE, "needs a control image", "give {control} as well")
+            raise needs(name, "control")
         return None
     if not nets:
         raise InputError(
@@ -105,14 +105,9 @@ def check_control(model: Model, control: Any, count: int, options: Options) -> C
             "gives it one (docs/controlnet.md)",
         )
     if options.reuse > 1:
-        raise InputError("control", NO_VALUE, "cannot be combined with reuse", "leave one out")
+        raise conflict("control", "reuse")
     if options.padding_mask_crop is not None:
-        raise InputError(
-            "control",
-            NO_VALUE,
-            "cannot be combined with padding_mask_crop: the control image is of the whole image",
-            "leave one out",
-        )
+        raise conflict("control", "padding_mask_crop", why="the control image is of the whole image")
     by_network: Sequence[Any] = [control] if len(nets) == 1 else control
     if len(nets) > 1 and (not isinstance(control, list | tuple) or len(control) != len(nets)):
         entries = len(control) if isinstance(control, list | tuple) else "one"
@@ -349,7 +344,7 @@ def control_of(settings: Mapping[str, Any]) -> ControlEntry:
     files, kinds = settings.get("control"), settings.get("control_from")
     if files is None:
         if kinds is not None:
-            raise InputError("control_from", kinds, "needs a control image", "give {control} as well")
+            raise needs("control_from", "control", value=kinds)
         return ()
     files = [files] if isinstance(files, str) else files
     kinds = kinds.split(",") if isinstance(kinds, str) else [] if kinds is None else kinds

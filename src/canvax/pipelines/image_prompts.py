@@ -16,7 +16,7 @@ from PIL import Image
 from canvax.compile.kinds import PromptKind, Ready
 from canvax.compile.programs import Programs
 from canvax.engine.batch import filled
-from canvax.errors import NO_VALUE, InputError, shown
+from canvax.errors import NO_VALUE, InputError, conflict, needs, shown
 from canvax.families.base import Model
 from canvax.images.inputs import clip_square, entry, fingerprint, read_images
 from canvax.images.masks import resized, rounded
@@ -57,7 +57,7 @@ class ImagePrompt:
 
     def __post_init__(self) -> None:
         if (self.image is None) == (self.embeds is None):
-            raise InputError("image_prompt", NO_VALUE, "needs an image or embeds, one of the two")
+            raise InputError("image_prompt", NO_VALUE, "is neither image nor embeds, or both", "give one of them")
         if isinstance(self.adapter, bool) or not isinstance(self.adapter, int) or self.adapter < 0:
             raise InputError(
                 "image_prompt",
@@ -210,12 +210,7 @@ def check_image_prompts(model: Model, value: Any, count: int, options: Options) 
                 "image_prompt", NO_VALUE, f"has embeds of several shapes {sorted(shapes)}", "give all the same"
             )
     if options.padding_mask_crop is not None and any(prompt.masks for prompt in prompts):
-        raise InputError(
-            "image_prompt",
-            NO_VALUE,
-            "cannot be combined with a mask and padding_mask_crop: masks are of the whole image",
-            "leave one out",
-        )
+        raise conflict("image_prompt", "padding_mask_crop", why="its masks are of the whole image")
     encoder = model.networks.image_encoder
     image_prompts = ImagePrompts(prompts, adapters, encoder.cfg.tokens if encoder else None)
     if encoder is None and image_prompts.sees(guided=True):
@@ -515,12 +510,10 @@ def image_prompts_of(settings: Mapping[str, Any], adapters: int) -> tuple[FilePr
     files, masks = (_listed(name, settings.get(name)) for name in SETTINGS)
     if not files:
         if masks:
-            raise InputError("ip_mask", NO_VALUE, "has no effect without an image prompt", "give {ip_image} as well")
+            raise needs("ip_mask", "ip_image")
         return ()
     if not adapters:
-        raise InputError(
-            "ip_image", NO_VALUE, "needs an IP-Adapter", "name the adapter that reads the image with {ip_adapter}"
-        )
+        raise needs("ip_image", "ip_adapter", cure="it is the network that reads the image")
     if adapters > 1 and len(files) != adapters:
         raise InputError(
             "ip_image",

@@ -15,7 +15,7 @@ import numpy as np
 
 from canvax.compile.kinds import PromptKind
 from canvax.compile.programs import Programs
-from canvax.errors import NO_VALUE, CheckpointError, InputError
+from canvax.errors import NO_VALUE, CheckpointError, InputError, needs
 from canvax.families.base import Model
 from canvax.families.controls import component_name as control_name
 from canvax.families.controls import control_of, read_control
@@ -227,7 +227,7 @@ def ip_adapter_sources(ip_adapter: Any, image_encoder: Any, **source: Any) -> li
             "nor None, for the one beside the adapter; nor False, for none",
         )
     if not names and (unused := [*map(str, source), *["image_encoder"] * bool(image_encoder)]):
-        raise InputError(unused[0], NO_VALUE, "has no effect without ip_adapter", "give {ip_adapter}, or leave it out")
+        raise needs(unused[0], "ip_adapter")
     if "subfolder" in source:
         example = "'owner/name/folder/file.safetensors'"
         raise InputError("subfolder", source["subfolder"], "is a part of the name here", f"write {example}")
