@@ -87,7 +87,7 @@ def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[st
     if (guess := left.get("guess_mode")) is not None:
         check_flag("guess_mode", guess)
         if "control_mode" in changes:
-            raise conflict("guess_mode", "control_mode")
+            raise conflict("control_mode", "guess_mode")
         changes |= {"control_mode": "guess"} if guess else {}
     if (generator := left.get("generator")) is not None:
         if arguments.get("seed") is not None:
