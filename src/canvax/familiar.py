@@ -15,7 +15,7 @@ from inspect import signature
 from typing import Any, NamedTuple, TypeVar, cast
 
 from canvax.call import Call, OptionRecord
-from canvax.errors import NO_VALUE, InputError, did_you_mean, shown, warn
+from canvax.errors import NO_VALUE, InputError, conflict, did_you_mean, shown, warn
 from canvax.settings import aliases
 
 PAGE = "docs/coming-from-diffusers.md"
@@ -319,15 +319,10 @@ def renamed(arguments: dict[str, Any], others: Mapping[str, Any], table: Mapping
         if not target:
             left[name] = value
         elif arguments.get(target) is not None:
-            first = _with_value(named.get(target, target), arguments[target])
-            raise InputError(f"{_with_value(name, value)} and {first} both say {target}; give it once")
+            raise conflict(name, named.get(target, target), value=value)
         else:
             arguments[target], named[target] = value, name
     return left
-
-
-def _with_value(name: str, value: Any) -> str:
-    return f"{name}={shown(value)}" if isinstance(value, str | int | float) else name
 
 
 def tables() -> str:

@@ -147,8 +147,7 @@ def _check_hires_sampler(options: Options) -> None:
         try:
             find(options.hires_sampler)
         except InputError as error:
-            problem = error.problem.removeprefix(f"sampler={options.hires_sampler!r} ")
-            raise InputError("hires_sampler", options.hires_sampler, problem, error.cure) from None
+            raise error.about("hires_sampler") from None
 
 
 def _check_callback(options: Options) -> None:

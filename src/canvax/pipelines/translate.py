@@ -59,7 +59,7 @@ def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[st
         try:
             find(curve)
         except InputError as error:  # which says how a sigma schedule is given
-            raise InputError(f"scheduler{str(error).removeprefix('sampler')}") from None
+            raise error.about("scheduler") from None
     if recorded := _METADATA & others.keys():
         problem = "is a key of an image's metadata, which is not the keywords of a call"
         raise InputError(min(recorded), NO_VALUE, problem, "write pipe.again(metadata), also with keywords to change")
