@@ -37,7 +37,7 @@ MARK = fingerprint(PHOTO)
 
 def _option(name: str, value: Any) -> dict[str, Any]:
     """Metadata of an image with one option, and with what that needs."""
-    needs = declared(OptionRecord)[name].setting.requires.partition("=")
+    needs = declared(OptionRecord)[name].setting.error_without.partition("=")
     options = {name: value} | ({needs[0]: int(needs[2])} if needs[0] else {})
     options |= {"guidance_method": "apg"} if name == "guidance_settings" else {}
     images = {"image_sha256": MARK} if name in ("outpaint", "padding_mask_crop") else {}

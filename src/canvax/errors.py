@@ -154,7 +154,7 @@ class Cancelled(CanvaxError):
 
 
 class HintWarning(_AboutArgument, UserWarning):
-    """Images will be generated, but most likely not those that were wanted. It is made as ``InputError`` is."""
+    """The call works, but probably does not do what was meant. Its arguments are those of ``InputError``."""
 
 
 def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
@@ -222,7 +222,7 @@ def refuse_tracers(name: str, value: Any) -> None:
         raise InputError(
             name,
             NO_VALUE,
-            "is traced by JAX: the pipeline compiles by itself, so call it outside of jit, grad and vmap",
+            "is traced by JAX: the pipeline calls jit itself, so call it outside of jit, grad and vmap",
             "docs/under-the-pipeline.md has the functions to use inside them",
         )
 

@@ -154,7 +154,7 @@ class Destination:
             unique_path(path, 0)  # which looks into the folder, as saving will
         preview = named_path("preview", arguments.preview) if getattr(arguments, "preview", None) else None
         if is_file and preview is not None and preview.absolute() == path.absolute():
-            raise InputError("preview", preview, "is the file of --output, which it would be in the way of")
+            raise InputError("preview", preview, "is the same file as --output")
         if arguments.grid and len({_size(call) for call in calls}) > 1:
             raise InputError(
                 "grid",

@@ -138,7 +138,7 @@ def with_controls(
         OutOfMemoryError: they do not fit into the devices.
     """
     if params is None and opened:
-        raise InputError("params", None, "cannot be given a ControlNet", "load the pipeline whole")
+        raise InputError("params", NO_VALUE, "are needed to load a ControlNet", "load the pipeline with its parameters")
     names = [control_name(i) for i in range(len(opened))]
     controls = tuple(zip(names, (part.net for part in opened), strict=True))
     networks = dataclasses.replace(model.networks, controls=controls)
@@ -255,7 +255,9 @@ def with_ip_adapters(
         OutOfMemoryError: they do not fit into the devices.
     """
     if params is None:
-        raise InputError("params", None, "cannot be given an IP-Adapter", "load the pipeline whole")
+        raise InputError(
+            "params", NO_VALUE, "are needed to load an IP-Adapter", "load the pipeline with its parameters"
+        )
     for source in sources:
         check_ip_adapter(source)
     files = [open_ip_adapter(source) for source in sources]

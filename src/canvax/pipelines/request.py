@@ -399,11 +399,11 @@ class InitImages:
 
     @property
     def from_noise(self) -> bool:
-        """Whether the run begins from noise alone: a masked part that is generated in full owes the image nothing."""
+        """Whether the run begins from noise alone: strength 1 with a mask."""
         return bool(self.masks) and self.strength == 1
 
     def known(self, latents: HostArray, factor: int, options: Options) -> Known | None:
-        """What is to stay, for latents [n, h, w, C] of the images."""
+        """Return the latents to keep, of latents [n, h, w, C] of the images."""
         if not self.masks:
             return None
         masks = self.latent_masks(len(latents), factor, hard=options.mask_mode == "hard")
