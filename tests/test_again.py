@@ -23,8 +23,8 @@ from canvax.images.formats import written
 from canvax.images.inputs import fingerprint
 from canvax.images.keys import KEYS, keys_of
 from canvax.images.metadata import save_image
-from canvax.pipelines import control, image_prompts
 from canvax.pipelines.again import lost_settings
+from canvax.scale import named_images
 from canvax.server.jobs_api import as_job
 from canvax.settings import declared
 from tests.test_idle_options import VALUES
@@ -37,7 +37,7 @@ MARK = fingerprint(PHOTO)
 
 def _option(name: str, value: Any) -> dict[str, Any]:
     """Metadata of an image with one option, and with what that needs."""
-    needs = declared(OptionRecord)[name].setting.requires.partition("=")
+    needs = declared(OptionRecord)[name].setting.error_without.partition("=")
     options = {name: value} | ({needs[0]: int(needs[2])} if needs[0] else {})
     options |= {"guidance_method": "apg"} if name == "guidance_settings" else {}
     images = {"image_sha256": MARK} if name in ("outpaint", "padding_mask_crop") else {}
@@ -119,8 +119,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     PHOTO.save("photo.png")
     PHOTO.convert("L").save("mask.png")
     monkeypatch.setattr("canvax.cli.images.check_ip_adapters", lambda arguments: None)
-    for read in (control._read, image_prompts.read):  # by name, which other folders have as well
-        read.cache_clear()
+    named_images.read.cache_clear()  # by name, which other folders have as well
     return tmp_path
 
 

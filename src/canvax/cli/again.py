@@ -12,8 +12,8 @@ from canvax.cli.terminal import command_line
 from canvax.errors import InputError
 from canvax.images.keys import keys_of, list_in, table_in
 from canvax.pipelines.again import CALL, lost_settings, settings_of
-from canvax.pipelines.image_prompts import NONE
 from canvax.pipelines.options import Options
+from canvax.scale.named_images import NONE
 from canvax.settings import as_flags, declared, offered
 from canvax.weights.data_folder import embedding_files, find_named
 from canvax.weights.location import BUNDLED

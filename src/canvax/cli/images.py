@@ -19,12 +19,20 @@ from canvax.images.inputs import fingerprint, read_images
 from canvax.noise import check_seed, image_seeds
 from canvax.pipelines.again import CALL, compared, left_out, recorded, settings_of
 from canvax.pipelines.checks import SIZE_STEP, check_prompts, check_size
-from canvax.pipelines.control import control_files, control_marks, control_of, size_of
-from canvax.pipelines.image_prompts import image_prompts_of, read_all, structure
+from canvax.pipelines.control import size_of
 from canvax.pipelines.options import Options
 from canvax.pipelines.references import check_references
 from canvax.pipelines.request import check_init_images, is_alone
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
+from canvax.scale.named_images import (
+    control_files,
+    control_marks,
+    named_control,
+    named_prompts,
+    prompt_files,
+    prompt_marks,
+    structure,
+)
 from canvax.scale.rows import check_prompt_line, json_object, text_lines
 from canvax.scale.work import call_of, grouped
 from canvax.settings import aliases, declared, offered
@@ -48,8 +56,7 @@ def shared(call: Call) -> tuple[Any, ...]:
     """Return what images of one batch have in common. SDXL treats no negative prompt unlike an empty one."""
     settings = (call.height, call.width, call.num_inference_steps, call.guidance_scale, call.sampler, call.options)
     absent = (call.negative_prompt is None, call.image is None, call.mask is None)
-    images = (call.strength, tuple(files is None for files in call.control), structure(call.image_prompt))
-    return *settings, *absent, *images
+    return *settings, *absent, call.strength, *structure(call)
 
 
 def gather(arguments: argparse.Namespace, cells: Sequence[Mapping[str, Any]] = ()) -> tuple[list[Call], Load]:
@@ -97,7 +104,7 @@ def _calls(entries: Sequence[tuple[str, dict[str, Any]]], flags: Mapping[str, An
             seeds = image_seeds(entry["seed"] if "seed" in entry else (first + index) % 2**64, count)
             height, width = (None if value is None else check_size(name, value, 0)
                              for name, value in (("height", call.height), ("width", call.width)))  # fmt: skip
-            read_all(call.image_prompt)
+            prompt_files(call.image_prompt)
             images = (call.image, call.mask, call.strength, height, width, call.options, call.control)
             if images not in sizes:  # each file is read once
                 if is_alone(call, call.options):  # the model decides what becomes of it: see ``sized``
@@ -266,8 +273,8 @@ def _marks(metadata: Mapping[str, Any], arguments: argparse.Namespace) -> dict[s
     """Return how the metadata of a new image would identify the images that flags name."""
     named, marks = vars(arguments), dict[str, Any]()
 
-    def mark(name: str, file: str, read_as: str = "") -> str:
-        return fingerprint(read_images(read_as or name, file, 1, grey=name == "mask")[0])
+    def mark(name: str, file: str) -> str:
+        return fingerprint(read_images(name, file, 1, grey=name == "mask")[0])
 
     for name in ("image", "mask"):
         marks |= {f"{name}_sha256": mark(name, file)} if (file := named[name]) is not None else {}
@@ -275,12 +282,7 @@ def _marks(metadata: Mapping[str, Any], arguments: argparse.Namespace) -> dict[s
     if "references_sha256" in metadata:
         marks["references_sha256"] = [mark("image", file) for file in files]
     if "control_sha256" in metadata:
-        marks["control_sha256"] = control_marks(control_of(named))
+        marks["control_sha256"] = control_marks(named_control(named))
     if "image_prompts" in metadata:
-        prompts = image_prompts_of(named, len(named["ip_adapter"] or ()))
-        marks["image_prompts"] = [
-            {"scale": prompt.scale, "sha256": mark("image", prompt.file, "ip_image")}
-            | ({"mask_sha256": mark("mask", prompt.mask, "ip_mask")} if prompt.mask else {})
-            for prompt in prompts
-        ]
+        marks["image_prompts"] = prompt_marks(named_prompts(named, len(named["ip_adapter"] or ())))
     return marks

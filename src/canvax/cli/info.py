@@ -39,7 +39,7 @@ MEMORY_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _MEMORY_FLAGS = ("memory", "width", "height", "batch", "references", "dtype", "quantize", "mesh")
 _MODEL_FLAGS = (*_MEMORY_FLAGS, "concepts", "revision", "variant", "cache_dir", "token", *PARTS)
-"""What says nothing of an image or an adapter."""
+"""Flags that apply to models only."""
 
 
 def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from canvax.cli import BAD_INPUT, FAILED, debugging
 from canvax.cli.generate_arguments import OUTPUT
 from canvax.cli.loading import check_ip_adapters, load_of, load_with, overrides_of
 from canvax.cli.terminal import complain, show_warning
-from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, check_count, warn
+from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, check_count, conflict, needs, warn
 from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file
 from canvax.images.metadata import read_metadata, unique_path
@@ -75,12 +75,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         )
     keys = Keys.read(named_path("keys", arguments.keys) if arguments.keys else None)
     if keys is not None and arguments.no_keys:
-        raise InputError(
-            "no_keys",
-            NO_VALUE,
-            "does not go with a file of keys",
-            "leave out {keys} and CANVAX_KEYS, or this",
-        )
+        raise conflict("no_keys", "keys", cure="leave out {keys} and CANVAX_KEYS, or this")
     if arguments.host not in _LOOPBACK and keys is None and not arguments.no_keys:
         raise InputError(
             "host",
@@ -242,7 +237,7 @@ def _output(arguments: argparse.Namespace) -> Path | None:
         InputError: the images cannot be written there.
     """
     if arguments.no_output and arguments.output is not None:
-        raise InputError("no_output", NO_VALUE, "does not go with --output", "leave one of them out")
+        raise conflict("no_output", "output")
     name = OUTPUT if arguments.output is None and arguments.command == "ui" else arguments.output
     if name is None or arguments.no_output:
         return None
@@ -269,12 +264,8 @@ def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> Engi
     if not 0 <= arguments.references <= MOST_REFERENCES:
         raise InputError("references", arguments.references, f"is not a whole number in 0..{MOST_REFERENCES}")
     if arguments.batching == "none" and any(":" in text and not text.endswith(":1") for text in arguments.warm or ()):
-        raise InputError(
-            "warm",
-            " ".join(arguments.warm),
-            "does not go with --batching none, which has one image at a time",
-            "write 512x512:1",
-        )
+        why = "it has one image at a time"
+        raise conflict("warm", "batching=none", why=why, cure="write 512x512:1", value=" ".join(arguments.warm))
     on_demand = arguments.compile_on_demand
     return EngineSettings(
         warm=tuple(Warm.parse(text) for text in arguments.warm) if arguments.warm else (Warm(),),
@@ -303,7 +294,7 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
     if not (folder or arguments.lora):
         for name in ("lora_rank", "lora_places", "lora_layers"):
             if getattr(arguments, name) is not None:
-                raise InputError(name, NO_VALUE, "needs adapters", "give {lora_dir} or {lora}")
+                raise needs(name, "lora_dir", "lora")
         return None
     from canvax.pipelines.slots import COUNT, check_places
     from canvax.server.adapter_cache import AdapterSettings

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from canvax.cli.terminal import complain, say, stoppable
-from canvax.errors import NO_VALUE, CanvaxError, InputError, check_number
+from canvax.errors import CanvaxError, InputError, check_number, needs
 from canvax.files import check_writable, named_path
 from canvax.parallel.mesh import make_mesh
 from canvax.settings import declared, offered
@@ -88,7 +88,7 @@ def _dreambooth(arguments: argparse.Namespace) -> Path | None:
     changed = {name for name, field in declared(Lora).items() if getattr(arguments, name) not in (None, field.default)}
     idle = sorted(changed - declared(Whole).keys() | ({"quantize"} if arguments.quantize else set()))
     if idle and not arguments.lora:
-        raise InputError(idle[0], NO_VALUE, "has no effect without --lora", "add {lora}")
+        raise needs(idle[0], "lora")
     of_lora = TASKS["lora"].plan if arguments.lora else {}
     training, mesh, running = _training(arguments, **of_lora), make_mesh(), _running(arguments)
     check_folder(training, aim)  # before pictures of the class are made

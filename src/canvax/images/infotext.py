@@ -200,7 +200,7 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
     metadata: dict[str, Any] = {}
     options: dict[str, Any] = {}
     for name, field in declared(Call).items():
-        _take(settings, field.setting.infotext, field.kind.of, metadata, name)
+        _take(settings, field.setting.infotext, field.kind.value_type, metadata, name)
     _take(settings, "Model", str, metadata, "model")
     if settings.get("VAE", "none").lower() not in ("none", "automatic"):
         metadata["vae"] = settings["VAE"]
@@ -218,7 +218,7 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
         settings.pop("Schedule type", None)
     for name, field in declared(OptionRecord).items():
         if _is_complete(field, settings, options):
-            _take(settings, field.setting.infotext, _FORMS.get(name, (field.kind.of,))[0], options, name)
+            _take(settings, field.setting.infotext, _FORMS.get(name, (field.kind.value_type,))[0], options, name)
     if "noise" in options:
         metadata["noise"] = options["noise"]
     if options.get("hires", 0) > 1:
@@ -234,10 +234,10 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
 def _is_complete(field: Declared, settings: Mapping[str, str], options: Mapping[str, Any]) -> bool:
     """Whether the settings that an option goes with are there as well."""
     known = declared(OptionRecord)
-    required = field.setting.requires.partition("=")[0]
+    required = field.setting.error_without.partition("=")[0]
     if required and options.get(required, known[required].default) == known[required].default:
         return False
-    return all(known[name].setting.infotext in settings for name in field.setting.needs if name in known)
+    return all(known[name].setting.infotext in settings for name in field.setting.hint_without if name in known)
 
 
 def _from_rng(text: str) -> str:

@@ -135,8 +135,3 @@ def with_adapters(p: Params, shares: Array, spec: Spec, places: Places, componen
 def _copied(tree: Params) -> Params:
     """The dicts are new, the arrays are not."""
     return {name: _copied(value) if isinstance(value, dict) else value for name, value in tree.items()}
-
-
-def with_places(params: Params, component: str, places: Places | None) -> Params:
-    """The parameters of a network; with ``places`` those are among them."""
-    return params[component] if places is None else {**params[component], ADAPTERS: params[ADAPTERS][component]}

@@ -280,7 +280,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             raise InputError(
                 "adapter",
                 loaded.name,
-                f"finds all {bank.places.count} places taken, by {', '.join(taken.values())}",
+                f"has no free place: all {bank.places.count} are used by {', '.join(taken.values())}",
                 f"remove one, or call pipe.adapters.beside(rank={bank.places.rank}, places={2 * bank.places.count})",
             )
         bank.put(free[0], bank.pack(loaded.name, loaded.adapter, self._inner(loaded, bank)))

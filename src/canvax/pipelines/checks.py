@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from canvax.call import MOST_IMAGES, Call, Tiling
-from canvax.errors import NO_VALUE, InputError, plain, refuse_tracers
+from canvax.errors import NO_VALUE, InputError, conflict, plain, refuse_tracers
 from canvax.kernels.target import half_of
 from canvax.noise import image_seeds
 from canvax.settings import check_setting
@@ -135,12 +135,8 @@ def check_steps(value: Any, listed: int | None, default: int, most: int) -> int:
     if value > most:
         raise InputError("num_inference_steps", value, f"is more than the {most} of the model's noise schedule")
     if listed not in (None, int(value)):
-        raise InputError(
-            "num_inference_steps",
-            value,
-            f"does not go with {listed} levels, timesteps or scales (sigmas, timesteps, guidance_steps)",
-            "leave it out",
-        )
+        why = f"they are {listed} steps"
+        raise conflict("num_inference_steps", "sigmas", "timesteps", "guidance_steps", why=why, value=value)
     return int(value)
 
 

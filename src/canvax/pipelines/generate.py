@@ -18,7 +18,7 @@ from canvax.compile.monitor import Counts
 from canvax.compile.programs import Programs
 from canvax.engine.batch import Batch, filled
 from canvax.engine.segments import DeepPlan, guided_rows
-from canvax.errors import NO_VALUE, Cancelled, CanvaxError, InputError, shown
+from canvax.errors import NO_VALUE, Cancelled, CanvaxError, InputError, conflict, shown
 from canvax.families.base import Model
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
@@ -280,9 +280,7 @@ def second_pass(model: Model, request: Request) -> Request:
         given = "an image" if request.init_images.fingerprints else f"{model.name}, an inpainting model"
         raise InputError("hires", options.hires, f"cannot be combined with {given}", cure)
     if options.denoising_start or options.denoising_end < 1:
-        raise InputError(
-            "hires", options.hires, "cannot be combined with denoising_start or denoising_end", "leave one out"
-        )
+        raise conflict("hires", "denoising_start", "denoising_end", value=options.hires)
     height, width = (larger_side(model, side, options.hires) for side in (request.height, request.width))
     if (height, width) == (request.height, request.width):
         raise InputError("hires", options.hires, f"leaves {width} x {height} pixels as they are", "1.5 or 2 is usual")
@@ -296,8 +294,8 @@ def second_pass(model: Model, request: Request) -> Request:
         ("sampler", isinstance(sampler, SamplerTable)),
     ):
         if given:
-            other = "give {hires_sampler}, or leave hires out" if name == "sampler" else "leave one of them out"
-            raise InputError(name, NO_VALUE, "is for the steps of one pass and does not go with hires", other)
+            cure = "give {hires_sampler}, or leave one out" if name == "sampler" else "leave one out"
+            raise conflict(name, "hires", why="it is for the steps of one pass", cure=cure)
     most = model.scheduler.schedule.alphas_cumprod.size
     steps = request.steps if options.hires_steps is None else options.hires_steps
     strength = HIRES_STRENGTHS[options.hires_method] if options.hires_strength is None else options.hires_strength

@@ -368,7 +368,7 @@ class LoadedModel:
             raise InputError(
                 "params",
                 None,
-                "does not do: this pipeline holds no parameters",
+                "is missing: this pipeline holds no parameters",
                 "pass those that from_pretrained returned",
             )
         return params

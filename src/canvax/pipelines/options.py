@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from canvax.call import OptionRecord
-from canvax.errors import InputError, check_function, shown
+from canvax.errors import InputError, check_function, conflict, shown
 from canvax.guidance import SETTINGS as METHODS
 from canvax.samplers.catalog import curve_named, find
 from canvax.settings import check_all, declared, is_number, listed, markdown, plain_value
@@ -122,10 +122,9 @@ def _check_guidance(options: Options) -> None:
     if low >= high:
         raise InputError("guidance_interval", options.guidance_interval, "is not in order", "for example 0.2,0.8")
     if options.guidance_rescale and method != "cfg":
-        problem = f"does not go with guidance_method={method!r}"
-        raise InputError("guidance_rescale", options.guidance_rescale, problem, "leave one out")
+        raise conflict("guidance_rescale", f"guidance_method={method!r}", value=options.guidance_rescale)
     if options.reuse > 1 and options.pag_scale:
-        raise InputError("reuse", options.reuse, "does not go with pag_scale", "leave one out")
+        raise conflict("reuse", "pag_scale", value=options.reuse)
 
 
 def _check_control(options: Options) -> None:
@@ -148,8 +147,7 @@ def _check_hires_sampler(options: Options) -> None:
         try:
             find(options.hires_sampler)
         except InputError as error:
-            problem = error.problem.removeprefix(f"sampler={options.hires_sampler!r} ")
-            raise InputError("hires_sampler", options.hires_sampler, problem, error.cure) from None
+            raise error.about("hires_sampler") from None
 
 
 def _check_callback(options: Options) -> None:

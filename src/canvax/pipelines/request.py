@@ -12,7 +12,7 @@ from PIL import Image
 
 from canvax.call import MAX_SIDE, STRENGTH, STRENGTH_OF_MASKED, Call
 from canvax.denoise import Known
-from canvax.errors import NO_VALUE, InputError, refuse_tracers
+from canvax.errors import NO_VALUE, InputError, conflict, needs, refuse_tracers
 from canvax.families.base import SECOND_PROMPTS, Model
 from canvax.images.inputs import MOST_PIXELS, entry, fingerprint, read_images
 from canvax.images.masks import (
@@ -206,12 +206,7 @@ def make_request(model: Model, call: Call) -> Request:
     check_composed(request, model)
     check_lengths(request)
     if request.latents is not None and (options.variation_strength or options.seed_size):
-        raise InputError(
-            "latents",
-            NO_VALUE,
-            "cannot be combined with variation_strength or seed_size: the noise is given already",
-            "leave them out",
-        )
+        raise conflict("latents", "variation_strength", "seed_size", why="the noise is given already")
     check_start(options, sampler, request.latents, model, image=init is not None)
     return request
 
@@ -353,27 +348,15 @@ def check_start(
     """
     started = options.denoising_start > 0
     if started and latents is None:
-        raise InputError(
-            "denoising_start",
-            NO_VALUE,
-            "needs latents",
-            "give {latents=result.latents} of a run that stopped there, with {denoising_end}",
+        raise needs(
+            "denoising_start", "latents=result.latents", cure="of a run that stopped there, with {denoising_end}"
         )
     inverts = not isinstance(sampler, SamplerTable | None) and spec_of(sampler)[0].name == "ddim_inverse"
     if inverts and image:
-        raise InputError(
-            "image",
-            NO_VALUE,
-            f"does not go with sampler={sampler!r}",
-            "pass pipe.encode_image(image) as latents, without noise",
-        )
+        cure = "pass pipe.encode_image(image) as latents, without noise"
+        raise conflict("image", f"sampler={sampler!r}", cure=cure)
     if inverts and latents is None:
-        raise InputError(
-            "sampler",
-            sampler,
-            "goes from an image to its noise and needs latents",
-            "pass the {latents} of the image, such as result.latents",
-        )
+        raise needs("sampler", "latents", cure="those of the image, such as result.latents", value=sampler)
     if model.family.is_refiner and not started and not image:
         raise InputError(
             "image",
@@ -416,11 +399,11 @@ class InitImages:
 
     @property
     def from_noise(self) -> bool:
-        """Whether the run begins from noise alone: a masked part that is generated in full owes the image nothing."""
+        """Whether the run begins from noise alone: strength 1 with a mask."""
         return bool(self.masks) and self.strength == 1
 
     def known(self, latents: HostArray, factor: int, options: Options) -> Known | None:
-        """What is to stay, for latents [n, h, w, C] of the images."""
+        """Return the latents to keep, of latents [n, h, w, C] of the images."""
         if not self.masks:
             return None
         masks = self.latent_masks(len(latents), factor, hard=options.mask_mode == "hard")
@@ -479,15 +462,10 @@ def check_init_images(
     if image is None:
         for name, value in (("mask", mask), ("strength", strength), *_given_options(options)):
             if value is not None:
-                raise InputError(name, NO_VALUE, "needs an image", "give {image} as well")
+                raise needs(name, "image")
         return None
     if options.denoising_start:
-        raise InputError(
-            "image",
-            NO_VALUE,
-            "cannot be combined with denoising_start: strength says where an image begins",
-            "leave denoising_start out",
-        )
+        raise conflict("image", "denoising_start", why="strength says where an image begins")
     images = read_images("image", image, count)
     masks = [] if mask is None else read_images("mask", mask, count, grey=True)
     for i in range(len(masks)):
@@ -566,9 +544,7 @@ def _cut_out(
     """The masked parts alone, each brought to the size that is generated."""
     assert options.padding_mask_crop is not None
     if not masks:
-        raise InputError(
-            "padding_mask_crop", NO_VALUE, "needs a mask", "give {mask}, of which the surroundings are cut out"
-        )
+        raise needs("padding_mask_crop", "mask")
     if len({image.size for image in images}) > 1:
         raise InputError(
             "padding_mask_crop",

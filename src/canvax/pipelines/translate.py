@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import numpy as np
 
 from canvax.call import Call, Load
-from canvax.errors import NO_VALUE, InputError, shown
+from canvax.errors import NO_VALUE, InputError, check_flag, conflict, shown
 from canvax.familiar import CALL, HARMLESS, LESS_GUIDANCE, LOAD, PAGE, ForeignName, Translate, answer, renamed
 from canvax.images.keys import KEYS
 from canvax.pipelines.checks import floats
@@ -59,14 +59,14 @@ def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[st
         try:
             find(curve)
         except InputError as error:  # which says how a sigma schedule is given
-            raise InputError(f"scheduler{str(error).removeprefix('sampler')}") from None
+            raise error.about("scheduler") from None
     if recorded := _METADATA & others.keys():
         problem = "is a key of an image's metadata, which is not the keywords of a call"
         raise InputError(min(recorded), NO_VALUE, problem, "write pipe.again(metadata), also with keywords to change")
     left = renamed(arguments, others, CALL)
     for name in [name for name in arguments if name in _OWN]:  # a name for a field of the options
         if name in left:
-            raise InputError(f"{name} is given twice, under two names; give it once")
+            raise InputError(name, NO_VALUE, "is given twice, under two names", "give it once")
         left[name] = arguments.pop(name)
     for name in left:
         if name in (*_OWN, *_SPECIAL, *_ARGUMENTS):
@@ -79,25 +79,26 @@ def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[st
     changes = {name: value for name, value in left.items() if name in _OWN}
     if (callback := left.get("callback_on_step_end")) is not None:
         if (changes.get("callback") or check_options(arguments.get("options")).callback) is not None:
-            raise InputError("callback and callback_on_step_end are one argument; give it once")
+            raise conflict("callback_on_step_end", "callback")
         changes["callback"] = _on_step_end(arguments["self"], callback)
     if set(left.get("callback_on_step_end_tensor_inputs") or ()) - {"latents"}:
         given = "a callback is given 'latents' and nothing else"
         raise InputError(f"callback_on_step_end_tensor_inputs: {given}; {LESS_GUIDANCE} ({PAGE}#callbacks)")
     if (guess := left.get("guess_mode")) is not None:
-        if not isinstance(guess, bool) or "control_mode" in changes:
-            raise InputError(f"guess_mode={guess!r}: give True or False, and no control_mode beside it")
+        check_flag("guess_mode", guess)
+        if "control_mode" in changes:
+            raise conflict("control_mode", "guess_mode")
         changes |= {"control_mode": "guess"} if guess else {}
     if (generator := left.get("generator")) is not None:
         if arguments.get("seed") is not None:
-            raise InputError("generator and seed are one argument; give it once")
+            raise conflict("generator", "seed")
         arguments["seed"], changes["noise"] = _seeds(generator), "torch"
     if not left.get("return_dict", True):
         raise InputError("return_dict=False: a call returns a canvax.Result; its images are result.images")
     for name, negative in (("prompt", ""), ("negative_prompt", "negative_")):
         if (text := left.get(f"{negative}prompt_embeds")) is not None:
             if arguments.get(name) is not None:
-                raise InputError(f"{name} and {negative}prompt_embeds are one argument; give it once")
+                raise conflict(f"{negative}prompt_embeds", name)
             if isinstance(text, str):
                 message = f"{negative}prompt_embeds={shown(text)} is text"
                 raise InputError(f"{message}; give {name}, or what pipe.encode returns")
@@ -105,12 +106,12 @@ def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[st
             arguments[name] = {"text": text} | ({} if pooled is None else {"pooled": pooled})
     if (prompts := image_prompts(left)) is not None:
         if arguments.get("image_prompt") is not None:
-            raise InputError("image_prompt and ip_adapter_image are one argument; give it once")
+            raise conflict("ip_adapter_image", "image_prompt")
         arguments["image_prompt"] = prompts
     options = with_changes(arguments.get("options"), changes)
     if (timesteps := left.get("timesteps")) is not None:
         if "timesteps" in options.settings:
-            raise InputError("timesteps is given twice, as an argument and in sampler_settings; give it once")
+            raise InputError("timesteps", NO_VALUE, "is given twice, also in sampler_settings", "give it once")
         listed = list(timesteps) if isinstance(timesteps, list | tuple) else np.asarray(timesteps).tolist()
         options = dataclasses.replace(options, sampler_settings={**options.settings, "timesteps": listed})
     arguments["options"] = options
@@ -158,7 +159,7 @@ def image_prompts(keywords: Mapping[str, Any]) -> list[ImagePrompt] | None:
 
     images, embeds = keywords.get("ip_adapter_image"), keywords.get("ip_adapter_image_embeds")
     if embeds is not None and images is not None:
-        raise InputError("ip_adapter_image and ip_adapter_image_embeds are one argument; give it once")
+        raise conflict("ip_adapter_image", "ip_adapter_image_embeds")
     prompts = []
     if images is not None:
         for i, group in enumerate(images if isinstance(images, list) else [images]):
@@ -187,7 +188,7 @@ def with_changes(options: Any, changes: Mapping[str, Any]) -> Options:
     options = check_options(options)
     twice = options.changed_names() & changes.keys()
     if twice:
-        raise InputError(f"{min(twice)} is given twice, as an argument and in options; give it once")
+        raise InputError(min(twice), NO_VALUE, "is given twice, as an argument and in options", "give it once")
     return dataclasses.replace(options, **changes)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from canvax.call import Enlarging
-from canvax.errors import InputError, check_count
+from canvax.errors import NO_VALUE, InputError, check_count
 from canvax.families.base import Model
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
@@ -92,10 +92,9 @@ def check_for_upscale(options: Options) -> None:
     Raises:
         InputError: naming them.
     """
-    if options.hires > 1 or options.outpaint or options.padding_mask_crop is not None:
-        raise InputError("hires, outpaint and padding_mask_crop do not go with upscale; leave them out")
-    if options.denoising_start or options.denoising_end < 1:
-        raise InputError("denoising_start and denoising_end do not go with upscale, whose strength says what is run")
+    names = ("hires", "outpaint", "padding_mask_crop", "denoising_start", "denoising_end")
+    for name in sorted(options.changed_names().intersection(names)):
+        raise InputError(name, NO_VALUE, "is not for tiles", "leave it out")
 
 
 class Tile(NamedTuple):

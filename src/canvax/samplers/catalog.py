@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from canvax.errors import FLOAT32_MAX, NO_VALUE, InputError, did_you_mean, nearest, shown
+from canvax.errors import FLOAT32_MAX, NO_VALUE, InputError, conflict, did_you_mean, nearest, shown
 from canvax.samplers.config import ALIASES, CLASS_DEFAULTS, faults_of, options_of, schedule_of, without_nulls
 from canvax.samplers.curve_names import CURVES, NAMES
 from canvax.samplers.options import SamplerOptions, check_option, falling, fault_of
@@ -221,17 +221,13 @@ def build_table(
         spec = _as_configured(spec, options)
     options = replace(options, **_changes(spec, eta, spacing, sigmas, settings))
     if sigmas is not None and "sigmas" in implied and options.sigmas not in ("automatic", implied["sigmas"]):
-        raise InputError(
-            "sigmas", sigmas, f"does not go with sampler={sampler!r}, whose name has a curve", "leave one of them out"
-        )
+        raise conflict("sigmas", f"sampler={sampler!r}", why="its name has a curve", value=sigmas)
     if options.s_churn and options.s_tmin > options.s_tmax:
         raise InputError("s_tmin", options.s_tmin, f"is above s_tmax={options.s_tmax:g}", "swap them")
     curve = implied.get("sigmas", "automatic") if sigmas is None else options.sigmas
     if options.timesteps is not None and curve != "automatic":
         other = f"sampler={sampler!r}" if sigmas is None else f"sigmas={sigmas!r}"
-        raise InputError(
-            "timesteps", list(options.timesteps), f"does not go with {other}: both place the steps", "leave one out"
-        )
+        raise conflict("timesteps", other, why="both place the steps", value=list(options.timesteps))
     if options.timesteps is not None and options.timesteps[0] > (last := schedule.last_timestep):
         raise InputError(
             "timesteps", list(options.timesteps), f"has {options.timesteps[0]:g}, which is not in 0..{last}"
@@ -394,8 +390,8 @@ def _steps(steps: int | None, options: SamplerOptions, train: int) -> int:
     elif not isinstance(options.sigmas, str):
         listed = len(options.sigmas) - (options.sigmas[-1] == 0)
     if listed is not None and steps not in (None, listed):
-        name = "levels (sigmas)" if options.timesteps is None else "timesteps"
-        raise InputError("steps", steps, f"does not go with {listed} {name} of your own", "give as many steps, or none")
+        name = "sigmas" if options.timesteps is None else "timesteps"
+        raise conflict("steps", name, why=f"they are {listed} steps", value=steps)
     steps = listed if listed is not None else steps
     if isinstance(steps, bool) or not isinstance(steps, Integral) or not 1 <= steps <= train:
         raise InputError("steps", steps, f"is not a whole number in 1..{train}", "20 to 50 is usual")

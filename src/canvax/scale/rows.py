@@ -101,7 +101,7 @@ def check_names(names: Collection[str], carried: Sequence[str] = (), defaults: C
         if "prompt" not in {*names, *defaults} and not did_you_mean(name, [*NAMES, *CALL]):
             strange = " or ".join(repr(column[:40]) for column in names if column not in known | CALL.keys())
             raise InputError(f"there is no prompt: its column is called 'prompt'; is it in {strange or repr(name)}?")
-        problem = answer(name, CALL, ["id", *NAMES], "a column that means anything here")
+        problem = answer(name, CALL, ["id", *NAMES], "a known column")
         raise InputError(f"{problem}; leave it out, or --carry it into the list of what was made")
 
 

@@ -22,14 +22,13 @@ from canvax.images.formats import GeneratedImage, quality_keywords
 from canvax.parallel import multihost
 from canvax.parallel.memory import cures, explained
 from canvax.parallel.mesh import padded_batch
-from canvax.pipelines.control import control_argument, control_of
 from canvax.pipelines.generate import metadata, second_pass, text_to_image, two_passes, work
-from canvax.pipelines.image_prompts import image_prompt_argument, image_prompts_of
 from canvax.pipelines.options import Options
 from canvax.pipelines.prepare import noise_of, samples
 from canvax.pipelines.request import Call, Request, make_request
 from canvax.pipelines.texts import has_tags
 from canvax.samplers import SamplerTable
+from canvax.scale.named_images import control_argument, image_prompt_argument, named_control, named_prompts
 from canvax.scale.rows import ARGUMENTS, OPTIONS, Row, digest_of, settings_of
 from canvax.settings import check_setting, declared, offered
 from canvax.types import HostArray
@@ -79,7 +78,7 @@ def call_of(settings: Mapping[str, Any], adapters: int, **options: Any) -> Call:
     named = {name: check_setting(Call, name, settings[name]) for name in _NAMED if name in settings}
     if references := settings.get("reference"):
         named["image"] = _with_references(settings.get("image"), references)
-    named |= {"control": control_of(settings), "image_prompt": image_prompts_of(settings, adapters)}
+    named |= {"control": named_control(settings), "image_prompt": named_prompts(settings, adapters)}
     return Call(**named, options=Options(**{name: settings[name] for name in OPTIONS if name in settings}, **options))
 
 

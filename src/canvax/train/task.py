@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from canvax.call import LOCATION, PARTS, Load
-from canvax.errors import NO_VALUE, HintWarning, InputError, check_utf8
+from canvax.errors import NO_VALUE, HintWarning, InputError, check_utf8, needs
 from canvax.families.base import Model
 from canvax.images.grid import make_grid
 from canvax.models.controlnet import ControlNet
@@ -123,8 +123,9 @@ class Subject:
             check_utf8("caption", text)
         if self.prior_weight <= 0:
             raise InputError("prior_weight", self.prior_weight, "must be more than 0")
-        if self.prior is None and (self.prior_caption or self.prior_weight != 1):
-            raise InputError("prior_caption and prior_weight are of pictures of the class: give their folder, prior")
+        for name, differs in (("prior_caption", self.prior_caption), ("prior_weight", self.prior_weight != 1)):
+            if self.prior is None and differs:
+                raise needs(name, "prior", cure="it is the folder of pictures of the class")
 
 
 FILE_CAPTIONS = Subject()
