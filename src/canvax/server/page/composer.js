@@ -253,7 +253,7 @@ function showSampler() {
   const found = catalogue.samplers.find((one) => one.name === name || name === one.label)
     ?? catalogue.samplers.filter((one) => name.startsWith(one.label)).sort((a, b) => b.label.length - a.label.length)[0];
   const curve = catalogue.curves.find((one) => one.name === $("sigmas").value);
-  $("sampler-when").textContent = [found?.when, curve && `${curve.label}: ${curve.when}.`].filter(Boolean).join(" ").replaceAll("`", "");
+  $("sampler-when").textContent = $("sampler").title = [found?.when, curve && `${curve.label}: ${curve.when}.`].filter(Boolean).join(" ").replaceAll("`", "");
 }
 
 function showLock(locked) {

@@ -306,7 +306,7 @@ function tellLost(settings, missing = [], actions = [], upscale = settings.upsca
   const here = loras.filter(([name]) => adapterNames().includes(name));
   const use = here.length ? [[`Use ${here.map(([name]) => name).join(", ")}`, () => { composer.apply({ adapters: Object.fromEntries(here) }); composer.keepDraft(); }]] : [];
   const lost = [...left.map(([text]) => text), ...missing];
-  if (!lost.length && !actions.length) return announce("Settings restored");
+  if (!lost.length && !actions.length && !upscale) return announce("Settings restored");
   const shown = [...lost.slice(0, 8), ...(lost.length > 8 ? [`${lost.length - 8} more`] : [])].join(", ");
   toast(`Settings restored${upscale ? ` of the image before it was upscaled ${upscale} ×` : ""}${shown && `, without ${shown}`}.`, [...left.flatMap(([, choices]) => Object.entries(choices)), ...use, ...actions], lost.length ? 60 : 8);
 }
