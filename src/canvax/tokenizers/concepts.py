@@ -77,7 +77,7 @@ class Concepts:
         return [word for word in words if not self._known(word)] + other_symbols
 
     def things(self, prompt: str) -> list[str]:
-        """Returns the noun of each thing in a prompt that combines several, such as "a cat on a chair"; else nothing."""
+        """Returns the nouns of a prompt that combines several things, such as "a cat on a chair"; else nothing."""
         things: dict[str, set[str]] = {}
         for part in _JOINT.split(self.spelled(prompt).lower()):
             nouns = [(noun, word) for word in _WORD.findall(part) if (noun := self._noun(word))]

@@ -1,7 +1,7 @@
 // The form: what to draw and how; the input image and its mask.
 import { getJson } from "./api.js";
 import { besideBody, besideFiles, besideSettings, prepareBeside, setAdapters, showBeside, showBesideText, showPrepared } from "./beside.js";
-import { canvasOf, crisp, fitted, paint, toBlob, toDataUrl } from "./pictures.js";
+import { canvasOf, crisp, fitted, paint, tinted, toBlob, toDataUrl } from "./pictures.js";
 import { preparePrompt, showSyntax } from "./prompt.js";
 import { $, announce, button, el, openDialog, plural, remember, remembered, setIcon, toast } from "./ui.js";
 import { prepareWords, saidOfWord, showWords } from "./words.js";
@@ -510,7 +510,7 @@ async function showInput() {
   if (input.mask) {
     const context = canvas.getContext("2d");
     context.globalAlpha = 0.6;
-    context.drawImage(tinted(input.mask), 0, 0);
+    context.drawImage(tinted(input.mask, "#e2467a"), 0, 0);
   }
   crisp(canvas, bitmap.width);
 }
@@ -521,17 +521,6 @@ function referenceTile(blob, at) {
   const act = (change) => () => change(i).then(() => ($("references").children[at]?.querySelector("button") ?? $("input-add")).focus());
   return el("li", {}, el("div", { className: "thumb", role: "img", ariaLabel: `Reference image ${i + 1}` }, canvas, el("span", { className: "number", textContent: i + 1, ariaHidden: "true" })),
     el("div", { className: "row tight" }, button("left", `Move reference image ${i + 1} forward`, act(moveForward)), button("close", `Remove reference image ${i + 1}`, act(removeReference))));
-}
-
-/** The mask in the accent colour. */
-function tinted(mask) {
-  const canvas = canvasOf(mask.width, mask.height);
-  const context = canvas.getContext("2d");
-  context.drawImage(mask, 0, 0);
-  context.globalCompositeOperation = "source-in";
-  context.fillStyle = "#e2467a";
-  context.fillRect(0, 0, mask.width, mask.height);
-  return canvas;
 }
 
 /** White where the mask is painted, black elsewhere. */

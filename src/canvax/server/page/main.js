@@ -158,13 +158,8 @@ function sourceOf({ settings, width, height }) {
 const closeDialogs = () => { for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close(); };
 const canDo = (task) => composer.model()?.tasks.includes(task) ?? false;
 
-const isReady = (width, height) => composer.model()?.sizes.some(([w, h]) => w === width && h === height) ?? false;
-
 /** Tiles have the model's own size. */
-function canUpscale() {
-  const card = composer.model();
-  return canDo("upscaling") && (card.any_size || isReady(...card.native));
-}
+const canUpscale = () => canDo("upscaling") && composer.canMake(...composer.model().native);
 
 Object.assign(viewer.viewerActions, {
   canUpscale,
