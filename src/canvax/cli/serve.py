@@ -147,7 +147,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def _first(offered: Mapping[str, Path], output: Path | None) -> list[str]:
-    """Return the model to begin with of those in the folder: that of the newest image in ``output``, or the smallest."""
+    """Return the model of the folder to begin with: that of the newest image in ``output``, or the smallest."""
     if offered and output is not None and output.is_dir():
         for path in sorted(output.iterdir(), key=lambda path: -path.lstat().st_mtime)[:_NEWEST]:
             with suppress(InputError):
