@@ -151,7 +151,7 @@ def _first(offered: Mapping[str, Path], output: Path | None) -> list[str]:
     if offered and output is not None and output.is_dir():
         for path in sorted(output.iterdir(), key=lambda path: -path.lstat().st_mtime)[:_NEWEST]:
             with suppress(InputError):
-                if (recent := read_metadata(path).get("model")) in offered:
+                if (recent := str(read_metadata(path).get("model"))) in offered:
                     return [recent]
     return sorted(offered, key=lambda name: _size_of_weights(offered[name]) or math.inf)[:1]
 
