@@ -16,6 +16,7 @@ from canvax.cli import main
 from canvax.cli.arguments import parse
 from canvax.cli.images import gather
 from canvax.cli.loading import load_of, load_with
+from canvax.cli.serve import _first
 from canvax.errors import InputError
 from canvax.families.local_models import local_models
 from canvax.images.metadata import save_image
@@ -222,6 +223,23 @@ def test_prompts_find_loras(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "gone" in capsys.readouterr().err
 
 
+def test_a_server_begins_with_the_last_model_else_the_smallest(folder: Path, tmp_path: Path) -> None:
+    for name, size in (("aaa", 0), ("bbb", 30), ("ccc", 20)):  # the first by name has no weights
+        (folder / "models/checkpoints" / name / "unet").mkdir(parents=True)
+        index = folder / "models/checkpoints" / name / "model_index.json"
+        index.write_text('{"_class_name": "StableDiffusionPipeline"}')
+        if size:
+            (index.parent / "unet/model.safetensors").write_bytes(b"0" * size)
+    offered = local_models().models
+    assert [*offered][:3] == ["aaa", "bbb", "ccc"]
+    output = tmp_path / "out"
+    output.mkdir()
+    assert _first(offered, None) == _first(offered, output) == ["ccc"]
+    for number, model in enumerate(("aaa", "gone")):  # the newest is of a model that is not here
+        save_image(output / f"{number}.png", Image.new("RGB", (8, 8)), {"prompt": "a cat", "model": model})
+    assert _first(offered, output) == ["aaa"]
+
+
 @pytest.mark.slow
 def test_a_server_loads_the_others_when_asked(
     folder: Path, small_folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -245,6 +263,9 @@ def test_a_server_loads_the_others_when_asked(
     engine = ImageEngine(["emoji"], settings, Metrics(), load, say=spoken.append)
     engine.start()
     try:
+        until(lambda: bool(engine._models.cards), 300)
+        assert [card.id for card in engine.models()] == ["emoji", "tiny"]
+        assert engine.starting  # they can be chosen before the first is loaded
         until(lambda: engine.state is not State.STARTING, 300)
         assert [card.id for card in engine.models()] == ["emoji", "tiny"]
         assert any(text.startswith("broken is left out") for text in spoken)

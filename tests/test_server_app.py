@@ -352,6 +352,31 @@ def test_options_that_no_job_has_are_missing(site: Web, tmp_path: Path) -> None:
     assert told["missing"] == ["options.reuse", "options.denoising_end"]
 
 
+@pytest.mark.parametrize(
+    ("sampler", "sigmas", "known"),
+    [
+        ("DPM++ 2M Karras", None, ("dpmpp_2m", "karras")),
+        ("dpmpp_2m_karras", "Beta", ("dpmpp_2m", "beta")),  # the option wins
+        ("DPM++ 2M", None, ("DPM++ 2M", None)),
+        ("EulerDiscreteScheduler", "sgm_uniform", ("EulerDiscreteScheduler", "sgm_uniform")),
+        (None, "Align Your Steps", (None, "ays")),
+        ("ddim", [14.6, 2.0, 0.0], ("ddim", [14.6, 2.0, 0.0])),
+        ("gone k", "gone", (None, "gone")),
+    ],
+)
+def test_the_schedule_of_a_sampler_is_a_setting(
+    site: Web, tmp_path: Path, sampler: str | None, sigmas: Any, known: tuple[str | None, Any]
+) -> None:
+    """However the image says it: /api/models lists the curves by the same names."""
+    options = {} if sigmas is None else {"sigmas": sigmas}
+    metadata = {"prompt": "a fox", "seed": 5, "sampler": sampler, "options": options}
+    path = save_image(tmp_path / "a.png", Image.new("RGB", (64, 64)), metadata)
+    settings = site.http.post("/api/inspect", content=path.read_bytes()).json()["settings"]
+    assert (settings.get("sampler"), settings.get("options", {}).get("sigmas")) == known
+    curves = [curve["name"] for curve in site.http.get("/api/models").json()["curves"]]
+    assert known[1] in (None, "gone") or isinstance(known[1], list) or known[1] in curves
+
+
 @pytest.mark.parametrize("data", [b"", b"no image", picture(), picture("JPEG"), picture("WEBP"), picture()[:60]])
 def test_an_image_that_tells_nothing(site: Web, data: bytes) -> None:
     assert check_refused("own", site.http.post("/api/inspect", content=data), 400)["error"]["code"] == "no_settings"

@@ -605,6 +605,20 @@ def test_what_cannot_be_done_is_said_at_once(
     assert (told.status, told.code, told.param) == (status, code, param), told.message
 
 
+def test_tiles_without_programs_name_what_starts_a_server_with_them(
+    engine: ImageEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No size is proposed: a request that upscales has none."""
+    served = engine._models.named(None)
+    others = {key: group for key, group in served.groups.items() if key.size == "96x96"}
+    monkeypatch.setattr(served, "groups", others)
+    with pytest.raises(Rejected) as refused:
+        engine.submit(JobRequest("a red apple", image=APPLE.copy(), upscale=2.0))
+    assert (refused.value.code, refused.value.param) == ("size_not_ready", "upscale")
+    size = "x".join(map(str, served.model.native_size))
+    assert f"--warm {size}" in refused.value.message
+
+
 def test_a_full_queue_refuses(engine: ImageEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_settings", EngineSettings(queue_images=5))
     jobs = [engine.submit(JobRequest("a dog face", seed=i, steps=50)) for i in range(5)]

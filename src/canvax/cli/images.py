@@ -110,6 +110,9 @@ def _calls(entries: Sequence[tuple[str, dict[str, Any]]], flags: Mapping[str, An
                 if is_alone(call, call.options):  # the model decides what becomes of it: see ``sized``
                     read_images("image", call.image, images_of(call))
                     source = None
+                elif isinstance(call.image, tuple):
+                    problem = "is not read beside a mask or a strength, which go with one image"
+                    raise InputError("reference", call.image[1], problem, "leave it out")
                 else:
                     source = check_init_images(*images[:3], (height, width), 1, SIZE_STEP, call.options)
                 sizes[images] = (height, width) if source is None or source.boxes else source.size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import logging
+import math
 import re
 import signal
 import socket
@@ -141,13 +142,21 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def _first(offered: Mapping[str, Path], output: Path | None) -> list[str]:
-    """Return the model of the folder of models to begin with: that of the newest image in ``output``, or the first."""
+    """Return the model of the folder to begin with: that of the newest image in ``output``, or the smallest."""
     if offered and output is not None and output.is_dir():
         for path in sorted(output.iterdir(), key=lambda path: -path.lstat().st_mtime)[:_NEWEST]:
             with suppress(InputError):
-                if recent := read_metadata(path).get("model"):
-                    return [recent] if recent in offered else list(offered)[:1]
-    return list(offered)[:1]
+                if (recent := str(read_metadata(path).get("model"))) in offered:
+                    return [recent]
+    return sorted(offered, key=lambda name: _size_of_weights(offered[name]) or math.inf)[:1]
+
+
+def _size_of_weights(model: Path) -> int:
+    """Return the bytes of the weights of a file or a folder; 0 of a folder that has none."""
+    from canvax.weights.entries import WEIGHTS  # JAX with it, which most commands do without
+
+    files = [path for path in model.rglob("*") if path.suffix in WEIGHTS] if model.is_dir() else [model]
+    return sum(path.stat().st_size for path in files)
 
 
 def _left_out_lines(left_out: Mapping[str, str]) -> Iterator[str]:

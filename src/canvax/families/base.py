@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from canvax.call import HIRES_STRENGTHS, OptionRecord
 from canvax.errors import CheckpointError, InputError, check_count, check_number, nearest
 from canvax.files import read_json
 from canvax.models.clip import ClipEncoder, clip_configs, clip_encoders
@@ -21,6 +22,7 @@ from canvax.models.networks import Networks
 from canvax.models.text import FIRST, SECOND, TextEncoder, TextEncoders
 from canvax.params import Params, Spec
 from canvax.samplers import NoiseSchedule, Scheduler, curve_label, find
+from canvax.settings import check_setting
 from canvax.tokenizers.clip import ClipTokenizer
 from canvax.tokenizers.concepts import Concepts
 from canvax.types import DType, HostArray
@@ -62,6 +64,8 @@ class Defaults:
     guidance_scale: float = 7.5
     examples: tuple[str, ...] = ()
     """Prompts that it draws well; the page offers them."""
+    hires_strength: float = HIRES_STRENGTHS["pixel"]
+    """Strength of a second pass over the enlarged image."""
 
 
 LATENT_CONSISTENCY = Defaults(num_inference_steps=4, guidance_scale=8.5)
@@ -491,6 +495,7 @@ def read_defaults(path: Path, usual: Defaults) -> Defaults:
         if isinstance(values.get("examples"), str) or not all(isinstance(text, str) for text in examples):
             raise InputError("examples", values["examples"], "is not a list of texts")
         scale = check_number("guidance_scale", defaults.guidance_scale)
-        return replace(defaults, guidance_scale=scale, examples=examples)
+        strength = check_setting(OptionRecord, "hires_strength", defaults.hires_strength)
+        return replace(defaults, guidance_scale=scale, examples=examples, hires_strength=strength)
     except (ValueError, TypeError, InputError) as error:
         raise CheckpointError(f"{path}: not a list of defaults canvax knows: {error}") from error

@@ -110,6 +110,9 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
         listed = ", ".join(f"{word} (near: {known})" if known else word for word, known in near)
         problem = f"has words that {model.name} has never seen: {listed}{rest}"
         yield HintWarning("prompt", NO_VALUE, problem, f"canvax info {model.name} --prompts lists what it knows")
+    elif things := next(filter(None, map(model.concepts.things, prompts)), None):
+        problem = f"names {' and '.join(things)}, and {model.name} draws one thing in an image"
+        yield HintWarning("prompt", NO_VALUE, problem, "name one of them")
     (tall, wide), pixels = model.native_size, request.height * request.width
     if not tall * wide / FAR <= pixels <= tall * wide * FAR:
         wrong = "repeat themselves" if pixels > tall * wide else "are poor"

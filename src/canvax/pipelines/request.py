@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from PIL import Image
 
-from canvax.call import MAX_SIDE, STRENGTH, STRENGTH_OF_MASKED, Call
+from canvax.call import HIRES_STRENGTHS, MAX_SIDE, STRENGTH, STRENGTH_OF_MASKED, Call
 from canvax.denoise import Known
 from canvax.errors import NO_VALUE, InputError, conflict, needs, refuse_tracers
 from canvax.families.base import SECOND_PROMPTS, Model
@@ -135,6 +135,7 @@ def make_request(model: Model, call: Call) -> Request:
     """
     options, sampler, per_prompt = check_options(call.options), _sampler(call.sampler), call.num_images_per_prompt
     check_for_model(options, model)
+    options = _with_own_strength(options, model)
     check_seed_size(options, model.vae.factor)
     prompt, negative, embeds = split_conditions(call.prompt, call.negative_prompt, model)
     prompts, negatives = check_prompts(prompt, negative, per_prompt)
@@ -209,6 +210,13 @@ def make_request(model: Model, call: Call) -> Request:
         raise conflict("latents", "variation_strength", "seed_size", why="the noise is given already")
     check_start(options, sampler, request.latents, model, image=init is not None)
     return request
+
+
+def _with_own_strength(options: Options, model: Model) -> Options:
+    """Return the options with the model's own strength of a second pass, where none is given."""
+    own = model.defaults.hires_strength
+    given = options.hires == 1 or options.hires_method != "pixel" or options.hires_strength is not None
+    return options if given or own == HIRES_STRENGTHS["pixel"] else replace(options, hires_strength=own)
 
 
 def _sampler(value: Any) -> str | SamplerSpec | SamplerTable | None:

@@ -185,6 +185,11 @@ class ImageEngine:
         """Begin to load; ``state`` says when it is ready."""
         self._thread.start()
 
+    @property
+    def starting(self) -> str:
+        """See ``Engine``."""
+        return (self._announcer.progress or "loading") if self._state is State.STARTING else ""
+
     def models(self) -> Sequence[ModelCard]:
         """See ``Engine``."""
         if not self._models.cards:
@@ -263,7 +268,7 @@ class ImageEngine:
     # Accepting, in the threads of those who ask.
 
     def _submit(self, job_request: JobRequest) -> Job:
-        check_ready(self.state)
+        check_ready(self.state, self._announcer.progress)
         if earlier := self._book.earlier(job_request):
             return earlier
         served = self._models.named(job_request.model)

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from PIL import Image
 
+from canvax.call import HIRES_STRENGTHS
 from canvax.errors import shortened
 from canvax.images.inputs import fingerprint
 
@@ -416,6 +417,7 @@ class ModelCard:
         ip_adapters: names of those that read image prompts, likewise.
         vae: the name of the autoencoder that stands in for the model's; "" for its own.
         vaes: names of those that a request may name, with the reason where one cannot be used, else "".
+        hires_strength: of a second pass over the enlarged image, by default.
     """
 
     id: str
@@ -446,6 +448,7 @@ class ModelCard:
     samplers: tuple[str, ...] | None = None
     vae: str = ""
     vaes: Mapping[str, str] = field(default_factory=dict)
+    hires_strength: float = HIRES_STRENGTHS["pixel"]
 
 
 @dataclass(frozen=True)
@@ -508,6 +511,11 @@ def check_ready(state: State, progress: str = "") -> None:
 
 class Engine(Protocol):
     """Whatever generates images: the thread that owns the devices, or a stand-in of the tests."""
+
+    @property
+    def starting(self) -> str:
+        """How far it is, where it accepts no job yet; else ""."""
+        ...
 
     def models(self) -> Sequence[ModelCard]:
         """The models, the default first.

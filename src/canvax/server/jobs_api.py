@@ -6,6 +6,7 @@ import io
 import json
 import math
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,7 +27,7 @@ from canvax.images.metadata import metadata_in, prompt_in
 from canvax.pipelines.again import lost_settings
 from canvax.pipelines.control import OPTIONS
 from canvax.pipelines.references import MOST
-from canvax.samplers.specs import SAMPLERS
+from canvax.samplers import CURVES, SAMPLERS, curve_named, find
 from canvax.server.answers import (
     answering,
     asked,
@@ -142,7 +143,8 @@ def routes(engine: Engine) -> list[BaseRoute]:
         samplers = [
             {"name": spec.name, "label": spec.label, "when": spec.when} for spec in SAMPLERS if spec.name != INVERSE
         ]
-        return json_answer({"models": cards, "samplers": samplers})
+        curves = [{"name": curve.name, "label": curve.also[0], "when": curve.when} for curve in CURVES]
+        return json_answer({"models": cards, "samplers": samplers, "curves": curves, "starting": engine.starting})
 
     async def prompts(request: Request) -> Response:
         return json_answer({"prompts": model_named(engine, request.query_params.get("model")).prompts})
@@ -253,7 +255,7 @@ def _rounded(seconds: float | None) -> float | None:
 def _card(card: ModelCard, *, default: bool) -> dict[str, Any]:
     names = ("native", "sizes", "any_size", "size_step", "steps", "guidance_scale", "sampler", "max_images",
              "max_steps", "tasks", "examples", "styles", "family", "guided", "no_guidance", "negative_prompt",
-             "prompt_weights", "clip_skip", "references", "samplers", "vae", "vaes")  # fmt: skip
+             "prompt_weights", "clip_skip", "references", "samplers", "vae", "vaes", "hires_strength")  # fmt: skip
     fields = {name: getattr(card, name) for name in names}
     controls = [{"name": network.name, "kind": network.kind, "types": network.types} for network in card.controls]
     fields |= {"controls": controls, "ip_adapters": card.ip_adapters}
@@ -461,6 +463,8 @@ def as_job(metadata: dict[str, Any]) -> dict[str, Any]:
         fields["vae"] = public_names([vae])[0]
     options = fields.get("options")
     left_out = []
+    if curve := _curve_in(fields):  # as a setting of its own
+        fields["options"] = options = {**(options if isinstance(options, dict) else {}), "sigmas": curve}
     if isinstance(options, dict):
         left_out = [name for name in options if name in NOT_OFFERED]
         fields["options"] = {name: value for name, value in options.items() if name not in (*left_out, *lost)}
@@ -472,6 +476,17 @@ def as_job(metadata: dict[str, Any]) -> dict[str, Any]:
     missing += [f"embedding {name}" for name in embeddings_in(recorded) if name.lower() not in embedding_files()]
     missing += [f"{name}: {value}" if value else name for name, value in settings_left(recorded).items()]
     return {"settings": settings, "missing": missing}
+
+
+def _curve_in(fields: dict[str, Any]) -> str | None:
+    """Return the sigma curve that the options or the sampler's name have; the name loses it."""
+    sampler, options = fields.get("sampler"), fields.get("options")
+    named, curve = None, options.get("sigmas") if isinstance(options, dict) else None
+    with suppress(InputError):
+        if isinstance(sampler, str) and (named := find(sampler)[1].get("sigmas")):
+            fields["sampler"] = find(sampler)[0].name
+        return curve_named(curve) if isinstance(curve, str) else None if curve else named
+    return None
 
 
 def _fits(field: str, value: Any) -> bool:

@@ -290,10 +290,16 @@ class ServedModel:
         if finished:
             self.colours.learn(latents, pixels)
 
-    def refusal(self, wanted: GroupKey, warm: Sequence[Warm]) -> Rejected:
-        """Why there are no programs for a key, and what to ask for in its place."""
+    def refusal(self, wanted: GroupKey, warm: Sequence[Warm], *, of_tiles: bool = False) -> Rejected:
+        """Why there are no programs for a key, and what to ask for in its place; ``of_tiles``: of an upscaled image."""
         keys = list(self.groups)
         usual = next((key.kinds for key in keys if key.size == wanted.size), None)
+        if usual is None and of_tiles:
+            message = (
+                f"upscale: its tiles have {wanted.size} pixels, and this server has no programs for that; "
+                f"start the server with --warm {wanted.size} as well, or with --compile-on-demand"
+            )
+            return Rejected(400, "size_not_ready", message, param="upscale")
         if usual is None:
             sizes = sorted(
                 {key.size for key in keys} | {f"{width}x{height}" for (width, height), _ in self.sizes(warm)}
@@ -355,6 +361,7 @@ class ServedModel:
             samplers=usable_samplers(model, *sizes[0]),
             vae=publicly({"vae": vae})["vae"] if (vae := model.overrides.get("vae")) else "",
             vaes=self.vaes.names,
+            hires_strength=model.defaults.hires_strength,
         )
 
 
@@ -480,17 +487,30 @@ class ModelSet:
         self._settled = 0.0
 
     def begin(self) -> None:
-        """Load all, and make their programs ready."""
+        """Load all, and make their programs ready. Where models are on request, clients see all of them before that."""
         vaes = vae_files()
+        for name in (*self._names, *self._on_request) if self._on_request else ():
+            try:
+                served = ServedModel(name, self._load, self._adapters, self._lanes, weights=False, vaes=vaes)
+                served.on_request = name in self._on_request
+                self._served[name] = served
+            except CanvaxError as error:
+                if name in self._names:
+                    raise
+                self._say(f"{name} is left out: {error}")
+        self._show_cards()
         for name in self._names:
-            self._say(f"reading {name}")
-            self._make_room(None)
-            served = ServedModel(name, self._load, self._adapters, self._lanes, vaes=vaes)
+            if (opened := self._served.get(name)) is None:
+                self._say(f"reading {name}")
+                self._make_room(None)
+                opened = ServedModel(name, self._load, self._adapters, self._lanes, vaes=vaes)
+            served = self._served[name] = opened
             if self._memory is not None and served.bytes > self._memory:
                 raise InputError(
                     f"--memory {self._memory} bytes: the weights of {name} take {served.bytes}; allow more"
                 )
-            self._served[name] = served
+            if not served.loaded:
+                self._load_again(served)
             if served.shelf:
                 self._say(served.shelf.summary())
             for line in served.embeddings.summary().splitlines():
@@ -507,12 +527,9 @@ class ModelSet:
                     self.add(group)
                     self._kept.add(group.key)
                     self._say(group.summary())
-        for name in self._on_request:
-            try:
-                served = ServedModel(name, self._load, self._adapters, self._lanes, weights=False, vaes=vaes)
-                self._served[name] = served
-            except CanvaxError as error:
-                self._say(f"{name} is left out: {error}")
+        self._show_cards()
+
+    def _show_cards(self) -> None:
         most = MOST_REFERENCES if self._on_demand else self._references
         self.cards = [
             served.card(self._warm, any_size=self._on_demand, references=most) for served in self._served.values()
@@ -556,7 +573,7 @@ class ModelSet:
             return load + group.timings.image(checked.rows)
         warm = {size for size, _ in served.sizes(self._warm)}
         if not self._on_demand and not (served.on_request and (key.width, key.height) in warm):
-            raise served.refusal(key, self._warm)
+            raise served.refusal(key, self._warm, of_tiles=checked.tiles is not None)
         most = LARGEST * max(width * height for (width, height), _ in served.sizes(self._warm))
         if key.width * key.height > most:
             message = (
