@@ -15,19 +15,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
+from starlette.testclient import TestClient
 
 from canvax.errors import InputError
 from canvax.images.maps import control_map
 from canvax.images.metadata import save_image
-from canvax.server import a1111, huggingface, jobs_api, openai
+from canvax.server import a1111, app, huggingface, jobs_api, openai
+from canvax.server.answers import read_json
 from canvax.server.app import Settings
 from canvax.server.guard import LARGEST_QUESTION, allowed_hosts
 from canvax.server.jobs import Changed, Job, JobRequest, Picture, Rejected, State, Status, Stepped
 from canvax.server.keys import Keys
+from canvax.server.metrics import Metrics
+from canvax.server.paths import ApiPath, Operation
 from canvax.server.rates import Rates
 from tests.support.server_stub import CARD, StubEngine, accept
 from tests.support.serving import until
@@ -510,6 +517,38 @@ def test_every_route_is_described_but_aliases_and_empty_ones(site: Web) -> None:
     assert {"/sdapi/v1/interrupt", "/sdapi/v1/skip", "/sdapi/v1/refresh-loras"} <= described.keys()
     edits = described["/v1/images/edits"]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
     assert {"image", "mask"} <= set(json.dumps(edits).split('"'))
+
+
+def test_an_api_is_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limits, its form of errors, its description and its count follow from what it declares."""
+
+    class Echo(msgspec.Struct):
+        image: str
+
+    class Echoes:
+        PREFIXES = ("/echo/",)
+
+        def error(self, refused: Rejected, request_id: str) -> Response:
+            return Response(f"ECHO {refused.code}", refused.status)
+
+        def routes(self, engine: Any) -> list[ApiPath]:
+            async def echo(request: Request) -> Response:
+                return Response((await read_json(request, Echo)).image)
+
+            return [ApiPath("/echo/{size}", self.error, POST=Operation(echo, "Echo an image.", Echo, images=True))]
+
+    monkeypatch.setattr(app, "APIS", (*app.APIS, Echoes()))
+    web_app = app.create_app(StubEngine(), Settings(), state=lambda: State.READY, metrics=Metrics())
+    http, image = TestClient(web_app, base_url="http://localhost"), "x" * (2 * LARGEST_QUESTION)
+    assert http.post("/echo/large", json={"image": image}).text == image
+    assert (http.post("/echo/large", json={}).text, http.get("/echo/large").text, http.get("/echo/a/b").text) == (
+        "ECHO invalid_value", "ECHO method_not_allowed", "ECHO not_found",
+    )  # fmt: skip
+    described = http.get("/openapi.json").json()
+    operation = described["paths"]["/echo/{size}"]["post"]
+    assert (operation["summary"], operation["parameters"][0]["name"]) == ("Echo an image.", "size")
+    assert operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/Echo")
+    assert 'canvax_requests_total{route="/echo/",status="200"} 1.0' in http.get("/metrics").text
 
 
 # Keys.

@@ -33,7 +33,7 @@ from canvax.server.jobs import Job, JobRequest, Previewed, Rejected, State, Stat
 from canvax.server.journal import Journal
 from canvax.server.metrics import Metrics
 from canvax.server.models import Warm
-from canvax.server.work import Checked, byte_size, check, sample
+from canvax.server.work import Stage, byte_size, check, sample
 from tests.support.serving import until
 
 ONE = canvax.make_mesh(jax.devices()[:1])
@@ -181,7 +181,7 @@ def test_work_is_counted_in_rows_as_they_are_timed(*, guided: bool, embedded: bo
     table = build_table(PIPE.model.scheduler, 8, guidance=3.0)
     request: Any = SimpleNamespace(guided=guided, embedded=embedded)
     group: Any = None
-    assert Checked(request, table, group, [1]).rows == part * len(table)
+    assert Stage(request, table, group).rows == part * len(table)
 
 
 @pytest.mark.parametrize("free", [None, 1])
@@ -656,7 +656,7 @@ def test_waits_count_that_batches_do_several_images_at_a_time(
     group = next(iter(engine._models._served["emoji"].groups.values()))
     monkeypatch.setattr(group, "timings", Timings({1: 1.0, 4: 1.6}))
     monkeypatch.setattr(engine, "_leader", lambda: None)  # nothing begins
-    alone = check(JobRequest("a dog face", steps=10), "emoji", PIPE.model).rows
+    alone = check(JobRequest("a dog face", steps=10), "emoji", PIPE.model).stages[0].rows
     shared = 0.4 * alone
     monkeypatch.setattr(engine, "_settings", EngineSettings(queue_seconds=9.5 * shared))
     first = engine.submit(JobRequest("a dog face", steps=10))

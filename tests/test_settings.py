@@ -27,9 +27,10 @@ from canvax.pipelines.checks import FITS_ALL, check_size
 from canvax.pipelines.request import make_request
 from canvax.scale.rows import NAMES
 from canvax.scale.work import call_of
-from canvax.server.jobs_api import BODIES, NewJob
+from canvax.server.jobs_api import NewJob, routes
 from canvax.server.openapi import description
 from canvax.settings import add_flags, aliases, as_flags, declared, idle, json_schema, markdown, offered, setting
+from tests.support.server_stub import StubEngine
 
 ROOT = Path(__file__).parent.parent
 
@@ -70,7 +71,7 @@ def test_every_entry_point_takes_the_record() -> None:
     assert options <= set(SETTINGS)
     assert options <= set(NAMES)
     assert set(ALIASES.values()) <= {"prompt", *SETTINGS}
-    schema = description(BODIES)["components"]["schemas"]["Options"]
+    schema = description(routes(StubEngine()))["components"]["schemas"]["Options"]
     assert set(schema["properties"]) == set(offered(OptionRecord, "server"))
     assert "reuse" not in schema["properties"]
 

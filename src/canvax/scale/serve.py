@@ -11,25 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from canvax.call import Load
 from canvax.errors import CanvaxError, InputError, nearest
 from canvax.server import jobs_api
-from canvax.server.answers import answering, client_of, failure, settled, submitted
+from canvax.server.answers import client_of, failure, settled, submitted
 from canvax.server.app import Settings, create_app
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import Engine, JobRequest, Rejected, State, Status
 from canvax.server.keys import Keys
 from canvax.server.metrics import Metrics
 from canvax.server.models import Warm, model_names
+from canvax.server.paths import ApiPath, Operation
 from canvax.settings import declared
 
 MODEL_HEADER = "serve_multiplexed_model_id"
@@ -224,7 +224,7 @@ def app(args: Mapping[str, Any]) -> Any:
     return deployment(serve.ingress()(Replica)).bind(wanted)
 
 
-def imagine(engine: Engine) -> Sequence[BaseRoute]:
+def imagine(engine: Engine) -> list[ApiPath]:
     """``GET /imagine?prompt=&img_size=``, answered with a PNG: what the samples of KubeRay and GKE ask for."""
 
     async def generate(request: Request) -> Response:
@@ -244,7 +244,7 @@ def imagine(engine: Engine) -> Sequence[BaseRoute]:
             raise failure(job)
         return Response(job.pictures[0].data, media_type="image/png", headers={"Cache-Control": "no-store"})
 
-    return [Route("/imagine", answering(jobs_api.error, generate), methods=["GET"])]
+    return [ApiPath("/imagine", jobs_api.error, GET=Operation(generate))]
 
 
 def _listed(text: str) -> list[str]:

@@ -21,7 +21,6 @@ from PIL import Image, ImageChops, ImageOps
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
 from canvax import __version__
 from canvax.call import MAX_SIDE
@@ -32,7 +31,6 @@ from canvax.samplers.catalog import curve_named, find
 from canvax.samplers.curve_names import CURVES
 from canvax.samplers.specs import SAMPLERS, SamplerSpec
 from canvax.server.answers import (
-    answering,
     asked,
     cancelled,
     client_of,
@@ -51,6 +49,7 @@ from canvax.server.answers import (
 from canvax.server.fields import Fraction, Scale, Seed, SideOrNone, Steps
 from canvax.server.images_in import MOST_PIXELS, bytes_of_text, colours, image_of_text, white_mask
 from canvax.server.jobs import Engine, Event, Job, JobRequest, ModelCard, Picture, Previewed, Rejected, Status
+from canvax.server.paths import ApiPath, Operation
 from canvax.server.work import INVERSE, MOST_IMAGES
 from canvax.weights.data_folder import stem_of
 
@@ -203,14 +202,7 @@ class ImageInfo(Struct):
     image: Annotated[str, Meta(min_length=1)]
 
 
-BODIES = {
-    "/sdapi/v1/txt2img": TextToImage,
-    "/sdapi/v1/img2img": ImageToImage,
-    "/sdapi/v1/extra-single-image": Enlargement,
-    "/sdapi/v1/options": Settings,
-    "/sdapi/v1/png-info": ImageInfo,
-}
-"""What is sent where, for those who describe the API."""
+PREFIXES = ("/sdapi/",)
 
 
 def _not_served(name: str) -> Rejected:
@@ -393,37 +385,35 @@ class _Session:
         return json_answer([_described(card) for card in self.engine.models()])
 
 
-def routes(engine: Engine) -> list[BaseRoute]:
+def routes(engine: Engine) -> list[ApiPath]:
     """The routes, which these clients expect at the root of the server."""
     session = _Session(engine)
-    nothing = _always(None)
-    gets = {name: _always(value) for name, value in _EMPTY.items()} | {
-        "progress": session.progress,
-        "options": session.options,
-        "sd-models": session.models,
-        "sd-vae": session.autoencoders,
-        "loras": session.adapters,
-        "embeddings": session.embeddings,
-        "samplers": _always(_samplers()),
-        "schedulers": _always(_schedulers()),
+    nothing, ask, read = Operation(_always(None)), "as A1111's clients ask.", "as A1111's clients read them."
+    both, made = f"Images of a prompt and an image, {ask}", "How an image was made, as A1111's clients read it."
+    gets = {name: Operation(_always(value)) for name, value in _EMPTY.items()} | {
+        "progress": Operation(session.progress, "How far A1111's clients are."),
+        "options": Operation(session.options, f"Settings, {read}"),
+        "samplers": Operation(_always(_samplers()), f"Samplers, {read}"),
+        "schedulers": Operation(_always(_schedulers()), f"Sigma schedules, {read}"),
+        "sd-models": Operation(session.models, f"Models, {read}"),
+        "loras": Operation(session.adapters, f"Adapters, {read}"),
+        "embeddings": Operation(session.embeddings, f"Embeddings, {read}"),
+        "sd-vae": Operation(session.autoencoders, f"VAEs that requests may name, {read}"),
     }
     posts = {
-        "txt2img": session.text_to_image,
-        "img2img": session.image_to_image,
-        "extra-single-image": session.enlarge,
-        "interrupt": session.interrupt,
-        "skip": session.interrupt,
-        "options": session.choose,
-        "png-info": _png_info,
+        "txt2img": Operation(session.text_to_image, f"Images of a prompt, {ask}", TextToImage, images=True),
+        "img2img": Operation(session.image_to_image, both, ImageToImage, images=True),
+        "extra-single-image": Operation(session.enlarge, f"An image made larger, {ask}", Enlargement, images=True),
+        "options": Operation(session.choose, "Choose the model, as A1111's clients do.", Settings),
+        "png-info": Operation(_png_info, made, ImageInfo, images=True),
+        "interrupt": Operation(session.interrupt, "Cancel the job that runs, as A1111's clients do."),
+        "skip": Operation(session.interrupt, "Cancel the job that runs, as `interrupt` does."),
+        "refresh-loras": Operation(session.refresh_adapters, "Look for new adapters."),
+        "refresh-embeddings": Operation(session.refresh_embeddings, "Look for new embeddings."),
         **dict.fromkeys(("refresh-checkpoints", "refresh-vae"), nothing),
-        "refresh-loras": session.refresh_adapters,
-        "refresh-embeddings": session.refresh_embeddings,
     }
-    return [
-        Route(f"/sdapi/v1/{name}", answering(error, endpoint), methods=[method])
-        for method, endpoints in (("GET", gets), ("POST", posts))
-        for name, endpoint in endpoints.items()
-    ]
+    paths = [ApiPath(f"/sdapi/v1/{name}", error, POST=operation) for name, operation in posts.items()]
+    return paths + [ApiPath(f"/sdapi/v1/{name}", error, GET=operation) for name, operation in gets.items()]
 
 
 def error(refused: Rejected, request_id: str) -> Response:

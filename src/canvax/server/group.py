@@ -240,9 +240,10 @@ class Group:
         if item.carried is None:
             assert self._ready is not None
             assert self._idle is not None
-            if item.shelf is not None:
-                item.request = replace(item.request, beside=item.shelf.shares(item.adapters))
-            params = self._params(item.words, item.vae)
+            beside = item.beside
+            if beside.shelf is not None:
+                item.request = replace(item.request, beside=beside.shelf.shares(beside.adapters))
+            params = self._params(beside.words, beside.vae)
             prepared = prepare(self._model, self._programs, params, item.request, self._ready, item.table)
             names = item.request.control.names if item.request.control else ()
             carried = self._idle.beside(prepared.batch.carried()[0], names)

@@ -16,7 +16,6 @@ from PIL import Image
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import BaseRoute, Route
 
 from canvax.errors import InputError, nearest
 from canvax.images.infotext import embeddings_in, settings_left
@@ -29,7 +28,6 @@ from canvax.pipelines.control import OPTIONS
 from canvax.pipelines.references import MOST
 from canvax.samplers import CURVES, SAMPLERS, curve_named, find
 from canvax.server.answers import (
-    answering,
     asked,
     cancelled,
     client_of,
@@ -64,6 +62,7 @@ from canvax.server.jobs import (
     Rejected,
     Stepped,
 )
+from canvax.server.paths import ApiPath, Operation
 from canvax.server.work import INVERSE, LONGEST_PROMPT, MOST_IMAGES, MOST_STEPS, NOT_OFFERED
 from canvax.weights.data_folder import embedding_files
 
@@ -131,11 +130,10 @@ class NewJob(Struct, forbid_unknown_fields=True):
 
 
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(NewJob)}
-BODIES = {"/api/jobs": NewJob}
-"""What is sent where, for those who describe the API."""
+PREFIXES = ("/api/",)
 
 
-def routes(engine: Engine) -> list[BaseRoute]:
+def routes(engine: Engine) -> list[ApiPath]:
     """The routes under /api."""
 
     async def models(_: Request) -> Response:
@@ -156,9 +154,10 @@ def routes(engine: Engine) -> list[BaseRoute]:
         return json_answer({"adapters": listed, "embeddings": words})
 
     async def jobs(request: Request) -> Response:
-        if request.method != "POST":
-            found = await run_in_threadpool(engine.jobs, client_of(request))
-            return json_answer({"jobs": [job_json(job) for job in found]})
+        found = await run_in_threadpool(engine.jobs, client_of(request))
+        return json_answer({"jobs": [job_json(job) for job in found]})
+
+    async def new_job(request: Request) -> Response:
         body = await read_json(request, NewJob)
         job = await asked(request, engine, _ask, body, engine, client_of(request), once_of(request))
         job.look(COMES)
@@ -171,10 +170,11 @@ def routes(engine: Engine) -> list[BaseRoute]:
             raise Rejected(404, "job_not_found", message)
         return job
 
-    async def job_route(request: Request) -> Response:
-        job = job_of(request)
-        if request.method == "DELETE":
-            await cancelled(job)
+    async def one_job(request: Request) -> Response:
+        return json_answer(job_json(job_of(request)))
+
+    async def cancel(request: Request) -> Response:
+        await cancelled(job := job_of(request))
         return json_answer(job_json(job))
 
     async def image(request: Request) -> Response:
@@ -199,18 +199,23 @@ def routes(engine: Engine) -> list[BaseRoute]:
         data = await request.body()
         return Response(await decoding(_control_image, data, request.path_params["kind"]), media_type="image/png")
 
-    endpoints = [
-        ("/api/models", models, ["GET"]),
-        ("/api/prompts", prompts, ["GET"]),
-        ("/api/adapters", adapters, ["GET"]),
-        ("/api/jobs", jobs, ["GET", "POST"]),
-        ("/api/jobs/{name}", job_route, ["GET", "DELETE"]),
-        ("/api/jobs/{name}/images/{index}", image, ["GET"]),
-        ("/api/jobs/{name}/events", events, ["GET"]),
-        ("/api/inspect", inspect, ["POST"]),
-        ("/api/control/{kind}", control_image, ["POST"]),
+    how, mapped = "How an image was made.", "The control image that `control_from` makes of an image, as PNG."
+    return [
+        ApiPath(
+            "/api/jobs",
+            error,
+            POST=Operation(new_job, "Begin a job.", NewJob, images=True, status=202),
+            GET=Operation(jobs, "The client's jobs that are not over, oldest first."),
+        ),
+        ApiPath("/api/jobs/{name}", error, GET=Operation(one_job, "A job."), DELETE=Operation(cancel, "Cancel a job.")),
+        ApiPath("/api/jobs/{name}/events", error, GET=Operation(events, "Its events, as they happen.")),
+        ApiPath("/api/jobs/{name}/images/{index}", error, GET=Operation(image, "One of its images.")),
+        ApiPath("/api/inspect", error, POST=Operation(inspect, how, bytes, images=True)),
+        ApiPath("/api/control/{kind}", error, POST=Operation(control_image, mapped, bytes, images=True)),
+        ApiPath("/api/models", error, GET=Operation(models, "Models and samplers.")),
+        ApiPath("/api/prompts", error, GET=Operation(prompts, "All concepts that a small model knows.")),
+        ApiPath("/api/adapters", error, GET=Operation(adapters, "Adapters and embeddings of a model.")),
     ]
-    return [Route(path, answering(error, endpoint), methods=methods) for path, endpoint, methods in endpoints]
 
 
 def error(refused: Rejected, request_id: str) -> Response:

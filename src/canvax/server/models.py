@@ -42,7 +42,7 @@ from canvax.server.group import Group
 from canvax.server.jobs import Job, JobRequest, ModelCard, Rejected
 from canvax.server.policy import PATIENCE, Groups
 from canvax.server.vae_cache import VaeCache
-from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, check, sample, usable_samplers
+from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, Stage, check, sample, usable_samplers
 from canvax.tokenizers.concepts import STYLES
 from canvax.weights.data_folder import vae_files
 
@@ -229,8 +229,7 @@ class ServedModel:
             Rejected: naming the field and the cure.
         """
         vae = self.vaes.find(job_request.vae) if job_request.vae else None
-        checked = check(job_request, self.name, self.model, self.shelf, self.embeddings)
-        return checked._replace(vae=vae)
+        return check(job_request, self.name, self.model, self.shelf, self.embeddings, vae)
 
     def loaded_params(self, words: Words = (), vae: str | None = None) -> Params:
         """Its weights, which are there, with the vectors of these words and another autoencoder; with either in the
@@ -558,19 +557,19 @@ class ModelSet:
             key: None if served.loaded else self._settled for served in self._served.values() for key in served.groups
         }
 
-    def expected(self, checked: Checked) -> float:
+    def expected(self, stage: Stage) -> float:
         """Seconds of one image alone.
 
         Raises:
             Rejected: its programs are not ready, and they are not compiled on demand or the size is too large for that;
                 or the model could not be loaded lately.
         """
-        key, served = checked.group, self._served[checked.group.model]
+        key, served = stage.group, self._served[stage.group.model]
         if not served.loaded and (wait := served.retry - time.monotonic()) > 0:
             raise Rejected(503, "model_unavailable", unavailable(served.name), retry_after=wait)
         load = 0.0 if served.loaded else served.load_seconds
         if group := served.groups.get(key):
-            return load + group.timings.image(checked.rows)
+            return load + group.timings.image(stage.rows)
         warm = {size for size, _ in served.sizes(self._warm)}
         if not self._on_demand and not (served.on_request and (key.width, key.height) in warm):
             raise served.refusal(key, self._warm, of_tiles=checked.tiles is not None)
@@ -580,12 +579,12 @@ class ModelSet:
                 f"{key.size} has more pixels than the {most} that this server compiles programs for; ask for fewer"
             )
             raise Rejected(400, "size_not_ready", message, param="width")
-        return load + next((group.scaled(key).image(checked.rows) for group in served.groups.values()), UNKNOWN_SECONDS)
+        return load + next((group.scaled(key).image(stage.rows) for group in served.groups.values()), UNKNOWN_SECONDS)
 
-    def cost(self, checked: Checked, alone: float) -> float:
+    def cost(self, stage: Stage, alone: float) -> float:
         """The engine's seconds for an image where many wait; ``alone``: what it takes by itself."""
-        group = self._served[checked.group.model].groups.get(checked.group)
-        return alone if group is None else min(alone, group.timings.shared(checked.rows))
+        group = self._served[stage.group.model].groups.get(stage.group)
+        return alone if group is None else min(alone, group.timings.shared(stage.rows))
 
     def put_on(self, key: GroupKey) -> ServedModel:
         """The model, with its weights on the devices.
