@@ -1,6 +1,6 @@
-"""From one form of a model to another: a folder in the diffusers layout, one file, PyTorch's pickles to safetensors.
+"""Converts models between forms: a folder in the diffusers layout, one file, PyTorch's pickles to safetensors.
 
-Arrays go from file to file as they are stored, one at a time; no device is used.
+Arrays are copied from file to file as they are stored, one at a time; no device is used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ALIKE = {
     *("sample_size", "transformer_layers_per_block", "attention_head_dim", "num_attention_heads"),
     *("eos_token_id", "projection_dim"),
 }
-"""Fields of configs that may be written in several ways, or that specs say already."""
+"""Config fields that have several spellings or that specs determine."""
 
 
 def convert(
@@ -55,17 +55,17 @@ def convert(
     tokenizer: str | Path | None = None,
     **source: Any,
 ) -> Path:
-    """Write a model in another form; what is not cast is the same bits.
+    """Write a model in another form; without a cast, the bits are the same.
 
     Args:
-        model: a folder, a Hub id or one file of a whole model, or one of PyTorch's pickles with any tensors.
-        output: a name that ends in .safetensors for one file, else a folder in the diffusers layout. From a pickle
-            only .safetensors, with the names that the pickle has.
-        dtype: of the written arrays; their own by default.
+        model: a folder, a Hub id, one file of a whole model, or a PyTorch pickle with any tensors.
+        output: a name with the suffix .safetensors for one file, otherwise a folder in the diffusers layout. From a
+            pickle only .safetensors, with the pickle's names.
+        dtype: dtype of the written arrays; by default unchanged.
         overwrite: write into a folder that is not empty, or over a file.
-        vae: the autoencoder to use in place of the model's, or the one that a file lacks, as in ``canvax.load``.
-        text_encoder: the language model, in the same way.
-        tokenizer: the tokenizer of the language model, in the same way.
+        vae: autoencoder that replaces the model's, or that a file lacks, as in ``canvax.load``.
+        text_encoder: language model, as ``vae``.
+        tokenizer: tokenizer of the language model, as ``vae``.
         source: ``revision``, ``variant``, ``token``, ``cache_dir``, ``local_files_only`` and ``progress`` as in
             ``canvax.load``.
 
@@ -73,7 +73,7 @@ def convert(
         ``output``.
 
     Raises:
-        InputError: an argument cannot be used, or the model is one that the form cannot hold.
+        InputError: an argument is invalid, or the form does not support the model.
         CheckpointError: the model is missing, damaged or refused.
     """
     check_flag("overwrite", overwrite)
@@ -116,7 +116,7 @@ def _written(output: Path, arrays: list[Outgoing], metadata: Mapping[str, str]) 
 
 
 def _of_a_family(index: Mapping[str, Any]) -> None:
-    """A model of another kind is refused before anything of it is fetched."""
+    """Refuse an unsupported kind of model before downloading it."""
     family_of(index)
 
 
@@ -141,7 +141,7 @@ def _from_pickle(path: Path, output: Path, dtype: DType | None) -> Path:
 
 
 def _embedding(pickled: Pickled) -> tuple[list[Outgoing], dict[str, str]] | None:
-    """An embedding of A1111's under the name that its safetensors files have; None for other files."""
+    """Return an embedding of A1111 under the name that its safetensors files have; None for other files."""
     vectors = [array for array in pickled.arrays if array.name.startswith("string_to_param.")]
     if len(vectors) != 1:
         return None
@@ -155,7 +155,7 @@ def _cast(array: Outgoing, dtype: DType | None) -> Outgoing:
 
 
 def _single(model: Model, params: Params, output: Path, dtype: DType | None) -> tuple[list[Outgoing], dict[str, str]]:
-    """All arrays of one file that is read as this very model."""
+    """Return all arrays of one file that reads back as the same model."""
     if not isinstance(model.networks.denoiser, UNetDenoiser):
         problem = f"is one file, which cannot hold {model.name}, a model of several files"
         raise InputError("output", output, problem, "write a folder (a name without .safetensors)")
@@ -182,7 +182,7 @@ def _single(model: Model, params: Params, output: Path, dtype: DType | None) -> 
 
 
 def _differences(model: Model, single: ModelFiles) -> Iterator[str]:
-    """What reading the file would make of the model."""
+    """Return the differences of the model that reading the file would give."""
     for name, tokenizer in model.tokenizers.items():
         clip = ClipTokenizer.from_folder(single.folder(name.replace("text_encoder", "tokenizer")))
         if (tokenizer.backend.get_vocab(), tokenizer.pad) != (clip.backend.get_vocab(), clip.pad):

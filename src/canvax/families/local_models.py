@@ -1,4 +1,4 @@
-"""The models of a folder of models, and the files that go with a transformer in a file of its own."""
+"""The models in the folder of models, and the files that complete a transformer in a file of its own."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from canvax.weights.overrides import Overrides
 
 _PARTS: Mapping[str, FileKind] = {"text_encoder": LANGUAGE_MODEL, "vae": AUTOENCODER}
 _OF_TRANSFORMERS = ("diffusion_models", "unet")
-"""Folders of ComfyUI for transformers; the folders of the other parts are next to them."""
+"""ComfyUI's folders for transformers; the folders of the other parts are next to them."""
 
 
 class LocalModels(NamedTuple):
-    """The folder of models.
+    """Contents of the folder of models.
 
     Attributes:
-        models: whole models, and transformers whose other parts are there, by name.
-        left_out: files that cannot be used, by name with its ending, with the reason and the cure.
+        models: whole models, and transformers with all other parts, by name.
+        left_out: unusable files, by name with suffix, with the reason and the cure.
     """
 
     models: dict[str, Path]
@@ -37,7 +37,7 @@ class LocalModels(NamedTuple):
 
 
 def local_models() -> LocalModels:
-    """Return the models of the folder of models, and the files in it that cannot be used; from headers alone."""
+    """Return the models of the folder of models, and its unusable files; only headers are read."""
     parts = files()
     faults = {part.path: fault for part in parts if (fault := fault_of(part, parts))}
     names = by_name([part.path for part in parts])
@@ -53,7 +53,9 @@ def local_models() -> LocalModels:
 
 
 def fault_of(part: Found, near: Sequence[Found] | None = None) -> str:
-    """Say why a file cannot be used, with the cure; "" for usable files and images. ``near`` is as in ``completed``."""
+    """Return why a file cannot be used, with the cure; "" for usable files and images. ``near`` is as in
+    ``completed``.
+    """
     if part.path.suffix.lower() in PICKLES:
         return f"a pickle: {pickle_refused(part.path)}"
     if part.kind is TRANSFORMER:
@@ -71,15 +73,15 @@ def completed(overrides: Overrides, location: Location, near: Sequence[Found] | 
     """Add the text encoder and the autoencoder that a transformer in a file of its own lacks.
 
     Files are searched in the folder of models; without one, in ComfyUI's folders around the transformer. Of several
-    files that fit, the first by name is taken. ``Overrides.reasons`` says which.
+    suitable files, the first by name is used. ``Overrides.reasons`` records the choice.
 
     Args:
-        overrides: the parts that the caller names.
-        location: the model.
+        overrides: parts named by the caller.
+        location: location of the model.
         near: the files to search, if the caller has listed them already.
 
     Returns:
-        The overrides; unchanged for other models and where no file fits.
+        The overrides; unchanged for other models and if no file is suitable.
     """
     missing = [name for name in _PARTS if name not in overrides.parts]
     path = location.local() if missing else None
@@ -102,7 +104,7 @@ def completed(overrides: Overrides, location: Location, near: Sequence[Found] | 
 
 
 def _around(path: Path) -> Iterator[Found]:
-    """Yield what lies in the folder of models, or in ComfyUI's folders around a transformer."""
+    """Yield the files in the folder of models, or in ComfyUI's folders around a transformer."""
     if data_folder() is not None:
         yield from files()
     elif (place := next((each for each in path.parents if each.name in _OF_TRANSFORMERS), None)) is not None:
@@ -110,5 +112,7 @@ def _around(path: Path) -> Iterator[Found]:
 
 
 def _reads_images(path: Path) -> bool:
-    """Whether a language model is one of vision, whose text layers have other weights: by its tower, or its name."""
+    """Return whether a language model has a vision tower, by its arrays or its name; its text layers have other
+    weights.
+    """
     return "vl" in path.stem.lower() or any("visual." in entry.name for entry in open_weights(path, plain_names=False))

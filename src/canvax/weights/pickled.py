@@ -2,7 +2,7 @@
 
 A pickle may call any function that it names. ``_Unpickler`` therefore resolves names to stand-ins of this module only:
 the few functions with which PyTorch describes a tensor return descriptions, some classes that training leaves in such
-files become ``_Ignored``, and any other name ends the reading. Nothing is imported.
+files become ``_Ignored``, and any other name is an error. Nothing is imported.
 (Formats: the docstrings of Python's ``pickletools``, and PyTorch's notes on serialization semantics. Before PyTorch
 1.6 a file was five pickles in a row, followed by the storages; since then it is a zip file.)
 """
