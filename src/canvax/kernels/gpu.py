@@ -20,7 +20,7 @@ SCORE_BYTES = 256 * 2**20
 
 
 def supports_cudnn(q: Array) -> bool:
-    """Whether cuDNN's fused attention compiles: NVIDIA's Ampere or newer, 16 bits, head sizes 8, 16, ... 128."""
+    """Return whether cuDNN's fused attention compiles: NVIDIA's Ampere or newer, 16 bits, head sizes 8, 16, ... 128."""
     width = q.shape[-1]
     return q.dtype.itemsize == 2 and width <= 128 and width % 8 == 0 and target_capability() >= 8.0
 
@@ -45,7 +45,7 @@ def attend_by_cudnn(
 
 
 def score_bytes(q: Array, k: Array) -> int:
-    """Returns the bytes that the float32 scores of all heads would take."""
+    """Return the bytes that the float32 scores of all heads would take."""
     return 4 * q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1]
 
 
@@ -59,7 +59,7 @@ def attend_in_parts(
     *,
     scale: float,
 ) -> Array:
-    """Calls ``attend``, the plain form, with a part of the queries of all heads at a time.
+    """Call ``attend``, the plain form, with a part of the queries of all heads at a time.
 
     The VAE needs it, whose single head is too wide for cuDNN.
     """

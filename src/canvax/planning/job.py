@@ -48,7 +48,7 @@ class Job:
         return (*PROGRAMS, *dict.fromkeys(map(reference_encoder, self.references)))
 
     def describe(self, program: str) -> dict[str, Any]:
-        """Returns everything that determines a program."""
+        """Return everything that determines a program."""
         same = {"program": program, "target": self.target, "mesh": self.mesh, "batch": self.batch, "dtype": self.dtype}
         if self.quantize and program in ("encode", "denoise"):
             same["quantize"] = self.quantize
@@ -65,12 +65,12 @@ class Job:
         return same | size | denoiser | {"guided": self.guided}
 
     def dumps(self) -> str:
-        """Serialises the job as a line, for the process that compiles."""
+        """Serialise the job as a line, for the process that compiles."""
         return base64.b64encode(pickle.dumps(self)).decode()
 
     @classmethod
     def loads(cls, text: str) -> Self:
-        """Inverts ``dumps``."""
+        """Invert ``dumps``."""
         job = pickle.loads(base64.b64decode(text))
         assert isinstance(job, cls)
         return job

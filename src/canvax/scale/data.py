@@ -122,7 +122,7 @@ class _Settings(Generate):
 
 
 def on_ray(plan: Plan, arguments: Mapping[str, Any], *, address: str | None = None, actors: int | None = None) -> Any:
-    """Generates the rows of a plan on a cluster, for ``canvax.scale.batch.run``.
+    """Generate the rows of a plan on a cluster, for ``canvax.scale.batch.run``.
 
     Images come to this process, which writes them: the cluster needs no shared folder, and a row is in the list once
     however often machines fail.

@@ -185,7 +185,7 @@ class Images:
 
 
 def app(args: Mapping[str, Any]) -> Any:
-    """The application, for ``serve run canvax.scale.serve:app`` and for ``import_path`` of a Serve config.
+    """Return the application, for ``serve run canvax.scale.serve:app`` and for ``import_path`` of a Serve config.
 
     Raises:
         InputError: Ray Serve is not installed, or an argument cannot be used.

@@ -73,11 +73,11 @@ class Controlling(ControlRecord):
         return {}
 
     def files(self, folder: Path) -> Sequence[Path]:
-        """Returns the folder of the ControlNet's config and weights."""
+        """Return the folder of the ControlNet's config and weights."""
         return [folder / CONTROL]
 
     def check(self, model: Model, training: Training) -> None:
-        """Refuses previews, and ``widths`` that do not match the model."""
+        """Refuse previews, and ``widths`` that do not match the model."""
         if training.prompts:
             raise InputError(
                 "prompts", NO_VALUE, "is not there for a ControlNet, whose images need a control image each"
@@ -107,11 +107,11 @@ class Controlling(ControlRecord):
         return net
 
     def exact(self, model: Model) -> Collection[str]:
-        """Returns the UNet, which is copied."""
+        """Return the UNet, which is copied."""
         return ("unet",)
 
     def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
-        """Copies the UNet's weights; the layers that connect it to the UNet are zero, so that it has no effect yet."""
+        """Copy the UNet's weights; the layers that connect it to the UNet are zero, so that it has no effect yet."""
         net = self._net(model)
         fresh = init_params(net.spec, training.plan.seed)
         initial = {
@@ -124,11 +124,11 @@ class Controlling(ControlRecord):
         return Start({CONTROL: initial}, in_dtype(params, ["unet", *model.text.names], dtype), control=net)
 
     def shown(self, model: Model, params: Params, trained: Params) -> Params:
-        """Returns ``params``: there are no previews (see ``check``)."""
+        """Return ``params``: there are no previews (see ``check``)."""
         return params
 
     def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
-        """Writes the network in the diffusers layout."""
+        """Write the network in the diffusers layout."""
         part = Component(CONTROL, self._net(model).spec, "diffusers")
         with temporary_folder(target.parent) as draft:
             save_component(draft / CONTROL, part, trained[CONTROL], self._config(model), dtype=self.save_dtype)
@@ -145,7 +145,7 @@ def train_controlnet(
     deadline: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path | None:
-    """Trains a ControlNet on images and control images; writes it to ``training.folder / "controlnet"``.
+    """Train a ControlNet on images and control images; write it to ``training.folder / "controlnet"``.
 
     Args:
         training: model and images; the table of captions must also name the control image of each image.

@@ -39,7 +39,7 @@ class Whole(WholeRecord):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Whether text encoders are trained."""
+        """True if text encoders are trained."""
         return {"text_encoder": True} if self.text else {}
 
     @property
@@ -48,28 +48,28 @@ class Whole(WholeRecord):
         return dict.fromkeys(("text_encoder", "text_encoder_2"), self.text_rate) if self.text_rate else {}
 
     def files(self, folder: Path) -> Sequence[Path]:
-        """Returns the folder of the finished model."""
+        """Return the folder of the finished model."""
         return [folder / "model"]
 
     def check(self, model: Model, training: Training) -> None:
-        """Accepts every model."""
+        """Accept every model."""
 
     def exact(self, model: Model) -> Collection[str]:
-        """Returns what is written into the result."""
+        """Return what is written into the result."""
         return ("unet", *model.text.names)
 
     def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
-        """Moves the trained components out of ``params``, so that the devices have only the copy being trained."""
+        """Move the trained components out of ``params``, so that the devices have only the copy being trained."""
         names = ["unet", *(model.text.names if self.text else ())]
         trained = {name: jax.device_get(params.pop(name)) for name in names}
         return Start(trained, {name: params[name] for name in model.text.names if name in params})
 
     def shown(self, model: Model, params: Params, trained: Params) -> Params:
-        """Returns the parameters with the trained components."""
+        """Return the parameters with the trained components."""
         return {**params, **trained}
 
     def save(self, target: Path, model: Model, params: Params, trained: Params, training: Training) -> Path:
-        """Writes the model in the diffusers layout."""
+        """Write the model in the diffusers layout."""
         return model.save(target, {**params, **trained}, dtype=self.save_dtype)
 
 
@@ -84,7 +84,7 @@ def finetune(
     deadline: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path | None:
-    """Trains the whole UNet, and with ``text`` the text encoders; writes the model to ``training.folder / "model"``.
+    """Train the whole UNet, and with ``text`` the text encoders; write the model to ``training.folder / "model"``.
 
     For arguments, result and errors see ``canvax.train.task.train`` and ``Whole``.
     """
