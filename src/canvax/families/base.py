@@ -233,7 +233,7 @@ class Model:
 
     @property
     def reasons(self) -> dict[str, str]:
-        """For a model in one file, the properties inferred from its arrays, with the evidence."""
+        """Properties of a model in one file that were inferred from its arrays, with the evidence."""
         return dict(self.files.reasons)
 
     @property

@@ -119,7 +119,7 @@ class ControlImage:
 
     @classmethod
     def of(cls, image: Any, scale: Any, lead: tuple[int, ...], step: int = CONTROL_STEP) -> Self:
-        """Check the arguments of a call and converts them.
+        """Check the arguments of a call and convert them.
 
         Raises:
             InputError: an argument has another shape, dtype or range.

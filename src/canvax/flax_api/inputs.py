@@ -118,7 +118,7 @@ def check_inputs(
     lead: tuple[int, ...],
     noise: str,
 ) -> Inputs:
-    """Check and converts the arguments of a call.
+    """Check and convert the arguments of a call.
 
     Args:
         call: the arguments.

@@ -74,7 +74,7 @@ def check_equal_sizes(images: Sequence[Image]) -> None:
 
 
 def upright_rgb(image: Image) -> Image:
-    """Convert to 8-bit RGB: applies the EXIF orientation and puts transparent parts on white."""
+    """Convert to 8-bit RGB: apply the EXIF orientation and put transparent parts on white."""
     from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(image)

@@ -1,4 +1,4 @@
-"""How each file format stores metadata, and images that write their metadata when they are saved.
+"""Storage of metadata in each file format, and images that write their metadata when they are saved.
 
 PNG: the texts ``parameters`` (read by A1111 and related programs) and ``canvax`` (JSON). JPEG and WebP: EXIF, with
 ``parameters`` as UserComment, as in A1111, and the JSON as MakerNote (EXIF 2.3, tags 0x9286 and 0x927C).
@@ -167,7 +167,7 @@ class GeneratedImage(Image.Image):
 
     @classmethod
     def of(cls, image: Image.Image, metadata: Mapping[str, Any]) -> GeneratedImage:
-        """Copy ``image`` and attaches ``metadata``."""
+        """Copy ``image`` and attach ``metadata``."""
         copy = cls()
         copy.__setstate__([{}, image.mode, image.size, None, image.tobytes(), metadata])
         return copy
@@ -180,7 +180,7 @@ class GeneratedImage(Image.Image):
         self.metadata = state[5] if len(state) > 5 else {}
 
     def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
-        """Save like ``PIL.Image.Image.save``, and adds the metadata; ``params`` take precedence.
+        """Save like ``PIL.Image.Image.save``, and add the metadata; ``params`` take precedence.
 
         A file is written atomically.
         """

@@ -33,7 +33,7 @@ _CURVES = {
 _KEY = re.compile(r"\s*([A-Za-z][\w /+\-]*):\s*")
 _EMBEDDINGS = "TI hashes"
 _FACTS = ("Version", "Model hash", "VAE hash", "Lora hashes", _EMBEDDINGS, "Hashes", "User", "Created Date")
-"""What changes no image. Of embeddings ``embeddings_in`` tells."""
+"""Settings that do not affect images. ``embeddings_in`` reads embeddings."""
 NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]*>", re.IGNORECASE)
 """A network in a prompt, which is not text for the encoder."""
 _SIZE = r"(\d{1,6})x(\d{1,6})"
@@ -161,7 +161,7 @@ def parts_of(text: str) -> tuple[str, str, dict[str, str]]:
 
 
 def without_networks(prompt: str) -> str:
-    """Replace each network and the blanks around it by one blank, and strips the ends of lines.
+    """Replace each network and the blanks around it by one blank, and strip the ends of lines.
 
     It uses no regular expression for repeated blanks, which would take quadratic time on thousands of blanks.
     """

@@ -61,7 +61,7 @@ def _entries(name: str, value: Any, count: int) -> Sequence[Any]:
 
 
 def entry(values: Sequence[T], index: int) -> T:
-    """That of one image of the call, of one for all or one for each."""
+    """Return the entry of an image: its own, or the one for all images."""
     return values[index if len(values) > 1 else 0]
 
 

@@ -63,7 +63,7 @@ def attention(
     causal: bool = False,
     upcast: bool = False,
 ) -> Array:
-    """Scaled dot-product attention (Vaswani et al. 2017, eq. 1), softmax in float32.
+    """Compute scaled dot-product attention (Vaswani et al. 2017, eq. 1), softmax in float32.
 
     Args:
         q: queries [B, Tq, N, Dh].
@@ -113,7 +113,7 @@ def plain_attention(
     scale: float | None = None,
     causal: bool = False,
 ) -> Array:
-    """Attention as in the paper, with all scores [B, N, Tq, Tk] in memory; the arguments of ``attention``."""
+    """Compute attention as in the paper, with all scores [B, N, Tq, Tk] in memory; arguments as for ``attention``."""
     queries, factor = q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
 
     def attend(q: Array, k: Array, v: Array, mask: Array | None, bias: Array | None) -> Array:

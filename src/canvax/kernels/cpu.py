@@ -71,7 +71,7 @@ def many_scores(q: Array, k: Array) -> bool:
 def attend_head_by_head(
     q: Array, k: Array, v: Array, mask: Array | None = None, bias: Array | None = None, *, scale: float
 ) -> Array:
-    """Attention for long sequences on the CPU: a chunk of the queries of a head at a time, as plain matrices.
+    """Compute attention for long sequences on the CPU: one chunk of a head's queries at a time, as plain matrices.
 
     The whole score matrix (1 GiB for 4,096 tokens, 8 heads and guidance) never exists. A chunk of queries sees all
     keys, so its softmax needs no second pass. The result is divided, not the scores, since it is narrower.
@@ -141,7 +141,7 @@ def convolve_doubled(weight: Array, x: Array) -> Array:
 
 
 def by_xla(weight: Array, x: Array, stride: int, padding: Padding) -> Array:
-    """XLA's convolution, always in float32, since in 16 bits it takes up to four times as long on a CPU."""
+    """Compute XLA's convolution, always in float32, since 16 bits take up to four times as long on a CPU."""
     return _direct_with_vjp(weight.astype(jnp.float32), x.astype(jnp.float32), stride, padding).astype(x.dtype)
 
 
@@ -281,7 +281,7 @@ def _by_tiles(weight: Array, x: Array) -> Array:
 
 
 def _doubled_products(weight: Array, x: Array) -> Array:
-    """Compute ``convolve_doubled``: doubles and shifts each tap's product with the small image, and adds them up.
+    """Compute ``convolve_doubled``: doubles and shifts each tap's product with the small image, and add them up.
 
     This takes 9 products for four pixels of the doubled image. Convolving the doubled image would take 36, and 16 with
     the weights of ``pair_weights``.

@@ -28,7 +28,7 @@ def supports_cudnn(q: Array) -> bool:
 def attend_by_cudnn(
     q: Array, k: Array, v: Array, mask: Array | None = None, bias: Array | None = None, *, scale: float
 ) -> Array:
-    """Attention by cuDNN's fused kernel; the scores are float32 and never leave the chip.
+    """Compute attention by cuDNN's fused kernel; the scores are float32 and never leave the chip.
 
     It pays off for the 77 keys of a prompt too: XLA would transpose queries and results in memory, and write the scores
     there twice. A step of SDXL at 1024 x 1024 moves 4.7 GB less and runs 280 fewer kernels: 6 % of its time on an H100.

@@ -31,8 +31,9 @@ _RECOMPUTED: ContextVar[bool] = ContextVar("recomputed", default=False)
 
 @contextmanager
 def recomputed(recompute: bool) -> Iterator[None]:
-    """Within it, gradients of ``outlined`` blocks recompute what a block computed, and keep its inputs alone (Chen et
-    al. 2016)."""
+    """Recompute blocks in the gradients of the context: ``outlined`` blocks keep only their inputs (Chen
+    et al. 2016).
+    """
     token = _RECOMPUTED.set(recompute)
     try:
         yield
@@ -45,17 +46,17 @@ _where = jax.make_user_context("")
 
 
 def where() -> str:
-    """Return the path of the layer that is traced, in the parameters; "" outside ``canvax.kernels.attention.using``.
+    """Return the path of the traced layer in the parameters; "" outside ``canvax.kernels.attention.using``.
 
     For example "down_blocks.1.attentions.0.transformer_blocks.0.attn1", or "single_transformer_blocks.5". What a
-    ControlNet, a text encoder or an autoencoder computes has a name in front: "controlnet.", "text_encoder.", "vae.".
+    ControlNet, a text encoder or an autoencoder computes has a prefix: "controlnet.", "text_encoder.", "vae.".
     """
     return _where.value or ""
 
 
 @contextmanager
 def scope(name: str) -> Iterator[None]:
-    """Name what is traced within it: in profiles and, for attention of a user's own, in ``where``."""
+    """Name the traced computations of the context: in profiles and, for a user's attention, in ``where``."""
     path = f"{where()}.{name}".lstrip(".")
     with jax.named_scope(name), _where(path) if stand_ins() else nullcontext():  # each path is traced by itself
         yield

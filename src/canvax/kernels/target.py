@@ -52,7 +52,7 @@ def plain_kernels() -> AbstractContextManager[None]:
 
 
 def jitted(function: Callable[..., Any], *, static_argnames: str | Sequence[str]) -> Callable[..., Any]:
-    """``jax.jit`` that traces again if code of canvax was replaced or a static argument's code was edited.
+    """Apply ``jax.jit``, but trace again if code of canvax was replaced or a static argument's code was edited.
 
     Static arguments must be passed by keyword.
     """
@@ -77,7 +77,7 @@ def traced(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def compiling_on(mesh: Mesh, *, split: bool = True, fused: bool = True) -> AbstractContextManager[None]:
-    """``compiling_for`` the devices of ``mesh``.
+    """Choose kernels for the devices of ``mesh``, as ``compiling_for``.
 
     Args:
         mesh: the devices.
@@ -109,7 +109,7 @@ def compiled_on(mesh: Mesh, function: Callable[..., Any], *arguments: Any, **how
 def compile_or_fall_back(
     mesh: Mesh, function: Callable[..., Any], *arguments: Any, split: bool = True, **how: Any
 ) -> tuple[Compiled, bool]:
-    """Compile ``function`` for the devices of ``mesh``; also returns whether no fallback was needed.
+    """Compile ``function`` for the devices of ``mesh``; also return whether no fallback was needed.
 
     If a GPU's cuDNN is missing or has no attention for the GPU, the program is compiled without cuDNN: slower, but it
     works. The caller must not store that program for later processes, whose cuDNN may be repaired. ``how`` are

@@ -59,7 +59,7 @@ def supports_flash(q: Array, k: Array) -> bool:
 def attend_by_flash(
     q: Array, k: Array, v: Array, mask: Array | None = None, bias: Array | None = None, *, scale: float
 ) -> Array:
-    """Attention with online softmax (Dao et al. 2022) by JAX's kernel; no score leaves the chip's VMEM.
+    """Compute attention with online softmax (Dao et al. 2022) by JAX's kernel; no score leaves the chip's VMEM.
 
     Up to 4,096 keys, as in Stable Diffusion at 512 x 512 and SDXL at 1024 x 1024, form a single block, whose softmax
     needs one pass. Other lengths are padded to equal blocks. The padding is masked, as are keys outside ``mask``.

@@ -56,7 +56,7 @@ class Memory:
 
     @property
     def offloaded(self) -> int:
-        """What is needed with ``offload=True``: the largest program with the weights that it reads."""
+        """Bytes needed with ``offload=True``: the largest program with the weights that it reads."""
         return max((size + self.parts.get(name, 0) for name, size in self.programs.items()), default=0)
 
     @property

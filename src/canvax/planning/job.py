@@ -11,7 +11,7 @@ from canvax.compile.kinds import reference_encoder
 from canvax.models.networks import Networks
 
 PROGRAMS = ("encode", "denoise", "decode")
-"""Those of all models; reference images have encoders, one for each of their sizes."""
+"""Programs of all models; each size of reference images has a further program."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Job:
 
     @property
     def programs(self) -> tuple[str, ...]:
-        """The names of all programs."""
+        """Names of all programs."""
         return (*PROGRAMS, *dict.fromkeys(map(reference_encoder, self.references)))
 
     def describe(self, program: str) -> dict[str, Any]:

@@ -243,7 +243,7 @@ def plan(
     tokenizer: str | Path | None = None,
     **source: Any,
 ) -> Plan:
-    """Compile a model for TPUs or GPUs that are not present, and reports memory and time.
+    """Compile a model for TPUs or GPUs that are not present, and report memory and time.
 
     It needs libtpu (``pip install '.[tpu]'``) or JAX's CUDA plugin (``'.[cuda]'``), but no device and no weights. On
     two cores a full SDXL takes some minutes for a TPU, and one minute for a GPU. Results are stored, so that the same
@@ -258,18 +258,18 @@ def plan(
         height: height in pixels, a multiple of 8, 16 or 32, as the model needs; by default the size that it was
             trained for.
         width: width in pixels, with the rule and the default of ``height``.
-        steps: number of evaluations of the denoiser; by default the steps of a call that names none.
-        guided: whether images are generated with guidance; by default as in a call that names no guidance scale.
+        steps: number of evaluations of the denoiser; by default the model's default.
+        guided: True with guidance; by default as in a call without a guidance scale.
         dtype: dtype of weights and activations; by default bfloat16, on GPUs before Ampere float16.
         quantize: as in ``canvax.load``, for large weights in 8 bits.
         mesh: number of devices along ``data`` and ``model``; by default all on ``data``.
-        references: reference images that a model reads which edits: how many, each of the image's size, or the height
-            and width of each.
+        references: reference images of a model that edits: their number, each of the image's size, or the height and
+            width of each.
         reuse: use the results of earlier plans with the same versions.
         announce: called at the begin and end of each compilation.
-        vae: as in ``canvax.load``; of a Hub id all is downloaded.
-        text_encoder: likewise.
-        tokenizer: likewise.
+        vae: as in ``canvax.load``; a Hub id is downloaded completely.
+        text_encoder: as ``vae``.
+        tokenizer: as ``vae``.
         source: ``revision``, ``token``, ``cache_dir`` and ``local_files_only`` as in ``canvax.load``.
 
     Raises:

@@ -75,7 +75,7 @@ class _Reader:
         self.depth = 0
 
     def sequence(self, position: int, *, top: bool = False) -> tuple[At, int]:
-        """Parse text and groups up to an outer separator or closing bracket; also returns the position of that."""
+        """Parse text and groups up to an outer separator or closing bracket; also return the position of that."""
         pieces: list[At] = []
         self.depth += 1
         if self.depth > _DEEPEST:

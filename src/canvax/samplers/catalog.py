@@ -43,7 +43,7 @@ class Scheduler:
 
 
 def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
-    """Find a sampler by any spelling of its name; also returns the options that the name implies.
+    """Find a sampler by any spelling of its name; also return the options that the name implies.
 
     The name may end with a curve of `canvax.samplers.CURVES` in any spelling ("Karras" or "k", "SGM Uniform", "AYS"),
     which selects the sigmas. A class name (EulerDiscreteScheduler) implies no options: the checkpoint decides them.
@@ -277,7 +277,7 @@ def build_table(
 
 
 def spec_of(sampler: str | SamplerSpec | Solver) -> tuple[SamplerSpec, dict[str, Any]]:
-    """`find` of a name; a spec is itself, and a solver gets one."""
+    """Return the spec of a name or a solver; a spec is returned unchanged."""
     if isinstance(sampler, str):
         return find(sampler)
     spec = sampler if isinstance(sampler, SamplerSpec) else SamplerSpec.of(sampler)
@@ -304,7 +304,7 @@ FLOW_SETTINGS = ("mu", "shift", "shift_terminal")
 
 
 def _schedule_for(schedule: NoiseSchedule, settings: dict[str, Any]) -> NoiseSchedule:
-    """Return the model's noise schedule for this run; removes `FLOW_SETTINGS` from `settings`."""
+    """Return the model's noise schedule for this run; remove `FLOW_SETTINGS` from `settings`."""
     if not schedule.is_flow:
         return schedule
     taken = {name: settings.pop(name) for name in FLOW_SETTINGS if settings.get(name) is not None}
@@ -387,7 +387,7 @@ def _guided(
 
 
 def _steps(steps: int | None, options: SamplerOptions, train: int) -> int:
-    """Check and returns the number of steps; a list of levels or timesteps determines it."""
+    """Check and return the number of steps; a list of levels or timesteps determines it."""
     listed = None
     if options.timesteps is not None:
         listed = len(options.timesteps)
@@ -409,7 +409,7 @@ def _changes(
     sigmas: str | Sequence[float] | None,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Check the arguments of a call and returns them as fields of SamplerOptions."""
+    """Check the arguments of a call and return them as fields of SamplerOptions."""
     if spacing is not None:
         check_option("spacing", spacing)
     if eta is not None:

@@ -55,7 +55,7 @@ class Whole(WholeRecord):
         """Accept every model."""
 
     def exact(self, model: Model) -> Collection[str]:
-        """Return what is written into the result."""
+        """Return the components that are written into the result."""
         return ("unet", *model.text.names)
 
     def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:

@@ -101,7 +101,7 @@ class Session:
         name: name of the training in the progress line.
         mesh: the devices; the batch is split over ``data``.
         deadline: ``time.monotonic()`` at which to write the state and stop; None to run to the end.
-        save_every: seconds between writing states, which is done beside the steps; at least as long as writing takes.
+        save_every: seconds between writing states, in parallel with the steps; at least as long as writing takes.
         about: further settings, in plain values, that must not change when a run is resumed.
         save: called with the step and the averaged parameters, after a state of this step was written. When a run
             resumes at that step, it is called again.
@@ -472,7 +472,7 @@ def _optimizer(plan: Plan) -> Any:
 def _update(
     state: TrainState, samples: Any, shared: Any, steps: Array, *, loss: Loss, optimizer: Any, plan: Plan
 ) -> tuple[TrainState, dict[str, Array]]:
-    """Make an update from samples [accumulate, B, ...]; also returns the values to log."""
+    """Make an update from samples [accumulate, B, ...]; also return the values to log."""
     key = step_key(plan.seed, state.step)
     value_and_gradient = jax.value_and_grad(loss, has_aux=True)
     first = jax.tree.map(lambda leaf: leaf[0], samples)

@@ -134,7 +134,7 @@ class Lora(LoraRecord):
         return target
 
     def _factors(self, model: Model, training: Training) -> Params:
-        """Make new factors, or reads those of ``start``."""
+        """Make new factors, or read those of ``start``."""
         chosen = self._targets(model)
         if self.start is None:
             return low_rank.new_factors(chosen, self.rank, training.plan.seed)

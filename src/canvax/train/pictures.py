@@ -278,7 +278,7 @@ def _masks(
 
 
 def _tables(files: _Files, source: Path, column: str | None) -> list[dict[str, Any]]:
-    """Read and checks the rows of all tables; [] if there is no table. Without ``column`` captions are not read."""
+    """Read and check the rows of all tables; [] if there is no table. Without ``column`` captions are not read."""
     tables: dict[PurePosixPath, str] = {}
     for name in (name for name in files.names if PurePosixPath(name).name in TABLES):
         if (other := tables.setdefault(PurePosixPath(name).parent, name)) != name:
@@ -391,7 +391,7 @@ def _opened(data: bytes, name: str, turned: Callable[[Image.Image], Image.Image]
 
 
 def _fitted(data: bytes, name: str, size: int) -> tuple[HostArray, tuple[int, int, int, int]]:
-    """Resize and crops an image to [size, size, 3] uint8, with transparent parts on white; also returns its frame."""
+    """Resize and crop an image to [size, size, 3] uint8, with transparent parts on white; also return its frame."""
     picture = _opened(data, name, upright_rgb)
     width, height = picture.size
     grown = size / min(width, height)

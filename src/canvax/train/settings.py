@@ -206,7 +206,7 @@ class InversionRecord:
 
 @dataclass(frozen=True)
 class WithLora:
-    """What ``canvax train dreambooth`` trains."""
+    """Options of ``canvax train dreambooth``."""
 
     lora: bool = setting(False, "train a LoRA, not the whole UNet")
 

@@ -207,7 +207,7 @@ def train(
     deadline: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path | None:
-    """Train from a checkpoint, or resumes the run in ``training.folder``, or makes it longer if it is finished.
+    """Train from a checkpoint, or resume the run in ``training.folder``, or make it longer if it is finished.
 
     Args:
         training: the model, the images and the settings.
@@ -532,7 +532,7 @@ def _text_lengths(model: Model, texts: Sequence[str]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Features:
-    """What a transformer reads of the texts of a run, on the host.
+    """Texts of a run, encoded for a transformer, on the host.
 
     Attributes:
         readers: a reader of captions for each feature, see ``denoising_data``.
@@ -594,7 +594,7 @@ def _data(
     *,
     masked: bool,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Encode all images, and returns the samples and shared data of ``denoising_data``."""
+    """Encode all images, and return the samples and shared data of ``denoising_data``."""
     forms = [slice(None), slice(None, None, -1)][: 1 + training.flip]
     latents = [encode_pictures(params["vae"], pictures.pixels[:, :, form], model.vae, mesh, batch=4) for form in forms]
     control = None

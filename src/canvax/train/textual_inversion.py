@@ -153,7 +153,7 @@ def train_inversion(
     deadline: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path | None:
-    """Train a word on images that all show what the word stands for.
+    """Train a word on images of the word's object or style.
 
     Args:
         training: model and images; the captions of the images are not read.

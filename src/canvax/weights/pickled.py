@@ -227,7 +227,7 @@ def _run(path: Path, program: io.BytesIO, used: dict[str, _Storage] | None = Non
 
 
 class _Unpickler(pickle.Unpickler):
-    """Resolves every name to a stand-in of this module, or raises CheckpointError."""
+    """Unpickler that resolves every name to a stand-in of this module, or raises CheckpointError."""
 
     def __init__(self, path: Path, program: io.BytesIO, used: dict[str, _Storage]) -> None:
         super().__init__(program)
