@@ -121,7 +121,7 @@ def denoise(
         inputs: the batch.
         denoiser: the network.
         guidance: combines its outputs for the prompts of an image.
-        places: adapter slots beside the denoiser's weights; their weights are conditions of each image.
+        places: adapter slots beside the weights of the denoiser; each image has a share of each slot as a condition.
     """
     flight = inputs.flight
     batch, _, *shape = flight.state.shape

@@ -76,7 +76,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class SingleFile:
-    """A family's transformer in a file of its own, as in ComfyUI; the other parts of the model are files, too.
+    """A family's transformer in a separate file, as in ComfyUI; the other parts of the model are files, too.
 
     Attributes:
         marks: prefixes of names that only this family's transformer has.

@@ -1,4 +1,4 @@
-"""The models in the folder of models, and the files that complete a transformer in a file of its own."""
+"""The models in the folder of models, and the files that complete a transformer in a separate file."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def fault_of(part: Found, near: Sequence[Found] | None = None) -> str:
 
 
 def completed(overrides: Overrides, location: Location, near: Sequence[Found] | None = None) -> Overrides:
-    """Add the text encoder and the autoencoder that a transformer in a file of its own lacks.
+    """Add the text encoder and the autoencoder that a transformer in a separate file lacks.
 
-    Files are searched in the folder of models; without one, in ComfyUI's folders around the transformer. Of several
+    Files are searched in the folder of models; without one, in ComfyUI's folders around the transformer. Among
     suitable files, the first by name is used. ``Overrides.reasons`` records the choice.
 
     Args:

@@ -232,7 +232,7 @@ def _read_settings(settings: dict[str, str]) -> dict[str, Any]:
 
 
 def _is_complete(field: Declared, settings: Mapping[str, str], options: Mapping[str, Any]) -> bool:
-    """Return whether the settings that an option goes with are there as well."""
+    """Return whether all settings that an option requires are present."""
     known = declared(OptionRecord)
     required = field.setting.requires.partition("=")[0]
     if required and options.get(required, known[required].default) == known[required].default:

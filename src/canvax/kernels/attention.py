@@ -27,7 +27,7 @@ _own: ContextVar[Callable[..., Array] | None] = ContextVar("canvax_own_attention
 
 @contextmanager
 def using(form: Callable[..., Array]) -> Iterator[None]:
-    """Compute all attention by a form of your own. What runs within it is compiled anew, and stored nowhere.
+    """Compute all attention of the context by your function. Programs are compiled again and not stored.
 
         def local(q, k, v, *, where, **terms):
             if where.endswith("attn1"):

@@ -213,8 +213,8 @@ def controlnet(
         hint: result of ``embedded_hint`` [B, h, w, C0].
         net: the record.
         text: as in ``canvax.models.unet.unet``.
-        pooled: as there.
-        time_ids: as there.
+        pooled: pooled text [B, P], or None.
+        time_ids: size conditions [B, n] float32, or None.
 
     Returns:
         ``net.layers`` arrays [B, h', w', C'] in the dtype of ``x``.

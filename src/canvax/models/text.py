@@ -170,7 +170,7 @@ class TextEncoders:
 
     Attributes:
         encoders: the encoders in the order of their outputs.
-        places: adapter slots beside their weights.
+        places: adapter slots beside the weights.
     """
 
     encoders: tuple[TextEncoder, ...]

@@ -1,4 +1,4 @@
-"""``AutoencoderTiny``: a small convolutional autoencoder in place of the VAE, often for previews.
+"""``AutoencoderTiny``: a small convolutional autoencoder instead of the VAE, often for previews.
 
 The architecture is that of TAESD (Ollin Boer Bohan, 2023) as diffusers stores it: residual blocks of three convolutions
 and nearest-neighbour doubling, without normalisation and attention. Its latents are those the UNet sees.

@@ -33,7 +33,7 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
 
     Raises:
         InputError: only some of the arguments are given, or a value is invalid.
-        CanvaxError: the other processes could not be reached, or the environment does not tell their addresses.
+        CanvaxError: the other processes could not be reached, or the environment does not contain their addresses.
     """
     cluster = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in cluster.items() if value is None]

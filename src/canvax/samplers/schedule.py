@@ -116,7 +116,7 @@ class NoiseSchedule:
         return cls(remaining, kind, shift=shift, size_shift=size_shift, shift_terminal=shift_terminal)
 
     def mu_of(self, tokens: int) -> float:
-        """Return `mu` for an image of so many tokens."""
+        """Return `mu` for an image of this many tokens."""
         few, low, many, high = self.mu_line
         return low + (high - low) / (many - few) * (tokens - few)
 

@@ -100,7 +100,7 @@ class Output:
     ) -> None:
         """Add the result of a row: ``line`` has its ``id`` and ``status``; ``data`` is the file of its image.
 
-        With ``hashed`` the file is not named by the id: on macOS and Windows names may not differ in case alone.
+        With ``hashed`` the file is not named by the id: on macOS and Windows names must differ in more than case.
 
         Raises:
             CanvaxError: the folder cannot be written to.

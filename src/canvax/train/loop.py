@@ -108,7 +108,7 @@ class Session:
         save_steps: steps between calls of ``save``, which is not called after the last step; None for no calls.
         preview: called with the step and the averaged parameters, and always after the last step.
         preview_every: seconds between previews.
-        preview_steps: steps between previews, in place of ``preview_every``.
+        preview_steps: steps between previews, instead of ``preview_every``.
         watch: called after each chunk with the step and the logged values, including learning rate and samples per
             second.
     """
@@ -511,8 +511,8 @@ def _compile(update: Any, state: TrainState, data: Any, shared: Any, plan: Plan,
     """Compile ``(state, samples [chunk, accumulate, B, ...], shared, steps, count) -> (state, means of the logged
     values)``, which makes the first ``count`` updates of a chunk.
 
-    The input state is donated. A chunk of steps is a single program, so that the device never waits for Python; and as
-    ``count`` is data, a step has the same numbers wherever a chunk ends.
+    The input state is donated. A chunk of steps is a single program, so that the device never waits for Python.
+    ``count`` is an input, so that a step has the same numbers wherever a chunk ends.
     """
     everywhere = replicated(mesh)
 

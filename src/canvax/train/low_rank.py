@@ -267,7 +267,7 @@ def write_factors(
 ) -> None:
     """Write a LoRA file for PyTorch diffusers and PEFT (``names`` "peft"), or for kohya's tools and A1111 ("kohya").
 
-    The change of a weight is alpha / rank x up down. Names of kohya are for Stable Diffusion alone.
+    The change of a weight is alpha / rank x up down. Only Stable Diffusion has names of kohya.
     """
     dtype = parse_dtype(dtype)
     if names not in FORMATS:

@@ -195,7 +195,7 @@ class Found(NamedTuple):
     Attributes:
         path: where it is.
         what: such as "a LoRA".
-        family: of models that it is or is for, such as "Stable Diffusion 1.x"; "" where nothing tells.
+        family: of models that it is or is for, such as "Stable Diffusion 1.x"; "" if unknown.
         kind: None for what is no weights of a known kind.
     """
 

@@ -1,4 +1,4 @@
-"""A transformer in a file of its own, as in ComfyUI; text encoder and autoencoder are separate files.
+"""A transformer in a separate file, as in ComfyUI; text encoder and autoencoder are further files.
 
     Z-Image    [model.diffusion_model.]layers.0.attention.qkv.weight
     FLUX.2     [model.diffusion_model.]single_blocks.0.linear1.weight
@@ -29,7 +29,7 @@ PARTS = ("text_encoder", "vae")
 
 
 def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) -> ModelFiles | None:
-    """Return the files of a model whose transformer is a file of its own; None for other files. No array is read.
+    """Return the files of a model whose transformer is a separate file; None for other files. No array is read.
 
     Args:
         name: name as the caller wrote it.
