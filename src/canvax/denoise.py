@@ -142,7 +142,7 @@ def denoise(
         outputs = output.astype(jnp.float32).reshape(batch, count, *shape)
         denoised = guidance.denoised(x, outputs, row)
         if flight.known is not None:
-            denoised = _keep(denoised, flight.known, row["progress"])
+            denoised = _blend_known(denoised, flight.known, row["progress"])
         noise = jax.lax.cond(
             shared["noisy"], lambda: step_noise(flight.keys, row["row"], tuple(shape)), lambda: jnp.zeros_like(x)
         )
@@ -193,8 +193,8 @@ def _combine(m: Array, state: Array, denoised: Array, noise: Array) -> Array:
     return total
 
 
-def _keep(denoised: Array, known: Known, progress: Array) -> Array:
+def _blend_known(denoised: Array, known: Known, progress: Array) -> Array:
     """Return D with the known latents pasted where they are kept. As part of D this works for every table."""
-    begun = (known.mask >= 1 - _per_image(progress)).astype(jnp.float32)
-    mask = jnp.where(_per_image(known.graded), begun, known.mask)
+    active = (known.mask >= 1 - _per_image(progress)).astype(jnp.float32)
+    mask = jnp.where(_per_image(known.graded), active, known.mask)
     return denoised + (1 - mask) * (known.latents - denoised)

@@ -30,7 +30,7 @@ from canvax.weights.formats import whole_name
 from canvax.weights.layouts import arrays_read, arrays_to_save, reads_parts_of_arrays
 from canvax.weights.load import Component
 from canvax.weights.rules import Rule
-from canvax.weights.safetensors import Outgoing
+from canvax.weights.safetensors import ArrayToSave
 from canvax.weights.save import narrowed, save_checkpoint
 
 TOKENIZERS = {FIRST: "tokenizer", SECOND: "tokenizer_2"}
@@ -341,7 +341,7 @@ class Model:
             rest={part.name: self._unread(part, params, dtype) for part in self.components if part.name in names},
         )
 
-    def _unread(self, part: Component, params: Params, dtype: DType | None) -> list[Outgoing]:
+    def _unread(self, part: Component, params: Params, dtype: DType | None) -> list[ArrayToSave]:
         """Return the further arrays that saving a component needs: unused layers of a language model, or all arrays of
         a video autoencoder, of which only parts are used.
         """
@@ -352,7 +352,7 @@ class Model:
         read = set() if copied else {(entry.path, entry.segments) for entry in part.entries(entries)}
         dtype = np.dtype(jax.tree.leaves(params[part.name])[0].dtype if dtype is None else dtype)
         return [
-            Outgoing(
+            ArrayToSave(
                 entry.name if copied else whole_name(entry.name), entry.shape, dtype, partial(_as_dtype, entry, dtype)
             )
             for entry in entries

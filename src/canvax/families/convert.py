@@ -33,8 +33,8 @@ from canvax.weights.location import Location, check_source, warn_unused_cache
 from canvax.weights.open import open_files
 from canvax.weights.overrides import Overrides
 from canvax.weights.pickled import Pickled, read_pickled
-from canvax.weights.safetensors import Outgoing, write_safetensors
-from canvax.weights.save import narrowed, outgoing_of, writing
+from canvax.weights.safetensors import ArrayToSave, write_safetensors
+from canvax.weights.save import arrays_of, narrowed, writing
 from canvax.weights.single_file import KINDS, as_read, single_arrays, single_metadata
 
 _ALIKE = {
@@ -109,7 +109,7 @@ def convert(
     return _written(output, *_single(opened, params, output, dtype))
 
 
-def _written(output: Path, arrays: list[Outgoing], metadata: Mapping[str, str]) -> Path:
+def _written(output: Path, arrays: list[ArrayToSave], metadata: Mapping[str, str]) -> Path:
     with writing("output", output):
         write_safetensors(output, arrays, metadata)
     return output
@@ -140,7 +140,7 @@ def _from_pickle(path: Path, output: Path, dtype: DType | None) -> Path:
     return output
 
 
-def _embedding(pickled: Pickled) -> tuple[list[Outgoing], dict[str, str]] | None:
+def _embedding(pickled: Pickled) -> tuple[list[ArrayToSave], dict[str, str]] | None:
     """Return an embedding of A1111 under the name that its safetensors files have; None for other files."""
     vectors = [array for array in pickled.arrays if array.name.startswith("string_to_param.")]
     if len(vectors) != 1:
@@ -148,13 +148,15 @@ def _embedding(pickled: Pickled) -> tuple[list[Outgoing], dict[str, str]] | None
     return [dataclasses.replace(vectors[0], name="emb_params")], {"format": "pt", **pickled.texts}
 
 
-def _cast(array: Outgoing, dtype: DType | None) -> Outgoing:
+def _cast(array: ArrayToSave, dtype: DType | None) -> ArrayToSave:
     if dtype is None or array.dtype == dtype or array.dtype.kind not in "fV":
         return array
     return dataclasses.replace(array, dtype=np.dtype(dtype), get=lambda: narrowed(array.get(), dtype))
 
 
-def _single(model: Model, params: Params, output: Path, dtype: DType | None) -> tuple[list[Outgoing], dict[str, str]]:
+def _single(
+    model: Model, params: Params, output: Path, dtype: DType | None
+) -> tuple[list[ArrayToSave], dict[str, str]]:
     """Return all arrays of one file that reads back as the same model."""
     if not isinstance(model.networks.denoiser, UNetDenoiser):
         problem = f"is one file, which cannot hold {model.name}, a model of several files"
@@ -164,7 +166,7 @@ def _single(model: Model, params: Params, output: Path, dtype: DType | None) -> 
         "v_prediction": config.get("prediction_type") == "v_prediction",
         "zero_snr": bool(config.get("rescale_betas_zero_snr")),
     }
-    parts = {part.name: outgoing_of(part, params[part.name], dtype) for part in model.components}
+    parts = {part.name: arrays_of(part, params[part.name], dtype) for part in model.components}
     faults: list[str] = []
     for kind in KINDS:
         if kind.encoders.keys() != clip_configs(model.text).keys():

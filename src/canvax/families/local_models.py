@@ -14,7 +14,16 @@ from canvax.families.read import read_networks
 from canvax.weights.data_folder import by_name, data_folder, files
 from canvax.weights.entries import PICKLES, pickle_refused
 from canvax.weights.files import open_weights
-from canvax.weights.identify import AUTOENCODER, LANGUAGE_MODEL, MODEL, TRANSFORMER, FileKind, Found, inspect, listing
+from canvax.weights.identify import (
+    AUTOENCODER,
+    LANGUAGE_MODEL,
+    MODEL,
+    TRANSFORMER,
+    FileKind,
+    FileReport,
+    inspect,
+    listing,
+)
 from canvax.weights.location import Location
 from canvax.weights.open import open_files
 from canvax.weights.overrides import Overrides
@@ -52,7 +61,7 @@ def local_models() -> LocalModels:
     return LocalModels(models, {name: faults[path] for name, path in left_out.items()})
 
 
-def fault_of(part: Found, near: Sequence[Found] | None = None) -> str:
+def fault_of(part: FileReport, near: Sequence[FileReport] | None = None) -> str:
     """Return why a file cannot be used, with the cure; "" for usable files and images. ``near`` is as in
     ``completed``.
     """
@@ -64,12 +73,12 @@ def fault_of(part: Found, near: Sequence[Found] | None = None) -> str:
                 return ""
         return f"the transformer of {part.family} alone: put its text encoder and its autoencoder into the folder"
     if part.kind is None:
-        cure = ": copy or download it again" if part.what == "damaged" else ""
-        return "" if part.what == "an image" else f"{part.what} {part.family}".rstrip() + cure
+        cure = ": copy or download it again" if part.kind_name == "damaged" else ""
+        return "" if part.kind_name == "an image" else f"{part.kind_name} {part.family}".rstrip() + cure
     return "" if part.kind.flag else f"{part.kind.name}: {part.kind.cure}"
 
 
-def completed(overrides: Overrides, location: Location, near: Sequence[Found] | None = None) -> Overrides:
+def completed(overrides: Overrides, location: Location, near: Sequence[FileReport] | None = None) -> Overrides:
     """Add the text encoder and the autoencoder that a transformer in a separate file lacks.
 
     Files are searched in the folder of models; without one, in ComfyUI's folders around the transformer. Among
@@ -103,7 +112,7 @@ def completed(overrides: Overrides, location: Location, near: Sequence[Found] | 
     return overrides
 
 
-def _around(path: Path) -> Iterator[Found]:
+def _around(path: Path) -> Iterator[FileReport]:
     """Yield the files in the folder of models, or in ComfyUI's folders around a transformer."""
     if data_folder() is not None:
         yield from files()

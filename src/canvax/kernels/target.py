@@ -160,7 +160,7 @@ def processor() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def half_of(device: Any) -> str:
+def fast_16bit_dtype_of(device: Any) -> str:
     """Return the 16-bit dtype that a TPU or GPU multiplies fast."""
     return fast_16bit_dtype(_number(_capability(device)))
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from canvax.models.denoiser import NEGATIVE, PLAIN, Around, Extensible, Extras, Inputs, Row, Shapes
+from canvax.models.denoiser import NEGATIVE, PLAIN, DenoiserWrapper, Extensible, Extras, Inputs, Row, Shapes
 from canvax.models.text import Conditions
 from canvax.models.unet import Residuals
 from canvax.params import Params, Spec
@@ -65,7 +65,7 @@ class Control(Protocol):
 
 
 @dataclass(frozen=True)
-class Controlled(Around):
+class Controlled(DenoiserWrapper):
     """The denoiser of a call with control images. Its parameters are ``{"unet": ..., network's name: ...}``.
 
     Attributes:
@@ -123,7 +123,7 @@ class Controlled(Around):
 
             residuals_of_each.append(jax.lax.cond(row["any control"][i], read, nothing))
         dtype = compute_dtype(p[self.component])
-        residuals = jax.tree.map(lambda array: array.astype(dtype), summed(residuals_of_each))
+        residuals = jax.tree.map(lambda array: array.astype(dtype), sum_residuals(residuals_of_each))
         extras = extras._replace(residuals=residuals)
         return self.base.apply(p[self.component], x, row, prepared[self.component], memory, extras)
 
@@ -133,7 +133,7 @@ def encode_control(p: Params, images: Array, *, net: Control) -> tuple[Array, ..
     return net.encode(p, images)
 
 
-def summed(residuals: Sequence[Residuals]) -> Residuals:
+def sum_residuals(residuals: Sequence[Residuals]) -> Residuals:
     """Add up the residuals of several networks."""
 
     def total(parts: list[Any]) -> Any:

@@ -19,7 +19,15 @@ from canvax.models.configs import UNetConfig
 from canvax.models.deep_features import Recall, deep_shape, unet_reusing
 from canvax.models.dit import AnyArray, pack, unpack
 from canvax.models.text import IMAGE_PROMPTS, Conditions
-from canvax.models.unet import Residuals, Special, cross_attention_kv, skip_connections, unet, unet_context, unet_spec
+from canvax.models.unet import (
+    BlockOptions,
+    Residuals,
+    cross_attention_kv,
+    skip_connections,
+    unet,
+    unet_context,
+    unet_spec,
+)
 from canvax.params import Params, Spec
 from canvax.quantize import compute_dtype
 from canvax.types import Array, DType
@@ -300,12 +308,12 @@ class UNetDenoiser(Reusable):
         prepared = dict(prepared)
         if (masked := prepared.pop("masked", None)) is not None:  # the mask and the masked image follow the latents
             x = jnp.concatenate([x, masked], axis=-1)
-        x, special = x.astype(compute_dtype(p)), Special(perturbed=extras.perturbed)
+        x, options = x.astype(compute_dtype(p)), BlockOptions(perturbed=extras.perturbed)
         if extras.recall is None:
-            more = {"cfg": self.cfg, "special": special, "residuals": extras.residuals}
+            more = {"cfg": self.cfg, "options": options, "residuals": extras.residuals}
             return unet(p, x, row["timestep"], **prepared, **more), memory
         layers, recall = extras.recall
-        context = unet_context(p, x, row["timestep"], cfg=self.cfg, **prepared)._replace(special=special)
+        context = unet_context(p, x, row["timestep"], cfg=self.cfg, **prepared)._replace(options=options)
         return unet_reusing(p, x, context, self.cfg, layers=layers, recall=recall)
 
 
@@ -313,7 +321,7 @@ def _of_base(name: str) -> Any:
     return property(lambda self: getattr(self.base, name))
 
 
-class Around:
+class DenoiserWrapper:
     """Wrapper of another denoiser, with the same parameters. Members that it does not define are those of the denoiser.
 
     Attributes:
@@ -345,7 +353,7 @@ class Around:
 
 
 @dataclass(frozen=True)
-class Perturbed(Around):
+class Perturbed(DenoiserWrapper):
     """A denoiser in which each position attends only to itself, in samples of role ``PERTURBED`` (Ahn et al. 2024)."""
 
     base: Extensible
@@ -362,7 +370,7 @@ class Perturbed(Around):
 
 
 @dataclass(frozen=True)
-class Reusing(Around):
+class Reusing(DenoiserWrapper):
     """A denoiser that computes its deep features in some rows and forecasts them in the others.
 
     DeepCache (Ma et al. 2024) reuses the last features, TaylorSeer (Liu et al. 2025) extrapolates linearly from the

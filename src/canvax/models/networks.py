@@ -21,7 +21,7 @@ from canvax.types import DType
 if TYPE_CHECKING:
     from canvax.models.ip_adapter import ImageEncoder, IPAdapter
 
-ROOM = 1024
+REFERENCE_BUCKET = 1024
 """The number of reference tokens is padded to a multiple of those of a square of 512 pixels."""
 
 
@@ -157,7 +157,7 @@ class Networks:
         """Return the number of tokens of reference images of these sizes, padded so that other sizes
         share the program.
         """
-        return -(-self.tokens(sizes) // ROOM) * ROOM
+        return -(-self.tokens(sizes) // REFERENCE_BUCKET) * REFERENCE_BUCKET
 
     @property
     def inpaints(self) -> bool:

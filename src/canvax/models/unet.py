@@ -36,7 +36,7 @@ CrossAttentionKV = dict[str, dict[str, Any]]
 """Keys and values of a text for every attention to it, from ``cross_attention_kv``."""
 
 
-class Special(NamedTuple):
+class BlockOptions(NamedTuple):
     """Options of the blocks.
 
     Attributes:
@@ -50,7 +50,7 @@ class Special(NamedTuple):
     perturbed: Array | None = None
 
 
-_USUAL = Special()
+_DEFAULT = BlockOptions()
 
 
 class Context(NamedTuple):
@@ -59,12 +59,12 @@ class Context(NamedTuple):
     Attributes:
         time: time embedding [B, 4 C0] after its activation.
         text: keys and values of the text.
-        special: options of the blocks.
+        options: options of the blocks.
     """
 
     time: Array
     text: CrossAttentionKV
-    special: Special = _USUAL
+    options: BlockOptions = _DEFAULT
 
 
 class Residuals(NamedTuple):
@@ -211,7 +211,7 @@ def unet(
     time_ids: Array | None = None,
     guidance: Array | None = None,
     *,
-    special: Special = _USUAL,
+    options: BlockOptions = _DEFAULT,
     residuals: Residuals | None = None,
 ) -> Array:
     """Evaluate the network (eps, v or x0, as it was trained) on noisy latents.
@@ -225,13 +225,13 @@ def unet(
         pooled: SDXL: pooled text [B, P].
         time_ids: SDXL: size conditions [B, n] float32, with n = ``cfg.time_ids(P)``.
         guidance: guidance scales [B] float32, for a network with this input (``cfg.time_cond_proj_dim``).
-        special: options of the blocks.
+        options: options of the blocks.
         residuals: arrays to add to the features.
 
     Returns:
         [B, h, w, C] in the dtype of ``x``, which is the dtype of the computation.
     """
-    context = unet_context(p, x, timesteps, text, cfg, pooled, time_ids, guidance)._replace(special=special)
+    context = unet_context(p, x, timesteps, text, cfg, pooled, time_ids, guidance)._replace(options=options)
     skips = [conv2d(p["conv_in"], x)]
     skips += unet_down(p, skips[0], context, cfg, within=residuals and residuals.within)
     h = unet_mid(p, skips[-1], context, cfg)
@@ -314,7 +314,7 @@ def unet_mid(p: Params, h: Array, context: Context, cfg: UNetConfig) -> Array:
         h = resnet_block(block["resnets"]["0"], h, context.time, groups=groups, eps=eps)
         if kv is None:  # small ControlNets
             return h
-        options = {"upcast": cfg.upcast_attention, "perturbed": context.special.perturbed}
+        options = {"upcast": cfg.upcast_attention, "perturbed": context.options.perturbed}
         with scope("attentions.0"):
             h = transformer(block["attentions"]["0"], h, kv, heads=cfg.heads[-1], groups=groups, **options)
         return resnet_block(block["resnets"]["1"], h, context.time, groups=groups, eps=eps)
@@ -387,7 +387,7 @@ def _layer(
             upcast = cfg.upcast_attention
             return transformer(block["attentions"][str(j)], h, kv, heads=level.heads, groups=groups, upcast=upcast)
 
-    return (jax.checkpoint(layer) if context.special.remat else layer)(h, context.time, kv.get(str(j)))
+    return (jax.checkpoint(layer) if context.options.remat else layer)(h, context.time, kv.get(str(j)))
 
 
 def timestep_embedding(timesteps: Array, width: int, *, flip_sin_to_cos: bool, freq_shift: float) -> Array:

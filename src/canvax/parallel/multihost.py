@@ -63,12 +63,12 @@ def is_spread(mesh: Mesh) -> bool:
     return len(processes(mesh)) > 1
 
 
-def leads(mesh: Mesh) -> bool:
+def is_main_process(mesh: Mesh) -> bool:
     """Return whether this is the main process of the mesh, the only one that shows progress."""
     return processes(mesh)[0] == jax.process_index()
 
 
-def agree(seeds: Sequence[int], *call: Any) -> list[int]:
+def broadcast_seeds(seeds: Sequence[int], *call: Any) -> list[int]:
     """Return the seeds of process 0, after checking that all processes got the same arguments.
 
     Every process must call it. ``call`` are the arguments to compare, by their ``repr``.
@@ -88,7 +88,7 @@ def agree(seeds: Sequence[int], *call: Any) -> list[int]:
 
 
 @contextmanager
-def together(name: str) -> Iterator[None]:
+def fail_together(name: str) -> Iterator[None]:
     """Wait at the end of the block for all processes; if one of them failed in the block, all fail.
 
     Raises:
@@ -104,6 +104,6 @@ def together(name: str) -> Iterator[None]:
         raise CanvaxError(f"{name} failed in process {int(failures.argmax())}, whose own error says why")
 
 
-def any_of(value: Any) -> Any:
+def any_process(value: Any) -> Any:
     """Return, for each entry of an array, whether it is true in any process; every process must call it."""
     return np.asarray(multihost_utils.process_allgather(np.asarray(value))).any(axis=0)

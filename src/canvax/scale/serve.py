@@ -41,7 +41,7 @@ _LOADING = {name: field for name, field in declared(Load).items() if name not in
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ServeArgs:
     """The arguments of ``serve run`` as ``name=value``, and of a Serve config as ``args``.
 
     Attributes:
@@ -90,7 +90,7 @@ class Wanted:
     holds: int = 0
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Wanted:
+    def of(cls, settings: Mapping[str, Any]) -> ServeArgs:
         """Parse arguments from texts or plain values.
 
         Raises:
@@ -115,6 +115,9 @@ class Wanted:
         return cls(loading=Load(progress=False, **loading), **values)
 
 
+Wanted = ServeArgs  # former name
+
+
 class Images:
     """A replica: one engine, which owns the devices that Ray assigned to this process, and the application.
 
@@ -122,7 +125,7 @@ class Images:
         wanted: its arguments.
     """
 
-    async def __init__(self, wanted: Wanted) -> None:
+    async def __init__(self, wanted: ServeArgs) -> None:
         self._wanted = wanted
         warm = tuple(Warm.parse(text) for text in wanted.warm.split()) or (Warm(),)
         metrics = Metrics()
@@ -196,7 +199,7 @@ def app(args: Mapping[str, Any]) -> Any:
         cure = "install it from canvax's folder: pip install '.[ray]'"
         raise InputError(f"canvax.scale.serve needs {error.name}; {cure}") from None
     serve: Any = ray_serve  # Ray's types do not know inherited methods
-    wanted = Wanted.of(args)
+    wanted = ServeArgs.of(args)
     resources: dict[str, Any] = {"num_cpus": wanted.cpus, "num_gpus": wanted.gpus}
     if wanted.tpus:
         resources["resources"] = {"TPU": wanted.tpus}

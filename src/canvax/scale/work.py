@@ -216,7 +216,7 @@ class Worker:
         self._batch, self._most = batch, most
         self._defaults, self._carried, self._seed = dict(defaults or {}), carried, seed
         self._progress: bool | str = "programs" if progress else False
-        self._spread, self._leads = multihost.is_spread(pipe.mesh), multihost.leads(pipe.mesh)
+        self._spread, self._leads = multihost.is_spread(pipe.mesh), multihost.is_main_process(pipe.mesh)
         self._worked: dict[Any, Any] = {}
         self._too_large: set[Key] = set()
 
@@ -369,7 +369,7 @@ class Worker:
 def _agreed(failed: CanvaxError | None, cure: Callable[[], str]) -> CanvaxError | None:
     """Return the error that all processes must raise: their next batches must be the same."""
     memory = isinstance(failed, OutOfMemoryError)
-    any_memory, any_other = multihost.any_of([memory, failed is not None and not memory])
+    any_memory, any_other = multihost.any_process([memory, failed is not None and not memory])
     if any_memory:
         return failed if memory else OutOfMemoryError(f"another process ran out of memory; {cure()}")
     if any_other and failed is None:

@@ -23,7 +23,7 @@ from canvax.models.configs import ClipTextConfig, UNetConfig
 from canvax.models.controlnet import ControlNet
 from canvax.models.denoiser import Denoiser, evaluate
 from canvax.models.text import FIRST, Conditions, TextEncoders, encode_text
-from canvax.models.unet import Residuals, Special, unet, unet_spec
+from canvax.models.unet import BlockOptions, Residuals, unet, unet_spec
 from canvax.params import Params, init_params
 from canvax.samplers.schedule import NoiseSchedule
 from canvax.train.loop import Loss
@@ -294,9 +294,9 @@ def _denoising_loss(
     noisy = noisy.astype(objective.dtype)
     if isinstance(objective.network, UNetConfig):
         residuals = None if hints is None else _residuals(p[CONTROL], noisy, timestep, encoded, hints, objective)
-        special = Special(remat=objective.remat)
+        options = BlockOptions(remat=objective.remat)
         cfg = objective.network
-        output = unet(p["unet"], noisy, timestep, cfg=cfg, special=special, residuals=residuals, **encoded)
+        output = unet(p["unet"], noisy, timestep, cfg=cfg, options=options, residuals=residuals, **encoded)
     else:
         output = _evaluated(p, noisy, timestep, encoded, objective.network, remat=objective.remat)
     errors = squared_error(output, target, mask)

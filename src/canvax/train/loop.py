@@ -199,7 +199,7 @@ def fit(
     optimizer = _optimizer(plan)
     state = jax.device_put(new_state(params, optimizer, averaged=plan.average > 0), everywhere)
     shared = jax.device_put(shared, everywhere)
-    writes, spread = multihost.leads(session.mesh), multihost.is_spread(session.mesh)
+    writes, spread = multihost.is_main_process(session.mesh), multihost.is_spread(session.mesh)
     progress = Progress(session.name, shown=writes)
     steps = plan.steps
     if path.is_file():
@@ -217,7 +217,7 @@ def fit(
         steps = _steps_in(plan, program, state, _chunk_of(data, plan.indices(0, samples), session.mesh), shared)
     if spread:
         regular = (plan.chunk, session.save_steps, session.preview_steps)
-        (steps,) = multihost.agree([steps], facts_of(plan, samples), dict(session.about), done, regular)
+        (steps,) = multihost.broadcast_seeds([steps], facts_of(plan, samples), dict(session.about), done, regular)
     if not done and read_log(session.folder / LOG):
         progress.say("no state was saved, beginning again")
     if writes:
@@ -256,7 +256,7 @@ def fit(
             save = now - saved >= session.save_every and not writer.busy()
             due = np.array([stop, save, now - shown >= session.preview_every])
             if spread:  # clocks and signals differ, and all processes must do the same
-                due = multihost.any_of(due)
+                due = multihost.any_process(due)
             stop, save, preview = due
             if session.preview_steps:
                 preview = done % session.preview_steps == 0

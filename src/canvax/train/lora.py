@@ -18,7 +18,7 @@ from canvax.settings import check_all
 from canvax.train import low_rank
 from canvax.train.settings import TASKS, LoraRecord
 from canvax.train.state import in_dtype
-from canvax.train.task import FILE_CAPTIONS, PLAN, Start, Subject, Training, train
+from canvax.train.task import FILE_CAPTIONS, PLAN, InitialState, Subject, Training, train
 from canvax.types import DType
 from canvax.weights.cast import parse_dtype
 
@@ -33,7 +33,7 @@ _BASES = {768: "stable-diffusion-v1", 1024: "stable-diffusion-v2-512", 2048: "st
 
 @dataclass(frozen=True)
 class Lora(LoraRecord):
-    """The ``Aim`` of training a LoRA.
+    """The ``TrainingTask`` of training a LoRA.
 
     Attributes:
         rank: rank of the factors.
@@ -92,7 +92,7 @@ class Lora(LoraRecord):
         """Return no component: the factors are new."""
         return ()
 
-    def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
+    def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> InitialState:
         """Make the factors; the whole model is frozen, in the dtype of the computation."""
         factors = self._factors(model, training)
         denoiser = model.networks.denoiser.component
@@ -103,7 +103,7 @@ class Lora(LoraRecord):
         def assemble(trained: Params, frozen: Params) -> Params:
             return low_rank.with_factors(trained, frozen, chosen, scale=self.scale)
 
-        return Start(factors, frozen, assemble)
+        return InitialState(factors, frozen, assemble)
 
     def shown(self, model: Model, params: Params, trained: Params) -> Params:
         """Return the parameters with the factors merged into them."""

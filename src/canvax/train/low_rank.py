@@ -27,7 +27,7 @@ from canvax.weights.location import Location
 from canvax.weights.lora import read_adapter
 from canvax.weights.open import LORA_FILES, find_adapter
 from canvax.weights.rules import Names, Rule
-from canvax.weights.safetensors import Outgoing, write_safetensors
+from canvax.weights.safetensors import ArrayToSave, write_safetensors
 from canvax.weights.save import narrowed
 
 LAYERS: Mapping[str, str] = {
@@ -275,13 +275,13 @@ def write_factors(
     _check_factors(factors, chosen)
     if not any(factors.values()):
         raise InputError("factors", {}, "holds none", "new_factors makes them")
-    outgoing: list[Outgoing] = []
+    to_save: list[ArrayToSave] = []
     for component, of in factors.items():
         for name, pair in of.items():
             down, up = stored(chosen[component][name], pair)
             for key, array in _named(component, name, {"down": down, "up": up}, alpha, names, len(factors)):
                 array = array if key.endswith(".alpha") else narrowed(array, dtype)
-                outgoing.append(Outgoing(key, array.shape, array.dtype, partial(np.asarray, array)))
+                to_save.append(ArrayToSave(key, array.shape, array.dtype, partial(np.asarray, array)))
     rank = next(iter(next(iter(factors.values())).values()))["up"].shape[0]
     text = {"format": "pt", **metadata}
     if names == "peft":
@@ -289,7 +289,7 @@ def write_factors(
     else:
         text |= {"ss_network_module": "networks.lora", "ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_safetensors(path, outgoing, text)
+    write_safetensors(path, to_save, text)
 
 
 def stored(layer: Layer, pair: Mapping[str, Any]) -> tuple[HostArray, HostArray]:

@@ -18,7 +18,7 @@ from canvax.params import Params
 from canvax.train.objectives import cast
 from canvax.types import Array, DType, HostArray
 from canvax.weights.cast import parse_dtype
-from canvax.weights.safetensors import Outgoing, open_safetensors, read_metadata, write_safetensors
+from canvax.weights.safetensors import ArrayToSave, open_safetensors, read_metadata, write_safetensors
 
 Tree = TypeVar("Tree")
 
@@ -67,7 +67,7 @@ def save_state(path: Path, state: Any, facts: Mapping[str, Any]) -> None:
     """Write a state, or any tree of arrays, atomically: to a temporary file that is then renamed."""
     check_arrays("state", state)
     arrays = [
-        Outgoing(name, leaf.shape or (1,), np.dtype(leaf.dtype), partial(_on_host, leaf))
+        ArrayToSave(name, leaf.shape or (1,), np.dtype(leaf.dtype), partial(_on_host, leaf))
         for name, leaf in _named(state)
     ]
     path.parent.mkdir(parents=True, exist_ok=True)

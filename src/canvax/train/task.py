@@ -1,7 +1,7 @@
 """The procedure shared by every kind of training from a checkpoint.
 
-A kind of training is an ``Aim``, which defines what is trained and how the result is saved. Everything else is here:
-opening the model, reading and encoding images, the loop, previews, and resuming a stopped run.
+A kind of training is a ``TrainingTask``, which defines the trained parameters and how the result is saved. The rest is
+here: opening the model, reading and encoding images, the loop, previews, and resuming a stopped run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from canvax.families.base import Model
 from canvax.images.grid import make_grid
 from canvax.models.controlnet import ControlNet
 from canvax.parallel.memory import available_bytes, gigabytes
-from canvax.parallel.multihost import is_spread, leads, together
+from canvax.parallel.multihost import fail_together, is_main_process, is_spread
 from canvax.params import Params
 from canvax.pipelines.checks import default_dtype
 from canvax.pipelines.loaded import open_model
@@ -131,7 +131,7 @@ FILE_CAPTIONS = Subject()
 
 
 @dataclass(frozen=True, eq=False)
-class Start:
+class InitialState:
     """The initial state of a training.
 
     Attributes:
@@ -147,7 +147,7 @@ class Start:
     control: ControlNet | None = None
 
 
-class Aim(Protocol):
+class TrainingTask(Protocol):
     """A kind of training.
 
     Attributes:
@@ -185,7 +185,7 @@ class Aim(Protocol):
         """Return the components that training or its result begins with, which are read in float32."""
         ...
 
-    def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> Start:
+    def begin(self, model: Model, params: Params, training: Training, dtype: DType) -> InitialState:
         """Return the initial state. Trained parameters may be removed from ``params``, so that there is one copy."""
         ...
 
@@ -198,9 +198,12 @@ class Aim(Protocol):
         ...
 
 
+Aim, Start = TrainingTask, InitialState  # former names
+
+
 def train(
     training: Training,
-    aim: Aim,
+    aim: TrainingTask,
     mesh: Mesh,
     *,
     subject: Subject = FILE_CAPTIONS,
@@ -255,7 +258,7 @@ def train(
         + _cropped(pictures)
     )
     make_folder(training.folder)  # fails before an hour's work, not after
-    if target.exists() and leads(mesh):  # the result of the run that is made longer
+    if target.exists() and is_main_process(mesh):  # the result of the run that is made longer
         for path in (*(path for path in others if path.exists()), target):
             path.rename(numbered(path, read_facts(state)["total"]))
     unet, kept = model.networks.denoiser.component == "unet", None
@@ -290,14 +293,14 @@ def train(
         control=start.control,
         prior=subject.prior_weight,
     )
-    board = Board(training.tensorboard) if training.tensorboard is not None and leads(mesh) else None
+    board = Board(training.tensorboard) if training.tensorboard is not None and is_main_process(mesh) else None
     texts = {"prompt": list(training.prompts)} if kept is None else kept.prompts
     pipe = Pipeline(model, programs)
     shown = _preview(training, aim, pipe, params, texts, board) if training.prompts else None
 
     def save(path: Path, trained: Params) -> None:
-        with together("saving") if is_spread(mesh) else nullcontext():
-            if leads(mesh) and not path.exists():  # a resumed run has the same weights at the same step
+        with fail_together("saving") if is_spread(mesh) else nullcontext():
+            if is_main_process(mesh) and not path.exists():  # a resumed run has the same weights at the same step
                 aim.save(path, model, params, trained, training)
 
     session = Session(
@@ -320,7 +323,7 @@ def train(
     return target
 
 
-def _decisive(training: Training, aim: Aim) -> dict[str, Any]:
+def _decisive(training: Training, aim: TrainingTask) -> dict[str, Any]:
     """Return settings that must not change when a run is resumed."""
     same = {name: getattr(training, name) for name in ("flip", "gamma", "empty", "quantize")}
     same |= {name: value for name, value in training.loading.items() if name in PARTS}
@@ -332,7 +335,7 @@ def numbered(target: Path, step: int) -> Path:
     return target.with_name(f"{target.stem}-{step:06d}{target.suffix}")
 
 
-def check_folder(training: Training, aim: Aim) -> None:
+def check_folder(training: Training, aim: TrainingTask) -> None:
     """Raise InputError if the folder is a file, or contains a finished run that ``training`` does not make longer."""
     folder, target = training.folder, aim.files(training.folder)[0]
     if folder.exists() and not folder.is_dir():
@@ -349,7 +352,7 @@ def check_folder(training: Training, aim: Aim) -> None:
         raise InputError(f"{str(min(others))!r} is of another run; choose another folder.")
 
 
-def _check_model(training: Training, aim: Aim, model: Model) -> None:
+def _check_model(training: Training, aim: TrainingTask, model: Model) -> None:
     """Refuse models that cannot be trained, in general or in this way, and invalid preview prompts."""
     schedule = model.scheduler.schedule
     check_trainable(schedule)
@@ -385,7 +388,7 @@ def _check_model(training: Training, aim: Aim, model: Model) -> None:
 
 def _preview(
     training: Training,
-    aim: Aim,
+    aim: TrainingTask,
     pipe: Pipeline,
     params: Params,
     texts: Mapping[str, Any],
@@ -399,7 +402,7 @@ def _preview(
             warnings.simplefilter("ignore", HintWarning)  # of words that are being taught
             images = pipe(**texts, seed=seeds, options=options).images
         pipe.params = {}
-        if not leads(pipe.mesh):  # the images are split over the processes
+        if not is_main_process(pipe.mesh):  # the images are split over the processes
             return
         (training.folder / "previews").mkdir(exist_ok=True)
         grid = make_grid(images)
@@ -425,7 +428,7 @@ def check_pictures(training: Training, subject: Subject) -> None:
 
 
 def _read_inputs(
-    training: Training, aim: Aim, subject: Subject, model: Model
+    training: Training, aim: TrainingTask, subject: Subject, model: Model
 ) -> tuple[int, Pictures, Pictures | None, bool]:
     """Check the model; return the side of the images, the images, the class images, and whether there are masks."""
     _check_model(training, aim, model)

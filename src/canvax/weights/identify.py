@@ -189,46 +189,46 @@ def _width_read(name: str, shape: tuple[int, ...]) -> int:
     return shape[1] if reads and len(shape) > 1 and module.endswith(("attn2_to_k", "to_k_ip")) else 0
 
 
-class Found(NamedTuple):
-    """A file or folder.
+class FileReport(NamedTuple):
+    """Kind of a file or folder.
 
     Attributes:
-        path: where it is.
-        what: such as "a LoRA".
-        family: of models that it is or is for, such as "Stable Diffusion 1.x"; "" if unknown.
-        kind: None for what is no weights of a known kind.
+        path: its path.
+        kind_name: display name of the kind, such as "a LoRA".
+        family: family of the model, such as "Stable Diffusion 1.x"; "" if unknown.
+        kind: None for files that are not weights of a known kind.
     """
 
     path: Path
-    what: str
+    kind_name: str
     family: str = ""
     kind: FileKind | None = None
 
 
-def inspect(path: Path) -> Found | None:
+def inspect(path: Path) -> FileReport | None:
     """Identify a file, or a folder in the diffusers layout; None for anything else. No pickle is opened."""
     if path.is_dir():
         return _inspect_folder(path)
     if what := _by_ending(path.suffix.lower()):
-        return Found(path, what)
+        return FileReport(path, what)
     if path.suffix.lower() not in WEIGHTS:
         return None
     try:
         shapes = {entry.name: entry.shape for entry in open_weights(path, plain_names=False)}
         metadata = read_metadata(path) if path.suffix.lower() == ".safetensors" else {}
     except CheckpointError:
-        return Found(path, "damaged")
+        return FileReport(path, "damaged")
     except InputError:
-        return Found(path, "a GGUF file, which needs pip install '.[gguf]'")
+        return FileReport(path, "a GGUF file, which needs pip install '.[gguf]'")
     kind, family = identify(shapes), family_of(shapes, metadata)[0]
     if family in OTHERS.values() and kind is not LORA:
-        return Found(path, "weights that canvax does not run", family)
+        return FileReport(path, "weights that canvax does not run", family)
     missing = parts_missing(shapes) if kind is MODEL else []
     what = f"a model without {' and '.join(missing)}" if missing else kind.name if kind else "not recognised"
-    return Found(path, what, family, None if missing else kind)
+    return FileReport(path, what, family, None if missing else kind)
 
 
-def listing(folder: Path) -> Iterator[Found]:
+def listing(folder: Path) -> Iterator[FileReport]:
     """Return the files in a folder and its subfolders."""
     for path in sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name.lower())):
         part = inspect(path)
@@ -259,14 +259,16 @@ def _by_ending(suffix: str) -> str:
     return ""
 
 
-def _inspect_folder(folder: Path) -> Found | None:
+def _inspect_folder(folder: Path) -> FileReport | None:
     if any((folder / name).is_file() for name in INDICES):
-        return Found(folder, MODEL.name, _family_of_config(_json(folder / "unet" / "config.json")), MODEL)
+        return FileReport(folder, MODEL.name, _family_of_config(_json(folder / "unet" / "config.json")), MODEL)
     config = _json(folder / "config.json")
     name = str(config.get("_class_name"))
     if (kind := CLASSES.get(name)) is not None and kind.flag:
-        return Found(folder, kind.name, _family_of_config(config), kind)
-    return Found(folder, f"a network alone ({name})", _family_of_config(config)) if "_class_name" in config else None
+        return FileReport(folder, kind.name, _family_of_config(config), kind)
+    return (
+        FileReport(folder, f"a network alone ({name})", _family_of_config(config)) if "_class_name" in config else None
+    )
 
 
 def _json(path: Path) -> Mapping[str, Any]:

@@ -27,7 +27,7 @@ from canvax.models.wan_vae import WanAutoencoder
 from canvax.weights.entries import Entry
 from canvax.weights.formats import vae_rules, whole_name
 from canvax.weights.rules import Names, Rule
-from canvax.weights.safetensors import Outgoing
+from canvax.weights.safetensors import ArrayToSave
 from canvax.weights.wan_vae import of_one_frame, of_videos
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -57,8 +57,8 @@ def arrays_read(networks: Networks, component: str, names: Sequence[Rule], entri
 
 
 def arrays_to_save(
-    networks: Networks, component: str, stacks: Sequence[Rule], arrays: Sequence[Outgoing]
-) -> Sequence[Outgoing]:
+    networks: Networks, component: str, stacks: Sequence[Rule], arrays: Sequence[ArrayToSave]
+) -> Sequence[ArrayToSave]:
     """Return the arrays of a component as diffusers stores them.
 
     Args:
@@ -75,7 +75,7 @@ def arrays_to_save(
         return of_videos(arrays)
     if isinstance(network, Flux2Autoencoder):  # diffusers expects the count
         zero = np.zeros((), np.int64)
-        return [*arrays, *(Outgoing(name, zero.shape, zero.dtype, lambda: zero) for name in COUNTS)]
+        return [*arrays, *(ArrayToSave(name, zero.shape, zero.dtype, lambda: zero) for name in COUNTS)]
     if isinstance(network, LanguageModel) and "_vl" in network.cfg.model_type:  # a part of a larger model
         return [replace(array, name=re.sub(r"^model\.", "language_model.", array.name)) for array in arrays]
     return arrays

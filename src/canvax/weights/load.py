@@ -26,7 +26,7 @@ from canvax.weights.cast import cast_into
 from canvax.weights.entries import Entry
 from canvax.weights.folder import Library
 from canvax.weights.formats import accepted_shapes, flax_name, is_leftover, spellings
-from canvax.weights.safetensors import Outgoing
+from canvax.weights.safetensors import ArrayToSave
 
 Place = Callable[[Param, HostArray], Array]
 """Puts a host array in memory layout on its device or devices."""
@@ -53,14 +53,14 @@ class Component:
         spec: its declared parameters.
         kind: library whose file names it uses, ``diffusers`` or ``transformers``.
         entries: the arrays of its files under the names of the spec, without unused ones.
-        outgoing: arrays under the names of the spec as its files have them.
+        to_save: arrays under the names of the spec as its files have them.
     """
 
     name: str
     spec: Spec
     kind: Library
     entries: Callable[[Sequence[Entry]], Sequence[Entry]] = list
-    outgoing: Callable[[Sequence[Outgoing]], Sequence[Outgoing]] = list
+    to_save: Callable[[Sequence[ArrayToSave]], Sequence[ArrayToSave]] = list
 
 
 class Files(Protocol):

@@ -383,7 +383,7 @@ def adapter_info(path: Path) -> dict[str, Any]:
         "text_width": width or None,
         "trigger_words": trigger_words(metadata),
         "suggested": suggested(path.stem, metadata),
-        "said": {name: metadata[key][:_LONGEST] for name, key in _SHOWN.items() if metadata.get(key)},
+        "metadata": {name: metadata[key][:_LONGEST] for name, key in _SHOWN.items() if metadata.get(key)},
     }
 
 

@@ -26,7 +26,7 @@ from canvax.errors import CheckpointError
 from canvax.files import DAMAGED
 from canvax.types import HostArray
 from canvax.weights.entries import MAX_NAME, check_shape, file_size, open_weight_file
-from canvax.weights.safetensors import Outgoing
+from canvax.weights.safetensors import ArrayToSave
 
 MAX_PROGRAM = 64_000_000
 """Largest pickle that is read, in bytes, without the tensors."""
@@ -126,7 +126,7 @@ class Pickled:
         texts: top-level strings, such as the name of an embedding.
     """
 
-    arrays: tuple[Outgoing, ...]
+    arrays: tuple[ArrayToSave, ...]
     left_out: tuple[str, ...]
     texts: Mapping[str, str]
 
@@ -307,7 +307,9 @@ def _gathered(path: Path, root: Any, place: Callable[[_Storage], Place]) -> Pick
     if not tensors:
         raise CheckpointError(f"{path}: holds no tensors")
     size = _size_of(path)
-    arrays = [_outgoing(path, name, tensor, place(tensor.storage), size) for name, tensor in sorted(tensors.items())]
+    arrays = [
+        _array_to_save(path, name, tensor, place(tensor.storage), size) for name, tensor in sorted(tensors.items())
+    ]
     texts = (
         {key: value for key, value in top.items() if type(key) is str and isinstance(value, str)}
         if isinstance(top, dict)
@@ -321,7 +323,7 @@ def _size_of(path: Path) -> int:
         return file_size(file)
 
 
-def _outgoing(path: Path, name: str, tensor: _Tensor, place: Place, size: int) -> Outgoing:
+def _array_to_save(path: Path, name: str, tensor: _Tensor, place: Place, size: int) -> ArrayToSave:
     """Return a tensor to write, after checking that its numbers are inside its storage, and that inside the file."""
     (begin, length), dtype = place, tensor.storage.dtype
     shape = check_shape(path, name, tensor.shape)
@@ -343,4 +345,4 @@ def _outgoing(path: Path, name: str, tensor: _Tensor, place: Place, size: int) -
         steps = tuple(stride * dtype.itemsize for stride in tensor.strides)
         return np.lib.stride_tricks.as_strided(flat, shape, steps, writeable=False).copy(order="C")
 
-    return Outgoing(name, shape, dtype, read)
+    return ArrayToSave(name, shape, dtype, read)

@@ -16,7 +16,7 @@ import numpy as np
 
 from canvax.types import HostArray
 from canvax.weights.entries import Entry
-from canvax.weights.safetensors import Outgoing
+from canvax.weights.safetensors import ArrayToSave
 
 Change = Literal["", "transposed", "swapped halves", "1x1 convolution", "six rows in one"]
 
@@ -98,9 +98,9 @@ class Names:
             part = entry.columns(begin, end) if rule.axis else entry.rows((begin, end))
             yield replace(part, name=match.named(name))
 
-    def to_theirs(self, arrays: Sequence[Outgoing]) -> list[Outgoing]:
+    def to_theirs(self, arrays: Sequence[ArrayToSave]) -> list[ArrayToSave]:
         """Return arrays under their names, parts stacked; names without a rule stay."""
-        stacks: dict[str, dict[int, Outgoing]] = {}
+        stacks: dict[str, dict[int, ArrayToSave]] = {}
         rules: dict[str, Rule | None] = {}
         for array in arrays:
             match = _longest(self._ours, array.name.split("."))
@@ -133,7 +133,7 @@ def _sizes(rule: Rule, shape: tuple[int, ...]) -> list[int]:
     return [unit * part or fixed for part in rows]
 
 
-def _stacked(name: str, rule: Rule | None, parts: Sequence[Outgoing]) -> Outgoing:
+def _stacked(name: str, rule: Rule | None, parts: Sequence[ArrayToSave]) -> ArrayToSave:
     first, change, axis = parts[0], rule.change if rule else "", rule.axis if rule else 0
     total = sum(part.shape[axis] for part in parts) if first.shape else 0
     shape = (*first.shape[:axis], total, *first.shape[axis + 1 :]) if len(parts) > 1 else first.shape
@@ -154,7 +154,7 @@ def _stacked(name: str, rule: Rule | None, parts: Sequence[Outgoing]) -> Outgoin
             return np.roll(array, array.shape[0] // 2, axis=0)
         return array.reshape(shape)
 
-    return Outgoing(name, shape, first.dtype, get)
+    return ArrayToSave(name, shape, first.dtype, get)
 
 
 def _add(node: dict[Any, Any], name: str, value: tuple[Rule, int]) -> None:

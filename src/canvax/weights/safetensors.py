@@ -90,7 +90,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Outgoing:
+class ArrayToSave:
     """An array to write: its name, shape and dtype; ``get`` returns its bytes."""
 
     name: str
@@ -104,7 +104,7 @@ class Outgoing:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-def write_safetensors(path: Path, arrays: Iterable[Outgoing], metadata: Mapping[str, str]) -> None:
+def write_safetensors(path: Path, arrays: Iterable[ArrayToSave], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file, holding one array at a time in memory.
 
     The file appears under its name only when complete: it is written under a temporary name in the same folder first.

@@ -26,7 +26,7 @@ from canvax.types import DType, HostArray, Params
 from canvax.weights.cast import cast_into
 from canvax.weights.folder import DEFAULTS, INDEX, INDICES, MODULAR, PLAIN_FILES, STEMS, config_file, modular
 from canvax.weights.load import Component
-from canvax.weights.safetensors import Outgoing, write_safetensors
+from canvax.weights.safetensors import ArrayToSave, write_safetensors
 
 MAX_SHARD = 10_000_000_000
 """Largest size of a file's arrays in bytes; larger components are split, with an index."""
@@ -41,7 +41,7 @@ def save_component(
     config: Mapping[str, Any],
     *,
     dtype: DType | None = None,
-    rest: Sequence[Outgoing] = (),
+    rest: Sequence[ArrayToSave] = (),
 ) -> None:
     """Write one component's weights and ``config.json`` into ``folder``.
 
@@ -57,8 +57,8 @@ def save_component(
         InputError: params do not match the spec; nothing is written.
     """
     folder = Path(folder)
-    outgoing = component.outgoing([*outgoing_of(component, params, dtype), *rest])
-    shards, stem = _shards(outgoing), STEMS[component.kind]
+    to_save = component.to_save([*arrays_of(component, params, dtype), *rest])
+    shards, stem = _shards(to_save), STEMS[component.kind]
     names = [f"{stem}.safetensors"]
     if len(shards) > 1:
         names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
@@ -67,7 +67,7 @@ def save_component(
         write_safetensors(folder / name, shard, _METADATA)
     if len(shards) > 1:
         where = {array.name: name for name, shard in zip(names, shards, strict=True) for array in shard}
-        total = sum(array.nbytes for array in outgoing)
+        total = sum(array.nbytes for array in to_save)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         write_json(folder / f"{stem}.safetensors.index.json", index)
     write_json(folder / "config.json", config)
@@ -83,7 +83,7 @@ def save_checkpoint(
     copy_from: Callable[[str], Path] | None = None,
     dtype: DType | None = None,
     overwrite: bool = False,
-    rest: Mapping[str, Sequence[Outgoing]] | None = None,
+    rest: Mapping[str, Sequence[ArrayToSave]] | None = None,
 ) -> Path:
     """Write a whole checkpoint: weights, configs, tokenizers and ``model_index.json``.
 
@@ -157,7 +157,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         temporary.write_text(json.dumps(dict(value), indent=2) + "\n", encoding="utf-8")
 
 
-def outgoing_of(component: Component, params: Params, dtype: DType | None) -> list[Outgoing]:
+def arrays_of(component: Component, params: Params, dtype: DType | None) -> list[ArrayToSave]:
     """Return the arrays to write of a component, as PyTorch diffusers stores them, after checking it; no array is
     moved.
 
@@ -178,7 +178,7 @@ def outgoing_of(component: Component, params: Params, dtype: DType | None) -> li
         what = f"of {component.name!r} do not fit their spec: {'; '.join(sorted(faults)[:8])}{more}"
         raise InputError("params", NO_VALUE, what)
     return [
-        Outgoing(
+        ArrayToSave(
             name,
             param.checkpoint_shapes[0],
             np.dtype(arrays[name].dtype if dtype is None else dtype),
@@ -233,9 +233,9 @@ def _whole(leaf: Any) -> HostArray:
     return out
 
 
-def _shards(arrays: Sequence[Outgoing]) -> list[list[Outgoing]]:
+def _shards(arrays: Sequence[ArrayToSave]) -> list[list[ArrayToSave]]:
     """Split arrays in order, so that no part exceeds ``MAX_SHARD`` unless a single array does."""
-    shards: list[list[Outgoing]] = [[]]
+    shards: list[list[ArrayToSave]] = [[]]
     size = 0
     for array in arrays:
         if shards[-1] and size + array.nbytes > MAX_SHARD:

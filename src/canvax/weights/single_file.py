@@ -21,7 +21,7 @@ from canvax.weights.files import ModelFiles
 from canvax.weights.formats import OPEN_CLIP, numbered, unet_rules, vae_rules
 from canvax.weights.identify import BASES, MODEL, UNET, VAE, expect, parts_missing
 from canvax.weights.rules import Names
-from canvax.weights.safetensors import Outgoing, open_safetensors, read_metadata
+from canvax.weights.safetensors import ArrayToSave, open_safetensors, read_metadata
 
 CLIP = Path(__file__).parent.parent / "assets" / "clip"
 """CLIP's tokenizers: ``tokenizer`` pads with the end token, ``tokenizer_2`` with "!", as OpenCLIP does."""
@@ -196,8 +196,8 @@ def single_files(
 
 
 def single_arrays(
-    kind: Layout, parts: Mapping[str, Sequence[Outgoing]], *, v_prediction: bool, zero_snr: bool
-) -> list[Outgoing]:
+    kind: Layout, parts: Mapping[str, Sequence[ArrayToSave]], *, v_prediction: bool, zero_snr: bool
+) -> list[ArrayToSave]:
     """Return all arrays of the file.
 
     Args:
@@ -218,7 +218,7 @@ def single_arrays(
         arrays += [replace(array, name=start + array.name) for array in renamed]
     marks = {"v_pred": v_prediction and kind is XL, "ztsnr": zero_snr}
     none = np.zeros(0, np.float32)
-    return arrays + [Outgoing(name, (0,), none.dtype, lambda: none) for name, there in marks.items() if there]
+    return arrays + [ArrayToSave(name, (0,), none.dtype, lambda: none) for name, there in marks.items() if there]
 
 
 def single_metadata(kind: Layout, *, v_prediction: bool, inpaints: bool) -> dict[str, str]:
@@ -233,7 +233,9 @@ def single_metadata(kind: Layout, *, v_prediction: bool, inpaints: bool) -> dict
     }
 
 
-def as_read(path: Path, kind: Layout, arrays: Sequence[Outgoing], *, v_prediction: bool, zero_snr: bool) -> ModelFiles:
+def as_read(
+    path: Path, kind: Layout, arrays: Sequence[ArrayToSave], *, v_prediction: bool, zero_snr: bool
+) -> ModelFiles:
     """Return the files that reading the file would give, before it is written."""
     entries = [Entry(array.name, array.shape, array.dtype, path, ((0, array.nbytes),), "torch") for array in arrays]
     prediction = ("v_prediction" if v_prediction else "epsilon"), f"as {_STATED} says"

@@ -19,7 +19,7 @@ from canvax.types import HostArray
 from canvax.weights.entries import Decode, Entry
 from canvax.weights.formats import MOST, numbered
 from canvax.weights.rules import Names, Rule
-from canvax.weights.safetensors import Outgoing
+from canvax.weights.safetensors import ArrayToSave
 
 _WAN = {
     "residual.0": "norm1", "residual.2": "conv1", "residual.3": "norm2", "residual.6": "conv2",
@@ -86,10 +86,10 @@ def _frame(entry: Entry) -> Entry:
     return replace(entry, shape=shape, dtype=kernels, decode=Decode(math.prod(kernel[1:]), begin))
 
 
-def of_videos(arrays: Sequence[Outgoing]) -> list[Outgoing]:
+def of_videos(arrays: Sequence[ArrayToSave]) -> list[ArrayToSave]:
     """Return the arrays of a video autoencoder's files, with the part for one frame replaced by its current values."""
-    read: dict[str, Outgoing] = {}
-    videos: list[Outgoing] = []
+    read: dict[str, ArrayToSave] = {}
+    videos: list[ArrayToSave] = []
     stored: Any = arrays
     named: Any = Names(wan_vae_rules([array.name for array in arrays])).to_ours(stored)  # these rules only rename
     for array in named:
@@ -100,7 +100,7 @@ def of_videos(arrays: Sequence[Outgoing]) -> list[Outgoing]:
     return videos
 
 
-def _as_video(whole: Outgoing, read: Outgoing | None) -> Outgoing:
+def _as_video(whole: ArrayToSave, read: ArrayToSave | None) -> ArrayToSave:
     """Return an array of a file, with the part for one frame replaced by its current values."""
     if read is None:
         return whole
