@@ -161,6 +161,11 @@ def unflatten(items: Iterator[tuple[str, Any]] | Mapping[str, Any]) -> dict[str,
     return tree
 
 
+def copied(tree: Params) -> Params:
+    """Copy the dicts of a tree, but not its leaves."""
+    return {name: copied(value) if isinstance(value, dict) else value for name, value in tree.items()}
+
+
 def whole(spec: Spec) -> Spec:
     """Return ``spec`` with parameters that keep their precision when the network is quantised.
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from canvax.errors import CheckpointError
-from canvax.families.base import Model
+from canvax.families.base import Model, Shapes
 from canvax.models.configs import UNetConfig
 from canvax.models.controlled import Control
 from canvax.models.controlnet import ControlNet
@@ -16,8 +16,6 @@ from canvax.models.t2i_adapter import FULL, LIGHT, XL, T2IAdapter, fault_for
 from canvax.weights.controlnet import ControlFiles, ControlKind, is_union
 from canvax.weights.formats import numbered
 from canvax.weights.identify import BASES
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 def component_name(index: int) -> str:

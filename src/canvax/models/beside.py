@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from canvax.nn import LOW_RANK, SHARE
-from canvax.params import Axis, Param, Params, Spec, flatten
+from canvax.params import Axis, Param, Params, Spec, copied, flatten
 from canvax.types import Array
 
 ADAPTERS = "adapters"
@@ -118,7 +118,7 @@ def with_adapters(p: Params, shares: Array, spec: Spec, places: Places, componen
     if ADAPTERS not in p:
         return {**p, component: with_adapters(p[component], shares, spec, places)}
     flat = [p[ADAPTERS][str(k)] for k in range(places.count)]
-    tree = _copied({name: value for name, value in p.items() if name != ADAPTERS})
+    tree = copied({name: value for name, value in p.items() if name != ADAPTERS})
     share = jnp.repeat(shares, places.rank, axis=1).astype(flat[0].dtype)
     for name, slot in slots(spec, places).items():
         layer = tree
@@ -131,13 +131,3 @@ def with_adapters(p: Params, shares: Array, spec: Spec, places: Places, componen
         inner = jnp.moveaxis(inner, (0, 1), (-1, -2))
         layer[LOW_RANK] = {"down": inner, "up": outer.T, SHARE: share}
     return tree
-
-
-def _copied(tree: Params) -> Params:
-    """Copy the dicts, but not the arrays."""
-    return {name: _copied(value) if isinstance(value, dict) else value for name, value in tree.items()}
-
-
-def with_places(params: Params, component: str, places: Places | None) -> Params:
-    """Return the parameters of a network, including its slots if there are ``places``."""
-    return params[component] if places is None else {**params[component], ADAPTERS: params[ADAPTERS][component]}

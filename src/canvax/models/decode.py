@@ -152,11 +152,6 @@ def autoencoder_of(cfg: AutoencoderConfig | Autoencoder) -> Autoencoder:
     return KL(cfg) if isinstance(cfg, VaeConfig) else cfg
 
 
-def autoencoder_spec(cfg: AutoencoderConfig | Autoencoder) -> Spec:
-    """Declare the parameters of encoder and decoder."""
-    return autoencoder_of(cfg).spec
-
-
 def decode_images(
     params: Params, latents: Array, *, cfg: AutoencoderConfig | Autoencoder, tiled: bool = False
 ) -> Array:

@@ -75,6 +75,12 @@ def rotated(spec: Spec, head_dim: int) -> Spec:
     return {name: map_spec(sort, part) if name in ROTATED else part for name, part in spec.items()}
 
 
+def axes_faults(axes: Sequence[int], count: int, head_dim: int) -> list[str]:
+    """Return the fault of ``axes`` unless they are ``count`` even numbers that share the channels of a head."""
+    fit = len(axes) == count and sum(axes) == head_dim and not any(axis % 2 for axis in axes)
+    return [] if fit else [f"axes_dims_rope {axes} with attention_head_dim {head_dim}"]
+
+
 def grid_ids(tokens: int, width: Array) -> tuple[Array, Array]:
     """Return the row and column of each token, both [B, T], of images that are ``width`` [B] tokens wide."""
     index = jnp.arange(tokens)[None]

@@ -19,6 +19,7 @@ from canvax.models.configs import Config, Count, Depth, Epsilon, Factor
 from canvax.models.denoiser import COLUMNS, REFERENCES, Denoiser, Facts, Packing, Row
 from canvax.models.dit import (
     Rope,
+    axes_faults,
     chunks,
     double_block,
     double_block_spec,
@@ -80,11 +81,8 @@ class Flux2Config(Config):
     def __post_init__(self) -> None:
         if self.out_channels not in (None, self.in_channels):
             raise CheckpointError(f"Flux2Config does not support out_channels {self.out_channels}")
-        axes = self.axes_dims_rope
-        if len(axes) != 4 or any(axis % 2 for axis in axes) or sum(axes) != self.attention_head_dim:
-            raise CheckpointError(
-                f"Flux2Config does not support axes_dims_rope {axes} with attention_head_dim {self.attention_head_dim}"
-            )
+        for fault in axes_faults(self.axes_dims_rope, 4, self.attention_head_dim):
+            raise CheckpointError(f"Flux2Config does not support {fault}")
 
     @property
     def dim(self) -> int:

@@ -23,6 +23,7 @@ from canvax.models.denoiser import COLUMNS, REFERENCES, Denoiser, Facts, Inputs,
 from canvax.models.dit import (
     Modulation,
     Rope,
+    axes_faults,
     chunks,
     embedded_time,
     grid_ids,
@@ -81,9 +82,7 @@ class Flux3Config(Config):
     flow_map: bool = False
 
     def __post_init__(self) -> None:
-        axes, faults = self.axes_dims_rope, []
-        if len(axes) != 4 or any(axis % 2 for axis in axes) or sum(axes) != self.attention_head_dim:
-            faults.append(f"axes_dims_rope {axes} with attention_head_dim {self.attention_head_dim}")
+        faults = axes_faults(self.axes_dims_rope, 4, self.attention_head_dim)
         if self.cond_in_channels != self.in_channels:
             faults.append(f"cond_in_channels {self.cond_in_channels} with in_channels {self.in_channels}")
         if faults:

@@ -21,6 +21,7 @@ from canvax.models.denoiser import COLUMNS, Denoiser, Facts, Packing, Row
 from canvax.models.dit import (
     Modulation,
     Rope,
+    axes_faults,
     grid_ids,
     modulated,
     rms_norm,
@@ -86,9 +87,7 @@ class Krea2Config(Config):
     norm_eps: Epsilon = 1e-5
 
     def __post_init__(self) -> None:
-        axes, faults = self.axes_dims_rope, []
-        if len(axes) != 3 or any(axis % 2 for axis in axes) or sum(axes) != self.attention_head_dim:
-            faults.append(f"axes_dims_rope {axes} with attention_head_dim {self.attention_head_dim}")
+        faults = axes_faults(self.axes_dims_rope, 3, self.attention_head_dim)
         if self.num_attention_heads % self.num_key_value_heads:
             faults.append(f"{self.num_attention_heads} heads in {self.num_key_value_heads} groups")
         heads, groups = self.text_num_attention_heads, self.text_num_key_value_heads

@@ -19,7 +19,7 @@ import numpy as np
 from canvax.adapters import NotLowRank, low_rank
 from canvax.errors import NO_VALUE, InputError, check_count, nearest, shown
 from canvax.nn import LOW_RANK
-from canvax.params import Axis, Param, Params, Spec, flatten, halves_first, pairs_together
+from canvax.params import Axis, Param, Params, Spec, copied, flatten, halves_first, pairs_together
 from canvax.quantize import SCALE, quantize
 from canvax.types import DType, HostArray
 from canvax.weights.cast import parse_dtype
@@ -189,7 +189,7 @@ def with_factors(factors: Params, params: Params, chosen: Targets, *, scale: flo
     result = dict(params)
     _check_factors(factors, params)
     for component, of in factors.items():
-        tree = _copied(params[component])
+        tree = copied(params[component])
         for name, pair in of.items():
             for part, _, down, up in chosen[component][name].split(pair):
                 _layer(tree, part)[LOW_RANK] = {"down": down, "up": up * scale}
@@ -205,7 +205,7 @@ def merged(factors: Params, params: Params, chosen: Targets, *, scale: float) ->
     _check_factors(factors, params)
     result = dict(params)
     for component, of in factors.items():
-        tree = _copied(params[component])
+        tree = copied(params[component])
         for name, pair in of.items():
             for part, _, down, up in chosen[component][name].split(pair):
                 layer = _layer(tree, part)
@@ -242,11 +242,6 @@ def _check_factors(factors: Params, of: Mapping[str, Any]) -> None:
                 f"are of {component!r}, and there is none",
                 nearest(component, list(of) or ["unet"]),
             )
-
-
-def _copied(tree: Params) -> Params:
-    """Copy the dicts of a tree, but not the arrays."""
-    return {name: _copied(value) if isinstance(value, dict) else value for name, value in tree.items()}
 
 
 def _layer(tree: Params, name: str) -> Params:

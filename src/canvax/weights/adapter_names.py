@@ -17,11 +17,10 @@ from typing import NamedTuple
 
 from canvax.errors import slip
 from canvax.families.known import FAMILIES
+from canvax.models.text import FIRST, SECOND
 from canvax.params import Param, Spec, flatten
 from canvax.weights.formats import unet_rules
 from canvax.weights.rules import Names
-
-FIRST, SECOND = "text_encoder", "text_encoder_2"
 
 _DENOISER = (
     *("lora_unet_", "unet_", "lycoris_", "diffusion_model_", "model_diffusion_model_", ""),

@@ -8,7 +8,6 @@ llama.cpp                blk.0.attn_q.weight, in a GGUF file
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,10 +15,9 @@ from canvax.errors import CheckpointError
 from canvax.weights.files import NetworkFiles, open_weights
 from canvax.weights.formats import LLAMA_CPP, whole_name
 from canvax.weights.identify import LANGUAGE_MODEL, Shapes, expect
+from canvax.weights.layouts import LAYER
 from canvax.weights.location import Location, refuse_pickle
 from canvax.weights.open import open_part
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def open_language_model(location: Location, usual: Mapping[str, Any]) -> NetworkFiles:
@@ -66,7 +64,7 @@ def language_model_config(shapes: Shapes) -> dict[str, Any]:
         "vocab_size": vocabulary,
         "hidden_size": width,
         "intermediate_size": shapes[f"{layer}.mlp.gate_proj.weight"][0],
-        "num_hidden_layers": 1 + max(int(match[1]) for match in map(_LAYER.match, shapes) if match),
+        "num_hidden_layers": 1 + max(int(match[1]) for match in map(LAYER.match, shapes) if match),
         "num_attention_heads": shapes[f"{layer}.self_attn.q_proj.weight"][0] // head,
         "num_key_value_heads": shapes[f"{layer}.self_attn.k_proj.weight"][0] // head,
         "head_dim": head,

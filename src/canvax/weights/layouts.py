@@ -30,7 +30,8 @@ from canvax.weights.rules import Names, Rule
 from canvax.weights.safetensors import ArrayToSave
 from canvax.weights.wan_vae import of_one_frame, of_videos
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+"""Index of the layer in an array's name in a language model."""
 
 
 def arrays_read(networks: Networks, component: str, names: Sequence[Rule], entries: Sequence[Entry]) -> Sequence[Entry]:
@@ -95,7 +96,7 @@ def _layers_read(encoder: LanguageModel, entries: Sequence[Entry]) -> list[Entry
     """Return the arrays of the layers that are used, without the head and the vision encoder."""
     unread = ("lm_head.", "visual.", *(() if "norm" in encoder.spec["model"] else ("model.norm.",)))
     named = [replace(entry, name=whole_name(entry.name)) for entry in entries]
-    layers = [_LAYER.match(entry.name) for entry in named]
+    layers = [LAYER.match(entry.name) for entry in named]
     return [
         entry
         for entry, layer in zip(named, layers, strict=True)
