@@ -170,8 +170,9 @@ def step_noise(keys: Array, rows: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _neighbours(*arrays: Array) -> Array:
-    """Interleave n arrays [B, ...] to [n B, ...]. Samples of an image are neighbours, so a batch over devices needs no
-    moves.
+    """Interleave n arrays [B, ...] to [n B, ...].
+
+    The samples of an image are neighbours, so that splitting the batch over devices moves no data.
     """
     return jnp.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
 

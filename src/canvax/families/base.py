@@ -100,9 +100,7 @@ class SingleFile:
     unused: tuple[str, ...] = ()
 
     def is_distilled(self, stem: str) -> tuple[bool, str] | None:
-        """Return whether the file's name is that of a distilled model, and the evidence; None if its arrays determine
-        it.
-        """
+        """Return whether the file's name is that of a distilled model, with the evidence; None if its arrays decide."""
         if self.stems is None:
             return None
         base, distilled = (mark in stem.lower() for mark in self.stems)
@@ -176,9 +174,7 @@ class Family:
         return self.distilled if distilled and self.distilled else self.defaults
 
     def guides(self, networks: Networks, scale: float) -> bool:
-        """Return whether a prompt at this guidance scale also needs the negative prompt, which doubles the denoiser's
-        batch.
-        """
+        """Return whether a prompt at this guidance scale needs the negative prompt, which doubles the batch."""
         return scale > self.guidance_off and not networks.unguided
 
 
@@ -342,8 +338,10 @@ class Model:
         )
 
     def _unread(self, part: Component, params: Params, dtype: DType | None) -> list[ArrayToSave]:
-        """Return the further arrays that saving a component needs: unused layers of a language model, or all arrays of
-        a video autoencoder, of which only parts are used.
+        """Return the further arrays that saving a component needs.
+
+        They are the unused layers of a language model, or all arrays of a video autoencoder, of which only parts are
+        used.
         """
         copied, reads_all = reads_parts_of_arrays(self.networks, part.name), part.name in clip_configs(self.text)
         if not copied and (reads_all or part.name not in self.text.names):
@@ -399,8 +397,9 @@ def read_clip_unet_vae(
 
 
 def read_clip_tokenizer(files: ModelFiles, encoder: TextEncoder) -> ClipTokenizer:
-    """Return the tokenizer of a CLIP encoder, after checking that the encoder has an embedding for every id: JAX would
-    clamp other ids silently.
+    """Return the tokenizer of a CLIP encoder, checked against the encoder's embeddings.
+
+    JAX would silently clamp ids without an embedding.
     """
     assert isinstance(encoder, ClipEncoder)
     tokenizer, size = ClipTokenizer.from_folder(files.folder(encoder.tokenizer)), encoder.cfg.vocab_size
@@ -462,8 +461,9 @@ def read_autoencoder(files: ModelFiles) -> AutoencoderConfig:
 
 
 def read_unet(files: ModelFiles) -> UNetConfig:
-    """Return the UNet's config. Files from before diffusers 0.9 may have a ``sample_size`` of 32, its default then,
-    instead of 64.
+    """Return the UNet's config.
+
+    Files from before diffusers 0.9 may have a ``sample_size`` of 32, its default then, instead of 64.
     """
     config = files.config("unet")
     unet = parsed(UNetConfig, files, "unet")

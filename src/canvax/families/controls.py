@@ -104,9 +104,7 @@ def check_family(name: str, config: UNetConfig, model: Model) -> None:
 
 
 def controlnet_config(shapes: Shapes, base: UNetConfig) -> dict[str, Any]:
-    """Return the config of a ControlNet from its arrays; ``base`` has the fields that they do not determine, such as
-    heads.
-    """
+    """Return the config of a ControlNet from its arrays; other fields, such as heads, are those of ``base``."""
     levels = numbered(shapes, r"down_blocks\.(\d+)\.")
     widths = [shapes[f"down_blocks.{i}.resnets.0.conv1.weight"][0] for i in range(levels)]
     depths = [numbered(shapes, rf"down_blocks\.{i}\.attentions\.0\.transformer_blocks\.(\d+)\.") for i in range(levels)]

@@ -107,9 +107,7 @@ NAMES = (
 
 
 def read(files: ModelFiles) -> Networks:
-    """Return the networks; the transformer reads three layers of the language model, and ``is_distilled`` is in the
-    index.
-    """
+    """Return the networks; the transformer reads three layers of the language model."""
     check_components(files, CLASSES)
     transformer, lm = parsed(Flux2Config, files, "transformer"), parsed(DecoderConfig, files, FIRST)
     if transformer.guidance_embeds:
@@ -134,9 +132,7 @@ def _networks(transformer: Flux2Config, lm: DecoderConfig, vae: Flux2Autoencoder
 
 
 def empirical_mu(tokens: int, steps: int) -> float:
-    """Return the shift for an image: linear in its tokens for 10 and for 200 steps, and interpolated linearly for other
-    steps.
-    """
+    """Return the shift for an image: linear in its tokens for 10 and 200 steps, interpolated for other steps."""
     few, many = 8.73809524e-05 * tokens + 1.89833333, 0.00016927 * tokens + 0.45666666
     return many if tokens > 4300 else many + (many - few) / 190 * (steps - 200)
 

@@ -1,5 +1,6 @@
-"""FLUX.3 image klein, base and distilled: a language model read at eight layers, a transformer of three modes and the
-autoencoder of FLUX.2 (Black Forest Labs 2026).
+"""FLUX.3 image klein, base and distilled (Black Forest Labs 2026).
+
+It has a language model read at eight layers, a transformer of three modes and the autoencoder of FLUX.2.
 """
 
 from __future__ import annotations
@@ -90,9 +91,7 @@ NAMES = (
 
 
 def read(files: ModelFiles) -> Networks:
-    """Return the networks; the transformer reads evenly spaced layers of the language model, as many as
-    fit its input.
-    """
+    """Return the networks; the transformer reads evenly spaced layers of the language model, to fill its input."""
     check_components(files, CLASSES)
     transformer, lm = parsed(Flux3Config, files, "transformer"), parsed(DecoderConfig, files, FIRST)
     count, rest = divmod(transformer.joint_attention_dim, lm.hidden_size)

@@ -62,9 +62,7 @@ def local_models() -> LocalModels:
 
 
 def fault_of(part: FileReport, near: Sequence[FileReport] | None = None) -> str:
-    """Return why a file cannot be used, with the cure; "" for usable files and images. ``near`` is as in
-    ``completed``.
-    """
+    """Return why a file cannot be used, with the cure; "" for usable files and images. ``near``: see ``completed``."""
     if part.path.suffix.lower() in PICKLES:
         return f"a pickle: {pickle_refused(part.path)}"
     if part.kind is TRANSFORMER:
@@ -121,7 +119,8 @@ def _around(path: Path) -> Iterator[FileReport]:
 
 
 def _reads_images(path: Path) -> bool:
-    """Return whether a language model has a vision tower, by its arrays or its name; its text layers have other
-    weights.
+    """Return whether a language model has a vision tower, by its arrays or its name.
+
+    The text layers of these models have other weights.
     """
     return "vl" in path.stem.lower() or any("visual." in entry.name for entry in open_weights(path, plain_names=False))

@@ -1,6 +1,4 @@
-"""Stable Diffusion XL and its refiner, which are also conditioned on sizes and a crop (Podell et al. 2023, section
-2.2).
-"""
+"""Stable Diffusion XL and its refiner, also conditioned on sizes and a crop (Podell et al. 2023, section 2.2)."""
 
 from __future__ import annotations
 

@@ -31,9 +31,7 @@ _RECOMPUTED: ContextVar[bool] = ContextVar("recomputed", default=False)
 
 @contextmanager
 def recomputed(recompute: bool) -> Iterator[None]:
-    """Recompute blocks in the gradients of the context: ``outlined`` blocks keep only their inputs (Chen
-    et al. 2016).
-    """
+    """Recompute blocks in gradients: ``outlined`` blocks keep only their inputs (Chen et al. 2016)."""
     token = _RECOMPUTED.set(recompute)
     try:
         yield

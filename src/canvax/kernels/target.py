@@ -1,5 +1,7 @@
-"""The target of a trace: the platform, so that kernels are chosen for the target and not for the host, and the mesh,
-which a kernel needs if XLA cannot partition it."""
+"""The target of a trace: the platform, which determines kernels, and the mesh.
+
+Kernels are chosen for the target, not for the host. A kernel that XLA cannot partition needs the mesh.
+"""
 
 from __future__ import annotations
 

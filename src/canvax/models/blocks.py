@@ -224,9 +224,7 @@ def attend_kv(
 
 
 def prompted(q: Array, k: Array, v: Array, mask: Array | None, *, upcast: bool) -> Array:
-    """Return the attention to image prompts [B, Tq, N, Dh]; with masks [B, Tq, I], to each prompt where its mask is
-    white.
-    """
+    """Return the attention to image prompts [B, Tq, N, Dh]; with masks [B, Tq, I], only where they are white."""
     if mask is None:
         return attention(q, k, v, upcast=upcast)
     mask = mask.astype(v.dtype)[..., None, None]

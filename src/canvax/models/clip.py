@@ -75,9 +75,7 @@ def hidden_states(p: Params, ids: Array, cfg: ClipTextConfig, *, skip: Array | i
 
 
 def pooled_text(p: Params, last: Array, ids: Array, cfg: ClipTextConfig) -> Array:
-    """Return the end-of-text token of the last layer [B, T, D], normalised and projected: [B, P], one vector per
-    prompt.
-    """
+    """Return the end-of-text token of the last layer [B, T, D], normalised and projected: [B, P]."""
     # Configs from before 2023 say 2, which is not the end of text. In these models it is the largest id of the
     # vocabulary.
     ends = ids if cfg.eos_token_id == 2 else ids == cfg.eos_token_id
@@ -106,9 +104,7 @@ def layer_spec(cfg: ClipTextConfig | ClipVisionConfig) -> Spec:
 
 @outlined
 def layer(p: Params, x: Array, *, cfg: ClipTextConfig | ClipVisionConfig, causal: bool = True) -> Array:
-    """Apply one layer of a text or image encoder, [B, T, D] -> [B, T, D]; with ``causal``, tokens attend only
-    backwards.
-    """
+    """Apply one layer of a text or image encoder, [B, T, D] -> [B, T, D]; ``causal`` masks later tokens."""
     a = p["self_attn"]
     h = layer_norm(p["layer_norm1"], x, eps=cfg.layer_norm_eps)
     split = (*x.shape[:2], cfg.num_attention_heads, -1)
@@ -209,9 +205,7 @@ def _inputs(chunks: Sequence[Chunk], words: Sequence[ChunkedWords]) -> dict[str,
 
 
 def clip_encoders(first: ClipTextConfig | None, second: ClipTextConfig | None = None) -> TextEncoders:
-    """Return the encoders of Stable Diffusion 1.x and 2.x (``first`` only), SDXL (both) or its refiner (``second``
-    only).
-    """
+    """Return the encoders of Stable Diffusion 1.x and 2.x (``first``), SDXL (both) or its refiner (``second``)."""
     parts = ((FIRST, first), (SECOND, second))
     early = second is not None
     return TextEncoders(tuple(ClipEncoder(name, cfg, early) for name, cfg in parts if cfg is not None))

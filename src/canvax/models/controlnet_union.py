@@ -40,9 +40,7 @@ TYPES: Mapping[str, int] = {
 
 @dataclass(frozen=True)
 class UnionConfig(Config):
-    """Fields of ``ControlNetUnionModel`` besides a ControlNet's: names and defaults are those of the
-    diffusers config.
-    """
+    """Fields that ``ControlNetUnionModel`` adds to a ControlNet's: names and defaults are those of diffusers."""
 
     num_control_type: Count = 6
     num_trans_channel: Count = 320

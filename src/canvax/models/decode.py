@@ -27,9 +27,7 @@ One SDXL image keeps a device busy. More at once only take more memory: 1.2 GiB 
 
 
 TILE, OVERLAP = 1024, 128
-"""Pixels of the tiny autoencoder's tiles, and of their overlap, which is larger than the receptive field of its
-convolutions.
-"""
+"""Pixels of the tiny autoencoder's tiles, and of their overlap, larger than its receptive field."""
 
 
 class Autoencoder(Protocol):
@@ -58,9 +56,7 @@ class Autoencoder(Protocol):
         ...
 
     def encode(self, p: Params, images: Array, *, tiled: bool = False) -> tuple[Array, Array]:
-        """Encode images [B, H, W, 3] float32 in 0..1 to mean and deviation of their latents, each [B, h,
-        w, C] float32.
-        """
+        """Encode images [B, H, W, 3] float32 in 0..1 to mean and deviation of latents, [B, h, w, C] float32."""
         ...
 
 
@@ -81,9 +77,7 @@ class _Configured:
 
 @dataclass(frozen=True)
 class KL(_Configured):
-    """The autoencoder of latent diffusion; computed in float32 if its weights are float16 and it
-    overflows in float16.
-    """
+    """The autoencoder of latent diffusion; in float32 if its weights are float16 and it overflows in float16."""
 
     cfg: VaeConfig
 
@@ -176,7 +170,7 @@ def decode_packed(params: Params, packed: Array, *, packing: Packing, size: tupl
 def encode_images(
     params: Params, images: Array, *, cfg: AutoencoderConfig | Autoencoder, tiled: bool = False
 ) -> tuple[Array, Array]:
-    """Encode images [B, H, W, 3] float32 in 0..1 to mean and deviation of their latents, each [B, h, w, C] float32.
+    """Encode images [B, H, W, 3] float32 in 0..1 to mean and deviation of latents, [B, h, w, C] float32.
 
     Both are scaled as the denoiser sees latents.
 

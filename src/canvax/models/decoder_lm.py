@@ -90,8 +90,9 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def decoder_lm_spec(cfg: DecoderConfig, layers: int) -> Spec:
-    """Declare the embedding and the first ``layers`` layers, named as in ``Qwen3ForCausalLM``; all layers include the
-    final normalisation.
+    """Declare the embedding and the first ``layers`` layers, named as in ``Qwen3ForCausalLM``.
+
+    The final normalisation is included if these are all layers.
     """
     spec: Spec = {
         "embed_tokens": embedding_spec(cfg.vocab_size, cfg.hidden_size),

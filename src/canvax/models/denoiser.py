@@ -386,8 +386,9 @@ class Reusing(DenoiserWrapper):
     needs = "recall"
 
     def inputs(self, latents: Sequence[int], text: Shapes, dtype: Callable[[str], DType]) -> Inputs:
-        """Add the columns ``recompute``, true where a row computes the features, and ``reuse``, the factors of the last
-        two features in a row, (1, 0) where it computes them.
+        """Add the columns ``recompute``, bool, and ``reuse``, the weights of the last two features in a row.
+
+        Rows that compute the features have the weights (1, 0).
         """
         _, *deep = self.base.deep_shape(latents, self.layers)
         inner = self.base.inputs(latents, text, dtype)

@@ -171,9 +171,7 @@ Heads = tuple[Array, Array, Array]
 def queries_keys_values(
     p: Params, x: Array, names: tuple[str, ...] = IMAGE, *, eps: float, offset: float = 0.0
 ) -> Heads:
-    """Return normalised queries and keys, and values, of ``x`` [B, T, D], split into heads; keys may have
-    fewer heads.
-    """
+    """Return normalised queries and keys, and values, of ``x`` [B, T, D], in heads; keys may have fewer."""
     head_dim = p[names[3]]["weight"].shape[0]
     q, k, v = (linear(p[name], x).reshape(*x.shape[:2], -1, head_dim) for name in names[:3])
     q, k = (rms_norm(p[name], y, eps=eps, offset=offset) for name, y in zip(names[3:], (q, k), strict=True))
@@ -235,8 +233,7 @@ def double_block(
     *,
     eps: float,
 ) -> tuple[Array, Array]:
-    """Apply a double-stream block (Esser et al. 2024, figure 2b): text and image have separate weights and attend
-    jointly.
+    """Apply a double-stream block (Esser et al. 2024, figure 2b): text and image share only attention.
 
     Args:
         p: parameters as declared by ``double_block_spec``.

@@ -87,9 +87,7 @@ def flux2_vae_decode(p: Params, latents: Array, cfg: Flux2VaeConfig, *, tiled: b
 
 
 def flux2_vae_encode(p: Params, images: Array, cfg: Flux2VaeConfig, *, tiled: bool = False) -> tuple[Array, Array]:
-    """Encode images [B, 16h, 16w, 3] in -1..1 to mean and log-variance of normalised latents, [B, h, w,
-    128] float32.
-    """
+    """Encode images [B, 16h, 16w, 3] in -1..1 to mean and log-variance of latents, [B, h, w, 128] float32."""
     moments = (vae_encode_tiled if tiled else vae_encode)(p, images, cfg.encoder)
     centre, logvar = (pack(part, channels_first=True).astype(jnp.float32) for part in moments)
     mean, deviation = _statistics(p, cfg)

@@ -171,9 +171,7 @@ class IPAdapter:
 
 
 def encode_image_prompt(p: Params, images: Array, *, net: ImageEncoder) -> tuple[Array, Array]:
-    """Encode images [B, S, S, 3] float32 in 0..1 to CLIP's vector [B, P] and the features before its last layer [B, T,
-    D].
-    """
+    """Encode images [B, S, S, 3] in 0..1 to CLIP's vector [B, P] and the features before its last layer [B, T, D]."""
     features, whole = vision_encoder(p, images, net.cfg)
     return linear(p["visual_projection"], whole), features
 

@@ -104,9 +104,7 @@ class Networks:
         return shapes_of
 
     def references(self, batch: int, sizes: Sequence[tuple[int, int]]) -> Shapes:
-        """Return the shapes of the condition ``canvax.models.denoiser.REFERENCES``, for reference images of these
-        sizes.
-        """
+        """Return the shapes of the condition ``canvax.models.denoiser.REFERENCES`` for images of these sizes."""
         room, channels = self.room(sizes), self.vae.latent_channels * self.packing.step**2
         return {
             "tokens": jax.ShapeDtypeStruct((batch, room, channels), jnp.float32),
@@ -154,9 +152,7 @@ class Networks:
         return sum((height // self.size_step) * (width // self.size_step) for height, width in sizes)
 
     def room(self, sizes: Sequence[tuple[int, int]]) -> int:
-        """Return the number of tokens of reference images of these sizes, padded so that other sizes
-        share the program.
-        """
+        """Return the number of reference tokens for images of these sizes, padded so that sizes share a program."""
         return -(-self.tokens(sizes) // REFERENCE_BUCKET) * REFERENCE_BUCKET
 
     @property

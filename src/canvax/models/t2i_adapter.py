@@ -1,6 +1,4 @@
-"""T2I-Adapter (Mou et al. 2023): reads an image once, and adds to the UNet's features after each level of
-the way down.
-"""
+"""T2I-Adapter (Mou et al. 2023): reads an image once, and adds to the UNet's features on the way down."""
 
 from __future__ import annotations
 
@@ -188,9 +186,7 @@ def _one_by_one(inputs: int, outputs: int) -> Spec:
 
 
 def adapter(p: Params, images: Array, cfg: AdapterConfig) -> list[Array]:
-    """Return the features of control images [B, H, W, 3] in 0..1 after each block (section 3.2), in the parameters'
-    dtype.
-    """
+    """Return the features of control images [B, H, W, 3] in 0..1 after each block (section 3.2)."""
     p = p["adapter"]
     with jax.named_scope("t2i_adapter"):
         if cfg.in_channels == 1:

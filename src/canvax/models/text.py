@@ -177,9 +177,7 @@ class TextEncoders:
     places: Places | None = None
 
     def join(self, outputs: Sequence[Any]) -> Any:
-        """Join the outputs of the encoders, arrays on a device or on the host; by default ``text`` is concatenated by
-        features.
-        """
+        """Join the outputs of the encoders, on a device or on the host; by default, concatenate features."""
         if len(outputs) == 1:
             return outputs[0]
         joined = {name: value for output in outputs for name, value in output.items()}
@@ -269,9 +267,7 @@ class TextEncoders:
         return self._features(lengths)["text"].shape[1]
 
     def is_lengthened(self, lengths: Sequence[int]) -> bool:
-        """Return whether joined text of other lengths can be lengthened to these: its rows must be those of each
-        encoder.
-        """
+        """Return whether joined text can be lengthened to these lengths: its rows must be those of each encoder."""
         return set(lengths) == {self.rows(lengths)}
 
     def lengthened(self, text: HostArray, lengths: Sequence[int]) -> HostArray:

@@ -21,9 +21,7 @@ REACH = 3.0
 
 
 def tiny_spec(cfg: TinyConfig) -> Spec:
-    """Declare the parameters of encoder and decoder, numbered as the layers of a ``Sequential``, including those
-    without weights.
-    """
+    """Declare the parameters, numbered as the layers of a ``Sequential``, including those without weights."""
     return {"encoder": {"layers": _encoder_spec(cfg)}, "decoder": {"layers": _decoder_spec(cfg)}}
 
 

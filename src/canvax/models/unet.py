@@ -182,9 +182,7 @@ def _level_spec(level: _Level, cfg: UNetConfig, resizer: str) -> Spec:
 
 
 def cross_attention_kv(p: Params, text: Array, cfg: UNetConfig) -> CrossAttentionKV:
-    """Return keys and values of text features [B, T, D]; they are the same in each step, so a loop
-    computes them once.
-    """
+    """Return keys and values of text features [B, T, D], which are the same in each step."""
 
     def of_block(block: Params, heads: int) -> dict[str, TransformerKV]:
         return {j: transformer_kv(attention, text, heads) for j, attention in block.get("attentions", {}).items()}
@@ -254,9 +252,7 @@ def unet_context(
     guidance: Array | None = None,
     added: Array | None = None,
 ) -> Context:
-    """Compute the blocks' inputs besides the features; arguments as for ``unet``, ``added`` [B, 4 C0] is added to the
-    time.
-    """
+    """Compute the blocks' other inputs; arguments as for ``unet``; ``added`` [B, 4 C0] is added to the time."""
     times = _sinusoids(timesteps, cfg.block_out_channels[0], cfg).astype(x.dtype)
     if guidance is not None and cfg.time_cond_proj_dim:
         # Meng et al. 2023 (guided distillation), section 3; released models embed 1000 (scale - 1).
@@ -358,9 +354,7 @@ def skip_connections(cfg: UNetConfig) -> int:
 
 
 def down_layers(cfg: UNetConfig) -> list[tuple[int, _Level, int | None]]:
-    """Return the layers of the way down after the first convolution: block index, its level, and its layer, None to
-    resize.
-    """
+    """Return the layers of the way down after the first convolution: block, level, and layer, None to resize."""
     return [
         (i, level, j)
         for i, level in enumerate(_down_levels(cfg))
@@ -391,9 +385,7 @@ def _layer(
 
 
 def timestep_embedding(timesteps: Array, width: int, *, flip_sin_to_cos: bool, freq_shift: float) -> Array:
-    """Embed timesteps as sinusoids (Ho et al. 2020, after Vaswani et al. 2017, section 3.5): [B] -> [B,
-    width] float32.
-    """
+    """Embed timesteps [B] as sinusoids (Ho et al. 2020, after Vaswani et al. 2017): [B, width] float32."""
     half = width // 2
     exponent = -math.log(10000.0) * jnp.arange(half, dtype=jnp.float32) / (half - freq_shift)
     angles = timesteps.astype(jnp.float32)[:, None] * jnp.exp(exponent)[None]

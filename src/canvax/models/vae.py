@@ -124,9 +124,7 @@ def even_tiles(size: int, tile: int, overlap: int) -> tuple[int, list[int]]:
 
 
 def _ramp(size: int, overlap: int) -> np.ndarray:
-    """Return the weight of each pixel along a side of a tile; it rises over the overlap, from above 0 for the image's
-    edges.
-    """
+    """Return the weight of each pixel along a tile's side; it rises over the overlap and is never 0."""
     inside = np.minimum(np.arange(size), np.arange(size)[::-1]) + 0.5
     return np.minimum(inside / overlap, 1.0).astype(np.float32)
 

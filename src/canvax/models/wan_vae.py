@@ -77,9 +77,7 @@ class WanVaeConfig(Config):
 
 
 def from_video(array: HostArray) -> HostArray:
-    """Select the part of a checkpoint's array that one frame needs: [O, I, 3, 3, 3] -> [O, I, 3, 3], [C, 1, 1, 1] ->
-    [C].
-    """
+    """Select one frame's part of a checkpoint's array: [O, I, 3, 3, 3] -> [O, I, 3, 3], [C, 1, 1, 1] -> [C]."""
     if array.ndim == 5:
         return array[:, :, -1]
     return array.reshape(-1) if array.shape[1:] in ((1, 1), (1, 1, 1)) else array
@@ -163,9 +161,7 @@ def wan_vae_decode(p: Params, latents: Array, cfg: WanVaeConfig, *, tile: int | 
 
 
 def wan_vae_encode(p: Params, images: Array, cfg: WanVaeConfig, *, tile: int | None = None) -> tuple[Array, Array]:
-    """Encode images [B, 8h, 8w, 3] in -1..1 to mean and log-variance of latents as the denoiser sees them, [B, h, w,
-    C].
-    """
+    """Encode images [B, 8h, 8w, 3] in -1..1 to mean and log-variance of normalised latents, [B, h, w, C]."""
     encoder = p["encoder"]
     fall = partial(_fall, encoder)
     if tile is None:

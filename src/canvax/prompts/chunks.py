@@ -1,6 +1,4 @@
-"""Prompts of any length for CLIP: splits them into chunks, each encoded separately, and weights the features on the
-host.
-"""
+"""Prompts of any length for CLIP: splits them into chunks and weights the features of each on the host."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ CHUNK = 77
 MOST_CHUNKS = 8
 
 COUNTS = (1, 2, 4, 6, 8, 12, 24)
-"""Numbers of chunks that the denoiser is compiled for. A shorter prompt is repeated, which does not change
-attention.
-"""
+"""Numbers of chunks that the denoiser is compiled for. Repeating a shorter prompt does not change attention."""
 
 _BACK = 20
 """A full chunk ends after its last comma if at most this many tokens follow the comma."""
@@ -151,8 +147,9 @@ def read_chunks(
 
 
 def _variants(pieces: Sequence[Fragment], syntax: PromptSyntax) -> list[tuple[Sequence[Fragment], float]]:
-    """Return the text, and for Compel also the text without each piece of weight below 1, whose share grows as the
-    weight falls.
+    """Return the text, and for Compel also the text without each piece of weight below 1.
+
+    The share of a variant grows as the weight of its missing piece falls.
     """
     variants: list[tuple[Sequence[Fragment], float]] = [(pieces, 1.0)]
     if syntax == "compel":
@@ -224,9 +221,7 @@ class Mixture:
         return self._number[ids]
 
     def _weighed(self, features: list[Any], chosen: Sequence[Chunk], rows: Sequence[int]) -> Any:
-        """Return the features of one chunk of each prompt with its token weights applied; bit-identical without
-        weights.
-        """
+        """Return the features of one chunk of each prompt, multiplied by weights; bit-identical without weights."""
         plain, xp = features[self._pass(chosen)], features[0].__array_namespace__()
         weights = np.array([chosen[row][1] for row in rows], np.float32)
         if (weights == 1).all():

@@ -19,8 +19,7 @@ BREAK: Fragment = ("BREAK", -1.0)
 MOST_WEIGHT = 100.0
 
 _DEEPEST = 100
-"""Limit on nested brackets; deeper brackets are text. Each bracket multiplies all its pieces, so time grows with
-depth."""
+"""Limit on nested brackets; deeper ones are text. Each bracket multiplies its pieces, so time grows with depth."""
 
 _UP = 1.1
 _DOWN = 0.9

@@ -123,9 +123,7 @@ class Output:
             raise CanvaxError(f"--output {self.folder}: cannot be written ({error.strerror or error})") from error
 
     def gone(self) -> int:
-        """Return the number of finished rows whose images are missing from the folder; 0 for shards and for several
-        processes.
-        """
+        """Return the number of finished rows whose images are missing; 0 for shards and for several processes."""
         if self.into != "files" or self._processes > 1:
             return 0
         there = set(os.listdir(self.folder))

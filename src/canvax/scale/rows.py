@@ -128,9 +128,7 @@ def settings_of(row: Row, defaults: Mapping[str, Any], carried: Sequence[str] = 
 
 
 def seed_of(name: str, seed: int = 0) -> int:
-    """Return the seed of a row without one, from its id; 48 bits, so that all programs that read JSON can
-    represent it.
-    """
+    """Return the seed of a row without one, from its id: 48 bits, which any JSON reader represents exactly."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode("utf-8", "backslashreplace")).digest()[:6], "big")
 
 

@@ -331,9 +331,7 @@ class Worker:
         return Item(row, digest, call, key, table, noise, record)
 
     def _work(self, request: Request) -> Any:
-        """Return ``work`` of a request, cached: settings rarely differ, and a table takes as long as all
-        other checks.
-        """
+        """Return ``work`` of a request, cached: settings rarely differ, and a table takes as long as all checks."""
         key = (request.height, request.width, request.steps, request.guidance, request.sampler, request.options,
                request.lengths, request.texts.parts, request.composed, request.guided,
                request.control and request.control.names,

@@ -277,8 +277,9 @@ def file_stamp(file: BinaryIO) -> tuple[int, ...]:
 
 
 def is_pickle(head: bytes) -> bool:
-    """Return whether a file begins like those of ``torch.save``, and not like a safetensors file whose length looks
-    like that.
+    """Return whether a file begins like those of ``torch.save``.
+
+    Safetensors files whose length has the same first bytes are excluded.
     """
     is_safetensors = head[4:9] == b"\0\0\0\0{"
     return (

@@ -208,9 +208,7 @@ _LEFTOVER = re.compile(r"(text_model\.|(vision_model\.){0,2})embeddings\.positio
 
 
 def spellings(name: str, param: Param) -> Iterator[str]:
-    """Return the names of a parameter in diffusers files, old ones and Flax files included; the current
-    name is first.
-    """
+    """Return the names of a parameter in diffusers files, old ones and Flax files; the current name is first."""
     old = _OLD_STEP.sub(lambda match: f".{_OLD_ATTENTION[match[1]]}", name)
     for spelling in dict.fromkeys((name, old)):
         for spelled in (spelling, flax_name(spelling, param)):

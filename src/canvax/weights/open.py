@@ -45,9 +45,7 @@ from canvax.weights.transformer_file import open_transformer_file
 
 LORA_FILES = (("pytorch_lora_weights.safetensors",), ("adapter_model.safetensors",))
 EMBEDDING_FILES = (("learned_embeds.safetensors", "learned_embeds_2.safetensors"),)
-"""Usual names of embeddings in folders and repositories; the files of a row belong together, and only the first is
-required.
-"""
+"""Usual file names of embeddings; the files of a row belong together, and only the first is required."""
 
 _CONFIG = "config.json"
 _TOKENIZER = "tokenizer.json"

@@ -153,9 +153,7 @@ class Overrides:
         )
 
     def _tokenizer(self, where: Mapping[str, Location], files: ModelFiles) -> Location | None:
-        """Return the location of the tokenizer; without one in the model, next to its text encoder. None for the
-        model's.
-        """
+        """Return the location of the tokenizer, by default next to its text encoder. None for the model's."""
         if "tokenizer" in where or "text_encoder" not in where or "tokenizer" in files.components:
             return where.get("tokenizer")
         encoder = where["text_encoder"]

@@ -247,8 +247,9 @@ class _Unpickler(pickle.Unpickler):
         )
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return a storage, described as ("storage", class, key, device, count), or, before 1.6, a module with its
-        source.
+        """Return a storage, described as ("storage", class, key, device, count).
+
+        Before PyTorch 1.6 it can also be a module with its source.
         """
         if len(pid) > 1 and pid[0] == "module":
             return pid[1]

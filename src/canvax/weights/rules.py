@@ -111,9 +111,7 @@ class Names:
         return [_stacked(name, rules[name], [parts[i] for i in sorted(parts)]) for name, parts in stacks.items()]
 
     def theirs(self, name: str) -> list[tuple[str, tuple[str, ...], Rule]]:
-        """Return their names for a module, or for stacks that begin with it, each with the names of all parts and its
-        rule.
-        """
+        """Return their names for a module, or for stacks that begin with it, with all parts and the rule."""
         match = _longest(self._ours, name.split("."))
         rules = [rule for rule, part in match.rules if part == 0] if match else []
         return (
@@ -122,9 +120,7 @@ class Names:
 
 
 def _sizes(rule: Rule, shape: tuple[int, ...]) -> list[int]:
-    """Return the sizes of the parts of a stack of this shape; their sum differs from the axis if there is no such
-    stack.
-    """
+    """Return the sizes of a stack's parts; they do not add up to its axis if it is not a stack of this rule."""
     rows = rule.rows or (1,) * len(rule.parts)
     if 0 in rows and len(shape) != 2:
         return []

@@ -45,9 +45,7 @@ _PREDICTIONS = {"v": "v_prediction", "v_prediction": "v_prediction", "epsilon": 
 _LAYER = re.compile(r"transformer\.resblocks\.(\d+)\.")
 
 _V_BIAS = 0.09
-"""A 2.x model predicts v if the standard deviation of a bias exceeds this; those of the released models are 0.04 and
-0.14.
-"""
+"""A 2.x model predicts v if a bias has a larger standard deviation; the released models have 0.04 and 0.14."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,9 +241,7 @@ def as_read(
 
 
 def _names(kind: Layout, component: str, names: Collection[str]) -> Names | None:
-    """Return the rules of a component; None if its names are those of diffusers. ``names`` are its arrays', in either
-    layout.
-    """
+    """Return the rules of a component, from its arrays' names in either layout; None for names of diffusers."""
     if component in ("unet", "vae"):
         return Names(unet_rules(names) if component == "unet" else vae_rules(names))
     return OPEN_CLIP if component in kind.open_clip else None
@@ -346,9 +342,7 @@ def _scheduler(kind: Layout, prediction: str, zero_snr: bool) -> dict[str, Any]:
 
 
 def vae_config(shapes: Mapping[str, tuple[int, ...]], rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of an autoencoder from its arrays and ``rest``, the fields that they do not determine; without
-    arrays, ``rest``.
-    """
+    """Return the config of an autoencoder from its arrays; other fields are those of ``rest``."""
     if not shapes:
         return {"_class_name": "AutoencoderKL", **rest}
     levels = numbered(shapes, r"encoder\.down_blocks\.(\d+)\.")

@@ -66,9 +66,7 @@ def of_one_frame(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _frame(entry: Entry) -> Entry:
-    """Return ``from_video`` of an array as an entry; nothing is read. Arrays in another form are kept, and refused
-    later.
-    """
+    """Return ``from_video`` of an array as an entry; nothing is read. Arrays in other forms are refused later."""
     if entry.decode or not entry.is_float or not math.prod(entry.shape):
         return entry
     shape, kernel = from_video(np.broadcast_to(np.float32(0), entry.shape)).shape, entry.shape[2:]
