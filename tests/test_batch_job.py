@@ -233,7 +233,7 @@ def test_processes_stay_together(
         worker._at_once = lambda items: (ran[process()].append(len(items)), at_once(items))[1]
         results[process()] += [made for _, some in worker.run(rows) for made in some]
 
-    monkeypatch.setattr(work.multihost, "any_of", any_of)
+    monkeypatch.setattr(work.multihost, "any_process", any_of)
     monkeypatch.setattr(work, "text_to_image", generate)
     rows = [Row(str(i), {"prompt": "a cat", "width": 128, "height": 128}) for i in range(6)]
     threads = [threading.Thread(target=run, args=[Worker(emoji, batch=4)], name=str(i)) for i in range(2)]

@@ -29,7 +29,7 @@ from canvax.weights import identify
 from canvax.weights.adapter_names import module_table
 from canvax.weights.entries import Entry
 from canvax.weights.rules import Names
-from canvax.weights.safetensors import Outgoing
+from canvax.weights.safetensors import ArrayToSave
 
 SRC = Path(canvax.__file__).parent
 SINGLE = [family for family in FAMILIES if family.single_file]
@@ -43,8 +43,8 @@ def stored(name: str, shape: tuple[int, ...]) -> Entry:
     return Entry(name, shape, np.dtype("float32"), Path("file"), ((0, 4 * int(np.prod(shape))),), "torch")
 
 
-def outgoing(name: str, array: HostArray) -> Outgoing:
-    return Outgoing(name, array.shape, array.dtype, lambda: array)
+def to_save(name: str, array: HostArray) -> ArrayToSave:
+    return ArrayToSave(name, array.shape, array.dtype, lambda: array)
 
 
 def test_a_family_is_data_and_few_functions() -> None:
@@ -147,7 +147,7 @@ def test_stacks_of_every_width_of_the_feed_forward(ratio: float) -> None:
     """diffusers' stacks and the authors' are taken apart into what the spec declares."""
     spec = flux2_spec(dataclasses.replace(TINY, mlp_ratio=ratio))
     declared = {name: param.checkpoint_shapes[0] for name, param in flatten(spec)}
-    arrays = [outgoing(name, np.zeros(shape, np.float32)) for name, shape in declared.items()]
+    arrays = [to_save(name, np.zeros(shape, np.float32)) for name, shape in declared.items()]
     files = Names(FLUX2.stacks).to_theirs(arrays)
     assert len(files) < len(declared)
     parts = Names(FLUX2.names).to_ours([stored(array.name, array.shape) for array in files])
@@ -169,7 +169,7 @@ def test_six_rows_in_one() -> None:
     """Krea 2's tables, which its authors store as one row."""
     names = Names(KREA2.names)
     table = np.arange(12, dtype=np.float32).reshape(6, 2)
-    (row,) = names.to_theirs([outgoing("transformer_blocks.0.scale_shift_table", table)])
+    (row,) = names.to_theirs([to_save("transformer_blocks.0.scale_shift_table", table)])
     assert (row.name, row.shape) == ("blocks.0.mod.lin", (12,))
     np.testing.assert_array_equal(row.get(), np.arange(12))
     (entry,) = names.to_ours([stored(row.name, row.shape)])

@@ -34,8 +34,8 @@ from canvax.models.controlled import Controlled
 from canvax.models.denoiser import (
     PERTURBED,
     PROMPT,
-    Around,
     Denoiser,
+    DenoiserWrapper,
     Facts,
     Packing,
     Perturbed,
@@ -303,7 +303,7 @@ def test_tokens_are_squares_of_latents() -> None:
 
 
 @dataclass(frozen=True)
-class Plain(Around):
+class Plain(DenoiserWrapper):
     """A record around a denoiser, with nothing of its own."""
 
     base: Any

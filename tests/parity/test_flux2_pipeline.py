@@ -53,7 +53,7 @@ QUIET = canvax.Options(progress=False)
 def little_room() -> Iterator[None]:
     """Less padding of references, which takes time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("canvax.models.networks.ROOM", 64)
+        patch.setattr("canvax.models.networks.REFERENCE_BUCKET", 64)
         yield
 
 

@@ -22,7 +22,7 @@ from canvax.models.flux3 import Flux3Config, flux3_spec  # noqa: E402
 from canvax.weights.data_folder import find_named, using  # noqa: E402
 from canvax.weights.formats import whole_name  # noqa: E402
 from canvax.weights.rules import Names  # noqa: E402
-from canvax.weights.safetensors import Outgoing  # noqa: E402
+from canvax.weights.safetensors import ArrayToSave  # noqa: E402
 from tests.support.ldm_files import ldm_vae  # noqa: E402
 
 from .test_flux2_files import assert_same, load  # noqa: E402
@@ -216,7 +216,9 @@ def test_sizes_of_the_released_files(flow_map: bool, count: int) -> None:
     cfg = Flux3Config(flow_map=flow_map)
     spec = flux3_spec(cfg)
     assert shapes_of(spec, Names(FLUX3.stacks)) == {name: tuple(tensor.shape) for name, tensor in theirs.items()}
-    empty = [Outgoing(name, shape, np.dtype("float32"), lambda: np.zeros(0)) for name, shape in shapes_of(spec).items()]
+    empty = [
+        ArrayToSave(name, shape, np.dtype("float32"), lambda: np.zeros(0)) for name, shape in shapes_of(spec).items()
+    ]
     assert len(Names(NAMES).to_theirs(empty)) == count
     assert FLUX3.single_file is not None
     assert Flux3Config.from_dict(FLUX3.single_file.config(shapes_of(spec))) == cfg

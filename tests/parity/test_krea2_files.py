@@ -31,7 +31,7 @@ from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.params import count  # noqa: E402
 from canvax.weights.language_model import language_model_config  # noqa: E402
 from canvax.weights.rules import Names  # noqa: E402
-from canvax.weights.safetensors import Outgoing  # noqa: E402
+from canvax.weights.safetensors import ArrayToSave  # noqa: E402
 from canvax.weights.wan_vae import wan_vae_rules  # noqa: E402
 
 from .test_krea2_pipeline import build  # noqa: E402
@@ -43,8 +43,8 @@ PLACES = [f"decoder.upsamples.{i}.resample.1.weight" for i in (3, 7, 11)] + ["de
 
 def original(found: Arrays, names: Names) -> Arrays:
     """Arrays under the names of their authors; tables of a block are one row."""
-    outgoing = [Outgoing(name, array.shape, array.dtype, lambda array=array: array) for name, array in found.items()]
-    named = {array.name: array.get() for array in names.to_theirs(outgoing)}
+    to_save = [ArrayToSave(name, array.shape, array.dtype, lambda array=array: array) for name, array in found.items()]
+    named = {array.name: array.get() for array in names.to_theirs(to_save)}
     return {name: array.reshape(-1) if name.endswith("mod.lin") else array for name, array in named.items()}
 
 
@@ -182,7 +182,7 @@ def test_sizes_of_the_released_files() -> None:
         (vae, Names(wan_vae_rules(PLACES)), convert_wan_vae_to_diffusers, 194),
     ):
         state = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
-        empty = [Outgoing(name, shape, np.dtype("float32"), lambda: np.zeros(0)) for name, shape in state.items()]
+        empty = [ArrayToSave(name, shape, np.dtype("float32"), lambda: np.zeros(0)) for name, shape in state.items()]
         released = {array.name: torch.empty(array.shape, device="meta") for array in names.to_theirs(empty)}
         assert len(released) == total
         assert {name: tuple(tensor.shape) for name, tensor in convert(dict(released)).items()} == state

@@ -31,7 +31,7 @@ from canvax.parallel.mesh import make_mesh  # noqa: E402
 from canvax.params import flatten  # noqa: E402
 from canvax.weights.language_model import language_model_config  # noqa: E402
 from canvax.weights.rules import Names  # noqa: E402
-from canvax.weights.safetensors import Outgoing  # noqa: E402
+from canvax.weights.safetensors import ArrayToSave  # noqa: E402
 from tests.support.ldm_files import ldm_vae  # noqa: E402
 
 from .test_z_image_pipeline import PROMPTS, build, draw, noise, reference  # noqa: E402
@@ -328,7 +328,7 @@ def shapes_of(spec: Any, names: Names | None = None) -> dict[str, tuple[int, ...
     """Shapes of a file as PyTorch has it."""
     nothing = np.zeros(0, np.float32)
     found = [
-        Outgoing(name, param.checkpoint_shapes[0], nothing.dtype, lambda: nothing) for name, param in flatten(spec)
+        ArrayToSave(name, param.checkpoint_shapes[0], nothing.dtype, lambda: nothing) for name, param in flatten(spec)
     ]
     return {one.name: one.shape for one in (names.to_theirs(found) if names else found)}
 

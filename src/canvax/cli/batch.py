@@ -167,8 +167,8 @@ def _agreed(plan: Plan, todo: set[str], *, spread: bool) -> set[str]:
 
     from canvax.parallel import multihost
 
-    multihost.agree([], list(plan.digests.items()))
-    done = multihost.any_of(np.array([name not in todo for name in plan.digests]))
+    multihost.broadcast_seeds([], list(plan.digests.items()))
+    done = multihost.any_process(np.array([name not in todo for name in plan.digests]))
     return {name for name, over in zip(plan.digests, done, strict=True) if not over}
 
 

@@ -122,7 +122,7 @@ def _with_common_seeds(calls: Sequence[Call]) -> list[Call]:
     from canvax.parallel import multihost
 
     must_match = [dataclasses.replace(call, seed=0) for call in calls]
-    seeds = multihost.agree([int(call.seed or 0) for call in calls], must_match)
+    seeds = multihost.broadcast_seeds([int(call.seed or 0) for call in calls], must_match)
     return [dataclasses.replace(call, seed=seed) for call, seed in zip(calls, seeds, strict=True)]
 
 
@@ -234,7 +234,7 @@ def load_model(arguments: argparse.Namespace, load: Load, calls: Sequence[Call] 
 
     check_adapters(arguments)
     mesh = mesh_of(load.mesh)
-    if not multihost.leads(mesh):
+    if not multihost.is_main_process(mesh):
         arguments.quiet = True
     if not arguments.quiet:
         complain(f"loading {load.model}")

@@ -27,7 +27,7 @@ from canvax.weights.data_folder import find_named
 from canvax.weights.entries import Entry
 from canvax.weights.files import open_weights
 from canvax.weights.folder import index_in
-from canvax.weights.identify import EMBEDDING, LORA, MODEL, TRANSFORMER, Found, inspect, listing
+from canvax.weights.identify import EMBEDDING, LORA, MODEL, TRANSFORMER, FileReport, inspect, listing
 from canvax.weights.location import BUNDLED, Location, warn_unused_cache
 from canvax.weights.lora import adapter_info
 
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     is_whole = file is not None and file.kind is TRANSFORMER and any(getattr(arguments, name) for name in PARTS)
     part = file if file is not None and not is_whole and file.kind not in (None, MODEL) else None
     is_adapter = file is not None and file.kind in (LORA, EMBEDDING)
-    kind = "an image" if is_image else part.what if part else ""
+    kind = "an image" if is_image else part.kind_name if part else ""
     is_model = not kind
     names = (() if arguments.memory else _MEMORY_FLAGS) if is_model else _MODEL_FLAGS
     _refuse_flags(
@@ -120,7 +120,7 @@ def folder_info(folder: Path) -> dict[str, Any]:
     if not parts:
         raise InputError(f"{folder}: holds no models, images, LoRAs or other files that canvax reads")
     rows = [
-        {"file": str(part.path), "kind": part.what, "family": part.family or None, "fault": fault_of(part) or None}
+        {"file": str(part.path), "kind": part.kind_name, "family": part.family or None, "fault": fault_of(part) or None}
         for part in parts
     ]
     return {"folder": str(folder), "files": rows}
@@ -137,13 +137,13 @@ def _folder_lines(report: Mapping[str, Any]) -> list[str]:
     return [*lines, "", "These files cannot be used:", *faults] if faults else lines
 
 
-def part_info(part: Found) -> dict[str, Any]:
+def part_info(part: FileReport) -> dict[str, Any]:
     """What a file is that holds a part of a model, or what goes beside one."""
     entries = open_weights(part.path, plain_names=False)
     stored = Counter(entry.stored for entry in entries)
     return {
         "file": str(part.path),
-        "kind": part.what,
+        "kind": part.kind_name,
         "family": part.family or None,
         "flag": part.kind.flag if part.kind else "",
         "arrays": len(entries),

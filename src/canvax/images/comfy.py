@@ -52,7 +52,7 @@ class _Graph:
         self.nodes, self.sampler = nodes, sampler
 
     def metadata(self) -> dict[str, Any]:
-        """Return what the sampler's inputs lead to."""
+        """Return the nodes that the sampler's inputs come from."""
         sampler = self.sampler
         noise, guider = self._node(sampler, "noise") or sampler, self._node(sampler, "guider") or sampler
         choice, sigmas = self._node(sampler, "sampler") or sampler, self._node(sampler, "sigmas") or sampler

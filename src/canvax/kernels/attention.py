@@ -27,7 +27,7 @@ _own: ContextVar[Callable[..., Array] | None] = ContextVar("canvax_own_attention
 
 @contextmanager
 def using(form: Callable[..., Array]) -> Iterator[None]:
-    """Computes all attention by a form of your own. What runs within it is compiled anew, and stored nowhere.
+    """Compute all attention of the context by your function. Programs are compiled again and not stored.
 
         def local(q, k, v, *, where, **terms):
             if where.endswith("attn1"):
@@ -63,7 +63,7 @@ def attention(
     causal: bool = False,
     upcast: bool = False,
 ) -> Array:
-    """Scaled dot-product attention (Vaswani et al. 2017, eq. 1), softmax in float32.
+    """Compute scaled dot-product attention (Vaswani et al. 2017, eq. 1), softmax in float32.
 
     Args:
         q: queries [B, Tq, N, Dh].
@@ -113,7 +113,7 @@ def plain_attention(
     scale: float | None = None,
     causal: bool = False,
 ) -> Array:
-    """Attention as in the paper, with all scores [B, N, Tq, Tk] in memory; the arguments of ``attention``."""
+    """Compute attention as in the paper, with all scores [B, N, Tq, Tk] in memory; arguments as for ``attention``."""
     queries, factor = q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
 
     def attend(q: Array, k: Array, v: Array, mask: Array | None, bias: Array | None) -> Array:
@@ -133,7 +133,7 @@ def plain_attention(
 
 
 def _by_group(form: Form, q: Array, k: Array, v: Array, mask: Array | None, bias: Array | None) -> Array:
-    """Calls ``form`` with a head for each group, whose queries are those of its heads, one head after the other."""
+    """Call ``form`` with a head for each group, whose queries are those of its heads, one head after the other."""
     (batch, queries, heads, _), groups = q.shape, k.shape[2]
     if heads == groups:
         return form(q, k, v, mask, bias)
@@ -147,7 +147,7 @@ def _by_group(form: Form, q: Array, k: Array, v: Array, mask: Array | None, bias
 
 
 def _special_form(q: Array, k: Array) -> Callable[..., Array] | None:
-    """Returns the form that is faster than the plain form on the target platform, or None."""
+    """Return the form that is faster than the plain form on the target platform, or None."""
     platform = target_platform()
     if platform == "cpu" and cpu.many_scores(q, k):
         return cpu.attend_head_by_head
@@ -161,7 +161,7 @@ def _special_form(q: Array, k: Array) -> Callable[..., Array] | None:
 
 
 def _on_each_device(form: Form, q: Array, k: Array, v: Array, mask: Array | None, bias: Array | None) -> Array:
-    """Runs a form that XLA cannot partition on each device's images and, if the weights are split, on its heads."""
+    """Run a form that XLA cannot partition on each device's images and, if the weights are split, on its heads."""
     split = "model" if weight_shards() > 1 and k.shape[2] % weight_shards() == 0 else None
     spec, images = PartitionSpec("data", None, split, None), PartitionSpec("data")
     for_bias = None

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from canvax.call import MOST_IMAGES, Call, Tiling
 from canvax.errors import NO_VALUE, InputError, conflict, plain, refuse_tracers
-from canvax.kernels.target import half_of
+from canvax.kernels.target import fast_16bit_dtype_of
 from canvax.noise import image_seeds
 from canvax.settings import check_setting
 from canvax.types import DType
@@ -253,4 +253,4 @@ def default_dtype(mesh: Mesh, *, training: bool = False) -> DType:
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
         return jnp.dtype(jnp.float32)
-    return jnp.dtype("bfloat16" if training else half_of(device))
+    return jnp.dtype("bfloat16" if training else fast_16bit_dtype_of(device))

@@ -60,7 +60,7 @@ def text_to_image(
     mesh, count, spread = programs.mesh, len(request.prompts), multihost.is_spread(programs.mesh)
     if spread and keeps(model, request) and request.options.mask_blend == "renoised":
         raise InputError("mask_blend", "renoised", "does not go with several processes", "use 'denoised'")
-    display = Display(shown=multihost.leads(mesh) and request.options.progress)
+    display = Display(shown=multihost.is_main_process(mesh) and request.options.progress)
     table, deep, kinds = work(model, request)
     latents = (padded_batch(count, mesh), *request.shape[1:])
     ready = programs.ready(params, latents, kinds, display.announce)

@@ -182,8 +182,8 @@ class LoadedModel:
             raise InputError(
                 "mesh", NO_VALUE, "splits the weights over several processes", "load with {model=1} to save them"
             )
-        with multihost.together("canvax save") if spread else nullcontext():
-            if not spread or multihost.leads(self.programs.mesh):
+        with multihost.fail_together("canvax save") if spread else nullcontext():
+            if not spread or multihost.is_main_process(self.programs.mesh):
                 if beside := [
                     name for name, adapter in vars(self).get("adapters", {}).items() if adapter.place is not None
                 ]:
@@ -295,7 +295,7 @@ class LoadedModel:
         Raises:
             InputError: an argument cannot be used; nothing has been compiled.
         """
-        display = Display(shown=progress and multihost.leads(self.programs.mesh))
+        display = Display(shown=progress and multihost.is_main_process(self.programs.mesh))
         if reuse_layers:
             check_layers(reuse_layers, self.model)
         more: dict[str, Any] = {"deep_layers": reuse_layers, "known": mask and not self.model.networks.inpaints}

@@ -317,7 +317,7 @@ class Pipeline(LoadedModel):
                 return self(**everything)
         spread = multihost.is_spread(self.programs.mesh)
         # One process that refuses must not leave the others waiting for it.
-        together = multihost.together("canvax generate") if spread else nullcontext()
+        together = multihost.fail_together("canvax generate") if spread else nullcontext()
         with together, self._changing:
             output = check_output(output_type)
             if output == "jax" and (spread or self.safety_checker):
@@ -355,10 +355,10 @@ class Pipeline(LoadedModel):
     def _generate(self, model: Model, request: Request, params: Params, seed: Any) -> Result:
         """A checked call, of the model and its parameters as they were then; ``seed`` is what was asked for."""
         mesh, spread = self.programs.mesh, multihost.is_spread(self.programs.mesh)
-        if not spread or multihost.leads(mesh):
+        if not spread or multihost.is_main_process(mesh):
             give_hints(model, request)
         if spread:
-            request = replace(request, seeds=multihost.agree(request.seeds, seed, *request.fingerprint()))
+            request = replace(request, seeds=multihost.broadcast_seeds(request.seeds, seed, *request.fingerprint()))
         cure = partial(
             cures,
             mesh,

@@ -19,7 +19,7 @@ from canvax.quantize import compute_dtype
 
 
 def count_flops(function: Callable[..., Any], *arguments: Any) -> float:
-    """Counts the FLOPs of matmuls, convolutions and custom kernels in a call; a multiply-add counts as two.
+    """Count the FLOPs of matmuls, convolutions and custom kernels in a call; a multiply-add counts as two.
 
     Arguments can be abstract. The body of a loop counts once per iteration, or once if the length is unknown. Papers
     count networks in this way; the compiler's figure includes element-wise work, and counts the body of any loop once.
@@ -35,7 +35,7 @@ def evaluation_flops(
     guided: bool,
     references: tuple[tuple[int, int], ...] = (),
 ) -> float:
-    """Counts the FLOPs of a denoiser evaluation on a batch of latents [B, h, w, C]; guidance doubles the batch.
+    """Count the FLOPs of a denoiser evaluation on a batch of latents [B, h, w, C]; guidance doubles the batch.
 
     ``params`` are arrays, or their shapes and dtypes; ``references`` are heights and widths of reference images.
     """

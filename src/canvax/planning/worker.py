@@ -35,7 +35,7 @@ from canvax.planning.targets import parse_target
 
 
 def main() -> int:
-    """Compiles the programs of the job whose names are the command's arguments."""
+    """Compile the programs of the job whose names are the command's arguments."""
     report = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keeps the compiler's output out of the report
     job = Job.loads(sys.stdin.readline())
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _end_with_caller() -> None:
-    """Exits when stdin is closed, since the caller has then ended, even by a crash."""
+    """Exit when stdin is closed, since the caller has then ended, even by a crash."""
     sys.stdin.read()
     os._exit(1)
 
@@ -72,7 +72,7 @@ def _memory_fault(error: Exception) -> str:
 
 
 def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
-    """Compiles a program and returns its figures, the fields of ``canvax.planning.plan.ProgramPlan``."""
+    """Compile a program and return its figures, the fields of ``canvax.planning.plan.ProgramPlan``."""
     model = job.model
     programs, specs = Programs(model, mesh), model.specs(job.quantize)
     params = {name: abstract_params(spec, job.dtype, mesh) for name, spec in specs.items()}
@@ -115,7 +115,7 @@ def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
 
 
 def _flops(job: Job, name: str, programs: Programs, params: Params, latents: tuple[int, int, int, int]) -> float:
-    """Counts the FLOPs of an evaluation of a program on the whole batch."""
+    """Count the FLOPs of an evaluation of a program on the whole batch."""
     model, shape = job.model, jax.ShapeDtypeStruct
     with compiling_for(parse_target(job.target).platform):
         if name == "encode":

@@ -18,7 +18,7 @@ FILE = "concepts.json"
 """Optional file in the folder of ``model_index.json``: emoji -> [name, related word, ...]."""
 
 STYLES = ("noto", "twemoji", "fluent", "fluent flat")
-"""Of the drawings that such a model was trained on."""
+"""Styles of the drawings that these models were trained on."""
 
 _STYLE = "an the of in on with and to for style noto twemoji fluent flat emoji icon drawing image photo big small"
 _JOINT = re.compile(r"\b(?:and|with|without|on|in|at|under|over|beside|behind|near|next to)\b|[+&]")
@@ -40,7 +40,7 @@ class Concepts:
 
     @classmethod
     def of(cls, folder: Path) -> Concepts:
-        """Reads the concepts of a model's folder; empty without ``FILE``.
+        """Read the concepts of a model's folder; empty without ``FILE``.
 
         Raises:
             CheckpointError: the file is malformed.
@@ -59,14 +59,14 @@ class Concepts:
         return [words[0] for words in self.words.values()]
 
     def spelled(self, prompt: str) -> str:
-        """Replaces the emoji of concepts in ``prompt`` by their names."""
+        """Replace the emoji of concepts in ``prompt`` by their names."""
         if not self.words or prompt.isascii():
             return prompt
         text = self._emoji.sub(lambda match: f" {self._names[match[0].replace(_SELECTOR, '')]} ", prompt)
         return " ".join(text.split())
 
     def unknown(self, prompt: str) -> list[str]:
-        """Returns words and emoji of a prompt that the model was not trained on; empty if its concepts are unknown."""
+        """Return words and emoji of a prompt that the model was not trained on; empty if its concepts are unknown."""
         if not self.words:
             return []
         text = unicodedata.normalize("NFC", self.spelled(prompt).lower())
@@ -88,7 +88,7 @@ class Concepts:
         return [] if len(things) < 2 or one else list(things)
 
     def nearest(self, word: str) -> str:
-        """Returns the word of the vocabulary that is spelled most like an unknown word; empty if none is near."""
+        """Return the word of the vocabulary that is spelled most like an unknown word; empty if none is near."""
         return next(iter(get_close_matches(word, self._vocabulary, 1, 0.75)), "")
 
     def _known(self, word: str) -> bool:

@@ -136,7 +136,7 @@ _SAVE_DTYPE: dict[str, Any] = {"default": "float32", "help": "dtype of the saved
 
 @dataclass(frozen=True)
 class WholeRecord:
-    """The fields of ``canvax.train.finetune.Whole``."""
+    """The fields of ``canvax.train.finetune.FullFinetune``."""
 
     text: bool = setting(**_TEXT)
     text_rate: float | None = setting(**_TEXT_RATE)
@@ -207,7 +207,7 @@ class InversionRecord:
 
 @dataclass(frozen=True)
 class WithLora:
-    """What ``canvax train dreambooth`` trains."""
+    """Options of ``canvax train dreambooth``."""
 
     lora: bool = setting(False, "train a LoRA, not the whole UNet")
 
@@ -223,7 +223,7 @@ class WordCaptions:
 
 @dataclass(frozen=True)
 class ControlRecord:
-    """The fields of ``canvax.train.controlnet.Controlling``, and the column of its images."""
+    """The fields of ``canvax.train.controlnet.ControlNetTask``, and the column of its images."""
 
     widths: Sequence[int] | None = setting(
         None, "channels of the network that reads the image", low=1, high=4096, unset="16,32,96,256", metavar="N,N",

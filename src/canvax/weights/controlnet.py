@@ -1,8 +1,8 @@
-"""Files of networks that read control images: a folder of diffusers, or one safetensors file under several names.
+"""Files of networks that read control images: a diffusers folder, or one safetensors file with various names.
 
     diffusers           controlnet_cond_embedding.conv_in.weight, conv_in.weight, down_blocks. ..., and config.json
     the original code   control_model.input_hint_block.0.weight, input_blocks. ..., zero_convs. ..., middle_block. ...
-    control-LoRAs       lora_controlnet, and of what the UNet has NAME.up and NAME.down in place of NAME.weight
+    control-LoRAs       lora_controlnet, and NAME.up and NAME.down instead of the UNet's NAME.weight
     T2I-Adapters        adapter.body.0.resnets.0.block1.weight; in the original code body.0.block1.weight
 
 (Zhang et al. 2023; Mou et al. 2023.)
@@ -29,15 +29,15 @@ _PREFIX = "control_model."
 
 
 def open_control(location: Location, *, accept: Callable[[ControlKind, Mapping[str, Any]], object]) -> ControlFiles:
-    """Find a ControlNet or a T2I-Adapter, fetching what is not on disk yet; no array is read.
+    """Find a ControlNet or a T2I-Adapter and download missing files; no array is read.
 
     Args:
         location: a folder, a Hub id, or a safetensors file.
         accept: called with the kind and the parsed ``config.json``, if there is one, before weights are fetched.
 
     Raises:
-        InputError: nothing is there.
-        CheckpointError: it is damaged, or something else.
+        InputError: the location does not exist.
+        CheckpointError: it is damaged, or another kind of file.
         HubError: the Hub cannot be reached, refuses, or does not have it.
     """
     name = location.text
@@ -72,12 +72,12 @@ def open_control(location: Location, *, accept: Callable[[ControlKind, Mapping[s
 
 
 def is_union(config: Mapping[str, Any]) -> bool:
-    """Whether a config is that of a ControlNet-Union; its first files name the class of a plain ControlNet."""
+    """Return whether a config is that of a ControlNet-Union; early configs name the class of a plain ControlNet."""
     return "Union" in str(config.get("_class_name")) or "num_control_type" in config
 
 
 def _of_arrays(name: str, arrays: Sequence[Entry]) -> ControlFiles:
-    """By names alone."""
+    """Recognise a network by the names of its arrays."""
     shapes = {array.name: array.shape for array in arrays}
     expect(name, shapes, CONTROLNET, T2I_ADAPTER)
     if (kind := identify(shapes)) is None:
@@ -94,7 +94,7 @@ def _of_arrays(name: str, arrays: Sequence[Entry]) -> ControlFiles:
 
 
 def _control_lora(name: str, arrays: Sequence[Entry]) -> ControlFiles:
-    """A ControlNet as what is to be added to a UNet, in two factors for each weight (Stability AI, 2023)."""
+    """Return a ControlNet as differences from a UNet, two factors for each weight (Stability AI, 2023)."""
     ups, downs = (
         {array.name.removesuffix(end): array for array in arrays if array.name.endswith(end)}
         for end in (".up", ".down")
@@ -110,7 +110,7 @@ def _control_lora(name: str, arrays: Sequence[Entry]) -> ControlFiles:
         if not up.is_float or not down.is_float:
             raise CheckpointError(f"{name}: the factors of {key} are no floating point numbers")
     whole = [array for array in arrays if not array.name.endswith((".up", ".down"))]
-    # The rules count blocks by all names together, each factor in the place of the weight.
+    # The rules count blocks by all names, with each factor instead of the weight.
     named = _under_our_names([*whole, *(replace(array, name=f"{key}.weight") for key, array in ups.items())])
     pairs = {up.name: (up, replace(downs[key], name=up.name)) for key, up in zip(ups, named[len(whole) :], strict=True)}
     return ControlFiles(name, named[: len(whole)], pairs=pairs)

@@ -18,7 +18,7 @@ from canvax.errors import InputError, did_you_mean
 from canvax.files import named_path
 
 if TYPE_CHECKING:
-    from canvax.weights.identify import Found
+    from canvax.weights.identify import FileReport
 
 VARIABLE = "CANVAX_DATA_DIR"
 """The environment variable that names the folder; processes that a command starts see it too."""
@@ -144,7 +144,7 @@ def meant_by(name: str) -> str:
     return near or f"canvax info {shlex.quote(str(folder))} lists the files there"
 
 
-def files() -> list[Found]:
+def files() -> list[FileReport]:
     """Return what lies in the folder of models; empty without a folder."""
     from canvax.weights.identify import listing
 

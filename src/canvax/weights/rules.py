@@ -1,7 +1,7 @@
 """Names of two layouts as rules that are read in both directions.
 
-"Theirs" are the names in a file, "ours" those of diffusers, which specs have. A table of rules loads a file
-(``to_ours``), saves one (``to_theirs``), and gives the names under which trainers know a layer (``theirs``).
+"Theirs" are the names in a file, "ours" those of diffusers, which specs use. A table of rules loads a file
+(``to_ours``), saves one (``to_theirs``), and lists the names that trainers use for a layer (``theirs``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from canvax.types import HostArray
 from canvax.weights.entries import Entry
-from canvax.weights.safetensors import Outgoing
+from canvax.weights.safetensors import ArrayToSave
 
 Change = Literal["", "transposed", "swapped halves", "1x1 convolution", "six rows in one"]
 
@@ -26,13 +26,12 @@ class Rule:
     """The names of a module or an array in two layouts.
 
     Attributes:
-        theirs: a dotted name; ``*`` in it is a number that both names have. What follows the name is kept.
-        ours: as ``theirs``, or the names of the parts that their array stacks along its first axis.
-        change: how their array differs: its two axes, its halves along the first axis, two further axes of size 1, or
-            one axis in place of two.
+        theirs: a dotted name, in which ``*`` is a number that both names have; its continuation is kept.
+        ours: a name as ``theirs``, or the names of the parts that their array stacks along ``axis``.
+        change: difference of their array: swapped axes, swapped halves along the first axis, two more axes of size 1,
+            or one axis instead of two.
         rows: relative sizes of the parts, equal by default; 0 for a part that is as large as the array's other axis.
-        axis: along which they are stacked, the first; 1 for matrices whose inputs are stacked, and whose products are
-            summed.
+        axis: axis along which parts are stacked; 1 for matrices whose inputs are stacked and whose products are summed.
     """
 
     theirs: str
@@ -48,7 +47,7 @@ class Rule:
 
 
 class _Match(NamedTuple):
-    """The rules for the longest known beginning of a name, the numbers in it, and what follows."""
+    """The rules for the longest known prefix of a name, the numbers in it, and the rest of the name."""
 
     rules: list[tuple[Rule, int]]
     numbers: list[str]
@@ -72,7 +71,7 @@ class Names:
                 _add(self._ours, name, (rule, i))
 
     def to_ours(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Entries under our names, stacked ones in their parts; names without a rule stay."""
+        """Return entries under our names, stacked ones split into parts; names without a rule stay."""
         return [ours for entry in entries for ours in self._to_ours(entry)]
 
     def _to_ours(self, entry: Entry) -> Iterator[Entry]:
@@ -93,15 +92,15 @@ class Names:
             return
         sizes = _sizes(rule, entry.shape)
         if sum(sizes) != entry.shape[rule.axis]:
-            yield entry  # no such stack, which is reported as unused
+            yield entry  # not such a stack; it is reported as unused
             return
         for name, (begin, end) in zip(rule.parts, pairwise(accumulate(sizes, initial=0)), strict=True):
             part = entry.columns(begin, end) if rule.axis else entry.rows((begin, end))
             yield replace(part, name=match.named(name))
 
-    def to_theirs(self, arrays: Sequence[Outgoing]) -> list[Outgoing]:
-        """Arrays under their names, parts stacked; names without a rule stay."""
-        stacks: dict[str, dict[int, Outgoing]] = {}
+    def to_theirs(self, arrays: Sequence[ArrayToSave]) -> list[ArrayToSave]:
+        """Return arrays under their names, parts stacked; names without a rule stay."""
+        stacks: dict[str, dict[int, ArrayToSave]] = {}
         rules: dict[str, Rule | None] = {}
         for array in arrays:
             match = _longest(self._ours, array.name.split("."))
@@ -112,7 +111,7 @@ class Names:
         return [_stacked(name, rules[name], [parts[i] for i in sorted(parts)]) for name, parts in stacks.items()]
 
     def theirs(self, name: str) -> list[tuple[str, tuple[str, ...], Rule]]:
-        """Their names of a module, or of stacks that begin with it, each with the names of all parts and its rule."""
+        """Return their names for a module, or for stacks that begin with it, with all parts and the rule."""
         match = _longest(self._ours, name.split("."))
         rules = [rule for rule, part in match.rules if part == 0] if match else []
         return (
@@ -121,7 +120,7 @@ class Names:
 
 
 def _sizes(rule: Rule, shape: tuple[int, ...]) -> list[int]:
-    """Return the sizes of the parts of a stack of this shape; they do not add up to it if there is no such stack."""
+    """Return the sizes of a stack's parts; they do not add up to its axis if it is not a stack of this rule."""
     rows = rule.rows or (1,) * len(rule.parts)
     if 0 in rows and len(shape) != 2:
         return []
@@ -130,7 +129,7 @@ def _sizes(rule: Rule, shape: tuple[int, ...]) -> list[int]:
     return [unit * part or fixed for part in rows]
 
 
-def _stacked(name: str, rule: Rule | None, parts: Sequence[Outgoing]) -> Outgoing:
+def _stacked(name: str, rule: Rule | None, parts: Sequence[ArrayToSave]) -> ArrayToSave:
     first, change, axis = parts[0], rule.change if rule else "", rule.axis if rule else 0
     total = sum(part.shape[axis] for part in parts) if first.shape else 0
     shape = (*first.shape[:axis], total, *first.shape[axis + 1 :]) if len(parts) > 1 else first.shape
@@ -151,11 +150,11 @@ def _stacked(name: str, rule: Rule | None, parts: Sequence[Outgoing]) -> Outgoin
             return np.roll(array, array.shape[0] // 2, axis=0)
         return array.reshape(shape)
 
-    return Outgoing(name, shape, first.dtype, get)
+    return ArrayToSave(name, shape, first.dtype, get)
 
 
 def _add(node: dict[Any, Any], name: str, value: tuple[Rule, int]) -> None:
-    """Put a value into a tree of the steps of names; None holds the values of the name that ends there."""
+    """Put a value into a tree of name components; the key None holds the values of the name that ends there."""
     for step in name.split(".") if name else ():
         node = node.setdefault(step, {})
     node.setdefault(None, []).append(value)

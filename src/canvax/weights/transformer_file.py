@@ -1,11 +1,11 @@
-"""A transformer alone in one file, as ComfyUI has it; text encoder and autoencoder are given.
+"""A transformer in a separate file, as in ComfyUI; text encoder and autoencoder are further files.
 
     Z-Image    [model.diffusion_model.]layers.0.attention.qkv.weight
     FLUX.2     [model.diffusion_model.]single_blocks.0.linear1.weight
     Krea 2     [model.diffusion_model.]blocks.0.attn.wq.weight
 
-The file is a safetensors or a GGUF file. Sizes are read off shapes. What neither these nor the other parts tell is a
-fact of the family, in its ``SingleFile``.
+The file is a safetensors or a GGUF file. Sizes are inferred from shapes. Facts that neither these nor the other parts
+determine are in the family's ``SingleFile``.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from canvax.weights.rules import Names
 _LIBRARIES = KINDS | {"tokenizer": "transformers", "scheduler": "diffusers"}
 
 PARTS = ("text_encoder", "vae")
-"""Arguments of ``canvax.load`` that name files with what such a file does not hold."""
+"""Arguments of ``canvax.load`` for the parts that such a file does not contain."""
 
 
 def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) -> ModelFiles | None:
-    """The files of a model whose transformer is in a file of its own; None for other files. No array is read.
+    """Return the files of a model whose transformer is a separate file; None for other files. No array is read.
 
     Args:
-        name: as it was asked for.
+        name: name as the caller wrote it.
         path: the file.
-        given: parts that the caller gives.
+        given: parts that the caller supplies.
 
     Raises:
-        InputError: parts are neither in the file nor given.
-        CheckpointError: the transformer is not whole.
+        InputError: parts are neither in the file nor supplied.
+        CheckpointError: the transformer is incomplete.
     """
     entries = open_weights(path, plain_names=False)
     family = transformer_family({entry.name for entry in entries})
@@ -66,7 +66,7 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
     index = dict(layout.index(config) if callable(layout.index) else layout.index)
     if (by_name := layout.is_distilled(path.stem)) is not None:
         is_distilled, why = by_name
-        if layout.base:  # the schedule of a checkpoint tells
+        if layout.base:  # the schedule of a checkpoint determines it
             fact = next(iter(layout.base))
             configs["scheduler"] = {**configs["scheduler"], **({} if is_distilled else layout.base)}
             value = configs["scheduler"][fact]

@@ -1,4 +1,4 @@
-"""How files store the autoencoder of Wan and Qwen-Image, which is one of videos, and what one frame needs of it.
+"""Files of the video autoencoder of Wan and Qwen-Image, and the part of them that a single frame needs.
 
 diffusers        decoder.up_blocks.0.resnets.0.conv_shortcut.weight
 the authors      decoder.upsamples.0.shortcut.weight
@@ -19,7 +19,7 @@ from canvax.types import HostArray
 from canvax.weights.entries import Decode, Entry
 from canvax.weights.formats import MOST, numbered
 from canvax.weights.rules import Names, Rule
-from canvax.weights.safetensors import Outgoing
+from canvax.weights.safetensors import ArrayToSave
 
 _WAN = {
     "residual.0": "norm1", "residual.2": "conv1", "residual.3": "norm2", "residual.6": "conv2",
@@ -28,7 +28,7 @@ _WAN = {
 
 
 def wan_vae_rules(names: Collection[str]) -> list[Rule]:
-    """Return the rules of names; the original code numbers all layers of the decoder through."""
+    """Return the rules of names; the original code numbers all layers of the decoder."""
     rules = [Rule("conv1", "quant_conv"), Rule("conv2", "post_quant_conv")]
     rules.append(Rule("encoder.downsamples.*", "encoder.down_blocks.*"))
     blocks = [("encoder.downsamples.*", "encoder.down_blocks.*")]
@@ -48,10 +48,10 @@ def wan_vae_rules(names: Collection[str]) -> list[Rule]:
 
 
 def wan_vae_config(arrays: Sequence[Entry]) -> dict[str, Any]:
-    """Return the config of the autoencoder of a file.
+    """Return the config of the autoencoder in a file.
 
     Raises:
-        KeyError: it lacks an array.
+        KeyError: an array is missing.
     """
     named = Names(wan_vae_rules([array.name for array in arrays])).to_ours(arrays)
     shapes = {array.name: array.shape for array in named}
@@ -60,13 +60,13 @@ def wan_vae_config(arrays: Sequence[Entry]) -> dict[str, Any]:
 
 
 def of_one_frame(entries: Sequence[Entry]) -> list[Entry]:
-    """Return what one frame reads, under the names of ``canvax.models.wan_vae``."""
+    """Return the arrays that one frame needs, under the names of ``canvax.models.wan_vae``."""
     named = Names(wan_vae_rules([entry.name for entry in entries])).to_ours(entries)
     return [_frame(entry) for entry in named if UNUSED not in entry.name]
 
 
 def _frame(entry: Entry) -> Entry:
-    """Return ``from_video`` of an array as an entry; nothing is read. Arrays in another form stay, and are refused."""
+    """Return ``from_video`` of an array as an entry; nothing is read. Arrays in other forms are refused later."""
     if entry.decode or not entry.is_float or not math.prod(entry.shape):
         return entry
     shape, kernel = from_video(np.broadcast_to(np.float32(0), entry.shape)).shape, entry.shape[2:]
@@ -84,12 +84,12 @@ def _frame(entry: Entry) -> Entry:
     return replace(entry, shape=shape, dtype=kernels, decode=Decode(math.prod(kernel[1:]), begin))
 
 
-def of_videos(arrays: Sequence[Outgoing]) -> list[Outgoing]:
-    """Return the arrays of files for videos, with what one frame reads of them as it is now."""
-    read: dict[str, Outgoing] = {}
-    videos: list[Outgoing] = []
+def of_videos(arrays: Sequence[ArrayToSave]) -> list[ArrayToSave]:
+    """Return the arrays of a video autoencoder's files, with the part for one frame replaced by its current values."""
+    read: dict[str, ArrayToSave] = {}
+    videos: list[ArrayToSave] = []
     stored: Any = arrays
-    named: Any = Names(wan_vae_rules([array.name for array in arrays])).to_ours(stored)  # rules that only rename
+    named: Any = Names(wan_vae_rules([array.name for array in arrays])).to_ours(stored)  # these rules only rename
     for array in named:
         if array.name in read or UNUSED in array.name:
             videos.append(_as_video(array, read.get(array.name)))
@@ -98,8 +98,8 @@ def of_videos(arrays: Sequence[Outgoing]) -> list[Outgoing]:
     return videos
 
 
-def _as_video(whole: Outgoing, read: Outgoing | None) -> Outgoing:
-    """Return an array of a file with what is read of it as it is now."""
+def _as_video(whole: ArrayToSave, read: ArrayToSave | None) -> ArrayToSave:
+    """Return an array of a file, with the part for one frame replaced by its current values."""
     if read is None:
         return whole
 
