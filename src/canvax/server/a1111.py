@@ -263,7 +263,7 @@ class _Session:
         wanted = _parts(str(name))
         if not {"", ".", ".."}.isdisjoint(wanted):
             return None
-        like = [card for card in cards if (parts := _parts(card.id))[-len(wanted) :] == wanted[-len(parts) :]]
+        like = [card for card in cards if _is_called(card, wanted)]
         return like[0] if len(like) == 1 else None
 
     def current(self, owner: tuple[str, str]) -> _Running | None:
@@ -339,7 +339,7 @@ class _Session:
         return json_answer(
             {
                 "sd_model_checkpoint": _title(card),
-                "sd_checkpoint_hash": card.sha256,
+                "sd_checkpoint_hash": card.sha256 or None,
                 "sd_vae": self.vaes.get(client_of(request), "Automatic"),
                 "CLIP_stop_at_last_layers": 1,
                 "samples_format": "png",
@@ -454,7 +454,7 @@ def _owner(request: Request) -> tuple[str, str]:
 
 
 def _title(card: ModelCard) -> str:
-    return f"{card.id} [{card.sha256[:10]}]"
+    return f"{card.id} [{card.sha256[:10]}]" if card.sha256 else card.id
 
 
 def _names(card: ModelCard) -> tuple[str, ...]:
@@ -463,13 +463,19 @@ def _names(card: ModelCard) -> tuple[str, ...]:
 
 def _parts(name: str) -> list[str]:
     """Folders and name of a file as A1111 writes them: ``sd15\\deliberate_v2.safetensors [4b56e31647]``."""
-    stem = re.sub(r"\.(safetensors|ckpt|gguf)$", "", re.sub(r" \[[0-9a-f]{10}\]$", "", name.strip()))
-    return stem.replace("\\", "/").split("/")
+    return stem_of(re.sub(r" \[[0-9a-f]{10}\]$", "", name.strip())).replace("\\", "/").split("/")
+
+
+def _is_called(card: ModelCard, wanted: list[str]) -> bool:
+    """Whether the parts of a name are those of the model's file: one of them may begin at a folder farther above."""
+    parts = _parts(card.file or card.id)
+    shorter = min(len(parts), len(wanted))
+    return wanted == _parts(card.id) or wanted[-shorter:] == parts[-shorter:]
 
 
 def _described(card: ModelCard) -> dict[str, Any]:
     names = {"title": _title(card), "model_name": card.id, "filename": card.id}
-    return {**names, "hash": card.sha256[:10], "sha256": card.sha256, "config": None}
+    return {**names, "hash": card.sha256[:10] or None, "sha256": card.sha256 or None, "config": None}
 
 
 def _samplers() -> list[dict[str, Any]]:
@@ -643,7 +649,7 @@ def _options(body: TextToImage, spec: SamplerSpec | None) -> Iterator[tuple[str,
 
 def _second_pass(body: TextToImage, card: ModelCard) -> dict[str, Any]:
     """What the hires fix is in ``canvax.Options``; what is not sent is as AUTOMATIC1111 has it."""
-    width, height = body.width or card.native[0], body.height or card.native[1]
+    width, height = body.width or card.size[0], body.height or card.size[1]
     by_side = [new / old for new, old in ((body.hr_resize_x, width), (body.hr_resize_y, height)) if new]
     if len(by_side) == 2 and abs(by_side[0] - by_side[1]) > 0.01:
         raise _refused("hr_resize_x", "has another shape than the image; send hr_scale")
@@ -751,7 +757,7 @@ def info_of(job: Job, body: TextToImage, card: ModelCard, pictures: Sequence[Pic
         "restore_faces": False,
         "face_restoration_model": None,
         "sd_model_name": card.id,
-        "sd_model_hash": card.sha256[:10],
+        "sd_model_hash": card.sha256[:10] or None,
         "sd_vae_name": job_request.vae,
         "sd_vae_hash": None,
         "seed_resize_from_w": body.seed_resize_from_w or -1,
