@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -13,12 +15,13 @@ from PIL.PngImagePlugin import PngInfo
 
 import canvax
 from canvax.cli import main
+from canvax.cli.again import recorded_model
 from canvax.cli.arguments import parse
 from canvax.cli.images import gather
 from canvax.cli.loading import load_of, load_with
 from canvax.errors import InputError
 from canvax.families.local_models import local_models
-from canvax.images.metadata import save_image
+from canvax.images.metadata import read_metadata, save_image
 from canvax.server.engine import EngineSettings, ImageEngine
 from canvax.server.jobs import Job, JobRequest, Rejected, State, Status
 from canvax.server.metrics import Metrics
@@ -128,9 +131,14 @@ def test_the_model_of_an_image_is_found_by_its_name(
 
     assert "--model tiny" in info()
     (folder / "models/Stable-diffusion/tiny").symlink_to(small_folder)
-    assert "--model MODEL" in info()
+    told = info()
+    assert "--model MODEL" in told
     assert main(["generate", "--from-image", str(path), "-o", str(tmp_path / "b.png")]) == 2
-    assert "--model" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert "--model" in refused
+    for twin in ("checkpoints/tiny", "Stable-diffusion/tiny"):
+        assert twin in told
+        assert twin in refused
     Path("tiny").symlink_to(small_folder)
     assert "--model ./tiny" in info()
 
@@ -267,10 +275,36 @@ def test_a_server_loads_the_others_when_asked(
 
 
 @pytest.mark.parametrize(("vae", "found"), [("ink.safetensors", "ink"), ("gone.ckpt", None), ("Automatic", None)])
-def test_an_image_of_a1111_names_its_vae(folder: Path, tmp_path: Path, vae: str, found: str | None) -> None:
+def test_an_image_of_a1111_names_its_vae(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], vae: str, found: str | None
+) -> None:
     text = f"a fox\nSteps: 20, Sampler: Euler a, CFG scale: 7, Seed: 1, Size: 64x64, Model: tiny, VAE: {vae}"
     info = PngInfo()
     info.add_text("parameters", text)
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png", pnginfo=info)
     _, source = gather(parse(["generate", "--from-image", str(tmp_path / "a.png")]))
     assert (source.model, source.vae) == ("tiny", found)
+    assert main(["info", str(tmp_path / "a.png"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (f"--vae {found}" in told["commands"][0]) == (found is not None)
+    assert [clause for clause in told["losses"][0] if "gone" in clause] == (
+        [] if found or vae == "Automatic" else [ANY]
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "model"),
+    [("checkpoints/tiny", "checkpoints/tiny"), ("gone\\tiny", None), ("tiny.safetensors", None)],
+)
+def test_an_image_of_comfyui_names_its_model_by_folder(
+    folder: Path, small_folder: Path, tmp_path: Path, file: str, model: str | None
+) -> None:
+    (folder / "models/Stable-diffusion/tiny").symlink_to(small_folder)
+    graph = {
+        "1": {"class_type": "KSampler", "inputs": {"seed": 1, "steps": 2, "model": ["2", 0]}},
+        "2": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": file}},
+    }
+    info = PngInfo()
+    info.add_text("prompt", json.dumps(graph))
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png", pnginfo=info)
+    assert recorded_model(read_metadata(tmp_path / "a.png")) == model

@@ -11,7 +11,7 @@ from io import BytesIO, TextIOWrapper
 from typing import TYPE_CHECKING, Any
 
 from canvax.call import ZERO_SNR, Call, FromFiles, Load
-from canvax.cli.again import OF_MODEL, is_lost, losses, recorded_model
+from canvax.cli.again import OF_MODEL, is_lost, losses, lost_model, recorded_model, recorded_part, vae_lost
 from canvax.cli.loading import check_ip_adapters, load_of
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
@@ -28,7 +28,7 @@ from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 from canvax.scale.rows import check_prompt_line, json_object, text_lines
 from canvax.scale.work import call_of, grouped
 from canvax.settings import aliases, declared, offered
-from canvax.weights.data_folder import embedding_files, find_named, stem_of
+from canvax.weights.data_folder import embedding_files
 
 if TYPE_CHECKING:
     from canvax.families.base import Model
@@ -243,21 +243,15 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Load]:
             f"{where}: was generated with {', '.join(sorted(used))[:200]}; name the files with --lora and --embedding",
             label="warning: ",
         )
-    for clause in losses(metadata):
+    for clause in [*losses(metadata), *([] if arguments.vae else vae_lost(metadata))]:
         complain(f"{where}: {clause}", label="warning: ")
     if is_lost(metadata) and not arguments.model:
-        model = f"was generated with {metadata['model']!r}" if metadata.get("model") else "does not name its model"
-        raise InputError(f"{where}: {model}; name your copy of it with --model")
-    ours = "canvax" in metadata
-    past = {"model": recorded_model(metadata)} | {name: metadata.get(name) if ours else None for name in OF_MODEL}
-    if (vae := metadata.get("vae")) and not (ours or arguments.vae):
-        past["vae"] = stem_of(vae) if find_named(stem_of(vae), "vae") else None
-        if past["vae"] is None:
-            complain(f"{where}: its VAE {vae} is left out; name your copy of it with --vae", label="warning: ")
+        raise InputError(f"{where}: {lost_model(metadata)}; name your copy of it with --model")
+    past = {"model": recorded_model(metadata)} | {name: recorded_part(metadata, name) for name in OF_MODEL}
     if arguments.model and arguments.model != past["model"]:
         past["revision"] = past["variant"] = None
     parts: dict[str, Any] = {name: getattr(arguments, name) or past[name] for name in OF_MODEL}
-    if ours and metadata.get("scheduler") == ZERO_SNR:
+    if "canvax" in metadata and metadata.get("scheduler") == ZERO_SNR:
         parts["scheduler"] = ZERO_SNR
     return settings, load_of(arguments, model=arguments.model or past["model"] or "emoji", **parts)
 

@@ -115,9 +115,18 @@ def find_named(name: str, argument: str) -> Path | None:
     Raises:
         InputError: several files have the name.
     """
+    paths = all_named(name, argument)
+    if len(paths) > 1:
+        names = " or ".join(list(paths)[:3])
+        raise InputError(argument, name, f"is the name of {len(paths)} files in {data_folder()}", f"write {names}")
+    return next(iter(paths.values()), None)
+
+
+def all_named(name: str, argument: str) -> dict[str, Path]:
+    """Return the files and folders that a name may mean, by names that only they have; arguments as ``find_named``."""
     folder, wanted = data_folder(), tuple(name.replace("\\", "/").split("/"))
     if folder is None or any(part in ("", ".", "..") for part in wanted):
-        return None
+        return {}
     from canvax.weights.entries import PICKLES, WEIGHTS  # JAX with it, which most commands do without
     from canvax.weights.identify import inspect
 
@@ -127,10 +136,7 @@ def find_named(name: str, argument: str) -> Path | None:
         flags = ("--lora", "--embedding") if argument == "source" else (f"--{argument.replace('_', '-')}",)
         kinds = {path: part.kind for path in paths if (part := inspect(path))}
         paths = [path for path in paths if (kind := kinds.get(path)) and kind.flag in flags] or paths
-    if len(paths) > 1:
-        names = " or ".join(list(by_name(paths))[:3])
-        raise InputError(argument, name, f"is the name of {len(paths)} files in {folder}", f"write {names}")
-    return paths[0] if paths else None
+    return by_name(paths)
 
 
 def meant_by(name: str) -> str:
