@@ -189,7 +189,9 @@ class Writer:
                     self._preview(served, item, pixels, None, item.progress().step, number)
                 if not last:
                     return
-            metadata = item.metadata(served.model) | ({"model_sha256": served.sha256} if served.sha256 else {})
+            metadata = item.metadata(served.model)
+            if served.sha256:
+                metadata = {**metadata, "model_sha256": served.sha256}
             if served.safety_checker:
                 (pixels,), (flag,) = served.safety_checker.blacken(pixels[None])
                 metadata = {**metadata, "nsfw": flag}
