@@ -68,6 +68,14 @@ _FIELDS = {
     "vae": "sd_vae",
 }
 """What an argument of ``JobRequest`` is called here."""
+_RESIZES = {
+    "None": Image.Resampling.LANCZOS,
+    "Lanczos": Image.Resampling.LANCZOS,
+    "Nearest": Image.Resampling.NEAREST,
+}
+"""Upscalers that resize an image and nothing else. A1111's "None" does so, too, where the size is to be another."""
+_BY_THE_MODEL = "SD upscale"
+"""The upscaler that generates detail, tile by tile, as A1111 calls it; also where a client names none."""
 _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "")
 _EMPTY: dict[str, Any] = {
     "sd-modules": [],
@@ -83,7 +91,7 @@ _EMPTY: dict[str, Any] = {
     "memory": {"ram": {"error": "not available"}, "cuda": {"error": "not available"}},
     "upscalers": [
         {"name": name, "model_name": None, "model_path": None, "model_url": None, "scale": 4}
-        for name in ("None", "Lanczos")
+        for name in (*_RESIZES, _BY_THE_MODEL)
     ],
 }
 """Lists that clients ask for, and where there is little or nothing to choose."""
@@ -184,10 +192,12 @@ class Enlargement(Struct):
 
     image: Annotated[str, Meta(min_length=1)]
     upscaling_resize: Annotated[float, Meta(ge=1, le=8)] = 2.0
+    upscaler_1: Name = _BY_THE_MODEL
     # refused where they ask for something
     resize_mode: Annotated[int, Meta(ge=0, le=1)] = 0
     gfpgan_visibility: Fraction = 0
     codeformer_visibility: Fraction = 0
+    extras_upscaler_2_visibility: Fraction = 0
 
 
 class Settings(Struct):
@@ -309,8 +319,10 @@ class _Session:
         return await self.generate(request, ImageToImage)
 
     async def enlarge(self, request: Request) -> Response:
-        """An image made larger by the model, tile by tile, whatever upscaler a client names."""
+        """An image made larger: resized, or by the model, tile by tile."""
         body, client = await read_json(request, Enlargement, status=422, strict=False), client_of(request)
+        if body.upscaler_1 != _BY_THE_MODEL:
+            return json_answer({"html_info": "", "image": await decoding(_resized, body)})
         job = await asked(request, self.engine, enlargement_of, body, self.card(client), client)
         await settled(request, job, lambda event: None)
         if job.status is not Status.DONE:
@@ -673,14 +685,34 @@ def enlargement_of(body: Enlargement, card: ModelCard, client: str) -> JobReques
     Raises:
         Rejected: naming the field.
     """
-    for name in ("resize_mode", "gfpgan_visibility", "codeformer_visibility"):
-        if getattr(body, name):
-            raise _refused(name, "is not offered by this server; send 0")
-    image = colours("image", image_of_text("image", body.image))
+    image = _source(body)
     return JobRequest(
         "", model=card.id, image=image, upscale=body.upscaling_resize, strength=_ENLARGED,
         guidance_scale=card.no_guidance, client=client,
     )  # fmt: skip
+
+
+def _source(body: Enlargement) -> Image.Image:
+    """The image of extra-single-image."""
+    for name in ("resize_mode", "gfpgan_visibility", "codeformer_visibility", "extras_upscaler_2_visibility"):
+        if getattr(body, name):
+            raise _refused(name, "is not offered by this server; send 0")
+    return colours("image", image_of_text("image", body.image))
+
+
+def _resized(body: Enlargement) -> bytes:
+    """The image of extra-single-image as a PNG, resized by an upscaler that needs no model."""
+    method = next((way for name, way in _RESIZES.items() if name.lower() == body.upscaler_1.lower()), None)
+    if method is None:
+        there = ", ".join((*_RESIZES, _BY_THE_MODEL))
+        raise _refused("upscaler_1", f"{body.upscaler_1!r:.80} is not known; send one of {there}")
+    image = _source(body)
+    width, height = (round(side * body.upscaling_resize) for side in image.size)
+    if width * height > MOST_PIXELS:
+        raise _refused("upscaling_resize", f"makes {width} x {height} pixels, more than {MOST_PIXELS}; send less")
+    file = BytesIO()
+    image.resize((width, height), method).save(file, "PNG")
+    return file.getvalue()
 
 
 def spec_of(sampler: str | None) -> SamplerSpec | None:
