@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -17,12 +18,13 @@ from PIL.PngImagePlugin import PngInfo
 
 import canvax
 from canvax.cli import main
-from canvax.cli.again import recorded_model
+from canvax.cli.again import again, recorded_model
 from canvax.cli.arguments import parse
-from canvax.cli.images import gather
+from canvax.cli.images import gather, in_usual_syntax
 from canvax.cli.loading import load_of, load_with
 from canvax.cli.serve import first_model
 from canvax.errors import InputError
+from canvax.families.known import PRESETS
 from canvax.families.local_models import local_models
 from canvax.images.metadata import read_metadata, save_image
 from canvax.server.engine import EngineSettings, ImageEngine
@@ -119,6 +121,29 @@ def test_the_syntax_of_prompts_is_that_of_the_folder(folder: Path, monkeypatch: 
     assert usual_syntax() == "comfy"
     monkeypatch.delenv(VARIABLE)
     assert usual_syntax() == "plain"
+
+
+def test_the_command_line_reads_prompts_as_the_program_of_the_folder(
+    folder: Path, small: canvax.Pipeline, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def syntax(*words: str, model: Any = small.model) -> str:
+        arguments = parse(["generate", "a (cat:1.2)", *words])
+        calls, _ = gather(arguments)
+        return in_usual_syntax(calls, model, arguments)[0].options.prompt_syntax
+
+    assert syntax() == "a1111"
+    assert "--prompt-syntax plain" in capsys.readouterr().err
+    assert syntax("--prompt-syntax", "plain") == "plain"
+    assert syntax("--prompt-syntax", "compel") == "compel"
+    assert syntax(model=replace(small.model, networks=PRESETS["z-image"])) == "plain"  # which reads no weights
+    made = {"prompt": "a (cat:1.2)", "seed": 1, "model": "tiny", "canvax": "0.1.0"}
+    assert "--prompt-syntax plain" in again(made).command
+    assert "--prompt-syntax a1111" in again(made | {"options": {"prompt_syntax": "a1111"}}).command
+    save_image(Path("a.png"), Image.new("RGB", (8, 8)), made)
+    assert syntax("--from-image", "a.png") == "plain"
+    monkeypatch.delenv(VARIABLE)
+    assert syntax() == "plain"
+    assert "syntax" not in again(made).command
 
 
 def test_the_model_of_an_image_is_found_by_its_name(
@@ -245,6 +270,7 @@ def test_the_command_finds_them(
     assert "Pipeline" in capsys.readouterr().out
     named, path = (Image.open(file).tobytes() for file in ("named.png", "path.png"))
     assert named == path
+    assert read_metadata("named.png")["options"]["prompt_syntax"] == "a1111"
 
 
 def test_prompts_find_loras(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

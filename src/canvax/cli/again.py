@@ -13,7 +13,7 @@ from canvax.pipelines.again import CALL, lost_settings, settings_of
 from canvax.pipelines.image_prompts import NONE
 from canvax.pipelines.options import Options
 from canvax.settings import as_flags, declared, offered
-from canvax.weights.data_folder import all_named, embedding_files, stem_of
+from canvax.weights.data_folder import all_named, embedding_files, stem_of, usual_syntax
 from canvax.weights.location import BUNDLED
 
 _NETWORKS = ("model", "scheduler", "controlnet", "ip_adapter", "ip_encoder")
@@ -43,6 +43,8 @@ def again(metadata: Mapping[str, Any]) -> Again:
     if isinstance(tiles, dict):
         words = ["canvax", "upscale", "IMAGE"]
         settings |= {"height": None, "width": None}
+    elif usual_syntax() != "plain":
+        settings = {"prompt_syntax": "plain"} | settings
     words += _flag("prompt", metadata.get("prompt", ""))
     words += _flag("model", recorded_model(metadata) or ("MODEL" if is_lost(metadata) else None))
     for name in OF_MODEL:

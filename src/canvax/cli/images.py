@@ -16,6 +16,7 @@ from canvax.cli.loading import check_ip_adapters, load_of
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
 from canvax.images.inputs import fingerprint, read_images
+from canvax.models.clip import clip_configs
 from canvax.noise import check_seed, image_seeds
 from canvax.pipelines.again import CALL, compared, left_out, recorded, settings_of
 from canvax.pipelines.checks import SIZE_STEP, check_prompts, check_size
@@ -24,11 +25,12 @@ from canvax.pipelines.image_prompts import image_prompts_of, read_all, structure
 from canvax.pipelines.options import Options
 from canvax.pipelines.references import check_references
 from canvax.pipelines.request import check_init_images, is_alone
+from canvax.prompts.grammar import fragments
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 from canvax.scale.rows import check_prompt_line, json_object, text_lines
 from canvax.scale.work import call_of, grouped
 from canvax.settings import aliases, declared, offered
-from canvax.weights.data_folder import embedding_files
+from canvax.weights.data_folder import embedding_files, usual_syntax
 
 if TYPE_CHECKING:
     from canvax.families.base import Model
@@ -152,6 +154,25 @@ def sized(calls: Sequence[Call], model: Model) -> list[Call]:
             call = dataclasses.replace(call, height=known[key][0], width=known[key][1])
         resized.append(call)
     return resized
+
+
+def in_usual_syntax(calls: Sequence[Call], model: Model, arguments: argparse.Namespace) -> Sequence[Call]:
+    """Return the calls with the prompt syntax of the program whose folder the folder of models is, and say so.
+
+    Calls stay as they are for a model that reads no weights, and where a flag, a line of the prompt file or an image
+    says the syntax.
+    """
+    syntax = usual_syntax()
+    chosen = arguments.prompt_syntax or arguments.from_image or syntax == "plain"
+    if chosen or any(call.options.prompt_syntax != "plain" for call in calls) or not clip_configs(model.text):
+        return calls
+    texts = [text for call in calls for text in (call.prompt, call.negative_prompt) if text]
+    if any(fragments(text, syntax) != fragments(text, "plain") for text in texts) and not arguments.quiet:
+        program = {"a1111": "A1111", "comfy": "ComfyUI"}[syntax]
+        complain(f"brackets in prompts are read as {program} reads them; --prompt-syntax plain reads them as text")
+    return [
+        dataclasses.replace(call, options=dataclasses.replace(call.options, prompt_syntax=syntax)) for call in calls
+    ]
 
 
 def check_table(call: Call, scheduler: Scheduler | None) -> None:

@@ -18,6 +18,7 @@ from canvax.errors import InputError, did_you_mean
 from canvax.files import named_path
 
 if TYPE_CHECKING:
+    from canvax.call import PromptSyntax
     from canvax.weights.identify import Found
 
 VARIABLE = "CANVAX_DATA_DIR"
@@ -62,11 +63,12 @@ def using(folder: str | None) -> Iterator[None]:
             os.environ[VARIABLE] = before
 
 
-def usual_syntax() -> str:
+def usual_syntax() -> PromptSyntax:
     """Return the prompt syntax of the program whose folder the folder of models is; "plain" for other folders."""
     folder = data_folder()
-    places = {"Stable-diffusion": "a1111", "checkpoints": "comfy"}
-    return next((syntax for name, syntax in places.items() if folder and (folder / "models" / name).is_dir()), "plain")
+    if folder and (folder / "models/Stable-diffusion").is_dir():
+        return "a1111"
+    return "comfy" if folder and (folder / "models/checkpoints").is_dir() else "plain"
 
 
 def lora_folder() -> Path | None:
