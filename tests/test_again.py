@@ -98,7 +98,7 @@ LOST: dict[str, dict[str, Any]] = {
 
 def test_every_key_has_a_case() -> None:
     """Facts change no image."""
-    facts = {"canvax", "sampler_label", "steps_run", "nsfw", "id", "grid"}
+    facts = {"canvax", "sampler_label", "steps_run", "nsfw", "id", "grid", "model_sha256"}
     assert CASES.keys() | LOST.keys() >= KEYS.keys() - facts
     assert {name for name in CASES if "." not in name} <= KEYS.keys()
     assert set(VALUES) | {"progress", "callback"} == declared(OptionRecord).keys()

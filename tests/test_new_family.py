@@ -93,7 +93,7 @@ def test_parameters_that_do_not_fit_are_refused(pipe: canvax.Pipeline) -> None:
 
 
 @dataclass(frozen=True)
-class Louder(Around):
+class Louder(DenoiserWrapper):
     """Twice the output of a denoiser."""
 
     base: Any
@@ -104,7 +104,7 @@ class Louder(Around):
 
 
 def test_another_denoiser_in_a_pipeline(pipe: canvax.Pipeline) -> None:
-    """Around the one that is there, with its parameters; and with others."""
+    """DenoiserWrapper the one that is there, with its parameters; and with others."""
     inner = pipe.model.networks.denoiser
     louder, doubled = pipe.with_denoiser(Louder(inner)), jax.tree.map(lambda leaf: 2 * leaf, pipe.params["mlp"]["out"])
     same = pipe.with_denoiser(inner, pipe.params["mlp"] | {"out": doubled})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import io
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 import uvicorn
 from PIL import Image
@@ -75,7 +77,7 @@ def test_the_commands_for_other_models_are_those_of_the_docs() -> None:
 
 
 def test_it_is_small() -> None:
-    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 212_000
+    assert sum(path.stat().st_size for path in PAGE.iterdir()) < 213_000
 
 
 def test_nothing_is_inline() -> None:
@@ -413,6 +415,35 @@ def test_a_job_that_the_server_forgot_is_asked_for_once_more(site: Site) -> None
     site.open()
     site.idle()
     assert site.count(".tile[data-id]") == 1  # the first job is not followed again
+    assert len(site.stub.bodies) == 2
+
+
+@thorough
+def test_a_job_that_the_server_forgot_keeps_its_seeds_and_what_is_done(site: Site) -> None:
+    """As after Ctrl-C and a new start: one of three images is there, and the job is not."""
+
+    def one_image(route: Any) -> None:
+        address = route.request.url.removesuffix("/events")
+        while not (image := httpx.get(address).json()["images"][0])["url"]:
+            time.sleep(0.05)
+        event = f"event: image\ndata: {json.dumps(image)}\n\n"
+        route.fulfill(status=200, content_type="text/event-stream", body=event)
+
+    forgotten = {"error": {"message": "No such job.", "code": "job_not_found"}}
+    site.page.route("**/events", one_image, times=1)
+    site.page.route(
+        re.compile(r"/api/jobs/[0-9a-f]{32}$"), lambda route: route.fulfill(status=404, json=forgotten), times=1
+    )
+    site.page.fill("#count", "4")
+    site.draw("a red apple")
+    first, rest = site.stub.bodies
+    assert (first["n"], first.get("seed")) == (4, None)
+    seeds = [picture.seed for picture in site.stub.engine.accepted[0].pictures]
+    assert (rest["n"], rest["seed"]) == (3, seeds[1])
+    assert site.count(".tile[data-id]") == 4
+    site.open()
+    site.idle()
+    assert site.count(".tile[data-id]") == 4
     assert len(site.stub.bodies) == 2
 
 

@@ -425,6 +425,34 @@ def test_models_by_names_of_files(site: Web, name: str) -> None:
         assert site.http.post("/sdapi/v1/options", json={"sd_model_checkpoint": other}).status_code == 404
 
 
+def test_folders_in_a_name_of_a_model_count(site: Web) -> None:
+    """Files of one name in several folders, and a file whose name is its own."""
+    files = {"SDXL/aom3": "checkpoints/SDXL", "sd15/aom3": "checkpoints/sd15", "ink": "checkpoints/sd15"}
+    cards = [
+        replace(CARD, id=name, sha256="", file=f"models/{folder}/{name.split('/')[-1]}.safetensors")
+        for name, folder in files.items()
+    ]
+    site.engine.cards = tuple(cards)
+
+    def chosen(name: str) -> str | None:
+        answer = site.http.post("/sdapi/v1/options", json={"sd_model_checkpoint": name})
+        assert answer.status_code in (200, 404)
+        return site.http.get("/sdapi/v1/options").json()["sd_model_checkpoint"] if answer.is_success else None
+
+    for name in (
+        "SDXL\\aom3.safetensors",
+        "SDXL/aom3.ckpt [0123456789]",
+        "sd/models/checkpoints/SDXL/aom3.safetensors",
+    ):
+        assert chosen(name) == "SDXL/aom3"
+    for name in ("ink.safetensors", "sd15/ink", "models\\checkpoints\\sd15\\ink.safetensors"):
+        assert chosen(name) == "ink"
+    for name in ("aom3.safetensors", "SDXL/ink.safetensors", "other/aom3"):
+        assert chosen(name) is None
+    listed = site.http.get("/sdapi/v1/sd-models").json()
+    assert [(one["title"], one["hash"]) for one in listed] == [(name, None) for name in files]
+
+
 # Operations.
 
 

@@ -210,7 +210,7 @@ class Stub:
             raise Rejected(503, "starting", self.starting.pop(0), retry_after=1)
         usual = self.engine.models()
         cards = [replace(card, controls=self.controls, ip_adapters=self.ip_adapters, **self.card) for card in usual]
-        told = [asdict(card) | {"name": card.id, "default": i == 0} for i, card in enumerate(cards)]
+        told = [asdict(card) | {"name": card.id, "size": card.size, "default": i == 0} for i, card in enumerate(cards)]
         beside = {"samplers": SAMPLERS, "curves": CURVES, "starting": self.engine.starting}
         return JSONResponse({"models": told, **beside})
 

@@ -16,7 +16,7 @@ from canvax.call import Call, Load
 from canvax.cli.adapters import check_adapters, load_adapters, load_named
 from canvax.cli.arguments import versions
 from canvax.cli.generate_arguments import OUTPUT
-from canvax.cli.images import check_table, gather, images_of, shared, sized
+from canvax.cli.images import check_table, gather, images_of, in_usual_syntax, shared, sized
 from canvax.cli.loading import files_of, load_with, overrides_of
 from canvax.cli.preview import previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     pipe = load_model(arguments, load, calls)
     timings["load"] = time.perf_counter() - began
     report |= description(pipe)
-    calls = sized(calls, pipe.model)
+    calls = in_usual_syntax(sized(calls, pipe.model), pipe.model, arguments)
     try:
         with previews(pipe, preview) as callback:
             images = _save_all(generate_all(pipe, calls, arguments, callback), arguments, where, report)

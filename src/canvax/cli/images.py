@@ -11,11 +11,12 @@ from io import BytesIO, TextIOWrapper
 from typing import TYPE_CHECKING, Any
 
 from canvax.call import ZERO_SNR, Call, FromFiles, Load
-from canvax.cli.again import OF_MODEL, is_lost, losses, recorded_model
+from canvax.cli.again import OF_MODEL, is_lost, losses, lost_model, recorded_model, recorded_part, vae_lost
 from canvax.cli.loading import check_ip_adapters, load_of
 from canvax.cli.terminal import complain
 from canvax.errors import InputError, nearest
 from canvax.images.inputs import fingerprint, read_images
+from canvax.models.clip import clip_configs
 from canvax.noise import check_seed, image_seeds
 from canvax.pipelines.again import CALL, compared, left_out, recorded, settings_of
 from canvax.pipelines.checks import SIZE_STEP, check_prompts, check_size
@@ -23,6 +24,7 @@ from canvax.pipelines.control import size_of
 from canvax.pipelines.options import Options
 from canvax.pipelines.references import check_references
 from canvax.pipelines.request import check_init_images, is_alone
+from canvax.prompts.grammar import fragments
 from canvax.samplers import Scheduler, build_table, find, from_scheduler_config
 from canvax.scale.named_images import (
     control_files,
@@ -36,7 +38,7 @@ from canvax.scale.named_images import (
 from canvax.scale.rows import check_prompt_line, json_object, text_lines
 from canvax.scale.work import call_of, grouped
 from canvax.settings import aliases, declared, offered
-from canvax.weights.data_folder import embedding_files, find_named, stem_of
+from canvax.weights.data_folder import embedding_files, usual_syntax
 
 if TYPE_CHECKING:
     from canvax.families.base import Model
@@ -164,6 +166,25 @@ def sized(calls: Sequence[Call], model: Model) -> list[Call]:
     return resized
 
 
+def in_usual_syntax(calls: Sequence[Call], model: Model, arguments: argparse.Namespace) -> Sequence[Call]:
+    """Return the calls with the prompt syntax of the program whose folder the folder of models is, and say so.
+
+    Calls stay as they are for a model that reads no weights, and where a flag, a line of the prompt file or an image
+    says the syntax.
+    """
+    syntax = usual_syntax()
+    chosen = arguments.prompt_syntax or arguments.from_image or syntax == "plain"
+    if chosen or any(call.options.prompt_syntax != "plain" for call in calls) or not clip_configs(model.text):
+        return calls
+    texts = [text for call in calls for text in (call.prompt, call.negative_prompt) if text]
+    if any(fragments(text, syntax) != fragments(text, "plain") for text in texts) and not arguments.quiet:
+        program = {"a1111": "A1111", "comfy": "ComfyUI"}[syntax]
+        complain(f"brackets in prompts are read as {program} reads them; --prompt-syntax plain reads them as text")
+    return [
+        dataclasses.replace(call, options=dataclasses.replace(call.options, prompt_syntax=syntax)) for call in calls
+    ]
+
+
 def check_table(call: Call, scheduler: Scheduler | None) -> None:
     """Refuse settings that no sampler table can be built from: sampler, steps, spacing, sigmas, eta.
 
@@ -253,21 +274,15 @@ def _from_image(arguments: argparse.Namespace) -> tuple[dict[str, Any], Load]:
             f"{where}: was generated with {', '.join(sorted(used))[:200]}; name the files with --lora and --embedding",
             label="warning: ",
         )
-    for clause in losses(metadata):
+    for clause in [*losses(metadata), *([] if arguments.vae else vae_lost(metadata))]:
         complain(f"{where}: {clause}", label="warning: ")
     if is_lost(metadata) and not arguments.model:
-        model = f"was generated with {metadata['model']!r}" if metadata.get("model") else "does not name its model"
-        raise InputError(f"{where}: {model}; name your copy of it with --model")
-    ours = "canvax" in metadata
-    past = {"model": recorded_model(metadata)} | {name: metadata.get(name) if ours else None for name in OF_MODEL}
-    if (vae := metadata.get("vae")) and not (ours or arguments.vae):
-        past["vae"] = stem_of(vae) if find_named(stem_of(vae), "vae") else None
-        if past["vae"] is None:
-            complain(f"{where}: its VAE {vae} is left out; name your copy of it with --vae", label="warning: ")
+        raise InputError(f"{where}: {lost_model(metadata)}; name your copy of it with --model")
+    past = {"model": recorded_model(metadata)} | {name: recorded_part(metadata, name) for name in OF_MODEL}
     if arguments.model and arguments.model != past["model"]:
         past["revision"] = past["variant"] = None
     parts: dict[str, Any] = {name: getattr(arguments, name) or past[name] for name in OF_MODEL}
-    if ours and metadata.get("scheduler") == ZERO_SNR:
+    if "canvax" in metadata and metadata.get("scheduler") == ZERO_SNR:
         parts["scheduler"] = ZERO_SNR
     return settings, load_of(arguments, model=arguments.model or past["model"] or "emoji", **parts)
 

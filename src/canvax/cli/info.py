@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from canvax.call import PARTS
 from canvax.cli.adapters import info_lines
-from canvax.cli.again import again, is_lost
+from canvax.cli.again import again, is_lost, lost_model
 from canvax.cli.loading import files_of, load_of, load_with, overrides_of
 from canvax.cli.plan import check_sides, from_references, parse_references
 from canvax.cli.terminal import byte_size, complain, say, table
@@ -202,8 +202,7 @@ def _image_lines(report: Mapping[str, Any]) -> list[str]:
     if networks := [name for name in (other if isinstance(other, dict) else ()) if name.startswith("<")]:
         lines.append(f"\nIts prompt named {', '.join(networks)}; name the files with --lora FILE:WEIGHT.")
     if "grid" not in metadata and is_lost(metadata):
-        model = f"{metadata['model']!r}" if metadata.get("model") else "a model that the file does not name"
-        lines.append(f"\nIt was generated with {model}: put the file of your copy in place of MODEL.")
+        lines.append(f"\nIt {lost_model(metadata)}: put the file of your copy in place of MODEL.")
     losses = dict.fromkeys(clause for each in report["losses"] for clause in each)
     lines += [f"\nThe command does not repeat that {clause}." for clause in losses]
     return [*lines, "\nTo generate it again:", *report["commands"]]

@@ -86,9 +86,10 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         )
     offered, left_out = local_models()
     output = _output(arguments)
-    first = _first(offered, output if opens_page else None)
+    named = [*arguments.models, *arguments.model]
+    first, why = ([], "") if named else first_model(offered, output if opens_page else None)
     usual = load_of(arguments, model="emoji")
-    names = _names([*arguments.models, *arguments.model] or first or ["emoji"], usual.keywords(LOCATION))
+    names = _names(named or first or ["emoji"], usual.keywords(LOCATION))
     _check_parts(usual, names)
     on_request = tuple(name for name in offered if name not in (*names, *names.values()))
     if usual.dtype is not None:
@@ -133,7 +134,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         say(f"starting on {url}")
         if output is not None:
             say(f"images are saved in {output.absolute()}")
-        for line in _left_out_lines(left_out):
+        for line in [*([why] if first else []), *_left_out_lines(left_out)]:
             say(line)
         engine.start()
         if opens_page:
@@ -141,22 +142,24 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         answer(app, listener, engine, arguments.drain_seconds, say)
 
 
-def _first(offered: Mapping[str, Path], output: Path | None) -> list[str]:
-    """Return the model of the folder to begin with: that of the newest image in ``output``, or the smallest."""
-    if offered and output is not None and output.is_dir():
-        for path in sorted(output.iterdir(), key=lambda path: -path.lstat().st_mtime)[:_NEWEST]:
-            with suppress(InputError):
-                if (recent := str(read_metadata(path).get("model"))) in offered:
-                    return [recent]
-    return sorted(offered, key=lambda name: _size_of_weights(offered[name]) or math.inf)[:1]
+def first_model(offered: Mapping[str, Path], output: Path | None) -> tuple[list[str], str]:
+    """Return the model of the folder of models to begin with, if there is one, and a line about it.
 
+    It is that of the newest image in ``output`` whose model is there, else the smallest, which starts soonest and fits
+    where any does.
+    """
+    name, why = "", "the model that was used last"
+    images = output.iterdir() if output is not None and output.is_dir() else ()
+    for path in sorted(images, key=lambda path: -path.lstat().st_mtime)[:_NEWEST]:
+        with suppress(InputError):
+            recent = read_metadata(path).get("model")
+            name = name or (recent if recent in offered else "")
+    if offered and not name:
+        from canvax.families.local_models import byte_count
 
-def _size_of_weights(model: Path) -> int:
-    """Return the bytes of the weights of a file or a folder; 0 of a folder that has none."""
-    from canvax.weights.entries import WEIGHTS  # JAX with it, which most commands do without
-
-    files = [path for path in model.rglob("*") if path.suffix in WEIGHTS] if model.is_dir() else [model]
-    return sum(path.stat().st_size for path in files)
+        name, why = min(offered, key=lambda name: (byte_count(offered[name]) or math.inf, name)), "the smallest model"
+    others = f", {why} of {len(offered)} in {data_folder()}; name another to start with it" if len(offered) > 1 else ""
+    return [name] if name else [], f"starting with {name}{others}"
 
 
 def _left_out_lines(left_out: Mapping[str, str]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from canvax.errors import CanvaxError, CheckpointError, InputError
 from canvax.families.read import read_networks
 from canvax.weights.data_folder import by_name, data_folder, files
-from canvax.weights.entries import PICKLES, pickle_refused
+from canvax.weights.entries import PICKLES, WEIGHTS, pickle_refused
 from canvax.weights.files import open_weights
 from canvax.weights.identify import (
     AUTOENCODER,
@@ -59,6 +59,18 @@ def local_models() -> LocalModels:
         f"{name.removesuffix(path.suffix)}{path.suffix}": path for name, path in names.items() if path in faults
     }
     return LocalModels(models, {name: faults[path] for name, path in left_out.items()})
+
+
+def byte_count(model: Path) -> int:
+    """Return the bytes of a model's files, with those that complete a transformer."""
+    parts = completed(Overrides(), Location(model)).parts
+    paths = [model, *(path for part in parts.values() if (path := Location(part).local()))]
+    return sum(
+        file.stat().st_size
+        for path in paths
+        for file in ([path] if path.is_file() else path.rglob("*"))
+        if file.suffix.lower() in WEIGHTS
+    )
 
 
 def fault_of(part: FileReport, near: Sequence[FileReport] | None = None) -> str:

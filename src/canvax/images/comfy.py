@@ -66,7 +66,7 @@ class _Graph:
             "num_inference_steps": self._value(sigmas, "steps"),
             "guidance_scale": self._value(guider, "cfg"),
             "sampler": self._value(choice, "sampler_name"),
-            "model": _stem(self._value(model[-1], "ckpt_name", "unet_name")) if model else None,
+            "model": _name(self._value(model[-1], "ckpt_name", "unet_name")) if model else None,
             "width": self._value(latents, "width"),
             "height": self._value(latents, "height"),
         }
@@ -134,6 +134,10 @@ class _Graph:
                 yield _stem(name), self._value(node, "strength_model")
 
 
-def _stem(name: Any) -> Any:
-    """Return the name of a file without folders and its ending."""
-    return _WEIGHTS.sub("", re.split(r"[/\\]", name)[-1]) if isinstance(name, str) else name
+def _name(file: Any) -> Any:
+    """Return the name of a file without its ending; folders stay, since other files may have the same name."""
+    return _WEIGHTS.sub("", file).replace("\\", "/") if isinstance(file, str) else file
+
+
+def _stem(file: Any) -> Any:
+    return _name(file).split("/")[-1] if isinstance(file, str) else file

@@ -39,7 +39,7 @@ NETWORK = re.compile(r"<(?:lora|lyco|hypernet):[^<>]*>", re.IGNORECASE)
 _SIZE = r"(\d{1,6})x(\d{1,6})"
 _UPSCALERS = {"latent": "Latent", "pixel": "Lanczos"}
 """A1111's upscalers that equal canvax's methods of enlarging a first pass."""
-_FIRST = ("Steps", "Sampler", "Schedule type", "CFG scale", "Seed", "Size", "Model")
+_FIRST = ("Steps", "Sampler", "Schedule type", "CFG scale", "Seed", "Size", "Model hash", "Model")
 """A1111's order of the settings that every image has."""
 _FEWEST = 3
 """Minimum number of settings in the last line; with fewer it is the end of the prompt."""
@@ -77,6 +77,7 @@ def _settings(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "Schedule type", schedule
     if "width" in metadata and "height" in metadata:
         yield "Size", f"{metadata['width']}x{metadata['height']}"
+    yield "Model hash", str(metadata.get("model_sha256") or "")[:10]
     model = str(metadata.get("model") or "")
     # The folders of a local model's path are private.
     local = os.path.isabs(model) or model.startswith("./") or os.path.isdir(model)

@@ -64,6 +64,7 @@ KEYS: dict[str, Key] = {
     "embeddings": Key("adapters", dict, has_paths=True),
     **dict.fromkeys(("canvax", "sampler_label", "sampler_sha256", "noise", "steps_run", "nsfw", "id"), Key("fact")),
     **dict.fromkeys(("conditions", "grid"), Key("fact", list)),
+    "model_sha256": Key("fact", str),
     "steered": Key("fact", bool),
     "other": Key("fact", dict),
 }

@@ -137,7 +137,7 @@ class Pipeline(LoadedModel):
         Other weights are shared with this pipeline; adapters that are in them stay there.
 
         Args:
-            denoiser: of the caller, for example a ``canvax.extend.Around`` around ``pipe.model.networks.denoiser``.
+            denoiser: for example a ``canvax.extend.DenoiserWrapper`` around ``pipe.model.networks.denoiser``.
             params: its parameters; by default those of this pipeline's component of the same name.
 
         Raises:

@@ -271,8 +271,7 @@ class ImageEngine:
         check_ready(self.state, self._announcer.progress)
         if earlier := self._book.earlier(job_request):
             return earlier
-        served = self._models.named(job_request.model)
-        checked = served.check(job_request)
+        served, checked = self._models.check(job_request)
         with self._wake:  # what is refused is not recorded
             self._check_room(job_request, checked, self._costs(checked))
         job = checked.job(job_request, self._cancel)
@@ -305,7 +304,7 @@ class ImageEngine:
         costs: Costs = ()
         for stage in checked.stages:
             try:
-                alone = self._models.expected(stage)
+                alone = self._models.expected(stage, of_tiles=checked.tiles is not None)
             except Rejected as refused:
                 if not costs:
                     raise
@@ -429,10 +428,8 @@ class ImageEngine:
     def _resume(self, job: Job) -> None:
         """Go on with a job of a server that was killed."""
         try:
-            served = self._models.named(job.model)
             # With the seed that the API has answered, where the request named none.
-            request = replace(job.request, seed=job.pictures[0].seed)
-            checked = served.check(request)
+            _, checked = self._models.check(replace(job.request, model=job.model, seed=job.pictures[0].seed))
             costs = self._costs(checked)
         except Rejected as refused:
             self._book.hold(job, refused)

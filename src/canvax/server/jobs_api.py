@@ -258,7 +258,7 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def _card(card: ModelCard, *, default: bool) -> dict[str, Any]:
-    names = ("native", "sizes", "any_size", "size_step", "steps", "guidance_scale", "sampler", "max_images",
+    names = ("native", "size", "sizes", "any_size", "size_step", "steps", "guidance_scale", "sampler", "max_images",
              "max_steps", "tasks", "examples", "styles", "family", "guided", "no_guidance", "negative_prompt",
              "prompt_weights", "clip_skip", "references", "samplers", "vae", "vaes", "hires_strength")  # fmt: skip
     fields = {name: getattr(card, name) for name in names}

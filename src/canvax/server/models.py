@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import math
 import re
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -39,12 +39,13 @@ from canvax.server.control import cards, publicly
 from canvax.server.embedding_cache import EmbeddingCache, Words
 from canvax.server.files import Colours
 from canvax.server.group import Group
+from canvax.server.hashes import compute_hash, known_hash
 from canvax.server.jobs import Job, JobRequest, ModelCard, Rejected
 from canvax.server.policy import PATIENCE, Groups
 from canvax.server.vae_cache import VaeCache
 from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, Stage, check, sample, usable_samplers
 from canvax.tokenizers.concepts import STYLES
-from canvax.weights.data_folder import vae_files
+from canvax.weights.data_folder import data_folder, vae_files
 
 _KINDS = {
     "method": "options.guidance_method",
@@ -122,6 +123,7 @@ class ServedModel:
         model: everything but its weights.
         groups: by key, those whose programs are ready. Another dict after each change: any thread may read it.
         colours: for previews.
+        sha256: of its file; "" if it is a folder, or until it is computed.
         safety_checker: looks at finished images, which have no previews then.
         on_request: whether it was opened without weights, and has no programs before somebody asks for it.
         used: when it was last run, on the engine's clock.
@@ -146,8 +148,10 @@ class ServedModel:
         self._load = load
         began = time.perf_counter()
         loaded = load(name) if weights else load(name, weights=False)
-        files = dataclasses.replace(loaded.model.files, name=name)  # folders on the disk are the operator's business
-        self.model, self.programs = dataclasses.replace(loaded.model, files=files), loaded.programs
+        files = replace(loaded.model.files, name=name)  # folders on the disk are the operator's business
+        self.model, self.programs = replace(loaded.model, files=files), loaded.programs
+        path = self.model.files.path
+        self.sha256 = known_hash(path) if path.is_file() else ""
         self._waiting: frozenset[str] = frozenset()
         self.params = self._as_served(loaded.params) if weights else None
         self.safety_checker = loaded.safety_checker
@@ -321,12 +325,17 @@ class ServedModel:
         param = {"image_prompts": "image_prompt", "references": "image"}.get(differs[0], "options")
         return Rejected(400, "not_compiled", message, param=param)
 
+    @property
+    def file(self) -> str:
+        """Its place in the folder of models; "" for a model from elsewhere."""
+        path, folder = self.model.files.path, data_folder()
+        return path.relative_to(folder).as_posix() if folder and path.is_relative_to(folder) else ""
+
     def card(self, warm: Sequence[Warm], *, any_size: bool, references: int) -> ModelCard:
         """What clients see of it; ``references``: of a request that edits, at most."""
         model, (tall, wide) = self.model, self.model.native_size
         sizes = tuple(dict.fromkeys(size for size, _ in self.sizes(warm)))
         networks, edits = model.networks, model.networks.denoiser.facts.edits
-        config = json.dumps([model.files.index, model.revision, model.dtype, str(model.networks)], default=str)
         concepts = model.concepts.names
         examples = model.defaults.examples or tuple(concepts[:: max(1, len(concepts) // _EXAMPLES)][:_EXAMPLES])
         controls, ip_adapters = cards(model)
@@ -346,7 +355,8 @@ class ServedModel:
             tasks=(*tasks[model.family.is_refiner :], *(["editing"] if edits else [])),
             examples=examples or ("a red apple on a wooden table", "a lighthouse at sunset, oil painting"),
             created=self.created,
-            sha256=hashlib.sha256(config.encode()).hexdigest(),
+            sha256=self.sha256,
+            file=self.file,
             controls=controls,
             ip_adapters=ip_adapters,
             prompts=tuple(concepts),
@@ -477,6 +487,7 @@ class ModelSet:
         announce: Announcer,
     ) -> None:
         self.cards: list[ModelCard] = []
+        self._lock = threading.Lock()
         self._names, self._load, self._warm, self._chunks = names, load, warm, chunks
         self._references = references
         self._adapters, self._lanes, self._on_request = adapters, lanes, on_request
@@ -533,6 +544,26 @@ class ModelSet:
         self.cards = [
             served.card(self._warm, any_size=self._on_demand, references=most) for served in self._served.values()
         ]
+        for name in self._names:
+            self._hash(self._served[name])
+
+    def card(self, name: str) -> ModelCard:
+        """Return what clients see of a model."""
+        return next(card for card in self.cards if card.id == name)
+
+    def check(self, job_request: JobRequest) -> tuple[ServedModel, Checked]:
+        """Return the model of a request, and what it is asked for. Sides that it leaves out are those of the card.
+
+        Raises:
+            Rejected: naming the field and the cure.
+        """
+        served = self.named(job_request.model)
+        # An image decides the size itself, unless a part of it is drawn anew.
+        if "padding_mask_crop" in job_request.options or not (job_request.image or job_request.control):
+            width, height = self.card(served.name).size
+            sides = {"width": job_request.width or width, "height": job_request.height or height}
+            job_request = replace(job_request, **sides)
+        return served, served.check(job_request)
 
     def named(self, name: str | None) -> ServedModel:
         """The model of a name, or the default.
@@ -557,8 +588,8 @@ class ModelSet:
             key: None if served.loaded else self._settled for served in self._served.values() for key in served.groups
         }
 
-    def expected(self, stage: Stage) -> float:
-        """Seconds of one image alone.
+    def expected(self, stage: Stage, *, of_tiles: bool = False) -> float:
+        """Return the seconds of a stage of one image alone; ``of_tiles``: the stages draw tiles of a larger image.
 
         Raises:
             Rejected: its programs are not ready, and they are not compiled on demand or the size is too large for that;
@@ -572,7 +603,7 @@ class ModelSet:
             return load + group.timings.image(stage.rows)
         warm = {size for size, _ in served.sizes(self._warm)}
         if not self._on_demand and not (served.on_request and (key.width, key.height) in warm):
-            raise served.refusal(key, self._warm, of_tiles=checked.tiles is not None)
+            raise served.refusal(key, self._warm, of_tiles=of_tiles)
         most = LARGEST * max(width * height for (width, height), _ in served.sizes(self._warm))
         if key.width * key.height > most:
             message = (
@@ -598,6 +629,20 @@ class ModelSet:
         served.used = time.monotonic()
         return served
 
+    def _hash(self, served: ServedModel) -> None:
+        """Put the hash of a model's file on its card, in a thread of its own: files are large."""
+        path = served.model.files.path
+
+        def compute() -> None:
+            with suppress(OSError):
+                served.sha256 = digest = compute_hash(path)
+                with self._lock:
+                    cards = self.cards
+                    self.cards = [replace(card, sha256=digest) if card.id == served.name else card for card in cards]
+
+        if path.is_file() and not served.sha256:
+            threading.Thread(target=compute, name="canvax hash", daemon=True).start()
+
     def _load_again(self, served: ServedModel) -> None:
         began = time.monotonic()
         try:
@@ -610,6 +655,7 @@ class ModelSet:
             served.retry = time.monotonic() + min(first * 2**served.failed, most)
             served.failed += 1
             raise
+        self._hash(served)
         now = time.monotonic()
         served.load_seconds, served.failed = now - began, 0
         self._settled = now + PATIENCE * served.load_seconds  # so that loading takes a quarter of the time at most

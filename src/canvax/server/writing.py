@@ -190,6 +190,8 @@ class Writer:
                 if not last:
                     return
             metadata = item.metadata(served.model)
+            if served.sha256:
+                metadata = {**metadata, "model_sha256": served.sha256}
             if served.safety_checker:
                 (pixels,), (flag,) = served.safety_checker.blacken(pixels[None])
                 metadata = {**metadata, "nsfw": flag}

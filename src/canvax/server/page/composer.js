@@ -151,7 +151,7 @@ function shapeOf(width, height) {
 /** Size, steps, guidance and sampler as the model's card has them. */
 function ownSettings() {
   const card = model();
-  setSize(...card.native);
+  setSize(...card.size);
   setNumber("steps", card.steps);
   setNumber("guidance", card.guidance_scale);
   setSampler("");
@@ -278,8 +278,8 @@ export function settings() {
   const result = {
     prompt: prompt && prompt + style,
     n: number("count", 1),
-    width: number("width", card?.native[0]),
-    height: number("height", card?.native[1]),
+    width: number("width", card?.size[0]),
+    height: number("height", card?.size[1]),
     steps: number("steps-number", card?.steps),
     guidance_scale: card?.guided ? number("guidance-number", card.guidance_scale) : undefined,
     format: $("format").value,

@@ -70,6 +70,7 @@ function start(job, files = {}, kept = {}) {
     gallery.addRecord({ id: `${task.once}-${index}`, created: task.created - index * 0.001, settings, inputs: files, blob, file, width, height }, tiles[index]);
     gallery.showQueue();
   });
+  task.addEventListener("kept", ({ detail: { index } }) => { if (tiles[index].isConnected) gallery.removeBusy(tiles[index]); });
   task.addEventListener("refused", ({ detail: error }) => {
     if (task.id) return;
     for (const tile of tiles) gallery.removeBusy(tile);
