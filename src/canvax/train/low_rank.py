@@ -101,7 +101,7 @@ def _targets(spec: Spec, layers: str, stacks: Names) -> Iterator[tuple[str, Laye
     whole = {
         name: Layer({part: declared[part] for part in parts}, rule.axis)
         for module in declared
-        for name, parts, rule in stacks.theirs(module)
+        for name, parts, rule in stacks.external(module)
     }
     stacked = {part for layer in whole.values() for part in layer.parts}
     whole |= {module: Layer({module: param}) for module, param in declared.items() if module not in stacked}

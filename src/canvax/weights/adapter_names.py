@@ -158,7 +158,7 @@ def module_table(specs: Mapping[str, Spec]) -> dict[str, Stack]:
         prefixes = (*_TEXT[component], *(_TEXT_ALONE if alone else ())) if component in _TEXT else _DENOISER
         for name in names:
             known = _text_names(name) if component in _TEXT else _denoiser_names(name)
-            others = [] if component in _TEXT else original.theirs(name)
+            others = [] if component in _TEXT else original.external(name)
             for spelled, parts, rule in (*((known_name, (name,), None) for known_name in known), *others):
                 swapped = rule is not None and rule.change == "swapped halves"
                 stack = Stack(tuple(Module(component, part) for part in parts), rule.axis if rule else 0, swapped)
