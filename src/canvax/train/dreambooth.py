@@ -68,12 +68,12 @@ def _generate_class(
     folder: Path, prompt: str, instance: Instance, training: Training, mesh: Mesh, say: Callable[[str], None]
 ) -> None:
     """Generate class images, each with another seed, until the folder has ``count``."""
-    there = [path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES] if folder.is_dir() else []
-    missing = instance.count - len(there)
+    existing = [path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES] if folder.is_dir() else []
+    missing = instance.count - len(existing)
     if missing <= 0:
         return
-    names = {path.name for path in there}
-    seeds = [seed for seed in range(instance.count + len(there)) if f"class-{seed:05d}.png" not in names][:missing]
+    names = {path.name for path in existing}
+    seeds = [seed for seed in range(instance.count + len(existing)) if f"class-{seed:05d}.png" not in names][:missing]
     check_writable("class_pictures", folder)
     check = partial(size_of, training)
     quantize = training.quantize

@@ -401,10 +401,10 @@ def _check_loss(loss: Loss, params: Params, data: Any, shared: Any, plan: Plan) 
         )
 
 
-def _check_finite(what: str, number: Any, name: str, done: int) -> None:
+def _check_finite(quantity: str, number: Any, name: str, done: int) -> None:
     if not math.isfinite(number):
         raise CanvaxError(
-            f"{name}: {what} is {float(number)} at step {done}; the last good state is kept. Train with a lower "
+            f"{name}: {quantity} is {float(number)} at step {done}; the last good state is kept. Train with a lower "
             "learning rate in another folder."
         )
 

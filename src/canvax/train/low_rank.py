@@ -177,7 +177,7 @@ def read_factors(source: str | Path, specs: Mapping[str, Spec], chosen: Targets,
 def _joined(layer: Layer, pairs: Sequence[tuple[HostArray, HostArray]], source: str | Path) -> dict[str, HostArray]:
     """Return the factors of a layer from those of its weights."""
     downs, ups = zip(*pairs, strict=True)
-    if any(not np.array_equal(one, other) for one, other in pairwise(ups if layer.axis else downs)):
+    if any(not np.array_equal(first, other) for first, other in pairwise(ups if layer.axis else downs)):
         raise InputError("start", source, f"has different factors for {', '.join(layer.parts)}", "give another LoRA")
     down = np.concatenate(downs) if layer.axis else downs[0]
     up = ups[0] if layer.axis else np.concatenate(ups, axis=1)

@@ -99,9 +99,9 @@ def _control_lora(name: str, arrays: Sequence[Entry]) -> ControlFiles:
         {array.name.removesuffix(end): array for array in arrays if array.name.endswith(end)}
         for end in (".up", ".down")
     )
-    alone = sorted(ups.keys() ^ downs.keys())
-    if alone or not ups:
-        fault = f"{alone[0]} has one of its two factors" if alone else "it has no factors"
+    unpaired = sorted(ups.keys() ^ downs.keys())
+    if unpaired or not ups:
+        fault = f"{unpaired[0]} has one of its two factors" if unpaired else "it has no factors"
         raise CheckpointError(f"{name}: is no whole control-LoRA: {fault}")
     for key in ups:
         up, down = ups[key], downs[key]

@@ -216,7 +216,7 @@ def single_arrays(
         arrays += [replace(array, name=start + array.name) for array in renamed]
     marks = {"v_pred": v_prediction and kind is XL, "ztsnr": zero_snr}
     none = np.zeros(0, np.float32)
-    return arrays + [ArrayToSave(name, (0,), none.dtype, lambda: none) for name, there in marks.items() if there]
+    return arrays + [ArrayToSave(name, (0,), none.dtype, lambda: none) for name, marked in marks.items() if marked]
 
 
 def single_metadata(kind: Layout, *, v_prediction: bool, inpaints: bool) -> dict[str, str]:
