@@ -50,7 +50,7 @@ class Instance(InstanceRecord):
 def subject_of(
     instance: Instance, training: Training, mesh: Mesh, say: Callable[[str], None] = lambda _: None
 ) -> Subject:
-    """Return the subject for ``finetune`` and ``train_lora``; generates missing class images.
+    """Return the subject for ``finetune`` and ``train_lora``; generate missing class images.
 
     Raises:
         InputError: the images, the model or the size cannot be used.
