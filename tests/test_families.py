@@ -80,7 +80,7 @@ def test_tables_are_built_of_the_families(family: Family, monkeypatch: pytest.Mo
     assert PRESETS.items() >= family.presets.items()
     table = module_table({"transformer": networks.denoiser.spec})
     layers = [name.removesuffix(".weight") for name, _ in flatten(networks.denoiser.spec) if name.endswith(".weight")]
-    theirs = {name for layer in layers for name, _, _ in Names(family.names).theirs(layer)}
+    theirs = {name for layer in layers for name, _, _ in Names(family.names).external(layer)}
     assert len(theirs) > 50
     assert {name.replace(".", "_") for name in theirs} <= table.keys()
 
@@ -148,12 +148,12 @@ def test_stacks_of_every_width_of_the_feed_forward(ratio: float) -> None:
     spec = flux2_spec(dataclasses.replace(TINY, mlp_ratio=ratio))
     declared = {name: param.checkpoint_shapes[0] for name, param in flatten(spec)}
     arrays = [to_save(name, np.zeros(shape, np.float32)) for name, shape in declared.items()]
-    files = Names(FLUX2.stacks).to_theirs(arrays)
+    files = Names(FLUX2.stacks).to_external(arrays)
     assert len(files) < len(declared)
-    parts = Names(FLUX2.names).to_ours([stored(array.name, array.shape) for array in files])
+    parts = Names(FLUX2.names).to_internal([stored(array.name, array.shape) for array in files])
     assert {part.name: part.shape for part in parts} == declared
     width, inner = TINY.dim, int(TINY.dim * ratio)
-    parts = Names(FLUX2.names).to_ours([stored("single_blocks.0.linear1.weight", (3 * width + 2 * inner, width))])
+    parts = Names(FLUX2.names).to_internal([stored("single_blocks.0.linear1.weight", (3 * width + 2 * inner, width))])
     assert {part.name: part.shape for part in parts}.items() <= declared.items()
     assert len(parts) == 5
 
@@ -162,15 +162,15 @@ def test_stacks_of_every_width_of_the_feed_forward(ratio: float) -> None:
 def test_no_such_stack(shape: tuple[int, ...]) -> None:
     """It stays as it is, and loading reports it."""
     entry = stored("single_blocks.0.linear1.weight", shape)
-    assert Names(FLUX2.names).to_ours([entry]) == [entry]
+    assert Names(FLUX2.names).to_internal([entry]) == [entry]
 
 
 def test_six_rows_in_one() -> None:
     """Krea 2's tables, which its authors store as one row."""
     names = Names(KREA2.names)
     table = np.arange(12, dtype=np.float32).reshape(6, 2)
-    (row,) = names.to_theirs([to_save("transformer_blocks.0.scale_shift_table", table)])
+    (row,) = names.to_external([to_save("transformer_blocks.0.scale_shift_table", table)])
     assert (row.name, row.shape) == ("blocks.0.mod.lin", (12,))
     np.testing.assert_array_equal(row.get(), np.arange(12))
-    (entry,) = names.to_ours([stored(row.name, row.shape)])
+    (entry,) = names.to_internal([stored(row.name, row.shape)])
     assert (entry.name, entry.shape) == ("transformer_blocks.0.scale_shift_table", (6, 2))

@@ -189,14 +189,14 @@ def test_rules_both_ways(tmp_path: Path) -> None:
     ours |= {"norm_out.bias": rng.random(6), "projection.weight": rng.random((2, 5)), "to_q.weight": rng.random((4, 4)),
              "other.weight": rng.random(3)}  # fmt: skip
     to_save = [ArrayToSave(name, a.shape, a.dtype, lambda a=a: a) for name, a in ours.items()]
-    write_safetensors(tmp_path / "a.safetensors", RULES.to_theirs(to_save), {})
+    write_safetensors(tmp_path / "a.safetensors", RULES.to_external(to_save), {})
     theirs = load_file(tmp_path / "a.safetensors")
     assert {name: array.shape for name, array in theirs.items()} == {
         "blocks.0.qkv.weight": (14, 3), "blocks.1.qkv.weight": (14, 3), "final.mod.bias": (6,), "projection": (5, 2),
         "attn.q.weight": (4, 4, 1, 1), "other.weight": (3,),
     }  # fmt: skip
     np.testing.assert_array_equal(theirs["final.mod.bias"], np.roll(ours["norm_out.bias"], 3))
-    read = {entry.name: entry for entry in RULES.to_ours(open_safetensors(tmp_path / "a.safetensors"))}
+    read = {entry.name: entry for entry in RULES.to_internal(open_safetensors(tmp_path / "a.safetensors"))}
     assert read.keys() == ours.keys()
     assert read["projection.weight"].order == "flax"
     for name, array in ours.items():

@@ -160,13 +160,13 @@ def step_noise(keys: Array, rows: Array, shape: tuple[int, ...]) -> Array:
     It depends only on the image's key and the index of the row, not on the batch or the devices.
     """
 
-    def one(key: Array) -> Array:
+    def of_image(key: Array) -> Array:
         # Flat: for a last axis as short as that of latents, XLA's CPU compiler generates 256 KB of code.
         return jax.random.normal(key, (math.prod(shape),), jnp.float32).reshape(shape)
 
     with jax.threefry_partitionable(True):
         row_keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys, impl="threefry2x32"), rows)
-        return jax.vmap(one)(row_keys)
+        return jax.vmap(of_image)(row_keys)
 
 
 def _neighbours(*arrays: Array) -> Array:

@@ -163,8 +163,8 @@ def conv2d_spec(
 
 def conv2d(p: Params, x: Array, *, stride: int = 1, padding: tuple[int, int] = (1, 1)) -> Array:
     """Apply a 2-D convolution, [B, H, W, Cin] -> [B, H', W', Cout]; ``padding`` is (before, after) on both axes."""
-    how = {"stride": stride, "padding": padding}
-    return _completed(p, _convolved(p, x, partial(convolve, **how)), lambda down: convolve(down, x, **how))
+    geometry = {"stride": stride, "padding": padding}
+    return _completed(p, _convolved(p, x, partial(convolve, **geometry)), lambda down: convolve(down, x, **geometry))
 
 
 def conv2d_of_doubled(p: Params, x: Array) -> Array:

@@ -219,6 +219,6 @@ def test_sizes_of_the_released_files(flow_map: bool, count: int) -> None:
     empty = [
         ArrayToSave(name, shape, np.dtype("float32"), lambda: np.zeros(0)) for name, shape in shapes_of(spec).items()
     ]
-    assert len(Names(NAMES).to_theirs(empty)) == count
+    assert len(Names(NAMES).to_external(empty)) == count
     assert FLUX3.single_file is not None
     assert Flux3Config.from_dict(FLUX3.single_file.config(shapes_of(spec))) == cfg

@@ -44,7 +44,7 @@ PLACES = [f"decoder.upsamples.{i}.resample.1.weight" for i in (3, 7, 11)] + ["de
 def original(found: Arrays, names: Names) -> Arrays:
     """Arrays under the names of their authors; tables of a block are one row."""
     to_save = [ArrayToSave(name, array.shape, array.dtype, lambda array=array: array) for name, array in found.items()]
-    named = {array.name: array.get() for array in names.to_theirs(to_save)}
+    named = {array.name: array.get() for array in names.to_external(to_save)}
     return {name: array.reshape(-1) if name.endswith("mod.lin") else array for name, array in named.items()}
 
 
@@ -183,7 +183,7 @@ def test_sizes_of_the_released_files() -> None:
     ):
         state = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
         empty = [ArrayToSave(name, shape, np.dtype("float32"), lambda: np.zeros(0)) for name, shape in state.items()]
-        released = {array.name: torch.empty(array.shape, device="meta") for array in names.to_theirs(empty)}
+        released = {array.name: torch.empty(array.shape, device="meta") for array in names.to_external(empty)}
         assert len(released) == total
         assert {name: tuple(tensor.shape) for name, tensor in convert(dict(released)).items()} == state
     shapes = shapes_of(krea2_spec(Krea2Config()))

@@ -330,7 +330,7 @@ def shapes_of(spec: Any, names: Names | None = None) -> dict[str, tuple[int, ...
     found = [
         ArrayToSave(name, param.checkpoint_shapes[0], nothing.dtype, lambda: nothing) for name, param in flatten(spec)
     ]
-    return {one.name: one.shape for one in (names.to_theirs(found) if names else found)}
+    return {one.name: one.shape for one in (names.to_external(found) if names else found)}
 
 
 def test_sizes_of_the_released_files() -> None:

@@ -193,21 +193,21 @@ def _differences(model: Model, single: ModelFiles) -> Iterator[str]:
         yield from _other_networks(model.networks, model.family.read(single))
     except CheckpointError as error:
         yield str(error)
-    ours, theirs = model.files.config("scheduler"), single.config("scheduler")
+    before, after = model.files.config("scheduler"), single.config("scheduler")
     for name in ("beta_start", "beta_end", "beta_schedule", "num_train_timesteps", "prediction_type"):
-        if ours.get(name, theirs[name]) != theirs[name]:
-            yield f"scheduler: {name} is {ours[name]!r}, not {theirs[name]!r}"
+        if before.get(name, after[name]) != after[name]:
+            yield f"scheduler: {name} is {before[name]!r}, not {after[name]!r}"
 
 
-def _other_networks(ours: Networks, theirs: Networks) -> Iterator[str]:
+def _other_networks(before: Networks, after: Networks) -> Iterator[str]:
     specs, original = (
-        {name: dict(flatten(spec)) for name, spec in networks.specs().items()} for networks in (ours, theirs)
+        {name: dict(flatten(spec)) for name, spec in networks.specs().items()} for networks in (before, after)
     )
     for name, spec in specs.items():
         if spec != original[name]:
             yield f"{name}: its parameters are not those of this kind of model"
-    pairs = [("unet", ours.config, theirs.config), ("vae", ours.vae, theirs.vae)]
-    pairs += [(name, cfg, clip_configs(theirs.text)[name]) for name, cfg in clip_configs(ours.text).items()]
+    pairs = [("unet", before.config, after.config), ("vae", before.vae, after.vae)]
+    pairs += [(name, cfg, clip_configs(after.text)[name]) for name, cfg in clip_configs(before.text).items()]
     for name, our_cfg, other in pairs:
         for field in (field.name for field in dataclasses.fields(our_cfg)):
             if field not in _ALIKE and getattr(our_cfg, field) != getattr(other, field):

@@ -49,30 +49,30 @@ def _parallel(first: str, last: str) -> list[Rule]:
     ]
 
 
-def _norms(theirs: str, ours: str) -> list[Rule]:
+def _norms(external: str, internal: str) -> list[Rule]:
     """Return the rules for normalisations of queries and keys; the authors call the weight scale, ComfyUI weight."""
-    pairs = [(f"{theirs}.norm.{part}_norm", f"{ours}_{part[0]}") for part in ("query", "key")]
-    return [Rule(f"{their}{end}", f"{our}{weight}") for their, our in pairs
+    pairs = [(f"{external}.norm.{part}_norm", f"{internal}_{part[0]}") for part in ("query", "key")]
+    return [Rule(f"{old}{end}", f"{new}{weight}") for old, new in pairs
             for end, weight in ((".scale", ".weight"), ("", ""))]  # fmt: skip
 
 
-def _stream(theirs: str, mlp: str, projections: tuple[str, ...], out: str, norm: str) -> list[Rule]:
+def _stream(external: str, mlp: str, projections: tuple[str, ...], out: str, norm: str) -> list[Rule]:
     """Return the rules for a stream of a double block."""
     double = "transformer_blocks.*"
     return [
-        Rule(f"{theirs}_mlp.2", f"{double}.{mlp}.down"),
-        Rule(f"{theirs}_mlp.0", (f"{double}.{mlp}.gate", f"{double}.{mlp}.up")),
-        Rule(f"{theirs}_attn.qkv", tuple(f"{double}.attn.{name}" for name in projections)),
-        Rule(f"{theirs}_attn.proj", f"{double}.attn.{out}"),
-        *_norms(f"{theirs}_attn", f"{double}.attn.{norm}"),
+        Rule(f"{external}_mlp.2", f"{double}.{mlp}.down"),
+        Rule(f"{external}_mlp.0", (f"{double}.{mlp}.gate", f"{double}.{mlp}.up")),
+        Rule(f"{external}_attn.qkv", tuple(f"{double}.attn.{name}" for name in projections)),
+        Rule(f"{external}_attn.proj", f"{double}.attn.{out}"),
+        *_norms(f"{external}_attn", f"{double}.attn.{norm}"),
     ]
 
 
 STACKS = (
     *(
-        Rule(f"transformer_blocks.*.{mlp}.{theirs}", ours)
+        Rule(f"transformer_blocks.*.{mlp}.{external}", internal)
         for mlp in ("ff", "ff_context")
-        for theirs, ours in (
+        for external, internal in (
             ("linear_in", (f"transformer_blocks.*.{mlp}.gate", f"transformer_blocks.*.{mlp}.up")),
             ("linear_out", f"transformer_blocks.*.{mlp}.down"),
         )
@@ -88,8 +88,8 @@ NAMES = (
     Rule("final_layer.linear", "proj_out"),
     Rule("final_layer.adaLN_modulation.1", "norm_out.linear", "swapped halves"),
     *(
-        Rule(f"{kind}.{layer}", f"time_guidance_embed.{ours}.linear_{i}")
-        for kind, ours in (("time_in", "timestep_embedder"), ("guidance_in", "guidance_embedder"))
+        Rule(f"{kind}.{layer}", f"time_guidance_embed.{internal}.linear_{i}")
+        for kind, internal in (("time_in", "timestep_embedder"), ("guidance_in", "guidance_embedder"))
         for i, layer in enumerate(("in_layer", "out_layer"), 1)
     ),
     *(

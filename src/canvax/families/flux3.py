@@ -59,9 +59,9 @@ STACKS = tuple(
 NAMES = (
     *STACKS,
     *(
-        Rule(f"{theirs}.{layer}", ours)
-        for theirs, block in _BLOCKS.items()
-        for layer, ours in (
+        Rule(f"{external}.{layer}", internal)
+        for external, block in _BLOCKS.items()
+        for layer, internal in (
             *((f"{part}_proj", f"{block}.attn.to_{part}") for part in "qkv"),
             ("attn_out", f"{block}.attn.to_out.0"),
             ("mlp_in", (f"{block}.ff.gate", f"{block}.ff.up")),
@@ -79,8 +79,8 @@ NAMES = (
     ),
     *(Rule(f"emb_in.{mode}", f"x_embedders.{mode}") for mode in ("image", "image_cond")),
     *(
-        Rule(f"{theirs}.{layer}", f"{ours}.linear_{i}")
-        for theirs, ours in (("time_in", "timestep_embedder"), ("ref_time_in", "target_timestep_embedder"))
+        Rule(f"{external}.{layer}", f"{internal}.linear_{i}")
+        for external, internal in (("time_in", "timestep_embedder"), ("ref_time_in", "target_timestep_embedder"))
         for i, layer in enumerate(("in_layer", "out_layer"), 1)
     ),
     Rule("txt_in", "context_embedder"),

@@ -53,13 +53,13 @@ NAMES = (
     Rule("last.norm.scale", "final_layer.norm.weight"),
     Rule("last.modulation.lin", "final_layer.scale_shift_table"),
     *(
-        Rule(f"{blocks}.*.{theirs}", f"{our_blocks}.*.{ours}", "six rows in one" if theirs == "mod.lin" else "")
+        Rule(f"{blocks}.*.{external}", f"{our_blocks}.*.{internal}", "six rows in one" if external == "mod.lin" else "")
         for blocks, our_blocks in (
             ("blocks", "transformer_blocks"),
             ("txtfusion.layerwise_blocks", "text_fusion.layerwise_blocks"),
             ("txtfusion.refiner_blocks", "text_fusion.refiner_blocks"),
         )
-        for theirs, ours in (
+        for external, internal in (
             *((f"attn.w{part}", f"attn.to_{part}") for part in "qkv"),
             ("attn.wo", "attn.to_out.0"),
             ("attn.gate", "attn.to_gate"),

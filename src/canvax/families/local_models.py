@@ -110,14 +110,14 @@ def completed(overrides: Overrides, location: Location, near: Sequence[FileRepor
     names = {path: name for name, path in by_name([part.path for part in near]).items()}
     choices = [[each.path for each in near if each.kind is _PARTS[name]] for name in missing]
     for paths in product(*choices):
-        found = {name: names.get(path, str(path)) for name, path in zip(missing, paths, strict=True)}
-        reasons = {name: f"{part}, the first file that fits" for name, part in found.items()}
-        chosen = replace(overrides, **found, reasons=reasons)
+        parts = {name: names.get(path, str(path)) for name, path in zip(missing, paths, strict=True)}
+        reasons = {name: f"{part}, the first file that fits" for name, part in parts.items()}
+        chosen = replace(overrides, **parts, reasons=reasons)
         with suppress(CheckpointError, InputError):
             opened = chosen.apply(open_files(location, given=chosen.parts, weights=False))
             read_networks(opened)
             of_vision = "vision_config" in opened.configs["text_encoder"]
-            if "text_encoder" not in found or _reads_images(paths[missing.index("text_encoder")]) == of_vision:
+            if "text_encoder" not in parts or _reads_images(paths[missing.index("text_encoder")]) == of_vision:
                 return chosen
     return overrides
 

@@ -40,9 +40,9 @@ NAMES = (
     Rule("x_embedder", "all_x_embedder.2-1"),
     Rule("final_layer", "all_final_layer.2-1"),
     *(
-        Rule(f"{blocks}.*.attention.{theirs}", ours)
+        Rule(f"{blocks}.*.attention.{external}", internal)
         for blocks in ("layers", "noise_refiner", "context_refiner")
-        for theirs, ours in (
+        for external, internal in (
             ("qkv", tuple(f"{blocks}.*.attention.to_{part}" for part in "qkv")),
             ("out", f"{blocks}.*.attention.to_out.0"),
             ("q_norm", f"{blocks}.*.attention.norm_q"),

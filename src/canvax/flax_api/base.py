@@ -306,7 +306,7 @@ class FlaxPipeline:
     def _run(
         self, programs: Programs, weights: Params, inputs: Inputs, table: SamplerTable, *, decode: bool
     ) -> np.ndarray:
-        """Encode, denoises and decodes on the devices of ``programs``.
+        """Encode, denoise and decode on the devices of ``programs``.
 
         Returns images [N, H, W, 3], or without ``decode`` latents [N, h, w, C].
         """

@@ -179,7 +179,7 @@ class Vae(Network):
     """The autoencoder. Its latents are not scaled: they are a pipeline's latents / ``config.scaling_factor``."""
 
     def __call__(self, sample: Array, *, params: Params) -> FlaxSampleOutput:
-        """Encode images [B, 3, H, W] and decodes the latents."""
+        """Encode images [B, 3, H, W] and decode the latents."""
         return self.decode(jnp.moveaxis(self.encode(sample, params=params).latent_dist.mode(), -1, 1), params=params)
 
     def decode(self, latents: Array, *, params: Params) -> FlaxSampleOutput:

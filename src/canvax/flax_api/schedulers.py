@@ -89,7 +89,7 @@ class FlaxScheduler:
         local_files_only: bool = False,
         **changes: Any,
     ) -> tuple[Self, SchedulerState]:
-        """Read a model's scheduler_config.json and replaces fields by ``changes``; return scheduler and state."""
+        """Read a model's scheduler_config.json and replace fields by ``changes``; return scheduler and state."""
         source = Location(
             pretrained_model_name_or_path, revision, None, token, cache_dir, local_files_only, progress=False
         )

@@ -120,13 +120,13 @@ class _Graph:
                 return str(text)
         return None
 
-    def _chain(self, node: Node | None, *more: str) -> Iterator[Node]:
+    def _chain(self, node: Node | None, *further: str) -> Iterator[Node]:
         """Yield a node and those behind it, along inputs of its kind: a model through its LoRAs to its file."""
         seen: list[Node] = []
         while node is not None and node not in seen:
             seen.append(node)
             yield node
-            node = next(filter(None, (self._node(node, name) for name in (*more, "model"))), None)
+            node = next(filter(None, (self._node(node, name) for name in (*further, "model"))), None)
 
     def _loras(self, model: list[Node]) -> Iterator[tuple[Any, Any]]:
         for node in reversed(model):

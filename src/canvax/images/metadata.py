@@ -36,7 +36,7 @@ _MAX_CHUNKS = 100_000
 
 
 def save_image(path: str | Path, image: Image, metadata: Mapping[str, Any], *, overwrite: bool = False) -> Path:
-    """Write an image with its metadata atomically; replaces an existing file only with ``overwrite``.
+    """Write an image with its metadata atomically; replace an existing file only with ``overwrite``.
 
     Args:
         path: the new file, in an existing folder; its extension, .png, .jpg or .webp, selects the format.

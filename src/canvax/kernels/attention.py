@@ -22,7 +22,7 @@ Form = Callable[[Array, Array, Array, Array | None, Array | None], Array]
 """Maps queries, keys and values of as many heads, a mask and a bias to attention's output. It gets one device's part,
 and is never causal."""
 
-_own: ContextVar[Callable[..., Array] | None] = ContextVar("canvax_own_attention", default=None)
+_replacement: ContextVar[Callable[..., Array] | None] = ContextVar("canvax_own_attention", default=None)
 
 
 @contextmanager
@@ -43,12 +43,12 @@ def using(form: Callable[..., Array]) -> Iterator[None]:
             with the keywords ``mask``, ``bias``, ``scale`` and ``causal`` of ``attention``; and with ``where``, the
             layer's path (``canvax.kernels.outline.where``). Within it, ``attention`` is canvax's.
     """
-    token = _own.set(form)
+    token = _replacement.set(form)
     try:
         with replacing(__name__, "using", form):
             yield
     finally:
-        _own.reset(token)
+        _replacement.reset(token)
 
 
 def attention(
@@ -82,25 +82,26 @@ def attention(
     shards = weight_shards()
     if k.shape[2] % shards and q.shape[2] % shards == 0:  # no device has all query heads of a group
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-    own = _own.get()
-    form = None if causal or own else _special_form(q, k)  # a kernel does not pay off for a text encoder's 77 tokens
+    replacement = _replacement.get()
+    # A kernel does not pay off for a text encoder's 77 tokens.
+    form = None if causal or replacement else _special_form(q, k)
     if upcast and form not in (gpu.attend_by_cudnn, tpu.attend_by_flash):  # their scores are always float32
         q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if lengths is not None and not (form is gpu.attend_by_cudnn and mask is None):
         prefix = jnp.arange(k.shape[1])[None] < lengths[:, None]
         mask = prefix if mask is None else mask & prefix
-    how = {"scale": q.shape[-1] ** -0.5 if scale is None else scale}
-    if own:
-        token = _own.set(None)  # so that it may call this function
+    scaled = {"scale": q.shape[-1] ** -0.5 if scale is None else scale}
+    if replacement:
+        token = _replacement.set(None)  # so that it may call this function
         try:
-            return own(q, k, v, mask=mask, bias=bias, causal=causal, where=where(), **how)
+            return replacement(q, k, v, mask=mask, bias=bias, causal=causal, where=where(), **scaled)
         finally:
-            _own.reset(token)
+            _replacement.reset(token)
     if form is None:
-        return plain_attention(q, k, v, mask=mask, bias=bias, causal=causal, **how)
+        return plain_attention(q, k, v, mask=mask, bias=bias, causal=causal, **scaled)
     if form is gpu.attend_by_cudnn:
-        return _on_each_device(partial(form, **how), q, k, v, lengths if mask is None else mask, bias)
-    return _on_each_device(partial(_by_group, partial(form, **how)), q, k, v, mask, bias)
+        return _on_each_device(partial(form, **scaled), q, k, v, lengths if mask is None else mask, bias)
+    return _on_each_device(partial(_by_group, partial(form, **scaled)), q, k, v, mask, bias)
 
 
 def plain_attention(

@@ -181,7 +181,7 @@ def _backward(stride: int, padding: Padding, operands: tuple[Array, Array], slop
 _direct_with_vjp = jax.custom_vjp(_direct, nondiff_argnums=(2, 3))
 """XLA's convolution with a custom gradient. XLA's gradient convolutions in a larger program partly have a layout that
 its fast CPU convolution does not support, which makes training ten times slower."""
-_direct_with_vjp.defvjp(lambda weight, x, *how: (_direct(weight, x, *how), (weight, x)), _backward)
+_direct_with_vjp.defvjp(lambda weight, x, *static: (_direct(weight, x, *static), (weight, x)), _backward)
 
 
 def _by_im2col(weight: Array, x: Array, stride: int, padding: tuple[int, int]) -> Array:

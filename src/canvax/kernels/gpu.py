@@ -40,8 +40,8 @@ def attend_by_cudnn(
         mask = jnp.broadcast_to(mask[:, None, None], (mask.shape[0], 1, q.shape[1], k.shape[1]))
     if bias is not None:
         bias = jnp.broadcast_to(bias, (*bias.shape[:2], q.shape[1], k.shape[1])).astype(q.dtype)
-    how = {"mask": None if lengths is not None else mask, "bias": bias, "scale": scale}
-    return jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, implementation="cudnn", **how)
+    terms = {"mask": None if lengths is not None else mask, "bias": bias, "scale": scale}
+    return jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths, implementation="cudnn", **terms)
 
 
 def score_bytes(q: Array, k: Array) -> int:

@@ -103,24 +103,24 @@ OPTIONS: Mapping[str, Mapping[str, str | bool]] = {
 """XLA's compiler options for each platform."""
 
 
-def compiled_on(mesh: Mesh, function: Callable[..., Any], *arguments: Any, **how: Any) -> Compiled:
+def compiled_on(mesh: Mesh, function: Callable[..., Any], *arguments: Any, **options: Any) -> Compiled:
     """Return the program that ``compile_or_fall_back`` compiles."""
-    return compile_or_fall_back(mesh, function, *arguments, **how)[0]
+    return compile_or_fall_back(mesh, function, *arguments, **options)[0]
 
 
 def compile_or_fall_back(
-    mesh: Mesh, function: Callable[..., Any], *arguments: Any, split: bool = True, **how: Any
+    mesh: Mesh, function: Callable[..., Any], *arguments: Any, split: bool = True, **options: Any
 ) -> tuple[Compiled, bool]:
     """Compile ``function`` for the devices of ``mesh``; also return whether no fallback was needed.
 
     If a GPU's cuDNN is missing or has no attention for the GPU, the program is compiled without cuDNN: slower, but it
-    works. The caller must not store that program for later processes, whose cuDNN may be repaired. ``how`` are
+    works. The caller must not store that program for later processes, whose cuDNN may be repaired. ``options`` are
     arguments of ``jax.jit``.
     """
 
     def compiled(*, fused: bool) -> Compiled:
         with compiling_on(mesh, split=split, fused=fused):
-            lowered = jax.jit(function, **how).lower(*arguments)
+            lowered = jax.jit(function, **options).lower(*arguments)
             return lowered.compile(dict(OPTIONS.get(target_platform(), {})))
 
     try:

@@ -189,8 +189,8 @@ class ClipEncoder(TextEncoder):
 
     def passes(self, tokenizer: Any, words: Sequence[ChunkedWords], length: int) -> Passes:
         del tokenizer
-        if length == self.chunk and all(one.is_plain for one in words):
-            return Passes([_inputs([one.variants[0].chunks[0] for one in words], words)])
+        if length == self.chunk and all(prompt.is_plain for prompt in words):
+            return Passes([_inputs([prompt.variants[0].chunks[0] for prompt in words], words)])
         mixture = Mixture(words, length // self.chunk)
         return Passes([_inputs(chunks, words) for chunks in mixture.passes], mixture)
 
@@ -200,7 +200,7 @@ class ClipEncoder(TextEncoder):
 
 def _inputs(chunks: Sequence[Chunk], words: Sequence[ChunkedWords]) -> dict[str, HostArray]:
     """Return the inputs of a chunk of each prompt."""
-    arrays = {"ids": [ids for ids, _ in chunks], "skip": [one.skip for one in words]}
+    arrays = {"ids": [ids for ids, _ in chunks], "skip": [prompt.skip for prompt in words]}
     return {name: np.array(array, np.int32) for name, array in arrays.items()}
 
 

@@ -310,8 +310,8 @@ class UNetDenoiser(Reusable):
             x = jnp.concatenate([x, masked], axis=-1)
         x, options = x.astype(compute_dtype(p)), BlockOptions(perturbed=extras.perturbed)
         if extras.recall is None:
-            more = {"cfg": self.cfg, "options": options, "residuals": extras.residuals}
-            return unet(p, x, row["timestep"], **prepared, **more), memory
+            arguments = {"cfg": self.cfg, "options": options, "residuals": extras.residuals}
+            return unet(p, x, row["timestep"], **prepared, **arguments), memory
         layers, recall = extras.recall
         context = unet_context(p, x, row["timestep"], cfg=self.cfg, **prepared)._replace(options=options)
         return unet_reusing(p, x, context, self.cfg, layers=layers, recall=recall)

@@ -157,7 +157,9 @@ class TextEncoder:
 
     def passes(self, tokenizer: Any, words: Sequence[Any], length: int) -> Passes:
         """Return the plan of encoding prompts of ``length`` tokens."""
-        return Passes([self.read(tokenizer, [one.text for one in words], length, [one.images for one in words])])
+        return Passes(
+            [self.read(tokenizer, [prompt.text for prompt in words], length, [prompt.images for prompt in words])]
+        )
 
     def lengthened(self, text: HostArray, length: int) -> HostArray:
         """Return features [n, T, D] of a shorter length as features of ``length``."""
@@ -232,20 +234,20 @@ class TextEncoders:
             lengths: length of each encoder, by default the shortest.
         """
         outputs = [
-            {name: jax.ShapeDtypeStruct((batch, *one.shape), one.dtype) for name, one in shapes.items()}
+            {name: jax.ShapeDtypeStruct((batch, *output.shape), output.dtype) for name, output in shapes.items()}
             for encoder, length, dtype in zip(self.encoders, lengths or self.shortest, dtypes, strict=True)
             for shapes in [encoder.outputs(length, dtype)]
         ]
-        alone = len(outputs) == 1 and type(self).join is TextEncoders.join
-        return outputs[0] if alone else jax.eval_shape(self.join, outputs)
+        is_single = len(outputs) == 1 and type(self).join is TextEncoders.join
+        return outputs[0] if is_single else jax.eval_shape(self.join, outputs)
 
     def even(self, words: Sequence[Any]) -> tuple[Any, ...]:
         """Return the words of an image for each encoder; encoders with the same ``lengths`` get the same length."""
         needed: dict[tuple[int, ...], int] = {}
-        for encoder, one in zip(self.encoders, words, strict=True):
-            needed[encoder.lengths] = max(needed.get(encoder.lengths, 0), one.length)
+        for encoder, prompt in zip(self.encoders, words, strict=True):
+            needed[encoder.lengths] = max(needed.get(encoder.lengths, 0), prompt.length)
         each = zip(self.encoders, words, strict=True)
-        return tuple(encoder.extended(one, needed[encoder.lengths]) for encoder, one in each)
+        return tuple(encoder.extended(prompt, needed[encoder.lengths]) for encoder, prompt in each)
 
     def fit(self, needed: Iterable[Sequence[int]]) -> tuple[int, ...]:
         """Return the length of each encoder that prompts of these lengths are padded to."""

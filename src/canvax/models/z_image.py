@@ -177,8 +177,8 @@ def z_image_context(
     )
     with jax.named_scope("context_refiner"):
         for i in range(cfg.n_refiner_layers):
-            how = {**_eps(cfg), "where": f"context_refiner.{i}"}
-            caption = sandwich_block(p["context_refiner"][str(i)], caption, caption_rope, filled, **how)
+            options = {**_eps(cfg), "where": f"context_refiner.{i}"}
+            caption = sandwich_block(p["context_refiner"][str(i)], caption, caption_rope, filled, **options)
     rope = Rope(*(jnp.concatenate(both, axis=1) for both in zip(image_rope, caption_rope, strict=True)))
     return ZImageContext(caption, image_rope, rope, image_ids.shape[1] + filled)
 
@@ -205,13 +205,13 @@ def z_image(p: Params, x: Array, timestep: Array, context: ZImageContext, cfg: Z
     image = jnp.concatenate([image, filling.astype(image.dtype)], axis=1)
     for i in range(cfg.n_refiner_layers):
         block = p["noise_refiner"][str(i)]
-        how = {**_eps(cfg), "where": f"noise_refiner.{i}"}
-        image = sandwich_block(block, image, context.image_rope, None, _modulation(block, time), **how)
+        options = {**_eps(cfg), "where": f"noise_refiner.{i}"}
+        image = sandwich_block(block, image, context.image_rope, None, _modulation(block, time), **options)
     h = jnp.concatenate([image, context.caption], axis=1)
     for i in range(cfg.n_layers):
         block = p["layers"][str(i)]
-        how = {**_eps(cfg), "where": f"layers.{i}"}
-        h = sandwich_block(block, h, context.rope, context.lengths, _modulation(block, time), **how)
+        options = {**_eps(cfg), "where": f"layers.{i}"}
+        h = sandwich_block(block, h, context.rope, context.lengths, _modulation(block, time), **options)
     last = p["all_final_layer"][SIZE]
     scale = linear(last["adaLN_modulation"]["1"], jax.nn.silu(time))[:, None]
     return -linear(last["linear"], layer_norm(h[:, :tokens]) * (1 + scale))

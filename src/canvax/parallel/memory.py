@@ -82,7 +82,7 @@ def free_bytes(mesh: Mesh) -> int | None:
     return min(free, default=None)
 
 
-def check_weights(needed: int, mesh: Mesh, what: str, dtype: str, *, quantized: bool = False) -> None:
+def check_weights(needed: int, mesh: Mesh, model: str, dtype: str, *, quantized: bool = False) -> None:
     """Raise OutOfMemoryError if weights of ``needed`` bytes per device do not fit; the error lists cures."""
     free = free_bytes(mesh)
     if free is None:
@@ -92,7 +92,7 @@ def check_weights(needed: int, mesh: Mesh, what: str, dtype: str, *, quantized: 
         free *= sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
     if needed > free:
         raise OutOfMemoryError(
-            f"the weights of {what} in {dtype} need {gigabytes(needed)} on each device, and {gigabytes(free)} are "
+            f"the weights of {model} in {dtype} need {gigabytes(needed)} on each device, and {gigabytes(free)} are "
             f"free; {cures(mesh, dtype, quantized=quantized)}"
         )
 

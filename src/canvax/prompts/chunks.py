@@ -179,18 +179,18 @@ class Mixture:
     def __init__(self, words: Sequence[ChunkedWords], count: int) -> None:
         """Plan the passes for prompts that are repeated up to ``count`` chunks."""
         self._words, self._count = words, count
-        counts = max(len(one.variants) for one in words), max(one.chunks for one in words)
+        counts = max(len(prompt.variants) for prompt in words), max(prompt.chunks for prompt in words)
         self._chosen = [
-            [[_nth(_nth(one.variants, v).chunks, c) for one in words] for c in range(counts[1])]
+            [[_nth(_nth(prompt.variants, v).chunks, c) for prompt in words] for c in range(counts[1])]
             for v in range(counts[0])
         ]
         self.passes: list[list[Chunk]] = []
         self._number: dict[tuple[tuple[int, ...], ...], int] = {}
         for chosen in (chosen for of_variant in self._chosen for chosen in of_variant):
             self._pass(chosen)
-        variants = chain.from_iterable(one.variants for one in words)
+        variants = chain.from_iterable(prompt.variants for prompt in words)
         heavy = any(set(weights) != {1.0} for variant in variants for _, weights in variant.chunks)
-        if heavy or any(count % one.chunks for one in words):
+        if heavy or any(count % prompt.chunks for prompt in words):
             self._pass(self._blank)
 
     def __call__(self, passes: Sequence[Any], rows: Sequence[int]) -> Any:
@@ -210,7 +210,7 @@ class Mixture:
 
     @property
     def _blank(self) -> list[Chunk]:
-        return [one.blank for one in self._words]
+        return [prompt.blank for prompt in self._words]
 
     def _pass(self, chosen: Sequence[Chunk]) -> int:
         """Return the pass that encodes these chunks, a new one if necessary."""

@@ -219,12 +219,12 @@ def _resources(ray: Any, actors: int | None) -> tuple[int, dict[str, Any]]:
 
     Actors reserve no processors: reading tasks need whole ones, and a pool with the last one would wait forever.
     """
-    there = ray.cluster_resources()
+    resources = ray.cluster_resources()
     wanted: dict[str, Any] = {"num_cpus": 0}
     count = sum(node["Alive"] for node in ray.nodes())
-    if gpus := int(there.get("GPU", 0)):
+    if gpus := int(resources.get("GPU", 0)):
         count, wanted["num_gpus"] = gpus, 1
-    elif there.get("TPU"):
+    elif resources.get("TPU"):
         hosts = [int(node["Resources"]["TPU"]) for node in ray.nodes() if node["Resources"].get("TPU")]
         count, wanted["resources"] = len(hosts), {"TPU": min(hosts)}
     return actors or max(count, 1), wanted

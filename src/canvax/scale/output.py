@@ -126,8 +126,8 @@ class Output:
         """Return the number of finished rows whose images are missing; 0 for shards and for several processes."""
         if self.into != "files" or self._processes > 1:
             return 0
-        there = set(os.listdir(self.folder))
-        return sum(line.get("status") == "done" and line.get("file") not in there for line in self.known.values())
+        existing = set(os.listdir(self.folder))
+        return sum(line.get("status") == "done" and line.get("file") not in existing for line in self.known.values())
 
     def close(self, *, done: bool) -> None:
         """Release the folder for other processes; if all rows are ``done``, put the last images into a shard."""

@@ -40,7 +40,7 @@ class Board:
         self._at(step).add_image(name, pixels, step, dataformats="HWC")
 
     def close(self) -> None:
-        """Write pending data and closes the file."""
+        """Write pending data and close the file."""
         if self._open is not None:
             self._open.close()
 

@@ -164,15 +164,15 @@ def draw(
     if "prior" not in shared:
         return drawn
     which_key, key = jax.random.split(jax.random.fold_in(key, 1))
-    which = jax.random.randint(which_key, (count,), 0, shared["prior"]["latents"].shape[0])
-    prior = jax.tree.map(lambda leaf: leaf[which % len(leaf)], shared["prior"])
+    index = jax.random.randint(which_key, (count,), 0, shared["prior"]["latents"].shape[0])
+    prior = jax.tree.map(lambda leaf: leaf[index % len(leaf)], shared["prior"])
     other = draw(prior, {"empty": shared["empty"]}, key, size, focus=focus, empty=empty)
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), drawn, other)
 
 
-def _picked(forms: Array, which: Array) -> Array:
+def _picked(forms: Array, indices: Array) -> Array:
     """Select a variant of each sample, [B, V, ...] and [B] -> [B, ...]; the batch stays split over the devices."""
-    return jax.vmap(lambda sample, index: sample[index])(forms, which)
+    return jax.vmap(lambda sample, index: sample[index])(forms, indices)
 
 
 def replaced(trained: Params, frozen: Params) -> Params:

@@ -158,7 +158,7 @@ class Session:
 def fit(
     params: Params, loss: Loss, data: Any, samples: int, plan: Plan, session: Session, shared: Any = None
 ) -> tuple[Params, bool]:
-    """Train, or resumes the run in ``session.folder``.
+    """Train, or resume the run in ``session.folder``.
 
     In the main thread SIGTERM and Ctrl-C take effect after the chunk, when its state is written; a second one at once.
     With several processes, each must call it with the same arguments and a disk that all can read; the first writes.
@@ -306,7 +306,7 @@ class _Writer:
         return False
 
     def write(self, state: TrainState, *, wait: bool) -> None:
-        """Write a state, and waits until it is there or only until it is copied: the next step overwrites it."""
+        """Write a state, and wait until it is there or only until it is copied: the next step overwrites it."""
         self._finish()
         room = available_bytes()
         if wait or room is None or 2 * _bytes(state) > room:
@@ -401,10 +401,10 @@ def _check_loss(loss: Loss, params: Params, data: Any, shared: Any, plan: Plan) 
         )
 
 
-def _check_finite(what: str, number: Any, name: str, done: int) -> None:
+def _check_finite(quantity: str, number: Any, name: str, done: int) -> None:
     if not math.isfinite(number):
         raise CanvaxError(
-            f"{name}: {what} is {float(number)} at step {done}; the last good state is kept. Train with a lower "
+            f"{name}: {quantity} is {float(number)} at step {done}; the last good state is kept. Train with a lower "
             "learning rate in another folder."
         )
 

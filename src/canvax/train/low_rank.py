@@ -101,7 +101,7 @@ def _targets(spec: Spec, layers: str, stacks: Names) -> Iterator[tuple[str, Laye
     whole = {
         name: Layer({part: declared[part] for part in parts}, rule.axis)
         for module in declared
-        for name, parts, rule in stacks.theirs(module)
+        for name, parts, rule in stacks.external(module)
     }
     stacked = {part for layer in whole.values() for part in layer.parts}
     whole |= {module: Layer({module: param}) for module, param in declared.items() if module not in stacked}
@@ -177,7 +177,7 @@ def read_factors(source: str | Path, specs: Mapping[str, Spec], chosen: Targets,
 def _joined(layer: Layer, pairs: Sequence[tuple[HostArray, HostArray]], source: str | Path) -> dict[str, HostArray]:
     """Return the factors of a layer from those of its weights."""
     downs, ups = zip(*pairs, strict=True)
-    if any(not np.array_equal(one, other) for one, other in pairwise(ups if layer.axis else downs)):
+    if any(not np.array_equal(first, other) for first, other in pairwise(ups if layer.axis else downs)):
         raise InputError("start", source, f"has different factors for {', '.join(layer.parts)}", "give another LoRA")
     down = np.concatenate(downs) if layer.axis else downs[0]
     up = ups[0] if layer.axis else np.concatenate(ups, axis=1)

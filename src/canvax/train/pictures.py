@@ -77,16 +77,16 @@ class Pictures:
 
     def select(self, chosen: Sequence[int]) -> Pictures:
         """Return the chosen images, in this order."""
-        which = list(chosen)
-        if other := [i for i in which if not -len(self) <= i < len(self)]:
+        indices = list(chosen)
+        if other := [i for i in indices if not -len(self) <= i < len(self)]:
             raise InputError("chosen", NO_VALUE, f"has {other[0]}, which is not one of the {len(self)} pictures")
         return Pictures(
-            self.pixels[which],
-            [self.captions[i] for i in which],
-            [self.rows[i] for i in which],
-            self.frames[which],
-            None if self.control is None else self.control[which],
-            None if self.masks is None else self.masks[which],
+            self.pixels[indices],
+            [self.captions[i] for i in indices],
+            [self.rows[i] for i in indices],
+            self.frames[indices],
+            None if self.control is None else self.control[indices],
+            None if self.masks is None else self.masks[indices],
         )
 
     @property
@@ -221,11 +221,11 @@ class _Files:
             self.names = sorted(name for name in names if not name.endswith("/") and not name.startswith("__MACOSX/"))
         elif source.is_dir():
             try:
-                there = list(islice(source.rglob("*"), _MOST_FILES + 1))
-                self.names = sorted(path.relative_to(source).as_posix() for path in there if path.is_file())
+                paths = list(islice(source.rglob("*"), _MOST_FILES + 1))
+                self.names = sorted(path.relative_to(source).as_posix() for path in paths if path.is_file())
             except OSError as error:
                 raise InputError("pictures", source, f"cannot be read ({error})") from None
-            if len(there) > _MOST_FILES:
+            if len(paths) > _MOST_FILES:
                 raise InputError("pictures", source, f"holds more than {_MOST_FILES} files", "is it this folder?")
         else:
             raise InputError("pictures", source, "is no folder or zip file that is there")

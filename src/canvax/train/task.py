@@ -510,9 +510,9 @@ def _mask(pictures: Pictures, factor: int, least: float) -> HostArray:
     return np.maximum(cells.mean((2, 4), dtype=np.float32) / 255, np.float32(least))
 
 
-def _texts(sets: Iterable[Captions], *more: str) -> list[str]:
-    """Return all captions of sets of images, and ``more``."""
-    return [*(text for captions in sets for texts in captions for text in texts), *more]
+def _texts(sets: Iterable[Captions], *further: str) -> list[str]:
+    """Return all captions of sets of images, and ``further``."""
+    return [*(text for captions in sets for texts in captions for text in texts), *further]
 
 
 def _text_lengths(model: Model, texts: Sequence[str]) -> tuple[int, ...]:
@@ -530,7 +530,7 @@ def _text_lengths(model: Model, texts: Sequence[str]) -> tuple[int, ...]:
             words = [encoder.words(tokenizers[encoder.component], [(caption, 1.0)], {}) for encoder in text.encoders]
         except InputError as error:
             raise InputError("caption", caption[:60], error.problem, error.cure) from None
-        needed.add(tuple(one.length for one in text.even(words)))
+        needed.add(tuple(prompt.length for prompt in text.even(words)))
     return text.fit(needed)
 
 

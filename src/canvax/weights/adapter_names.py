@@ -154,11 +154,11 @@ def module_table(specs: Mapping[str, Spec]) -> dict[str, Stack]:
     for component, spec in specs.items():
         names = modules(spec)
         original = _TRANSFORMERS if component == "transformer" else Names(unet_rules(names))
-        alone = component in _TEXT and not (_TEXT.keys() - {component}) & specs.keys()
-        prefixes = (*_TEXT[component], *(_TEXT_ALONE if alone else ())) if component in _TEXT else _DENOISER
+        is_single = component in _TEXT and not (_TEXT.keys() - {component}) & specs.keys()
+        prefixes = (*_TEXT[component], *(_TEXT_ALONE if is_single else ())) if component in _TEXT else _DENOISER
         for name in names:
             known = _text_names(name) if component in _TEXT else _denoiser_names(name)
-            others = [] if component in _TEXT else original.theirs(name)
+            others = [] if component in _TEXT else original.external(name)
             for spelled, parts, rule in (*((known_name, (name,), None) for known_name in known), *others):
                 swapped = rule is not None and rule.change == "swapped halves"
                 stack = Stack(tuple(Module(component, part) for part in parts), rule.axis if rule else 0, swapped)

@@ -83,8 +83,8 @@ def _of_arrays(name: str, arrays: Sequence[Entry]) -> ControlFiles:
     if (kind := identify(shapes)) is None:
         raise CheckpointError(f"{name}: holds no ControlNet and no T2I-Adapter, as the names of its arrays say")
     if kind is T2I_ADAPTER:
-        ours = any(key.startswith("adapter.") for key in shapes)
-        entries = arrays if ours else Names(t2i_adapter_rules(shapes)).to_ours(arrays)
+        internal = any(key.startswith("adapter.") for key in shapes)
+        entries = arrays if internal else Names(t2i_adapter_rules(shapes)).to_internal(arrays)
         return ControlFiles(name, entries, kind="adapter")
     arrays = [replace(array, name=array.name.removeprefix(_PREFIX)) for array in arrays
               if array.name not in (_DIFFERENCE, _CONTROL_LORA)]  # fmt: skip
@@ -99,9 +99,9 @@ def _control_lora(name: str, arrays: Sequence[Entry]) -> ControlFiles:
         {array.name.removesuffix(end): array for array in arrays if array.name.endswith(end)}
         for end in (".up", ".down")
     )
-    alone = sorted(ups.keys() ^ downs.keys())
-    if alone or not ups:
-        fault = f"{alone[0]} has one of its two factors" if alone else "it has no factors"
+    unpaired = sorted(ups.keys() ^ downs.keys())
+    if unpaired or not ups:
+        fault = f"{unpaired[0]} has one of its two factors" if unpaired else "it has no factors"
         raise CheckpointError(f"{name}: is no whole control-LoRA: {fault}")
     for key in ups:
         up, down = ups[key], downs[key]
@@ -117,4 +117,4 @@ def _control_lora(name: str, arrays: Sequence[Entry]) -> ControlFiles:
 
 
 def _under_our_names(arrays: Sequence[Entry]) -> list[Entry]:
-    return Names(controlnet_rules([array.name for array in arrays])).to_ours(arrays)
+    return Names(controlnet_rules([array.name for array in arrays])).to_internal(arrays)

@@ -42,8 +42,8 @@ _UNET = (
 )
 
 
-def _resnet(theirs: str, ours: str) -> list[Rule]:
-    return [Rule(f"{theirs}.{their}", f"{ours}.{our}") for their, our in _RESNET.items()]
+def _resnet(external: str, internal: str) -> list[Rule]:
+    return [Rule(f"{external}.{old}", f"{internal}.{new}") for old, new in _RESNET.items()]
 
 
 MOST = 100
@@ -84,12 +84,12 @@ def vae_rules(names: Collection[str]) -> list[Rule]:
     rules = []
     for side, way, sampler in (("encoder", "down", "downsample"), ("decoder", "up", "upsample")):
         for level in range(min(top, MOST) + 1):
-            theirs = f"{side}.{way}.{level}"
-            ours = f"{side}.{way}_blocks.{level if way == 'down' else top - level}"
+            external = f"{side}.{way}.{level}"
+            internal = f"{side}.{way}_blocks.{level if way == 'down' else top - level}"
             rules += [
-                Rule(f"{theirs}.block.*", f"{ours}.resnets.*"),
-                Rule(f"{theirs}.block.*.nin_shortcut", f"{ours}.resnets.*.conv_shortcut"),
-                Rule(f"{theirs}.{sampler}", f"{ours}.{sampler}rs.0"),
+                Rule(f"{external}.block.*", f"{internal}.resnets.*"),
+                Rule(f"{external}.block.*.nin_shortcut", f"{internal}.resnets.*.conv_shortcut"),
+                Rule(f"{external}.{sampler}", f"{internal}.{sampler}rs.0"),
             ]
         middle, attention = f"{side}.mid_block", f"{side}.mid_block.attentions.0"
         rules += [
@@ -175,8 +175,8 @@ LLAMA_CPP = Names(
         Rule("output_norm", "model.norm"),
         Rule("output", "lm_head"),
         *(
-            Rule(f"blk.*.{theirs}", f"model.layers.*.{ours}")
-            for theirs, ours in (
+            Rule(f"blk.*.{external}", f"model.layers.*.{internal}")
+            for external, internal in (
                 ("attn_norm", "input_layernorm"),
                 ("ffn_norm", "post_attention_layernorm"),
                 *((f"attn_{part}", f"self_attn.{part}_proj") for part in "qkv"),

@@ -273,48 +273,50 @@ def explain(error: Exception, location: Location, file: str | None = None) -> Hu
     """Return the message with a cure for an exception of the Hub library; raise other exceptions again."""
     from huggingface_hub import errors
 
-    what = f"{location.text} (revision {location.revision or 'main'!r}{f', file {file}' if file else ''})"
+    where = f"{location.text} (revision {location.revision or 'main'!r}{f', file {file}' if file else ''})"
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.GatedRepoError):
         return HubError(
-            f"{what}: is gated. Accept its terms on its page on the Hub, then pass token=... or set HF_TOKEN."
+            f"{where}: is gated. Accept its terms on its page on the Hub, then pass token=... or set HF_TOKEN."
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return HubError(f"{what}: there is no such revision. Leave revision out for the main branch.")
+        return HubError(f"{where}: there is no such revision. Leave revision out for the main branch.")
     if isinstance(error, errors.RepositoryNotFoundError):
         return HubError(
-            f"{what}: there is no such repository, or it is private. Check the spelling; for a private one "
+            f"{where}: there is no such repository, or it is private. Check the spelling; for a private one "
             "pass token=... or set HF_TOKEN."
         )
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         return explain(error.__cause__, location, file)  # the library tried its cache afterwards
     if isinstance(error, errors.EntryNotFoundError):
-        return HubError(f"{what}: the file is not there.")
+        return HubError(f"{where}: the file is not there.")
     if status in (401, 403):
         return HubError(
-            f"{what}: the Hub refuses access (HTTP {status}). Pass a token with read access, or set HF_TOKEN."
+            f"{where}: the Hub refuses access (HTTP {status}). Pass a token with read access, or set HF_TOKEN."
         )
     if status == 429:
         return HubError(
-            f"{what}: the Hub asks to slow down (HTTP 429). Wait a little, or pass token=... for a higher limit."
+            f"{where}: the Hub asks to slow down (HTTP 429). Wait a little, or pass token=... for a higher limit."
         )
     if status is not None and status >= 400:
         kind = Unreachable if status >= 500 else HubError
         cure = "Try again later." if status >= 500 else "Check the name of the model, and HF_ENDPOINT."
-        return kind(f"{what}: the Hub answered HTTP {status}. {cure}")
+        return kind(f"{where}: the Hub answered HTTP {status}. {cure}")
     if isinstance(error, errors.HFValidationError):
-        return HubError(f"{what}: is not a valid Hub id. Use 'owner/name'.")
+        return HubError(f"{where}: is not a valid Hub id. Use 'owner/name'.")
     module = type(error).__module__
     if isinstance(error, ConnectionError | TimeoutError) or module.startswith(("httpx", "httpcore", "requests")):
         return Unreachable(
-            f"{what}: no folder of that name is here, and the Hub cannot be reached ({type(error).__name__}). "
+            f"{where}: no folder of that name is here, and the Hub cannot be reached ({type(error).__name__}). "
             "Check the spelling, the network and HF_ENDPOINT."
         )
     if isinstance(error, OSError):
-        return HubError(f"{what}: could not be stored in the cache ({error}). Check the space and rights of cache_dir.")
+        return HubError(
+            f"{where}: could not be stored in the cache ({error}). Check the space and rights of cache_dir."
+        )
     if isinstance(error, ValueError | LookupError | TypeError | AttributeError | AssertionError | RecursionError):
         return HubError(
-            f"{what}: the answer is not that of a Hub ({type(error).__name__}). Log in to the network if it has a "
+            f"{where}: the answer is not that of a Hub ({type(error).__name__}). Log in to the network if it has a "
             "login page, and check HF_ENDPOINT."
         )
     raise error

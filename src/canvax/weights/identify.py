@@ -209,8 +209,8 @@ def inspect(path: Path) -> FileReport | None:
     """Identify a file, or a folder in the diffusers layout; None for anything else. No pickle is opened."""
     if path.is_dir():
         return _inspect_folder(path)
-    if what := _by_ending(path.suffix.lower()):
-        return FileReport(path, what)
+    if kind_name := _by_ending(path.suffix.lower()):
+        return FileReport(path, kind_name)
     if path.suffix.lower() not in WEIGHTS:
         return None
     try:
@@ -224,8 +224,8 @@ def inspect(path: Path) -> FileReport | None:
     if family in OTHERS.values() and kind is not LORA:
         return FileReport(path, "weights that canvax does not run", family)
     missing = parts_missing(shapes) if kind is MODEL else []
-    what = f"a model without {' and '.join(missing)}" if missing else kind.name if kind else "not recognised"
-    return FileReport(path, what, family, None if missing else kind)
+    kind_name = f"a model without {' and '.join(missing)}" if missing else kind.name if kind else "not recognised"
+    return FileReport(path, kind_name, family, None if missing else kind)
 
 
 def listing(folder: Path) -> Iterator[FileReport]:
@@ -246,7 +246,7 @@ def unreadable(path: Path) -> str:
 def parts_missing(names: Collection[str]) -> list[str]:
     """Return the parts that a single file of a whole model lacks."""
     parts = {"a UNet": UNET, "an autoencoder": VAE, "a text encoder": _TEXT}
-    return [what for what, start in parts.items() if not any(name.startswith(start) for name in names)]
+    return [part for part, start in parts.items() if not any(name.startswith(start) for name in names)]
 
 
 def _by_ending(suffix: str) -> str:

@@ -35,7 +35,7 @@ def open_language_model(location: Location, usual: Mapping[str, Any]) -> Network
     refuse_pickle(name)
     path = location.local()
     if path is not None and path.is_file():
-        arrays = LLAMA_CPP.to_ours(open_weights(path))
+        arrays = LLAMA_CPP.to_internal(open_weights(path))
         shapes = {array.name: array.shape for array in arrays}
         expect(f"text_encoder={name!r}", shapes, LANGUAGE_MODEL)
         try:

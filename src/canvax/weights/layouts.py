@@ -45,13 +45,13 @@ def arrays_read(networks: Networks, component: str, names: Sequence[Rule], entri
     """
     network = _network(networks, component)
     if component == networks.denoiser.component:
-        return Names(names).to_ours(entries)
+        return Names(names).to_internal(entries)
     if isinstance(network, WanAutoencoder):
         return of_one_frame(entries)
     if isinstance(network, Flux2Autoencoder):
         entries = [entry for entry in entries if entry.name not in COUNTS]
     if isinstance(network, VaeConfig | Flux2Autoencoder):
-        return Names(vae_rules([entry.name for entry in entries])).to_ours(entries)
+        return Names(vae_rules([entry.name for entry in entries])).to_internal(entries)
     if isinstance(network, LanguageModel):
         return _layers_read(network, entries)
     return entries
@@ -71,7 +71,7 @@ def arrays_to_save(
     """
     network = _network(networks, component)
     if component == networks.denoiser.component:
-        return Names(stacks).to_theirs(arrays)
+        return Names(stacks).to_external(arrays)
     if isinstance(network, WanAutoencoder):
         return of_videos(arrays)
     if isinstance(network, Flux2Autoencoder):  # diffusers expects the count

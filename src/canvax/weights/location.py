@@ -131,11 +131,11 @@ class Location:
             return BUNDLED[text]
         try:
             path = Path(self.name).expanduser()
-            there = path.is_dir() or path.is_file()
+            exists = path.is_dir() or path.is_file()
         except (OSError, RuntimeError, ValueError) as error:  # too long, of an unknown user, with a null byte
             reason = getattr(error, "strerror", None) or error
             raise InputError(self.argument, text, f"cannot be a file's or folder's name ({reason})") from None
-        if there:
+        if exists:
             return path
         if (named := find_named(text, self.argument)) is not None:
             return named

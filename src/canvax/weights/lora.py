@@ -98,8 +98,8 @@ def _kind_name(part: Part) -> str:
 class _Faults(dict[str, list[str]]):
     """Faults of a file by kind."""
 
-    def add(self, sort: str, what: str) -> None:
-        self.setdefault(sort, []).append(what)
+    def add(self, sort: str, problem: str) -> None:
+        self.setdefault(sort, []).append(problem)
 
     def check(self, path: Path) -> None:
         """Raise all faults, if there are any."""
@@ -414,8 +414,8 @@ def suggested(name: str, metadata: Mapping[str, str]) -> dict[str, Any]:
         if steps == 1:
             return {"sampler": "TCD", "eta": 1.0, "num_inference_steps": 1, "guidance_scale": 1.0}
         guidance = 5.0 if "cfg" in words else 1.0
-        more = {"spacing": "trailing", "num_inference_steps": steps or 8, "guidance_scale": guidance}
-        return {"sampler": "DDIM", **more}
+        options = {"spacing": "trailing", "num_inference_steps": steps or 8, "guidance_scale": guidance}
+        return {"sampler": "DDIM", **options}
     if re.search(r"(^|[^a-z])tcd([^a-z]|$)", words):
         return {"sampler": "TCD", "eta": 0.3, "num_inference_steps": steps or 4, "guidance_scale": 1.0}
     if re.search(r"(^|[^a-z])lcm([^a-z]|$)", words):

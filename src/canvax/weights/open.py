@@ -163,8 +163,8 @@ def open_network(
     if not (folder / _CONFIG).exists():
         if component:
             raise CheckpointError(f"{name}: {component} is not there: it has no {inside}{_CONFIG}")
-        what = "is a whole model, not a network alone" if index_in(names_in(path)) else f"has no {_CONFIG}"
-        raise CheckpointError(f"{name}: {what}; give the folder or Hub id of the network itself")
+        problem = "is a whole model, not a network alone" if index_in(names_in(path)) else f"has no {_CONFIG}"
+        raise CheckpointError(f"{name}: {problem}; give the folder or Hub id of the network itself")
     config = read_json(folder / _CONFIG)
     if accept is not None:
         accept(config)
@@ -373,10 +373,10 @@ def _chosen(name: str, names: Collection[str], usual: Sequence[Sequence[str]], w
         return top
     if not top and (pickles := sorted(file for file in names if file.endswith(PICKLES))):
         raise CheckpointError(f"{name}: has only {pickles[0]}. {pickle_refused(pickles[0])}")
-    what = "several files; name one of them, FOLDER/FILE" if top else "no safetensors file"
+    problem = "several files; name one of them, FOLDER/FILE" if top else "no safetensors file"
     if index_in(names):
-        what = f"a whole model in it ({INDEX}), and no adapter; canvax.load loads models"
-    raise CheckpointError(f"{name}: has {what}{listed}")
+        problem = f"a whole model in it ({INDEX}), and no adapter; canvax.load loads models"
+    raise CheckpointError(f"{name}: has {problem}{listed}")
 
 
 def _peft_config(folder: Path, name: str) -> dict[str, Any] | None:

@@ -216,7 +216,7 @@ def vae_of_file(name: str, path: Path, original: Mapping[str, Any]) -> NetworkFi
     expect(f"vae={name!r}", {array.name: array.shape for array in arrays}, AUTOENCODER, MODEL)
     if any(array.name.startswith(VAE) for array in arrays):
         arrays = [replace(array, name=array.name.removeprefix(VAE)) for array in arrays if array.name.startswith(VAE)]
-    tiny = TAESD.to_ours(arrays)
+    tiny = TAESD.to_internal(arrays)
     if any(_TINY.fullmatch(array.name) for array in tiny):
         shapes = {array.name: array.shape for array in tiny}
         if strange := [array.name for array in tiny if not _TINY.fullmatch(array.name)]:
@@ -233,7 +233,7 @@ def vae_of_file(name: str, path: Path, original: Mapping[str, Any]) -> NetworkFi
             raise CheckpointError(f"vae={name!r}: is not a whole autoencoder, it lacks {error}") from None
     if not any(array.name.startswith("decoder.") for array in arrays):
         raise CheckpointError(f"vae={name!r}: holds no autoencoder: no name of its arrays begins with decoder.")
-    arrays = Names(vae_rules([array.name for array in arrays])).to_ours(arrays)
+    arrays = Names(vae_rules([array.name for array in arrays])).to_internal(arrays)
     shapes = {array.name: array.shape for array in arrays}
     rest = {
         key: original[key]

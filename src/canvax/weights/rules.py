@@ -1,7 +1,7 @@
 """Names of two layouts as rules that are read in both directions.
 
-"Theirs" are the names in a file, "ours" those of diffusers, which specs use. A table of rules loads a file
-(``to_ours``), saves one (``to_theirs``), and lists the names that trainers use for a layer (``theirs``).
+External names are those of a file, internal names those of diffusers, which specs use. A table of rules loads a file
+(``to_internal``), saves one (``to_external``), and lists the external names of a layer (``external``).
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ class Rule:
     """The names of a module or an array in two layouts.
 
     Attributes:
-        theirs: a dotted name, in which ``*`` is a number that both names have; its continuation is kept.
-        ours: a name as ``theirs``, or the names of the parts that their array stacks along ``axis``.
+        external: a dotted name, in which ``*`` is a number that both names have; its continuation is kept.
+        internal: a name as ``external``, or the names of the parts that their array stacks along ``axis``.
         change: difference of their array: swapped axes, swapped halves along the first axis, two more axes of size 1,
             or one axis instead of two.
         rows: relative sizes of the parts, equal by default; 0 for a part that is as large as the array's other axis.
         axis: axis along which parts are stacked; 1 for matrices whose inputs are stacked and whose products are summed.
     """
 
-    theirs: str
-    ours: str | tuple[str, ...]
+    external: str
+    internal: str | tuple[str, ...]
     change: Change = ""
     rows: tuple[int, ...] = ()
     axis: Literal[0, 1] = 0
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """``ours`` as a tuple."""
-        return (self.ours,) if isinstance(self.ours, str) else self.ours
+        """``internal`` as a tuple."""
+        return (self.internal,) if isinstance(self.internal, str) else self.internal
 
 
 class _Match(NamedTuple):
@@ -63,19 +63,19 @@ class Names:
     """A table of rules."""
 
     def __init__(self, rules: Iterable[Rule]) -> None:
-        self._theirs: dict[str, Any] = {}
-        self._ours: dict[str, Any] = {}
+        self._external: dict[str, Any] = {}
+        self._internal: dict[str, Any] = {}
         for rule in rules:
-            _add(self._theirs, rule.theirs, (rule, 0))
+            _add(self._external, rule.external, (rule, 0))
             for i, name in enumerate(rule.parts):
-                _add(self._ours, name, (rule, i))
+                _add(self._internal, name, (rule, i))
 
-    def to_ours(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Return entries under our names, stacked ones split into parts; names without a rule stay."""
-        return [ours for entry in entries for ours in self._to_ours(entry)]
+    def to_internal(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Return entries under internal names, stacked ones split into parts; names without a rule stay."""
+        return [internal for entry in entries for internal in self._to_internal(entry)]
 
-    def _to_ours(self, entry: Entry) -> Iterator[Entry]:
-        match = _longest(self._theirs, entry.name.split("."))
+    def _to_internal(self, entry: Entry) -> Iterator[Entry]:
+        match = _longest(self._external, entry.name.split("."))
         if match is None:
             yield entry
             return
@@ -98,24 +98,24 @@ class Names:
             part = entry.columns(begin, end) if rule.axis else entry.rows((begin, end))
             yield replace(part, name=match.named(name))
 
-    def to_theirs(self, arrays: Sequence[ArrayToSave]) -> list[ArrayToSave]:
-        """Return arrays under their names, parts stacked; names without a rule stay."""
+    def to_external(self, arrays: Sequence[ArrayToSave]) -> list[ArrayToSave]:
+        """Return arrays under external names, parts stacked; names without a rule stay."""
         stacks: dict[str, dict[int, ArrayToSave]] = {}
         rules: dict[str, Rule | None] = {}
         for array in arrays:
-            match = _longest(self._ours, array.name.split("."))
+            match = _longest(self._internal, array.name.split("."))
             rule, part = match.rules[0] if match else (None, 0)
-            name = match.named(rule.theirs) if match and rule else array.name
+            name = match.named(rule.external) if match and rule else array.name
             stacks.setdefault(name, {})[part] = array
             rules[name] = rule
         return [_stacked(name, rules[name], [parts[i] for i in sorted(parts)]) for name, parts in stacks.items()]
 
-    def theirs(self, name: str) -> list[tuple[str, tuple[str, ...], Rule]]:
-        """Return their names for a module, or for stacks that begin with it, with all parts and the rule."""
-        match = _longest(self._ours, name.split("."))
+    def external(self, name: str) -> list[tuple[str, tuple[str, ...], Rule]]:
+        """Return the external names of a module, or of stacks that begin with it, with all parts and the rule."""
+        match = _longest(self._internal, name.split("."))
         rules = [rule for rule, part in match.rules if part == 0] if match else []
         return (
-            [(match.named(rule.theirs), tuple(map(match.named, rule.parts)), rule) for rule in rules] if match else []
+            [(match.named(rule.external), tuple(map(match.named, rule.parts)), rule) for rule in rules] if match else []
         )
 
 

@@ -207,7 +207,7 @@ def single_arrays(
     arrays = []
     for component, start in {"unet": UNET, "vae": VAE, **kind.encoders}.items():
         names = _names(kind, component, [part.name for part in parts[component]])
-        renamed = names.to_theirs(parts[component]) if names else parts[component]
+        renamed = names.to_external(parts[component]) if names else parts[component]
         if component in kind.encoders and kind is SD2:
             # It reads OpenCLIP's last layer but one. diffusers omits the last layer, the original code does not.
             layers = 1 + max(_layer_of(array.name) for array in renamed)
@@ -216,7 +216,7 @@ def single_arrays(
         arrays += [replace(array, name=start + array.name) for array in renamed]
     marks = {"v_pred": v_prediction and kind is XL, "ztsnr": zero_snr}
     none = np.zeros(0, np.float32)
-    return arrays + [ArrayToSave(name, (0,), none.dtype, lambda: none) for name, there in marks.items() if there]
+    return arrays + [ArrayToSave(name, (0,), none.dtype, lambda: none) for name, marked in marks.items() if marked]
 
 
 def single_metadata(kind: Layout, *, v_prediction: bool, inpaints: bool) -> dict[str, str]:
@@ -248,7 +248,7 @@ def _names(kind: Layout, component: str, names: Collection[str]) -> Names | None
 
 
 def _parts(kind: Layout, arrays: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """Return the arrays of each component under our names."""
+    """Return the arrays of each component under internal names."""
     parts = {}
     for component, start in {"unet": UNET, "vae": VAE, **kind.encoders}.items():
         stored = [replace(array, name=array.name.removeprefix(start)) for array in arrays
@@ -259,7 +259,7 @@ def _parts(kind: Layout, arrays: Sequence[Entry]) -> dict[str, list[Entry]]:
                 array for array in stored if array.name != "text_projection" and not 0 <= last == _layer_of(array.name)
             ]
         names = _names(kind, component, [array.name for array in stored])
-        parts[component] = names.to_ours(stored) if names else stored
+        parts[component] = names.to_internal(stored) if names else stored
     return parts
 
 

@@ -49,7 +49,7 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
     arrays = [replace(entry, name=entry.name.removeprefix(UNET)) for entry in entries]
     arrays = [array for array in arrays if not array.name.startswith(layout.unused)]
     try:
-        config = layout.config({array.name: array.shape for array in Names(family.names).to_ours(arrays)})
+        config = layout.config({array.name: array.shape for array in Names(family.names).to_internal(arrays)})
     except (KeyError, IndexError) as error:
         raise CheckpointError(f"{name}: is not a whole transformer of {family.title}, it lacks {error}") from None
     except ValueError as error:

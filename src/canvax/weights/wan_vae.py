@@ -34,7 +34,7 @@ def wan_vae_rules(names: Collection[str]) -> list[Rule]:
     blocks = [("encoder.downsamples.*", "encoder.down_blocks.*")]
     for side in ("encoder", "decoder"):
         parts = {"conv1": "conv_in", "head.0": "norm_out", "head.2": "conv_out", "middle.1": "mid_block.attentions.0"}
-        rules += [Rule(f"{side}.{theirs}", f"{side}.{ours}") for theirs, ours in parts.items()]
+        rules += [Rule(f"{side}.{external}", f"{side}.{internal}") for external, internal in parts.items()]
         blocks += [(f"{side}.middle.{2 * i}", f"{side}.mid_block.resnets.{i}") for i in range(2)]
     resampled = [match for match in map(re.compile(r"decoder\.upsamples\.(\d+)\.resample\.").match, names) if match]
     each = 1 + min((int(match[1]) for match in resampled), default=3)
@@ -44,7 +44,7 @@ def wan_vae_rules(names: Collection[str]) -> list[Rule]:
             rules.append(Rule(f"decoder.upsamples.{i}", f"{level}.upsamplers.0"))
         else:
             blocks.append((f"decoder.upsamples.{i}", f"{level}.resnets.{place}"))
-    return rules + [Rule(f"{block}.{part}", f"{ours}.{our}") for block, ours in blocks for part, our in _WAN.items()]
+    return rules + [Rule(f"{block}.{old}", f"{name}.{new}") for block, name in blocks for old, new in _WAN.items()]
 
 
 def wan_vae_config(arrays: Sequence[Entry]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def wan_vae_config(arrays: Sequence[Entry]) -> dict[str, Any]:
     Raises:
         KeyError: an array is missing.
     """
-    named = Names(wan_vae_rules([array.name for array in arrays])).to_ours(arrays)
+    named = Names(wan_vae_rules([array.name for array in arrays])).to_internal(arrays)
     shapes = {array.name: array.shape for array in named}
     sizes = {"base_dim": "encoder.conv_in.bias", "z_dim": "post_quant_conv.bias"}
     return {"_class_name": WanVaeConfig.CLASS, **{size: shapes[name][0] for size, name in sizes.items()}}
@@ -61,7 +61,7 @@ def wan_vae_config(arrays: Sequence[Entry]) -> dict[str, Any]:
 
 def of_one_frame(entries: Sequence[Entry]) -> list[Entry]:
     """Return the arrays that one frame needs, under the names of ``canvax.models.wan_vae``."""
-    named = Names(wan_vae_rules([entry.name for entry in entries])).to_ours(entries)
+    named = Names(wan_vae_rules([entry.name for entry in entries])).to_internal(entries)
     return [_frame(entry) for entry in named if UNUSED not in entry.name]
 
 
@@ -89,7 +89,7 @@ def of_videos(arrays: Sequence[ArrayToSave]) -> list[ArrayToSave]:
     read: dict[str, ArrayToSave] = {}
     videos: list[ArrayToSave] = []
     stored: Any = arrays
-    named: Any = Names(wan_vae_rules([array.name for array in arrays])).to_ours(stored)  # these rules only rename
+    named: Any = Names(wan_vae_rules([array.name for array in arrays])).to_internal(stored)  # these rules only rename
     for array in named:
         if array.name in read or UNUSED in array.name:
             videos.append(_as_video(array, read.get(array.name)))
