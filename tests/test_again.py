@@ -23,7 +23,6 @@ from canvax.images.formats import written
 from canvax.images.inputs import fingerprint
 from canvax.images.keys import KEYS, keys_of
 from canvax.images.metadata import save_image
-from canvax.pipelines import control, image_prompts
 from canvax.pipelines.again import lost_settings
 from canvax.server.jobs_api import as_job
 from canvax.settings import declared
@@ -119,8 +118,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     PHOTO.save("photo.png")
     PHOTO.convert("L").save("mask.png")
     monkeypatch.setattr("canvax.cli.images.check_ip_adapters", lambda arguments: None)
-    for read in (control._read, image_prompts.read):  # by name, which other folders have as well
-        read.cache_clear()
     return tmp_path
 
 

@@ -16,6 +16,7 @@ from canvax.compile.kinds import Ready
 from canvax.compile.programs import Programs
 from canvax.errors import NO_VALUE, InputError, nearest
 from canvax.families.base import Model
+from canvax.files import state_of
 from canvax.images.inputs import fingerprint, read_images
 from canvax.images.maps import control_map
 from canvax.images.masks import as_floats, resized
@@ -386,8 +387,12 @@ def read_control(shown: Sequence[ControlFile]) -> Any:
     return images.get("", images)
 
 
-@lru_cache(maxsize=64)
 def _read(file: str, kind: str | None) -> Image.Image:
+    return _read_once(file, kind, state_of(file))
+
+
+@lru_cache(maxsize=64)
+def _read_once(file: str, kind: str | None, state: Any) -> Image.Image:
     (image,) = read_images("control", file, 1)
     return image if kind is None else control_map(kind, image)
 

@@ -18,6 +18,7 @@ from canvax.compile.programs import Programs
 from canvax.engine.batch import filled
 from canvax.errors import NO_VALUE, InputError, shown
 from canvax.families.base import Model
+from canvax.files import state_of
 from canvax.images.inputs import clip_square, entry, fingerprint, read_images
 from canvax.images.masks import resized, rounded
 from canvax.models.clip_vision import MEAN
@@ -564,9 +565,13 @@ def _with_scale(text: str) -> tuple[str, float]:
     return text, 1.0
 
 
-@lru_cache(maxsize=64)
 def read(name: str, file: str, *, grey: bool = False) -> Image.Image:
     """An image, whichever prompts share it."""
+    return _read_once(name, file, grey, state_of(file))
+
+
+@lru_cache(maxsize=64)
+def _read_once(name: str, file: str, grey: bool, state: Any) -> Image.Image:
     return read_images(name, file, 1, grey=grey)[0]
 
 
