@@ -81,13 +81,13 @@ def translate_call(
             raise InputError(f"{name} is given twice, under two names; give it once")
         left[name] = arguments.pop(name)
     for name in left:
-        if name in (*_OWN, *_SPECIAL, *own):
+        if name in (*_OWN, *_SPECIAL, *_ARGUMENTS):
             continue
         if name in declared(Load) and name not in CALL:
             raise InputError(f"{name} belongs to the model, not to a call: canvax.load(model, {name}=...)")
         takes = f"it takes {', '.join(own)} and the fields of canvax.Options"
         raise InputError(answer(name, CALL, [*own, *_OWN, *_SPECIAL], f"an argument of {of}", takes=takes))
-    arguments |= {name: left[name] for name in own if name in left}
+    arguments |= {name: left[name] for name in _ARGUMENTS if name in left}  # of a call, and not of ``upscale``
     changes = {name: value for name, value in left.items() if name in _OWN}
     if (callback := left.get("callback_on_step_end")) is not None:
         if (changes.get("callback") or check_options(arguments.get("options")).callback) is not None:
