@@ -24,7 +24,6 @@ from canvax.images.inputs import fingerprint
 from canvax.images.keys import KEYS, keys_of
 from canvax.images.metadata import save_image
 from canvax.pipelines.again import lost_settings
-from canvax.scale import named_images
 from canvax.server.jobs_api import as_job
 from canvax.settings import declared
 from tests.test_idle_options import VALUES
@@ -119,7 +118,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     PHOTO.save("photo.png")
     PHOTO.convert("L").save("mask.png")
     monkeypatch.setattr("canvax.cli.images.check_ip_adapters", lambda arguments: None)
-    named_images.read.cache_clear()  # by name, which other folders have as well
     return tmp_path
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pickle
 import re
 import shlex
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageColor
 from safetensors.numpy import load_file, save_file
 from scipy import ndimage
 
@@ -34,6 +35,7 @@ from canvax.noise import initial_noise, seed_keys
 from canvax.parallel.mesh import make_mesh
 from canvax.params import init_params
 from canvax.pipelines.control import check_control, layer_weights, strengths
+from canvax.scale import named_images
 from canvax.scale.rows import Row
 from canvax.scale.work import Worker
 from canvax.weights.location import BUNDLED
@@ -650,3 +652,16 @@ def test_command_line(
         np.testing.assert_array_equal(np.asarray(image), np.asarray(want))
     assert main([*large, "--control-scale", "0.5", "-o", "no.png"]) == BAD_INPUT
     assert "--control-scale" in capsys.readouterr().err
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    """Images that flags name are kept, for those that share them."""
+    file = tmp_path / "a.png"
+    for i, colour in enumerate(("red", "blue")):
+        Image.new("RGB", (8, 8), colour).save(file)
+        os.utime(file, (i, i))
+        control, prompt = (named_images.read(name, str(file)) for name in ("control", "ip_image"))
+        assert control is named_images.read("control", str(file))
+        assert prompt is named_images.read("ip_image", str(file))
+        for image in (control, prompt):
+            assert image.getcolors() == [(64, ImageColor.getrgb(colour))]

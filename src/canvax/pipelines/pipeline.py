@@ -48,6 +48,7 @@ from canvax.pipelines.translate import (
     place_of,
     translate_call,
     translate_load,
+    translate_upscale,
 )
 from canvax.pipelines.upscale import upscaled
 from canvax.quantize import compute_dtype
@@ -426,7 +427,7 @@ class Pipeline(LoadedModel):
         call = Call(**{field.name: arguments[field.name] for field in fields(Call) if field.name in arguments})
         return metadata_of(self.model, self._request(call, arguments.get("adapters"), as_set=True))[0]
 
-    @accepts(translate_call, refuse_tracers, GIVEN)
+    @accepts(translate_upscale, refuse_tracers, GIVEN)
     def upscale(
         self,
         image: Any,
@@ -440,7 +441,7 @@ class Pipeline(LoadedModel):
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         seed: int | None = None,
-        sampler: str | None = None,
+        sampler: str | SamplerTable | SamplerSpec | Solver | None = None,
         options: Options | None = None,
         params: Params | None = None,
         control: bool = False,
@@ -455,7 +456,7 @@ class Pipeline(LoadedModel):
             prompt: what it shows; what fits every part of it does best.
             negative_prompt: what to keep away from.
             scale: how many times larger, 1..16.
-            strength: 0..1, how much the model may change.
+            strength: 0..1, how much the model may change; a sampler that is a table says by itself where it begins.
             overlap: pixels that neighbouring tiles share at least; by default three eighths of a tile.
             batch: tiles at once.
             num_inference_steps: as in a call, and so are all below.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import numpy as np
 
-from canvax.call import Call, Load
+from canvax.call import Call, Enlarging, Load
 from canvax.errors import NO_VALUE, InputError, check_flag, conflict, shown
 from canvax.familiar import CALL, HARMLESS, LESS_GUIDANCE, LOAD, PAGE, ForeignName, Translate, answer, renamed
 from canvax.images.keys import KEYS
@@ -26,6 +26,16 @@ Output = Literal["pil", "np", "numpy", "jax", "latent"]
 """Kinds of ``Result.images``."""
 _OWN = tuple(declared(Options))
 _ARGUMENTS = (*declared(Call), "params", "adapters", "output_type")
+_OF_UPSCALE = (
+    "image",
+    "prompt",
+    "negative_prompt",
+    *declared(Enlarging),
+    "num_inference_steps",
+    "guidance_scale",
+    "seed",
+)
+_OF_UPSCALE += ("sampler", "options", "params")
 _SPECIAL = ("generator", "return_dict", "timesteps", "callback_on_step_end", "guess_mode")
 _SPECIAL += ("callback_on_step_end_tensor_inputs", "prompt_embeds", "pooled_prompt_embeds")
 _SPECIAL += ("negative_prompt_embeds", "negative_pooled_prompt_embeds", "ip_adapter_image", "ip_adapter_image_embeds")
@@ -47,10 +57,12 @@ def place_of(name: str) -> str:
     return f"it is an argument of canvax.load: canvax.load(model, {name}=...)" if name in declared(Load) else ""
 
 
-def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+def translate_call(
+    arguments: dict[str, Any], others: dict[str, Any], own: Sequence[str] = _ARGUMENTS, of: str = "a call"
+) -> dict[str, Any]:
     """The keywords of a call, given its ``arguments`` and ``others``.
 
-    Fields of ``canvax.Options`` may be given as arguments of the call.
+    Fields of ``canvax.Options`` may be given as arguments of the call. ``own``: the other arguments that it has.
 
     Raises:
         InputError: an argument is not known, is given twice or means what canvax does not have.
@@ -73,8 +85,8 @@ def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[st
             continue
         if name in declared(Load) and name not in CALL:
             raise InputError(f"{name} belongs to the model, not to a call: canvax.load(model, {name}=...)")
-        takes = f"it takes {', '.join(_ARGUMENTS)} and the fields of canvax.Options"
-        raise InputError(answer(name, CALL, [*_ARGUMENTS, *_OWN, *_SPECIAL], "an argument of a call", takes=takes))
+        takes = f"it takes {', '.join(own)} and the fields of canvax.Options"
+        raise InputError(answer(name, CALL, [*own, *_OWN, *_SPECIAL], f"an argument of {of}", takes=takes))
     arguments |= {name: left[name] for name in _ARGUMENTS if name in left}  # of a call, and not of ``upscale``
     changes = {name: value for name, value in left.items() if name in _OWN}
     if (callback := left.get("callback_on_step_end")) is not None:
@@ -117,6 +129,9 @@ def translate_call(arguments: dict[str, Any], others: dict[str, Any]) -> dict[st
     arguments["options"] = options
     return arguments
 
+
+translate_upscale = partial(translate_call, own=_OF_UPSCALE, of="upscale")
+"""The same for ``pipe.upscale``."""
 
 _REPLACES = {
     "generator": ("seed", "noise"),

@@ -12,6 +12,7 @@ from PIL import Image
 
 from canvax.call import Call
 from canvax.errors import NO_VALUE, InputError, needs
+from canvax.files import state_of
 from canvax.images.inputs import fingerprint, read_images
 from canvax.images.maps import control_map
 from canvax.pipelines.image_prompts import ImagePrompt
@@ -121,9 +122,14 @@ def _names(name: str, value: Any, kind: Any) -> list[Any]:
     return names
 
 
-@lru_cache(maxsize=64)
 def read(name: str, file: str, kind: str | None = None, *, grey: bool = False) -> Image.Image:
     """Return the image of an argument, once for all that share it, or the map to make of it."""
+    return _read_once(name, file, kind, grey, state_of(file))
+
+
+@lru_cache(maxsize=64)
+def _read_once(name: str, file: str, kind: str | None, grey: bool, state: Any) -> Image.Image:
+    del state  # another content is another image
     (image,) = read_images(name, file, 1, grey=grey)
     return image if kind is None else control_map(kind, image)
 

@@ -8,18 +8,18 @@ from pathlib import Path
 
 from canvax.compile.cache import cache_path
 from canvax.errors import CanvaxError, InputError
-from canvax.files import read_json, written
+from canvax.files import read_json, state_of, written
 from canvax.pipelines.adapter_files import sha256_of
 
 _FILE = "hashes.json"
-"""Path of a model -> its size, its time of change in nanoseconds, and its hash."""
+"""Path of a model -> its time of change in nanoseconds, its size, and its hash."""
 
 
 def known_hash(path: Path) -> str:
     """Return the hash of a file in hexadecimal digits; "" if it was not computed yet, or the file was changed since."""
     with suppress(OSError, CanvaxError, LookupError, TypeError):
         *state, digest = read_json(_kept())[str(path.resolve())]
-        return str(digest) if state == _state(path) else ""
+        return str(digest) if tuple(state) == state_of(path) else ""
     return ""
 
 
@@ -31,14 +31,14 @@ def compute_hash(path: Path) -> str:
     """
     if digest := known_hash(path):
         return digest
-    state, digest = _state(path), sha256_of(path)
+    state, digest = state_of(path), sha256_of(path)
     with suppress(OSError, CanvaxError):  # without a cache folder it is computed again next time
         _kept().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         hashes = {}
         with suppress(CanvaxError):
             hashes = read_json(_kept())
         with written(_kept()) as temporary:
-            temporary.write_text(json.dumps({**hashes, str(path.resolve()): [*state, digest]}))
+            temporary.write_text(json.dumps({**hashes, str(path.resolve()): [*(state or ()), digest]}))
     return digest
 
 
@@ -47,8 +47,3 @@ def _kept() -> Path:
     if folder is None:
         raise InputError("there is no cache folder")
     return folder / _FILE
-
-
-def _state(path: Path) -> list[int]:
-    status = path.stat()
-    return [status.st_size, status.st_mtime_ns]
