@@ -20,7 +20,6 @@ import jax
 from canvax.compile.aot import Build, BuildCallback
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
-from canvax.engine.lanes import most_lanes
 from canvax.errors import CanvaxError, InputError
 from canvax.families.base import Model
 from canvax.files import named_path
@@ -111,7 +110,6 @@ class ServedModel:
         name: what it is called in requests.
         load: loads it by its name; if its weights are loaded again, with ``revision=`` the commit that they are of.
         adapters: that requests may name; None for none.
-        lanes: batches that are run at the same time, at most; None for as many as may be of use.
         weights: without, it is opened now and loaded when it is first asked for.
         vaes: files of autoencoders that requests may name, by name.
 
@@ -135,7 +133,6 @@ class ServedModel:
         name: str,
         load: Callable[..., Loaded],
         adapters: AdapterSettings | None = None,
-        lanes: int | None = None,
         *,
         weights: bool = True,
         vaes: Mapping[str, Path] = MappingProxyType({}),
@@ -155,7 +152,6 @@ class ServedModel:
         self.colours = Colours(self.model.vae.latent_channels)
         if is_spread(self.programs.mesh):
             raise InputError("a server runs on the devices of one process; give it a mesh of jax.local_devices()")
-        self._lanes = lanes or most_lanes(self.programs.mesh)
         self.shelf = AdapterCache(self.model, self.programs.mesh, adapters) if adapters else None
         self.embeddings = EmbeddingCache(self.model, self.programs.mesh)
         self.vaes = VaeCache(self.model, self.programs.mesh, vaes)
@@ -255,7 +251,7 @@ class ServedModel:
 
     def build(self, key: GroupKey, batches: Sequence[int], announce: BuildCallback) -> Group:
         """A group with its programs, compiled or from the cache; in any thread."""
-        group = Group(key, self.model, self.programs, self.loaded_params, batches, self._lanes)
+        group = Group(key, self.model, self.programs, self.loaded_params, batches)
         if isinstance(announce, Announcer):
             announce.expect(group.programs)
         group.compile(self._shapes, announce)
@@ -445,7 +441,6 @@ class ModelSet:
         on_demand: whether what is not ready is compiled when somebody asks for it.
         memory: bytes of weights on each device; None for what is free.
         adapters: that requests may name.
-        lanes: as in ``ServedModel``.
         say: called with what is done.
         announce: called for programs that are compiled.
 
@@ -465,14 +460,13 @@ class ModelSet:
         memory: int | None,
         on_request: Sequence[str] = (),
         adapters: AdapterSettings | None = None,
-        lanes: int | None = None,
         say: Callable[[str], None],
         announce: Announcer,
     ) -> None:
         self.cards: list[ModelCard] = []
         self._names, self._load, self._warm, self._chunks = names, load, warm, chunks
         self._references = references
-        self._adapters, self._lanes, self._on_request = adapters, lanes, on_request
+        self._adapters, self._on_request = adapters, on_request
         self._on_demand, self._memory, self._say, self._announce = on_demand, memory, say, announce
         self._served: dict[str, ServedModel] = {}
         self._kept: set[GroupKey] = set()
@@ -484,7 +478,7 @@ class ModelSet:
         for name in self._names:
             self._say(f"reading {name}")
             self._make_room(None)
-            served = ServedModel(name, self._load, self._adapters, self._lanes, vaes=vaes)
+            served = ServedModel(name, self._load, self._adapters, vaes=vaes)
             if self._memory is not None and served.bytes > self._memory:
                 raise InputError(
                     f"--memory {self._memory} bytes: the weights of {name} take {served.bytes}; allow more"
@@ -508,7 +502,7 @@ class ModelSet:
                     self._say(group.summary())
         for name in self._on_request:
             try:
-                served = ServedModel(name, self._load, self._adapters, self._lanes, weights=False, vaes=vaes)
+                served = ServedModel(name, self._load, self._adapters, weights=False, vaes=vaes)
                 self._served[name] = served
             except CanvaxError as error:
                 self._say(f"{name} is left out: {error}")
