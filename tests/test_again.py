@@ -191,9 +191,8 @@ def test_what_is_lost_is_said(
         warnings.simplefilter("always")
         emoji.again("it.png", **QUICK)
     assert [warning for warning in caught if issubclass(warning.category, HintWarning)]
-    if name not in ("unknown",):
-        assert set(lost_settings(metadata)) <= set(as_job(metadata)["missing"])
-        assert as_job(metadata)["missing"]
+    assert set(lost_settings(metadata)) <= set(as_job(metadata)["missing"])
+    assert as_job(metadata)["missing"]
 
 
 @pytest.mark.parametrize("name", keys_of("images"))

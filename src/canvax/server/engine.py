@@ -147,7 +147,6 @@ class ImageEngine:
             on_demand=settings.compile_on_demand,
             memory=settings.memory,
             adapters=settings.adapters,
-            lanes=1 if alone else None,
             say=say,
             announce=self._announcer,
         )
@@ -643,7 +642,7 @@ class ImageEngine:
         key, vae = waiting[0][0].group, waiting[0][0].beside.vae
         group, served = self._models.group(key), self._models.named(key.model)
         chosen = [entry for entry in waiting if (entry[0].group, entry[0].beside.vae) == (key, vae)][
-            : min(group.decodes, self._writer.room)
+            : min(group.alone, self._writer.room)
         ]
         began = time.perf_counter()
         try:

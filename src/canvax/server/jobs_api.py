@@ -17,13 +17,13 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from canvax.call import OptionRecord
 from canvax.errors import InputError, nearest
-from canvax.images.infotext import embeddings_in, settings_left
 from canvax.images.keys import keys_of
 from canvax.images.maps import SETTINGS as MAPS
 from canvax.images.maps import control_map
 from canvax.images.metadata import metadata_in, prompt_in
-from canvax.pipelines.again import lost_settings
+from canvax.pipelines.again import lost_settings, missing_embeddings, unknown_settings
 from canvax.pipelines.control import OPTIONS
 from canvax.pipelines.references import MOST
 from canvax.samplers import CURVES, SAMPLERS, curve_named, find
@@ -64,7 +64,7 @@ from canvax.server.jobs import (
 )
 from canvax.server.paths import ApiPath, Operation
 from canvax.server.work import INVERSE, LONGEST_PROMPT, MOST_IMAGES, MOST_STEPS, NOT_OFFERED
-from canvax.weights.data_folder import embedding_files
+from canvax.settings import offered
 
 PREVIEWS = 8
 """Of an image, where a client wants any."""
@@ -472,14 +472,16 @@ def as_job(metadata: dict[str, Any]) -> dict[str, Any]:
         fields["options"] = options = {**(options if isinstance(options, dict) else {}), "sigmas": curve}
     if isinstance(options, dict):
         left_out = [name for name in options if name in NOT_OFFERED]
-        fields["options"] = {name: value for name, value in options.items() if name not in (*left_out, *lost)}
+        fields["options"] = {
+            name: value
+            for name, value in options.items()
+            if name in offered(OptionRecord, "server") and name not in lost
+        }
     settings = {name: value for name, value in fields.items() if value != {} and _fits(name, value)}
     missing = [name for name in fields if name not in settings and fields[name] != {}]
     missing += [f"options.{name}" for name in left_out]
     missing += [key.argument for name, key in keys_of("images").items() if name in recorded]
-    missing += lost
-    missing += [f"embedding {name}" for name in embeddings_in(recorded) if name.lower() not in embedding_files()]
-    missing += [f"{name}: {value}" if value else name for name, value in settings_left(recorded).items()]
+    missing += [*lost, *missing_embeddings(recorded), *unknown_settings(recorded)]
     return {"settings": settings, "missing": missing}
 
 

@@ -20,7 +20,6 @@ import jax
 from canvax.compile.aot import Build, BuildCallback
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
-from canvax.engine.lanes import most_lanes
 from canvax.errors import CanvaxError, InputError
 from canvax.families.base import Model
 from canvax.files import named_path
@@ -112,7 +111,6 @@ class ServedModel:
         name: what it is called in requests.
         load: loads it by its name; if its weights are loaded again, with ``revision=`` the commit that they are of.
         adapters: that requests may name; None for none.
-        lanes: batches that are run at the same time, at most; None for as many as may be of use.
         weights: without, it is opened now and loaded when it is first asked for.
         vaes: files of autoencoders that requests may name, by name.
 
@@ -137,7 +135,6 @@ class ServedModel:
         name: str,
         load: Callable[..., Loaded],
         adapters: AdapterSettings | None = None,
-        lanes: int | None = None,
         *,
         weights: bool = True,
         vaes: Mapping[str, Path] = MappingProxyType({}),
@@ -159,7 +156,6 @@ class ServedModel:
         self.colours = Colours(self.model.vae.latent_channels)
         if is_spread(self.programs.mesh):
             raise InputError("a server runs on the devices of one process; give it a mesh of jax.local_devices()")
-        self._lanes = lanes or most_lanes(self.programs.mesh)
         self.shelf = AdapterCache(self.model, self.programs.mesh, adapters) if adapters else None
         self.embeddings = EmbeddingCache(self.model, self.programs.mesh)
         self.vaes = VaeCache(self.model, self.programs.mesh, vaes)
@@ -259,7 +255,7 @@ class ServedModel:
 
     def build(self, key: GroupKey, batches: Sequence[int], announce: BuildCallback) -> Group:
         """A group with its programs, compiled or from the cache; in any thread."""
-        group = Group(key, self.model, self.programs, self.loaded_params, batches, self._lanes)
+        group = Group(key, self.model, self.programs, self.loaded_params, batches)
         if isinstance(announce, Announcer):
             announce.expect(group.programs)
         group.compile(self._shapes, announce)
@@ -462,7 +458,6 @@ class ModelSet:
         on_demand: whether what is not ready is compiled when somebody asks for it.
         memory: bytes of weights on each device; None for what is free.
         adapters: that requests may name.
-        lanes: as in ``ServedModel``.
         say: called with what is done.
         announce: called for programs that are compiled.
 
@@ -482,7 +477,6 @@ class ModelSet:
         memory: int | None,
         on_request: Sequence[str] = (),
         adapters: AdapterSettings | None = None,
-        lanes: int | None = None,
         say: Callable[[str], None],
         announce: Announcer,
     ) -> None:
@@ -490,7 +484,7 @@ class ModelSet:
         self._lock = threading.Lock()
         self._names, self._load, self._warm, self._chunks = names, load, warm, chunks
         self._references = references
-        self._adapters, self._lanes, self._on_request = adapters, lanes, on_request
+        self._adapters, self._on_request = adapters, on_request
         self._on_demand, self._memory, self._say, self._announce = on_demand, memory, say, announce
         self._served: dict[str, ServedModel] = {}
         self._kept: set[GroupKey] = set()
@@ -501,7 +495,7 @@ class ModelSet:
         vaes = vae_files()
         for name in (*self._names, *self._on_request) if self._on_request else ():
             try:
-                served = ServedModel(name, self._load, self._adapters, self._lanes, weights=False, vaes=vaes)
+                served = ServedModel(name, self._load, self._adapters, weights=False, vaes=vaes)
                 served.on_request = name in self._on_request
                 self._served[name] = served
             except CanvaxError as error:
@@ -513,7 +507,7 @@ class ModelSet:
             if (opened := self._served.get(name)) is None:
                 self._say(f"reading {name}")
                 self._make_room(None)
-                opened = ServedModel(name, self._load, self._adapters, self._lanes, vaes=vaes)
+                opened = ServedModel(name, self._load, self._adapters, vaes=vaes)
             served = self._served[name] = opened
             if self._memory is not None and served.bytes > self._memory:
                 raise InputError(
