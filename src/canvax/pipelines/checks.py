@@ -120,12 +120,9 @@ def check_side(argument: str, name: str, side: int, factor: int) -> None:
     """Refuse images, of an ``argument``, whose height or width is no multiple of ``factor`` and was not asked for."""
     if side % factor:
         below = side // factor * factor
-        raise InputError(
-            argument,
-            NO_VALUE,
-            f"has a {name} of {side} pixels, which is not a multiple of {factor}",
-            f"give {f'{{{name}={below}}} or ' if below else ''}{{{name}={below + factor}}}, which it is resized to",
-        )
+        problem = f"has a {name} of {side} pixels, which is not a multiple of {factor}"
+        sides = " or ".join(f"{{{name}={each}}}" for each in (below, below + factor) if each)
+        raise InputError(argument, NO_VALUE, problem, f"give {sides}, which it is resized to")
 
 
 def check_steps(value: Any, listed: int | None, default: int, most: int) -> int:
