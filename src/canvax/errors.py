@@ -102,6 +102,11 @@ def needs(argument: str, *others: str, cure: str = "", value: Any = NO_VALUE) ->
     return InputError(argument, value, f"needs {_either(others)}", cure)
 
 
+def miscounted(argument: str, count: int, wanted: int, noun: str = "images") -> InputError:
+    """Return the error about a list that has neither one entry nor one for each of the ``wanted`` things."""
+    return InputError(argument, NO_VALUE, f"has {count} entries for {wanted} {noun}", "give one, or one for each")
+
+
 def _either(arguments: Sequence[str]) -> str:
     return " or ".join(f"{{{argument}}}" for argument in arguments)
 

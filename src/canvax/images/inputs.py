@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from canvax.errors import NO_VALUE, InputError, reading
+from canvax.errors import NO_VALUE, InputError, miscounted, reading
 from canvax.files import open_regular
 from canvax.images.convert import upright_mask, upright_rgb
 from canvax.images.formats import FORMATS
@@ -54,9 +54,7 @@ def _entries(name: str, value: Any, count: int) -> Sequence[Any]:
         cure = "give its images, such as result.images[0]" if images is not None else "nor a list of these"
         raise InputError(name, value, "is not an image, a path or an array", cure)
     if len(values) not in (1, count):
-        raise InputError(
-            name, NO_VALUE, f"has {len(values)} entries for {count} images", "give one for all, or one for each"
-        )
+        raise miscounted(name, len(values), count)
     return values
 
 

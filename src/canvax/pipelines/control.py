@@ -12,7 +12,7 @@ from PIL import Image
 from canvax.call import CONTROL, OptionRecord
 from canvax.compile.kinds import Ready
 from canvax.compile.programs import Programs
-from canvax.errors import NO_VALUE, InputError, conflict, nearest, needs
+from canvax.errors import NO_VALUE, InputError, conflict, miscounted, nearest, needs
 from canvax.families.base import Model
 from canvax.images.inputs import fingerprint, read_images
 from canvax.images.masks import as_floats, resized
@@ -116,9 +116,7 @@ def check_control(model: Model, control: Any, count: int, options: Options) -> C
         )
     for name in OPTIONS:
         if isinstance(value := getattr(options, name), tuple) and len(value) != len(nets):
-            raise InputError(
-                name, NO_VALUE, f"has {len(value)} entries for {len(nets)} networks", "give one, or one for each"
-            )
+            raise miscounted(name, len(value), len(nets), "networks")
     images = {
         name: read_typed(net, value, count) if isinstance(net, UnionNet) else read_shown(value, count)
         for (name, net), value in zip(nets, by_network, strict=True)
@@ -256,9 +254,7 @@ def read_typed(net: UnionNet, value: Any, count: int) -> list[tuple[Shown, ...]]
         ]
     if isinstance(value, list | tuple) and value and all(isinstance(typed, Mapping) for typed in value):
         if len(value) not in (1, count):
-            raise InputError(
-                "control", NO_VALUE, f"has {len(value)} entries for {count} images", "give one for all, or one for each"
-            )
+            raise miscounted("control", len(value), count)
         return [shown for typed in value for shown in read_typed(net, typed, 1)]
     raise InputError(
         "control",

@@ -362,16 +362,13 @@ def check_start(
     inverts = not isinstance(sampler, SamplerTable | None) and spec_of(sampler)[0].name == "ddim_inverse"
     if inverts and image:
         cure = "pass pipe.encode_image(image) as latents, without noise"
-        raise conflict("image", f"sampler={sampler!r}", cure=cure)
+        raise conflict("image", "sampler='ddim_inverse'", cure=cure)
     if inverts and latents is None:
         raise needs("sampler", "latents", cure="those of the image, such as result.latents", value=sampler)
     if model.family.is_refiner and not started and not image:
-        raise InputError(
-            "image",
-            NO_VALUE,
-            f"is missing: {model.name} is a refiner, which only finishes images",
-            "give {image}, or {latents} of a base model that stopped at {denoising_end=0.8}, and {denoising_start=0.8}",
-        )
+        problem = f"is missing: {model.name} is a refiner, which only finishes images"
+        cure = "{latents} of a base model that stopped at {denoising_end=0.8}, and {denoising_start=0.8}"
+        raise InputError("image", NO_VALUE, problem, f"give {{image}}, or {cure}")
 
 
 @dataclass(frozen=True, eq=False)
