@@ -21,7 +21,7 @@ from canvax.denoise import InFlight, StepInputs, denoise
 from canvax.engine import batch
 from canvax.engine.segments import DeepPlan, guided_rows, segments
 from canvax.families.known import PRESETS
-from canvax.guidance import Guidance
+from canvax.guidance import PERTURBED, PLAIN, Perturbed
 from canvax.kernels import cpu
 from canvax.kernels.target import plain_kernels
 from canvax.models import decode as decode_module
@@ -241,15 +241,18 @@ def test_reuse_computes_what_the_network_computes(emoji: canvax.Pipeline) -> Non
     state = rng.standard_normal((1, SLOTS, *LATENTS)).astype(np.float32)
     text, negative = ({"text": rng.standard_normal((1, 77, TEXT_WIDTH)).astype(np.float32)} for _ in range(2))
     window = build_table(emoji.model.scheduler, 4, sampler="euler", guidance=5.0).window(0, 1)
-    rows = {name: column[None] for name, column in window.items()} | {"pag": np.array([[[3.0, 0.0]]], np.float32)}
+    rows = {name: column[None] for name, column in window.items()} | {
+        f"guidance {name}": np.array([[number]], np.float32)
+        for name, number in {"pag_scale": 3.0, "pag_adaptive_scale": 0.0}.items()
+    }
     prompts: Any = negative, text
     flight = InFlight(state, prompts, np.zeros((1, 2), np.uint32))
     shared = {"noisy": np.zeros(1, bool), "recompute": np.ones(1, bool), "reuse": np.array([[1, 0]], np.float32)}
     inputs = jax.tree.map(jnp.asarray, StepInputs(flight, rows, shared, np.int32(1)))
-    pag, again = Guidance(perturbs=True), networks.denoiser_of(perturbs=True, reuse_layers=2)
+    pag, again = Perturbed(PLAIN), networks.denoiser_of(roles=(PERTURBED,), reuse_layers=2)
     memory = again.inputs((1, *LATENTS), {}, lambda _: jnp.dtype("float32")).memory
     with plain_kernels():
-        plain = denoise(params, inputs, denoiser=networks.denoiser_of(perturbs=True), guidance=pag)[0]
+        plain = denoise(params, inputs, denoiser=networks.denoiser_of(roles=(PERTURBED,)), guidance=pag)[0]
         inputs = inputs._replace(memory=jnp.zeros((3, *memory.shape), memory.dtype))
         reusing = denoise(params, inputs, denoiser=again, guidance=pag)[0]
         usual = denoise(params, inputs, denoiser=networks.denoiser)[0]

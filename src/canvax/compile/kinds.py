@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from canvax.guidance import Method, Rule
+from canvax.guidance import PLAIN, Guidance
 from canvax.models.beside import ADAPTERS, Places
 from canvax.parallel.place import on_devices
 from canvax.params import Params
@@ -121,9 +121,7 @@ class Kinds(NamedTuple):
         decoder: None for none.
         image_encoder: which encoder of images; None for none.
         lengths: of each prompt, for each text encoder; the shortest ones if empty.
-        parts: prompts of each image that are added up; 0 without.
-        method: of guidance.
-        perturbs: perturbed-attention guidance.
+        guidance: the rule of denoisers with guidance; the others have that of ``canvax.guidance.off``.
         controls: those of ``Networks.controls`` that read a control image.
         image_prompts: for each adapter that reads image prompts.
         sees: CLIP's image encoder is needed for them.
@@ -137,9 +135,7 @@ class Kinds(NamedTuple):
     decoder: Literal["whole", "tiled", None] = "whole"
     image_encoder: Literal["whole", "tiled", None] = None
     lengths: tuple[int, ...] = ()
-    parts: int = 0
-    method: Method | Rule = "cfg"
-    perturbs: bool = False
+    guidance: Guidance = PLAIN
     controls: tuple[str, ...] = ()
     image_prompts: tuple[PromptKind, ...] = ()
     sees: bool = False

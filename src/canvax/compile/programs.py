@@ -24,7 +24,7 @@ from canvax.compile.aot import Build, BuildCallback, CacheEntry, find_entry, loa
 from canvax.compile.at_once import at_once
 from canvax.compile.kinds import DENOISERS, Compiled, Kinds, LatentShape, ProgramSpec, Ready, reference_encoder
 from canvax.denoise import IDLE_ROWS, WINDOW, InFlight, Known, StepInputs, denoise
-from canvax.guidance import Guidance
+from canvax.guidance import PROMPT, columns_of, off
 from canvax.kernels.target import compile_or_fall_back
 from canvax.models.beside import ADAPTERS
 from canvax.models.controlled import encode_control
@@ -208,9 +208,9 @@ class Programs:
         self, dtypes: Mapping[str, DType], latents: LatentShape, kinds: Kinds, *, guided: bool, size: Mapping[str, int]
     ) -> ProgramSpec:
         networks, batch, sizes = self.networks, latents[0], self.networks.packing.sizes(latents[2])
-        denoiser = networks.denoiser_of(kinds.controls, perturbs=kinds.perturbs, reuse_layers=kinds.deep_layers)
+        guidance = kinds.guidance if guided else off(kinds.guidance)
+        denoiser = networks.denoiser_of(kinds.controls, roles=guidance.samples, reuse_layers=kinds.deep_layers)
         loop = networks.packing.shape(latents)
-        guidance = Guidance(kinds.method if guided else "cfg", kinds.perturbs, guided and kinds.parts > 0)
         text = networks.text.conditions(batch, tuple(dtypes[name] for name in networks.text.names), kinds.lengths)
         reads = denoiser.inputs(loop, text, dtypes.__getitem__)
         conditions = {**text, **reads.conditions, **dict.fromkeys(sizes, jax.ShapeDtypeStruct((batch,), jnp.int32))}
@@ -220,7 +220,7 @@ class Programs:
             conditions[REFERENCES] = networks.references(batch, kinds.references)
         if kinds.image_prompts:
             conditions[IMAGE_PROMPTS] = networks.image_prompts(kinds.image_prompts, loop, dtypes.__getitem__)
-        prompts = (conditions,) * (1 + max(1, kinds.parts) if guided else 1)
+        prompts = (conditions,) * (guided + guidance.samples.count(PROMPT))
         image = jax.ShapeDtypeStruct(loop, jnp.float32)
         flight = InFlight(
             jax.ShapeDtypeStruct((batch, SLOTS, *loop[1:]), jnp.float32),
@@ -228,11 +228,11 @@ class Programs:
             jax.ShapeDtypeStruct((batch, 2), jnp.uint32),
             Known(image, image, jax.ShapeDtypeStruct((batch,), jnp.bool_)) if kinds.known else None,
         )
-        columns = {**reads.columns, **guidance.columns(len(prompts))}
+        columns = {**reads.columns, **columns_of(guidance)}
         rows = {name: (column.shape, column.dtype) for name, column in IDLE_ROWS.items()}
         rows |= {name: ((WINDOW, *column.shape), column.dtype) for name, column in columns.items()}
         shared = {"noisy": jax.ShapeDtypeStruct((), jnp.bool_), **reads.shared}
-        samples = batch * (len(prompts) + kinds.perturbs)
+        samples = batch * len(guidance.samples)
         memory = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((samples, *leaf.shape), leaf.dtype), reads.memory)
         inputs = StepInputs(
             self._split(flight),

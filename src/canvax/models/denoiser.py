@@ -25,8 +25,10 @@ from canvax.params import Params, Spec
 from canvax.quantize import compute_dtype
 from canvax.types import Array, DType
 
+ROLES = ("NEGATIVE", "PROMPT", "PERTURBED")
 NEGATIVE, PROMPT, PERTURBED = range(3)
-"""Roles of the samples of an image, which a denoiser reads as the condition ``role`` [B] int32."""
+"""Roles of the samples of an image, which a denoiser reads as the condition ``role`` [B] int32. A denoiser may know
+others (``Facts.roles``), for rules of guidance that name them."""
 
 COLUMNS = "columns"
 """Among the conditions of a network of tokens: how many tokens wide the images are, [B] int32."""
@@ -102,6 +104,7 @@ class Facts:
         whole_reference: the most pixels of a single reference image, which is read whole, padded with its reflection;
             0 if its edges are cut to fit, as those of several are.
         offers: names of the ``Extras`` that it takes.
+        roles: those that it knows; it need not tell the prompt from the negative one.
     """
 
     native_size: tuple[int, int] = (64, 64)
@@ -113,6 +116,7 @@ class Facts:
     edits: bool = False
     whole_reference: int = 0
     offers: tuple[str, ...] = ()
+    roles: tuple[int, ...] = (NEGATIVE, PROMPT)
 
 
 @dataclass(frozen=True)
@@ -350,6 +354,10 @@ class Perturbed(Around):
 
     base: Extensible
     needs = "perturbed"
+
+    @property
+    def facts(self) -> Facts:
+        return replace(self.base.facts, roles=(*self.base.facts.roles, PERTURBED))
 
     def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> tuple[Any, Array]:
         return self.base.prepare(p, conditions, latents), conditions["role"] == PERTURBED

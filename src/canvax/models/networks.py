@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from canvax.errors import NO_VALUE, InputError
 from canvax.models.configs import UNetConfig
 from canvax.models.controlled import Control, Controlled
 from canvax.models.decode import Autoencoder, autoencoder_of
-from canvax.models.denoiser import Denoiser, Packing, Perturbed, Reusing, Shapes
+from canvax.models.denoiser import PERTURBED, ROLES, Denoiser, Packing, Perturbed, Reusing, Shapes
 from canvax.models.text import IMAGE_ENCODER, TextEncoders
 from canvax.params import Spec
 from canvax.quantize import quantized_specs
@@ -55,22 +56,42 @@ class Networks:
         specs |= {IMAGE_ENCODER: self.image_encoder.spec} if self.image_encoder else {}
         return quantized_specs(specs, quantize)
 
-    def denoiser_of(self, controls: Sequence[str] = (), *, perturbs: bool = False, reuse_layers: int = 0) -> Denoiser:
+    def denoiser_of(
+        self, controls: Sequence[str] = (), *, roles: Collection[int] = (), reuse_layers: int = 0
+    ) -> Denoiser:
         """The denoiser of a call.
 
         Args:
             controls: those of ``controls`` that read a control image.
-            perturbs: for perturbed-attention guidance.
+            roles: of the samples that it is evaluated for.
             reuse_layers: ``layers`` of ``canvax.models.denoiser.Reusing``; 0 without.
 
         Raises:
             InputError: the model's denoiser does not offer what that takes.
         """
         denoiser: Any = self.denoiser
-        denoiser = Perturbed(denoiser) if perturbs else denoiser
+        denoiser = Perturbed(denoiser) if PERTURBED in {*roles} - {*denoiser.facts.roles} else denoiser
+        self.check_roles(roles)
         denoiser = Reusing(denoiser, reuse_layers) if reuse_layers else denoiser
         nets = tuple((name, net) for name, net in self.controls if name in controls)
         return Controlled(denoiser, nets) if nets else denoiser
+
+    @property
+    def roles(self) -> tuple[int, ...]:
+        """The roles of samples that the denoiser can be evaluated for."""
+        facts = self.denoiser.facts
+        return (*facts.roles, PERTURBED) if "perturbed" in facts.offers else facts.roles
+
+    def check_roles(self, roles: Collection[int]) -> None:
+        """Refuse roles that the denoiser does not know.
+
+        Raises:
+            InputError: naming the first of them.
+        """
+        if unknown := [role for role in roles if role not in self.roles]:
+            names = [ROLES[role] if role < len(ROLES) else str(role) for role in (unknown[0], *self.roles)]
+            problem = f"asks for samples of the role {names[0]}, and the denoiser knows {', '.join(names[1:])}"
+            raise InputError("guidance_method", NO_VALUE, problem, "use another rule")
 
     @property
     def components(self) -> set[str]:

@@ -24,6 +24,7 @@ from canvax.engine.lanes import most_lanes
 from canvax.errors import CanvaxError, InputError
 from canvax.families.base import Model
 from canvax.files import named_path
+from canvax.guidance import PROMPT, Perturbed, reads_negative
 from canvax.models.beside import ADAPTERS
 from canvax.models.clip import clip_configs, most_skipped
 from canvax.parallel.memory import free_bytes
@@ -47,8 +48,6 @@ from canvax.tokenizers.concepts import STYLES
 from canvax.weights.data_folder import vae_files
 
 _KINDS = {
-    "method": "options.guidance_method",
-    "perturbs": "options.pag_scale",
     "image_prompts": "several images in image_prompt for one adapter",
     "references": "several reference images",
 }
@@ -305,13 +304,15 @@ class ServedModel:
             room = self.model.text.room(max(key.kinds.lengths for key in keys))
             message = f"prompt: it is longer than the {room} tokens that this server has programs for; shorten it"
             return Rejected(400, "prompt_too_long", message, param="prompt")
-        if "parts" in differs:
+        rule = wanted.kinds.guidance
+        if reads_negative(rule) and rule != usual.guidance:
             why, cure = "the number behind its colon weighs it", "end it with a word, or set guidance_scale"
-            if wanted.kinds.parts > 1:
+            if rule.samples.count(PROMPT) > 1:
                 why, cure = "prompts joined by AND", "send one of them"
             message = f"prompt: {why}, and this server has no programs for that; {cure}"
             return Rejected(400, "not_compiled", message, param="prompt")
-        named = " and ".join(_KINDS.get(name, name) for name in differs)
+        pag = "options.pag_scale" if isinstance(rule, Perturbed) else "options.guidance_method"
+        named = " and ".join({**_KINDS, "guidance": pag}.get(name, name) for name in differs)
         message = f"{named}: this server has no programs for that; leave it out, or {_ON_DEMAND}"
         param = {"image_prompts": "image_prompt", "references": "image"}.get(differs[0], "options")
         return Rejected(400, "not_compiled", message, param=param)

@@ -18,6 +18,7 @@ from canvax.engine.batch import ParkedImage
 from canvax.engine.segments import guided_rows
 from canvax.errors import NO_VALUE, HintWarning, InputError, nearest
 from canvax.families.base import Model
+from canvax.guidance import reads_negative
 from canvax.noise import image_seeds, random_seed
 from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS
 from canvax.pipelines.generate import enlarged, larger_side, metadata, sampler_table, second_pass, work
@@ -450,7 +451,7 @@ def _planned(name: str, model: Model, request: Request, shelf: AdapterCache | No
         )  # fmt: skip
     # Every size has one set of programs, in which plain images, given ones and masked ones mix.
     kinds = kinds._replace(
-        guided=(True,) if kinds.parts else (True, False),
+        guided=(True,) if reads_negative(kinds.guidance) else (True, False),
         known=not model.networks.inpaints,
         image_encoder=kinds.decoder,
         places=shelf.bank.places if shelf else None,
