@@ -439,7 +439,7 @@ def test_a_network_around_that_of_a_checkpoint() -> None:
     networks = canvax.load("emoji").model.networks
     mine = dataclasses.replace(networks, denoiser=Plain(networks.denoiser))
     assert (mine.native_size, mine.size_numbers) == (networks.native_size, networks.size_numbers)
-    assert mine.denoiser_of(roles=(PERTURBED,)).inputs((1, 8, 8, 32), {}, jnp.dtype) == networks.denoiser.inputs(
+    assert mine.denoiser_of((PERTURBED,)).inputs((1, 8, 8, 32), {}, jnp.dtype) == networks.denoiser.inputs(
         (1, 8, 8, 32), {}, jnp.dtype
     )
     assert copy.copy(mine) == pickle.loads(pickle.dumps(mine)) == mine

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from canvax.errors import NO_VALUE, InputError
 from canvax.models.configs import UNetConfig
-from canvax.models.controlled import Control, Controlled
+from canvax.models.controlled import Control
 from canvax.models.decode import Autoencoder, autoencoder_of
-from canvax.models.denoiser import PERTURBED, ROLES, Denoiser, Packing, Perturbed, Reusing, Shapes
+from canvax.models.denoiser import PERTURBED, ROLES, Denoiser, Packing, Perturbed, Shapes
 from canvax.models.text import IMAGE_ENCODER, TextEncoders
 from canvax.params import Spec
 from canvax.quantize import quantized_specs
@@ -56,25 +56,16 @@ class Networks:
         specs |= {IMAGE_ENCODER: self.image_encoder.spec} if self.image_encoder else {}
         return quantized_specs(specs, quantize)
 
-    def denoiser_of(
-        self, controls: Sequence[str] = (), *, roles: Collection[int] = (), reuse_layers: int = 0
-    ) -> Denoiser:
-        """The denoiser of a call.
-
-        Args:
-            controls: those of ``controls`` that read a control image.
-            roles: of the samples that it is evaluated for.
-            reuse_layers: ``layers`` of ``canvax.models.denoiser.Reusing``; 0 without.
+    def denoiser_of(self, roles: Collection[int]) -> Denoiser:
+        """Return the denoiser for samples of these roles.
 
         Raises:
-            InputError: the model's denoiser does not offer what that takes.
+            InputError: it does not know one of them.
         """
         denoiser: Any = self.denoiser
         denoiser = Perturbed(denoiser) if PERTURBED in {*roles} - {*denoiser.facts.roles} else denoiser
         self.check_roles(roles)
-        denoiser = Reusing(denoiser, reuse_layers) if reuse_layers else denoiser
-        nets = tuple((name, net) for name, net in self.controls if name in controls)
-        return Controlled(denoiser, nets) if nets else denoiser
+        return denoiser
 
     @property
     def roles(self) -> tuple[int, ...]:
@@ -104,7 +95,7 @@ class Networks:
     ) -> dict[str, Any]:
         """Shapes of what adapters have read for latents [B, h, w, C], each a ``canvax.models.ip_adapter.ImageKV``.
 
-        ``kinds`` are ``canvax.compile.kinds.PromptKind``.
+        ``kinds`` are ``canvax.compile.additions.PromptKind``.
         """
         from canvax.models.ip_adapter import masked_levels
 

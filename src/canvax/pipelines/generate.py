@@ -13,6 +13,14 @@ from PIL import Image
 
 from canvax._version import __version__
 from canvax.call import HIRES_STRENGTHS, MAX_SIDE
+from canvax.compile.additions import (
+    DeepFeatures,
+    Keeps,
+    ReadsControls,
+    ReadsImage,
+    ReadsImagePrompts,
+    ReadsReferences,
+)
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import Counts
 from canvax.compile.programs import Programs
@@ -117,17 +125,19 @@ def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None,
     way = "tiled" if is_tiled(request.height, request.width, request.options.tiling) else "whole"
     kinds = Kinds(
         guided=tuple(dict.fromkeys(guided.tolist())),
-        deep_layers=deep.layers if deep else 0,
-        known=keeps(model, request) and request.options.mask_blend == "denoised",
-        decoder=None if request.options.denoising_end < 1 else way,
-        image_encoder=None if request.init_images is None or request.init_images.latents is not None else way,
-        lengths=request.lengths,
         guidance=rule,
-        controls=request.control.names if request.control else (),
-        image_prompts=request.image_prompts.kinds if request.image_prompts else (),
-        sees=request.image_prompts is not None and request.image_prompts.sees(guided=request.guided),
+        decoder=None if request.options.denoising_end < 1 else way,
+        lengths=request.lengths,
         places=request.beside.places if request.beside else None,
-        references=request.references.sizes if request.references else (),
+    )
+    prompts, init = request.image_prompts, request.init_images
+    kinds = kinds.adding(
+        deep and DeepFeatures(deep.layers),
+        keeps(model, request) and request.options.mask_blend == "denoised" and Keeps(),
+        init and init.latents is None and ReadsImage(way),
+        request.control and ReadsControls(request.control.names),
+        prompts and ReadsImagePrompts(prompts.kinds, prompts.sees(guided=request.guided)),
+        request.references and ReadsReferences(request.references.sizes),
     )
     return table, deep, kinds
 

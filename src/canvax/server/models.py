@@ -48,8 +48,8 @@ from canvax.tokenizers.concepts import STYLES
 from canvax.weights.data_folder import vae_files
 
 _KINDS = {
-    "image_prompts": "several images in image_prompt for one adapter",
-    "references": "several reference images",
+    "ReadsImagePrompts": "several images in image_prompt for one adapter",
+    "ReadsReferences": "several reference images",
 }
 """What people call what decides programs."""
 
@@ -299,7 +299,9 @@ class ServedModel:
             )
             message = f"{wanted.size} is not ready on this server; ask for {' or '.join(sizes)}, or {_ON_DEMAND}"
             return Rejected(400, "size_not_ready", message, param="width")
-        differs = [name for name in Kinds._fields if getattr(wanted.kinds, name) != getattr(usual, name)]
+        changed = {*wanted.kinds.adds} ^ {*usual.adds}
+        differs = [name for name in Kinds._fields[:-1] if getattr(wanted.kinds, name) != getattr(usual, name)]
+        differs += sorted({type(add).__name__ for add in changed})
         if differs == ["lengths"]:
             room = self.model.text.room(max(key.kinds.lengths for key in keys))
             message = f"prompt: it is longer than the {room} tokens that this server has programs for; shorten it"
@@ -314,7 +316,7 @@ class ServedModel:
         pag = "options.pag_scale" if isinstance(rule, Perturbed) else "options.guidance_method"
         named = " and ".join({**_KINDS, "guidance": pag}.get(name, name) for name in differs)
         message = f"{named}: this server has no programs for that; leave it out, or {_ON_DEMAND}"
-        param = {"image_prompts": "image_prompt", "references": "image"}.get(differs[0], "options")
+        param = {"ReadsImagePrompts": "image_prompt", "ReadsReferences": "image"}.get(differs[0], "options")
         return Rejected(400, "not_compiled", message, param=param)
 
     def card(self, warm: Sequence[Warm], *, any_size: bool, references: int) -> ModelCard:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image, ImageOps
 
+from canvax.compile.additions import Keeps, ReadsImage
 from canvax.compile.kinds import Kinds
 from canvax.engine.batch import ParkedImage
 from canvax.engine.segments import guided_rows
@@ -452,11 +453,10 @@ def _planned(name: str, model: Model, request: Request, shelf: AdapterCache | No
     # Every size has one set of programs, in which plain images, given ones and masked ones mix.
     kinds = kinds._replace(
         guided=(True,) if reads_negative(kinds.guidance) else (True, False),
-        known=not model.networks.inpaints,
-        image_encoder=kinds.decoder,
         places=shelf.bank.places if shelf else None,
     )
-    kinds = with_networks(kinds, model)
+    reads = kinds.decoder and ReadsImage(kinds.decoder)
+    kinds = with_networks(kinds.adding(not model.networks.inpaints and Keeps(), reads), model)
     if request.embedded:
         kinds = kinds._replace(guided=(False,))
     return table, GroupKey(name, request.height, request.width, kinds)
