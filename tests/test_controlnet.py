@@ -26,6 +26,7 @@ from scipy import ndimage
 import canvax
 from canvax.cli import BAD_INPUT, main
 from canvax.cli.again import again
+from canvax.compile.additions import ReadsControls
 from canvax.compile.kinds import Kinds
 from canvax.engine.batch import Batch, ParkedImage
 from canvax.images.maps import canny, control_map
@@ -193,7 +194,7 @@ def test_company_changes_nothing(pipe: canvax.Pipeline) -> None:
     """Images that come and go in one batch, each with a control image, a strength and a window of its own."""
     assert pipe.params is not None
     latents, names = (2, *LATENTS), ("controlnet",)
-    ready = pipe.programs.ready(pipe.params, latents, Kinds(controls=names))
+    ready = pipe.programs.ready(pipe.params, latents, Kinds().adding(ReadsControls(names)))
     batch = Batch(ready, pipe.params, pipe.programs.mesh, latents)
 
     def carried(seed: int, steps: int, **options: Any) -> ParkedImage:

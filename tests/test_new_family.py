@@ -27,7 +27,7 @@ from canvax.compile.kinds import Kinds
 from canvax.engine import batch
 from canvax.families.base import Family
 from canvax.families.known import PRESETS
-from canvax.guidance import Guidance
+from canvax.guidance import KINDS
 from canvax.models.clip import ClipEncoder
 from canvax.models.configs import ClipTextConfig
 from canvax.models.controlled import Controlled
@@ -358,7 +358,7 @@ def test_a_network_around_that_of_a_checkpoint() -> None:
     networks = canvax.load("emoji").model.networks
     mine = dataclasses.replace(networks, denoiser=Plain(networks.denoiser))
     assert (mine.native_size, mine.size_numbers) == (networks.native_size, networks.size_numbers)
-    assert mine.denoiser_of(perturbs=True).inputs((1, 8, 8, 32), {}, jnp.dtype) == networks.denoiser.inputs(
+    assert mine.denoiser_of((PERTURBED,)).inputs((1, 8, 8, 32), {}, jnp.dtype) == networks.denoiser.inputs(
         (1, 8, 8, 32), {}, jnp.dtype
     )
     assert copy.copy(mine) == pickle.loads(pickle.dumps(mine)) == mine
@@ -457,12 +457,12 @@ def test_what_a_function_leaves_behind_is_no_edit(pipe: canvax.Pipeline) -> None
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_no_code_of_the_package_is_the_users(preset: str) -> None:
-    assert foreign(PRESETS[preset], Kinds(), Guidance()) == ()
+    assert foreign(PRESETS[preset], Kinds(), KINDS) == ()
 
 
 def test_what_is_code_of_the_user() -> None:
     assert foreign(NETWORKS, Kinds()) == foreign(NETWORKS, Kinds()) != ()
-    assert foreign(canvax.load("emoji").model.networks, Kinds(), Guidance()) == ()
+    assert foreign(canvax.load("emoji").model.networks, Kinds(), KINDS) == ()
     wrapped = jax.jit(lambda *_: 0.0)
     for value in (draw, partial(draw), lambda: draw, {"a": [draw]}, Plain(Mlp()), np.zeros(2000), wrapped):
         assert foreign(value)

@@ -14,15 +14,24 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from canvax.errors import InputError, check_function, nearest
 from canvax.settings import check_all, check_once, declared, is_whole, numbers_of, setting
 
 Spacing = Literal["leading", "trailing", "linspace"]
 GuidanceMethod = Literal["cfg", "cfg_zero", "apg"]
-GuidanceFunction = Callable[..., Any]
-"""(negative, conditional, scale) -> guided, of denoised images [B, h, w, C], or with ``row``; docs/guidance.md."""
+
+
+class GuidanceRule(Protocol):
+    """A ``canvax.guidance.Guidance``."""
+
+    def denoised(self, seen: Any) -> Any: ...
+
+
+GuidanceFunction = Callable[..., Any] | GuidanceRule
+"""(negative, conditional, scale) -> guided, of denoised images [B, h, w, C], or with ``row``; or a rule that says more:
+docs/guidance.md."""
 Tiling = Literal["auto", "on", "off"]
 NoiseKind = Literal["philox", "torch"]
 PromptSyntax = Literal["plain", "a1111", "comfy", "compel"]
@@ -84,14 +93,17 @@ def read_levels(name: str, value: Any) -> Any:
 
 
 def read_guidance_method(name: str, value: Any) -> Any:
-    """A kind of guidance, or a function, by which its program is found again."""
-    if callable(value):
-        rule = partial(value, row=None) if takes_row(value) else value
-        check_function(name, rule, 3, "(negative, conditional, scale), and row if it has such a parameter")
+    """A kind of guidance, or a function or rule, by which its program is found again."""
+    if callable(value) or hasattr(value, "denoised"):
+        if hasattr(value, "denoised"):
+            check_function(name, value.denoised, 1, "(seen), a canvax.guidance.Evaluated")
+        else:
+            rule = partial(value, row=None) if takes_row(value) else value
+            check_function(name, rule, 3, "(negative, conditional, scale), and row if it has such a parameter")
         try:
             hash(value)
         except TypeError:
-            raise InputError(name, value, "cannot be hashed", "give a function") from None
+            raise InputError(name, value, "cannot be hashed", "give a function, or a frozen dataclass") from None
     elif value not in (kinds := get_args(GuidanceMethod)):
         raise InputError(name, value, "is not known", nearest(str(value), kinds))
     return value
@@ -393,7 +405,7 @@ class OptionRecord:
         group=SAMPLING, also=("cfg_rescale",), hint_without=("guidance",), per_image=True,
     )  # fmt: skip
     guidance_method: GuidanceFunction | GuidanceMethod = setting(
-        "cfg", "kind of guidance, each a program: cfg, cfg_zero or apg; in Python also a function; see "
+        "cfg", "kind of guidance, each a program: cfg, cfg_zero or apg; in Python also a function or a rule; see "
         "docs/guidance.md", group=SAMPLING, metavar="KIND", hint_without=("guidance",), read=read_guidance_method,
     )  # fmt: skip
     guidance_settings: Mapping[str, Any] | Sequence[str] = setting(

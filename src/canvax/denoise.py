@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from canvax.guidance import PLAIN, Guidance
+from canvax.guidance import PLAIN, Guidance, conditions_of, guided, per_image
 from canvax.models.beside import ADAPTERS, Places, with_adapters
 from canvax.models.denoiser import Conditions, Denoiser
 from canvax.params import Params
@@ -125,7 +125,7 @@ def denoise(
     """
     flight = inputs.flight
     batch, _, *shape = flight.state.shape
-    samples = guidance.samples(flight.prompts, batch)
+    samples = conditions_of(guidance, flight.prompts, batch)
     count = len(samples)
     conditions = jax.tree.map(_neighbours, *samples)
     if places is not None:
@@ -137,10 +137,10 @@ def denoise(
         row = {name: _at(column, i, axis=1) for name, column in inputs.rows.items()}
         shared = {name: _at(column, i, axis=0) for name, column in inputs.shared.items()}
         x = state[:, 0]
-        seen, rows = jax.tree.map(lambda array: jnp.repeat(array, count, axis=0), (_per_image(row["c_in"]) * x, row))
+        seen, rows = jax.tree.map(lambda array: jnp.repeat(array, count, axis=0), (per_image(row["c_in"]) * x, row))
         output, memory = denoiser.apply(params, seen, {**rows, **shared}, prepared, memory)
         outputs = output.astype(jnp.float32).reshape(batch, count, *shape)
-        denoised = guidance.denoised(x, outputs, row)
+        denoised = guided(guidance, x, outputs, row)
         if flight.known is not None:
             denoised = _blend_known(denoised, flight.known, row["progress"])
         noise = jax.lax.cond(
@@ -181,10 +181,6 @@ def _at(column: Array, i: Array, *, axis: int) -> Array:
     return jax.lax.dynamic_index_in_dim(column, i, axis=axis, keepdims=False)
 
 
-def _per_image(column: Array) -> Array:
-    return column[:, None, None, None]
-
-
 def _combine(m: Array, state: Array, denoised: Array, noise: Array) -> Array:
     """Compute ``M @ [state; D; noise]`` as multiply-adds in float32: a matmul might run in lower precision."""
     m = m[..., None, None, None]
@@ -196,6 +192,6 @@ def _combine(m: Array, state: Array, denoised: Array, noise: Array) -> Array:
 
 def _blend_known(denoised: Array, known: Known, progress: Array) -> Array:
     """Return D with the known latents pasted where they are kept. As part of D this works for every table."""
-    active = (known.mask >= 1 - _per_image(progress)).astype(jnp.float32)
-    mask = jnp.where(_per_image(known.graded), active, known.mask)
+    active = (known.mask >= 1 - per_image(progress)).astype(jnp.float32)
+    mask = jnp.where(per_image(known.graded), active, known.mask)
     return denoised + (1 - mask) * (known.latents - denoised)

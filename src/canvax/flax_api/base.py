@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from canvax.compile.additions import ReadsControls, ReadsImage
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
 from canvax.denoise import WINDOW
@@ -316,8 +317,9 @@ class FlaxPipeline:
         kinds = Kinds(
             guided=(inputs.guided,),
             decoder="whole" if decode else None,
-            image_encoder=None if inputs.source is None else "whole",
-            controls=tuple(name for name, _ in self.model.networks.controls if inputs.control),
+        ).adding(
+            inputs.source is not None and ReadsImage("whole"),
+            inputs.control and ReadsControls(tuple(name for name, _ in self.model.networks.controls)),
         )
         ready = programs.ready(params, latents, kinds)
 

@@ -32,8 +32,10 @@ from canvax.params import Params, Spec
 from canvax.quantize import compute_dtype
 from canvax.types import Array, DType
 
+ROLES = ("NEGATIVE", "PROMPT", "PERTURBED")
 NEGATIVE, PROMPT, PERTURBED = range(3)
-"""Roles of the samples of an image, which a denoiser reads as the condition ``role`` [B] int32."""
+"""Roles of the samples of an image, which a denoiser reads as the condition ``role`` [B] int32. A denoiser may know
+others (``Facts.roles``), for rules of guidance that name them."""
 
 COLUMNS = "columns"
 """Condition of a network of tokens: the images' width in tokens, [B] int32."""
@@ -110,6 +112,7 @@ class Facts:
         whole_reference: maximum pixels of a single reference image that is padded by reflection instead of cropped; 0
             if it is always cropped, as several references are.
         offers: names of the ``Extras`` that it supports.
+        roles: those that it knows; it need not tell the prompt from the negative one.
     """
 
     native_size: tuple[int, int] = (64, 64)
@@ -121,6 +124,7 @@ class Facts:
     edits: bool = False
     whole_reference: int = 0
     offers: tuple[str, ...] = ()
+    roles: tuple[int, ...] = (NEGATIVE, PROMPT)
 
 
 @dataclass(frozen=True)
@@ -358,6 +362,10 @@ class Perturbed(DenoiserWrapper):
 
     base: Extensible
     needs = "perturbed"
+
+    @property
+    def facts(self) -> Facts:
+        return replace(self.base.facts, roles=(*self.base.facts.roles, PERTURBED))
 
     def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> tuple[Any, Array]:
         return self.base.prepare(p, conditions, latents), conditions["role"] == PERTURBED

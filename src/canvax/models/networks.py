@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from canvax.errors import NO_VALUE, InputError
 from canvax.models.configs import UNetConfig
-from canvax.models.controlled import Control, Controlled
+from canvax.models.controlled import Control
 from canvax.models.decode import Autoencoder, autoencoder_of
-from canvax.models.denoiser import Denoiser, Packing, Perturbed, Reusing, Shapes
+from canvax.models.denoiser import PERTURBED, ROLES, Denoiser, Packing, Perturbed, Shapes
 from canvax.models.text import IMAGE_ENCODER, TextEncoders
 from canvax.params import Spec
 from canvax.quantize import quantized_specs
@@ -55,22 +56,33 @@ class Networks:
         specs |= {IMAGE_ENCODER: self.image_encoder.spec} if self.image_encoder else {}
         return quantized_specs(specs, quantize)
 
-    def denoiser_of(self, controls: Sequence[str] = (), *, perturbs: bool = False, reuse_layers: int = 0) -> Denoiser:
-        """Return the denoiser of a call.
-
-        Args:
-            controls: names of the ``controls`` that have an image.
-            perturbs: use perturbed-attention guidance.
-            reuse_layers: ``layers`` of ``canvax.models.denoiser.Reusing``; 0 without.
+    def denoiser_of(self, roles: Collection[int]) -> Denoiser:
+        """Return the denoiser for samples of these roles.
 
         Raises:
-            InputError: the model's denoiser does not support it.
+            InputError: it does not know one of them.
         """
         denoiser: Any = self.denoiser
-        denoiser = Perturbed(denoiser) if perturbs else denoiser
-        denoiser = Reusing(denoiser, reuse_layers) if reuse_layers else denoiser
-        nets = tuple((name, net) for name, net in self.controls if name in controls)
-        return Controlled(denoiser, nets) if nets else denoiser
+        denoiser = Perturbed(denoiser) if PERTURBED in {*roles} - {*denoiser.facts.roles} else denoiser
+        self.check_roles(roles)
+        return denoiser
+
+    @property
+    def roles(self) -> tuple[int, ...]:
+        """The roles of samples that the denoiser can be evaluated for."""
+        facts = self.denoiser.facts
+        return (*facts.roles, PERTURBED) if "perturbed" in facts.offers else facts.roles
+
+    def check_roles(self, roles: Collection[int]) -> None:
+        """Refuse roles that the denoiser does not know.
+
+        Raises:
+            InputError: naming the first of them.
+        """
+        if unknown := [role for role in roles if role not in self.roles]:
+            names = [ROLES[role] if role < len(ROLES) else str(role) for role in (unknown[0], *self.roles)]
+            problem = f"asks for samples of the role {names[0]}, and the denoiser knows {', '.join(names[1:])}"
+            raise InputError("guidance_method", NO_VALUE, problem, "use another rule")
 
     @property
     def components(self) -> set[str]:
@@ -83,7 +95,7 @@ class Networks:
     ) -> dict[str, Any]:
         """Return the shapes of each adapter's ``canvax.models.ip_adapter.ImageKV`` for latents [B, h, w, C].
 
-        ``kinds`` are ``canvax.compile.kinds.PromptKind``.
+        ``kinds`` are ``canvax.compile.additions.PromptKind``.
         """
         from canvax.models.ip_adapter import masked_levels
 

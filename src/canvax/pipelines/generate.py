@@ -13,6 +13,14 @@ from PIL import Image
 
 from canvax._version import __version__
 from canvax.call import HIRES_STRENGTHS, MAX_SIDE
+from canvax.compile.additions import (
+    DeepFeatures,
+    Keeps,
+    ReadsControls,
+    ReadsImage,
+    ReadsImagePrompts,
+    ReadsReferences,
+)
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import Counts
 from canvax.compile.programs import Programs
@@ -20,6 +28,7 @@ from canvax.engine.batch import Batch, filled
 from canvax.engine.segments import DeepPlan, guided_rows
 from canvax.errors import NO_VALUE, Cancelled, CanvaxError, InputError, conflict, shown
 from canvax.families.base import Model
+from canvax.guidance import reads_negative
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
 from canvax.images.inputs import entry
@@ -110,24 +119,25 @@ def text_to_image(
 def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None, Kinds]:
     """The table of a request, which rows compute deep features, and the kinds of programs for ``Programs.ready``."""
     table = sampler_table(model, request)
-    guided = guided_rows(table, guided=request.guided) | request.composed
+    rule = request.rule
+    guided = guided_rows(table, guided=request.guided) | reads_negative(rule)
     deep = DeepPlan.of(table, guided, request.options.reuse, request.options.reuse_layers)
     way = "tiled" if is_tiled(request.height, request.width, request.options.tiling) else "whole"
     kinds = Kinds(
         guided=tuple(dict.fromkeys(guided.tolist())),
-        deep_layers=deep.layers if deep else 0,
-        known=keeps(model, request) and request.options.mask_blend == "denoised",
+        guidance=rule,
         decoder=None if request.options.denoising_end < 1 else way,
-        image_encoder=None if request.init_images is None or request.init_images.latents is not None else way,
         lengths=request.lengths,
-        parts=request.texts.parts if request.composed else 0,
-        method=request.options.guidance_method if request.guided else "cfg",
-        perturbs=request.options.pag_scale > 0,
-        controls=request.control.names if request.control else (),
-        image_prompts=request.image_prompts.kinds if request.image_prompts else (),
-        sees=request.image_prompts is not None and request.image_prompts.sees(guided=request.guided),
         places=request.beside.places if request.beside else None,
-        references=request.references.sizes if request.references else (),
+    )
+    prompts, init = request.image_prompts, request.init_images
+    kinds = kinds.adding(
+        deep and DeepFeatures(deep.layers),
+        keeps(model, request) and request.options.mask_blend == "denoised" and Keeps(),
+        init and init.latents is None and ReadsImage(way),
+        request.control and ReadsControls(request.control.names),
+        prompts and ReadsImagePrompts(prompts.kinds, prompts.sees(guided=request.guided)),
+        request.references and ReadsReferences(request.references.sizes),
     )
     return table, deep, kinds
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from canvax.compile.kinds import PromptKind, Ready
+from canvax.compile.additions import PromptKind
+from canvax.compile.kinds import Ready
 from canvax.compile.programs import Programs
 from canvax.engine.batch import filled
 from canvax.errors import NO_VALUE, InputError, conflict, shown

@@ -51,7 +51,8 @@ class OptionFields(TypedDict, total=False):
     guidance_rescale: float
     """Against over-exposure at high guidance, as in Lin et al. 2024."""
     guidance_method: GuidanceFunction | GuidanceMethod
-    """Kind of guidance, each a program: cfg, cfg_zero or apg; in Python also a function; see docs/guidance.md."""
+    """Kind of guidance, each a program: cfg, cfg_zero or apg; in Python also a function or a rule; see
+    docs/guidance.md."""
     guidance_settings: Mapping[str, Any] | Sequence[str]
     """A number of the kind of guidance, such as norm=2.5."""
     pag_scale: float

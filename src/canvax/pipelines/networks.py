@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.compile.kinds import PromptKind
+from canvax.compile.additions import PromptKind
 from canvax.compile.programs import Programs
 from canvax.errors import NO_VALUE, CheckpointError, InputError, needs
 from canvax.families.base import Model

@@ -14,6 +14,7 @@ from canvax.call import HIRES_STRENGTHS, MAX_SIDE, STRENGTH, STRENGTH_OF_MASKED,
 from canvax.denoise import Known
 from canvax.errors import NO_VALUE, InputError, conflict, needs, refuse_tracers
 from canvax.families.base import SECOND_PROMPTS, Model
+from canvax.guidance import OFF, Guidance
 from canvax.images.inputs import MOST_PIXELS, entry, fingerprint, read_images
 from canvax.images.masks import (
     Box,
@@ -107,7 +108,12 @@ class Request:
     @property
     def guided(self) -> bool:
         """Whether the negative prompt matters at all: for one prompt at a guidance scale of 1 or less it does not."""
-        return not self.embedded and (self.composed or max(self.scales) > 1)
+        return not self.embedded and (self.composed or max(self.scales) > OFF)
+
+    @property
+    def rule(self) -> Guidance:
+        """The rule of guidance."""
+        return self.options.rule(guided=self.guided, parts=self.texts.parts if self.composed else 0)
 
     @property
     def scales(self) -> tuple[float, ...]:
@@ -307,6 +313,7 @@ def check_for_model(options: Options, model: Model) -> None:
         if "perturbed" not in model.networks.denoiser.facts.offers and name in options.changed():
             problem = f"is not supported by {model.name}: its attention cannot be perturbed"
             raise InputError(name, NO_VALUE, problem, "leave it out")
+    model.networks.check_roles(options.rule().samples)
     check_clip_skip(options.clip_skip, model)
     check_layers(options.reuse_layers, model)
     if options.reuse > 1 and not model.networks.most_layers:

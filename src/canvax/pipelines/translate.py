@@ -75,6 +75,10 @@ def translate_call(
     if recorded := _METADATA & others.keys():
         problem = "is a key of an image's metadata, which is not the keywords of a call"
         raise InputError(min(recorded), NO_VALUE, problem, "write pipe.again(metadata), also with keywords to change")
+    if isinstance(rule := others.get("guidance"), str) or callable(rule) or hasattr(rule, "denoised"):
+        if "guidance_method" in others:
+            raise InputError("guidance and guidance_method are one argument; give it once")
+        others = {name: value for name, value in others.items() if name != "guidance"} | {"guidance_method": rule}
     left = renamed(arguments, others, CALL)
     for name in [name for name in arguments if name in _OWN]:  # a name for a field of the options
         if name in left:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
+from canvax.compile.additions import ReadsReferences
 from canvax.compile.kinds import DENOISERS, Kinds
 from canvax.compile.programs import Programs
 from canvax.kernels.target import traced
@@ -41,7 +42,7 @@ def evaluation_flops(
     """
     denoiser = programs.networks.denoiser
     samples = latents[0] * (2 if guided else 1), *latents[1:]
-    kinds = Kinds(guided=(False,), references=references)
+    kinds = Kinds((False,)).adding(references and ReadsReferences(references))
     program = programs.wanted(params, samples, kinds)[DENOISERS[False]]
     conditions = program.inputs[0].flight.prompts[0]
 

@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from canvax.compile.additions import ReadsReferences
 from canvax.compile.inspect import collectives
 from canvax.compile.kinds import DENOISERS, Kinds
 from canvax.compile.programs import Programs, decode_images
@@ -78,7 +79,7 @@ def compile_program(job: Job, name: str, mesh: Mesh) -> dict[str, Any]:
     params = {name: abstract_params(spec, job.dtype, mesh) for name, spec in specs.items()}
     latents = model.latent_shape(job.batch, job.height, job.width)
     kind = {"encode": "text encoder", "denoise": DENOISERS[job.guided], "decode": "decoder"}.get(name, name)
-    kinds = Kinds(guided=(job.guided,), references=job.references)
+    kinds = Kinds((job.guided,)).adding(job.references and ReadsReferences(job.references))
     began = time.perf_counter()
     try:
         compiled: Any = programs.program(kind, params, latents, kinds).executable
@@ -125,7 +126,7 @@ def _flops(job: Job, name: str, programs: Programs, params: Params, latents: tup
             return count_flops(partial(decode_images, cfg=model.vae), params["vae"], shape(latents, jnp.float32))
         if name == "denoise":
             return evaluation_flops(programs, params, latents, guided=job.guided, references=job.references)
-        encoder = programs.wanted(params, latents, Kinds(references=job.references))[name]
+        encoder = programs.wanted(params, latents, Kinds().adding(ReadsReferences(job.references)))[name]
         return count_flops(encoder.function, params["vae"], *encoder.inputs)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from canvax.call import ImageEncoding
+from canvax.compile.additions import ReadsControls
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import counting
 from canvax.errors import NO_VALUE, CanvaxError, InputError, OutOfMemoryError, check_utf8
@@ -349,7 +350,7 @@ class Worker:
         """Return the request of a batch; differences between images are in lists, in tables and in the noise."""
         model, key = self._pipe.model, items[0].key
         call = joined([item.call for item in items], progress=self._progress)
-        if key.kinds.controls and call.image is None:  # control images may differ in size
+        if key.kinds.of(ReadsControls) and call.image is None:  # control images may differ in size
             call = replace(call, height=key.height, width=key.width)
         request = make_request(model, call)
         if all(item.noise is None for item in items):

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from canvax.compile.additions import Keeps, ReadsReferences
 from canvax.compile.aot import BuildCallback, CacheEntry
 from canvax.compile.kinds import DENOISERS, Kinds, Ready
 from canvax.compile.programs import Programs
@@ -135,7 +136,7 @@ class Group:
     def programs(self) -> int:
         """How many programs ``compile`` makes."""
         kinds = self.key.kinds
-        shared = 1 + bool(kinds.decoder) + bool(kinds.image_encoder) + len(kinds.controls) + len(kinds.image_prompts)
+        shared = 1 + bool(kinds.decoder) + sum(len(add.names) for add in kinds.adds)
         return shared + len(kinds.guided) * len(self.batches)
 
     def measure(self, carry: ParkedImage) -> None:
@@ -228,7 +229,8 @@ class Group:
         kinds = self.key.kinds
         text = self._programs.networks.text
         of = f", prompts of {text.room(kinds.lengths)} tokens" if kinds.lengths > text.shortest else ""
-        of += f", {len(kinds.references)} reference images" if kinds.references else ""
+        references = kinds.of(ReadsReferences)
+        of += f", {len(references.sizes)} reference images" if references else ""
         return f"{self.key.model} is warm at {self.key.size}{of}: a step of a batch of {rows}; {decode}"
 
     def scaled(self, key: GroupKey) -> Timings:
@@ -359,7 +361,7 @@ def _denoisers(programs: Mapping[str, T]) -> dict[str, T]:
 
 def _with_known(flight: Any, kinds: Kinds) -> Any:
     """With a mask by which all is generated, for an image that has none."""
-    if not kinds.known or flight.known is not None:
+    if kinds.of(Keeps) is None or flight.known is not None:
         return flight
     _, _, height, width, channels = flight.state.shape
     empty = np.zeros((1, height, width, channels), np.float32)

@@ -23,6 +23,7 @@ from canvax.compile.programs import Programs
 from canvax.errors import CanvaxError, InputError
 from canvax.families.base import Model
 from canvax.files import named_path
+from canvax.guidance import PROMPT, Perturbed, reads_negative
 from canvax.models.beside import ADAPTERS
 from canvax.models.clip import clip_configs, most_skipped
 from canvax.parallel.memory import free_bytes
@@ -47,10 +48,8 @@ from canvax.tokenizers.concepts import STYLES
 from canvax.weights.data_folder import data_folder, vae_files
 
 _KINDS = {
-    "method": "options.guidance_method",
-    "perturbs": "options.pag_scale",
-    "image_prompts": "several images in image_prompt for one adapter",
-    "references": "several reference images",
+    "ReadsImagePrompts": "several images in image_prompt for one adapter",
+    "ReadsReferences": "several reference images",
 }
 """What people call what decides programs."""
 
@@ -305,20 +304,24 @@ class ServedModel:
             )
             message = f"{wanted.size} is not ready on this server; ask for {' or '.join(sizes)}, or {_ON_DEMAND}"
             return Rejected(400, "size_not_ready", message, param="width")
-        differs = [name for name in Kinds._fields if getattr(wanted.kinds, name) != getattr(usual, name)]
+        changed = {*wanted.kinds.adds} ^ {*usual.adds}
+        differs = [name for name in Kinds._fields[:-1] if getattr(wanted.kinds, name) != getattr(usual, name)]
+        differs += sorted({type(add).__name__ for add in changed})
         if differs == ["lengths"]:
             room = self.model.text.room(max(key.kinds.lengths for key in keys))
             message = f"prompt: it is longer than the {room} tokens that this server has programs for; shorten it"
             return Rejected(400, "prompt_too_long", message, param="prompt")
-        if "parts" in differs:
+        rule = wanted.kinds.guidance
+        if reads_negative(rule) and rule != usual.guidance:
             why, cure = "the number behind its colon weighs it", "end it with a word, or set guidance_scale"
-            if wanted.kinds.parts > 1:
+            if rule.samples.count(PROMPT) > 1:
                 why, cure = "prompts joined by AND", "send one of them"
             message = f"prompt: {why}, and this server has no programs for that; {cure}"
             return Rejected(400, "not_compiled", message, param="prompt")
-        named = " and ".join(_KINDS.get(name, name) for name in differs)
+        pag = "options.pag_scale" if isinstance(rule, Perturbed) else "options.guidance_method"
+        named = " and ".join({**_KINDS, "guidance": pag}.get(name, name) for name in differs)
         message = f"{named}: this server has no programs for that; leave it out, or {_ON_DEMAND}"
-        param = {"image_prompts": "image_prompt", "references": "image"}.get(differs[0], "options")
+        param = {"ReadsImagePrompts": "image_prompt", "ReadsReferences": "image"}.get(differs[0], "options")
         return Rejected(400, "not_compiled", message, param=param)
 
     @property

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 from PIL import Image, ImageOps
 
+from canvax.compile.additions import Keeps, ReadsImage
 from canvax.compile.kinds import Kinds
 from canvax.engine.batch import ParkedImage
 from canvax.engine.segments import guided_rows
 from canvax.errors import NO_VALUE, HintWarning, InputError, nearest
 from canvax.families.base import Model
+from canvax.guidance import reads_negative
 from canvax.noise import image_seeds, random_seed
 from canvax.pipelines.control import OPTIONS as CONTROL_OPTIONS
 from canvax.pipelines.generate import enlarged, larger_side, metadata, sampler_table, second_pass, work
@@ -491,12 +493,11 @@ def _stage(name: str, model: Model, request: Request, shelf: AdapterCache | None
         )  # fmt: skip
     # Every size has one set of programs, in which plain images, given ones and masked ones mix.
     kinds = kinds._replace(
-        guided=(True,) if kinds.parts else (True, False),
-        known=not model.networks.inpaints,
-        image_encoder=kinds.decoder,
+        guided=(True,) if reads_negative(kinds.guidance) else (True, False),
         places=shelf.bank.places if shelf else None,
     )
-    kinds = with_networks(kinds, model)
+    reads = kinds.decoder and ReadsImage(kinds.decoder)
+    kinds = with_networks(kinds.adding(not model.networks.inpaints and Keeps(), reads), model)
     if request.embedded:
         kinds = kinds._replace(guided=(False,))
     return Stage(request, table, GroupKey(name, request.height, request.width, kinds))
