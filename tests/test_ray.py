@@ -201,6 +201,7 @@ def test_what_a_replica_holds(given: dict[str, str], held: dict[str, Any], monke
     monkeypatch.setitem(sys.modules, "ray", ray)
     assert app(given) == ServeArgs.of(given)
     assert asked["ray_actor_options"] == {"num_cpus": ServeArgs().cpus, **held}
+    assert asked["max_queued_requests"] > 0  # without a limit nobody is refused, and all wait in vain
 
 
 def test_imagine() -> None:
