@@ -41,6 +41,7 @@ CLASSES = {
     "vae": ("AutoencoderKL", "AutoencoderTiny"),
     FIRST: ("CLIPTextModel", "CLIPTextModelWithProjection"),
     "tokenizer": ("CLIPTokenizer", "CLIPTokenizerFast"),
+    "scheduler": (),
 }
 """The classes that ``model_index.json`` may name for each component, without Flax in front."""
 
@@ -123,7 +124,7 @@ class Family:
         pipelines: the classes that ``model_index.json`` names.
         read: the networks of a checkpoint; configs are all that it reads. Raises ``CheckpointError``.
         tokenizer: the tokenizer of a text encoder, as its ``words`` and ``read`` use it.
-        classes: of each component, in ``model_index.json``; the first of them for a model in single files.
+        classes: of each component that is read, in ``model_index.json``; the first of them for a model in single files.
         index: fields of ``model_index.json`` that tell the family from others with the same pipelines.
         defaults: of models that bring none.
         distilled: those of models that were distilled to few steps; None where they do not differ.
