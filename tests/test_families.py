@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from canvax.types import HostArray
 from canvax.weights import identify
 from canvax.weights.adapter_names import module_table
 from canvax.weights.entries import Entry
+from canvax.weights.location import Location
+from canvax.weights.open import open_files
 from canvax.weights.rules import Names
 from canvax.weights.safetensors import ArrayToSave
 
@@ -174,3 +178,24 @@ def test_six_rows_in_one() -> None:
     np.testing.assert_array_equal(row.get(), np.arange(12))
     (entry,) = names.to_internal([stored(row.name, row.shape)])
     assert (entry.name, entry.shape) == ("transformer_blocks.0.scale_shift_table", (6, 2))
+
+
+def test_the_components_of_a_new_family_are_read(
+    tmp_path: Path, small_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record names them; nothing else does."""
+    shutil.copytree(small_folder, tmp_path / "new")
+    for part in ("text_encoder", "tokenizer"):
+        shutil.copytree(tmp_path / "new" / part, tmp_path / "new" / f"{part}_3")
+    index = json.loads((tmp_path / "new/model_index.json").read_text())
+    index |= {"_class_name": "NewPipeline", "text_encoder_3": index["text_encoder"], "tokenizer_3": index["tokenizer"]}
+    (tmp_path / "new/model_index.json").write_text(json.dumps(index))
+    before = open_files(Location(str(tmp_path / "new")))
+    assert "text_encoder_3" in before.unread
+    added = {"text_encoder_3": ("CLIPTextModel",), "tokenizer_3": ("CLIPTokenizer",)}
+    family = dataclasses.replace(FAMILIES[0], pipelines=("NewPipeline",), classes={**FAMILIES[0].classes, **added})
+    monkeypatch.setattr("canvax.families.known.FAMILIES", (*FAMILIES, family))
+    files = open_files(Location(str(tmp_path / "new")), accept=family_of)
+    assert {"text_encoder_3", "tokenizer_3"} <= files.components.keys()
+    assert len(files.entries("text_encoder_3")) == len(files.entries("text_encoder"))
+    assert "text_encoder_3" not in files.unread

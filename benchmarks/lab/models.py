@@ -25,7 +25,7 @@ from canvax.models.clip import clip_configs
 from canvax.models.networks import Networks
 from canvax.params import Param, flatten, init_param
 from canvax.types import DType, HostArray
-from canvax.weights.folder import INDEX, KINDS, STEMS
+from canvax.weights.folder import INDEX, STEMS, library_of
 from canvax.weights.layouts import arrays_to_save, reads_parts_of_arrays
 from canvax.weights.location import BUNDLED
 from canvax.weights.safetensors import ArrayToSave, write_safetensors
@@ -71,7 +71,7 @@ def write_random(folder: Path, preset: Networks, *, dtype: DType | None = None, 
     def write(name: str, arrays: Sequence[ArrayToSave]) -> None:
         (folder / name).mkdir()
         _write_json(folder / name / "config.json", configs[name])
-        write_safetensors(folder / name / f"{STEMS[KINDS[name]]}.safetensors", arrays, {"format": "pt"})
+        write_safetensors(folder / name / f"{STEMS[library_of(name)]}.safetensors", arrays, {"format": "pt"})
 
     with ThreadPoolExecutor() as threads:
         arrays = random_arrays(preset, dtype, seed)
@@ -118,14 +118,14 @@ def _arrays(preset: Networks) -> dict[str, list[Stored]]:
 def _unet_configs(preset: Networks) -> dict[str, dict[str, Any]]:
     configs = {"unet": preset.config, "vae": preset.vae, **clip_configs(preset.text)}
     kinds = {
-        name: {"_class_name": _CLASSES[name]} if KINDS[name] == "diffusers" else {"model_type": "clip_text_model"}
+        name: {"_class_name": _CLASSES[name]} if library_of(name) == "diffusers" else {"model_type": "clip_text_model"}
         for name in configs
     }
     return {name: fields_of(cfg) | kinds[name] for name, cfg in configs.items()}
 
 
 def _unet_index(preset: Networks) -> dict[str, Any]:
-    index: dict[str, Any] = {name: [KINDS[name], _CLASSES[name]] for name in preset.specs()}
+    index: dict[str, Any] = {name: [library_of(name), _CLASSES[name]] for name in preset.specs()}
     for name in clip_configs(preset.text):
         index[name.replace("text_encoder", "tokenizer")] = ["transformers", "CLIPTokenizer"]
     index |= {

@@ -95,8 +95,8 @@ def read_levels(name: str, value: Any) -> Any:
 def read_guidance_method(name: str, value: Any) -> Any:
     """A kind of guidance, or a function or rule, by which its program is found again."""
     if callable(value) or hasattr(value, "denoised"):
-        if hasattr(value, "denoised"):
-            check_function(name, value.denoised, 1, "(seen), a canvax.guidance.Evaluated")
+        if denoised := getattr(value, "denoised", None):
+            check_function(name, denoised, 1, "(seen), a canvax.guidance.Evaluated")
         else:
             rule = partial(value, row=None) if takes_row(value) else value
             check_function(name, rule, 3, "(negative, conditional, scale), and row if it has such a parameter")

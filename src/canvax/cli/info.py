@@ -230,10 +230,10 @@ def model_info(files: ModelFiles) -> dict[str, Any]:
     """Components, parameters, memory and settings of a model. Reads no weights and starts no JAX backend."""
     from canvax.families.read import read_model
     from canvax.models.clip import clip_configs, most_skipped
-    from canvax.weights.folder import KINDS
+    from canvax.weights.folder import plain_files
 
     model = read_model(files, "float32")
-    parts = {name: {"class": kind, **(_weights(files, name) if name in KINDS else {})}
+    parts = {name: {"class": kind, **({} if plain_files(name) else _weights(files, name))}
              for name, kind in files.components.items()}  # fmt: skip
     parameters = sum(part.get("parameters", 0) for part in parts.values())
     options, schedule = model.scheduler.options, model.scheduler.schedule

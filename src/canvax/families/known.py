@@ -28,6 +28,11 @@ AUTOENCODERS = tuple(dict.fromkeys(kind for family in FAMILIES for kind in famil
 """Classes of autoencoders."""
 
 
+def component_names() -> tuple[str, ...]:
+    """Return the components that models of some family have, which are read where ``model_index.json`` names them."""
+    return tuple(dict.fromkeys(name for family in FAMILIES for name in family.classes))
+
+
 def family_of(index: Mapping[str, Any]) -> Family:
     """Return the family of a ``model_index.json``.
 

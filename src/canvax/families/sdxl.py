@@ -101,7 +101,7 @@ SDXL = Family(
     ),
     read=read,
     tokenizer=read_clip_tokenizer,
-    classes=CLASSES,
+    classes=CLASSES | {SECOND: CLASSES[FIRST], TOKENIZERS[SECOND]: CLASSES[TOKENIZERS[FIRST]]},
     defaults=Defaults(guidance_scale=5.0),
     distilled=LATENT_CONSISTENCY,
     scheduler=_scheduler,

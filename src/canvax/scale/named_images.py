@@ -136,7 +136,7 @@ def _read_once(name: str, file: str, kind: str | None, grey: bool, state: Any) -
 
 def control_files(control: ControlEntry) -> list[Image.Image]:
     """Read all control images."""
-    return [read("control", *parts) for shown in control if shown for _, *parts in shown]
+    return [read("control", file, kind) for shown in control if shown for _, file, kind in shown]
 
 
 def prompt_files(prompts: Sequence[FilePrompt]) -> None:
@@ -154,7 +154,7 @@ def control_marks(control: ControlEntry) -> list[Any]:
     """Return, as metadata has them, the SHA-256 of each network's image, or of those with types a dict."""
     entries = []
     for shown in control:
-        marks = {label: fingerprint(read("control", *parts)) for label, *parts in shown or ()}
+        marks = {label: fingerprint(read("control", file, kind)) for label, file, kind in shown or ()}
         entries.append(marks.get("", marks) or None)
     return entries
 
@@ -184,7 +184,7 @@ def _shown(shown: Sequence[ControlFile] | None) -> Any:
     """A control image; those of several types are a dict."""
     if shown is None:
         return None
-    images = {label: read("control", *parts) for label, *parts in shown}
+    images = {label: read("control", file, kind) for label, file, kind in shown}
     if len(images) < len(shown):
         raise InputError("control", NO_VALUE, f"names a type twice: {', '.join(label for label, *_ in shown)}")
     return images.get("", images)

@@ -13,22 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from canvax.errors import CheckpointError, InputError
-from canvax.families.known import FAMILIES, family_of
+from canvax.families.known import FAMILIES, component_names, family_of
 from canvax.files import read_json
 from canvax.weights.entries import PICKLES, WEIGHTS, pickle_refused
 from canvax.weights.files import ModelFiles, NetworkFiles, open_weights
 from canvax.weights.folder import (
     INDEX,
     INDICES,
-    OTHER_KINDS,
-    PLAIN_FILES,
     Accept,
     Library,
     WeightPlan,
     components_of,
     find_weights,
     index_in,
+    library_of,
     names_in,
+    plain_files,
     plan_components,
     plan_weights,
     read_folder,
@@ -110,11 +110,12 @@ def open_files(
             if (file := index_in(commit.names)) is None:
                 raise CheckpointError(f"{name}: {why_no_index(commit.names)}")
             path = commit.fetch([file])
-            index = read_index(name, path, accept, commit.names)
-            components = components_of(name, index)
+            known = component_names()
+            index = read_index(name, path, accept, commit.names, known)
+            components = components_of(name, index, known)
             plans = plan_components(name, components, commit.names, location.variant) if wanted else {}
             commit.fetch(small_files(components, commit.names))
-            files = read_folder(name, path, index, commit.sha, location.variant, weights=False)
+            files = read_folder(name, path, index, commit.sha, location.variant, known, weights=False)
             fetch = lambda: _fetch_weights(commit, {f"{part}/": plan for part, plan in plans.items()})  # noqa: E731
     if "_blocks_class_name" in files.index and "scheduler" not in files.components:
         files = _with_schedule(files)
@@ -168,7 +169,7 @@ def open_network(
     config = read_json(folder / _CONFIG)
     if accept is not None:
         accept(config)
-    library = kind or OTHER_KINDS.get(component, "diffusers")
+    library = kind or library_of(component)
     if commit is not None and commit.names is not None:
         names = [file.removeprefix(inside) for file in commit.names if file.startswith(inside)]
         top = [file for file in names if "/" not in file]
@@ -274,7 +275,7 @@ def find_tokenizer(location: Location, *, otherwise: Path | None = None) -> Path
         if folder is None:
             raise CheckpointError(f"{location.argument}={location.text!r}: has no {_TOKENIZER} at commit {commit.sha}")
         commit = replace(commit, root=folder + _TOKENIZER)
-        commit.fetch([folder + name for name in PLAIN_FILES["tokenizer"] if folder + name in names])
+        commit.fetch([folder + name for name in plain_files("tokenizer") if folder + name in names])
         commit.remember()
     return (commit.folder / commit.root).parent
 
@@ -310,7 +311,9 @@ def _open_folder(
     name = location.text
     if index_in(names := names_in(path)) is None:
         raise CheckpointError(f"{name}: {why_no_index(names, path)}")
-    return read_folder(name, path, read_index(name, path, accept, names), revision, location.variant, weights=weights)
+    known = component_names()
+    index = read_index(name, path, accept, names, known)
+    return read_folder(name, path, index, revision, location.variant, known, weights=weights)
 
 
 def _fetch_weights(commit: Commit, plans: Mapping[str, WeightPlan]) -> None:

@@ -24,7 +24,7 @@ from canvax.params import Param, flatten
 from canvax.tokenizers.concepts import FILE as CONCEPTS
 from canvax.types import DType, HostArray, Params
 from canvax.weights.cast import cast_into
-from canvax.weights.folder import DEFAULTS, INDEX, INDICES, MODULAR, PLAIN_FILES, STEMS, config_file, modular
+from canvax.weights.folder import DEFAULTS, INDEX, INDICES, MODULAR, STEMS, config_file, modular, plain_files
 from canvax.weights.load import Component
 from canvax.weights.safetensors import ArrayToSave, write_safetensors
 
@@ -128,7 +128,7 @@ def save_checkpoint(
             write_json(build / "scheduler" / config_file("scheduler"), _without_flax(configs["scheduler"]))
             names.append("scheduler")
         if copy_from is not None:
-            names += _copy_tokenizers([name for name in PLAIN_FILES if name in index], copy_from, build)
+            names += _copy_tokenizers([name for name in index if plain_files(name)], copy_from, build)
             for path in (copy_from("") / name for name in (DEFAULTS, CONCEPTS)):
                 if path.is_file():
                     shutil.copyfile(path, build / path.name)
@@ -257,7 +257,7 @@ def _copy_tokenizers(components: Sequence[str], source: Callable[[str], Path], t
     """Copy the tokenizer files that canvax knows; return the components copied."""
     copied = []
     for component in components:
-        files = [source(component) / name for name in PLAIN_FILES[component]]
+        files = [source(component) / name for name in plain_files(component)]
         files = [file for file in files if file.is_file()]
         if component == "scheduler" or not files:
             continue
@@ -314,7 +314,7 @@ def _move_into_place(build: Path, folder: Path) -> None:
         names.setdefault(file.parent.relative_to(build), set()).add(file.name)
     for part, new in names.items():
         _drop_other_forms(folder / part, new)
-        others = (DEFAULTS, CONCEPTS, *INDICES) if part == Path() else PLAIN_FILES.get(part.name, ())
+        others = (DEFAULTS, CONCEPTS, *INDICES) if part == Path() else plain_files(part.name)
         for name in set(others) - new:
             (folder / part / name).unlink(
                 missing_ok=True

@@ -18,11 +18,9 @@ from typing import Any
 from canvax.errors import CheckpointError, InputError
 from canvax.weights.entries import Entry
 from canvax.weights.files import ModelFiles, open_weights
-from canvax.weights.folder import KINDS
+from canvax.weights.folder import library_of
 from canvax.weights.identify import UNET, transformer_family
 from canvax.weights.rules import Names
-
-_LIBRARIES = KINDS | {"tokenizer": "transformers", "scheduler": "diffusers"}
 
 PARTS = ("text_encoder", "vae")
 """Arguments of ``canvax.load`` for the parts that such a file does not contain."""
@@ -61,7 +59,7 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
     configs: dict[str, Mapping[str, Any]] = {"transformer": config, **layout.configs}
     classes = {part: kinds[0] for part, kinds in family.classes.items() if kinds}
     classes["scheduler"] = configs["scheduler"]["_class_name"]
-    components = {part: [_LIBRARIES[part], kind] for part, kind in classes.items()}
+    components = {part: [library_of(part), kind] for part, kind in classes.items()}
     reasons = {"kind": f"{family.title}: it has {layout.marks[0]}"}
     index = dict(layout.index(config) if callable(layout.index) else layout.index)
     if (by_name := layout.is_distilled(path.stem)) is not None:
