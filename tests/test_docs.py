@@ -67,6 +67,17 @@ def test_under_the_pipeline(emoji: canvax.Pipeline, monkeypatch: pytest.MonkeyPa
     assert names["result"].latents.shape == (1, 8, 8, 32)
 
 
+def test_the_page_of_a_new_family() -> None:
+    """It shows all of the example, and its last block runs."""
+    *shown, around = blocks(ROOT / "docs" / "new-family.md")
+    example = (ROOT / "examples" / "new_family.py").read_text("utf-8")
+    code = [line for block in shown for line in block.splitlines() if line]
+    assert code == [line for line in example.splitlines()[1:] if line]
+    names: dict[str, Any] = {}
+    exec(around, names)
+    assert np.abs(np.asarray(names["image"], np.int32)).max() > 0
+
+
 PICTURED = ("image-to-image", "guidance", "coming-from-diffusers")
 
 

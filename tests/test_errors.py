@@ -33,6 +33,8 @@ from canvax.errors import (
     check_function,
     check_number,
     check_utf8,
+    conflict,
+    needs,
     plain,
     refuse_tracers,
     shown,
@@ -194,6 +196,17 @@ def test_each_entry_point_writes_arguments_its_way() -> None:
     assert (str(plain), plain.argument, plain.about("c")) == ("a {b} sentence", "", plain)
     hint = HintWarning("mask_blur", NO_VALUE, "has no effect without a mask")
     assert hint.format(flags) == "--mask-blur has no effect without a mask"
+
+
+def test_errors_about_several_arguments_write_all_of_them() -> None:
+    flags = parse(["generate", "a cat"]).write
+    error = conflict("control", "reuse", "guidance_method='apg'", why="{mask} is odd", value=1)
+    assert (error.argument, error.value) == ("control", 1)
+    assert all(part in str(error) for part in ("control=1 ", "reuse", "guidance_method='apg'", "mask"))
+    assert all(part in error.format(flags) for part in ("--control 1 ", "--reuse", "--guidance-method 'apg'", "--mask"))
+    error = needs("mask", "image", cure="give {hires=2}")
+    assert error.argument == "mask"
+    assert all(part in error.format(flags) for part in ("--mask ", "--image", "--hires 2"))
 
 
 @pytest.mark.parametrize(

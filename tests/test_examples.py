@@ -51,6 +51,7 @@ def test_no_example_is_forgotten() -> None:
     ("name", "images"),
     [
         ("text_to_image.py", 1),
+        ("new_family.py", 1),
         *(
             pytest.param(*case, marks=pytest.mark.weekly)
             for case in (("your_loop.py", 3), ("edit_image.py", 5), ("several_devices.py", 1))

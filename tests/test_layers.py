@@ -29,6 +29,7 @@ ROWS: list[set[str]] = [
     {"denoise"},
     {"weights"},
     {"families"},
+    {"extend"},
     {
         f"weights.{name}"
         for name in (

@@ -1,4 +1,4 @@
-"""A model family that the package does not know: records in this file alone make an image through the public call."""
+"""A model family that the package does not know, examples/new_family.py, and what its records must do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,21 +24,19 @@ import canvax
 from canvax.cli import preview
 from canvax.compile import cache, key
 from canvax.compile.kinds import Kinds
-from canvax.compile.programs import Programs
 from canvax.engine import batch
-from canvax.families.base import Defaults, Family, Model, SizeConditions
+from canvax.families.base import Family
 from canvax.families.known import PRESETS
-from canvax.guidance import Guidance
+from canvax.guidance import KINDS
 from canvax.models.clip import ClipEncoder
 from canvax.models.configs import ClipTextConfig
 from canvax.models.controlled import Controlled
 from canvax.models.denoiser import (
     PERTURBED,
     PROMPT,
-    Around,
     Denoiser,
+    DenoiserWrapper,
     Facts,
-    Inputs,
     Packing,
     Perturbed,
     Reusing,
@@ -47,136 +45,19 @@ from canvax.models.denoiser import (
 )
 from canvax.models.flux2 import Flux2Config, Flux2Denoiser
 from canvax.models.networks import Networks
-from canvax.models.text import Conditions, Shapes, TextEncoder, TextEncoders
-from canvax.nn import gelu, linear, linear_spec
+from canvax.models.text import TextEncoders
 from canvax.originals import foreign
 from canvax.parallel.mesh import make_mesh
-from canvax.params import Params, Spec, init_params
-from canvax.samplers import from_scheduler_config
+from canvax.params import Params, init_params
 from canvax.types import Array
+from examples.new_family import CHANNELS, FACTOR, FAMILY, NETWORKS, WIDTH, Letters, Mlp, OneAfterAnother, Squares
 from tests.support.small_checkpoint import UNET
-
-WIDTH, CHANNELS, FACTOR = 8, 3, 2
-
-
-@dataclass(frozen=True)
-class MlpDenoiser(Denoiser):
-    """Two layers for each latent, which see the mean of the text, the time and a number about the image."""
-
-    @property
-    def component(self) -> str:
-        return "mixer"
-
-    @property
-    def spec(self) -> Spec:
-        inputs = {"x": CHANNELS, "text": WIDTH, "time": 1, "hue": 1}
-        return {name: linear_spec(size, WIDTH) for name, size in inputs.items()} | {"out": linear_spec(WIDTH, CHANNELS)}
-
-    @property
-    def facts(self) -> Facts:
-        return Facts(native_size=(8, 8))
-
-    def inputs(self, latents: Sequence[int], text: Any, dtype: Any) -> Inputs:
-        return Inputs({"hue": jax.ShapeDtypeStruct((latents[0], 1), jnp.float32)})
-
-    def prepare(self, p: Params, conditions: Conditions, latents: Sequence[int]) -> Array:
-        told = linear(p["text"], conditions["text"].mean(1)) + linear(p["hue"], conditions["hue"])
-        return told[:, None, None]
-
-    def apply(self, p: Params, x: Array, row: Row, prepared: Array, memory: Any) -> tuple[Array, Any]:
-        time = linear(p["time"], row["timestep"][:, None, None, None] / 1000)
-        return linear(p["out"], gelu(linear(p["x"], x) + time + prepared)), memory
-
-
-@dataclass(frozen=True)
-class Letters(TextEncoder):
-    """A text encoder that embeds the letters of a text, and reads how many there are."""
-
-    component: str
-    lengths: tuple[int, ...]
-    tokenizer = "letters"
-
-    @property
-    def spec(self) -> Spec:
-        return {"embed": linear_spec(256, WIDTH)}
-
-    def inputs(self, length: int) -> Shapes:
-        return super().inputs(length) | {"count": jax.ShapeDtypeStruct((), jnp.int32)}
-
-    def count(self, tokenizer: Any, text: str, images: Any) -> int:
-        return len(text)
-
-    def read(self, tokenizer: Any, texts: Sequence[str], length: int, images: Any = ()) -> dict[str, np.ndarray]:
-        ids = [[*map(ord, text), *[0] * (length - len(text))] for text in texts]
-        return {name: np.array(array, np.int32) for name, array in (("ids", ids), ("count", list(map(len, texts))))}
-
-    def outputs(self, length: int, dtype: Any) -> Shapes:
-        return {"text": jax.ShapeDtypeStruct((length, WIDTH), dtype)}
-
-    def encode(self, p: Params, ids: Array, count: Array) -> Conditions:
-        letters = jnp.arange(ids.shape[1])[None] < count[:, None]
-        return {"text": linear(p["embed"], jax.nn.one_hot(jnp.where(letters, ids, -1), 256))}
-
-
-@dataclass(frozen=True)
-class OneAfterAnother(TextEncoders):
-    """Joins texts on the axis of the tokens."""
-
-    def join(self, outputs: Sequence[Any]) -> Any:
-        return {"text": jnp.concatenate([output["text"] for output in outputs], axis=1)}
-
-
-@dataclass(frozen=True)
-class Squares:
-    """An autoencoder that makes a square of one colour of each latent."""
-
-    factor = FACTOR
-    latent_channels = CHANNELS
-
-    @property
-    def spec(self) -> Spec:
-        return {"colour": linear_spec(CHANNELS, 3)}
-
-    def decode(self, p: Params, latents: Array, *, tiled: bool = False) -> Array:
-        return jax.nn.sigmoid(linear(p["colour"], latents).repeat(FACTOR, 1).repeat(FACTOR, 2))
-
-    def encode(self, p: Params, images: Array, *, tiled: bool = False) -> tuple[Array, Array]:
-        latents = 4 * images[:, ::FACTOR, ::FACTOR] - 2
-        return latents, jnp.zeros_like(latents)
-
-
-def hues(model: Model, height: int, width: int, options: Any) -> tuple[SizeConditions, SizeConditions]:
-    return {"hue": np.ones(1, np.float32)}, {"hue": np.zeros(1, np.float32)}
-
-
-TEXT = OneAfterAnother((Letters("reader", (5, 20)), Letters("speller", (7,))))
-NETWORKS = Networks(MlpDenoiser(), Squares(), TEXT)
-FAMILY = Family(
-    name="mixer",
-    pipelines=("MixerPipeline",),
-    read=lambda files: NETWORKS,
-    tokenizer=lambda files, encoder: None,
-    defaults=Defaults(num_inference_steps=4, guidance_scale=3.0),
-    size_conditions=hues,
-)
 
 
 def pipeline_of(networks: Networks, family: Family = FAMILY) -> canvax.Pipeline:
-    files: Any = SimpleNamespace(name="a mixer", revision=None, variant=None, overrides={})
-    model = Model(
-        files=files,
-        family=family,
-        networks=networks,
-        tokenizers={one.component: FAMILY.tokenizer(files, one) for one in networks.text.encoders},
-        scheduler=from_scheduler_config({"_class_name": "FlowMatchEulerDiscreteScheduler"}),
-        defaults=family.defaults,
-        dtype="float32",
-    )
     params = {name: init_params(spec, seed) for seed, (name, spec) in enumerate(networks.specs().items())}
-    mesh = make_mesh(jax.devices()[:1])
-    pipe = canvax.Pipeline(model, Programs(networks, mesh))
-    pipe.params = pipe.place(params)
-    return pipe
+    scheduler = "FlowMatchEulerDiscreteScheduler"
+    return canvax.pipeline_of(networks, params, scheduler, family=family, mesh=make_mesh(jax.devices()[:1]))
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +76,44 @@ def test_the_public_call_makes_an_image(pipe: canvax.Pipeline) -> None:
     again = draw(pipe, ["a fox", "a hen"], seed=[1, 2], height=24, width=16, sampler="DPM++ 2M", num_inference_steps=6)
     assert again.pixels.shape == (2, 24, 16, 3)
     assert np.abs(again.pixels[0] - again.pixels[1]).max() > 0.01
+
+
+def test_parameters_that_do_not_fit_are_refused(pipe: canvax.Pipeline) -> None:
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("params", lambda: canvax.pipeline_of(NETWORKS, {}, "DDIMScheduler")),
+        ("params", lambda: canvax.pipeline_of(NETWORKS, pipe.params | {"vae": {}}, "DDIMScheduler")),
+        ("params", lambda: pipe.with_denoiser(pipe.model.networks.denoiser, {})),
+    ]
+    for argument, call in calls:
+        with pytest.raises(canvax.InputError) as caught:
+            call()
+        assert argument in (caught.value.argument, str(caught.value).split(".")[0])
+    with pytest.raises(canvax.CheckpointError):  # nothing on the disk says what a checkpoint must
+        pipe.save("out")
+
+
+@dataclass(frozen=True)
+class Louder(DenoiserWrapper):
+    """Twice the output of a denoiser."""
+
+    base: Any
+
+    def apply(self, p: Params, x: Array, row: Row, prepared: Any, memory: Any) -> tuple[Array, Any]:
+        output, memory = self.base.apply(p, x, row, prepared, memory)
+        return 2 * output, memory
+
+
+def test_another_denoiser_in_a_pipeline(pipe: canvax.Pipeline) -> None:
+    """DenoiserWrapper the one that is there, with its parameters; and with others."""
+    inner = pipe.model.networks.denoiser
+    louder, doubled = pipe.with_denoiser(Louder(inner)), jax.tree.map(lambda leaf: 2 * leaf, pipe.params["mlp"]["out"])
+    same = pipe.with_denoiser(inner, pipe.params["mlp"] | {"out": doubled})
+    before, after, by_params = (draw(each).latents for each in (pipe, louder, same))
+    assert np.abs(before - after).max() > 0.1
+    np.testing.assert_allclose(by_params, after, atol=1e-5)
+    emoji = canvax.load("emoji", progress=False)
+    mine = emoji.with_denoiser(Louder(emoji.model.networks.denoiser))
+    assert np.isfinite(draw(mine, num_inference_steps=2, height=64, width=64).latents).all()
 
 
 def test_everything_a_user_changes_is_data(pipe: canvax.Pipeline) -> None:
@@ -305,7 +224,7 @@ def transformer() -> canvax.Pipeline:
         joint_attention_dim=WIDTH, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False,
     )  # fmt: skip
     networks = dataclasses.replace(NETWORKS, denoiser=Flux2Denoiser(cfg))
-    return pipeline_of(networks, Family("small", (), FAMILY.read, FAMILY.tokenizer, defaults=FAMILY.defaults))
+    return pipeline_of(networks, Family("small", defaults=FAMILY.defaults))
 
 
 def test_one_entry_of_conditions_is_for_all_latents(transformer: canvax.Pipeline) -> None:
@@ -327,7 +246,7 @@ def test_latents_that_stay_on_the_devices(transformer: canvax.Pipeline, monkeypa
 
 
 @dataclass(frozen=True)
-class TokenDenoiser(MlpDenoiser):
+class TokenDenoiser(Mlp):
     """The same network for latents that the loop holds as tokens of 2 x 2."""
 
     channels_first: bool = False
@@ -340,7 +259,7 @@ class TokenDenoiser(MlpDenoiser):
         features = (CHANNELS, 4) if self.channels_first else (4, CHANNELS)
         latents = x.reshape(len(x), -1, *features)
         latents = latents.swapaxes(2, 3) if self.channels_first else latents
-        out, memory = MlpDenoiser.apply(self, p, latents, row, prepared, memory)
+        out, memory = Mlp.apply(self, p, latents, row, prepared, memory)
         return (out.swapaxes(2, 3) if self.channels_first else out).reshape(x.shape), memory
 
 
@@ -384,7 +303,7 @@ def test_tokens_are_squares_of_latents() -> None:
 
 
 @dataclass(frozen=True)
-class Plain(Around):
+class Plain(DenoiserWrapper):
     """A record around a denoiser, with nothing of its own."""
 
     base: Any
@@ -407,10 +326,10 @@ def test_a_record_around_a_denoiser_has_all_that_it_has(name: str) -> None:
 def test_what_a_denoiser_does_not_offer_is_refused(around: Any) -> None:
     unet = UNetDenoiser(UNET)
     assert around(Plain(unet)).cfg is UNET
-    for base in (MlpDenoiser(), Plain(MlpDenoiser())):
+    for base in (Mlp(), Plain(Mlp())):
         with pytest.raises(canvax.InputError) as caught:
             around(base)
-        assert (caught.value.argument, caught.value.value) == ("denoiser", "mixer")
+        assert (caught.value.argument, caught.value.value) == ("denoiser", "mlp")
 
 
 def test_records_around_a_unet_in_any_order() -> None:
@@ -439,11 +358,11 @@ def test_a_network_around_that_of_a_checkpoint() -> None:
     networks = canvax.load("emoji").model.networks
     mine = dataclasses.replace(networks, denoiser=Plain(networks.denoiser))
     assert (mine.native_size, mine.size_numbers) == (networks.native_size, networks.size_numbers)
-    assert mine.denoiser_of(perturbs=True).inputs((1, 8, 8, 32), {}, jnp.dtype) == networks.denoiser.inputs(
+    assert mine.denoiser_of((PERTURBED,)).inputs((1, 8, 8, 32), {}, jnp.dtype) == networks.denoiser.inputs(
         (1, 8, 8, 32), {}, jnp.dtype
     )
     assert copy.copy(mine) == pickle.loads(pickle.dumps(mine)) == mine
-    klein: Any = Networks(Plain(Flux2Denoiser(Flux2Config(), is_distilled=True)), Squares(), TEXT)
+    klein: Any = Networks(Plain(Flux2Denoiser(Flux2Config(), is_distilled=True)), Squares(), NETWORKS.text)
     assert klein.unguided
 
 
@@ -451,9 +370,9 @@ CELLS = {
     "helper": "def boosted(x): return {gain} * x",
     "denoiser": """
 @dataclass(frozen=True)
-class Mine(MlpDenoiser):
+class Mine(Mlp):
     def apply(self, p, x, row, prepared, memory):
-        out, memory = MlpDenoiser.apply(self, p, x, row, prepared, memory)
+        out, memory = Mlp.apply(self, p, x, row, prepared, memory)
         return {gain} * boosted(out), memory
 """,
     "text": """
@@ -538,14 +457,14 @@ def test_what_a_function_leaves_behind_is_no_edit(pipe: canvax.Pipeline) -> None
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_no_code_of_the_package_is_the_users(preset: str) -> None:
-    assert foreign(PRESETS[preset], Kinds(), Guidance()) == ()
+    assert foreign(PRESETS[preset], Kinds(), KINDS) == ()
 
 
 def test_what_is_code_of_the_user() -> None:
     assert foreign(NETWORKS, Kinds()) == foreign(NETWORKS, Kinds()) != ()
-    assert foreign(canvax.load("emoji").model.networks, Kinds(), Guidance()) == ()
+    assert foreign(canvax.load("emoji").model.networks, Kinds(), KINDS) == ()
     wrapped = jax.jit(lambda *_: 0.0)
-    for value in (draw, partial(draw), lambda: draw, {"a": [draw]}, Plain(MlpDenoiser()), np.zeros(2000), wrapped):
+    for value in (draw, partial(draw), lambda: draw, {"a": [draw]}, Plain(Mlp()), np.zeros(2000), wrapped):
         assert foreign(value)
 
 

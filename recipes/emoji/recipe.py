@@ -155,7 +155,8 @@ class Recipe:
             num_attention_heads=4,
             eos_token_id=self.vocabulary - 1,
         )
-        return Design(text, unet, vae, SCHEDULER, {"num_inference_steps": 20, "guidance_scale": 3.0})
+        defaults = {"num_inference_steps": 20, "guidance_scale": 3.0, "hires_strength": 0.1}
+        return Design(text, unet, vae, SCHEDULER, defaults)
 
     @property
     def small(self) -> Recipe:

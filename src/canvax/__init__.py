@@ -27,13 +27,14 @@ if TYPE_CHECKING:
         OutOfMemoryError,
     )
     from canvax.families.convert import convert
+    from canvax.guidance import Guidance
     from canvax.images.metadata import read_metadata
     from canvax.kernels.target import plain_kernels
     from canvax.parallel.memory import Memory
     from canvax.parallel.mesh import make_mesh
     from canvax.pipelines.image_prompts import ImagePrompt
     from canvax.pipelines.options import Options, Step
-    from canvax.pipelines.pipeline import Pipeline, load
+    from canvax.pipelines.pipeline import Pipeline, load, pipeline_of
     from canvax.pipelines.result import Preview, Result, load_preview
     from canvax.planning.plan import Plan, plan
     from canvax.samplers import SamplerSpec, SamplerTable, Solver
@@ -44,6 +45,7 @@ _HOMES = {
     "Cancelled": "canvax.errors",
     "CanvaxError": "canvax.errors",
     "CheckpointError": "canvax.errors",
+    "Guidance": "canvax.guidance",
     "HintWarning": "canvax.errors",
     "HubError": "canvax.errors",
     "ImagePrompt": "canvax.pipelines.image_prompts",
@@ -63,6 +65,7 @@ _HOMES = {
     "load": "canvax.pipelines.pipeline",
     "load_preview": "canvax.pipelines.result",
     "make_mesh": "canvax.parallel.mesh",
+    "pipeline_of": "canvax.pipelines.pipeline",
     "plain_kernels": "canvax.kernels.target",
     "plan": "canvax.planning.plan",
     "read_metadata": "canvax.images.metadata",
@@ -72,6 +75,7 @@ __all__ = [
     "Cancelled",
     "CanvaxError",
     "CheckpointError",
+    "Guidance",
     "HintWarning",
     "HubError",
     "ImagePrompt",
@@ -92,6 +96,7 @@ __all__ = [
     "load",
     "load_preview",
     "make_mesh",
+    "pipeline_of",
     "plain_kernels",
     "plan",
     "read_metadata",
@@ -99,7 +104,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("errors", "flax_api"):  # canvax.errors.HintWarning, before anything else was used
+    if name in ("errors", "extend", "flax_api"):  # canvax.errors.HintWarning, before anything else was used
         return import_module(f"canvax.{name}")
     if name == "StableDiffusion":
         from canvax.errors import warn

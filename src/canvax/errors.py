@@ -35,15 +35,20 @@ Write = Callable[[str, str | None], str]
 """How an entry point writes an argument: its name, and the value's text or None for the name alone."""
 
 
+_ARGUMENT = re.compile(r"\{(\w+)(?:=([^}]*))?\}")
+"""An argument in a clause. Templates, since sentences of strings and objects would be hard to read."""
+
+
 class _AboutArgument(Exception):
     """The record that errors and hints about an argument carry; each entry point makes its sentence of it.
 
     Args:
         argument: name of the argument, as the Python call has it.
         value: the argument's value; ``NO_VALUE`` leaves it out of the message.
-        problem: what is wrong; the argument is the subject of this clause.
-        cure: what to do instead. ``{name}`` and ``{name=value}`` in it are arguments, which each entry point writes in
-            its way: ``hires=2`` in Python, ``--hires 2`` on the command line, ``options.hires=2`` in requests.
+        problem: what is wrong; the argument is the subject of this clause. ``{name}`` and ``{name=value}`` in it and in
+            the cure are arguments too, which each entry point writes in its way: ``hires=2`` in Python, ``--hires 2``
+            on the command line, ``options.hires=2`` in requests.
+        cure: what to do instead.
     """
 
     argument: str
@@ -62,12 +67,12 @@ class _AboutArgument(Exception):
         super().__init__(self.format(in_python))
 
     def format(self, write: Write) -> str:
-        """The message as an entry point writes it."""
-        subject = ""
-        if self.argument:
-            subject = write(self.argument, None if self.value is NO_VALUE else shown(self.value)) + " "
-        cure = re.sub(r"\{(\w+)(?:=([^}]*))?\}", lambda match: write(match[1], match[2]), self.cure)
-        return f"{subject}{self.problem}" + (f"; {cure}" if cure else "")
+        """Return the message as an entry point writes it."""
+        if not self.argument:
+            return self.problem
+        subject = write(self.argument, None if self.value is NO_VALUE else shown(self.value))
+        clauses = f"{self.problem}; {self.cure}" if self.cure else self.problem
+        return f"{subject} {_ARGUMENT.sub(lambda match: write(match[1], match[2]), clauses)}"
 
 
 class InputError(_AboutArgument, CanvaxError, ValueError):
@@ -82,6 +87,28 @@ class InputError(_AboutArgument, CanvaxError, ValueError):
     def about(self, argument: str) -> InputError:
         """This error under another name of its argument."""
         return InputError(argument, self.value, self.problem, self.cure) if self.argument else self
+
+
+def conflict(
+    argument: str, *others: str, why: str = "", cure: str = "leave one out", value: Any = NO_VALUE
+) -> InputError:
+    """Return the error about arguments that exclude each other; an other one may have a value, ``name=value``."""
+    problem = f"cannot be combined with {_either(others)}"
+    return InputError(argument, value, f"{problem}: {why}" if why else problem, cure)
+
+
+def needs(argument: str, *others: str, cure: str = "", value: Any = NO_VALUE) -> InputError:
+    """Return the error about an argument that needs another one, or one of several."""
+    return InputError(argument, value, f"needs {_either(others)}", cure)
+
+
+def miscounted(argument: str, count: int, wanted: int, noun: str = "images") -> InputError:
+    """Return the error about a list that has neither one entry nor one for each of the ``wanted`` things."""
+    return InputError(argument, NO_VALUE, f"has {count} entries for {wanted} {noun}", "give one, or one for each")
+
+
+def _either(arguments: Sequence[str]) -> str:
+    return " or ".join(f"{{{argument}}}" for argument in arguments)
 
 
 def shown(value: Any) -> str:
@@ -132,7 +159,7 @@ class Cancelled(CanvaxError):
 
 
 class HintWarning(_AboutArgument, UserWarning):
-    """Images will be generated, but most likely not those that were wanted. It is made as ``InputError`` is."""
+    """The call works, but probably does not do what was meant. Its arguments are those of ``InputError``."""
 
 
 def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
@@ -200,7 +227,7 @@ def refuse_tracers(name: str, value: Any) -> None:
         raise InputError(
             name,
             NO_VALUE,
-            "is traced by JAX: the pipeline compiles by itself, so call it outside of jit, grad and vmap",
+            "is traced by JAX: the pipeline calls jit itself, so call it outside of jit, grad and vmap",
             "docs/under-the-pipeline.md has the functions to use inside them",
         )
 

@@ -54,6 +54,15 @@ def named_path(argument: str, name: Any) -> Path:
     return path
 
 
+def state_of(name: str | Path) -> tuple[int, int] | None:
+    """Return a file's time of change and size, by which a cache notices another content; None if it is not there."""
+    try:
+        status = os.stat(name)
+    except (OSError, ValueError):
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
 def open_regular(path: Path) -> FileIO:
     """A file opened for reading, unbuffered, if it is a regular file.
 

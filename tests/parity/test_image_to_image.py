@@ -14,6 +14,7 @@ diffusers = pytest.importorskip("diffusers")
 from PIL import Image  # noqa: E402
 
 import canvax  # noqa: E402
+from canvax.compile.additions import ReadsImage  # noqa: E402
 from canvax.compile.kinds import Kinds  # noqa: E402
 from canvax.denoise import step_noise  # noqa: E402
 from canvax.flax_api import FlaxStableDiffusionImg2ImgPipeline  # noqa: E402
@@ -151,7 +152,7 @@ def test_moments(pair: Any) -> None:
         want = theirs.vae.encode(torch.from_numpy(np.moveaxis(2 * image - 1, -1, 0)[None])).latent_dist
     factor = theirs.vae.config.scaling_factor
     latents = ours.model.networks.latent_shape(1, SIZE, SIZE)
-    program = ours.programs.program("image encoder", ours.params, latents, Kinds(image_encoder="whole"))
+    program = ours.programs.program("image encoder", ours.params, latents, Kinds().adding(ReadsImage("whole")))
     mean, deviation = program(ours.params, image[None])
     assert relative_error(mean, nhwc(want.mean) * factor) < 1e-5
     assert relative_error(deviation, nhwc(want.std) * factor) < 1e-5

@@ -17,7 +17,7 @@ pytest.importorskip("peft")
 from benchmarks import train
 from benchmarks.lab.tiny_xl import tiny_xl
 
-from .test_flux2_pipeline import build
+from .families import build_flux2
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
 
@@ -32,7 +32,7 @@ def work(model: Path, scratch: Path, **changes: Any) -> train.Work:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {"sdxl": tiny_xl("sdxl"), "klein": build(tmp_path_factory.mktemp("model") / "klein")}
+    return {"sdxl": tiny_xl("sdxl"), "klein": build_flux2(tmp_path_factory.mktemp("model") / "klein")}
 
 
 @pytest.mark.parametrize(("model", "remat"), [("sdxl", True), ("klein", False)])

@@ -33,9 +33,8 @@ from canvax.train.finetune import finetune  # noqa: E402
 from canvax.train.lora import Lora, train_lora  # noqa: E402
 from canvax.train.task import Subject, Training  # noqa: E402
 
-from . import test_flux2_pipeline, test_flux3, test_krea2_pipeline, test_z_image_pipeline  # noqa: E402
+from .families import build_flux2, build_flux3, build_krea2, build_z_image, packed  # noqa: E402
 from .reference import nchw, psnr  # noqa: E402
-from .test_krea2_pipeline import packed  # noqa: E402
 from .test_training import (  # noqa: E402
     BATCH,
     PLAN,
@@ -89,9 +88,9 @@ def krea2(pipe: Any, noisy: Any, sigmas: Any, texts: list[str]) -> Any:
 
 
 FAMILIES: dict[str, Any] = {
-    "flux2": (test_flux2_pipeline.build, diffusers.Flux2KleinPipeline, flux2),
-    "z-image": (test_z_image_pipeline.build, diffusers.ZImagePipeline, z_image),
-    "krea-2": (test_krea2_pipeline.build, diffusers.Krea2Pipeline, krea2),
+    "flux2": (build_flux2, diffusers.Flux2KleinPipeline, flux2),
+    "z-image": (build_z_image, diffusers.ZImagePipeline, z_image),
+    "krea-2": (build_krea2, diffusers.Krea2Pipeline, krea2),
 }
 
 
@@ -184,7 +183,7 @@ def test_lora(
 @pytest.mark.parametrize("distilled", [False, True], ids=["base", "distilled"])
 def test_lora_of_flux3(pictures: Path, tmp_path: Path, distilled: bool) -> None:
     """Two steps change the image, and the file has names of diffusers."""
-    test_flux3.build(tmp_path / "model", distilled=distilled)
+    build_flux3(tmp_path / "model", distilled=distilled)
     run = training(tmp_path / "model", tmp_path / "run", pictures, plan=replace(PLAN, steps=2))
     file = train_lora(run, Lora(rank=3, alpha=60.0), one_device())
     assert file is not None

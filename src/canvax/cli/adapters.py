@@ -128,7 +128,7 @@ def info_lines(report: Mapping[str, Any]) -> list[str]:
         "trained with": ", ".join(report["trigger_words"]),
         "use with": _flags(report["suggested"]),
         "arrays": f"{report['arrays']} in {', '.join(report['stored'])}, {byte_size(report['bytes'])}",
-        **report["said"],
+        **report["metadata"],
     }
     width = max(map(len, facts))
     kind = "an adapter" if report["parts"] else "a textual inversion"

@@ -16,11 +16,21 @@ from canvax.call import Call, Load
 from canvax.cli.adapters import check_adapters, load_adapters, load_named
 from canvax.cli.arguments import versions
 from canvax.cli.generate_arguments import OUTPUT
-from canvax.cli.images import check_table, gather, images_of, shared, sized
+from canvax.cli.images import check_table, gather, images_of, in_usual_syntax, shared, sized
 from canvax.cli.loading import files_of, load_with, overrides_of
 from canvax.cli.preview import previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
-from canvax.errors import NO_VALUE, CanvaxError, CheckpointError, HintWarning, HubError, InputError, warn
+from canvax.errors import (
+    NO_VALUE,
+    CanvaxError,
+    CheckpointError,
+    HintWarning,
+    HubError,
+    InputError,
+    conflict,
+    needs,
+    warn,
+)
 from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file, new_image
 from canvax.images.grid import make_grid
@@ -54,15 +64,13 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     check_batch_size(arguments.batch_size)
     preview = None if arguments.preview is None else new_image("preview", arguments.preview)
     if spread and preview is not None:
-        raise InputError(
-            "preview", NO_VALUE, "does not go with --distributed, where no process has all images", "leave it out"
-        )
+        raise conflict("preview", "distributed", why="no process has all images")
     _hint_at_quotes(arguments)
     check_against_model(calls, load)
     pipe = load_model(arguments, load, calls)
     timings["load"] = time.perf_counter() - began
     report |= description(pipe)
-    calls = sized(calls, pipe.model)
+    calls = in_usual_syntax(sized(calls, pipe.model), pipe.model, arguments)
     try:
         with previews(pipe, preview) as callback:
             images = _save_all(generate_all(pipe, calls, arguments, callback), arguments, where, report)
@@ -96,17 +104,16 @@ def join_others(arguments: argparse.Namespace) -> bool:
     """Return whether other processes take part. They are joined here, before anything else uses JAX."""
     from canvax.parallel import multihost
 
-    cluster = (arguments.coordinator, arguments.num_processes, arguments.process_id)
+    cluster = {name: getattr(arguments, name) for name in ("coordinator", "num_processes", "process_id")}
     if not arguments.distributed:
-        if any(value is not None for value in cluster):
-            raise InputError("--coordinator, --num-processes and --process-id go with --distributed; add it")
+        for name, value in cluster.items():
+            if value is not None:
+                raise needs(name, "distributed")
         return False
     if getattr(arguments, "grid", False):
-        raise InputError(
-            "grid", NO_VALUE, "does not go with --distributed, where no process has all images", "leave it out"
-        )
+        raise conflict("grid", "distributed", why="no process has all images")
     keep_stdout_for_results()
-    multihost.initialize(*cluster)
+    multihost.initialize(*cluster.values())
     return True
 
 
@@ -115,7 +122,7 @@ def _with_common_seeds(calls: Sequence[Call]) -> list[Call]:
     from canvax.parallel import multihost
 
     must_match = [dataclasses.replace(call, seed=0) for call in calls]
-    seeds = multihost.agree([int(call.seed or 0) for call in calls], must_match)
+    seeds = multihost.broadcast_seeds([int(call.seed or 0) for call in calls], must_match)
     return [dataclasses.replace(call, seed=seed) for call, seed in zip(calls, seeds, strict=True)]
 
 
@@ -147,7 +154,7 @@ class Destination:
             unique_path(path, 0)  # which looks into the folder, as saving will
         preview = named_path("preview", arguments.preview) if getattr(arguments, "preview", None) else None
         if is_file and preview is not None and preview.absolute() == path.absolute():
-            raise InputError("preview", preview, "is the file of --output, which it would be in the way of")
+            raise InputError("preview", preview, "is the same file as --output")
         if arguments.grid and len({_size(call) for call in calls}) > 1:
             raise InputError(
                 "grid",
@@ -204,9 +211,7 @@ def check_against_model(calls: Sequence[Call], load: Load) -> None:
         parse_dtype(load.dtype, quantizes=True)
     check_precision(load.precision)
     if any(call.control for call in calls) and not load.controlnet:
-        raise InputError(
-            "control", NO_VALUE, "needs a ControlNet", "name the network that reads the image with {controlnet}"
-        )
+        raise needs("control", "controlnet", cure="it is the network that reads the image")
     overrides_of(load)
     try:
         files = files_of(dataclasses.replace(load, local_files_only=True))
@@ -229,7 +234,7 @@ def load_model(arguments: argparse.Namespace, load: Load, calls: Sequence[Call] 
 
     check_adapters(arguments)
     mesh = mesh_of(load.mesh)
-    if not multihost.leads(mesh):
+    if not multihost.is_main_process(mesh):
         arguments.quiet = True
     if not arguments.quiet:
         complain(f"loading {load.model}")

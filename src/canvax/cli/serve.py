@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import logging
+import math
 import re
 import signal
 import socket
@@ -26,7 +27,7 @@ from canvax.cli import BAD_INPUT, FAILED, debugging
 from canvax.cli.generate_arguments import OUTPUT
 from canvax.cli.loading import check_ip_adapters, load_of, load_with, overrides_of
 from canvax.cli.terminal import complain, show_warning
-from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, check_count, warn
+from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, check_count, conflict, needs, warn
 from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file
 from canvax.images.metadata import read_metadata, unique_path
@@ -75,12 +76,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         )
     keys = Keys.read(named_path("keys", arguments.keys) if arguments.keys else None)
     if keys is not None and arguments.no_keys:
-        raise InputError(
-            "no_keys",
-            NO_VALUE,
-            "does not go with a file of keys",
-            "leave out {keys} and CANVAX_KEYS, or this",
-        )
+        raise conflict("no_keys", "keys", cure="leave out {keys} and CANVAX_KEYS, or this")
     if arguments.host not in _LOOPBACK and keys is None and not arguments.no_keys:
         raise InputError(
             "host",
@@ -90,9 +86,10 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         )
     offered, left_out = local_models()
     output = _output(arguments)
-    first = _first(offered, output if opens_page else None)
+    named = [*arguments.models, *arguments.model]
+    first, why = ([], "") if named else first_model(offered, output if opens_page else None)
     usual = load_of(arguments, model="emoji")
-    names = _names([*arguments.models, *arguments.model] or first or ["emoji"], usual.keywords(LOCATION))
+    names = _names(named or first or ["emoji"], usual.keywords(LOCATION))
     _check_parts(usual, names)
     on_request = tuple(name for name in offered if name not in (*names, *names.values()))
     if usual.dtype is not None:
@@ -137,7 +134,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         say(f"starting on {url}")
         if output is not None:
             say(f"images are saved in {output.absolute()}")
-        for line in _left_out_lines(left_out):
+        for line in [*([why] if first else []), *_left_out_lines(left_out)]:
             say(line)
         engine.start()
         if opens_page:
@@ -145,14 +142,24 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         answer(app, listener, engine, arguments.drain_seconds, say)
 
 
-def _first(offered: Mapping[str, Path], output: Path | None) -> list[str]:
-    """Return the model of the folder of models to begin with: that of the newest image in ``output``, or the first."""
-    if offered and output is not None and output.is_dir():
-        for path in sorted(output.iterdir(), key=lambda path: -path.lstat().st_mtime)[:_NEWEST]:
-            with suppress(InputError):
-                if recent := read_metadata(path).get("model"):
-                    return [recent] if recent in offered else list(offered)[:1]
-    return list(offered)[:1]
+def first_model(offered: Mapping[str, Path], output: Path | None) -> tuple[list[str], str]:
+    """Return the model of the folder of models to begin with, if there is one, and a line about it.
+
+    It is that of the newest image in ``output`` whose model is there, else the smallest, which starts soonest and fits
+    where any does.
+    """
+    name, why = "", "the model that was used last"
+    images = output.iterdir() if output is not None and output.is_dir() else ()
+    for path in sorted(images, key=lambda path: -path.lstat().st_mtime)[:_NEWEST]:
+        with suppress(InputError):
+            recent = read_metadata(path).get("model")
+            name = name or (recent if recent in offered else "")
+    if offered and not name:
+        from canvax.families.local_models import byte_count
+
+        name, why = min(offered, key=lambda name: (byte_count(offered[name]) or math.inf, name)), "the smallest model"
+    others = f", {why} of {len(offered)} in {data_folder()}; name another to start with it" if len(offered) > 1 else ""
+    return [name] if name else [], f"starting with {name}{others}"
 
 
 def _left_out_lines(left_out: Mapping[str, str]) -> Iterator[str]:
@@ -242,7 +249,7 @@ def _output(arguments: argparse.Namespace) -> Path | None:
         InputError: the images cannot be written there.
     """
     if arguments.no_output and arguments.output is not None:
-        raise InputError("no_output", NO_VALUE, "does not go with --output", "leave one of them out")
+        raise conflict("no_output", "output")
     name = OUTPUT if arguments.output is None and arguments.command == "ui" else arguments.output
     if name is None or arguments.no_output:
         return None
@@ -269,12 +276,8 @@ def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> Engi
     if not 0 <= arguments.references <= MOST_REFERENCES:
         raise InputError("references", arguments.references, f"is not a whole number in 0..{MOST_REFERENCES}")
     if arguments.batching == "none" and any(":" in text and not text.endswith(":1") for text in arguments.warm or ()):
-        raise InputError(
-            "warm",
-            " ".join(arguments.warm),
-            "does not go with --batching none, which has one image at a time",
-            "write 512x512:1",
-        )
+        why = "it has one image at a time"
+        raise conflict("warm", "batching=none", why=why, cure="write 512x512:1", value=" ".join(arguments.warm))
     on_demand = arguments.compile_on_demand
     return EngineSettings(
         warm=tuple(Warm.parse(text) for text in arguments.warm) if arguments.warm else (Warm(),),
@@ -303,7 +306,7 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
     if not (folder or arguments.lora):
         for name in ("lora_rank", "lora_places", "lora_layers"):
             if getattr(arguments, name) is not None:
-                raise InputError(name, NO_VALUE, "needs adapters", "give {lora_dir} or {lora}")
+                raise needs(name, "lora_dir", "lora")
         return None
     from canvax.pipelines.slots import COUNT, check_places
     from canvax.server.adapter_cache import AdapterSettings

@@ -18,7 +18,7 @@ from canvax.cli.generate import (
     generate_all,
     load_model,
 )
-from canvax.cli.images import ALIASES, SETTINGS, gather, sized
+from canvax.cli.images import ALIASES, SETTINGS, gather, in_usual_syntax, sized
 from canvax.cli.plan import parse_size
 from canvax.cli.preview import previews
 from canvax.cli.terminal import complain, say, seconds
@@ -152,7 +152,7 @@ class Cells:
     def run(self) -> Iterator[tuple[list[int], list[Call], Pipeline]]:
         """Load the model, and yield the cells and the calls of each weight of the LoRA."""
         pipe = load_model(self.arguments, self.load, self.calls)
-        calls = sized(self.calls, pipe.model)
+        calls = in_usual_syntax(sized(self.calls, pipe.model), pipe.model, self.arguments)
         for weight in dict.fromkeys(weight for _, weight in self.cells):
             if weight is not None:
                 pipe.adapters.set(dict.fromkeys(pipe.adapters, weight))

@@ -249,11 +249,6 @@ class Batch:
         return max((run.left for run in self._runs if run is not None), default=0)
 
     @property
-    def rows_to_end(self) -> int:
-        """Rows until the next image finishes; 0 if none is on its way."""
-        return min((run.left for run in self._runs if run is not None and run.left), default=0)
-
-    @property
     def samples(self) -> Array:
         """x of all slots, packed, on the devices: what the decoder takes."""
         assert self._flight is not None

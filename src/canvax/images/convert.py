@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def to_uint8(images: Any) -> np.ndarray:
-    """Converts floats in 0..1 [..., 3] to uint8 of the same shape: clipped, times 255, rounded half to even in float32.
+    """Convert floats in 0..1 [..., 3] to uint8 of the same shape: clipped, times 255, rounded half to even in float32.
 
     Accepts anything with an array interface (JAX arrays, bfloat16). The rounding equals that of diffusers, so equal
     floats give equal files. NaN becomes black, with a RuntimeWarning: it means that the model overflowed its dtype.
@@ -41,7 +41,7 @@ def to_uint8(images: Any) -> np.ndarray:
 
 
 def to_pil(images: Any) -> list[Image]:
-    """Converts [B, H, W, 3] or [H, W, 3], uint8 or floats in 0..1, to PIL images of mode RGB.
+    """Convert [B, H, W, 3] or [H, W, 3], uint8 or floats in 0..1, to PIL images of mode RGB.
 
     Raises:
         InputError: ``images`` have another shape.
@@ -61,7 +61,7 @@ def to_pil(images: Any) -> list[Image]:
 
 
 def check_equal_sizes(images: Sequence[Image]) -> None:
-    """Raises InputError, naming the first that differs, unless all images have the same size."""
+    """Raise InputError, naming the first that differs, unless all images have the same size."""
     first = images[0].size
     for i, image in enumerate(images):
         if image.size != first:
@@ -74,7 +74,7 @@ def check_equal_sizes(images: Sequence[Image]) -> None:
 
 
 def upright_rgb(image: Image) -> Image:
-    """Converts to 8-bit RGB: applies the EXIF orientation and puts transparent parts on white."""
+    """Convert to 8-bit RGB: apply the EXIF orientation and put transparent parts on white."""
     from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(image)
@@ -88,7 +88,7 @@ def upright_rgb(image: Image) -> Image:
 
 
 def upright_mask(image: Image) -> Image:
-    """Converts to an 8-bit mask with EXIF orientation: the brightness, or for a single colour the alpha channel."""
+    """Convert to an 8-bit mask with EXIF orientation: the brightness, or for a single colour the alpha channel."""
     if image.mode in ("RGBA", "LA") and np.ptp(np.asarray(image.convert("L"))) == 0:
         image = image.getchannel("A")  # a mask that was painted into the alpha channel
     return upright_rgb(image).convert("L")

@@ -17,7 +17,7 @@ _MOST_PIXELS = 1 << 30
 
 
 def make_grid(images: Sequence[Image], rows: int | None = None, cols: int | None = None) -> Image:
-    """Arranges ``images`` row by row in one image; unused cells are white.
+    """Arrange ``images`` row by row in one image; unused cells are white.
 
     Without ``rows`` and ``cols`` the grid is as square as possible, wider rather than higher. With one of them, the
     other is as small as possible.
@@ -42,7 +42,7 @@ def make_grid(images: Sequence[Image], rows: int | None = None, cols: int | None
 
 
 def make_sheet(images: Sequence[Image | None], columns: Sequence[str], rows: Sequence[str] = ()) -> Image:
-    """Arranges ``images`` row by row, with a label above each column and, if ``rows`` are given, left of each row.
+    """Arrange ``images`` row by row, with a label above each column and, if ``rows`` are given, left of each row.
 
     All cells have the size of the largest image, and the other images are in the middle of theirs. A cell of None
     stays white.

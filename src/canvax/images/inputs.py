@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from canvax.errors import NO_VALUE, InputError, reading
+from canvax.errors import NO_VALUE, InputError, miscounted, reading
 from canvax.files import open_regular
 from canvax.images.convert import upright_mask, upright_rgb
 from canvax.images.formats import FORMATS
@@ -27,7 +27,7 @@ MOST_PIXELS = 1 << 26
 
 
 def read_images(name: str, value: Any, count: int, *, grey: bool = False) -> list[Image.Image]:
-    """Reads an argument's images, one for each of ``count`` or a single image; upright, RGB or with ``grey`` L.
+    """Read an argument's images, one for each of ``count`` or a single image; upright, RGB or with ``grey`` L.
 
     Args:
         name: the argument's name, for errors.
@@ -43,7 +43,7 @@ def read_images(name: str, value: Any, count: int, *, grey: bool = False) -> lis
 
 
 def _entries(name: str, value: Any, count: int) -> Sequence[Any]:
-    """Returns the entries of an argument, after checking that there is one, or one for each of ``count`` images."""
+    """Return the entries of an argument, after checking that there is one, or one for each of ``count`` images."""
     value = _as_array(name, value) if _is_array(value) else value
     if isinstance(value, Image.Image | str | Path) or (_is_array(value) and value.ndim < 4):
         values: Sequence[Any] = [value]
@@ -54,24 +54,22 @@ def _entries(name: str, value: Any, count: int) -> Sequence[Any]:
         cure = "give its images, such as result.images[0]" if images is not None else "nor a list of these"
         raise InputError(name, value, "is not an image, a path or an array", cure)
     if len(values) not in (1, count):
-        raise InputError(
-            name, NO_VALUE, f"has {len(values)} entries for {count} images", "give one for all, or one for each"
-        )
+        raise miscounted(name, len(values), count)
     return values
 
 
 def entry(values: Sequence[T], index: int) -> T:
-    """That of one image of the call, of one for all or one for each."""
+    """Return the entry of an image: its own, or the one for all images."""
     return values[index if len(values) > 1 else 0]
 
 
 def fingerprint(image: Image.Image) -> str:
-    """Returns the SHA-256 of an upright image's pixels and size; it does not depend on the file."""
+    """Return the SHA-256 of an upright image's pixels and size; it does not depend on the file."""
     return hashlib.sha256(f"{image.mode} {image.size} ".encode() + image.tobytes()).hexdigest()
 
 
 def clip_square(image: Image.Image, side: int) -> HostArray:
-    """Returns CLIP's input for an image: its central square [side, side, 3] float32 in 0..1.
+    """Return CLIP's input for an image: its central square [side, side, 3] float32 in 0..1.
 
     The bicubic resize is rounded to 8 bits, as in CLIP's image processor.
     """

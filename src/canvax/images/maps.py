@@ -24,7 +24,7 @@ SETTINGS: Mapping[str, Mapping[str, tuple[float, float, float]]] = {
 
 
 def control_map(kind: str, image: Image.Image, **settings: float) -> Image.Image:
-    """Computes a control image from an RGB image, of the same size.
+    """Compute a control image from an RGB image, of the same size.
 
     Args:
         kind: "canny": edges, white on black; "invert": for drawings, black on white; "threshold": black and white;
@@ -65,7 +65,7 @@ def _checked(kind: Any, settings: Mapping[str, Any]) -> dict[str, float]:
 
 
 def canny(pixels: HostArray, low: float, high: float) -> HostArray:
-    """Returns the edges [H, W] bool of an image [H, W, C] uint8 (Canny 1986), the same pixels as OpenCV's ``Canny``.
+    """Return the edges [H, W] bool of an image [H, W, C] uint8 (Canny 1986), the same pixels as OpenCV's ``Canny``.
 
     An edge pixel is a local maximum of the gradient along its direction that is above ``high``, or above ``low`` and
     connected to a pixel above ``high``. The gradient is Sobel's in the channel where it is largest; its size is

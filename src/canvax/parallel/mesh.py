@@ -24,7 +24,7 @@ _users: list[int] = []
 
 
 def make_mesh(devices: Sequence[Any] | None = None, *, data: int | None = None, model: int = 1) -> Mesh:
-    """Makes a mesh over JAX devices, for ``canvax.load(..., mesh=)``.
+    """Make a mesh over JAX devices, for ``canvax.load(..., mesh=)``.
 
     Args:
         devices: by default all devices of the default backend, including those of other processes.
@@ -52,7 +52,7 @@ def make_mesh(devices: Sequence[Any] | None = None, *, data: int | None = None, 
 
 
 def refuse_fork() -> None:
-    """Checks that this process may use devices; every function that does calls it.
+    """Check that this process may use devices; every function that does calls it.
 
     Raises:
         InputError: the process was forked from one that uses devices. JAX's threads are missing here: it would hang.
@@ -67,7 +67,7 @@ def refuse_fork() -> None:
 
 
 def all_devices() -> list[Any]:
-    """Returns ``jax.devices()``.
+    """Return ``jax.devices()``.
 
     Raises:
         InputError: JAX has no device of the requested platform, or this process is a fork.
@@ -87,7 +87,7 @@ def all_devices() -> list[Any]:
 
 
 def check_sizes(devices: int, data: int | None, model: int) -> int:
-    """Returns the size of the axis ``data`` for a number of devices.
+    """Return the size of the axis ``data`` for a number of devices.
 
     Raises:
         InputError: ``data * model`` is not the number of devices.
@@ -108,7 +108,7 @@ def check_sizes(devices: int, data: int | None, model: int) -> int:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Parses the sizes of the axes from a text, e.g. ``data=4,model=2``.
+    """Parse the sizes of the axes from a text, e.g. ``data=4,model=2``.
 
     Raises:
         InputError: the text has another form.
@@ -127,7 +127,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def mesh_of(text: str | None) -> Mesh:
-    """Makes the mesh that a text describes, e.g. ``data=4,model=2``, over the first devices if there are more.
+    """Make the mesh that a text describes, e.g. ``data=4,model=2``, over the first devices if there are more.
 
     Raises:
         InputError: the text has another form, or there are too few devices.
@@ -140,7 +140,7 @@ def mesh_of(text: str | None) -> Mesh:
 
 
 def check_mesh(mesh: Mesh) -> Mesh:
-    """Returns ``mesh`` with both axes, ``data`` and ``model``, and sharding left to the compiler.
+    """Return ``mesh`` with both axes, ``data`` and ``model``, and sharding left to the compiler.
 
     Raises:
         InputError: the mesh has no ``data`` axis, has an axis other than ``data`` and ``model``, or leaves some
@@ -165,21 +165,21 @@ def check_mesh(mesh: Mesh) -> Mesh:
 
 
 def processes(mesh: Mesh) -> list[int]:
-    """Returns the indices of the processes whose devices are in a mesh."""
+    """Return the indices of the processes whose devices are in a mesh."""
     return sorted({device.process_index for device in mesh.devices.flat})
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of an array that every device has whole."""
+    """Return the sharding of an array that every device has whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def over_batch(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding that splits the first axis over ``data``."""
+    """Return the sharding that splits the first axis over ``data``."""
     return NamedSharding(mesh, PartitionSpec("data"))
 
 
 def padded_batch(batch: int, mesh: Mesh) -> int:
-    """Rounds a batch size up to a multiple of the axis ``data``."""
+    """Round a batch size up to a multiple of the axis ``data``."""
     size = mesh.shape["data"]
     return -(-batch // size) * size

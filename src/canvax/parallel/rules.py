@@ -43,12 +43,12 @@ class Placement:
 
     @property
     def whole(self) -> bool:
-        """Whether every device has the whole parameter."""
+        """True if every device has the whole parameter."""
         return not any(self.spec)
 
 
 def placement(param: Param, sizes: Mapping[str, int]) -> Placement:
-    """Returns the placement of ``param`` on a mesh whose axes have these ``sizes``.
+    """Return the placement of ``param`` on a mesh whose axes have these ``sizes``.
 
     An axis whose units cannot be divided evenly stays whole: 10 heads are not split over 4 devices. The paired layer
     has the same units, so its axis stays whole too.
@@ -66,7 +66,7 @@ def placement(param: Param, sizes: Mapping[str, int]) -> Placement:
 
 
 def check_split(spec: Spec, sizes: Mapping[str, int], name: str) -> None:
-    """Checks which parameters of the denoiser the axis ``model`` of a mesh can split; ``name`` is the model's.
+    """Check which parameters of the denoiser the axis ``model`` of a mesh can split; ``name`` is the model's.
 
     A partial split is useful: SDXL on ``model=4`` needs 0.28 of the UNet's memory on each device. So it causes only a
     warning, while a mesh that splits nothing is an error. Both list the sizes that split everything.
@@ -93,7 +93,7 @@ def check_split(spec: Spec, sizes: Mapping[str, int], name: str) -> None:
 
 
 def abstract_params(spec: Spec, dtype: Any, mesh: Mesh) -> Params:
-    """Returns shapes, dtypes and shardings of a spec's parameters on a mesh, without allocating memory."""
+    """Return shapes, dtypes and shardings of a spec's parameters on a mesh, without allocating memory."""
 
     def abstract(param: Param) -> jax.ShapeDtypeStruct:
         placed = placement(param, mesh.shape)
@@ -103,7 +103,7 @@ def abstract_params(spec: Spec, dtype: Any, mesh: Mesh) -> Params:
 
 
 def place(param: Param, leaf: Any, mesh: Mesh, memory_kind: str | None = None) -> Array:
-    """Puts a parameter on the devices of a mesh; each device receives only its part.
+    """Put a parameter on the devices of a mesh; each device receives only its part.
 
     Args:
         param: its declaration.
@@ -121,7 +121,7 @@ def place(param: Param, leaf: Any, mesh: Mesh, memory_kind: str | None = None) -
 
 
 def is_on(params: Params, mesh: Mesh) -> bool:
-    """Whether all parameters, or their abstract shapes, are on a mesh, whatever their sharding."""
+    """Return whether all parameters, or their abstract shapes, are on a mesh, whatever their sharding."""
 
     def on_mesh(leaf: Any) -> bool:
         known = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, Tracer)
@@ -131,7 +131,7 @@ def is_on(params: Params, mesh: Mesh) -> bool:
 
 
 def place_all(spec: Spec, params: Params, mesh: Mesh, name: str = "params") -> Params:
-    """Calls ``place`` for every parameter of a spec.
+    """Call ``place`` for every parameter of a spec.
 
     Raises:
         InputError: parameters of ``name`` are missing, unknown or have another shape; lists them.
@@ -142,7 +142,7 @@ def place_all(spec: Spec, params: Params, mesh: Mesh, name: str = "params") -> P
 
 
 def check_params(spec: Spec, params: Any, name: str, *, stacked: bool = False, more: bool = False) -> None:
-    """Checks that parameters match a spec.
+    """Check that parameters match a spec.
 
     Args:
         spec: the expected parameters.
@@ -174,7 +174,7 @@ def check_params(spec: Spec, params: Any, name: str, *, stacked: bool = False, m
 
 
 def _unfit(param: Param, leaf: Any, stacked: bool) -> str:
-    """Returns why ``leaf``, which may be traced or abstract, does not match this parameter; "" if it does."""
+    """Return why ``leaf``, which may be traced or abstract, does not match this parameter; "" if it does."""
     if not isinstance(leaf, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct):
         return f"is a {type(leaf).__name__}, not an array of NumPy or JAX"
     shape = leaf.shape[1:] if stacked else leaf.shape
@@ -187,7 +187,7 @@ def _unfit(param: Param, leaf: Any, stacked: bool) -> str:
 
 
 def device_bytes(spec: Spec, dtype: DType, sizes: Mapping[str, int]) -> int:
-    """Returns the bytes of a spec's parameters on each device of a mesh, in a model of this dtype."""
+    """Return the bytes of a spec's parameters on each device of a mesh, in a model of this dtype."""
     total = 0
     for param in jax.tree.leaves(spec, is_leaf=lambda leaf: isinstance(leaf, Param)):
         placed = placement(param, sizes)

@@ -97,11 +97,7 @@ def per_image(name: str, weight: Any, components: Sequence[str]) -> Weights:
     """
     weights = parse_weight(weight, None)
     if deeper := weights.keys() - {"", *components}:
-        raise InputError(
-            "adapters",
-            NO_VALUE,
-            f"has a weight of {name!r:.80} for {min(deeper)!r:.80}",
-            f"an image's weight is a number or a table by network ({', '.join(components)}); blocks have weights with "
-            "pipe.adapters.set",
-        )
+        problem = f"has a weight of {name!r:.80} for {min(deeper)!r:.80}"
+        cure = f"an image's weight is a number or a table by network ({', '.join(components)})"
+        raise InputError("adapters", NO_VALUE, problem, f"{cure}; blocks have weights with pipe.adapters.set")
     return weights

@@ -277,12 +277,10 @@ class Adapters(Mapping[str, LoadedAdapter]):
         taken = {adapter.place: adapter.name for adapter in self._loaded.values() if adapter.place is not None}
         free = [k for k in range(bank.places.count) if k not in taken]
         if not free:
-            raise InputError(
-                "adapter",
-                loaded.name,
-                f"finds all {bank.places.count} places taken, by {', '.join(taken.values())}",
-                f"remove one, or call pipe.adapters.beside(rank={bank.places.rank}, places={2 * bank.places.count})",
-            )
+            places = bank.places
+            problem = f"has no free place: all {places.count} are used by {', '.join(taken.values())}"
+            cure = f"remove one, or call pipe.adapters.beside(rank={places.rank}, places={2 * places.count})"
+            raise InputError("adapter", loaded.name, problem, cure)
         bank.put(free[0], bank.pack(loaded.name, loaded.adapter, self._inner(loaded, bank)))
         loaded.place, self._bank = free[0], bank
 

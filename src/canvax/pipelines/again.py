@@ -94,13 +94,22 @@ def lost_settings(metadata: Mapping[str, Any]) -> dict[str, str]:
     return lost
 
 
+def unknown_settings(metadata: Mapping[str, Any]) -> list[str]:
+    """Return settings in metadata that canvax does not know, by name; with the values of another program's."""
+    unknown = sorted(metadata.keys() - KEYS.keys())
+    unknown += [f"options.{name}" for name in sorted(table_in(metadata, "options").keys() - declared(Options).keys())]
+    return unknown + [f"{name}: {value}" if value else name for name, value in settings_left(metadata).items()]
+
+
+def missing_embeddings(metadata: Mapping[str, Any]) -> list[str]:
+    """Return the textual inversions of an image that are not in the data folder."""
+    return [f"embedding {name}" for name in embeddings_in(metadata) if name.lower() not in embedding_files()]
+
+
 def left_out(metadata: Mapping[str, Any]) -> list[str]:
-    """Return settings in metadata that canvax does not know, for messages."""
-    unknown = [repr(name) for name in sorted(metadata.keys() - KEYS.keys())]
-    unknown += [repr(name) for name in sorted(table_in(metadata, "options").keys() - declared(Options).keys())]
-    unknown += [f"{name}: {value!s:.80}" if value else name for name, value in settings_left(metadata).items()]
-    words = () if "canvax" in metadata else embeddings_in(metadata)
-    return unknown + [f"embedding {name}" for name in words if name.lower() not in embedding_files()]
+    """Return what is left out of a call that repeats an image, for messages; of canvax's images adapters are apart."""
+    unknown = [f"{text:.100}" for text in unknown_settings(metadata)]
+    return unknown + ([] if "canvax" in metadata else missing_embeddings(metadata))
 
 
 def not_repeated(metadata: Mapping[str, Any], changed: Collection[str]) -> Iterator[str]:

@@ -14,8 +14,8 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from canvax.call import MOST_IMAGES, Call, Tiling
-from canvax.errors import NO_VALUE, InputError, plain, refuse_tracers
-from canvax.kernels.target import half_of
+from canvax.errors import NO_VALUE, InputError, conflict, miscounted, plain, refuse_tracers
+from canvax.kernels.target import fast_16bit_dtype_of
 from canvax.noise import image_seeds
 from canvax.settings import check_setting
 from canvax.types import DType
@@ -88,9 +88,7 @@ def check_second(name: str, value: Any, otherwise: list[str], per_prompt: int) -
         raise InputError(name, value, "is neither a string nor a list of strings")
     check_length(name, values)
     if len(values) != count:
-        raise InputError(
-            name, NO_VALUE, f"has {len(values)} entries for {count} prompts", "give one string, or one for each"
-        )
+        raise miscounted(name, len(values), count, "prompts")
     return [v for v in values for _ in range(per_prompt)]
 
 
@@ -120,12 +118,9 @@ def check_side(argument: str, name: str, side: int, factor: int) -> None:
     """Refuse images, of an ``argument``, whose height or width is no multiple of ``factor`` and was not asked for."""
     if side % factor:
         below = side // factor * factor
-        raise InputError(
-            argument,
-            NO_VALUE,
-            f"has a {name} of {side} pixels, which is not a multiple of {factor}",
-            f"give {f'{{{name}={below}}} or ' if below else ''}{{{name}={below + factor}}}, which it is resized to",
-        )
+        problem = f"has a {name} of {side} pixels, which is not a multiple of {factor}"
+        sides = " or ".join(f"{{{name}={each}}}" for each in (below, below + factor) if each)
+        raise InputError(argument, NO_VALUE, problem, f"give {sides}, which it is resized to")
 
 
 def check_steps(value: Any, listed: int | None, default: int, most: int) -> int:
@@ -135,12 +130,8 @@ def check_steps(value: Any, listed: int | None, default: int, most: int) -> int:
     if value > most:
         raise InputError("num_inference_steps", value, f"is more than the {most} of the model's noise schedule")
     if listed not in (None, int(value)):
-        raise InputError(
-            "num_inference_steps",
-            value,
-            f"does not go with {listed} levels, timesteps or scales (sigmas, timesteps, guidance_steps)",
-            "leave it out",
-        )
+        why = f"they are {listed} steps"
+        raise conflict("num_inference_steps", "sigmas", "timesteps", "guidance_steps", why=why, value=value)
     return int(value)
 
 
@@ -205,9 +196,7 @@ def check_seeds(seed: Any, count: int) -> list[int]:
         seed = seed.tolist()
     if isinstance(seed, list | tuple | range):
         if len(seed) != count:
-            raise InputError(
-                "seed", NO_VALUE, f"has {len(seed)} entries for {count} images", "give one, or one for each"
-            )
+            raise miscounted("seed", len(seed), count)
         return [image_seeds(plain(seed_of_key(key), "seed"), 1)[0] for key in seed]
     return image_seeds(plain(seed, "seed"), count)
 
@@ -257,4 +246,4 @@ def default_dtype(mesh: Mesh, *, training: bool = False) -> DType:
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
         return jnp.dtype(jnp.float32)
-    return jnp.dtype("bfloat16" if training else half_of(device))
+    return jnp.dtype("bfloat16" if training else fast_16bit_dtype_of(device))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,10 +12,9 @@ from PIL import Image
 from canvax.call import CONTROL, OptionRecord
 from canvax.compile.kinds import Ready
 from canvax.compile.programs import Programs
-from canvax.errors import NO_VALUE, InputError, nearest
+from canvax.errors import NO_VALUE, InputError, conflict, miscounted, nearest, needs
 from canvax.families.base import Model
 from canvax.images.inputs import fingerprint, read_images
-from canvax.images.maps import control_map
 from canvax.images.masks import as_floats, resized
 from canvax.models.controlled import Control
 from canvax.models.controlnet_union import TYPES, UnionNet
@@ -95,7 +92,7 @@ def check_control(model: Model, control: Any, count: int, options: Options) -> C
     nets = model.networks.controls
     if control is None or (isinstance(control, list | tuple) and control and all(kind is None for kind in control)):
         for name in sorted(options.changed().keys() & set(OPTIONS)):
-            raise InputError(name, NO_VALUE, "needs a control image", "give {control} as well")
+            raise needs(name, "control")
         return None
     if not nets:
         raise InputError(
@@ -105,14 +102,9 @@ def check_control(model: Model, control: Any, count: int, options: Options) -> C
             "gives it one (docs/controlnet.md)",
         )
     if options.reuse > 1:
-        raise InputError("control", NO_VALUE, "cannot be combined with reuse", "leave one out")
+        raise conflict("control", "reuse")
     if options.padding_mask_crop is not None:
-        raise InputError(
-            "control",
-            NO_VALUE,
-            "cannot be combined with padding_mask_crop: the control image is of the whole image",
-            "leave one out",
-        )
+        raise conflict("control", "padding_mask_crop", why="the control image is of the whole image")
     by_network: Sequence[Any] = [control] if len(nets) == 1 else control
     if len(nets) > 1 and (not isinstance(control, list | tuple) or len(control) != len(nets)):
         entries = len(control) if isinstance(control, list | tuple) else "one"
@@ -124,9 +116,7 @@ def check_control(model: Model, control: Any, count: int, options: Options) -> C
         )
     for name in OPTIONS:
         if isinstance(value := getattr(options, name), tuple) and len(value) != len(nets):
-            raise InputError(
-                name, NO_VALUE, f"has {len(value)} entries for {len(nets)} networks", "give one, or one for each"
-            )
+            raise miscounted(name, len(value), len(nets), "networks")
     images = {
         name: read_typed(net, value, count) if isinstance(net, UnionNet) else read_shown(value, count)
         for (name, net), value in zip(nets, by_network, strict=True)
@@ -264,9 +254,7 @@ def read_typed(net: UnionNet, value: Any, count: int) -> list[tuple[Shown, ...]]
         ]
     if isinstance(value, list | tuple) and value and all(isinstance(typed, Mapping) for typed in value):
         if len(value) not in (1, count):
-            raise InputError(
-                "control", NO_VALUE, f"has {len(value)} entries for {count} images", "give one for all, or one for each"
-            )
+            raise miscounted("control", len(value), count)
         return [shown for typed in value for shown in read_typed(net, typed, 1)]
     raise InputError(
         "control",
@@ -327,90 +315,3 @@ def _known(net: UnionNet) -> str:
     """The types of a network, for errors."""
     slots = [" = ".join(name for name, at in TYPES.items() if at == slot) or "-" for slot in range(net.types)]
     return "its types are " + ", ".join(f"{slot} {names}" for slot, names in enumerate(slots))
-
-
-ControlFile = tuple[str, str, str | None]
-"""A type of a ControlNet-Union or "", the file of a control image, and the map to make of it first."""
-
-ControlEntry = tuple[tuple[ControlFile, ...] | None, ...]
-"""For each network its control images, of which there are several by type; None for one that is left out."""
-
-_TYPED = re.compile(r",?([a-z_]+|[0-9]+)(:[+-]?[0-9.]+(?:e[+-]?[0-9]+)?)?=", re.IGNORECASE)
-
-NONE = "none"
-
-
-def control_of(settings: Mapping[str, Any]) -> ControlEntry:
-    """The control images that flags or a line of a prompt file name.
-
-    Raises:
-        InputError: they are named otherwise than by text.
-    """
-    files, kinds = settings.get("control"), settings.get("control_from")
-    if files is None:
-        if kinds is not None:
-            raise InputError("control_from", kinds, "needs a control image", "give {control} as well")
-        return ()
-    files = [files] if isinstance(files, str) else files
-    kinds = kinds.split(",") if isinstance(kinds, str) else [] if kinds is None else kinds
-    if not isinstance(files, list) or not files or not all(isinstance(file, str | None) for file in files):
-        raise InputError("control", files, "is not the name of an image, nor a list of names")
-    if (
-        not isinstance(kinds, list)
-        or not all(isinstance(kind, str) for kind in kinds)
-        or len(kinds) not in (0, 1, len(files))
-    ):
-        raise InputError("control_from", kinds, f"is not a kind of map, or one for each of {len(files)} control images")
-    entries = []
-    for i, file in enumerate(files):
-        kind = kinds[i if len(kinds) > 1 else 0].strip() if kinds else NONE
-        made = None if kind == NONE else kind
-        entries.append(None if file in (None, NONE) else tuple((*mark, made) for mark in _by_type(file)))
-    return tuple(entries)
-
-
-def _by_type(text: str) -> list[tuple[str, str]]:
-    """Types and files of "depth=a.png,canny:0.5=b.png"; a text that begins with none is the name of a file."""
-    starts = [match for match in _TYPED.finditer(text) if match[0][0] == "," or match.start() == 0]
-    if not starts or starts[0].start() or text.startswith(","):
-        return [("", text)]
-    ends = [match.start() for match in starts[1:]] + [len(text)]
-    return [(match[0].strip(",="), text[match.end() : end]) for match, end in zip(starts, ends, strict=True)]
-
-
-def read_control(shown: Sequence[ControlFile]) -> Any:
-    """A control image, made of its file where a map was asked for; those of several types are a dict."""
-    images = {label: _read(*parts) for label, *parts in shown}
-    if len(images) < len(shown):
-        raise InputError("control", NO_VALUE, f"names a type twice: {', '.join((label for label, *_ in shown))}")
-    return images.get("", images)
-
-
-@lru_cache(maxsize=64)
-def _read(file: str, kind: str | None) -> Image.Image:
-    (image,) = read_images("control", file, 1)
-    return image if kind is None else control_map(kind, image)
-
-
-def control_files(control: ControlEntry) -> list[Image.Image]:
-    """All of its images, read."""
-    return [_read(*parts) for shown in control if shown for _, *parts in shown]
-
-
-def control_marks(control: ControlEntry) -> list[Any]:
-    """As metadata has them: for each network the SHA-256 of its image, or of those with types a dict."""
-    entries = []
-    for shown in control:
-        marks = {label: fingerprint(_read(*parts)) for label, *parts in shown or ()}
-        entries.append(marks.get("", marks) or None)
-    return entries
-
-
-def control_argument(batch: Sequence[ControlEntry]) -> Any:
-    """``control=`` of a call for images with these control images; one that all share is read once."""
-    nets = []
-    for i in range(len(batch[0])):
-        entries = [control[i] for control in batch]
-        images = [None if entry is None else read_control(entry) for entry in entries]
-        nets.append(images[0] if len(set(entries)) == 1 else images)
-    return nets if len(nets) > 1 else nets[0] if nets else None

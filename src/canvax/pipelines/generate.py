@@ -13,13 +13,22 @@ from PIL import Image
 
 from canvax._version import __version__
 from canvax.call import HIRES_STRENGTHS, MAX_SIDE
+from canvax.compile.additions import (
+    DeepFeatures,
+    Keeps,
+    ReadsControls,
+    ReadsImage,
+    ReadsImagePrompts,
+    ReadsReferences,
+)
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import Counts
 from canvax.compile.programs import Programs
 from canvax.engine.batch import Batch, filled
 from canvax.engine.segments import DeepPlan, guided_rows
-from canvax.errors import NO_VALUE, Cancelled, CanvaxError, InputError, shown
+from canvax.errors import NO_VALUE, Cancelled, CanvaxError, InputError, conflict, shown
 from canvax.families.base import Model
+from canvax.guidance import reads_negative
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
 from canvax.images.inputs import entry
@@ -60,7 +69,7 @@ def text_to_image(
     mesh, count, spread = programs.mesh, len(request.prompts), multihost.is_spread(programs.mesh)
     if spread and keeps(model, request) and request.options.mask_blend == "renoised":
         raise InputError("mask_blend", "renoised", "does not go with several processes", "use 'denoised'")
-    display = Display(shown=multihost.leads(mesh) and request.options.progress)
+    display = Display(shown=multihost.is_main_process(mesh) and request.options.progress)
     table, deep, kinds = work(model, request)
     latents = (padded_batch(count, mesh), *request.shape[1:])
     ready = programs.ready(params, latents, kinds, display.announce)
@@ -110,24 +119,25 @@ def text_to_image(
 def work(model: Model, request: Request) -> tuple[SamplerTable, DeepPlan | None, Kinds]:
     """The table of a request, which rows compute deep features, and the kinds of programs for ``Programs.ready``."""
     table = sampler_table(model, request)
-    guided = guided_rows(table, guided=request.guided) | request.composed
+    rule = request.rule
+    guided = guided_rows(table, guided=request.guided) | reads_negative(rule)
     deep = DeepPlan.of(table, guided, request.options.reuse, request.options.reuse_layers)
     way = "tiled" if is_tiled(request.height, request.width, request.options.tiling) else "whole"
     kinds = Kinds(
         guided=tuple(dict.fromkeys(guided.tolist())),
-        deep_layers=deep.layers if deep else 0,
-        known=keeps(model, request) and request.options.mask_blend == "denoised",
+        guidance=rule,
         decoder=None if request.options.denoising_end < 1 else way,
-        image_encoder=None if request.init_images is None or request.init_images.latents is not None else way,
         lengths=request.lengths,
-        parts=request.texts.parts if request.composed else 0,
-        method=request.options.guidance_method if request.guided else "cfg",
-        perturbs=request.options.pag_scale > 0,
-        controls=request.control.names if request.control else (),
-        image_prompts=request.image_prompts.kinds if request.image_prompts else (),
-        sees=request.image_prompts is not None and request.image_prompts.sees(guided=request.guided),
         places=request.beside.places if request.beside else None,
-        references=request.references.sizes if request.references else (),
+    )
+    prompts, init = request.image_prompts, request.init_images
+    kinds = kinds.adding(
+        deep and DeepFeatures(deep.layers),
+        keeps(model, request) and request.options.mask_blend == "denoised" and Keeps(),
+        init and init.latents is None and ReadsImage(way),
+        request.control and ReadsControls(request.control.names),
+        prompts and ReadsImagePrompts(prompts.kinds, prompts.sees(guided=request.guided)),
+        request.references and ReadsReferences(request.references.sizes),
     )
     return table, deep, kinds
 
@@ -280,9 +290,7 @@ def second_pass(model: Model, request: Request) -> Request:
         given = "an image" if request.init_images.fingerprints else f"{model.name}, an inpainting model"
         raise InputError("hires", options.hires, f"cannot be combined with {given}", cure)
     if options.denoising_start or options.denoising_end < 1:
-        raise InputError(
-            "hires", options.hires, "cannot be combined with denoising_start or denoising_end", "leave one out"
-        )
+        raise conflict("hires", "denoising_start", "denoising_end", value=options.hires)
     height, width = (larger_side(model, side, options.hires) for side in (request.height, request.width))
     if (height, width) == (request.height, request.width):
         raise InputError("hires", options.hires, f"leaves {width} x {height} pixels as they are", "1.5 or 2 is usual")
@@ -296,8 +304,8 @@ def second_pass(model: Model, request: Request) -> Request:
         ("sampler", isinstance(sampler, SamplerTable)),
     ):
         if given:
-            other = "give {hires_sampler}, or leave hires out" if name == "sampler" else "leave one of them out"
-            raise InputError(name, NO_VALUE, "is for the steps of one pass and does not go with hires", other)
+            cure = "give {hires_sampler}, or leave one out" if name == "sampler" else "leave one out"
+            raise conflict(name, "hires", why="it is for the steps of one pass", cure=cure)
     most = model.scheduler.schedule.alphas_cumprod.size
     steps = request.steps if options.hires_steps is None else options.hires_steps
     strength = HIRES_STRENGTHS[options.hires_method] if options.hires_strength is None else options.hires_strength

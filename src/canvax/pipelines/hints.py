@@ -20,13 +20,13 @@ from canvax.samplers.solvers import euler
 from canvax.samplers.table import NOISE, SamplerTable
 
 FAR = 2.0
-"""Times as many pixels as a model was trained for, or as few, from which images suffer."""
+"""Images suffer if they have this many times more, or fewer, pixels than the model was trained for."""
 
 ODD = 5.0
-"""Times as much spread as noise has, or as little, that it has not even where an inversion of few steps made it."""
+"""Latents whose standard deviation differs from 1 by more than this factor are no noise, even of a coarse inversion."""
 
 BURNT = 50
-"""A guidance scale beyond all use."""
+"""A guidance scale above which every image is over-saturated."""
 
 LISTED = 5
 OF_NOISE = {"s_noise", "s_tmin", "s_tmax"}
@@ -36,7 +36,7 @@ _WEIGHT = re.compile(r"\([^()]{1,80}:[0-9.]{1,8}\)")
 _WORDS = re.compile(
     r"\b(?:AND|BREAK)\b|\(\([^()]{1,80}\)\)|\[\[[^][]{1,80}\]\]|\[[^][|]{0,80}:\d*\.?\d+\]|\[[^][|]{1,80}(?:\|[^][|]{1,80})+\]"
 )
-"""What A1111 reads as more than words, beside weights."""
+"""Syntax of A1111's prompts, except weights."""
 _COMPEL = re.compile(r"(?<![\w+-])[^\W\d_]{2,40}(?:\+\+|--)+(?=[\s,.)]|$)")
 _WORD = re.compile(r"<[^\s<>:|=-][^\s<>:|]{0,40}>|\bembedding:[^\s,()<>\[\]:]{1,80}", re.IGNORECASE)
 """How the words of textual inversions are mostly written, and ComfyUI's way to name their files."""
@@ -110,6 +110,9 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
         listed = ", ".join(f"{word} (near: {known})" if known else word for word, known in near)
         problem = f"has words that {model.name} has never seen: {listed}{rest}"
         yield HintWarning("prompt", NO_VALUE, problem, f"canvax info {model.name} --prompts lists what it knows")
+    elif things := next(filter(None, map(model.concepts.things, prompts)), None):
+        problem = f"names {' and '.join(things)}, and {model.name} draws one thing in an image"
+        yield HintWarning("prompt", NO_VALUE, problem, "name one of them")
     (tall, wide), pixels = model.native_size, request.height * request.width
     if not tall * wide / FAR <= pixels <= tall * wide * FAR:
         wrong = "repeat themselves" if pixels > tall * wide else "are poor"
@@ -126,7 +129,7 @@ def hints(model: Model, request: Request) -> Iterator[HintWarning]:
     if scale < 0 and not (request.guided or request.embedded or options.guidance_steps):
         yield HintWarning("guidance_scale", scale, f"switches guidance off, as {request.guidance_off:g} does", usual)
     if scale > BURNT and not options.guidance_steps:
-        yield HintWarning("guidance_scale", scale, "burns the image", usual)
+        yield HintWarning("guidance_scale", scale, "over-saturates the image", usual)
     if model.networks.denoiser.facts.distilled and scale > request.guidance_off:
         yield HintWarning("guidance_scale", scale, f"has no effect: {model.name} is distilled and needs no guidance")
     sampler = model.scheduler.spec if request.sampler is None else request.sampler

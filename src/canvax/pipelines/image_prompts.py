@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from canvax.compile.kinds import PromptKind, Ready
+from canvax.compile.additions import PromptKind
+from canvax.compile.kinds import Ready
 from canvax.compile.programs import Programs
 from canvax.engine.batch import filled
-from canvax.errors import NO_VALUE, InputError, shown
+from canvax.errors import NO_VALUE, InputError, conflict, shown
 from canvax.families.base import Model
 from canvax.images.inputs import clip_square, entry, fingerprint, read_images
 from canvax.images.masks import resized, rounded
@@ -57,7 +57,7 @@ class ImagePrompt:
 
     def __post_init__(self) -> None:
         if (self.image is None) == (self.embeds is None):
-            raise InputError("image_prompt", NO_VALUE, "needs an image or embeds, one of the two")
+            raise InputError("image_prompt", NO_VALUE, "is neither image nor embeds, or both", "give one of them")
         if isinstance(self.adapter, bool) or not isinstance(self.adapter, int) or self.adapter < 0:
             raise InputError(
                 "image_prompt",
@@ -210,12 +210,7 @@ def check_image_prompts(model: Model, value: Any, count: int, options: Options) 
                 "image_prompt", NO_VALUE, f"has embeds of several shapes {sorted(shapes)}", "give all the same"
             )
     if options.padding_mask_crop is not None and any(prompt.masks for prompt in prompts):
-        raise InputError(
-            "image_prompt",
-            NO_VALUE,
-            "cannot be combined with a mask and padding_mask_crop: masks are of the whole image",
-            "leave one out",
-        )
+        raise conflict("image_prompt", "padding_mask_crop", why="its masks are of the whole image")
     encoder = model.networks.image_encoder
     image_prompts = ImagePrompts(prompts, adapters, encoder.cfg.tokens if encoder else None)
     if encoder is None and image_prompts.sees(guided=True):
@@ -491,108 +486,3 @@ def _first(output: Any) -> HostArray:
 
 def _spread(rows: HostArray, count: int) -> HostArray:
     return np.broadcast_to(rows, (count, *rows.shape[1:])) if len(rows) == 1 else rows
-
-
-NONE = "none"
-SETTINGS = ("ip_image", "ip_mask")
-
-
-class FilePrompt(NamedTuple):
-    """An image prompt in files; ``mask`` None for everywhere, ``adapter`` counted from 0."""
-
-    file: str
-    scale: float
-    mask: str | None
-    adapter: int
-
-
-def image_prompts_of(settings: Mapping[str, Any], adapters: int) -> tuple[FilePrompt, ...]:
-    """The image prompts that flags or a line of a prompt file name, for so many adapters.
-
-    Raises:
-        InputError: they are named otherwise than by text, or are not as many as they have to be.
-    """
-    files, masks = (_listed(name, settings.get(name)) for name in SETTINGS)
-    if not files:
-        if masks:
-            raise InputError("ip_mask", NO_VALUE, "has no effect without an image prompt", "give {ip_image} as well")
-        return ()
-    if not adapters:
-        raise InputError(
-            "ip_image", NO_VALUE, "needs an IP-Adapter", "name the adapter that reads the image with {ip_adapter}"
-        )
-    if adapters > 1 and len(files) != adapters:
-        raise InputError(
-            "ip_image",
-            NO_VALUE,
-            f"has {len(files)} images for {adapters} adapters",
-            "give one image for each, in their order",
-        )
-    if masks and len(masks) != len(files):
-        raise InputError(
-            "ip_mask",
-            NO_VALUE,
-            f"has {len(masks)} masks for {len(files)} images",
-            "give one for each; none for no mask",
-        )
-    prompts = []
-    for i, text in enumerate(files):
-        file, scale = _with_scale(text)
-        mask = masks[i] if masks and masks[i] != NONE else None
-        prompts.append(FilePrompt(file, scale, mask, i if adapters > 1 else 0))
-    return tuple(prompts)
-
-
-def _listed(name: str, value: Any) -> list[str]:
-    values = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
-        raise InputError(name, value, "is not the name of an image, nor a list of names")
-    return values
-
-
-def _with_scale(text: str) -> tuple[str, float]:
-    """``photo.png:0.6`` as its parts; 1 where there is no strength."""
-    file, colon, number = text.rpartition(":")
-    if colon and file:
-        try:
-            return file, float(number)
-        except ValueError:  # a name with a colon in it
-            if os.path.isfile(file) and not os.path.exists(text):
-                raise InputError(
-                    "ip_image", text, f"ends in {number!r}, which is not a strength", f"write {file}:0.6"
-                ) from None
-    return text, 1.0
-
-
-@lru_cache(maxsize=64)
-def read(name: str, file: str, *, grey: bool = False) -> Image.Image:
-    """An image, whichever prompts share it."""
-    return read_images(name, file, 1, grey=grey)[0]
-
-
-def read_all(prompts: Sequence[FilePrompt]) -> None:
-    """Read every file, before anything is loaded."""
-    for prompt in prompts:
-        read("ip_image", prompt.file)
-        if prompt.mask is not None:
-            read("ip_mask", prompt.mask, grey=True)
-
-
-def structure(prompts: Sequence[FilePrompt]) -> tuple[Any, ...]:
-    """What image prompts of images in one call must have in common."""
-    return tuple((prompt.adapter, prompt.mask is None) for prompt in prompts)
-
-
-def image_prompt_argument(batch: Sequence[Sequence[FilePrompt]]) -> Any:
-    """``image_prompt=`` of a call for images with these image prompts."""
-
-    def shared(values: list[Any]) -> Any:
-        return values[0] if all(value is values[0] or value == values[0] for value in values) else values
-
-    prompts = []
-    for entries in zip(*batch, strict=True):
-        images = shared([read("ip_image", prompt.file) for prompt in entries])
-        masks = [prompt.mask and read("ip_mask", prompt.mask, grey=True) for prompt in entries]
-        mask = None if masks[0] is None else shared(masks)
-        prompts.append(ImagePrompt(images, shared([prompt.scale for prompt in entries]), mask, entries[0].adapter))
-    return prompts or None

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from canvax.compile.additions import DeepFeatures, Keeps, ReadsControls, ReadsImage, ReadsImagePrompts, ReadsReferences
 from canvax.compile.aot import Build
 from canvax.compile.cache import size_limit
 from canvax.compile.kinds import PROGRAMS, Kinds, Ready
@@ -182,8 +183,8 @@ class LoadedModel:
             raise InputError(
                 "mesh", NO_VALUE, "splits the weights over several processes", "load with {model=1} to save them"
             )
-        with multihost.together("canvax save") if spread else nullcontext():
-            if not spread or multihost.leads(self.programs.mesh):
+        with multihost.fail_together("canvax save") if spread else nullcontext():
+            if not spread or multihost.is_main_process(self.programs.mesh):
                 if beside := [
                     name for name, adapter in vars(self).get("adapters", {}).items() if adapter.place is not None
                 ]:
@@ -295,26 +296,29 @@ class LoadedModel:
         Raises:
             InputError: an argument cannot be used; nothing has been compiled.
         """
-        display = Display(shown=progress and multihost.leads(self.programs.mesh))
+        display = Display(shown=progress and multihost.is_main_process(self.programs.mesh))
         if reuse_layers:
             check_layers(reuse_layers, self.model)
-        more: dict[str, Any] = {"deep_layers": reuse_layers, "known": mask and not self.model.networks.inpaints}
+        adds: list[Any] = [
+            reuse_layers and DeepFeatures(reuse_layers),
+            mask and not self.model.networks.inpaints and Keeps(),
+        ]
         if control and not self.model.networks.controls:
             raise InputError(
                 "control", True, f"does not go with {self.model.name}, which has no ControlNet", "leave it out"
             )
-        more |= {"controls": tuple(name for name, _ in self.model.networks.controls if control)}
+        adds.append(control and ReadsControls(tuple(name for name, _ in self.model.networks.controls)))
         if image_prompt:
             from canvax.pipelines.networks import usual_kinds  # which most pipelines never need
 
-            more |= {"image_prompts": usual_kinds(self.model.networks), "sees": True}
-            if not more["image_prompts"]:
+            adds.append(ReadsImagePrompts(kinds := usual_kinds(self.model.networks), sees=True))
+            if not kinds:
                 why = "no IP-Adapter with an image encoder; leave it out"
                 raise InputError("image_prompt", True, f"does not go with {self.model.name}, which has {why}")
         if references:
-            more |= {"references": self._references(references, height, width)}
+            adds.append(ReadsReferences(self._references(references, height, width)))
         self._ready(
-            self._params(params, described=True), (height, width), batch, guidance, display, image=image or mask, **more
+            self._params(params, described=True), (height, width), batch, guidance, display, *adds, image=image or mask
         )
         return tuple(sorted(display.builds, key=lambda build: PROGRAMS.index(build.program)))
 
@@ -335,9 +339,8 @@ class LoadedModel:
         batch: int,
         guided: bool | None,
         display: Display,
-        *,
+        *adds: Any,
         image: bool = False,
-        **more: Any,
     ) -> Ready:
         """The programs of a size in pixels and a batch."""
         model, networks = self.model, self.model.networks
@@ -351,13 +354,7 @@ class LoadedModel:
         return self.programs.ready(
             params,
             networks.latent_shape(images, height, width),
-            Kinds(
-                guided=guides,
-                decoder=way,
-                image_encoder=way if reads else None,
-                lengths=self.model.text.shortest,
-                **more,
-            ),
+            Kinds(guides, decoder=way, lengths=self.model.text.shortest).adding(*adds, reads and ReadsImage(way)),
             display.announce,
         )
 
@@ -368,7 +365,7 @@ class LoadedModel:
             raise InputError(
                 "params",
                 None,
-                "does not do: this pipeline holds no parameters",
+                "is missing: this pipeline holds no parameters",
                 "pass those that from_pretrained returned",
             )
         return params

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.compile.kinds import PromptKind
+from canvax.compile.additions import PromptKind
 from canvax.compile.programs import Programs
-from canvax.errors import NO_VALUE, CheckpointError, InputError
+from canvax.errors import NO_VALUE, CheckpointError, InputError, needs
 from canvax.families.base import Model
 from canvax.families.controls import component_name as control_name
 from canvax.families.controls import control_of, read_control
@@ -138,7 +138,7 @@ def with_controls(
         OutOfMemoryError: they do not fit into the devices.
     """
     if params is None and opened:
-        raise InputError("params", None, "cannot be given a ControlNet", "load the pipeline whole")
+        raise InputError("params", NO_VALUE, "are needed to load a ControlNet", "load the pipeline with its parameters")
     names = [control_name(i) for i in range(len(opened))]
     controls = tuple(zip(names, (part.net for part in opened), strict=True))
     networks = dataclasses.replace(model.networks, controls=controls)
@@ -227,7 +227,7 @@ def ip_adapter_sources(ip_adapter: Any, image_encoder: Any, **source: Any) -> li
             "nor None, for the one beside the adapter; nor False, for none",
         )
     if not names and (unused := [*map(str, source), *["image_encoder"] * bool(image_encoder)]):
-        raise InputError(unused[0], NO_VALUE, "has no effect without ip_adapter", "give {ip_adapter}, or leave it out")
+        raise needs(unused[0], "ip_adapter")
     if "subfolder" in source:
         example = "'owner/name/folder/file.safetensors'"
         raise InputError("subfolder", source["subfolder"], "is a part of the name here", f"write {example}")
@@ -255,7 +255,9 @@ def with_ip_adapters(
         OutOfMemoryError: they do not fit into the devices.
     """
     if params is None:
-        raise InputError("params", None, "cannot be given an IP-Adapter", "load the pipeline whole")
+        raise InputError(
+            "params", NO_VALUE, "are needed to load an IP-Adapter", "load the pipeline with its parameters"
+        )
     for source in sources:
         check_ip_adapter(source)
     files = [open_ip_adapter(source) for source in sources]

@@ -17,15 +17,19 @@ from PIL import Image
 
 from canvax.call import Enlarging, Load
 from canvax.compile.monitor import counting
-from canvax.errors import HintWarning, InputError, refuse_tracers, warn
+from canvax.compile.programs import Programs
+from canvax.errors import NO_VALUE, HintWarning, InputError, refuse_tracers, warn
 from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
-from canvax.families.base import Model
+from canvax.families.base import Family, Model
 from canvax.models.beside import ADAPTERS
+from canvax.models.denoiser import Denoiser
+from canvax.models.networks import Networks
 from canvax.models.text import Conditions
 from canvax.parallel import multihost
 from canvax.parallel.memory import cures, explained
-from canvax.parallel.mesh import make_mesh
+from canvax.parallel.mesh import check_mesh, make_mesh, mesh_of
 from canvax.params import Params
+from canvax.pipelines.checks import check_precision
 from canvax.pipelines.generate import metadata as metadata_of
 from canvax.pipelines.generate import text_to_image, two_passes
 from canvax.pipelines.hints import give_hints
@@ -44,11 +48,14 @@ from canvax.pipelines.translate import (
     place_of,
     translate_call,
     translate_load,
+    translate_upscale,
 )
 from canvax.pipelines.upscale import upscaled
-from canvax.samplers import SamplerSpec, SamplerTable, Solver
+from canvax.quantize import compute_dtype
+from canvax.samplers import SamplerSpec, SamplerTable, Scheduler, Solver, from_scheduler_config
 from canvax.settings import check_setting, declared
 from canvax.types import Array, DType
+from canvax.weights.files import ModelFiles
 from canvax.weights.location import Location, warn_unused_cache
 from canvax.weights.overrides import Overrides
 
@@ -123,6 +130,28 @@ class Pipeline(LoadedModel):
             vars(pipe)["adapters"] = self.adapters._handed_to(pipe)
         keywords = {name: value for name, value in source.items() if name not in ("token", "progress")}
         pipe._made_by.update({**self._made_by, method: (arguments, keywords)} if self._made_by else {})
+        return pipe
+
+    def with_denoiser(self, denoiser: Denoiser, params: Params | None = None) -> Pipeline:
+        """This model with another network in the loop, which reads the same latents and text.
+
+        Other weights are shared with this pipeline; adapters that are in them stay there.
+
+        Args:
+            denoiser: for example a ``canvax.extend.DenoiserWrapper`` around ``pipe.model.networks.denoiser``.
+            params: its parameters; by default those of this pipeline's component of the same name.
+
+        Raises:
+            InputError: the parameters are not those that it declares.
+        """
+        networks = replace(self.model.networks, denoiser=denoiser)
+        kept = {name: tree for name, tree in self._own(None).items() if name in networks.components}
+        pipe = Pipeline(
+            replace(self.model, networks=networks),
+            replace(self.programs, networks=networks),
+            safety_checker=self.safety_checker,
+        )
+        pipe.params = pipe.place(kept if params is None else {**kept, denoiser.component: params})
         return pipe
 
     def with_ip_adapter(
@@ -289,7 +318,7 @@ class Pipeline(LoadedModel):
                 return self(**everything)
         spread = multihost.is_spread(self.programs.mesh)
         # One process that refuses must not leave the others waiting for it.
-        together = multihost.together("canvax generate") if spread else nullcontext()
+        together = multihost.fail_together("canvax generate") if spread else nullcontext()
         with together, self._changing:
             output = check_output(output_type)
             if output == "jax" and (spread or self.safety_checker):
@@ -327,10 +356,10 @@ class Pipeline(LoadedModel):
     def _generate(self, model: Model, request: Request, params: Params, seed: Any) -> Result:
         """A checked call, of the model and its parameters as they were then; ``seed`` is what was asked for."""
         mesh, spread = self.programs.mesh, multihost.is_spread(self.programs.mesh)
-        if not spread or multihost.leads(mesh):
+        if not spread or multihost.is_main_process(mesh):
             give_hints(model, request)
         if spread:
-            request = replace(request, seeds=multihost.agree(request.seeds, seed, *request.fingerprint()))
+            request = replace(request, seeds=multihost.broadcast_seeds(request.seeds, seed, *request.fingerprint()))
         cure = partial(
             cures,
             mesh,
@@ -398,7 +427,7 @@ class Pipeline(LoadedModel):
         call = Call(**{field.name: arguments[field.name] for field in fields(Call) if field.name in arguments})
         return metadata_of(self.model, self._request(call, arguments.get("adapters"), as_set=True))[0]
 
-    @accepts(translate_call, refuse_tracers, GIVEN)
+    @accepts(translate_upscale, refuse_tracers, GIVEN)
     def upscale(
         self,
         image: Any,
@@ -412,7 +441,7 @@ class Pipeline(LoadedModel):
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         seed: int | None = None,
-        sampler: str | None = None,
+        sampler: str | SamplerTable | SamplerSpec | Solver | None = None,
         options: Options | None = None,
         params: Params | None = None,
         control: bool = False,
@@ -427,7 +456,7 @@ class Pipeline(LoadedModel):
             prompt: what it shows; what fits every part of it does best.
             negative_prompt: what to keep away from.
             scale: how many times larger, 1..16.
-            strength: 0..1, how much the model may change.
+            strength: 0..1, how much the model may change; a sampler that is a table says by itself where it begins.
             overlap: pixels that neighbouring tiles share at least; by default three eighths of a tile.
             batch: tiles at once.
             num_inference_steps: as in a call, and so are all below.
@@ -448,6 +477,55 @@ class Pipeline(LoadedModel):
         how = Enlarging(scale, strength, overlap, batch, control)
         options = check_options(options)
         return upscaled(self, self.model, image, prompt, how=how, seed=seed, options=options, **keywords)
+
+
+def pipeline_of(
+    networks: Networks,
+    params: Params,
+    scheduler: Scheduler | Mapping[str, Any] | str,
+    *,
+    family: Family | None = None,
+    tokenizers: Mapping[str, Any] | None = None,
+    name: str = "custom",
+    mesh: Mesh | str | None = None,
+    precision: str | None = None,
+) -> Pipeline:
+    """Make a pipeline of networks and parameters that are no checkpoint (docs/new-family.md).
+
+    Args:
+        networks: a denoiser, an autoencoder and text encoders.
+        params: parameters of each component; ``networks.specs()`` declares their shapes.
+        scheduler: the noise that the denoiser was trained with: a ``canvax.extend.Scheduler``, the fields of a
+            ``scheduler_config.json``, or the name of a class of diffusers such as "FlowMatchEulerDiscreteScheduler".
+        family: defaults and what else models of this kind have in common.
+        tokenizers: of each text encoder that needs one, by component.
+        name: what messages and the metadata of images call the model.
+        mesh: as in ``canvax.load``.
+        precision: as in ``canvax.load``.
+
+    Raises:
+        InputError: the parameters are not those of the networks, or another argument cannot be used.
+    """
+    family = family or Family(name)
+    if not isinstance(scheduler, Scheduler):
+        scheduler = from_scheduler_config({"_class_name": scheduler} if isinstance(scheduler, str) else scheduler)
+    denoiser = networks.denoiser.component
+    if not isinstance(params, Mapping) or denoiser not in params:
+        raise InputError("params", NO_VALUE, f"have no {denoiser!r}", "give the parameters of each component by name")
+    model = Model(
+        files=ModelFiles.none(name),
+        family=family,
+        networks=networks,
+        tokenizers=dict.fromkeys(networks.text.names) | dict(tokenizers or {}),
+        scheduler=scheduler,
+        defaults=family.defaults_of(networks, scheduler.schedule),
+        dtype=np.dtype(compute_dtype(params[denoiser])).name,
+    )
+    check_precision(precision)
+    devices = mesh_of(mesh) if isinstance(mesh, str | None) else check_mesh(mesh)
+    pipe = Pipeline(model, Programs(networks, devices, precision))
+    pipe.params = pipe.place(params)
+    return pipe
 
 
 MadeBy = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]

@@ -16,6 +16,7 @@ from canvax.denoise import Known
 from canvax.engine.batch import Batch, filled
 from canvax.engine.segments import DeepPlan
 from canvax.families.base import Model
+from canvax.guidance import filled_columns
 from canvax.images.masks import as_floats
 from canvax.models.beside import ADAPTERS
 from canvax.models.configs import VaeConfig
@@ -117,17 +118,11 @@ def prepare(
 def columns_of(model: Model, request: Request, rows: int) -> list[dict[str, HostArray]]:
     """What the denoiser and its guidance read of each row beside the table, [rows, ...] for each image."""
     options = request.options
-    fixed: dict[str, Sequence[float]] = {}
-    if request.guided and options.guidance_numbers:
-        fixed["method"] = [*options.guidance_numbers.values()]
-    if options.pag_scale:
-        fixed["pag"] = (options.pag_scale, options.pag_adaptive_scale)
-    shared = {name: np.tile(np.array(numbers, np.float32), (rows, 1)) for name, numbers in fixed.items()}
+    shared: dict[str, HostArray] = {}
     if request.control is not None:
         shared["control"] = strengths(model, request.control, options, rows)
-    if not request.composed:
-        return [shared] * len(request.prompts)
-    return [{**shared, "weights": np.tile(weights, (rows, 1))} for weights in request.texts.weights]
+    numbers = [{**options.guidance_numbers, "weights": weights} for weights in request.texts.weights]
+    return [{**shared, **filled_columns(request.rule, values, rows)} for values in numbers]
 
 
 def noise_of(model: Model, request: Request) -> HostArray:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from PIL import Image
 
-from canvax.call import MAX_SIDE, STRENGTH, STRENGTH_OF_MASKED, Call
+from canvax.call import HIRES_STRENGTHS, MAX_SIDE, STRENGTH, STRENGTH_OF_MASKED, Call
 from canvax.denoise import Known
-from canvax.errors import NO_VALUE, InputError, refuse_tracers
+from canvax.errors import NO_VALUE, InputError, conflict, needs, refuse_tracers
 from canvax.families.base import SECOND_PROMPTS, Model
+from canvax.guidance import OFF, Guidance
 from canvax.images.inputs import MOST_PIXELS, entry, fingerprint, read_images
 from canvax.images.masks import (
     Box,
@@ -107,7 +108,12 @@ class Request:
     @property
     def guided(self) -> bool:
         """Whether the negative prompt matters at all: for one prompt at a guidance scale of 1 or less it does not."""
-        return not self.embedded and (self.composed or max(self.scales) > 1)
+        return not self.embedded and (self.composed or max(self.scales) > OFF)
+
+    @property
+    def rule(self) -> Guidance:
+        """The rule of guidance."""
+        return self.options.rule(guided=self.guided, parts=self.texts.parts if self.composed else 0)
 
     @property
     def scales(self) -> tuple[float, ...]:
@@ -135,6 +141,7 @@ def make_request(model: Model, call: Call) -> Request:
     """
     options, sampler, per_prompt = check_options(call.options), _sampler(call.sampler), call.num_images_per_prompt
     check_for_model(options, model)
+    options = _with_own_strength(options, model)
     check_seed_size(options, model.vae.factor)
     prompt, negative, embeds = split_conditions(call.prompt, call.negative_prompt, model)
     prompts, negatives = check_prompts(prompt, negative, per_prompt)
@@ -206,14 +213,16 @@ def make_request(model: Model, call: Call) -> Request:
     check_composed(request, model)
     check_lengths(request)
     if request.latents is not None and (options.variation_strength or options.seed_size):
-        raise InputError(
-            "latents",
-            NO_VALUE,
-            "cannot be combined with variation_strength or seed_size: the noise is given already",
-            "leave them out",
-        )
+        raise conflict("latents", "variation_strength", "seed_size", why="the noise is given already")
     check_start(options, sampler, request.latents, model, image=init is not None)
     return request
+
+
+def _with_own_strength(options: Options, model: Model) -> Options:
+    """Return the options with the model's own strength of a second pass, where none is given."""
+    own = model.defaults.hires_strength
+    given = options.hires == 1 or options.hires_method != "pixel" or options.hires_strength is not None
+    return options if given or own == HIRES_STRENGTHS["pixel"] else replace(options, hires_strength=own)
 
 
 def _sampler(value: Any) -> str | SamplerSpec | SamplerTable | None:
@@ -304,6 +313,7 @@ def check_for_model(options: Options, model: Model) -> None:
         if "perturbed" not in model.networks.denoiser.facts.offers and name in options.changed():
             problem = f"is not supported by {model.name}: its attention cannot be perturbed"
             raise InputError(name, NO_VALUE, problem, "leave it out")
+    model.networks.check_roles(options.rule().samples)
     check_clip_skip(options.clip_skip, model)
     check_layers(options.reuse_layers, model)
     if options.reuse > 1 and not model.networks.most_layers:
@@ -353,34 +363,19 @@ def check_start(
     """
     started = options.denoising_start > 0
     if started and latents is None:
-        raise InputError(
-            "denoising_start",
-            NO_VALUE,
-            "needs latents",
-            "give {latents=result.latents} of a run that stopped there, with {denoising_end}",
+        raise needs(
+            "denoising_start", "latents=result.latents", cure="of a run that stopped there, with {denoising_end}"
         )
     inverts = not isinstance(sampler, SamplerTable | None) and spec_of(sampler)[0].name == "ddim_inverse"
     if inverts and image:
-        raise InputError(
-            "image",
-            NO_VALUE,
-            f"does not go with sampler={sampler!r}",
-            "pass pipe.encode_image(image) as latents, without noise",
-        )
+        cure = "pass pipe.encode_image(image) as latents, without noise"
+        raise conflict("image", "sampler='ddim_inverse'", cure=cure)
     if inverts and latents is None:
-        raise InputError(
-            "sampler",
-            sampler,
-            "goes from an image to its noise and needs latents",
-            "pass the {latents} of the image, such as result.latents",
-        )
+        raise needs("sampler", "latents", cure="those of the image, such as result.latents", value=sampler)
     if model.family.is_refiner and not started and not image:
-        raise InputError(
-            "image",
-            NO_VALUE,
-            f"is missing: {model.name} is a refiner, which only finishes images",
-            "give {image}, or {latents} of a base model that stopped at {denoising_end=0.8}, and {denoising_start=0.8}",
-        )
+        problem = f"is missing: {model.name} is a refiner, which only finishes images"
+        cure = "{latents} of a base model that stopped at {denoising_end=0.8}, and {denoising_start=0.8}"
+        raise InputError("image", NO_VALUE, problem, f"give {{image}}, or {cure}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -416,11 +411,11 @@ class InitImages:
 
     @property
     def from_noise(self) -> bool:
-        """Whether the run begins from noise alone: a masked part that is generated in full owes the image nothing."""
+        """Whether the run begins from noise alone: strength 1 with a mask."""
         return bool(self.masks) and self.strength == 1
 
     def known(self, latents: HostArray, factor: int, options: Options) -> Known | None:
-        """What is to stay, for latents [n, h, w, C] of the images."""
+        """Return the latents to keep, of latents [n, h, w, C] of the images."""
         if not self.masks:
             return None
         masks = self.latent_masks(len(latents), factor, hard=options.mask_mode == "hard")
@@ -479,15 +474,10 @@ def check_init_images(
     if image is None:
         for name, value in (("mask", mask), ("strength", strength), *_given_options(options)):
             if value is not None:
-                raise InputError(name, NO_VALUE, "needs an image", "give {image} as well")
+                raise needs(name, "image")
         return None
     if options.denoising_start:
-        raise InputError(
-            "image",
-            NO_VALUE,
-            "cannot be combined with denoising_start: strength says where an image begins",
-            "leave denoising_start out",
-        )
+        raise conflict("image", "denoising_start", why="strength says where an image begins")
     images = read_images("image", image, count)
     masks = [] if mask is None else read_images("mask", mask, count, grey=True)
     for i in range(len(masks)):
@@ -566,9 +556,7 @@ def _cut_out(
     """The masked parts alone, each brought to the size that is generated."""
     assert options.padding_mask_crop is not None
     if not masks:
-        raise InputError(
-            "padding_mask_crop", NO_VALUE, "needs a mask", "give {mask}, of which the surroundings are cut out"
-        )
+        raise needs("padding_mask_crop", "mask")
     if len({image.size for image in images}) > 1:
         raise InputError(
             "padding_mask_crop",

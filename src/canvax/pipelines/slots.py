@@ -25,12 +25,12 @@ from canvax.weights.load import aligned
 from canvax.weights.lora import Adapter, Key
 
 BUCKETS = (4, 8, 16, 32, 64, 128, 256)
-"""Ranks that places are made for by themselves."""
+"""Default ranks of places: an adapter's rank is rounded up to one of them."""
 
 LARGEST = BUCKETS[-1]
 
 COUNT = 4
-"""Places that are made by themselves."""
+"""Default number of places."""
 
 MOST_PLACES = 64
 _LISTED = 3

@@ -179,9 +179,7 @@ def check_conditions(name: str, value: Mapping[str, Any], model: Model) -> Embed
             raise InputError(
                 name, NO_VALUE, "is a model's weights", "a pipeline has its own, others are given as {params}"
             )
-        raise InputError(
-            name, NO_VALUE, f"has {', '.join(unknown)}, which says nothing here", "give what pipe.encode returns"
-        )
+        raise InputError(name, NO_VALUE, f"has unknown keys: {', '.join(unknown)}", "give what pipe.encode returns")
     for part, shape in shapes.items():
         if part not in value:
             raise InputError(name, NO_VALUE, f"has no {part!r}", "give what pipe.encode returns")

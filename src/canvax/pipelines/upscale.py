@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from canvax.call import Enlarging
-from canvax.errors import InputError, check_count
+from canvax.errors import NO_VALUE, InputError, check_count
 from canvax.families.base import Model
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
@@ -24,6 +24,7 @@ from canvax.models.controlnet_union import UnionNet
 from canvax.noise import NoiseKind, check_seed, initial_noise
 from canvax.pipelines.options import Options
 from canvax.pipelines.result import Result
+from canvax.samplers.table import SamplerTable
 from canvax.settings import check_setting
 from canvax.types import HostArray
 
@@ -50,6 +51,8 @@ def upscaled(
     seed = check_seed(seed)
     shown = "" if prompt else _prompt_of(image)
     tiles = Tiles(model, source, scale=how.scale, overlap=how.overlap, seed=seed, noise=options.noise, prompt=shown)
+    is_table = isinstance(keywords.get("sampler"), SamplerTable)  # which says by itself where it begins
+    strength = None if is_table and how.strength == Enlarging.strength else how.strength
     results = []
     for begin in range(0, len(tiles), batch):
         some = list(range(begin, min(begin + batch, len(tiles))))
@@ -59,7 +62,7 @@ def upscaled(
         result = pipe(
             [prompt] * len(filled), image=images, control=shown,
             latents=np.stack([tile.noise for tile in filled]), seed=[seed] * len(filled), options=options,
-            strength=how.strength, **keywords,
+            strength=strength, **keywords,
         )  # fmt: skip
         for i, pixels in zip(some, result.pixels, strict=False):
             tiles.add(i, pixels)
@@ -92,10 +95,9 @@ def check_for_upscale(options: Options) -> None:
     Raises:
         InputError: naming them.
     """
-    if options.hires > 1 or options.outpaint or options.padding_mask_crop is not None:
-        raise InputError("hires, outpaint and padding_mask_crop do not go with upscale; leave them out")
-    if options.denoising_start or options.denoising_end < 1:
-        raise InputError("denoising_start and denoising_end do not go with upscale, whose strength says what is run")
+    names = ("hires", "outpaint", "padding_mask_crop", "denoising_start", "denoising_end")
+    for name in sorted(options.changed_names().intersection(names)):
+        raise InputError(name, NO_VALUE, "is not for tiles", "leave it out")
 
 
 class Tile(NamedTuple):

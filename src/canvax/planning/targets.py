@@ -131,7 +131,7 @@ def _gpu(
     name: str, tflops: float, bandwidth: float, clock: float, memory: float, capability: tuple[int, int],
     processors: int, shared: int, cache: float,
 ) -> Gpu:  # fmt: skip
-    """Makes a ``Gpu`` from TFLOP/s, GB/s, GHz, GiB, capability, processors, KiB of shared memory, MiB of cache."""
+    """Make a ``Gpu`` from TFLOP/s, GB/s, GHz, GiB, capability, processors, KiB of shared memory, MiB of cache."""
     return Gpu(
         name, "GPU", tflops * 1e12, bandwidth * 1e9, clock * 1e9, memory * GIB, PREALLOCATED * memory * GIB,
         capability=capability, processors=processors, shared=shared * _KIB, cache=int(cache * _MIB),
@@ -213,7 +213,7 @@ class Target:
 
 
 def parse_target(target: str) -> Target:
-    """Parses a target, e.g. "tpu-v5e:2x2", "v4:2x2x1", "gpu-h100:8" or "l4".
+    """Parse a target, e.g. "tpu-v5e:2x2", "v4:2x2x1", "gpu-h100:8" or "l4".
 
     Raises:
         InputError: ``target`` has another form, or the chip is unknown.
@@ -251,7 +251,7 @@ def parse_target(target: str) -> Target:
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment of a process that compiles for absent devices; it must be set before importing JAX.
+    """Return the environment of a process that compiles for absent devices; it must be set before importing JAX.
 
     Without it libtpu searches for a TPU, queries the cloud's metadata server, prints errors to stderr, and cannot be
     loaded twice on a machine.

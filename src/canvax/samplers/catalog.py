@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from canvax.errors import FLOAT32_MAX, NO_VALUE, InputError, did_you_mean, nearest, shown
+from canvax.errors import FLOAT32_MAX, NO_VALUE, InputError, conflict, did_you_mean, nearest, shown
 from canvax.samplers.config import ALIASES, CLASS_DEFAULTS, faults_of, options_of, schedule_of, without_nulls
 from canvax.samplers.curve_names import CURVES, NAMES
 from canvax.samplers.options import SamplerOptions, check_option, falling, fault_of
@@ -43,7 +43,7 @@ class Scheduler:
 
 
 def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
-    """Finds a sampler by any spelling of its name; also returns the options that the name implies.
+    """Find a sampler by any spelling of its name; also return the options that the name implies.
 
     The name may end with a curve of `canvax.samplers.CURVES` in any spelling ("Karras" or "k", "SGM Uniform", "AYS"),
     which selects the sigmas. A class name (EulerDiscreteScheduler) implies no options: the checkpoint decides them.
@@ -84,7 +84,7 @@ def find(name: str) -> tuple[SamplerSpec, dict[str, Any]]:
 
 
 def _plain(name: str) -> str:
-    """Normalises a spelling: lower case, without spaces and separators. Other signs stay, so they match no name."""
+    """Normalise a spelling: lower case, without spaces and separators. Other signs stay, so they match no name."""
     pluses = re.sub(r"(?<!\+)\+\+(?!\+)", "pp", str(name).lower())  # of three or more none is a separator
     return re.sub(r"[\s\-_.,;:*/()]|(?<!\+)\+(?!\+)", "", pluses)
 
@@ -100,14 +100,14 @@ _SUFFIXES = dict(sorted(_SUFFIXES.items(), key=lambda pair: -len(pair[0])))
 
 
 def curve_named(name: str) -> str:
-    """Finds a curve by any spelling of its name; returns the canonical name."""
+    """Find a curve by any spelling of its name; return the canonical name."""
     if _plain(name) not in _SUFFIXES:
         raise InputError("sigmas", name, "is not known", nearest(str(name), NAMES, "canvax samplers curves"))
     return _SUFFIXES[_plain(name)]
 
 
 def from_scheduler_config(config: Mapping[str, Any]) -> Scheduler:
-    """Reads a scheduler_config.json. The InputError lists all unsupported fields and values together."""
+    """Read a scheduler_config.json. The InputError lists all unsupported fields and values together."""
     config = without_nulls(_table_of(config))
     name = config.get("_class_name")
     stem = str(name).removeprefix("Flax")
@@ -126,7 +126,7 @@ def from_scheduler_config(config: Mapping[str, Any]) -> Scheduler:
 
 
 def _table_of(config: Any) -> Mapping[str, Any]:
-    """Returns ``config``, after checking that it is a mapping with string keys."""
+    """Return ``config``, after checking that it is a mapping with string keys."""
     if not isinstance(config, Mapping):
         raise InputError("config", config, "is not a table, such as json.loads of a scheduler_config.json gives")
     if other := [name for name in config if not isinstance(name, str)]:
@@ -135,7 +135,7 @@ def _table_of(config: Any) -> Mapping[str, Any]:
 
 
 def _read(config: Mapping[str, Any], spec: SamplerSpec, implied: Mapping[str, Any]) -> SamplerOptions:
-    """Reads the options of `config` for the sampler `spec`; the InputError lists all faults together."""
+    """Read the options of `config` for the sampler `spec`; the InputError lists all faults together."""
     class_name = spec.diffusers_class or "EulerDiscreteScheduler"
     faults = faults_of(config, class_name)
     if faults:
@@ -146,7 +146,7 @@ def _read(config: Mapping[str, Any], spec: SamplerSpec, implied: Mapping[str, An
 
 
 def _as_configured(spec: SamplerSpec, options: SamplerOptions) -> SamplerSpec:
-    """Returns the stochastic form of `spec`, with noise and an adjustable eta, if the config selects an SDE."""
+    """Return the stochastic form of `spec`, with noise and an adjustable eta, if the config selects an SDE."""
     if spec.eta or not options.algorithm_type.startswith("sde"):
         return spec
     if spec.name == "dpmpp_2m":
@@ -155,7 +155,7 @@ def _as_configured(spec: SamplerSpec, options: SamplerOptions) -> SamplerSpec:
 
 
 def stable_diffusion_config(config: Mapping[str, Any], *, xl: bool = False) -> dict[str, Any]:
-    """Corrects `config` as the pipelines of Stable Diffusion do: no class default clips latents to -1..1.
+    """Correct `config` as the pipelines of Stable Diffusion do: no class default clips latents to -1..1.
 
     Pipelines of 1.x and 2.x always use steps_offset 1 and no clip_sample: early checkpoints left these out, and the
     reference pipelines correct them. For SDXL (`xl`) the values in the config count. Invalid values are not replaced,
@@ -185,7 +185,7 @@ def build_table(
     guidance_interval: Sequence[float] = (0.0, 1.0),
     settings: Mapping[str, Any] | None = None,
 ) -> SamplerTable:
-    """Builds the table of a run.
+    """Build the table of a run.
 
     steps: number of steps as usually counted (see `SamplerSpec.evaluations`); None if sigmas or timesteps are lists.
     sampler: None for the checkpoint's, otherwise any name that `find` accepts. It uses the checkpoint's noise schedule,
@@ -221,17 +221,13 @@ def build_table(
         spec = _as_configured(spec, options)
     options = replace(options, **_changes(spec, eta, spacing, sigmas, settings))
     if sigmas is not None and "sigmas" in implied and options.sigmas not in ("automatic", implied["sigmas"]):
-        raise InputError(
-            "sigmas", sigmas, f"does not go with sampler={sampler!r}, whose name has a curve", "leave one of them out"
-        )
+        raise conflict("sigmas", f"sampler={sampler!r}", why="its name has a curve", value=sigmas)
     if options.s_churn and options.s_tmin > options.s_tmax:
         raise InputError("s_tmin", options.s_tmin, f"is above s_tmax={options.s_tmax:g}", "swap them")
     curve = implied.get("sigmas", "automatic") if sigmas is None else options.sigmas
     if options.timesteps is not None and curve != "automatic":
         other = f"sampler={sampler!r}" if sigmas is None else f"sigmas={sigmas!r}"
-        raise InputError(
-            "timesteps", list(options.timesteps), f"does not go with {other}: both place the steps", "leave one out"
-        )
+        raise conflict("timesteps", other, why="both place the steps", value=list(options.timesteps))
     if options.timesteps is not None and options.timesteps[0] > (last := schedule.last_timestep):
         raise InputError(
             "timesteps", list(options.timesteps), f"has {options.timesteps[0]:g}, which is not in 0..{last}"
@@ -277,7 +273,7 @@ def build_table(
 
 
 def spec_of(sampler: str | SamplerSpec | Solver) -> tuple[SamplerSpec, dict[str, Any]]:
-    """`find` of a name; a spec is itself, and a solver gets one."""
+    """Return the spec of a name or a solver; a spec is returned unchanged."""
     if isinstance(sampler, str):
         return find(sampler)
     spec = sampler if isinstance(sampler, SamplerSpec) else SamplerSpec.of(sampler)
@@ -304,7 +300,7 @@ FLOW_SETTINGS = ("mu", "shift", "shift_terminal")
 
 
 def _schedule_for(schedule: NoiseSchedule, settings: dict[str, Any]) -> NoiseSchedule:
-    """Returns the model's noise schedule for this run; removes `FLOW_SETTINGS` from `settings`."""
+    """Return the model's noise schedule for this run; remove `FLOW_SETTINGS` from `settings`."""
     if not schedule.is_flow:
         return schedule
     taken = {name: settings.pop(name) for name in FLOW_SETTINGS if settings.get(name) is not None}
@@ -334,7 +330,7 @@ def _restarted(
     lo: int,
     hi: int,
 ) -> SamplerTable:
-    """Returns steps lo..hi as a run without memory of the earlier steps, with the guidance of `part`."""
+    """Return steps lo..hi as a run without memory of the earlier steps, with the guidance of `part`."""
     fresh = spec.solver(schedule, steps, replace(options, restart=lo))
     fresh = fresh.take(0, int(np.sum(fresh.step < hi - lo)))
     first = part.step - lo
@@ -350,12 +346,12 @@ def _restarted(
 
 
 def _steps_before(table: SamplerTable, schedule: NoiseSchedule, fraction: float) -> int:
-    """Counts the steps in the part before `fraction` of the run."""
+    """Count the steps in the part before `fraction` of the run."""
     return int(np.sum(_before(table, schedule, fraction)))
 
 
 def _before(table: SamplerTable, schedule: NoiseSchedule, fraction: float) -> np.ndarray:
-    """Returns for each step whether it is before `fraction` of the run: its timestep is at the limit or above."""
+    """Return for each step whether it is before `fraction` of the run: its timestep is at the limit or above."""
     begins = table.timestep[np.searchsorted(table.step, np.arange(table.step[-1] + 1))]
     train = schedule.num_train_timesteps
     if schedule.timestep_unit == "index":
@@ -371,7 +367,7 @@ def _guided(
     interval: Sequence[float],
     schedule: NoiseSchedule,
 ) -> SamplerTable:
-    """Sets the guidance of a table, 1 outside of the interval."""
+    """Set the guidance of a table, 1 outside of the interval."""
     low, high = interval if len(interval) == 2 else (1, 0)
     if not 0 <= low < high <= 1:
         raise InputError(
@@ -387,15 +383,15 @@ def _guided(
 
 
 def _steps(steps: int | None, options: SamplerOptions, train: int) -> int:
-    """Checks and returns the number of steps; a list of levels or timesteps determines it."""
+    """Check and return the number of steps; a list of levels or timesteps determines it."""
     listed = None
     if options.timesteps is not None:
         listed = len(options.timesteps)
     elif not isinstance(options.sigmas, str):
         listed = len(options.sigmas) - (options.sigmas[-1] == 0)
     if listed is not None and steps not in (None, listed):
-        name = "levels (sigmas)" if options.timesteps is None else "timesteps"
-        raise InputError("steps", steps, f"does not go with {listed} {name} of your own", "give as many steps, or none")
+        name = "sigmas" if options.timesteps is None else "timesteps"
+        raise conflict("steps", name, why=f"they are {listed} steps", value=steps)
     steps = listed if listed is not None else steps
     if isinstance(steps, bool) or not isinstance(steps, Integral) or not 1 <= steps <= train:
         raise InputError("steps", steps, f"is not a whole number in 1..{train}", "20 to 50 is usual")
@@ -409,7 +405,7 @@ def _changes(
     sigmas: str | Sequence[float] | None,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Checks the arguments of a call and returns them as fields of SamplerOptions."""
+    """Check the arguments of a call and return them as fields of SamplerOptions."""
     if spacing is not None:
         check_option("spacing", spacing)
     if eta is not None:

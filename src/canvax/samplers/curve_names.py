@@ -40,7 +40,7 @@ CURVES = (
 
 
 def curve_label(name: str) -> str:
-    """Returns A1111's name of the curve `name`."""
+    """Return A1111's name of the curve `name`."""
     for curve in CURVES:
         if curve.name == name:
             return curve.also[0]

@@ -53,7 +53,7 @@ LIMITS: dict[str, tuple[float, float]] = {
 
 
 def fault_of(name: str, value: Any, default: Any, choices: Mapping[str, tuple[str | None, ...]] = CHOICES) -> str:
-    """Checks a value of the field `name`, whose type follows from its default.
+    """Check a value of the field `name`, whose type follows from its default.
 
     Returns what the field should contain instead, or "" if `value` is valid.
     """
@@ -142,13 +142,13 @@ class SamplerOptions:
 
 
 def check_option(name: str, value: Any, default: Any = None) -> None:
-    """Raises InputError for an invalid value of a field of `SamplerOptions`, or of a setting with this default."""
+    """Raise InputError for an invalid value of a field of `SamplerOptions`, or of a setting with this default."""
     if fault := fault_of(name, value, getattr(SamplerOptions, name, default)):
         raise InputError(name, value, f"cannot be used ({fault})")
 
 
 def falling(name: str, values: Sequence[float]) -> tuple[float, ...]:
-    """Converts noise levels or timesteps to floats, after checking that they fall."""
+    """Convert noise levels or timesteps to floats, after checking that they fall."""
     try:
         bools = any(isinstance(value, bool) for value in values)
         numbers = np.empty(0) if bools else np.asarray(values, np.float64)

@@ -7,7 +7,7 @@ from canvax.errors import InputError
 
 
 def steps_of_strength(strength: float, steps: int, rule: StrengthRule, most: int) -> tuple[int, int]:
-    """Returns the number of steps of the whole run, and how many of them to skip at its beginning.
+    """Return the number of steps of the whole run, and how many of them to skip at its beginning.
 
     Args:
         strength: fraction of the run to do, 0..1.

@@ -84,7 +84,7 @@ class SamplerTable:
 
     @property
     def finite(self) -> bool:
-        """Whether every number in the table fits float32, the dtype of the compiled loop."""
+        """True if every number in the table fits float32, the dtype of the compiled loop."""
         return all(np.all(np.abs(getattr(self, name)) <= FLOAT32_MAX) for name in (*COLUMNS, "init_scale"))
 
     @property
@@ -99,7 +99,7 @@ class SamplerTable:
         return self.std / np.where(self.alpha > 0, self.alpha, np.sqrt(SMALLEST_ALPHA_CUMPROD))
 
     def noised(self, x0: np.ndarray, eps: np.ndarray, row: int = 0) -> np.ndarray:
-        """Returns x before `row`, made of clean latents and unit noise of the same shape, as image-to-image needs.
+        """Return x before `row`, made of clean latents and unit noise of the same shape, as image-to-image needs.
 
         It does not apply to DDIM inversion, whose x before a row is cleaner than the level of the row.
         """
@@ -110,7 +110,7 @@ class SamplerTable:
         return self.alpha[row] * x0 + self.std[row] * eps
 
     def with_guidance(self, scale: float | Sequence[float], rescale: float | Sequence[float] = 0.0) -> SamplerTable:
-        """Returns the table with other guidance and rescale, each a number, or one for each step."""
+        """Return the table with other guidance and rescale, each a number, or one for each step."""
         first = int(self.step[0])
         steps = int(self.step[-1]) + 1 - first
         for name, value in (("guidance_steps", scale), ("guidance_rescale", rescale)):
@@ -129,7 +129,7 @@ class SamplerTable:
         return replace(self, guidance=each[0], rescale=each[1])
 
     def take(self, lo: int, hi: int | None = None) -> SamplerTable:
-        """Returns rows lo..hi. With lo > 0, x must start as `noised` latents, since `init_scale` is that of row 0."""
+        """Return rows lo..hi. With lo > 0, x must start as `noised` latents, since `init_scale` is that of row 0."""
         if not 0 <= lo <= (len(self) if hi is None else hi) <= len(self):
             raise InputError(f"rows {lo}..{hi} are not in order within 0..{len(self)}")
         columns = {name: getattr(self, name)[lo:hi] for name in COLUMNS}
@@ -137,7 +137,7 @@ class SamplerTable:
         return replace(self, first_row=self.first_row + lo, **columns)
 
     def window(self, lo: int, size: int) -> dict[str, np.ndarray]:
-        """Returns rows lo..lo+size as float32 arrays for the denoising program, padded with no-op rows.
+        """Return rows lo..lo+size as float32 arrays for the denoising program, padded with no-op rows.
 
         `row` (int32) is the index in the whole run, which determines the noise of a step. `progress`, 0..1, is the
         fraction of this run before the row's step.
@@ -171,7 +171,7 @@ Denoise = Callable[[np.ndarray, float, int], np.ndarray]
 
 
 def run(table: SamplerTable, denoise: Denoise, x: np.ndarray, noises: np.ndarray | None = None) -> np.ndarray:
-    """Runs `table` in float64 on the host. This is the definition that the compiled loop must match.
+    """Run `table` in float64 on the host. This is the definition that the compiled loop must match.
 
     x: unit noise, any shape with the batch first. noises: [R, *x.shape], needed only by stochastic tables.
     Returns x after every row, [R, *x.shape]; the last is the sample.

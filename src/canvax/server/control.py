@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from PIL import Image
 
+from canvax.compile.additions import ReadsControls, ReadsImagePrompts
 from canvax.compile.kinds import Kinds
 from canvax.engine.batch import ParkedImage, Prompts
 from canvax.families.base import Model
@@ -59,11 +60,11 @@ def with_networks(kinds: Kinds, model: Model) -> Kinds:
 
     Each IP-Adapter reads one image prompt, which may have a mask. Several for one adapter have programs of their own.
     """
-    kinds = kinds._replace(controls=tuple(name for name, _ in model.networks.controls))
-    usual = usual_kinds(model.networks, masked=True)
-    several = {kind.component: kind for kind in kinds.image_prompts if kind.images > 1}
+    controls = tuple(name for name, _ in model.networks.controls)
+    usual, asked = usual_kinds(model.networks, masked=True), kinds.of(ReadsImagePrompts)
+    several = {kind.component: kind for kind in (asked.kinds if asked else ()) if kind.images > 1}
     prompts = tuple(several.get(kind.component, kind) for kind in usual)
-    return kinds._replace(image_prompts=prompts, sees=bool(usual))
+    return kinds.adding(controls and ReadsControls(controls), prompts and ReadsImagePrompts(prompts, sees=True))
 
 
 def examples(model: Model, width: int, height: int) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import math
 import re
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import product
 from operator import itemgetter
@@ -21,11 +21,11 @@ import jax
 from canvax.compile.aot import Build, BuildCallback
 from canvax.compile.kinds import Kinds
 from canvax.compile.programs import Programs
-from canvax.engine.lanes import most_lanes
 from canvax.errors import CanvaxError, InputError, nearest
 from canvax.families.base import Model
 from canvax.families.controls import component_name
 from canvax.files import named_path
+from canvax.guidance import PROMPT, Perturbed, reads_negative
 from canvax.models.beside import ADAPTERS
 from canvax.models.clip import clip_configs, most_skipped
 from canvax.parallel.memory import free_bytes
@@ -42,18 +42,17 @@ from canvax.server.control import cards, file_cards, publicly
 from canvax.server.embedding_cache import EmbeddingCache, Words
 from canvax.server.files import Colours
 from canvax.server.group import Group
+from canvax.server.hashes import compute_hash, known_hash
 from canvax.server.jobs import Job, JobRequest, ModelCard, Rejected, invalid
 from canvax.server.part_cache import CONTROLNET, VAE, Variant, control_cache, vae_cache, with_vae
 from canvax.server.policy import PATIENCE, Groups
-from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, check, sample, usable_samplers
+from canvax.server.work import MOST_IMAGES, MOST_STEPS, Checked, GroupKey, Stage, check, sample, usable_samplers
 from canvax.tokenizers.concepts import STYLES
-from canvax.weights.data_folder import control_files, vae_files
+from canvax.weights.data_folder import control_files, data_folder, vae_files
 
 _KINDS = {
-    "method": "options.guidance_method",
-    "perturbs": "options.pag_scale",
-    "image_prompts": "several images in image_prompt for one adapter",
-    "references": "several reference images",
+    "ReadsImagePrompts": "several images in image_prompt for one adapter",
+    "ReadsReferences": "several reference images",
 }
 """What people call what decides programs."""
 
@@ -128,7 +127,6 @@ class ServedModel:
         name: what it is called in requests.
         load: loads it by its name; if its weights are loaded again, with ``revision=`` the commit that they are of.
         adapters: that requests may name; None for none.
-        lanes: batches that are run at the same time, at most; None for as many as may be of use.
         weights: without, it is opened now and loaded when it is first asked for.
         files: by ``VAE`` and ``CONTROLNET`` the files that requests may name, by name.
         on_demand: whether these may be such as need other programs.
@@ -141,6 +139,7 @@ class ServedModel:
         model: everything but its weights.
         groups: by key, those whose programs are ready. Another dict after each change: any thread may read it.
         colours: for previews.
+        sha256: of its file; "" if it is a folder, or until it is computed.
         safety_checker: looks at finished images, which have no previews then.
         on_request: whether it was opened without weights, and has no programs before somebody asks for it.
         used: when it was last run, on the engine's clock.
@@ -154,7 +153,6 @@ class ServedModel:
         name: str,
         load: Callable[..., Loaded],
         adapters: AdapterSettings | None = None,
-        lanes: int | None = None,
         *,
         weights: bool = True,
         files: Mapping[str, Mapping[str, Path]] = MappingProxyType({}),
@@ -166,8 +164,10 @@ class ServedModel:
         self._load = load
         began = time.perf_counter()
         loaded = load(name) if weights else load(name, weights=False)
-        named = dataclasses.replace(loaded.model.files, name=name)  # folders on the disk are the operator's business
-        self.model, self.programs = dataclasses.replace(loaded.model, files=named), loaded.programs
+        named = replace(loaded.model.files, name=name)  # folders on the disk are the operator's business
+        self.model, self.programs = replace(loaded.model, files=named), loaded.programs
+        path = self.model.files.path
+        self.sha256 = known_hash(path) if path.is_file() else ""
         self._waiting: frozenset[str] = frozenset()
         self.params = self._as_served(loaded.params) if weights else None
         self.safety_checker = loaded.safety_checker
@@ -175,7 +175,6 @@ class ServedModel:
         self.colours = Colours(self.model.vae.latent_channels)
         if is_spread(self.programs.mesh):
             raise InputError("a server runs on the devices of one process; give it a mesh of jax.local_devices()")
-        self._lanes = lanes or most_lanes(self.programs.mesh)
         self.shelf = AdapterCache(self.model, self.programs.mesh, adapters) if adapters else None
         self.embeddings = EmbeddingCache(self.model, self.programs.mesh)
         mesh = self.programs.mesh
@@ -274,7 +273,7 @@ class ServedModel:
             if variant.vae:
                 model = with_vae(made.model, self.vaes.networks[variant.vae])
                 vae = abstract_params(model.specs[VAE], model.dtype, made.programs.mesh)
-                programs = dataclasses.replace(made.programs, networks=model.networks)
+                programs = replace(made.programs, networks=model.networks)
                 made = Varied(model, programs, {**made.shapes, VAE: vae})
             self._varied = dict([*self._varied.items(), (variant, made)][-MOST_GROUPS:])  # any thread may read it
             return made
@@ -314,9 +313,7 @@ class ServedModel:
         if usable and job_request.control is not None and not (controlnets or self.model.networks.controls):
             raise invalid("control", f"control: needs a network; send controlnet: {nearest('', usable)}")
         variant = Variant(vae if vae and self.vaes.networks[vae] != self.model.vae else "", controlnets)
-        model = self.of(variant).model
-        checked = check(job_request, self.name, model, self.shelf, self.embeddings, variant)
-        return checked._replace(vae=vae)
+        return check(job_request, self.name, self.of(variant).model, self.shelf, self.embeddings, vae, variant)
 
     def loaded_params(self, words: Words = (), vae: str | None = None, controlnets: Sequence[str] = ()) -> Params:
         """Its weights, which are there, with the vectors of these words, another autoencoder and these ControlNets;
@@ -346,7 +343,7 @@ class ServedModel:
     def build(self, key: GroupKey, batches: Sequence[int], announce: BuildCallback) -> Group:
         """A group with its programs, compiled or from the cache; in any thread."""
         model, programs, shapes = self.of(key.variant)
-        group = Group(key, model, programs, self.loaded_params, batches, self._lanes)
+        group = Group(key, model, programs, self.loaded_params, batches)
         if isinstance(announce, Announcer):
             announce.expect(group.programs)
         group.compile(shapes, announce)
@@ -380,38 +377,53 @@ class ServedModel:
         if finished:
             self.colours.learn(latents, pixels)
 
-    def refusal(self, wanted: GroupKey, warm: Sequence[Warm]) -> Rejected:
-        """Why there are no programs for a key, and what to ask for in its place."""
+    def refusal(self, wanted: GroupKey, warm: Sequence[Warm], *, of_tiles: bool = False) -> Rejected:
+        """Why there are no programs for a key, and what to ask for in its place; ``of_tiles``: of an upscaled image."""
         keys = list(self.groups)
         usual = next((key.kinds for key in keys if key.size == wanted.size), None)
+        if usual is None and of_tiles:
+            message = (
+                f"upscale: its tiles have {wanted.size} pixels, and this server has no programs for that; "
+                f"start the server with --warm {wanted.size} as well, or with --compile-on-demand"
+            )
+            return Rejected(400, "size_not_ready", message, param="upscale")
         if usual is None:
             sizes = sorted(
                 {key.size for key in keys} | {f"{width}x{height}" for (width, height), _ in self.sizes(warm)}
             )
             message = f"{wanted.size} is not ready on this server; ask for {' or '.join(sizes)}, or {_ON_DEMAND}"
             return Rejected(400, "size_not_ready", message, param="width")
-        differs = [name for name in Kinds._fields if getattr(wanted.kinds, name) != getattr(usual, name)]
+        changed = {*wanted.kinds.adds} ^ {*usual.adds}
+        differs = [name for name in Kinds._fields[:-1] if getattr(wanted.kinds, name) != getattr(usual, name)]
+        differs += sorted({type(add).__name__ for add in changed})
         if differs == ["lengths"]:
             room = self.model.text.room(max(key.kinds.lengths for key in keys))
             message = f"prompt: it is longer than the {room} tokens that this server has programs for; shorten it"
             return Rejected(400, "prompt_too_long", message, param="prompt")
-        if "parts" in differs:
+        rule = wanted.kinds.guidance
+        if reads_negative(rule) and rule != usual.guidance:
             why, cure = "the number behind its colon weighs it", "end it with a word, or set guidance_scale"
-            if wanted.kinds.parts > 1:
+            if rule.samples.count(PROMPT) > 1:
                 why, cure = "prompts joined by AND", "send one of them"
             message = f"prompt: {why}, and this server has no programs for that; {cure}"
             return Rejected(400, "not_compiled", message, param="prompt")
-        named = " and ".join(_KINDS.get(name, name) for name in differs)
+        pag = "options.pag_scale" if isinstance(rule, Perturbed) else "options.guidance_method"
+        named = " and ".join({**_KINDS, "guidance": pag}.get(name, name) for name in differs)
         message = f"{named}: this server has no programs for that; leave it out, or {_ON_DEMAND}"
-        param = {"image_prompts": "image_prompt", "references": "image"}.get(differs[0], "options")
+        param = {"ReadsImagePrompts": "image_prompt", "ReadsReferences": "image"}.get(differs[0], "options")
         return Rejected(400, "not_compiled", message, param=param)
+
+    @property
+    def file(self) -> str:
+        """Its place in the folder of models; "" for a model from elsewhere."""
+        path, folder = self.model.files.path, data_folder()
+        return path.relative_to(folder).as_posix() if folder and path.is_relative_to(folder) else ""
 
     def card(self, warm: Sequence[Warm], *, any_size: bool, references: int) -> ModelCard:
         """What clients see of it; ``references``: of a request that edits, at most."""
         model, (tall, wide) = self.model, self.model.native_size
         sizes = tuple(dict.fromkeys(size for size, _ in self.sizes(warm)))
         networks, edits = model.networks, model.networks.denoiser.facts.edits
-        config = json.dumps([model.files.index, model.revision, model.dtype, str(model.networks)], default=str)
         concepts = model.concepts.names
         examples = model.defaults.examples or tuple(concepts[:: max(1, len(concepts) // _EXAMPLES)][:_EXAMPLES])
         controls, ip_adapters = cards(model)
@@ -431,7 +443,8 @@ class ServedModel:
             tasks=(*tasks[model.family.is_refiner :], *(["editing"] if edits else [])),
             examples=examples or ("a red apple on a wooden table", "a lighthouse at sunset, oil painting"),
             created=self.created,
-            sha256=hashlib.sha256(config.encode()).hexdigest(),
+            sha256=self.sha256,
+            file=self.file,
             controls=controls,
             ip_adapters=ip_adapters,
             prompts=tuple(concepts),
@@ -446,6 +459,7 @@ class ServedModel:
             vae=publicly({"vae": vae})["vae"] if (vae := model.overrides.get("vae")) else "",
             vaes=self.vaes.names,
             controlnets=file_cards(self.controlnets),
+            hires_strength=model.defaults.hires_strength,
         )
 
 
@@ -543,7 +557,6 @@ class ModelSet:
         on_demand: whether what is not ready is compiled when somebody asks for it.
         memory: bytes of weights on each device; None for what is free.
         adapters: that requests may name.
-        lanes: as in ``ServedModel``.
         say: called with what is done.
         announce: called for programs that are compiled.
 
@@ -563,31 +576,44 @@ class ModelSet:
         memory: int | None,
         on_request: Sequence[str] = (),
         adapters: AdapterSettings | None = None,
-        lanes: int | None = None,
         say: Callable[[str], None],
         announce: Announcer,
     ) -> None:
         self.cards: list[ModelCard] = []
+        self._lock = threading.Lock()
         self._names, self._load, self._warm, self._chunks = names, load, warm, chunks
         self._references = references
-        self._adapters, self._lanes, self._on_request = adapters, lanes, on_request
+        self._adapters, self._on_request = adapters, on_request
         self._on_demand, self._memory, self._say, self._announce = on_demand, memory, say, announce
         self._served: dict[str, ServedModel] = {}
         self._kept: set[GroupKey] = set()
         self._settled = 0.0
 
     def begin(self) -> None:
-        """Load all, and make their programs ready."""
+        """Load all, and make their programs ready. Where models are on request, clients see all of them before that."""
         more: dict[str, Any] = {"files": {VAE: vae_files(), CONTROLNET: control_files()}, "on_demand": self._on_demand}
+        for name in (*self._names, *self._on_request) if self._on_request else ():
+            try:
+                served = ServedModel(name, self._load, self._adapters, weights=False, **more)
+                served.on_request = name in self._on_request
+                self._served[name] = served
+            except CanvaxError as error:
+                if name in self._names:
+                    raise
+                self._say(f"{name} is left out: {error}")
+        self._show_cards()
         for name in self._names:
-            self._say(f"reading {name}")
-            self._make_room(max((served.bytes for served in self._served.values()), default=0))
-            served = ServedModel(name, self._load, self._adapters, self._lanes, **more)
+            if (opened := self._served.get(name)) is None:
+                self._say(f"reading {name}")
+                self._make_room(max((served.bytes for served in self._served.values()), default=0))
+                opened = ServedModel(name, self._load, self._adapters, **more)
+            served = self._served[name] = opened
             if self._memory is not None and served.bytes > self._memory:
                 raise InputError(
                     f"--memory {self._memory} bytes: the weights of {name} take {served.bytes}; allow more"
                 )
-            self._served[name] = served
+            if not served.loaded:
+                self._load_again(served)
             if served.shelf:
                 self._say(served.shelf.summary())
             for line in served.embeddings.summary().splitlines():
@@ -604,16 +630,33 @@ class ModelSet:
                     self.add(group)
                     self._kept.add(group.key)
                     self._say(group.summary())
-        for name in self._on_request:
-            try:
-                served = ServedModel(name, self._load, self._adapters, self._lanes, weights=False, **more)
-                self._served[name] = served
-            except CanvaxError as error:
-                self._say(f"{name} is left out: {error}")
+        self._show_cards()
+
+    def _show_cards(self) -> None:
         most = MOST_REFERENCES if self._on_demand else self._references
         self.cards = [
             served.card(self._warm, any_size=self._on_demand, references=most) for served in self._served.values()
         ]
+        for name in self._names:
+            self._hash(self._served[name])
+
+    def card(self, name: str) -> ModelCard:
+        """Return what clients see of a model."""
+        return next(card for card in self.cards if card.id == name)
+
+    def check(self, job_request: JobRequest) -> tuple[ServedModel, Checked]:
+        """Return the model of a request, and what it is asked for. Sides that it leaves out are those of the card.
+
+        Raises:
+            Rejected: naming the field and the cure.
+        """
+        served = self.named(job_request.model)
+        # An image decides the size itself, unless a part of it is drawn anew.
+        if "padding_mask_crop" in job_request.options or not (job_request.image or job_request.control):
+            width, height = self.card(served.name).size
+            sides = {"width": job_request.width or width, "height": job_request.height or height}
+            job_request = replace(job_request, **sides)
+        return served, served.check(job_request)
 
     def named(self, name: str | None) -> ServedModel:
         """The model of a name, or the default.
@@ -644,14 +687,14 @@ class ModelSet:
         """As ``ServedModel.missing``."""
         return self._served[key.model].missing(key.variant)
 
-    def expected(self, checked: Checked) -> float:
-        """Seconds of one image alone.
+    def expected(self, stage: Stage, *, of_tiles: bool = False) -> float:
+        """Return the seconds of a stage of one image alone; ``of_tiles``: the stages draw tiles of a larger image.
 
         Raises:
             Rejected: its programs are not ready, and they are not compiled on demand or the size is too large for that;
                 or the model could not be loaded lately.
         """
-        key, served = checked.group, self._served[checked.group.model]
+        key, served = stage.group, self._served[stage.group.model]
         if not served.loaded and (wait := served.retry - time.monotonic()) > 0:
             raise Rejected(503, "model_unavailable", unavailable(served.name), retry_after=wait)
         beside = served.bytes_beside(key.variant) if key.variant.controlnets else 0
@@ -660,23 +703,23 @@ class ModelSet:
             raise Rejected(400, "controlnet_unusable", message, param=CONTROLNET)
         load = 0.0 if served.loaded else served.load_seconds
         if group := served.groups.get(key):
-            return load + group.timings.image(checked.rows)
+            return load + group.timings.image(stage.rows)
         warm = {size for size, _ in served.sizes(self._warm)}
         on_request = served.on_request and (key.width, key.height) in warm
         if not (self._on_demand or on_request or served.has_programs(key)):
-            raise served.refusal(key, self._warm)
+            raise served.refusal(key, self._warm, of_tiles=of_tiles)
         most = LARGEST * max(width * height for (width, height), _ in served.sizes(self._warm))
         if key.width * key.height > most:
             message = (
                 f"{key.size} has more pixels than the {most} that this server compiles programs for; ask for fewer"
             )
             raise Rejected(400, "size_not_ready", message, param="width")
-        return load + next((group.scaled(key).image(checked.rows) for group in served.groups.values()), UNKNOWN_SECONDS)
+        return load + next((group.scaled(key).image(stage.rows) for group in served.groups.values()), UNKNOWN_SECONDS)
 
-    def cost(self, checked: Checked, alone: float) -> float:
+    def cost(self, stage: Stage, alone: float) -> float:
         """The engine's seconds for an image where many wait; ``alone``: what it takes by itself."""
-        group = self._served[checked.group.model].groups.get(checked.group)
-        return alone if group is None else min(alone, group.timings.shared(checked.rows))
+        group = self._served[stage.group.model].groups.get(stage.group)
+        return alone if group is None else min(alone, group.timings.shared(stage.rows))
 
     def put_on(self, key: GroupKey) -> ServedModel:
         """The model, with its weights on the devices.
@@ -695,6 +738,20 @@ class ModelSet:
         served.used = time.monotonic()
         return served
 
+    def _hash(self, served: ServedModel) -> None:
+        """Put the hash of a model's file on its card, in a thread of its own: files are large."""
+        path = served.model.files.path
+
+        def compute() -> None:
+            with suppress(OSError):
+                served.sha256 = digest = compute_hash(path)
+                with self._lock:
+                    cards = self.cards
+                    self.cards = [replace(card, sha256=digest) if card.id == served.name else card for card in cards]
+
+        if path.is_file() and not served.sha256:
+            threading.Thread(target=compute, name="canvax hash", daemon=True).start()
+
     def _load_again(self, served: ServedModel) -> None:
         began = time.monotonic()
         try:
@@ -707,6 +764,7 @@ class ModelSet:
             served.retry = time.monotonic() + min(first * 2**served.failed, most)
             served.failed += 1
             raise
+        self._hash(served)
         now = time.monotonic()
         served.load_seconds, served.failed = now - began, 0
         self._settled = now + PATIENCE * served.load_seconds  # so that loading takes a quarter of the time at most

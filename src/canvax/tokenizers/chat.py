@@ -1,4 +1,4 @@
-"""The byte-level BPE of a language model, read from its ``tokenizer.json``; a prompt stands in a chat template."""
+"""Byte-level BPE of a language model, read from its ``tokenizer.json``, with a chat template around the prompt."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class ChatTokenizer:
 
     Attributes:
         backend: the BPE, without padding and truncation.
-        template: what the model reads, with {} for the prompt.
+        template: chat template, with {} for the prompt.
         largest: the largest id.
-        pad: the id that stands behind a prompt.
-        added: words of textual inversions, of which there are none.
+        pad: id of the padding after a prompt.
+        added: words of textual inversions; always empty.
     """
 
     backend: Tokenizer
@@ -37,12 +37,12 @@ class ChatTokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path, template: str) -> Self:
-        """Reads a tokenizer.
+        """Read a tokenizer.
 
         Raises:
             CheckpointError: its file is missing or damaged.
         """
-        from tokenizers import Tokenizer  # which takes time to import
+        from tokenizers import Tokenizer  # slow to import
 
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
@@ -58,7 +58,7 @@ class ChatTokenizer:
         return cls(backend, template, max(backend.get_vocab().values(), default=0))
 
     def ids(self, text: str) -> list[int]:
-        """Returns the ids of a prompt inside the template.
+        """Return the ids of a prompt inside the template.
 
         Raises:
             InputError: ``text`` is not valid Unicode.
@@ -69,7 +69,7 @@ class ChatTokenizer:
             raise InputError("prompt", NO_VALUE, f"is not valid Unicode: {text!r}", "pass valid Unicode") from None
 
     def __call__(self, texts: Sequence[str], *, length: int, **others: Any) -> HostArray:
-        """Returns the ids of prompts, padded to ``length``: int32 [B, T].
+        """Return the ids of prompts, padded to ``length``: int32 [B, T].
 
         Raises:
             InputError: a prompt has more tokens; or there are ``others``.

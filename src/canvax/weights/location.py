@@ -1,4 +1,4 @@
-"""Where a model or a network is: a file, a folder, or a repository on the Hub."""
+"""The location of a model or a network: a file, a folder, or a repository on the Hub."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from canvax.weights.data_folder import find_named, meant_by
 from canvax.weights.entries import PICKLES, WEIGHTS, pickle_refused
 
 BUNDLED = {"emoji": Path(__file__).parent.parent / "assets" / "emoji"}
-"""Models inside the package, by name."""
+"""Models in the package, by name."""
 
 EXAMPLES = {
     "sd14": "CompVis/stable-diffusion-v1-4",
@@ -24,7 +24,7 @@ EXAMPLES = {
     "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
     "sdxl-refiner": "stabilityai/stable-diffusion-xl-refiner-1.0",
 }
-"""Where the weights of known architectures are on the Hub."""
+"""Repositories on the Hub with the weights of known architectures."""
 
 _ADDRESS = re.compile(r"https?://(www\.)?(huggingface\.co|hf\.co)/")
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*)(?:/(.+))?", re.ASCII)
@@ -33,7 +33,7 @@ _INSIDE = {
     "controlnet": "",
     **dict.fromkeys(("vae", "image_encoder", "text_encoder", "tokenizer"), r"[\w.\-/]+"),
 }
-"""What may stand behind a Hub id, by argument; for others the name of a file."""
+"""Meaning of the path after a Hub id, by argument; by default a file's name."""
 
 _REVISION = re.compile(r"\w[\w.\-+/]*", re.ASCII)
 _VARIANT = re.compile(r"[A-Za-z0-9_\-]+")
@@ -42,23 +42,23 @@ _FILES = (*WEIGHTS, *PICKLES)
 
 @dataclass(frozen=True)
 class Location:
-    """Where a model or a network is, and how to get it.
+    """The location of a model or a network, and the settings to download it.
 
     Attributes:
         name: a safetensors or GGUF file, a folder, the name of either in the folder of models (``CANVAX_DATA_DIR``), a
-            Hub id ``owner/name``, perhaps with a folder or file in it behind, or a bundled model's name (``emoji``). A
-            folder of that name is reached as ``./emoji``.
-        revision: branch, tag or commit of a Hub id; ``main`` if not given.
-        variant: which of several sets of weights, for example ``fp16``.
+            Hub id ``owner/name``, optionally followed by a folder or file in it, or a bundled model's name (``emoji``).
+            Write ``./emoji`` for a folder of that name.
+        revision: branch, tag or commit of a Hub id; by default ``main``.
+        variant: name of one of several sets of weights, for example ``fp16``.
         token: Hub token; by default HF_TOKEN or the stored login.
-        cache_dir: where the Hub's files are kept; by default the cache shared by all Hub libraries.
-        local_files_only: use the cache alone, as with HF_HUB_OFFLINE=1.
+        cache_dir: folder of the Hub's files; by default the cache shared by all Hub libraries.
+        local_files_only: use only the cache, as with HF_HUB_OFFLINE=1.
         progress: show download bars on stderr.
-        weight_name: which file of a folder or repository is the adapter; by default the usual one, or the only one.
-        argument: the argument that names it, for errors.
+        weight_name: the adapter's file in a folder or repository; by default the usual one, or the only one.
+        argument: the argument that holds it, for errors.
 
     Raises:
-        InputError: an argument cannot mean anything.
+        InputError: an argument is invalid.
     """
 
     name: str | Path = "emoji"
@@ -73,7 +73,7 @@ class Location:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Keyword arguments that find the same files again, without the token, which stays out of records."""
+        """Keyword arguments that find the same files again, without the token, which must not be recorded."""
         return {name: getattr(self, name) for name in ("weight_name", "revision", "cache_dir", "local_files_only")}
 
     def __post_init__(self) -> None:
@@ -106,13 +106,13 @@ class Location:
 
     @property
     def text(self) -> str:
-        """The name, with the id of a repository in place of its address on the Hub."""
+        """The name; a Hub address is shortened to the repository's id."""
         text = str(self.name)
         return _ADDRESS.sub("", text).removesuffix("/") if _ADDRESS.match(text) else text
 
     @property
     def repository(self) -> tuple[str, str] | None:
-        """The Hub id that the name can be, and what stands behind it; None for others. A folder may have the name."""
+        """The Hub id and the path after it, if the name has this form, else None. A folder may have the same name."""
         match = _HUB_ID.fullmatch(self.text)
         if match is None or ".." in self.text or (self.argument == "model" and not isinstance(self.name, str)):
             return None
@@ -121,21 +121,21 @@ class Location:
         return (match[1], inside) if not inside or re.fullmatch(allowed, inside, re.ASCII) else None
 
     def local(self) -> Path | None:
-        """The file or folder of this name; None for a Hub id.
+        """Return the file or folder of this name; None for a Hub id.
 
         Raises:
-            InputError: there is none, and the name can be no Hub id.
+            InputError: it does not exist, and the name cannot be a Hub id.
         """
         text = self.text
         if isinstance(self.name, str) and text in BUNDLED and self.argument in ("model", "vae"):
             return BUNDLED[text]
         try:
             path = Path(self.name).expanduser()
-            there = path.is_dir() or path.is_file()
+            exists = path.is_dir() or path.is_file()
         except (OSError, RuntimeError, ValueError) as error:  # too long, of an unknown user, with a null byte
             reason = getattr(error, "strerror", None) or error
             raise InputError(self.argument, text, f"cannot be a file's or folder's name ({reason})") from None
-        if there:
+        if exists:
             return path
         if (named := find_named(text, self.argument)) is not None:
             return named
@@ -150,19 +150,19 @@ class Location:
         return None
 
     def on_hub(self) -> tuple[Location, str]:
-        """The repository alone, and the folder or file in it that the name ends with."""
+        """Return the repository's location, and the folder or file at the end of the name."""
         assert self.repository is not None
         name, inside = self.repository
         return replace(self, name=name), inside
 
     def warn_unused(self, *names: str) -> None:
-        """Warn of attributes that mean nothing for what is on this machine."""
+        """Warn of attributes without an effect on local files."""
         for name in names:
             if (value := getattr(self, name)) is not None:
                 warn(f"{name}={value!r} is ignored: {self.text!r} is not on the Hub")
 
     def _cure(self) -> str:
-        """What may be meant by a name that is nothing."""
+        """Suggest what a name without a match may mean."""
         text = self.text
         if re.match(r"https?://", text):
             return "of addresses only those of repositories on huggingface.co are read: download the file, and name it"
@@ -183,16 +183,16 @@ def check_variant(variant: str | None) -> None:
 
 
 def warn_unused_cache(cache_dir: str | Path | None, *names: str | Path) -> None:
-    """Warn of a folder for the Hub's files where none of the models, networks and parts that are named is there."""
+    """Warn of a folder for the Hub's files if none of the named models, networks and parts is on the Hub."""
     if cache_dir is not None and all(name in BUNDLED or os.path.lexists(Path(name).expanduser()) for name in names):
         warn(f"cache_dir={str(cache_dir)!r:.80} is ignored: {' and '.join(map(str, names))!s:.200} is not on the Hub")
 
 
 def check_source(source: Mapping[str, Any], argument: str, *known: str) -> None:
-    """Refuses keywords that are not in ``known``, the arguments of ``Location`` that go with ``argument``.
+    """Refuse keywords that are not in ``known``, the arguments of ``Location`` that apply to ``argument``.
 
     Raises:
-        InputError: naming the first.
+        InputError: names the first.
     """
     for name in sorted(source.keys() - set(known)):
         raise InputError(name, NO_VALUE, f"is not an argument beside {argument}", nearest(name, known))
@@ -202,13 +202,13 @@ def refuse_pickle(path: str | Path) -> None:
     """Refuse a file whose name is that of a pickle.
 
     Raises:
-        CheckpointError: with the command that makes a safetensors file of it.
+        CheckpointError: with the command that converts it to safetensors.
     """
     if Path(path).suffix.lower() in PICKLES:
         raise CheckpointError(f"{path}: {pickle_refused(path)}")
 
 
 def _architecture(text: str) -> str:
-    """A key of ``EXAMPLES`` for what people write for it, such as "SD 1.5" or "stable-diffusion-v1-5"."""
+    """Return the key of ``EXAMPLES`` for common spellings, such as "SD 1.5" or "stable-diffusion-v1-5"."""
     plain = re.sub(r"[\W_]", "", text.lower()).replace("stablediffusion", "sd").replace("sdv", "sd")
     return {"sdxlbase": "sdxl", "sdxl10": "sdxl", "sdxlbase10": "sdxl", "sdxlrefiner": "sdxl-refiner"}.get(plain, plain)

@@ -1,0 +1,43 @@
+"""The names that a model of your own is written with: see docs/new-family.md.
+
+A model is a denoiser, text encoders and an autoencoder, each a frozen record over a config. ``canvax.pipeline_of``
+makes a pipeline of them. The layers are in ``canvax.nn``.
+"""
+
+from canvax.families.base import Defaults, Family, Model, SizeConditions
+from canvax.guidance import Guidance
+from canvax.models.decode import Autoencoder
+from canvax.models.denoiser import Denoiser, DenoiserWrapper, Facts, Inputs, Packing, Row
+from canvax.models.networks import Networks
+from canvax.models.text import Conditions, Shapes, TextEncoder, TextEncoders
+from canvax.params import Param, Params, Spec, init_params
+from canvax.samplers import NoiseSchedule, Scheduler, from_scheduler_config
+from canvax.types import Array
+
+__all__ = [
+    "Array",
+    "Autoencoder",
+    "Conditions",
+    "Defaults",
+    "Denoiser",
+    "DenoiserWrapper",
+    "Facts",
+    "Family",
+    "Guidance",
+    "Inputs",
+    "Model",
+    "Networks",
+    "NoiseSchedule",
+    "Packing",
+    "Param",
+    "Params",
+    "Row",
+    "Scheduler",
+    "Shapes",
+    "SizeConditions",
+    "Spec",
+    "TextEncoder",
+    "TextEncoders",
+    "from_scheduler_config",
+    "init_params",
+]
