@@ -131,14 +131,13 @@ class Family:
     """A kind of model: data, and a few functions.
 
     Attributes:
-<<<<<<< HEAD
         name: short unique name.
         title: display name.
         models: display names of the supported models, if not all are.
         pipelines: pipeline classes in ``model_index.json``.
         read: returns the networks of a checkpoint, from configs only. Raises ``CheckpointError``.
         tokenizer: returns the tokenizer of a text encoder, as its ``words`` and ``read`` use it.
-        classes: classes of each component in ``model_index.json``; a model in single files has the first.
+        classes: classes of each component that is read, in ``model_index.json``; a model in single files has the first.
         index: fields of ``model_index.json`` that distinguish it from families with the same pipelines.
         defaults: defaults of models without their own.
         distilled: defaults of models that were distilled to few steps; None if they are the same.
@@ -157,33 +156,6 @@ class Family:
             ``model_index.json`` may override it.
         is_refiner: True for models that only finish images.
         presets: networks of published models, by the names that ``canvax plan`` takes.
-=======
-        name: short, to tell families apart.
-        title: for people.
-        models: the models of it that canvax runs, if not all; for people.
-        pipelines: the classes that ``model_index.json`` names.
-        read: the networks of a checkpoint; configs are all that it reads. Raises ``CheckpointError``.
-        tokenizer: the tokenizer of a text encoder, as its ``words`` and ``read`` use it.
-        classes: of each component that is read, in ``model_index.json``; the first of them for a model in single files.
-        index: fields of ``model_index.json`` that tell the family from others with the same pipelines.
-        defaults: of models that bring none.
-        distilled: those of models that were distilled to few steps; None where they do not differ.
-        is_distilled: whether a schedule is that of a distilled model, where the networks do not tell.
-        scheduler: the scheduler of a checkpoint from the config, where the config alone does not say it.
-        even_times: for ``NoiseSchedule.even_times``.
-        mu: the shift for the tokens of an image and the steps, where the scheduler's config does not say it.
-        guidance_off: the guidance scale without effect; others are counted from it.
-        names: the names that layers of the denoiser have elsewhere: in single files, in LoRAs.
-        stacks: the layers of the denoiser that diffusers stores as one.
-        single_file: the denoiser in a file of its own; None for families without such files.
-        unused_options: options that mean nothing to a model, and why.
-        size_conditions: conditions of the prompt and of the negative prompt beside the texts, for an image of a height
-            and a width and the options that were given.
-        zero_negative_embeds: whether no negative prompt means zeros in place of the features of an empty one, unless
-            ``model_index.json`` says otherwise.
-        is_refiner: whether the model only finishes images.
-        presets: the networks of published models, by the names that ``canvax plan`` takes.
->>>>>>> w-folder
     """
 
     name: str
