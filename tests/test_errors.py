@@ -310,13 +310,13 @@ def test_tracers_are_refused() -> None:
         assert caught.value.argument == "x"
 
 
-def test_arguments_are_written_by_entry_points_in_cures_alone() -> None:
-    """``{name}`` in a problem would stay as it is."""
+def test_errors_of_one_sentence_name_no_arguments_to_be_written() -> None:
+    """``{name}`` in them would stay as it is."""
     for path in Path(canvax.__file__).parent.rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("InputError", "HintWarning"):
-                problem = call.args[2 if len(call.args) > 1 else 0]
-                words = [part.value for part in ast.walk(problem) if isinstance(part, ast.Constant)]
+            is_error = isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("InputError", "HintWarning")
+            if isinstance(call, ast.Call) and is_error and len(call.args) == 1:
+                words = [part.value for part in ast.walk(call.args[0]) if isinstance(part, ast.Constant)]
                 assert not re.search(r"\{\w+(=[^}]*)?\}", " ".join(map(str, words))), f"{path}:{call.lineno}"
 
 

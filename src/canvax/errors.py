@@ -85,7 +85,7 @@ class InputError(_AboutArgument, CanvaxError, ValueError):
     """
 
     def about(self, argument: str) -> InputError:
-        """This error under another name of its argument."""
+        """Return this error under another name of its argument."""
         return InputError(argument, self.value, self.problem, self.cure) if self.argument else self
 
 

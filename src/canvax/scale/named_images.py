@@ -67,7 +67,7 @@ def named_control(settings: Mapping[str, Any]) -> ControlEntry:
 
 
 def _by_type(text: str) -> list[tuple[str, str]]:
-    """Types and files of "depth=a.png,canny:0.5=b.png"; a text that begins with none is the name of a file."""
+    """Split "depth=a.png,canny:0.5=b.png" into types and files; a text that begins with no type is a file."""
     starts = [match for match in _TYPED.finditer(text) if match[0][0] == "," or match.start() == 0]
     if not starts or starts[0].start() or text.startswith(","):
         return [("", text)]
@@ -102,7 +102,7 @@ def named_prompts(settings: Mapping[str, Any], adapters: int) -> tuple[FilePromp
 
 
 def _with_scale(text: str) -> tuple[str, float]:
-    """``photo.png:0.6`` as its parts; 1 where there is no strength."""
+    """Split ``photo.png:0.6`` into file and strength, 1 by default."""
     file, colon, number = text.rpartition(":")
     if colon and file:
         try:
@@ -181,7 +181,7 @@ def control_argument(batch: Sequence[ControlEntry]) -> Any:
 
 
 def _shown(shown: Sequence[ControlFile] | None) -> Any:
-    """A control image; those of several types are a dict."""
+    """Read a control image; those of several types become a dict."""
     if shown is None:
         return None
     images = {label: read("control", file, kind) for label, file, kind in shown}
