@@ -25,7 +25,6 @@ from canvax.cli import BAD_INPUT, FAILED, main
 from canvax.cli.arguments import parse
 from canvax.cli.images import gather
 from canvax.errors import (
-    NO_VALUE,
     HintWarning,
     InputError,
     check_count,
@@ -185,16 +184,16 @@ def test_wording(
 
 
 def test_each_entry_point_writes_arguments_its_way() -> None:
-    error = InputError("hires_steps", 5, "needs a second pass", "add {hires=2} or leave {hires_steps} out")
+    error = InputError("hires_steps", "needs a second pass", cure="add {hires=2} or leave {hires_steps} out", value=5)
     assert str(error) == "hires_steps=5 needs a second pass; add hires=2 or leave hires_steps out"
     flags = parse(["generate", "a cat"]).write
     assert error.format(flags) == "--hires-steps 5 needs a second pass; add --hires 2 or leave --hires-steps out"
     assert error.about("second_steps").argument == "second_steps"
     assert pickle.loads(pickle.dumps(error)).argument == "hires_steps"
-    assert InputError("x", NO_VALUE, "is odd").format(flags) == "x is odd"
+    assert InputError("x", "is odd").format(flags) == "x is odd"
     plain = InputError("a {b} sentence")
     assert (str(plain), plain.argument, plain.about("c")) == ("a {b} sentence", "", plain)
-    hint = HintWarning("mask_blur", NO_VALUE, "has no effect without a mask")
+    hint = HintWarning("mask_blur", "has no effect without a mask")
     assert hint.format(flags) == "--mask-blur has no effect without a mask"
 
 

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 import canvax
+from canvax.compile.additions import ReadsImage
 from canvax.compile.kinds import Kinds
 from canvax.denoise import step_noise
 from canvax.flax_api import FlaxStableDiffusionImg2ImgPipeline
