@@ -348,7 +348,7 @@ def _check_same_run(run: Run, drawings: Pictures) -> None:
     before = read_json(path)
     if changed := sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name)):
         problem = f"holds a run with another {', '.join(changed)}"
-        raise InputError("output", str(run.folder), problem, "choose another folder")
+        raise InputError("output", problem, cure="choose another folder", value=str(run.folder))
 
 
 def _with_vocabulary(run: Run, train: Pictures) -> Recipe:

@@ -88,7 +88,7 @@ def read_levels(name: str, value: Any) -> Any:
         return value
     numbers = numbers_of(value)
     if not numbers or not all(map(math.isfinite, numbers)):
-        raise InputError(name, value, "is not a list of numbers", "for example 14.6,6.5,2.7,0.9,0")
+        raise InputError(name, "is not a list of numbers", cure="for example 14.6,6.5,2.7,0.9,0", value=value)
     return tuple(map(float, numbers))
 
 
@@ -103,9 +103,11 @@ def read_guidance_method(name: str, value: Any) -> Any:
         try:
             hash(value)
         except TypeError:
-            raise InputError(name, value, "cannot be hashed", "give a function, or a frozen dataclass") from None
+            raise InputError(
+                name, "cannot be hashed", cure="give a function, or a frozen dataclass", value=value
+            ) from None
     elif value not in (kinds := get_args(GuidanceMethod)):
-        raise InputError(name, value, "is not known", nearest(str(value), kinds))
+        raise InputError(name, "is not known", cure=nearest(str(value), kinds), value=value)
     return value
 
 
@@ -122,9 +124,9 @@ def read_pairs(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, Mapping):
         value = [f"{key}={json.dumps(each, default=_plain)}" for key, each in value.items()]
     if isinstance(value, str):
-        raise InputError(name, value, "is text", "give a table, for example {'NAME': 1}")
+        raise InputError(name, "is text", cure="give a table, for example {'NAME': 1}", value=value)
     if not isinstance(value, Sequence) or not all("=" in str(each) for each in value):
-        raise InputError(name, value, "are not names with values", "for example NAME=1")
+        raise InputError(name, "are not names with values", cure="for example NAME=1", value=value)
     check_once(name, (str(each).partition("=")[0] for each in value))
     return tuple(str(each) for each in value)
 
@@ -140,7 +142,7 @@ _SIDES = ("left", "top", "right", "bottom")
 def read_sides(name: str, value: Any) -> tuple[int, int, int, int]:
     """Pixels on each side, also as text: ``left=64,right=64``, or four numbers."""
     cure = "for example left=64,right=64, or four numbers: left, top, right, bottom"
-    wrong = InputError(name, value, "is not pixels by side", cure)
+    wrong = InputError(name, "is not pixels by side", cure=cure, value=value)
     if isinstance(value, str):
         pairs = [part.partition("=") for part in value.split(",")]
         named = "=" in value

@@ -210,11 +210,13 @@ class Own:
         columns: Any = getattr(self.rule, "columns", None)
         samples: Any = getattr(self.rule, "samples", None)
         if not isinstance(columns, Mapping) or not all(isinstance(number, Number) for number in columns.values()):
-            raise InputError("guidance_method", self.rule, "has no columns by name", "write {'strength': Number(1.0)}")
+            raise InputError(
+                "guidance_method", "has no columns by name", cure="write {'strength': Number(1.0)}", value=self.rule
+            )
         whole = isinstance(samples, tuple) and all(isinstance(role, int) and role >= 0 for role in samples)
         if not whole or PROMPT not in samples or len({*samples}) < len(samples):
             problem = f"has samples={samples!r}, which are not different roles, PROMPT among them"
-            raise InputError("guidance_method", self.rule, problem, "write (NEGATIVE, PROMPT)")
+            raise InputError("guidance_method", problem, cure="write (NEGATIVE, PROMPT)", value=self.rule)
 
     @property
     def columns(self) -> Mapping[str, Number]:

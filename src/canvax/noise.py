@@ -24,7 +24,7 @@ from typing import get_args
 import numpy as np
 
 from canvax.call import MAX_SEED, NoiseKind
-from canvax.errors import NO_VALUE, InputError, nearest
+from canvax.errors import InputError, nearest
 
 
 def random_seed() -> int:
@@ -41,15 +41,15 @@ def check_seed(seed: int | None) -> int:
     if seed is None:
         return random_seed()
     if isinstance(seed, bool | np.bool_) or not isinstance(seed, int | np.integer):
-        raise InputError("seed", seed, "is not a whole number in 0..2**64-1, or None for a random one")
+        raise InputError("seed", "is not a whole number in 0..2**64-1, or None for a random one", value=seed)
     seed = int(seed)
     if seed == -1:
         return random_seed()
     if seed < 0:
         cure = f"PyTorch's seed {seed} is {seed % 2**64} here" if seed >= -(2**63) else "pass a smaller number"
-        raise InputError("seed", NO_VALUE, "must be in 0..2**64-1, or -1 for a random one", f"got {seed} ({cure})")
+        raise InputError("seed", "must be in 0..2**64-1, or -1 for a random one", cure=f"got {seed} ({cure})")
     if seed > MAX_SEED:
-        raise InputError("seed", NO_VALUE, "must be in 0..2**64-1", f"got {seed}, which needs {seed.bit_length()} bits")
+        raise InputError("seed", "must be in 0..2**64-1", cure=f"got {seed}, which needs {seed.bit_length()} bits")
     return seed
 
 
@@ -60,7 +60,7 @@ def image_seeds(seed: int | None, count: int) -> list[int]:
         InputError: `check_seed` refuses the seed, or ``count`` is below 1.
     """
     if count < 1:
-        raise InputError("count", NO_VALUE, f"must be 1 or more, got {count}")
+        raise InputError("count", f"must be 1 or more, got {count}")
     first = check_seed(seed)
     return [(first + i) % 2**64 for i in range(count)]
 
@@ -92,7 +92,7 @@ def initial_noise(
     if kind not in get_args(NoiseKind):
         raise InputError(f"unknown noise {kind!r}; {nearest(str(kind), get_args(NoiseKind))}")
     if len(shape) != 3 or min(shape) < 1:
-        raise InputError("shape", NO_VALUE, f"must be three positive numbers (h, w, C), got {shape}")
+        raise InputError("shape", f"must be three positive numbers (h, w, C), got {shape}")
     h, w, channels = shape
     noise = np.empty((len(seeds), h, w, channels), np.float32)
     for image, seed in zip(noise, map(_exact_seed, seeds), strict=True):

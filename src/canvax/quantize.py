@@ -78,7 +78,9 @@ def check_kind(kind: str | None, *, trained: bool = False) -> str | None:
     """
     check_setting(Load, "quantize", kind)
     if trained and kind is not None and kind.endswith(_PRODUCTS):
-        raise InputError("quantize", kind, "rounds activations, which then have no gradient", "take int8 or float8")
+        raise InputError(
+            "quantize", "rounds activations, which then have no gradient", cure="take int8 or float8", value=kind
+        )
     return kind
 
 

@@ -23,7 +23,7 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from canvax.errors import NO_VALUE, InputError, nearest, needs, plain, refuse_tracers
+from canvax.errors import InputError, nearest, needs, plain, refuse_tracers
 
 if TYPE_CHECKING:
     import argparse
@@ -277,20 +277,20 @@ def _single(field: Declared, value: Any, whole: Any) -> Any:
         if not any(value == choice and type(value) is type(choice) for choice in kind.choices):
             words = [choice for choice in kind.choices if isinstance(choice, str)]
             if not words:
-                raise InputError(field.name, whole, "is neither True nor False", setting.cure)
+                raise InputError(field.name, "is neither True nor False", cure=setting.cure, value=whole)
             listing = f"choose one of {', '.join(map(repr, kind.choices))}"
             cure = nearest(value, words) if isinstance(value, str) else setting.cure or listing
-            raise InputError(field.name, whole, "is not known", cure)
+            raise InputError(field.name, "is not known", cure=cure, value=whole)
         return value
     if kind.value_type is str:
         if not isinstance(value, str):
-            raise InputError(field.name, whole, "is not text", setting.cure)
+            raise InputError(field.name, "is not text", cure=setting.cure, value=whole)
         return value
     if not (is_whole(value) if kind.value_type is int else is_number(value)) or not setting.takes(value):
         wanted = "a whole number" if kind.value_type is int else "a number" if setting.limits else "a finite number"
         joint = " of at least " if setting.high is None else " in "
         limits = joint + setting.limits.removesuffix(" or more") if setting.limits else ""
-        raise InputError(field.name, whole, f"is not {wanted}{limits}", setting.cure)
+        raise InputError(field.name, f"is not {wanted}{limits}", cure=setting.cure, value=whole)
     return value
 
 
@@ -300,7 +300,7 @@ def _several(field: Declared, value: Any) -> Any:
     if kind.value_type is str and not kind.choices:
         texts = [value] if isinstance(value, str) and kind.scalar else value
         if not (isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts)):
-            raise InputError(field.name, value, "is neither text nor a list of texts", setting.cure)
+            raise InputError(field.name, "is neither text nor a list of texts", cure=setting.cure, value=value)
         return value if isinstance(value, str) else tuple(value)
     if kind.scalar:
         entries = listed(value)
@@ -309,7 +309,7 @@ def _several(field: Declared, value: Any) -> Any:
         return entries[0] if len(entries) == 1 else entries
     numbers = numbers_of(value)
     if len(numbers) > MOST_NUMBERS:
-        raise InputError(field.name, NO_VALUE, f"has more than {MOST_NUMBERS} numbers", "give one for each step")
+        raise InputError(field.name, f"has more than {MOST_NUMBERS} numbers", cure="give one for each step")
     whole = kind.value_type is int
     fits = len(numbers) == field.length if field.length else bool(numbers)
     if not fits or not all(setting.takes(number) and (not whole or is_whole(number)) for number in numbers):
@@ -318,7 +318,7 @@ def _several(field: Declared, value: Any) -> Any:
         else:
             wanted = f"{field.length} numbers" if field.length else "a list of numbers"
         wanted += f" in {setting.limits}" * bool(setting.limits)
-        raise InputError(field.name, value, f"is not {wanted}", setting.cure)
+        raise InputError(field.name, f"is not {wanted}", cure=setting.cure, value=value)
     return numbers if whole else tuple(map(float, numbers))
 
 
@@ -368,7 +368,7 @@ def plain_value(text: str) -> Any:
         except ValueError:
             continue
         except RecursionError:
-            raise InputError("sampler_settings", text[:40], "is nested too deeply") from None
+            raise InputError("sampler_settings", "is nested too deeply", value=text[:40]) from None
     inner = text[1:-1] if text[:1] + text[-1:] == "[]" else text
     parts = [part.strip() for part in inner.split(",")]
     if all(map(_NUMBER.fullmatch, parts)):  # .5, 1. and +0.5, which are none in JSON

@@ -18,6 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "canvax"
 
+_OF_A_RUN = "PYTEST_", "JAX_DISABLE_MOST_OPTIMIZATIONS"
+"""Variables that a run of pytest sets for its own modules."""
+
 
 @dataclass(frozen=True)
 class Defect:
@@ -62,7 +65,8 @@ def survives(defect: Defect) -> str:
     """
     with tempfile.TemporaryDirectory(prefix="canvax-mutant-") as folder:
         put_in(defect, Path(folder))
-        environment = os.environ | {"PYTHONPATH": folder, "CANVAX_MUTANT": folder}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_RUN)}
+        environment["PYTHONPATH"] = folder
         for test in defect.tests:
             words = [
                 sys.executable,

@@ -14,59 +14,56 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
-transformers = pytest.importorskip("transformers")
-
-import ml_dtypes  # noqa: E402
-from diffusers.loaders.single_file_utils import (  # noqa: E402
+import torch
+from diffusers.loaders.single_file_utils import (
     convert_krea2_transformer_checkpoint_to_diffusers,
     convert_wan_vae_to_diffusers,
 )
 
-import canvax  # noqa: E402
-from canvax.adapters import change  # noqa: E402
-from canvax.call import Call  # noqa: E402
-from canvax.cli import main  # noqa: E402
-from canvax.cli.arguments import build_parser  # noqa: E402
-from canvax.cli.loading import load_with  # noqa: E402
-from canvax.families.convert import convert  # noqa: E402
-from canvax.families.flux2 import FLUX2  # noqa: E402
-from canvax.families.flux3 import FLUX3  # noqa: E402
-from canvax.families.flux3 import NAMES as FLUX3_NAMES  # noqa: E402
-from canvax.families.known import PRESETS  # noqa: E402
-from canvax.families.krea2 import KREA2  # noqa: E402
-from canvax.families.krea2 import NAMES as KREA2_NAMES  # noqa: E402
-from canvax.families.language import QWEN3_VL_4B  # noqa: E402
-from canvax.families.local_models import local_models  # noqa: E402
-from canvax.families.z_image import Z_IMAGE  # noqa: E402
-from canvax.models.clip import clip_encoders  # noqa: E402
-from canvax.models.configs import ClipTextConfig  # noqa: E402
-from canvax.models.decoder_lm import DecoderConfig, decoder_lm_spec  # noqa: E402
-from canvax.models.flux2 import Flux2Config, flux2_spec  # noqa: E402
-from canvax.models.flux2_vae import Flux2VaeConfig, flux2_vae_spec  # noqa: E402
-from canvax.models.flux3 import Flux3Config, flux3_spec  # noqa: E402
-from canvax.models.krea2 import Krea2Config, krea2_spec  # noqa: E402
-from canvax.models.z_image import ZImageConfig, z_image_spec  # noqa: E402
-from canvax.params import count, flatten  # noqa: E402
-from canvax.pipelines.generate import sampler_table  # noqa: E402
-from canvax.pipelines.request import make_request  # noqa: E402
-from canvax.planning.plan import architecture  # noqa: E402
-from canvax.weights.data_folder import find_named, using  # noqa: E402
-from canvax.weights.formats import whole_name  # noqa: E402
-from canvax.weights.language_model import language_model_config  # noqa: E402
-from canvax.weights.lora import read_adapter  # noqa: E402
-from canvax.weights.overrides import Overrides  # noqa: E402
-from canvax.weights.rules import Names  # noqa: E402
-from canvax.weights.safetensors import ArrayToSave  # noqa: E402
-from canvax.weights.single_file import vae_config  # noqa: E402
-from canvax.weights.wan_vae import wan_vae_rules  # noqa: E402
+import canvax
+from canvax.adapters import change
+from canvax.call import Call
+from canvax.cli import main
+from canvax.cli.arguments import build_parser
+from canvax.cli.loading import load_with
+from canvax.families.convert import convert
+from canvax.families.flux2 import FLUX2
+from canvax.families.flux3 import FLUX3
+from canvax.families.flux3 import NAMES as FLUX3_NAMES
+from canvax.families.known import PRESETS
+from canvax.families.krea2 import KREA2
+from canvax.families.krea2 import NAMES as KREA2_NAMES
+from canvax.families.language import QWEN3_VL_4B
+from canvax.families.local_models import local_models
+from canvax.families.z_image import Z_IMAGE
+from canvax.models.clip import clip_encoders
+from canvax.models.configs import ClipTextConfig
+from canvax.models.decoder_lm import DecoderConfig, decoder_lm_spec
+from canvax.models.flux2 import Flux2Config, flux2_spec
+from canvax.models.flux2_vae import Flux2VaeConfig, flux2_vae_spec
+from canvax.models.flux3 import Flux3Config, flux3_spec
+from canvax.models.krea2 import Krea2Config, krea2_spec
+from canvax.models.z_image import ZImageConfig, z_image_spec
+from canvax.params import count, flatten
+from canvax.pipelines.generate import sampler_table
+from canvax.pipelines.request import make_request
+from canvax.planning.plan import architecture
+from canvax.weights.data_folder import find_named, using
+from canvax.weights.formats import whole_name
+from canvax.weights.language_model import language_model_config
+from canvax.weights.lora import read_adapter
+from canvax.weights.overrides import Overrides
+from canvax.weights.rules import Names
+from canvax.weights.safetensors import ArrayToSave
+from canvax.weights.single_file import vae_config
+from canvax.weights.wan_vae import wan_vae_rules
 
-from .families import (  # noqa: E402
+from .families import (
     QUIET,
     WAN_PLACES,
     Arrays,

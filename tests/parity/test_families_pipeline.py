@@ -16,37 +16,35 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageOps
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
-transformers = pytest.importorskip("transformers")
+import canvax
+from canvax.call import Call
+from canvax.cli import main
+from canvax.compile.programs import load_or_compile
+from canvax.images.inputs import fingerprint
+from canvax.models.krea2 import DROPPED
+from canvax.parallel.mesh import make_mesh
+from canvax.pipelines.generate import sampler_table
+from canvax.pipelines.request import make_request
+from canvax.pipelines.shares import shares_of
+from canvax.samplers import build_table
+from canvax.server.adapter_cache import AdapterCache, AdapterSettings
+from canvax.server.engine import EngineSettings, ImageEngine
+from canvax.server.group import Group
+from canvax.server.jobs import JobRequest, State
+from canvax.server.metrics import Metrics
+from canvax.server.models import Warm
+from canvax.server.work import check, sample
+from tests.support.serving import held, until
 
-import canvax  # noqa: E402
-from canvax.call import Call  # noqa: E402
-from canvax.cli import main  # noqa: E402
-from canvax.compile.programs import load_or_compile  # noqa: E402
-from canvax.images.inputs import fingerprint  # noqa: E402
-from canvax.models.krea2 import DROPPED  # noqa: E402
-from canvax.parallel.mesh import make_mesh  # noqa: E402
-from canvax.pipelines.generate import sampler_table  # noqa: E402
-from canvax.pipelines.request import make_request  # noqa: E402
-from canvax.pipelines.shares import shares_of  # noqa: E402
-from canvax.samplers import build_table  # noqa: E402
-from canvax.server.adapter_cache import AdapterCache, AdapterSettings  # noqa: E402
-from canvax.server.engine import EngineSettings, ImageEngine  # noqa: E402
-from canvax.server.group import Group  # noqa: E402
-from canvax.server.jobs import JobRequest, State  # noqa: E402
-from canvax.server.metrics import Metrics  # noqa: E402
-from canvax.server.models import Warm  # noqa: E402
-from canvax.server.work import check, sample  # noqa: E402
-from tests.support.serving import held, until  # noqa: E402
-
-from .families import (  # noqa: E402
+from .families import (
     HEIGHT,
     ONE,
     PROMPTS,
@@ -66,7 +64,7 @@ from .families import (  # noqa: E402
     write,
     write_factors,
 )
-from .reference import nchw, nhwc, psnr, relative_error  # noqa: E402
+from .reference import given_noise, nchw, nhwc, psnr, relative_error
 
 SMALL = {"height": HEIGHT, "width": WIDTH}
 WEEKLY, SLOW = pytest.mark.weekly, pytest.mark.slow
@@ -364,12 +362,9 @@ def test_requests_to_a_server(
 
 def patched(monkeypatch: pytest.MonkeyPatch, model: Model, name: str, **more: Any) -> Any:
     """Another pipeline of the same parts, which gets our noise and takes the mean of what the VAE encodes."""
-    kind = getattr(diffusers, name)
-    module = __import__(kind.__module__, fromlist=["randn_tensor"])
-    monkeypatch.setattr(module, "randn_tensor", lambda *_, **__: nchw(model.noise()))
-    monkeypatch.setattr(module, "retrieve_latents", lambda output, **_: output.latent_dist.mode(), raising=False)
-    pipe = kind(**model.theirs.components, **more)
+    pipe = getattr(diffusers, name)(**model.theirs.components, **more)
     pipe.set_progress_bar_config(disable=True)
+    given_noise(monkeypatch, pipe, model.noise())
     return pipe
 
 

@@ -8,18 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
-transformers = pytest.importorskip("transformers")
+from canvax.families.flux3 import STACKS
+from canvax.models.flux3 import Flux3Config, flux3, flux3_context, flux3_spec, reference_ids
+from tests.support.random_numbers import normal
 
-from canvax.families.flux3 import STACKS  # noqa: E402
-from canvax.models.flux3 import Flux3Config, flux3, flux3_context, flux3_spec, reference_ids  # noqa: E402
-from tests.support.random_numbers import normal  # noqa: E402
-
-from .families import flux3_network  # noqa: E402
-from .reference import relative_error  # noqa: E402
-from .transformers_reference import TOLERANCE, params_of, stored, to_torch, unfused  # noqa: E402
+from .families import flux3_network
+from .reference import relative_error
+from .transformers_reference import TOLERANCE, params_of, stored, to_torch, unfused
 
 TIMES, TARGETS = np.array([981.0, 303.25], np.float32), np.array([903.0, 0.0], np.float32)
 LENGTHS = np.array([19, 90], np.int32)

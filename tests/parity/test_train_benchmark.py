@@ -10,10 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("diffusers")
-pytest.importorskip("peft")
-
 from benchmarks import train
 from benchmarks.lab.tiny_xl import tiny_xl
 

@@ -13,29 +13,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import jax
 import numpy as np
 import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
 
-torch = pytest.importorskip("torch")
-diffusers = pytest.importorskip("diffusers")
-peft = pytest.importorskip("peft")
+import canvax
+from canvax.errors import InputError
+from canvax.params import flatten, unflatten
+from canvax.quantize import SCALE
+from canvax.train import task as tasks
+from canvax.train.finetune import finetune
+from canvax.train.lora import Lora, train_lora
+from canvax.train.task import Subject, Training
 
-from PIL import Image  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-
-import canvax  # noqa: E402
-from canvax.errors import InputError  # noqa: E402
-from canvax.params import flatten, unflatten  # noqa: E402
-from canvax.quantize import SCALE  # noqa: E402
-from canvax.train import task as tasks  # noqa: E402
-from canvax.train.finetune import finetune  # noqa: E402
-from canvax.train.lora import Lora, train_lora  # noqa: E402
-from canvax.train.task import Subject, Training  # noqa: E402
-
-from .families import build_flux2, build_flux3, build_krea2, build_z_image, packed  # noqa: E402
-from .reference import nchw, psnr  # noqa: E402
-from .test_training import (  # noqa: E402
+from .families import build_flux2, build_flux3, build_krea2, build_z_image, packed
+from .reference import nchw, psnr
+from .test_training import (
     BATCH,
     PLAN,
     WORDS,

@@ -21,7 +21,6 @@ from canvax.cli.loading import files_of, load_with, overrides_of
 from canvax.cli.preview import previews
 from canvax.cli.terminal import complain, keep_stdout_for_results, say, seconds
 from canvax.errors import (
-    NO_VALUE,
     CanvaxError,
     CheckpointError,
     HintWarning,
@@ -89,10 +88,10 @@ def _hint_at_quotes(arguments: argparse.Namespace) -> None:
     if not (arguments.prompt_file or arguments.from_image):
         for network, image in (("controlnet", "control"), ("ip_adapter", "ip_image")):
             if getattr(arguments, network) and not getattr(arguments, image):
-                warn(HintWarning(network, NO_VALUE, "has no effect without an image", f"give {{{image}}}"))
+                warn(HintWarning(network, "has no effect without an image", cure=f"give {{{image}}}"))
         is_folder = arguments.lora_dir and os.path.isdir(os.path.expanduser(arguments.lora_dir))
         if is_folder and not any("<l" in word for word in words):
-            warn(HintWarning("lora_dir", NO_VALUE, "has no effect without <lora:name:0.8> in a prompt"))
+            warn(HintWarning("lora_dir", "has no effect without <lora:name:0.8> in a prompt"))
     if words and not any(word.strip() for word in words) and not (arguments.image or arguments.ip_image):
         warn(HintWarning("the prompt is empty; is a variable of your shell empty?"))
     if len(words) > 1 and not any(" " in word for word in words):
@@ -144,23 +143,22 @@ class Destination:
         path = named_path("output", OUTPUT if arguments.output is None else arguments.output)
         is_file = names_file(path)
         if str(path) == "-":
-            raise InputError("output", "-", "is stdout, to which images are not written", "name a folder or a file")
+            raise InputError(
+                "output", "is stdout, to which images are not written", cure="name a folder or a file", value="-"
+            )
         if is_file and len(calls) > 1 and not arguments.grid:
-            raise InputError("output", path, f"is one file for {len(calls)} images", "name a folder")
+            raise InputError("output", f"is one file for {len(calls)} images", cure="name a folder", value=path)
         if is_file and os.path.lexists(path):
-            raise InputError("output", path, "exists and is not replaced", "choose another name")
+            raise InputError("output", "exists and is not replaced", cure="choose another name", value=path)
         check_writable("output", path.parent if is_file else path)
         if not is_file:
             unique_path(path, 0)  # which looks into the folder, as saving will
         preview = named_path("preview", arguments.preview) if getattr(arguments, "preview", None) else None
         if is_file and preview is not None and preview.absolute() == path.absolute():
-            raise InputError("preview", preview, "is the same file as --output")
+            raise InputError("preview", "is the same file as --output", value=preview)
         if arguments.grid and len({_size(call) for call in calls}) > 1:
             raise InputError(
-                "grid",
-                NO_VALUE,
-                "does not go with images of different sizes",
-                "leave it out, or give all the same size",
+                "grid", "does not go with images of different sizes", cure="leave it out, or give all the same size"
             )
         return cls(path, is_file, grid=arguments.grid)
 
@@ -197,7 +195,7 @@ def _size(call: Call) -> tuple[int | None, int | None]:
 def check_batch_size(size: int | None) -> None:
     """Refuse what no batch can have."""
     if size is not None and not 1 <= size <= 1_000_000:
-        raise InputError("batch_size", size, "is not a whole number in 1..1000000")
+        raise InputError("batch_size", "is not a whole number in 1..1000000", value=size)
 
 
 def check_against_model(calls: Sequence[Call], load: Load) -> None:

@@ -114,7 +114,7 @@ def _calls(entries: Sequence[tuple[str, dict[str, Any]]], flags: Mapping[str, An
                     source = None
                 elif isinstance(call.image, tuple):
                     problem = "is not read beside a mask or a strength, which go with one image"
-                    raise InputError("reference", call.image[1], problem, "leave it out")
+                    raise InputError("reference", problem, cure="leave it out", value=call.image[1])
                 else:
                     source = check_init_images(*images[:3], (height, width), 1, SIZE_STEP, call.options)
                 sizes[images] = (height, width) if source is None or source.boxes else source.size
@@ -124,7 +124,7 @@ def _calls(entries: Sequence[tuple[str, dict[str, Any]]], flags: Mapping[str, An
                     sizes[images] = sizes[images] if call.image is not None else size
             if call.sampler is not None and find(call.sampler)[0].name == "ddim_inverse":
                 problem = "goes from an image to its noise, which no file stores"
-                raise InputError("sampler", call.sampler, problem, "in Python, pass latents=result.latents")
+                raise InputError("sampler", problem, cure="in Python, pass latents=result.latents", value=call.sampler)
         except InputError as error:
             if not where:
                 raise
@@ -157,7 +157,7 @@ def sized(calls: Sequence[Call], model: Model) -> list[Call]:
             elif key not in known:
                 if isinstance(call.image, tuple):
                     problem = f"is for models that edit, and {model.name} is none"
-                    raise InputError("reference", call.image[1], problem, "leave it out")
+                    raise InputError("reference", problem, cure="leave it out", value=call.image[1])
                 source = check_init_images(call.image, None, None, key[1:], 1, SIZE_STEP, call.options)
                 assert source is not None
                 known[key] = source.size
@@ -222,24 +222,24 @@ def read_prompt_file(name: str) -> list[tuple[str, dict[str, Any]]]:
         InputError: the file cannot be read, or a line is malformed.
     """
     if name == "-" and sys.stdin is None:
-        raise InputError("prompt_file", name, "is standard input, which is closed", "name a file")
+        raise InputError("prompt_file", "is standard input, which is closed", cure="name a file", value=name)
     entries = []
     try:
         with nullcontext(sys.stdin.buffer) if name == "-" else open(name, "rb") as file:
             data = file.read(_MAX_PROMPT_FILE + 1)
         if len(data) > _MAX_PROMPT_FILE:
-            raise InputError("prompt_file", name, f"is longer than {_MAX_PROMPT_FILE} bytes", "split it")
+            raise InputError("prompt_file", f"is longer than {_MAX_PROMPT_FILE} bytes", cure="split it", value=name)
         for number, line in text_lines(TextIOWrapper(BytesIO(data), "utf-8-sig", newline=""), name):
             if not line.startswith("#"):
                 where = f"{name}, line {number}: "
                 check_prompt_line(where, line)
                 entries.append((where, _entry(where, line) if line.startswith("{") else {"prompt": line}))
     except OSError as error:
-        raise InputError("prompt_file", name, f"cannot be read ({error.strerror})") from None
+        raise InputError("prompt_file", f"cannot be read ({error.strerror})", value=name) from None
     except UnicodeDecodeError:
-        raise InputError("prompt_file", name, "is not UTF-8 text", "save it as UTF-8") from None
+        raise InputError("prompt_file", "is not UTF-8 text", cure="save it as UTF-8", value=name) from None
     if not entries:
-        raise InputError("prompt_file", name, "holds no prompt", "write one a line")
+        raise InputError("prompt_file", "holds no prompt", cure="write one a line", value=name)
     return entries
 
 

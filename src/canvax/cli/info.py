@@ -17,7 +17,7 @@ from canvax.cli.again import again, is_lost, lost_model
 from canvax.cli.loading import files_of, load_of, load_with, overrides_of
 from canvax.cli.plan import check_sides, from_references, parse_references
 from canvax.cli.terminal import byte_size, complain, say, table
-from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count
+from canvax.errors import CanvaxError, InputError, check_count
 from canvax.files import named_path
 from canvax.images.formats import FORMATS, HAVE_PATHS
 from canvax.images.keys import keys_of
@@ -82,9 +82,8 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
             if not report["prompts"]:
                 raise InputError(
                     "concepts",
-                    NO_VALUE,
                     f"is not for {arguments.what}, which has no list of concepts",
-                    "it takes any prompt",
+                    cure="it takes any prompt",
                 )
             lines = report["prompts"]
         if arguments.memory:
@@ -102,7 +101,7 @@ def _show(arguments: argparse.Namespace, lines: list[str]) -> None:
 def _refuse_flags(arguments: argparse.Namespace, names: Sequence[str], cure: str) -> None:
     for name in names:
         if (value := getattr(arguments, name)) is not None and value is not False:  # 0 is a value
-            raise InputError(name, NO_VALUE, "does not go with this file", cure)
+            raise InputError(name, "does not go with this file", cure=cure)
 
 
 def folder_info(folder: Path) -> dict[str, Any]:

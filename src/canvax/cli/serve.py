@@ -27,7 +27,7 @@ from canvax.cli import BAD_INPUT, FAILED, debugging
 from canvax.cli.generate_arguments import OUTPUT
 from canvax.cli.loading import check_ip_adapters, load_of, load_with, overrides_of
 from canvax.cli.terminal import complain, show_warning
-from canvax.errors import NO_VALUE, CanvaxError, HintWarning, InputError, check_count, conflict, needs, warn
+from canvax.errors import CanvaxError, HintWarning, InputError, check_count, conflict, needs, warn
 from canvax.files import check_writable, named_path
 from canvax.images.formats import names_file
 from canvax.images.metadata import read_metadata, unique_path
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     opens_page = arguments.command == "ui"
     if opens_page and arguments.no_page:
         raise InputError(
-            "no_page", NO_VALUE, "does not go with canvax ui, which opens the page", "leave it out, or use canvax serve"
+            "no_page", "does not go with canvax ui, which opens the page", cure="leave it out, or use canvax serve"
         )
     keys = Keys.read(named_path("keys", arguments.keys) if arguments.keys else None)
     if keys is not None and arguments.no_keys:
@@ -80,9 +80,9 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     if arguments.host not in _LOOPBACK and keys is None and not arguments.no_keys:
         raise InputError(
             "host",
-            arguments.host,
             "can be reached by others, who could use this machine",
-            "give {keys=FILE}, or {no_keys} if that is meant",
+            cure="give {keys=FILE}, or {no_keys} if that is meant",
+            value=arguments.host,
         )
     offered, left_out = local_models()
     output = _output(arguments)
@@ -173,7 +173,7 @@ def _check_body(text: str) -> int:
     """The bytes of ``--max-body``; an error if no request fits into them."""
     count = byte_count("max_body", text)
     if count < _LEAST_BODY:
-        warn(HintWarning("max_body", text, f"is {count} bytes, too few for most requests", "32MB is usual"))
+        warn(HintWarning("max_body", f"is {count} bytes, too few for most requests", cure="32MB is usual", value=text))
     return count
 
 
@@ -186,7 +186,7 @@ def byte_count(argument: str, text: str) -> int:
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})\s*([kmg]?)i?b?", text.strip().lower(), re.ASCII)
     count = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if count < 1:
-        raise InputError(argument, text, "is not a size", "write 20GB or 500MB")
+        raise InputError(argument, "is not a size", cure="write 20GB or 500MB", value=text)
     return count
 
 
@@ -194,7 +194,7 @@ def _checked(argument: str, values: list[str], form: re.Pattern[str]) -> tuple[s
     """The values in small letters, as browsers send them."""
     for value in values:
         if not form.fullmatch(value.lower()):
-            raise InputError(argument, value, "is not a name of this kind", f"write {_USUAL[argument]}")
+            raise InputError(argument, "is not a name of this kind", cure=f"write {_USUAL[argument]}", value=value)
     return tuple(value.lower() for value in values)
 
 
@@ -239,7 +239,7 @@ def _check_parts(load: Load, names: Mapping[str, str]) -> None:
         Location(part, argument=name).local()
     for name in PARTS:
         if getattr(load, name) is not None and len(names) > 1:
-            raise InputError(name, NO_VALUE, "is for one model, and several are served", "convert it to a folder")
+            raise InputError(name, "is for one model, and several are served", cure="convert it to a folder")
 
 
 def _output(arguments: argparse.Namespace) -> Path | None:
@@ -255,7 +255,7 @@ def _output(arguments: argparse.Namespace) -> Path | None:
         return None
     folder = named_path("output", name)
     if names_file(folder):
-        raise InputError("output", folder, "is one file", "name a folder")
+        raise InputError("output", "is one file", cure="name a folder", value=folder)
     check_writable("output", folder)
     unique_path(folder, 0)  # which looks into the folder, as saving will
     return folder
@@ -270,11 +270,13 @@ def _engine_settings(arguments: argparse.Namespace, output: Path | None) -> Engi
     for flag in ("queue_seconds", "queue_images", "keep_seconds", "drain_seconds", "stall_seconds", "rate"):
         value = getattr(arguments, flag)
         if value is not None and not 0 < value <= MOST:
-            raise InputError(flag, value, f"is not a number above 0 and of at most {MOST:g}")
+            raise InputError(flag, f"is not a number above 0 and of at most {MOST:g}", value=value)
     if not all(1 <= count <= MOST_CHUNKS for count in arguments.chunks):
-        raise InputError("chunks", " ".join(map(str, arguments.chunks)), f"are not whole numbers in 1..{MOST_CHUNKS}")
+        raise InputError(
+            "chunks", f"are not whole numbers in 1..{MOST_CHUNKS}", value=" ".join(map(str, arguments.chunks))
+        )
     if not 0 <= arguments.references <= MOST_REFERENCES:
-        raise InputError("references", arguments.references, f"is not a whole number in 0..{MOST_REFERENCES}")
+        raise InputError("references", f"is not a whole number in 0..{MOST_REFERENCES}", value=arguments.references)
     if arguments.batching == "none" and any(":" in text and not text.endswith(":1") for text in arguments.warm or ()):
         why = "it has one image at a time"
         raise conflict("warm", "batching=none", why=why, cure="write 512x512:1", value=" ".join(arguments.warm))
@@ -313,15 +315,15 @@ def _adapter_settings(arguments: argparse.Namespace) -> AdapterSettings | None:
     from canvax.weights.safetensors import open_safetensors
 
     if folder is not None and not folder.is_dir():
-        raise InputError("lora_dir", arguments.lora_dir, "is not a folder")
+        raise InputError("lora_dir", "is not a folder", value=arguments.lora_dir)
     files = tuple(named_path("lora", file) for file in arguments.lora)
     for file in files:
         if not (file.is_file() and file.suffix == ".safetensors"):
-            raise InputError("lora", file, "is not a safetensors file")
+            raise InputError("lora", "is not a safetensors file", value=file)
         open_safetensors(file, plain_names=False)  # a damaged one is found before a model is fetched
     if twice := [name for name, count in Counter(file.stem for file in dict.fromkeys(files)).items() if count > 1]:
         raise InputError(
-            "lora", NO_VALUE, f"has two files called {twice[0]}", "rename one, or give their folder as {lora_dir}"
+            "lora", f"has two files called {twice[0]}", cure="rename one, or give their folder as {lora_dir}"
         )
     places = COUNT if arguments.lora_places is None else check_count("lora_places", arguments.lora_places)
     check_places(1 if arguments.lora_rank is None else arguments.lora_rank, places, "all")
@@ -336,7 +338,7 @@ def listen(host: str, port: int | None, *, spare: bool = False) -> socket.socket
     spare = spare and port is None
     port = PORT if port is None else port
     if not 0 <= port < 1 << 16:  # which some C libraries take for another port
-        raise InputError("port", port, "is not in 0..65535", "choose another port, such as --port 0")
+        raise InputError("port", "is not in 0..65535", cure="choose another port, such as --port 0", value=port)
     listener = None
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -355,9 +357,11 @@ def listen(host: str, port: int | None, *, spare: bool = False) -> socket.socket
         reason = getattr(error, "strerror", None) or error
         known = listener is not None and getattr(error, "errno", None) != errno.EADDRNOTAVAIL
         if known:
-            raise InputError("port", port, f"cannot be used: {reason}", "choose another, such as {port=0}") from None
+            raise InputError(
+                "port", f"cannot be used: {reason}", cure="choose another, such as {port=0}", value=port
+            ) from None
         cure = "name an address of this machine, such as 127.0.0.1"
-        raise InputError("host", host, f"cannot be listened on: {reason}", cure) from None
+        raise InputError("host", f"cannot be listened on: {reason}", cure=cure, value=host) from None
     return listener
 
 

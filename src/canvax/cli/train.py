@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
         if (value := getattr(arguments, name, None)) is not None:
             setattr(arguments, name, str(named_path(name, value)))
     if getattr(arguments, "class_pictures", None) and Path(arguments.class_pictures).is_file():
-        raise InputError("class_pictures", arguments.class_pictures, "is a file", "name a folder")
+        raise InputError("class_pictures", "is a file", cure="name a folder", value=arguments.class_pictures)
     check_writable("output", Path(arguments.output))
     finish(tasks[arguments.task], arguments, report)
 
@@ -133,7 +133,7 @@ def _training(arguments: argparse.Namespace, **plan: Any) -> Training:
     made = _made(Plan, arguments, **{**PLAN, **task.plan, **plan})
     if made.warmup >= made.steps:
         cure = "give fewer, or more steps"
-        raise InputError("warmup", made.warmup, f"leaves nothing of --steps {made.steps}", cure)
+        raise InputError("warmup", f"leaves nothing of --steps {made.steps}", cure=cure, value=made.warmup)
     if "dtype" in more:
         more["dtype"] = parse_dtype(more["dtype"])
     if "tensorboard" in more:
@@ -157,7 +157,7 @@ def deadline(arguments: argparse.Namespace) -> float | None:
     if arguments.stop_after is None:
         return None
     if check_number("stop_after", arguments.stop_after) <= 0:
-        raise InputError("stop_after", arguments.stop_after, "must be more than 0 minutes")
+        raise InputError("stop_after", "must be more than 0 minutes", value=arguments.stop_after)
     return time.monotonic() + 60 * arguments.stop_after
 
 

@@ -152,7 +152,9 @@ class Batch:
         """
         for slot in images:
             if self._runs[slot] is not None:
-                raise InputError("slot", slot, "holds an image", f"take it out first, or choose one of {self.free}")
+                raise InputError(
+                    "slot", "holds an image", cure=f"take it out first, or choose one of {self.free}", value=slot
+                )
         if self._deep is not None:
             raise InputError("this batch reuses deep features, for which all its images stand at one row; fill it")
         flights = {

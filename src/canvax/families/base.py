@@ -137,7 +137,7 @@ class Family:
         pipelines: pipeline classes in ``model_index.json``.
         read: returns the networks of a checkpoint, from configs only. Raises ``CheckpointError``.
         tokenizer: returns the tokenizer of a text encoder, as its ``words`` and ``read`` use it.
-        classes: classes of each component in ``model_index.json``; a model in single files has the first.
+        classes: classes of each component that is read, in ``model_index.json``; a model in single files has the first.
         index: fields of ``model_index.json`` that distinguish it from families with the same pipelines.
         defaults: defaults of models without their own.
         distilled: defaults of models that were distilled to few steps; None if they are the same.
@@ -498,12 +498,12 @@ def read_defaults(path: Path, usual: Defaults) -> Defaults:
     try:
         values = read_json(path)
         for name in values.keys() - (known := {field.name for field in fields(usual)}):
-            raise InputError("name", name, "is none of them", nearest(name, sorted(known)))
+            raise InputError("name", "is none of them", cure=nearest(name, sorted(known)), value=name)
         defaults = replace(usual, **values)
         check_count("num_inference_steps", defaults.num_inference_steps)
         examples = tuple(values.get("examples", ()))
         if isinstance(values.get("examples"), str) or not all(isinstance(text, str) for text in examples):
-            raise InputError("examples", values["examples"], "is not a list of texts")
+            raise InputError("examples", "is not a list of texts", value=values["examples"])
         scale = check_number("guidance_scale", defaults.guidance_scale)
         strength = check_setting(OptionRecord, "hires_strength", defaults.hires_strength)
         return replace(defaults, guidance_scale=scale, examples=examples, hires_strength=strength)

@@ -80,11 +80,11 @@ def convert(
     dtype = None if dtype is None else parse_dtype(dtype)
     output, single = named_path("output", output), str(output).lower().endswith(".safetensors")
     if not single and output.suffix.lower() in PICKLES and not output.is_dir():
-        raise InputError("output", output, "is neither a folder nor a file that ends in .safetensors")
+        raise InputError("output", "is neither a folder nor a file that ends in .safetensors", value=output)
     if single and output.is_dir():
-        raise InputError("output", output, "is a folder", "choose another name")
+        raise InputError("output", "is a folder", cure="choose another name", value=output)
     if single and os.path.lexists(output) and not overwrite:
-        raise InputError("output", output, "exists already", "choose another name, or pass overwrite=True")
+        raise InputError("output", "exists already", cure="choose another name, or pass overwrite=True", value=output)
     check_writable("output", output.parent if single else output)
     known = ("revision", "variant", "token", "cache_dir", "local_files_only", "progress")
     check_source(source, "model", *known)
@@ -96,9 +96,9 @@ def convert(
         if not single:
             raise InputError(
                 "output",
-                output,
                 f"is a folder: {path.name} is read as a pickle, which becomes one file",
-                "name one ending in .safetensors",
+                cure="name one ending in .safetensors",
+                value=output,
             )
         return _from_pickle(path, output, dtype)
     files = overrides.apply(open_files(origin, accept=_of_a_family, given=overrides.parts), **source)
@@ -160,7 +160,7 @@ def _single(
     """Return all arrays of one file that reads back as the same model."""
     if not isinstance(model.networks.denoiser, UNetDenoiser):
         problem = f"is one file, which cannot hold {model.name}, a model of several files"
-        raise InputError("output", output, problem, "write a folder (a name without .safetensors)")
+        raise InputError("output", problem, cure="write a folder (a name without .safetensors)", value=output)
     config = model.files.config("scheduler")
     says = {
         "v_prediction": config.get("prediction_type") == "v_prediction",
@@ -177,9 +177,9 @@ def _single(
             return arrays, single_metadata(kind, v_prediction=says["v_prediction"], inpaints=model.networks.inpaints)
     raise InputError(
         "output",
-        output,
         f"is one file, which cannot say what {model.name} is: {'; '.join(faults[:4])}",
-        "write a folder (a name without .safetensors)",
+        cure="write a folder (a name without .safetensors)",
+        value=output,
     )
 
 

@@ -90,12 +90,12 @@ def _check_prediction(files: ModelFiles, networks: Networks, scheduler: Schedule
         return
     if files.overrides.get("prediction_type", kind) != kind:
         problem = f"does not go with {files.name}, a flow model"
-        raise InputError("prediction_type", files.overrides["prediction_type"], problem, "leave it out")
+        raise InputError("prediction_type", problem, cure="leave it out", value=files.overrides["prediction_type"])
     if not schedule.is_flow:
         name, flow = _scheduler_config(files)["_class_name"], "FlowMatchEulerDiscreteScheduler"
         problem = f"is for models that predict {schedule.prediction_type}, and {files.name} is a flow model"
         if "scheduler" in files.overrides:
-            raise InputError("scheduler", name, problem, f"leave it out, or take {flow}")
+            raise InputError("scheduler", problem, cure=f"leave it out, or take {flow}", value=name)
         raise CheckpointError(
             f"{files}: its scheduler, {name}, {problem}; load it with scheduler={{'_class_name': {flow!r}}}"
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from canvax.errors import NO_VALUE, InputError, warn
+from canvax.errors import InputError, warn
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,9 +24,9 @@ def to_uint8(images: Any) -> np.ndarray:
     """
     array = np.asarray(images)
     if np.issubdtype(array.dtype, np.integer) or array.dtype == np.bool_:
-        raise InputError("images", NO_VALUE, f"must be floats in 0..1, got {array.dtype}")
+        raise InputError("images", f"must be floats in 0..1, got {array.dtype}")
     if array.dtype.kind in "cmMOSU" or array.dtype.fields is not None:
-        raise InputError("images", NO_VALUE, f"must be floats in 0..1, got {array.dtype}")
+        raise InputError("images", f"must be floats in 0..1, got {array.dtype}")
     array = array.astype(np.float32, copy=False)
     if np.isnan(array.max(initial=0)):
         warn(
@@ -52,9 +52,7 @@ def to_pil(images: Any) -> list[Image]:
     if array.ndim == 3:
         array = array[None]
     if array.ndim != 4 or array.shape[-1] != 3:
-        raise InputError(
-            "images", NO_VALUE, f"must have the shape [B, H, W, 3] or [H, W, 3], got {list(np.shape(images))}"
-        )
+        raise InputError("images", f"must have the shape [B, H, W, 3] or [H, W, 3], got {list(np.shape(images))}")
     if array.dtype != np.uint8:
         array = to_uint8(array)
     return [Image.fromarray(np.ascontiguousarray(image)) for image in array]
@@ -67,9 +65,8 @@ def check_equal_sizes(images: Sequence[Image]) -> None:
         if image.size != first:
             raise InputError(
                 "images",
-                NO_VALUE,
                 f"must have one size: image 0 is {first[0]}x{first[1]}, image {i} is {image.width}x{image.height}",
-                "resize them first",
+                cure="resize them first",
             )
 
 

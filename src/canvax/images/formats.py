@@ -52,7 +52,7 @@ def format_of(path: str | Path, argument: str = "path") -> str:
     suffix = Path(path).suffix.lower()
     if suffix not in FORMATS:
         what = f"ends in {suffix}, which is not written" if suffix else "has no ending"
-        raise InputError(argument, path, what, "end it with .png, .jpg or .webp")
+        raise InputError(argument, what, cure="end it with .png, .jpg or .webp", value=path)
     return FORMATS[suffix]
 
 
@@ -70,10 +70,10 @@ def new_image(argument: str, name: Any) -> Path:
     path = named_path(argument, name)
     format_of(path, argument)
     if os.path.lexists(path):
-        raise InputError(argument, path, "exists and is not replaced", "choose another name")
+        raise InputError(argument, "exists and is not replaced", cure="choose another name", value=path)
     if not path.parent.is_dir():
         problem = f"is not in a folder that can be written to: {path.parent}"
-        raise InputError(argument, path, problem, "choose another one")
+        raise InputError(argument, problem, cure="choose another one", value=path)
     check_writable(argument, path.parent)
     return path
 
@@ -185,7 +185,7 @@ class GeneratedImage(Image.Image):
         A file is written atomically.
         """
         if not isinstance(format, str | None):
-            raise InputError("format", format, "is not the name of a format, such as PNG")
+            raise InputError("format", "is not the name of a format, such as PNG", value=format)
         name = fp if isinstance(fp, str | os.PathLike) else getattr(fp, "name", "")
         suffix = Path(str(name)).suffix.lower()
         kind = str(format or FORMATS.get(suffix, "")).upper().replace("JPG", "JPEG")

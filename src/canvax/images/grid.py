@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from canvax.errors import NO_VALUE, InputError, check_count
+from canvax.errors import InputError, check_count
 from canvax.images.convert import check_equal_sizes
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ def make_grid(images: Sequence[Image], rows: int | None = None, cols: int | None
     from PIL import Image
 
     if not isinstance(images, Sequence) or not all(isinstance(image, Image.Image) for image in images):
-        raise InputError("images", images, "is not a list of PIL images")
+        raise InputError("images", "is not a list of PIL images", value=images)
     if not images:
-        raise InputError("images", NO_VALUE, "is empty", "a grid needs at least one")
+        raise InputError("images", "is empty", cure="a grid needs at least one")
     check_equal_sizes(images)
     rows, cols = _layout(len(images), rows, cols)
     width, height = images[0].size
@@ -78,7 +78,7 @@ def make_sheet(images: Sequence[Image | None], columns: Sequence[str], rows: Seq
 
 def _check_pixels(name: str, value: int, width: int, height: int) -> None:
     if width * height > _MOST_PIXELS:
-        raise InputError(name, value, f"make {width} x {height} pixels, which are too many", "give fewer")
+        raise InputError(name, f"make {width} x {height} pixels, which are too many", cure="give fewer", value=value)
 
 
 def _layout(count: int, rows: int | None, cols: int | None) -> tuple[int, int]:
@@ -91,6 +91,9 @@ def _layout(count: int, rows: int | None, cols: int | None) -> tuple[int, int]:
         rows = math.ceil(count / cols)
     if rows * cols < count:
         raise InputError(
-            "rows", rows, f"and cols={cols} make {rows * cols} cells for {count} images", "leave one of the two out"
+            "rows",
+            f"and cols={cols} make {rows * cols} cells for {count} images",
+            cure="leave one of the two out",
+            value=rows,
         )
     return rows, cols

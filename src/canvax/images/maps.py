@@ -49,7 +49,10 @@ def control_map(kind: str, image: Image.Image, **settings: float) -> Image.Image
 def _checked(kind: Any, settings: Mapping[str, Any]) -> dict[str, float]:
     if not isinstance(kind, str) or kind not in SETTINGS:
         raise InputError(
-            "kind", kind, "is not a kind of control image that is made here", nearest(str(kind), list(SETTINGS))
+            "kind",
+            "is not a kind of control image that is made here",
+            cure=nearest(str(kind), list(SETTINGS)),
+            value=kind,
         )
     numbers = {name: usual for name, (usual, _, _) in SETTINGS[kind].items()}
     for name, value in settings.items():
@@ -57,10 +60,10 @@ def _checked(kind: Any, settings: Mapping[str, Any]) -> dict[str, float]:
             raise InputError(f"{kind} has no {name!r}; it has {', '.join(numbers) or 'no settings'}")
         _, low, high = SETTINGS[kind][name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise InputError(name, value, f"is not in {low:g}..{high:g}")
+            raise InputError(name, f"is not in {low:g}..{high:g}", value=value)
         numbers[name] = value
     if kind == "canny" and numbers["low"] > numbers["high"]:
-        raise InputError("low", numbers["low"], f"is above high={numbers['high']:g}", "give them in order")
+        raise InputError("low", f"is above high={numbers['high']:g}", cure="give them in order", value=numbers["low"])
     return numbers
 
 

@@ -347,7 +347,7 @@ class DenoiserWrapper:
             problem = (
                 f"does not offer {self.needs!r}, which {kind} asks for; it offers {', '.join(offers) or 'nothing'}"
             )
-            raise InputError("denoiser", self.base.component, problem, f"use a network without {kind}")
+            raise InputError("denoiser", problem, cure=f"use a network without {kind}", value=self.base.component)
 
     def __getattr__(self, name: str) -> Any:
         """Return a further member of the wrapped denoiser, such as its config."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from canvax.errors import NO_VALUE, InputError
+from canvax.errors import InputError
 from canvax.models.configs import UNetConfig
 from canvax.models.controlled import Control
 from canvax.models.decode import Autoencoder, autoencoder_of
@@ -82,7 +82,7 @@ class Networks:
         if unknown := [role for role in roles if role not in self.roles]:
             names = [ROLES[role] if role < len(ROLES) else str(role) for role in (unknown[0], *self.roles)]
             problem = f"asks for samples of the role {names[0]}, and the denoiser knows {', '.join(names[1:])}"
-            raise InputError("guidance_method", NO_VALUE, problem, "use another rule")
+            raise InputError("guidance_method", problem, cure="use another rule")
 
     @property
     def components(self) -> set[str]:

@@ -146,9 +146,9 @@ class TextEncoder:
         del options
         text, most = "".join(piece for piece, _ in pieces), self.room(self.lengths[-1])
         if any(weight != 1 for _, weight in pieces):
-            raise InputError("prompt", text[:60], "has weights or BREAK, which a language model does not read")
+            raise InputError("prompt", "has weights or BREAK, which a language model does not read", value=text[:60])
         if (length := self.count(tokenizer, text, images)) > most:
-            raise InputError("prompt", text[:60], f"has {length} tokens, more than {most}", "shorten it")
+            raise InputError("prompt", f"has {length} tokens, more than {most}", cure="shorten it", value=text[:60])
         return Words(length, text, images)
 
     def extended(self, words: Any, length: int) -> Any:

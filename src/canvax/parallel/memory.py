@@ -47,7 +47,7 @@ class Memory:
         sizes = {"weights": self.weights, "limit": self.limit or 0, **self.programs}
         for name, size in sizes.items():
             if size < 0:
-                raise InputError(name, size, "is fewer than 0 bytes")
+                raise InputError(name, "is fewer than 0 bytes", value=size)
 
     @property
     def total(self) -> int:

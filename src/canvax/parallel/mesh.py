@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from canvax.errors import NO_VALUE, InputError, check_count
+from canvax.errors import InputError, check_count
 
 AXES = ("data", "model")
 
@@ -38,13 +38,13 @@ def make_mesh(devices: Sequence[Any] | None = None, *, data: int | None = None, 
     try:
         chosen = all_devices() if devices is None else list(devices)
     except TypeError:
-        raise InputError("devices", devices, "is not a list of JAX devices, such as jax.devices()[:2]") from None
+        raise InputError("devices", "is not a list of JAX devices, such as jax.devices()[:2]", value=devices) from None
     if not all(hasattr(device, "platform") for device in chosen):
-        raise InputError("devices", chosen, "are not JAX devices, such as jax.devices()[:2]")
+        raise InputError("devices", "are not JAX devices, such as jax.devices()[:2]", value=chosen)
     if not chosen:
-        raise InputError("devices", NO_VALUE, "is empty", "give at least one, or None for all of them")
+        raise InputError("devices", "is empty", cure="give at least one, or None for all of them")
     if len(set(chosen)) < len(chosen):
-        raise InputError("devices", chosen, "name one twice", "give each once")
+        raise InputError("devices", "name one twice", cure="give each once", value=chosen)
     data = check_sizes(len(chosen), data, model)
     if model > 1 and chosen[0].platform == "tpu":  # neighbours on the board communicate fastest
         return Mesh(create_device_mesh((data, model), chosen), AXES)
@@ -98,12 +98,14 @@ def check_sizes(devices: int, data: int | None, model: int) -> int:
     if data is None:
         if devices % model:
             divisors = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
-            raise InputError("mesh", f"model={model}", f"does not divide {devices} devices", f"use one of {divisors}")
+            raise InputError(
+                "mesh", f"does not divide {devices} devices", cure=f"use one of {divisors}", value=f"model={model}"
+            )
         return devices // model
     if data * model != devices:
         some = ", or name the devices, as in make_mesh(jax.devices()[:2])" if devices > 1 else ""
         there = f"there {'is' if devices == 1 else 'are'} {devices}; leave it out to use them all{some}"
-        raise InputError("mesh", f"data={data},model={model}", f"is one of {data * model} devices, and {there}")
+        raise InputError("mesh", f"is one of {data * model} devices, and {there}", value=f"data={data},model={model}")
     return data
 
 
@@ -115,13 +117,13 @@ def parse_mesh(text: str) -> dict[str, int]:
     """
     text = text.replace(" ", "")
     if not re.fullmatch(r"(data|model)=\d{1,9}(,(data|model)=\d{1,9})?", text, re.ASCII):
-        raise InputError("mesh", text, "is not understood", "write data=4,model=2, or one of the two")
+        raise InputError("mesh", "is not understood", cure="write data=4,model=2, or one of the two", value=text)
     pairs = [part.split("=") for part in text.split(",")]
     sizes = {name: int(size) for name, size in pairs}
     if len(sizes) < len(pairs):
-        raise InputError("mesh", text, "names an axis twice", "write data=4,model=2")
+        raise InputError("mesh", "names an axis twice", cure="write data=4,model=2", value=text)
     if 0 in sizes.values():
-        raise InputError("mesh", text, "has an axis whose size is not a number of at least 1")
+        raise InputError("mesh", "has an axis whose size is not a number of at least 1", value=text)
     check_sizes(sizes.get("data", 1) * sizes.get("model", 1), sizes.get("data"), sizes.get("model", 1))
     return sizes
 
@@ -147,17 +149,16 @@ def check_mesh(mesh: Mesh) -> Mesh:
             processes out; or this process is a fork.
     """
     if not isinstance(mesh, Mesh):
-        raise InputError("mesh", mesh, "is not a mesh", "make one with canvax.make_mesh(data=4, model=2)")
+        raise InputError("mesh", "is not a mesh", cure="make one with canvax.make_mesh(data=4, model=2)", value=mesh)
     if "data" not in mesh.axis_names or not set(mesh.axis_names) <= set(AXES):
-        raise InputError("mesh", NO_VALUE, f"has axes {mesh.axis_names}", "name them 'data' and, if wanted, 'model'")
+        raise InputError("mesh", f"has axes {mesh.axis_names}", cure="name them 'data' and, if wanted, 'model'")
     refuse_fork()
     owners = processes(mesh)
     if jax.process_index() not in owners or (len(owners) > 1 and len(owners) < jax.process_count()):
         raise InputError(
             "mesh",
-            NO_VALUE,
             f"has devices of the processes {owners} of {jax.process_count()}",
-            "give it devices of all of them, or of this one alone, as in make_mesh(jax.local_devices())",
+            cure="give it devices of all of them, or of this one alone, as in make_mesh(jax.local_devices())",
         )
     if mesh.axis_names == AXES and all(kind == AxisType.Auto for kind in mesh.axis_types):
         return mesh

@@ -40,14 +40,14 @@ def initialize(coordinator: str | None = None, num_processes: int | None = None,
     if missing and len(missing) < 3:
         raise InputError(f"{', '.join(missing)} not given; a cluster made by hand needs {', '.join(cluster)}")
     if num_processes is not None and num_processes < 1:
-        raise InputError("num_processes", num_processes, "is not a number of processes of at least 1")
+        raise InputError("num_processes", "is not a number of processes of at least 1", value=num_processes)
     if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
         raise InputError(
-            "process_id", process_id, f"is not in 0..{num_processes - 1}, for num_processes={num_processes}"
+            "process_id", f"is not in 0..{num_processes - 1}, for num_processes={num_processes}", value=process_id
         )
     port = "" if coordinator is None else coordinator.rpartition(":")[2]
     if coordinator is not None and not (port.isascii() and port.isdigit() and 0 < int(port[:9]) < 1 << 16):
-        raise InputError("coordinator", coordinator, "is not host:port, such as 10.0.0.1:8476")
+        raise InputError("coordinator", "is not host:port, such as 10.0.0.1:8476", value=coordinator)
     try:
         jax.distributed.initialize(coordinator, num_processes, process_id)
     except (RuntimeError, ValueError) as error:

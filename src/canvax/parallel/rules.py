@@ -19,7 +19,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from canvax.errors import NO_VALUE, HintWarning, InputError, warn
+from canvax.errors import HintWarning, InputError, warn
 from canvax.parallel.place import put
 from canvax.params import Axis, Param, Params, Spec, flatten, map_spec, unflatten
 from canvax.types import Array, DType
@@ -87,7 +87,7 @@ def check_split(spec: Spec, sizes: Mapping[str, int], name: str) -> None:
     whole = [str(number) for number in range(1, math.gcd(*units) + 1) if math.gcd(*units) % number == 0]
     cure = f"sizes that split all of it: {', '.join(whole)}"
     if len(uneven) == len(units):
-        raise InputError("mesh", f"model={size}", f"splits nothing of {name}", cure)
+        raise InputError("mesh", f"splits nothing of {name}", cure=cure, value=f"model={size}")
     counts = ", ".join(map(str, uneven))
     warn(f"mesh model={size} does not divide {counts} heads or groups of {name}, which stay whole; {cure}", HintWarning)
 
@@ -155,7 +155,7 @@ def check_params(spec: Spec, params: Any, name: str, *, stacked: bool = False, m
         InputError: parameters are missing, unknown, have another shape or are not numbers; lists them.
     """
     if not isinstance(params, Mapping):
-        raise InputError("params", NO_VALUE, f"has {name!r}, which is {type(params).__name__}, not a dict of arrays")
+        raise InputError("params", f"has {name!r}, which is {type(params).__name__}, not a dict of arrays")
     declared, structure = jax.tree.flatten(spec)
     leaves, got = jax.tree.flatten(params)
     # User-written loops check before each step, so names are built only if something is wrong.
@@ -168,9 +168,7 @@ def check_params(spec: Spec, params: Any, name: str, *, stacked: bool = False, m
     faults += [f"{key} {why}" for key, why in unfit.items() if why]
     if faults:
         rest = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise InputError(
-            "params", NO_VALUE, f"has {name!r}, which does not fit the model: {'; '.join(faults[:8])}{rest}"
-        )
+        raise InputError("params", f"has {name!r}, which does not fit the model: {'; '.join(faults[:8])}{rest}")
 
 
 def _unfit(param: Param, leaf: Any, stacked: bool) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from PIL import Image
 
 from canvax.call import GuidanceMethod
-from canvax.errors import NO_VALUE, HintWarning, InputError
+from canvax.errors import HintWarning, InputError
 from canvax.families.base import Model
 from canvax.images.formats import written
 from canvax.images.infotext import embeddings_in, settings_left
@@ -51,7 +51,9 @@ def recorded(image: Any) -> tuple[dict[str, Any], str]:
     elif isinstance(image, str | Path):
         metadata, where = read_metadata(image), str(image)
     else:
-        raise InputError("image", image, "is not an image, a file or metadata", "give the image, or result.metadata[0]")
+        raise InputError(
+            "image", "is not an image, a file or metadata", cure="give the image, or result.metadata[0]", value=image
+        )
     if "grid" in metadata:
         raise InputError(f"{where}: is a grid of several images; use one of them (canvax info lists them)")
     check_kinds(where, metadata)
@@ -148,9 +150,9 @@ def compared(metadata: Mapping[str, Any], other: Mapping[str, Any], where: str) 
             if isinstance(mark, dict) and "sha256" in mark and isinstance(given, dict):
                 for part, noun in (("sha256", "image"), ("mask_sha256", "mask"), ("scale", "strength")):
                     if mark.get(part) != given.get(part):
-                        yield HintWarning(key.argument, NO_VALUE, f"{place}has another {noun} than that of {where}")
+                        yield HintWarning(key.argument, f"{place}has another {noun} than that of {where}")
             elif mark != given:
-                yield HintWarning(key.argument, NO_VALUE, f"{place}is not the one of {where}")
+                yield HintWarning(key.argument, f"{place}is not the one of {where}")
 
 
 def _entries(marks: Any) -> list[Any]:
@@ -174,7 +176,7 @@ def _needed(metadata: Mapping[str, Any], name: str, found: list[Any], where: str
     by = f" (read by {', '.join(map(str, networks))})" if networks else ""
     problem = f"is needed: {where} was made from {count} {key.noun}{'s' * (count > 1)}{by}"
     problem += f", and {len(found)} {'is' if len(found) == 1 else 'are'} given" if found else ""
-    return InputError(key.argument, NO_VALUE, problem, "name the same again")
+    return InputError(key.argument, problem, cure="name the same again")
 
 
 def other_model(metadata: Mapping[str, Any], other: Mapping[str, Any], where: str) -> Iterator[HintWarning]:
@@ -235,4 +237,4 @@ def weights_of(metadata: Mapping[str, Any], adapters: Adapters, where: str) -> d
 
 def _not_loaded(where: str, name: str, call: str) -> InputError:
     problem = f"lack {name!r:.200}, with which {where} was generated"
-    return InputError("adapters", NO_VALUE, problem, f"call {call:.400} first, or pass adapters=None to do without")
+    return InputError("adapters", problem, cure=f"call {call:.400} first, or pass adapters=None to do without")

@@ -12,7 +12,7 @@ from PIL import Image
 from canvax.call import CONTROL, OptionRecord
 from canvax.compile.kinds import Ready
 from canvax.compile.programs import Programs
-from canvax.errors import NO_VALUE, InputError, conflict, miscounted, nearest, needs
+from canvax.errors import InputError, conflict, miscounted, nearest, needs
 from canvax.families.base import Model
 from canvax.images.inputs import fingerprint, read_images
 from canvax.images.masks import as_floats, resized
@@ -68,7 +68,7 @@ def size_of(images: Iterable[Image.Image], asked: tuple[Any, Any], factor: int) 
     sizes = {image.size for image in images}
     if len(sizes) > 1:
         raise InputError(
-            "control", NO_VALUE, "has images of several sizes", "give {height} and {width}, which they are resized to"
+            "control", "has images of several sizes", cure="give {height} and {width}, which they are resized to"
         )
     ((width, height),) = sizes
     for name, side, side_length in (("height", height, asked[0]), ("width", width, asked[1])):
@@ -97,7 +97,6 @@ def check_control(model: Model, control: Any, count: int, options: Options) -> C
     if not nets:
         raise InputError(
             "control",
-            NO_VALUE,
             f"does not go with {model.name}, which has no ControlNet: canvax.load({model.name!r}, controlnet=...) "
             "gives it one (docs/controlnet.md)",
         )
@@ -109,10 +108,7 @@ def check_control(model: Model, control: Any, count: int, options: Options) -> C
     if len(nets) > 1 and (not isinstance(control, list | tuple) or len(control) != len(nets)):
         entries = len(control) if isinstance(control, list | tuple) else "one"
         raise InputError(
-            "control",
-            NO_VALUE,
-            f"has {entries} for {len(nets)} networks",
-            "give a list with an image for each, or None",
+            "control", f"has {entries} for {len(nets)} networks", cure="give a list with an image for each, or None"
         )
     for name in OPTIONS:
         if isinstance(value := getattr(options, name), tuple) and len(value) != len(nets):
@@ -225,7 +221,10 @@ def read_shown(value: Any, count: int) -> list[tuple[Shown, ...]]:
     """
     if isinstance(value, Mapping):
         raise InputError(
-            "control", value, "names types of images, which a ControlNet-Union alone takes", "give the image itself"
+            "control",
+            "names types of images, which a ControlNet-Union alone takes",
+            cure="give the image itself",
+            value=value,
         )
     return [(Shown(image),) for image in read_images("control", value, count)]
 
@@ -245,7 +244,7 @@ def read_typed(net: UnionNet, value: Any, count: int) -> list[tuple[Shown, ...]]
     if isinstance(value, Mapping):
         typed = {str(key): (_type_of(net, key), read_images("control", shown, count)) for key, shown in value.items()}
         if not typed:
-            raise InputError("control", value, "names no type of control image", _known(net))
+            raise InputError("control", "names no type of control image", cure=_known(net), value=value)
         _check_once(typed)
         several = max(len(images) for _, images in typed.values())
         return [
@@ -258,9 +257,8 @@ def read_typed(net: UnionNet, value: Any, count: int) -> list[tuple[Shown, ...]]
         return [shown for typed in value for shown in read_typed(net, typed, 1)]
     raise InputError(
         "control",
-        NO_VALUE,
         "is not a table, as a ControlNet-Union needs: the type and the image, {'depth': image}",
-        _known(net),
+        cure=_known(net),
     )
 
 
@@ -277,22 +275,19 @@ def _type_of(net: UnionNet, key: Any) -> tuple[int, float]:
     else:
         name, colon, weight = str(key).partition(":")
         if not isinstance(key, str) or (colon and not weight):
-            raise InputError("control", NO_VALUE, f"has {key!r}, which is no type of control image", _known(net))
+            raise InputError("control", f"has {key!r}, which is no type of control image", cure=_known(net))
     name = name.strip().lower()
     slot = TYPES.get(name, int(name) if name.isdecimal() else net.types)
     if slot >= net.types:
         close = "" if name.isdecimal() else f"{nearest(name, _names(net))}; "
-        raise InputError("control", NO_VALUE, f"has {key!r}, which is no type of this network", f"{close}{_known(net)}")
+        raise InputError("control", f"has {key!r}, which is no type of this network", cure=f"{close}{_known(net)}")
     try:
         strength = float(weight or 1)
     except ValueError:
         strength = 0.0
     if not 0 < abs(strength) <= MOST_WEIGHT:
         raise InputError(
-            "control",
-            NO_VALUE,
-            f"has {key!r}, where {weight!r} is no weight",
-            f"write {name}:0.5, or leave the type out",
+            "control", f"has {key!r}, where {weight!r} is no weight", cure=f"write {name}:0.5, or leave the type out"
         )
     return slot, strength
 
@@ -302,7 +297,7 @@ def _check_once(typed: Mapping[str, tuple[Any, ...]]) -> None:
     for label, ((slot, _), _) in typed.items():
         if slot in first:
             raise InputError(
-                "control", NO_VALUE, f"has {first[slot]!r} and {label!r}, which are one type of the network", "give one"
+                "control", f"has {first[slot]!r} and {label!r}, which are one type of the network", cure="give one"
             )
         first[slot] = label
 

@@ -26,7 +26,7 @@ from canvax.compile.monitor import Counts
 from canvax.compile.programs import Programs
 from canvax.engine.batch import Batch, filled
 from canvax.engine.segments import DeepPlan, guided_rows
-from canvax.errors import NO_VALUE, Cancelled, CanvaxError, InputError, conflict, shown
+from canvax.errors import Cancelled, CanvaxError, InputError, conflict, shown
 from canvax.families.base import Model
 from canvax.guidance import reads_negative
 from canvax.images.convert import to_pil
@@ -68,7 +68,7 @@ def text_to_image(
     began, clock = time.perf_counter(), Clock()
     mesh, count, spread = programs.mesh, len(request.prompts), multihost.is_spread(programs.mesh)
     if spread and keeps(model, request) and request.options.mask_blend == "renoised":
-        raise InputError("mask_blend", "renoised", "does not go with several processes", "use 'denoised'")
+        raise InputError("mask_blend", "does not go with several processes", cure="use 'denoised'", value="renoised")
     display = Display(shown=multihost.is_main_process(mesh) and request.options.progress)
     table, deep, kinds = work(model, request)
     latents = (padded_batch(count, mesh), *request.shape[1:])
@@ -220,18 +220,18 @@ def steered(returned: Any, shape: tuple[int, ...], *, spread: bool) -> np.ndarra
     if isinstance(returned, Mapping):
         if returned.get("latents") is None:
             problem = f"returned a dict of {sorted(map(str, returned))!s:.80}"
-            raise InputError("callback", NO_VALUE, problem, "return {'latents': array}")
+            raise InputError("callback", problem, cure="return {'latents': array}")
         returned = returned["latents"]
     if returned is not None and not (isinstance(returned, list | tuple) or getattr(returned, "ndim", 0)):
         cure = f"return None to go on, False to stop, or latents {list(shape)}"
-        raise InputError("callback", NO_VALUE, f"returned {shown(returned)}", cure)
+        raise InputError("callback", f"returned {shown(returned)}", cure=cure)
     try:
         latents = check_latents(returned, shape)
     except InputError as error:
-        raise InputError("callback", NO_VALUE, f"returned what {error.problem}", error.cure) from None
+        raise InputError("callback", f"returned what {error.problem}", cure=error.cure) from None
     if latents is None or spread:
         why = "several processes generate together" if spread else "it is neither latents nor None nor a bool"
-        raise InputError("callback", NO_VALUE, f"returned {type(returned).__name__}, which cannot be used: {why}")
+        raise InputError("callback", f"returned {type(returned).__name__}, which cannot be used: {why}")
     return latents
 
 
@@ -248,7 +248,7 @@ def two_passes(
     larger = second_pass(model, request)
     if multihost.is_spread(programs.mesh):
         raise InputError(
-            "hires", request.options.hires, "does not go with several processes: no process has all images"
+            "hires", "does not go with several processes: no process has all images", value=request.options.hires
         )
     first = text_to_image(model, programs, params, replace(request, on_device=False), cure, counts)
     second = text_to_image(model, programs, params, enlarged(larger, first.pixels, first.latents), cure, counts)
@@ -288,14 +288,18 @@ def second_pass(model: Model, request: Request) -> Request:
     if request.init_images is not None:
         cure = "pipe.upscale(image, prompt) and canvax upscale IMAGE make one larger"
         given = "an image" if request.init_images.fingerprints else f"{model.name}, an inpainting model"
-        raise InputError("hires", options.hires, f"cannot be combined with {given}", cure)
+        raise InputError("hires", f"cannot be combined with {given}", cure=cure, value=options.hires)
     if options.denoising_start or options.denoising_end < 1:
         raise conflict("hires", "denoising_start", "denoising_end", value=options.hires)
     height, width = (larger_side(model, side, options.hires) for side in (request.height, request.width))
     if (height, width) == (request.height, request.width):
-        raise InputError("hires", options.hires, f"leaves {width} x {height} pixels as they are", "1.5 or 2 is usual")
+        raise InputError(
+            "hires", f"leaves {width} x {height} pixels as they are", cure="1.5 or 2 is usual", value=options.hires
+        )
     if max(height, width) > MAX_SIDE:
-        raise InputError("hires", options.hires, f"makes {width} x {height} pixels, more than {MAX_SIDE}", "use less")
+        raise InputError(
+            "hires", f"makes {width} x {height} pixels, more than {MAX_SIDE}", cure="use less", value=options.hires
+        )
     sampler = request.sampler if options.hires_sampler is None else options.hires_sampler
     for name, given in (
         ("guidance_steps", options.guidance_steps),
@@ -312,7 +316,7 @@ def second_pass(model: Model, request: Request) -> Request:
     try:
         whole, skipped = steps_of_strength(strength, steps, "exact", most)
     except InputError as error:
-        raise InputError("hires_steps", steps, error.problem, error.cure) from None
+        raise InputError("hires_steps", error.problem, cure=error.cure, value=steps) from None
     # A text that changes on the way has become its last one.
     texts, embeds = replace(request.texts, stages=[replace(request.texts.stages[-1], step=0)]), request.embeds
     if options.hires_prompt is not None:
@@ -338,7 +342,7 @@ def second_pass(model: Model, request: Request) -> Request:
         sampler_table(model, larger)
     except InputError as error:  # of settings that another sampler has not
         problem = f"{error.problem} (of hires_sampler={sampler!r})" if options.hires_sampler else error.problem
-        raise InputError(error.argument, error.value, problem, error.cure) from None
+        raise InputError(error.argument, problem, cure=error.cure, value=error.value) from None
     return larger
 
 

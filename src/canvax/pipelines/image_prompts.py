@@ -16,7 +16,7 @@ from canvax.compile.additions import PromptKind
 from canvax.compile.kinds import Ready
 from canvax.compile.programs import Programs
 from canvax.engine.batch import filled
-from canvax.errors import NO_VALUE, InputError, conflict, shown
+from canvax.errors import InputError, conflict, shown
 from canvax.families.base import Model
 from canvax.images.inputs import clip_square, entry, fingerprint, read_images
 from canvax.images.masks import resized, rounded
@@ -57,12 +57,10 @@ class ImagePrompt:
 
     def __post_init__(self) -> None:
         if (self.image is None) == (self.embeds is None):
-            raise InputError("image_prompt", NO_VALUE, "is neither image nor embeds, or both", "give one of them")
+            raise InputError("image_prompt", "is neither image nor embeds, or both", cure="give one of them")
         if isinstance(self.adapter, bool) or not isinstance(self.adapter, int) or self.adapter < 0:
             raise InputError(
-                "image_prompt",
-                NO_VALUE,
-                f"has adapter={shown(self.adapter)}, which is not 0, the first adapter, or a later one",
+                "image_prompt", f"has adapter={shown(self.adapter)}, which is not 0, the first adapter, or a later one"
             )
         if not isinstance(self.scale, Mapping | list | tuple | np.ndarray):
             _number("scale", self.scale)
@@ -172,33 +170,28 @@ def check_image_prompts(model: Model, value: Any, count: int, options: Options) 
     if not model.networks.ip_adapters:
         raise InputError(
             "image_prompt",
-            NO_VALUE,
             f"does not go with {model.name}, which has no IP-Adapter",
-            "pipe.with_ip_adapter(file) gives it one (docs/ip-adapter.md)",
+            cure="pipe.with_ip_adapter(file) gives it one (docs/ip-adapter.md)",
         )
     values = list(value) if isinstance(value, list | tuple) else [value]
     records = [value for value in values if isinstance(value, ImagePrompt)]
     if any(isinstance(inner, ImagePrompt) for value in values if isinstance(value, list | tuple) for inner in value):
         raise InputError(
             "image_prompt",
-            NO_VALUE,
             "has lists of ImagePrompts: one is for all images of the call, and "
             "canvax.ImagePrompt([first, second], scale=[0.5, 1]) gives each image its own",
         )
     if records and len(records) < len(values):
-        raise InputError(
-            "image_prompt", NO_VALUE, "has images and ImagePrompts", "give canvax.ImagePrompt(image) for each"
-        )
+        raise InputError("image_prompt", "has images and ImagePrompts", cure="give canvax.ImagePrompt(image) for each")
     if not records and isinstance(value, list | tuple) and len(values) not in (1, count):
         raise InputError(
             "image_prompt",
-            NO_VALUE,
             f"has {len(values)} images for {count} images of the call: a list of images is one for "
             "each. For several at once give a list of canvax.ImagePrompt(image)",
         )
     records = records or [ImagePrompt(value)]
     if len(records) > MOST:
-        raise InputError("image_prompt", NO_VALUE, f"has {len(records)} entries", f"a call takes {MOST}")
+        raise InputError("image_prompt", f"has {len(records)} entries", cure=f"a call takes {MOST}")
     adapters = dict(model.networks.ip_adapters)
     prompts = [_checked(model, record, count) for record in records]
     for name in adapters:
@@ -206,9 +199,7 @@ def check_image_prompts(model: Model, value: Any, count: int, options: Options) 
             prompt.embeds.shape[1:] for prompt in prompts if prompt.component == name and prompt.embeds is not None
         }
         if len(shapes) > 1:
-            raise InputError(
-                "image_prompt", NO_VALUE, f"has embeds of several shapes {sorted(shapes)}", "give all the same"
-            )
+            raise InputError("image_prompt", f"has embeds of several shapes {sorted(shapes)}", cure="give all the same")
     if options.padding_mask_crop is not None and any(prompt.masks for prompt in prompts):
         raise conflict("image_prompt", "padding_mask_crop", why="its masks are of the whole image")
     encoder = model.networks.image_encoder
@@ -216,9 +207,8 @@ def check_image_prompts(model: Model, value: Any, count: int, options: Options) 
     if encoder is None and image_prompts.sees(guided=True):
         raise InputError(
             "image_prompt",
-            NO_VALUE,
             "needs an image encoder, and this pipeline has none (image_encoder=False)",
-            "give embeds, and negative_embeds where the adapter is not a plain one",
+            cure="give embeds, and negative_embeds where the adapter is not a plain one",
         )
     return image_prompts
 
@@ -228,9 +218,7 @@ def _checked(model: Model, prompt: ImagePrompt, count: int) -> Checked:
     at = prompt.adapter
     if at >= len(nets):
         raise InputError(
-            "image_prompt",
-            NO_VALUE,
-            f"has adapter={at!r}, which is not one of 0..{len(nets) - 1}, those of this pipeline",
+            "image_prompt", f"has adapter={at!r}, which is not one of 0..{len(nets) - 1}, those of this pipeline"
         )
     component, net = nets[at]
     images = [] if prompt.image is None else read_images("image_prompt", prompt.image, count)
@@ -243,15 +231,14 @@ def _checked(model: Model, prompt: ImagePrompt, count: int) -> Checked:
     if embeds is not None and negative is not None and embeds.shape[1:] != negative.shape[1:]:
         raise InputError(
             "image_prompt",
-            NO_VALUE,
             f"has embeds of shape {embeds.shape} and negative_embeds of shape {negative.shape}",
-            "give the same",
+            cure="give the same",
         )
     masks = [] if prompt.mask is None else read_images("image_prompt's mask", prompt.mask, count, grey=True)
     raw_scales = list(prompt.scale) if isinstance(prompt.scale, list | tuple) else [prompt.scale]
     if len(raw_scales) not in (1, count):
         raise InputError(
-            "image_prompt", NO_VALUE, f"has {len(raw_scales)} scales for {count} images", "give one, or one for each"
+            "image_prompt", f"has {len(raw_scales)} scales for {count} images", cure="give one, or one for each"
         )
     scales = np.stack([layer_scales(scale, net) for scale in raw_scales])
     marks = [fingerprint(image) for image in images]
@@ -266,30 +253,24 @@ def _embeds(name: str, value: Any, net: IPAdapter, tokens: int | None, count: in
     try:
         array = np.asarray(value, np.float32)
     except (TypeError, ValueError):
-        raise InputError(
-            "image_prompt", NO_VALUE, f"has {name}={value!r:.80}, which is not an array of numbers"
-        ) from None
+        raise InputError("image_prompt", f"has {name}={value!r:.80}, which is not an array of numbers") from None
     wanted = ("D",) if net.kind == "plain" else ("T", "D")
     if array.ndim == len(wanted):
         array = array[None]
     if array.ndim != 1 + len(wanted) or array.shape[-1] != net.reads or array.shape[0] not in (1, count):
         sizes = f"[n, {net.reads}]" if net.kind == "plain" else f"[n, {tokens or 'T'}, {net.reads}]"
         raise InputError(
-            "image_prompt",
-            NO_VALUE,
-            f"has {name} of shape {np.shape(value)}",
-            f"this adapter reads {sizes}, n 1 or {count}",
+            "image_prompt", f"has {name} of shape {np.shape(value)}", cure=f"this adapter reads {sizes}, n 1 or {count}"
         )
     most = tokens or 4096
     if net.kind != "plain" and (array.shape[1] != tokens if tokens else not 1 <= array.shape[1] <= most):
         raise InputError(
             "image_prompt",
-            NO_VALUE,
             f"has {name} with {array.shape[1]} features of an image",
-            f"CLIP makes {tokens or 'fewer'}",
+            cure=f"CLIP makes {tokens or 'fewer'}",
         )
     if not np.isfinite(array).all():
-        raise InputError("image_prompt", NO_VALUE, f"has {name} with numbers that are not finite")
+        raise InputError("image_prompt", f"has {name} with numbers that are not finite")
     return array
 
 
@@ -311,9 +292,7 @@ def layer_scales(scale: Any, net: IPAdapter) -> HostArray:
     out = np.zeros(len(layers), np.float32)
     for name, value in scale.items():
         if name not in parts:
-            raise InputError(
-                "image_prompt", NO_VALUE, f"has a scale for {name!r}", "parts of the UNet are down, mid and up"
-            )
+            raise InputError("image_prompt", f"has a scale for {name!r}", cure="parts of the UNet are down, mid and up")
         counts = {block: count for (part, block), count in depths.items() if part == parts[name]}
         blocks = value if isinstance(value, Mapping) else {f"block_{block}": value for block in counts}
         if name == "mid":
@@ -324,13 +303,11 @@ def layer_scales(scale: Any, net: IPAdapter) -> HostArray:
             where = f"scale[{name!r}][{key!r}]"
             if block is None:
                 names = ", ".join(f"block_{count}" for count in counts)
-                raise InputError(
-                    "image_prompt", NO_VALUE, f"has {where}, and {name} has attentions in {names or 'no block'}"
-                )
+                raise InputError("image_prompt", f"has {where}, and {name} has attentions in {names or 'no block'}")
             numbers = list(each) if isinstance(each, list | tuple) else [each]
             if len(numbers) not in (1, counts[block]):
                 raise InputError(
-                    "image_prompt", NO_VALUE, f"has {where} with {len(numbers)} entries for {counts[block]} attentions"
+                    "image_prompt", f"has {where} with {len(numbers)} entries for {counts[block]} attentions"
                 )
             numbers = numbers * counts[block] if len(numbers) == 1 else numbers
             for i, layer in enumerate(layers):
@@ -341,11 +318,9 @@ def layer_scales(scale: Any, net: IPAdapter) -> HostArray:
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not abs(value) < math.inf:
-        raise InputError(
-            "image_prompt", NO_VALUE, f"has {name}={value!r:.80}, which is not a number", "1 is as trained"
-        )
+        raise InputError("image_prompt", f"has {name}={value!r:.80}, which is not a number", cure="1 is as trained")
     if not -10 <= value <= 10:
-        raise InputError("image_prompt", NO_VALUE, f"has {name}={value!r}, which is not in -10..10", "1 is as trained")
+        raise InputError("image_prompt", f"has {name}={value!r}, which is not in -10..10", cure="1 is as trained")
     return float(value)
 
 

@@ -18,7 +18,7 @@ from canvax.compile.aot import Build
 from canvax.compile.cache import size_limit
 from canvax.compile.kinds import PROGRAMS, Kinds, Ready
 from canvax.compile.programs import Programs
-from canvax.errors import NO_VALUE, HintWarning, InputError, check_count, check_flag, refuse_tracers, warn
+from canvax.errors import HintWarning, InputError, check_count, check_flag, refuse_tracers, warn
 from canvax.familiar import SAVE, accepts
 from canvax.families.base import Model
 from canvax.families.known import family_of
@@ -181,7 +181,7 @@ class LoadedModel:
         params, spread = self._params(params), multihost.is_spread(self.programs.mesh)
         if any(len({device.process_index for device in row}) > 1 for row in self.programs.mesh.devices):
             raise InputError(
-                "mesh", NO_VALUE, "splits the weights over several processes", "load with {model=1} to save them"
+                "mesh", "splits the weights over several processes", cure="load with {model=1} to save them"
             )
         with multihost.fail_together("canvax save") if spread else nullcontext():
             if not spread or multihost.is_main_process(self.programs.mesh):
@@ -206,7 +206,7 @@ class LoadedModel:
             InputError: they do not fit the model.
         """
         if not isinstance(params, Mapping):
-            raise InputError("params", params, "are not parameters, as canvax.Pipeline.params holds them")
+            raise InputError("params", "are not parameters, as canvax.Pipeline.params holds them", value=params)
         return {
             part.name: place_all(part.spec, params.get(part.name, {}), self.programs.mesh, part.name)
             for part in self.model.components
@@ -305,7 +305,10 @@ class LoadedModel:
         ]
         if control and not self.model.networks.controls:
             raise InputError(
-                "control", True, f"does not go with {self.model.name}, which has no ControlNet", "leave it out"
+                "control",
+                f"does not go with {self.model.name}, which has no ControlNet",
+                cure="leave it out",
+                value=True,
             )
         adds.append(control and ReadsControls(tuple(name for name, _ in self.model.networks.controls)))
         if image_prompt:
@@ -314,7 +317,7 @@ class LoadedModel:
             adds.append(ReadsImagePrompts(kinds := usual_kinds(self.model.networks), sees=True))
             if not kinds:
                 why = "no IP-Adapter with an image encoder; leave it out"
-                raise InputError("image_prompt", True, f"does not go with {self.model.name}, which has {why}")
+                raise InputError("image_prompt", f"does not go with {self.model.name}, which has {why}", value=True)
         if references:
             adds.append(ReadsReferences(self._references(references, height, width)))
         self._ready(
@@ -364,9 +367,9 @@ class LoadedModel:
         if params is None:
             raise InputError(
                 "params",
-                None,
                 "is missing: this pipeline holds no parameters",
-                "pass those that from_pretrained returned",
+                cure="pass those that from_pretrained returned",
+                value=None,
             )
         return params
 
@@ -378,7 +381,9 @@ class LoadedModel:
         is_own = params is None or params is self.params
         params = self._own(params)
         if not isinstance(params, Mapping):
-            raise InputError("params", params, "is not a dict of arrays", "pass those that from_pretrained returned")
+            raise InputError(
+                "params", "is not a dict of arrays", cure="pass those that from_pretrained returned", value=params
+            )
         # Looking at each of the thousands of arrays of a model takes 10 ms; at whether they are those of last time, 1.
         leaves, structure = jax.tree.flatten(params)
         for last, refs in self._fitting:
@@ -389,7 +394,7 @@ class LoadedModel:
         if not (is_own and placed):
             refuse_tracers("params", params)
             if not described and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-                raise InputError("params", NO_VALUE, "are jax.ShapeDtypeStruct, which hold no numbers", "pass arrays")
+                raise InputError("params", "are jax.ShapeDtypeStruct, which hold no numbers", cure="pass arrays")
         for part in self.model.components:
             check_params(part.spec, params.get(part.name, {}), part.name)
         if not placed:

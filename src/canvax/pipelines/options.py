@@ -115,16 +115,18 @@ def _check_guidance(options: Options) -> None:
             having = "".join(f"; {{guidance_method={each}}} has it" for each in KINDS if name in KINDS[each].columns)
             cure = f"it has {', '.join(known) or 'none'}{having}"
             problem = f"has {name!r}, which {method} does not have"
-            raise InputError("guidance_settings", options.guidance_settings, problem, cure)
+            raise InputError("guidance_settings", problem, cure=cure, value=options.guidance_settings)
         usual, low, high = known[name]
         entries = value if isinstance(value, list) else [value]
         good = all(is_number(entry) and low <= entry <= high for entry in entries)
         if not good or np.shape(value) != np.shape(usual):
             problem = f"has {name}={shown(value)}, which is not in {low:g}..{high:g}"
-            raise InputError("guidance_settings", options.guidance_settings, problem)
+            raise InputError("guidance_settings", problem, value=options.guidance_settings)
     low, high = options.guidance_interval
     if low >= high:
-        raise InputError("guidance_interval", options.guidance_interval, "is not in order", "for example 0.2,0.8")
+        raise InputError(
+            "guidance_interval", "is not in order", cure="for example 0.2,0.8", value=options.guidance_interval
+        )
     if options.guidance_rescale and method != "cfg":
         raise conflict("guidance_rescale", f"guidance_method={method!r}", value=options.guidance_rescale)
     if options.reuse > 1 and PERTURBED in options.rule().samples:
@@ -138,14 +140,16 @@ def _check_control(options: Options) -> None:
     for i in range(max(len(starts), len(ends))):
         start, end = starts[i % len(starts)], ends[i % len(ends)]
         if start >= end:
-            raise InputError("control_start", start, f"is not before control_end={end:g}", "give them in order")
+            raise InputError(
+                "control_start", f"is not before control_end={end:g}", cure="give them in order", value=start
+            )
 
 
 def _check_window(options: Options) -> None:
     start, end = options.denoising_start, options.denoising_end
     if start >= end:
         cure = "0.8 is usual for both, between base and refiner"
-        raise InputError("denoising_start", start, f"is not before denoising_end={end:g}", cure)
+        raise InputError("denoising_start", f"is not before denoising_end={end:g}", cure=cure, value=start)
 
 
 def _check_hires_sampler(options: Options) -> None:
@@ -185,4 +189,4 @@ def check_options(options: Any) -> Options:
     pairs = "eta=0.5"
     if isinstance(options, Mapping) and options:
         pairs = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    raise InputError("options", options, "is not a canvax.Options", f"write options=canvax.Options({pairs})")
+    raise InputError("options", "is not a canvax.Options", cure=f"write options=canvax.Options({pairs})", value=options)

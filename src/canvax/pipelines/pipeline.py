@@ -18,7 +18,7 @@ from PIL import Image
 from canvax.call import Enlarging, Load
 from canvax.compile.monitor import counting
 from canvax.compile.programs import Programs
-from canvax.errors import NO_VALUE, HintWarning, InputError, refuse_tracers, warn
+from canvax.errors import HintWarning, InputError, refuse_tracers, warn
 from canvax.familiar import ASSIGNED, ATTRIBUTES, LOAD, Both, accepts, answer
 from canvax.families.base import Family, Model
 from canvax.models.beside import ADAPTERS
@@ -323,7 +323,9 @@ class Pipeline(LoadedModel):
             output = check_output(output_type)
             if output == "jax" and (spread or self.safety_checker):
                 why = "several processes" if spread else "a safety checker, which reads images on the host"
-                raise InputError("output_type", output, f"does not work with {why}", "use {output_type='np'}")
+                raise InputError(
+                    "output_type", f"does not work with {why}", cure="use {output_type='np'}", value=output
+                )
             as_set, attached = params is None, params is None or params is self.params
             params = self._params(params)
             # Parameters of the caller's have no adapters, so that their images tell of none.
@@ -511,7 +513,7 @@ def pipeline_of(
         scheduler = from_scheduler_config({"_class_name": scheduler} if isinstance(scheduler, str) else scheduler)
     denoiser = networks.denoiser.component
     if not isinstance(params, Mapping) or denoiser not in params:
-        raise InputError("params", NO_VALUE, f"have no {denoiser!r}", "give the parameters of each component by name")
+        raise InputError("params", f"have no {denoiser!r}", cure="give the parameters of each component by name")
     model = Model(
         files=ModelFiles.none(name),
         family=family,

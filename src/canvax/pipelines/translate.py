@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import numpy as np
 
 from canvax.call import Call, Enlarging, Load
-from canvax.errors import NO_VALUE, InputError, check_flag, conflict, shown
+from canvax.errors import InputError, check_flag, conflict, shown
 from canvax.familiar import CALL, HARMLESS, LESS_GUIDANCE, LOAD, PAGE, ForeignName, Translate, answer, renamed
 from canvax.images.keys import KEYS
 from canvax.pipelines.checks import floats
@@ -74,7 +74,7 @@ def translate_call(
             raise error.about("scheduler") from None
     if recorded := _METADATA & others.keys():
         problem = "is a key of an image's metadata, which is not the keywords of a call"
-        raise InputError(min(recorded), NO_VALUE, problem, "write pipe.again(metadata), also with keywords to change")
+        raise InputError(min(recorded), problem, cure="write pipe.again(metadata), also with keywords to change")
     if isinstance(rule := others.get("guidance"), str) or callable(rule) or hasattr(rule, "denoised"):
         if "guidance_method" in others:
             raise InputError("guidance and guidance_method are one argument; give it once")
@@ -82,7 +82,7 @@ def translate_call(
     left = renamed(arguments, others, CALL)
     for name in [name for name in arguments if name in _OWN]:  # a name for a field of the options
         if name in left:
-            raise InputError(name, NO_VALUE, "is given twice, under two names", "give it once")
+            raise InputError(name, "is given twice, under two names", cure="give it once")
         left[name] = arguments.pop(name)
     for name in left:
         if name in (*_OWN, *_SPECIAL, *_ARGUMENTS):
@@ -127,7 +127,7 @@ def translate_call(
     options = with_changes(arguments.get("options"), changes)
     if (timesteps := left.get("timesteps")) is not None:
         if "timesteps" in options.settings:
-            raise InputError("timesteps", NO_VALUE, "is given twice, also in sampler_settings", "give it once")
+            raise InputError("timesteps", "is given twice, also in sampler_settings", cure="give it once")
         listed = list(timesteps) if isinstance(timesteps, list | tuple) else np.asarray(timesteps).tolist()
         options = dataclasses.replace(options, sampler_settings={**options.settings, "timesteps": listed})
     arguments["options"] = options
@@ -207,7 +207,7 @@ def with_changes(options: Any, changes: Mapping[str, Any]) -> Options:
     options = check_options(options)
     twice = options.changed_names() & changes.keys()
     if twice:
-        raise InputError(min(twice), NO_VALUE, "is given twice, as an argument and in options", "give it once")
+        raise InputError(min(twice), "is given twice, as an argument and in options", cure="give it once")
     return dataclasses.replace(options, **changes)
 
 
@@ -220,7 +220,7 @@ def check_output(output: Any) -> Output:
     if output is None:
         return "pil"
     if not isinstance(output, str) or output not in get_args(Output):
-        raise InputError("output_type", output, f"is not one of {', '.join(get_args(Output))}")
+        raise InputError("output_type", f"is not one of {', '.join(get_args(Output))}", value=output)
     return cast("Output", output)
 
 
@@ -247,9 +247,8 @@ def _on_step_end(pipe: Any, callback: Callable[..., Any]) -> Callable[[Step], An
             if other := [name for name in returned if name != "latents"]:
                 raise InputError(
                     "callback_on_step_end",
-                    NO_VALUE,
                     f"returned {other[0]!r:.80}, and 'latents' alone can be changed on the way",
-                    f"leave it out; {LESS_GUIDANCE}",
+                    cure=f"leave it out; {LESS_GUIDANCE}",
                 )
             returned = returned.get("latents")
         if isinstance(returned, bool | np.bool_):
@@ -271,10 +270,10 @@ def as_latents(returned: Any, shape: tuple[int, ...]) -> np.ndarray:
     try:
         latents = np.asarray(floats(returned))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError("callback_on_step_end", NO_VALUE, f"returned no latents: {error!s:.200}", cure) from None
+        raise InputError("callback_on_step_end", f"returned no latents: {error!s:.200}", cure=cure) from None
     if latents.shape != shape or latents.dtype != np.float32 or not np.isfinite(latents).all():
         problem = f"returned {latents.dtype} {latents.shape}, or values that are not finite"
-        raise InputError("callback_on_step_end", NO_VALUE, problem, cure)
+        raise InputError("callback_on_step_end", problem, cure=cure)
     return latents
 
 

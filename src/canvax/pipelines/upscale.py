@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from canvax.call import Enlarging
-from canvax.errors import NO_VALUE, InputError, check_count
+from canvax.errors import InputError, check_count
 from canvax.families.base import Model
 from canvax.images.convert import to_pil
 from canvax.images.formats import GeneratedImage
@@ -44,10 +44,12 @@ def upscaled(
     batch, control = how.batch, how.control
     check_for_upscale(options)
     if control and not model.networks.controls:
-        raise InputError("control", True, f"does not go with {model.name}, which has no ControlNet", "leave it out")
+        raise InputError(
+            "control", f"does not go with {model.name}, which has no ControlNet", cure="leave it out", value=True
+        )
     (source,) = read_images("image", image, 1)
     if not isinstance(prompt, str):
-        raise InputError("prompt", prompt, "is not text", "all tiles have one prompt")
+        raise InputError("prompt", "is not text", cure="all tiles have one prompt", value=prompt)
     seed = check_seed(seed)
     shown = "" if prompt else _prompt_of(image)
     tiles = Tiles(model, source, scale=how.scale, overlap=how.overlap, seed=seed, noise=options.noise, prompt=shown)
@@ -97,7 +99,7 @@ def check_for_upscale(options: Options) -> None:
     """
     names = ("hires", "outpaint", "padding_mask_crop", "denoising_start", "denoising_end")
     for name in sorted(options.changed_names().intersection(names)):
-        raise InputError(name, NO_VALUE, "is not for tiles", "leave it out")
+        raise InputError(name, "is not for tiles", cure="leave it out")
 
 
 class Tile(NamedTuple):
@@ -125,7 +127,9 @@ def check_scale(scale: Any, source: Image.Image) -> tuple[int, int]:
     scale = check_setting(Enlarging, "scale", scale)
     width, height = (max(1, round(side * scale)) for side in source.size)
     if width * height > MOST_PIXELS:
-        raise InputError("scale", scale, f"makes {width} x {height} pixels, more than {MOST_PIXELS}", "use less")
+        raise InputError(
+            "scale", f"makes {width} x {height} pixels, more than {MOST_PIXELS}", cure="use less", value=scale
+        )
     return width, height
 
 

@@ -98,7 +98,7 @@ def _messages(job: Job, programs: list[str]) -> Iterator[dict[str, Any]]:
                 message = json.loads(line)
                 if "refused" in message:
                     compiler = parse_target(job.target).compiler
-                    raise InputError("target", job.target, f"is refused by {compiler}: {message['refused']}")
+                    raise InputError("target", f"is refused by {compiler}: {message['refused']}", value=job.target)
                 yield message
             if process.wait() != 0:
                 noise.seek(0)

@@ -19,7 +19,7 @@ from typing import Any
 from canvax._version import __version__
 from canvax.compile.kinds import reference_encoder
 from canvax.denoise import WINDOW
-from canvax.errors import NO_VALUE, CanvaxError, CheckpointError, InputError, check_count, nearest
+from canvax.errors import CanvaxError, CheckpointError, InputError, check_count, nearest
 from canvax.families.base import Defaults, Family
 from canvax.families.known import FAMILIES, PRESETS, family_of
 from canvax.families.local_models import completed
@@ -281,12 +281,12 @@ def plan(
         raise InputError(f"plan has no argument {name!r:.80}; {nearest(name, [*signature(plan).parameters, *known])}")
     aim = parse_target(target)
     if not isinstance(mesh, Mapping | None):
-        raise InputError("mesh", mesh, "does not map axes to devices, as {'data': 4} does")
+        raise InputError("mesh", "does not map axes to devices, as {'data': 4} does", value=mesh)
     axes = check_axes(mesh, aim.devices, aim)
     batch = check_count("batch", axes["data"] if batch is None else batch)
     if batch % axes["data"]:
         up = -(-batch // axes["data"]) * axes["data"]
-        raise InputError("batch", batch, f"cannot be split over data={axes['data']} devices", f"use {up}")
+        raise InputError("batch", f"cannot be split over data={axes['data']} devices", cure=f"use {up}", value=batch)
     if steps is not None:
         check_count("steps", steps)
     computed = parse_dtype(aim.chip.half if dtype is None else dtype, quantizes=True).name
@@ -339,15 +339,15 @@ def check_axes(mesh: Mapping[str, int] | None, devices: int, target: Target) -> 
     asked = {"model": 1, **(mesh or {})}
     for name, size in asked.items():
         if name not in AXES:
-            raise InputError("mesh", NO_VALUE, f"has an axis {name!r}", nearest(name, AXES))
+            raise InputError("mesh", f"has an axis {name!r}", cure=nearest(name, AXES))
         check_count(name, size)
     axes = {"data": devices // asked["model"], **asked}
     if axes["data"] * axes["model"] != devices:
         raise InputError(
             "mesh",
-            axes,
             f"has {axes['data'] * axes['model']} devices, {target} has {devices}",
-            f"their product must be {devices}",
+            cure=f"their product must be {devices}",
+            value=axes,
         )
     return axes
 
@@ -363,7 +363,7 @@ def _open(model: str | Path, overrides: Overrides, **source: Any) -> tuple[Netwo
     if isinstance(model, str) and preset_of:
         Location(model, **source).warn_unused("revision", "cache_dir")
         for name, part in overrides.parts.items():
-            raise InputError(name, part, f"does not go with the preset {model}", "leave it out")
+            raise InputError(name, f"does not go with the preset {model}", cure="leave it out", value=part)
         networks = preset_of.presets[model]
         return networks, preset_of, preset_of.defaults_of(networks)
     try:
@@ -376,7 +376,10 @@ def _open(model: str | Path, overrides: Overrides, **source: Any) -> tuple[Netwo
         if isinstance(model, str) and "/" not in model and not named_path("model", model).exists():
             names = [*PRESETS, *BUNDLED]
             raise InputError(
-                "model", model, "is no preset, folder or Hub id", f"{nearest(model, names)} Presets: {', '.join(names)}"
+                "model",
+                "is no preset, folder or Hub id",
+                cure=f"{nearest(model, names)} Presets: {', '.join(names)}",
+                value=model,
             ) from error
         raise
     parts = read_parts(files)

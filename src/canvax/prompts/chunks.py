@@ -120,7 +120,7 @@ def chunked(tokenizer: Tokenizer, fragments: Sequence[Fragment], length: int = C
     if len(chunks) > MOST_CHUNKS:
         words = "".join(text for text, _ in fragments)
         problem = f"has {len(chunks)} chunks of {room} tokens, more than {MOST_CHUNKS}"
-        raise InputError("prompt", words[:60], problem, "shorten it")
+        raise InputError("prompt", problem, cure="shorten it", value=words[:60])
     return [_framed(tokenizer, chunk, length) for chunk in chunks]
 
 

@@ -52,7 +52,7 @@ def fragments(prompt: str, syntax: PromptSyntax) -> list[Fragment]:
         elif text:
             joined.append((text, weight))
     if not joined and prompt.strip():
-        raise InputError("prompt", prompt[:80], "has weights and no words", "write (words:1.2)")
+        raise InputError("prompt", "has weights and no words", cure="write (words:1.2)", value=prompt[:80])
     return joined or [("", 1.0)]
 
 
@@ -60,7 +60,10 @@ def check_weight(prompt: str, weight: float) -> None:
     """Raise InputError for a weight above ``MOST_WEIGHT``, which would destroy the image."""
     if abs(weight) > MOST_WEIGHT:
         raise InputError(
-            "prompt", prompt[:80], f"has a weight of {weight:g}, more than {MOST_WEIGHT:g}", "0.5 to 1.5 is usual"
+            "prompt",
+            f"has a weight of {weight:g}, more than {MOST_WEIGHT:g}",
+            cure="0.5 to 1.5 is usual",
+            value=prompt[:80],
         )
 
 

@@ -35,11 +35,13 @@ def curve_levels(
         largest = largest if options.sigma_max is None else options.sigma_max
         smallest = smallest if options.sigma_min is None else options.sigma_min
         if not 0 < smallest <= largest:
-            raise InputError("sigma_min", smallest, f"and sigma_max={largest} must satisfy 0 < sigma_min <= sigma_max")
+            raise InputError(
+                "sigma_min", f"and sigma_max={largest} must satisfy 0 < sigma_min <= sigma_max", value=smallest
+            )
         return _BETWEEN[name](largest, smallest, steps, options.rho)
     if name in _WHOLE:
         return _WHOLE[name](schedule, steps)
-    raise InputError("sigmas", name, "is not known", nearest(str(name), NAMES))
+    raise InputError("sigmas", "is not known", cure=nearest(str(name), NAMES), value=name)
 
 
 def karras(largest: float, smallest: float, steps: int, rho: float | None = None) -> np.ndarray:

@@ -99,14 +99,17 @@ def demand_signal(schedule: NoiseSchedule, alpha: np.ndarray, name: str, *, comb
     lower = "" if name in ("lcm", "tcd") else "spacing='leading' without a curve, or "  # they begin at pure noise
     if schedule.prediction_type == "epsilon":
         raise InputError(
-            "prediction_type", "epsilon", f"says nothing about the image at {where}", f"use {lower}{{sampler='euler'}}"
+            "prediction_type",
+            f"says nothing about the image at {where}",
+            cure=f"use {lower}{{sampler='euler'}}",
+            value="epsilon",
         )
     if schedule.prediction_type == "sample" and combines_eps:
         raise InputError(
             "prediction_type",
-            "sample",
             f"is turned into eps by PNDM, which says nothing about the image at {where}",
-            f"use {lower}{{sampler='ddim'}}",
+            cure=f"use {lower}{{sampler='ddim'}}",
+            value="sample",
         )
 
 
@@ -115,9 +118,9 @@ def demand_numbered(schedule: NoiseSchedule, name: str) -> None:
     if schedule.is_flow or schedule.timestep_unit != "index":
         raise InputError(
             "sampler",
-            name,
             "steps between numbered training timesteps, which flow and EDM models do not have",
-            "use {sampler='euler'} or 'heun'",
+            cure="use {sampler='euler'} or 'heun'",
+            value=name,
         )
 
 
@@ -152,9 +155,9 @@ def table_of(
     if not table.finite:
         raise InputError(
             "steps",
-            int(table.step[-1]) + 1,
             "gives this sampler two rows at one noise level, or a level it cannot leave",
-            "use fewer steps or another {spacing}",
+            cure="use fewer steps or another {spacing}",
+            value=int(table.step[-1]) + 1,
         )
     return table
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from canvax.call import PredictionType
-from canvax.errors import NO_VALUE, InputError, check_count, nearest, shown
+from canvax.errors import InputError, check_count, nearest, shown
 
 TIMESTEP_UNITS = ("index", "quarter_log", "angle")
 MOST_TIMESTEPS = 1_000_000
@@ -63,30 +63,26 @@ class NoiseSchedule:
         try:
             values = np.asarray(self.alphas_cumprod, np.float64)
         except Exception:  # an arbitrary object can raise anything
-            raise InputError("alphas_cumprod", self.alphas_cumprod, "is not a list of numbers") from None
+            raise InputError("alphas_cumprod", "is not a list of numbers", value=self.alphas_cumprod) from None
         object.__setattr__(self, "alphas_cumprod", values)
         if self.prediction_type not in PREDICTION_TYPES:
             hint = nearest(str(self.prediction_type), PREDICTION_TYPES)
-            raise InputError("prediction_type", self.prediction_type, "is not known", hint)
+            raise InputError("prediction_type", "is not known", cure=hint, value=self.prediction_type)
         if self.timestep_unit not in TIMESTEP_UNITS:
             hint = nearest(self.timestep_unit, TIMESTEP_UNITS)
-            raise InputError("timestep_unit", self.timestep_unit, "is not known", hint)
+            raise InputError("timestep_unit", "is not known", cure=hint, value=self.timestep_unit)
         for name in ("sigma_data", "shift"):
             if (value := getattr(self, name)) is not None and value <= 0:
-                raise InputError(name, value, "must be more than 0")
+                raise InputError(name, "must be more than 0", value=value)
         if values.ndim == 1 and (np.diff(values) > 0).any():
             raise InputError(
-                "alphas_cumprod",
-                NO_VALUE,
-                "rises somewhere",
-                "give what is left of the image at each timestep, falling",
+                "alphas_cumprod", "rises somewhere", cure="give what is left of the image at each timestep, falling"
             )
         if values.ndim != 1 or values.size == 0 or not np.all((values >= 0) & (values <= 1)):
             raise InputError(
                 "alphas_cumprod",
-                NO_VALUE,
                 f"must be a non-empty list of numbers in 0..1, got shape {values.shape}",
-                "check the betas of the scheduler config",
+                cure="check the betas of the scheduler config",
             )
 
     @classmethod
@@ -109,7 +105,7 @@ class NoiseSchedule:
         """Make the schedule of rectified flow: t = 1/n, 2/n, ... 1, shifted."""
         check_count("num_train_timesteps", num_train_timesteps, MOST_TIMESTEPS)
         if not 0 < shift <= 1e6:
-            raise InputError("shift", shift, "must be more than 0, and at most 1e6", "1 is none")
+            raise InputError("shift", "must be more than 0, and at most 1e6", cure="1 is none", value=shift)
         t = shifted(np.arange(1, num_train_timesteps + 1) / num_train_timesteps, shift)
         remaining = (1 - t) ** 2 / ((1 - t) ** 2 + t**2)
         kind = "flow_prediction"
@@ -136,7 +132,7 @@ class NoiseSchedule:
         """Make the schedule of a network with EDM preconditioning between two levels: Karras et al. 2022, table 1."""
         check_count("num_train_timesteps", num_train_timesteps, MOST_TIMESTEPS)
         if not 0 < sigma_min < sigma_max <= 1e6:
-            raise InputError("sigma_min", sigma_min, f"and sigma_max={sigma_max} are not in order within 0..1e6")
+            raise InputError("sigma_min", f"and sigma_max={sigma_max} are not in order within 0..1e6", value=sigma_min)
         levels = np.exp(np.linspace(np.log(sigma_min), np.log(sigma_max), num_train_timesteps))
         return cls(1 / (1 + levels**2), prediction_type, sigma_data=sigma_data, timestep_unit="quarter_log")
 
@@ -229,7 +225,7 @@ def make_betas(kind: str, beta_start: float, beta_end: float, num_train_timestep
             log_snr = -0.5 * np.where(u < 0, -1.0, 1.0) * np.log(1.0 - 2.0 * np.abs(u) + 1e-6)
             snr = np.exp(log_snr)
             return _betas_of(np.sqrt(snr / (1.0 + snr)))
-    raise InputError("beta_schedule", kind, "is not known", nearest(str(kind), BETA_SCHEDULES))
+    raise InputError("beta_schedule", "is not known", cure=nearest(str(kind), BETA_SCHEDULES), value=kind)
 
 
 def _betas_of(remaining: np.ndarray, largest: float = 0.999) -> np.ndarray:

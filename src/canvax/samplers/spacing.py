@@ -163,7 +163,9 @@ def _flow(schedule: NoiseSchedule, steps: int, options: SamplerOptions, family: 
     """Return timesteps and times of a flow model; diffusers' classes differ in the even times before the shift."""
     train, shift = schedule.num_train_timesteps, schedule.shift
     if options.sigmas in ("ays", "ays_sdxl"):
-        raise InputError("sigmas", options.sigmas, "was made for Stable Diffusion, not for flow models", "use 'beta'")
+        raise InputError(
+            "sigmas", "was made for Stable Diffusion, not for flow models", cure="use 'beta'", value=options.sigmas
+        )
     if options.sigmas in ("normal", "simple", "sgm_uniform", "ddim_uniform", "beta"):
         sigmas = _to_terminal(schedule, curve_levels(schedule, steps, options, 1.0, 1.0))
         return schedule.timestep_of(sigmas), sigmas
@@ -233,9 +235,9 @@ def _demand_trained(schedule: NoiseSchedule, timesteps: np.ndarray, steps: int, 
     if beyond.size:
         raise InputError(
             "steps",
-            steps,
             f"with steps_offset={options.steps_offset} reaches timestep {beyond[0]:g}, outside 0..{last}",
-            "use fewer steps, a smaller steps_offset or {spacing='trailing'}",
+            cure="use fewer steps, a smaller steps_offset or {spacing='trailing'}",
+            value=steps,
         )
 
 

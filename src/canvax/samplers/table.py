@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from canvax.errors import FLOAT32_MAX, NO_VALUE, InputError, check_function
+from canvax.errors import FLOAT32_MAX, InputError, check_function
 from canvax.samplers.schedule import SMALLEST_ALPHA_CUMPROD
 
 SLOTS = 6
@@ -75,9 +75,7 @@ class SamplerTable:
         for name in COLUMNS:
             shape = (np.size(self.timestep), *_INNER.get(name, ()))
             if getattr(self, name).shape != shape:
-                raise InputError(
-                    name, NO_VALUE, f"of a sampler table has shape {getattr(self, name).shape}, not {shape}"
-                )
+                raise InputError(name, f"of a sampler table has shape {getattr(self, name).shape}, not {shape}")
 
     def __len__(self) -> int:
         return len(self.timestep)
@@ -104,7 +102,7 @@ class SamplerTable:
         It does not apply to DDIM inversion, whose x before a row is cleaner than the level of the row.
         """
         if not (isinstance(row, int | np.integer) and -len(self) <= row < len(self)):
-            raise InputError("row", row, f"is not one of the {len(self)} rows")
+            raise InputError("row", f"is not one of the {len(self)} rows", value=row)
         if (shapes := (np.shape(x0), np.shape(eps)))[0] != shapes[1] or isinstance(x0, str):
             raise InputError(f"x0 and eps have shapes {shapes[0]} and {shapes[1]}; give arrays of one shape")
         return self.alpha[row] * x0 + self.std[row] * eps
@@ -119,10 +117,10 @@ class SamplerTable:
             except (TypeError, ValueError):
                 finite = False
             if not finite:
-                raise InputError(name, value, "is not a finite number, or a list of them")
+                raise InputError(name, "is not a finite number, or a list of them", value=value)
             if np.shape(value) not in ((), (steps,)):
                 numbers = f"{np.size(value)} numbers" if np.ndim(value) == 1 else f"shape {np.shape(value)}"
-                raise InputError(name, NO_VALUE, f"has {numbers}", f"give one, or one for each of {steps} steps")
+                raise InputError(name, f"has {numbers}", cure=f"give one, or one for each of {steps} steps")
         each = [
             np.broadcast_to(np.asarray(value, np.float64), (steps,))[self.step - first] for value in (scale, rescale)
         ]
@@ -180,21 +178,20 @@ def run(table: SamplerTable, denoise: Denoise, x: np.ndarray, noises: np.ndarray
     check_function("denoise", denoise, 3, "(network input, timestep, row)")
     if noises is None and table.M[:, :, NOISE].any():
         raise InputError(
-            "noises", None, "does not go with a sampler that adds noise", f"give an array {(len(table), *x.shape)}"
+            "noises",
+            "does not go with a sampler that adds noise",
+            cure=f"give an array {(len(table), *x.shape)}",
+            value=None,
         )
     if noises is not None and (noises.shape[1:] != x.shape or len(noises) < len(table)):
-        raise InputError(
-            "noises", NO_VALUE, f"has shape {noises.shape}, not {(len(table), *x.shape)}: one for each row"
-        )
+        raise InputError("noises", f"has shape {noises.shape}, not {(len(table), *x.shape)}: one for each row")
     state = np.zeros((SLOTS, *x.shape))
     state[0] = table.init_scale * x
     seen = np.empty((len(table), *x.shape))
     for r in range(len(table)):
         output = np.asarray(denoise(table.c_in[r] * state[0], float(table.timestep[r]), r))
         if output.shape != x.shape or output.dtype.kind not in "biuf":
-            raise InputError(
-                "denoise", NO_VALUE, f"returned {output.dtype} {output.shape}, not numbers of shape {x.shape}"
-            )
+            raise InputError("denoise", f"returned {output.dtype} {output.shape}, not numbers of shape {x.shape}")
         denoised = table.p[r] * state[0] + table.q[r] * output
         noise = np.zeros_like(denoised) if noises is None else noises[r]
         state = np.tensordot(table.M[r], np.stack([*state, denoised, noise]), axes=1)

@@ -85,7 +85,7 @@ class Plan:
         if not digests:
             raise InputError(f"{path}: holds no rows")
         if absent:
-            raise InputError("carry", " ".join(sorted(absent)), f"is in no row of {path}", "leave it out")
+            raise InputError("carry", f"is in no row of {path}", cure="leave it out", value=" ".join(sorted(absent)))
         shared = dict(list(digests.items())[share[0] :: share[1]])
         return cls(Path(path), defaults, carried, seed, len(digests), shared, alike)
 

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from typing import Any
 
-from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count
+from canvax.errors import CanvaxError, InputError, check_count
 from canvax.pipelines.checks import MOST_IMAGES
 from canvax.scale.batch import Plan
 from canvax.scale.rows import Row, pyarrow, row_of, settings_of
@@ -71,9 +71,11 @@ class Generate:
         batch_size = None if batch_size is None else check_count("batch_size", batch_size, MOST_IMAGES)
         check_count("most", most)
         if image_format not in ("png", "webp", "jpg"):
-            raise InputError("image_format", image_format, "is not one of 'png', 'webp', 'jpg'")
+            raise InputError("image_format", "is not one of 'png', 'webp', 'jpg'", value=image_format)
         if quality is not None and (not 1 <= quality <= 100 or image_format == "png"):
-            raise InputError("quality", quality, "is for webp and jpg, in 1..100", f"image_format={image_format!r}")
+            raise InputError(
+                "quality", "is for webp and jpg, in 1..100", cure=f"image_format={image_format!r}", value=quality
+            )
         settings_of(Row("defaults", dict(defaults or {}, prompt="x")), {}, carried)  # refuses invalid arguments
         load = {"progress": False, **(load or {})}
         pipe = canvax.load(model, **load)
@@ -196,7 +198,7 @@ def connected(address: str | None) -> Any:
     except (ConnectionError, RuntimeError, ValueError) as error:
         first = str(error).partition("\n")[0]
         raise InputError(
-            "ray", address, f"is no cluster that answers ({first})", "{ray=local} starts one here"
+            "ray", f"is no cluster that answers ({first})", cure="{ray=local} starts one here", value=address
         ) from None
     return ray
 
@@ -236,7 +238,7 @@ def ray_module() -> Any:
         import ray.data  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         cure = "install it from canvax's folder: pip install '.[ray]'"
-        raise InputError("ray", NO_VALUE, f"needs {error.name}", cure) from None
+        raise InputError("ray", f"needs {error.name}", cure=cure) from None
     return ray
 
 
@@ -247,7 +249,7 @@ def _listed(batch: Any) -> list[dict[str, Any]]:
     if hasattr(batch, "to_dict"):
         return batch.to_dict("records")
     if not isinstance(batch, Mapping):
-        raise InputError("batch", batch, "is not a batch of Ray Data: a table, or a dict of columns")
+        raise InputError("batch", "is not a batch of Ray Data: a table, or a dict of columns", value=batch)
     return [dict(zip(batch, cells, strict=True)) for cells in zip(*batch.values(), strict=True)]
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from PIL import Image
 
 from canvax.call import Call
-from canvax.errors import NO_VALUE, InputError, needs
+from canvax.errors import InputError, needs
 from canvax.files import state_of
 from canvax.images.inputs import fingerprint, read_images
 from canvax.images.maps import control_map
@@ -57,7 +57,9 @@ def named_control(settings: Mapping[str, Any]) -> ControlEntry:
         or not all(isinstance(kind, str) for kind in kinds)
         or len(kinds) not in (0, 1, len(files))
     ):
-        raise InputError("control_from", kinds, f"is not a kind of map, or one for each of {len(files)} control images")
+        raise InputError(
+            "control_from", f"is not a kind of map, or one for each of {len(files)} control images", value=kinds
+        )
     entries = []
     for i, file in enumerate(files):
         kind = kinds[i if len(kinds) > 1 else 0].strip() if kinds else NONE
@@ -67,7 +69,7 @@ def named_control(settings: Mapping[str, Any]) -> ControlEntry:
 
 
 def _by_type(text: str) -> list[tuple[str, str]]:
-    """Types and files of "depth=a.png,canny:0.5=b.png"; a text that begins with none is the name of a file."""
+    """Split "depth=a.png,canny:0.5=b.png" into types and files; a text that begins with no type is a file."""
     starts = [match for match in _TYPED.finditer(text) if match[0][0] == "," or match.start() == 0]
     if not starts or starts[0].start() or text.startswith(","):
         return [("", text)]
@@ -90,10 +92,10 @@ def named_prompts(settings: Mapping[str, Any], adapters: int) -> tuple[FilePromp
         raise needs("ip_image", "ip_adapter", cure="it is the network that reads the image")
     if adapters > 1 and len(files) != adapters:
         problem = f"has {len(files)} images for {adapters} adapters"
-        raise InputError("ip_image", NO_VALUE, problem, "give one image for each, in their order")
+        raise InputError("ip_image", problem, cure="give one image for each, in their order")
     if masks and len(masks) != len(files):
         problem = f"has {len(masks)} masks for {len(files)} images"
-        raise InputError("ip_mask", NO_VALUE, problem, "give one for each; none for no mask")
+        raise InputError("ip_mask", problem, cure="give one for each; none for no mask")
     masks = masks or [NONE] * len(files)
     return tuple(
         FilePrompt(*_with_scale(file), None if mask == NONE else mask, i if adapters > 1 else 0)
@@ -102,7 +104,7 @@ def named_prompts(settings: Mapping[str, Any], adapters: int) -> tuple[FilePromp
 
 
 def _with_scale(text: str) -> tuple[str, float]:
-    """``photo.png:0.6`` as its parts; 1 where there is no strength."""
+    """Split ``photo.png:0.6`` into file and strength, 1 by default."""
     file, colon, number = text.rpartition(":")
     if colon and file:
         try:
@@ -110,7 +112,7 @@ def _with_scale(text: str) -> tuple[str, float]:
         except ValueError:  # a name with a colon in it
             if os.path.isfile(file) and not os.path.exists(text):
                 raise InputError(
-                    "ip_image", text, f"ends in {number!r}, which is not a strength", f"write {file}:0.6"
+                    "ip_image", f"ends in {number!r}, which is not a strength", cure=f"write {file}:0.6", value=text
                 ) from None
     return text, 1.0
 
@@ -118,7 +120,7 @@ def _with_scale(text: str) -> tuple[str, float]:
 def _names(name: str, value: Any, kind: Any) -> list[Any]:
     names = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(each, kind) and each != "" for each in names):
-        raise InputError(name, value, "is not the name of an image, nor a list of names")
+        raise InputError(name, "is not the name of an image, nor a list of names", value=value)
     return names
 
 
@@ -181,12 +183,12 @@ def control_argument(batch: Sequence[ControlEntry]) -> Any:
 
 
 def _shown(shown: Sequence[ControlFile] | None) -> Any:
-    """A control image; those of several types are a dict."""
+    """Read a control image; those of several types become a dict."""
     if shown is None:
         return None
     images = {label: read("control", file, kind) for label, file, kind in shown}
     if len(images) < len(shown):
-        raise InputError("control", NO_VALUE, f"names a type twice: {', '.join(label for label, *_ in shown)}")
+        raise InputError("control", f"names a type twice: {', '.join(label for label, *_ in shown)}")
     return images.get("", images)
 
 

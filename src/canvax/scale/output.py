@@ -160,9 +160,9 @@ class Output:
                 if name not in _FIRST_COUNTS and earlier[name] != run_settings[name]:
                     raise InputError(
                         "output",
-                        self.folder,
                         f"was begun with {name}={earlier[name]!r}, not {run_settings[name]!r}",
-                        "go on with that, or choose another folder",
+                        cure="go on with that, or choose another folder",
+                        value=self.folder,
                     )
             self.run = {**run_settings, **earlier}
             if self._process == 0 and self.run != earlier:
@@ -173,7 +173,7 @@ class Output:
                 f"{path}: is damaged, so that nothing is known of how the job was begun; choose another folder"
             ) from None
         except OSError as error:
-            raise InputError("output", self.folder, f"cannot be written to ({error.strerror or error})") from None
+            raise InputError("output", f"cannot be written to ({error.strerror or error})", value=self.folder) from None
 
     def _begin(self) -> bool:
         """Make the folder, or check that it is that of a batch job; return whether it was made."""
@@ -184,11 +184,15 @@ class Output:
             known = (self.folder / RUN).exists() or self._process > 0  # the first process writes it
             known = known or any(self.folder.glob("manifest-*.jsonl"))  # other processes may have started
             if not known and any(not entry.name.startswith(".") for entry in self.folder.iterdir()):
-                raise InputError("output", self.folder, "is not empty, and of no batch job", "choose another folder")
+                raise InputError(
+                    "output", "is not empty, and of no batch job", cure="choose another folder", value=self.folder
+                )
         except (FileExistsError, NotADirectoryError):
-            raise InputError("output", self.folder, "is a file, or lies under one", "choose another folder") from None
+            raise InputError(
+                "output", "is a file, or lies under one", cure="choose another folder", value=self.folder
+            ) from None
         except OSError as error:
-            raise InputError("output", self.folder, f"cannot be written to ({error.strerror or error})") from None
+            raise InputError("output", f"cannot be written to ({error.strerror or error})", value=self.folder) from None
         return made
 
     def _append(self, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -248,13 +252,13 @@ def _lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob(name)):
         if not path.is_file():
             raise InputError(
-                "output", folder, f"holds {path.name}, which is not a regular file", "choose another folder"
+                "output", f"holds {path.name}, which is not a regular file", cure="choose another folder", value=folder
             )
         try:
             file = open(path, "rb")  # noqa: SIM115
         except OSError as error:
             raise InputError(
-                "output", folder, f"holds {path.name}, which cannot be read ({error.strerror or error})"
+                "output", f"holds {path.name}, which cannot be read ({error.strerror or error})", value=folder
             ) from None
         with file:
             for text in file:
@@ -280,7 +284,10 @@ def _locked(path: Path) -> Any:
     except OSError as error:
         why = f"{path.name} cannot be written to ({error.strerror or error})"
         raise InputError(
-            "output", path.parent, f"cannot be used: {why}", "see to its permissions, or choose another folder"
+            "output",
+            f"cannot be used: {why}",
+            cure="see to its permissions, or choose another folder",
+            value=path.parent,
         ) from None
     try:
         import fcntl
@@ -290,7 +297,7 @@ def _locked(path: Path) -> Any:
         pass
     except OSError:
         file.close()
-        raise InputError("output", path.parent, "is written to by another process", "wait for it") from None
+        raise InputError("output", "is written to by another process", cure="wait for it", value=path.parent) from None
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - _LONGEST_LINE))
     tail = file.read()

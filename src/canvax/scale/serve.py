@@ -100,7 +100,7 @@ class ServeArgs:
         values, loading = dict[str, Any](), dict[str, Any]()
         for name, value in settings.items():
             if name not in (*kinds, *_LOADING):
-                raise InputError(name, value, "is not known", nearest(name, [*kinds, *_LOADING]))
+                raise InputError(name, "is not known", cure=nearest(name, [*kinds, *_LOADING]), value=value)
             if kinds.get(name) is bool or (name in _LOADING and True in _LOADING[name].kind.choices):
                 value = {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower(), value)
             if name in _LOADING:  # "" is the default
@@ -109,9 +109,9 @@ class ServeArgs:
             try:
                 values[name] = value if isinstance(value, kinds[name]) else _number(kinds[name], value)
             except (TypeError, ValueError):
-                raise InputError(name, value, f"is not {kinds[name].__name__}") from None
+                raise InputError(name, f"is not {kinds[name].__name__}", value=value) from None
             if not isinstance(values[name], str) and not 0 <= values[name] < math.inf:
-                raise InputError(name, value, "is not a finite number of at least 0")
+                raise InputError(name, "is not a finite number of at least 0", value=value)
         return cls(loading=Load(progress=False, **loading), **values)
 
 

@@ -18,7 +18,7 @@ from canvax.call import ImageEncoding
 from canvax.compile.additions import ReadsControls
 from canvax.compile.kinds import Kinds
 from canvax.compile.monitor import counting
-from canvax.errors import NO_VALUE, CanvaxError, InputError, OutOfMemoryError, check_utf8
+from canvax.errors import CanvaxError, InputError, OutOfMemoryError, check_utf8
 from canvax.images.formats import GeneratedImage, quality_keywords
 from canvax.parallel import multihost
 from canvax.parallel.memory import cures, explained
@@ -71,10 +71,10 @@ def call_of(settings: Mapping[str, Any], adapters: int, **options: Any) -> Call:
         InputError: there is no prompt, or a value has the wrong type or is out of range.
     """
     if settings.get("prompt") is None:
-        raise InputError("prompt", NO_VALUE, "is missing", "give the row one, in a field or column of that name")
+        raise InputError("prompt", "is missing", cure="give the row one, in a field or column of that name")
     for name in _TEXTS:
         if not isinstance(value := settings.get(name), str | None):
-            raise InputError(name, value, "is not text")
+            raise InputError(name, "is not text", value=value)
         check_utf8(name, value or "")
     named = {name: check_setting(Call, name, settings[name]) for name in _NAMED if name in settings}
     if references := settings.get("reference"):
@@ -87,9 +87,9 @@ def _with_references(image: str | None, references: Any) -> tuple[str, ...]:
     """Return the files of all input images of a model that edits."""
     files = tuple(references) if isinstance(references, list | tuple) else (references,)
     if wrong := [file for file in files if not isinstance(file, str)]:
-        raise InputError("reference", wrong[0], "is not the name of a file")
+        raise InputError("reference", "is not the name of a file", value=wrong[0])
     if image is None:
-        raise InputError("reference", files[0], "is beside another image", "name the first one with {image}")
+        raise InputError("reference", "is beside another image", cure="name the first one with {image}", value=files[0])
     return image, *files
 
 
@@ -308,7 +308,7 @@ class Worker:
     def _item(self, row: Row, digest: str, call: Call) -> Item:
         if has_tags(call.prompt):
             why = "names an adapter, but a batch has the same adapters for all rows"
-            raise InputError("prompt", call.prompt, why, "write --lora FILE:0.8 instead")
+            raise InputError("prompt", why, cure="write --lora FILE:0.8 instead", value=call.prompt)
         request, options = make_request(self._pipe.model, joined([call])), call.options
         table, deep, kinds = self._work(request)
         noise = noise_of(self._pipe.model, request) if options.variation_strength or options.seed_size else None
@@ -316,7 +316,7 @@ class Worker:
             second_pass(self._pipe.model, request)
             if self._spread or noise is not None:
                 why = "no process of several has all images" if self._spread else "its noise is not that of a seed"
-                raise InputError("hires", options.hires, f"is not for a batch: {why}", "leave it out")
+                raise InputError("hires", f"is not for a batch: {why}", cure="leave it out", value=options.hires)
         # Settings with a shared table that also affect features, texts or parts of the run.
         alike = (deep is not None, len(kinds.guided) > 1, len(request.texts.stages) > 1, request.embedded,
                  options.hires > 1, request.init_images is not None)  # fmt: skip

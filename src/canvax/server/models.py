@@ -490,7 +490,7 @@ def model_names(models: Sequence[str]) -> dict[str, str]:
         else:
             name = path.resolve().name if path.is_dir() else path.stem if path.is_file() else model
         if name in names:
-            raise InputError("models", text, f"would be a second {name!r}", f"name it: {name}-2={model}")
+            raise InputError("models", f"would be a second {name!r}", cure=f"name it: {name}-2={model}", value=text)
         names[name] = model
     return names
 

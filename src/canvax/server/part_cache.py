@@ -143,7 +143,7 @@ class PartCache:
             try:
                 self.held[name] = self._loaded(self._paths[name], params)
             except (CanvaxError, OSError) as fault:
-                raise InputError(self._argument, name, f"cannot be read: {fault}", "name another") from None
+                raise InputError(self._argument, f"cannot be read: {fault}", cure="name another", value=name) from None
         self.used[name] = time.monotonic()
         return self.held[name]
 

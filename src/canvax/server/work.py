@@ -17,7 +17,7 @@ from canvax.compile.additions import Keeps, ReadsImage
 from canvax.compile.kinds import Kinds
 from canvax.engine.batch import ParkedImage
 from canvax.engine.segments import guided_rows
-from canvax.errors import NO_VALUE, HintWarning, InputError, nearest
+from canvax.errors import HintWarning, InputError, nearest
 from canvax.families.base import Model
 from canvax.guidance import reads_negative
 from canvax.noise import image_seeds, random_seed
@@ -456,7 +456,7 @@ def check(
     except InputError as error:
         raise _refusal(error) from None
     for hint in () if job_request.lenient else idle(model, request):
-        raise _refusal(InputError(hint.argument, hint.value, hint.problem, "leave it out"))
+        raise _refusal(InputError(hint.argument, hint.problem, cure="leave it out", value=hint.value))
     if (times := request.options.settings.get("s_noise", 1)) > MOST_NOISE:
         raise invalid("options", f"options.sampler_settings: s_noise={times:g} is more than {MOST_NOISE}; 1 is usual")
     if max(request.options.seed_size or (0,)) > LARGEST_NOISE:
@@ -473,7 +473,9 @@ def _second_pass(model: Model, request: Request) -> Request:
     times = request.options.hires
     height, width = (larger_side(model, side, times) for side in (request.height, request.width))
     if height * width > MOST_PIXELS:
-        raise InputError("hires", times, f"makes {width} x {height} pixels, more than {MOST_PIXELS}", "use less")
+        raise InputError(
+            "hires", f"makes {width} x {height} pixels, more than {MOST_PIXELS}", cure="use less", value=times
+        )
     larger = second_pass(model, request)
     assert larger.init_images is not None
     return replace(larger, init_images=replace(larger.init_images, images=[], whole=([], [])))
@@ -563,7 +565,7 @@ def _options(job_request: JobRequest) -> Options:
     if unknown is not None:
         renamed = aliases(Options).get(unknown)
         cure = f"send {renamed!r}" if renamed else nearest(unknown, list(names))
-        raise InputError("options", NO_VALUE, f"has no {unknown!r:.80}", cure)
+        raise InputError("options", f"has no {unknown!r:.80}", cure=cure)
     return Options(**{**job_request.options, "progress": False})
 
 
@@ -596,7 +598,7 @@ def _references(job_request: JobRequest, model: Model) -> tuple[Any, tuple[int |
     if image is None or begins or not model.networks.denoiser.facts.edits:
         if job_request.references:
             why = "are beside an image, without a mask and a strength, for a model that edits"
-            raise InputError("references", NO_VALUE, why, "leave them out")
+            raise InputError("references", why, cure="leave them out")
         return image, size
     images = [image, *job_request.references]
     height, width = check_references(images, model.networks).sizes[0]

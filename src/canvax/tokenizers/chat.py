@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from canvax.errors import NO_VALUE, CheckpointError, InputError, refuse_others
+from canvax.errors import CheckpointError, InputError, refuse_others
 from canvax.files import MAX_JSON, read_bytes
 from canvax.types import HostArray
 
@@ -66,7 +66,7 @@ class ChatTokenizer:
         try:
             return self.backend.encode(self.template.format(text), add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError):
-            raise InputError("prompt", NO_VALUE, f"is not valid Unicode: {text!r}", "pass valid Unicode") from None
+            raise InputError("prompt", f"is not valid Unicode: {text!r}", cure="pass valid Unicode") from None
 
     def __call__(self, texts: Sequence[str], *, length: int, **others: Any) -> HostArray:
         """Return the ids of prompts, padded to ``length``: int32 [B, T].
@@ -78,5 +78,7 @@ class ChatTokenizer:
         rows = [self.ids(text) for text in texts]
         for text, row in zip(texts, rows, strict=True):
             if len(row) > length:
-                raise InputError("prompt", text[:60], f"has {len(row)} tokens, more than {length}", "shorten it")
+                raise InputError(
+                    "prompt", f"has {len(row)} tokens, more than {length}", cure="shorten it", value=text[:60]
+                )
         return np.array([row + [self.pad] * (length - len(row)) for row in rows], np.int32)

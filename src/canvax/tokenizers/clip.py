@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from canvax.errors import NO_VALUE, CheckpointError, InputError, refuse_others, warn
+from canvax.errors import CheckpointError, InputError, refuse_others, warn
 from canvax.files import DAMAGED, MAX_JSON, read_bytes
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class ClipTokenizer:
         """
         refuse_others(others, "the tokenizer", "write pipe.tokenizer([text]): it pads, cuts and returns the ids")
         if isinstance(prompts, str):
-            raise InputError("prompts", prompts, "is one string", "pass a list of strings")
+            raise InputError("prompts", "is one string", cure="pass a list of strings", value=prompts)
         out = np.full((len(prompts), length), self.pad, np.int32)
         for row, prompt in zip(out, prompts, strict=True):
             ids, cut = self._encode(prompt, length - 2)
@@ -161,12 +161,12 @@ class ClipTokenizer:
     def _units(self, prompt: str) -> list[tuple[tuple[int, ...], int]]:
         """Return groups of ids that belong together, each with its position in the prompt."""
         if not isinstance(prompt, str):
-            raise InputError("prompt", prompt, "is not a string")
+            raise InputError("prompt", "is not a string", value=prompt)
         try:
             prompt.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InputError(
-                "prompt", NO_VALUE, f"has a lone surrogate at {error.start}: {prompt!r}", "pass valid Unicode"
+                "prompt", f"has a lone surrogate at {error.start}: {prompt!r}", cure="pass valid Unicode"
             ) from error
         units: list[tuple[tuple[int, ...], int]] = []
         begin = 0

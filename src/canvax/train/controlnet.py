@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.errors import NO_VALUE, InputError
+from canvax.errors import InputError
 from canvax.families.base import Model
 from canvax.families.controls import control_of
 from canvax.files import temporary_folder
@@ -79,17 +79,15 @@ class ControlNetTask(ControlRecord):
     def check(self, model: Model, training: Training) -> None:
         """Refuse previews, and ``widths`` that do not match the model."""
         if training.prompts:
-            raise InputError(
-                "prompts", NO_VALUE, "is not there for a ControlNet, whose images need a control image each"
-            )
+            raise InputError("prompts", "is not there for a ControlNet, whose images need a control image each")
         count = int(model.vae.factor).bit_length()
         if self.widths is not None and len(self.widths) != count:
             raise InputError(
                 "widths",
-                ",".join(map(str, self.widths)),
                 f"is not what {model.name} needs: {count} numbers in 1..4096, one more than its autoencoder halves an "
                 "image",
-                "leave it out for the usual ones",
+                cure="leave it out for the usual ones",
+                value=",".join(map(str, self.widths)),
             )
         self._net(model)
 

@@ -71,7 +71,7 @@ def read_captions(reader: Reader, captions: Sequence[Sequence[str]], length: int
     check_count("length", length)
     if length < 2 or not captions or not all(captions):
         raise InputError(
-            "captions", captions, f"do not fit length={length}: each picture has a caption, of 2 tokens or more"
+            "captions", f"do not fit length={length}: each picture has a caption, of 2 tokens or more", value=captions
         )
     most = max(len(texts) for texts in captions)
     # Images share captions, and repeat theirs: each distinct text is read once.
@@ -199,13 +199,15 @@ class Objective:
     def __post_init__(self) -> None:
         parse_dtype(self.dtype)
         if self.gamma is not None and self.gamma <= 0:
-            raise InputError("gamma", self.gamma, "must be more than 0, or None for no min-SNR weights")
+            raise InputError("gamma", "must be more than 0, or None for no min-SNR weights", value=self.gamma)
         if not 0 <= self.empty < 1:
-            raise InputError("empty", self.empty, "is the share of empty captions", "it must be in 0..1, 1 excluded")
+            raise InputError(
+                "empty", "is the share of empty captions", cure="it must be in 0..1, 1 excluded", value=self.empty
+            )
         if self.prior <= 0:
-            raise InputError("prior", self.prior, "must be more than 0")
+            raise InputError("prior", "must be more than 0", value=self.prior)
         if self.focus is not None and (len(self.focus) != 2 or self.focus[1] <= 0):
-            raise InputError("focus", self.focus, "is not a mean and a spread of more than 0")
+            raise InputError("focus", "is not a mean and a spread of more than 0", value=self.focus)
 
 
 def denoising_loss(
@@ -256,7 +258,7 @@ def training_times(
     check_count("batch", batch)
     check_count("size", size)
     if focus is not None and len(focus) != 2:
-        raise InputError("focus", focus, "is not a mean and a spread")
+        raise InputError("focus", "is not a mean and a spread", value=focus)
     order = jax.random.permutation(order_key, batch).astype(jnp.float32)
     part = (order + jax.random.uniform(time_key, (batch,))) / batch
     if focus is not None:

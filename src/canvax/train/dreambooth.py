@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
-from canvax.errors import NO_VALUE, InputError, check_utf8
+from canvax.errors import InputError, check_utf8
 from canvax.files import check_writable, written
 from canvax.pipelines.loaded import open_model
 from canvax.pipelines.options import Options
@@ -40,11 +40,11 @@ class Instance(InstanceRecord):
     def __post_init__(self) -> None:
         check_all(self)
         if not self.prompt.strip():
-            raise InputError("prompt", NO_VALUE, "is empty", "say what the pictures show: 'a photo of sks dog'")
+            raise InputError("prompt", "is empty", cure="say what the pictures show: 'a photo of sks dog'")
         check_utf8("class_prompt", self.class_prompt or "")
         if self.class_prompt is not None and not self.class_prompt.strip():
             cure = "name the class: 'a photo of a dog', or leave it out"
-            raise InputError("class_prompt", NO_VALUE, "is empty", cure)
+            raise InputError("class_prompt", "is empty", cure=cure)
 
 
 def subject_of(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from canvax.errors import NO_VALUE, InputError, check_count, check_function
+from canvax.errors import InputError, check_count, check_function
 from canvax.kernels.target import compiling_on
 from canvax.models.configs import AutoencoderConfig, TinyConfig
 from canvax.models.decode import Autoencoder, autoencoder_of
@@ -39,10 +39,10 @@ def encode_pictures(
     """
     check_count("batch", batch)
     if pixels.ndim != 4 or pixels.shape[-1] != 3:
-        raise InputError("pixels", NO_VALUE, f"has shape {pixels.shape}, not [N, H, W, 3]")
+        raise InputError("pixels", f"has shape {pixels.shape}, not [N, H, W, 3]")
     if isinstance(cfg, TinyConfig):
         raise InputError(
-            "vae", NO_VALUE, "is an AutoencoderTiny, which is for looking", "train with the model's autoencoder"
+            "vae", "is an AutoencoderTiny, which is for looking", cure="train with the model's autoencoder"
         )
     autoencoder, batch = autoencoder_of(cfg), padded_batch(batch, mesh)
     return by_batches(_encoder(autoencoder, mesh, foreign(autoencoder)), p, pixels, mesh, batch)

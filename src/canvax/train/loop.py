@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from canvax.errors import NO_VALUE, CanvaxError, InputError, check_count, check_function, shown
+from canvax.errors import CanvaxError, InputError, check_count, check_function, shown
 from canvax.files import remove_leftovers
 from canvax.kernels.target import compiled_on
 from canvax.parallel import multihost
@@ -77,7 +77,7 @@ class Plan(PlanRecord):
     def __post_init__(self) -> None:
         check_all(self)
         if not isinstance(self.rates, Mapping):
-            raise InputError("rates", self.rates, "is not a table of learning rates by part")
+            raise InputError("rates", "is not a table of learning rates by part", value=self.rates)
         for name, rate in self.rates.items():
             try:
                 check_setting(PlanRecord, "learning_rate", rate)
@@ -129,15 +129,18 @@ class Session:
     def __post_init__(self) -> None:
         if not str(self.folder) or not self.name:
             raise InputError(
-                "folder", self.folder, f"and name={self.name!r} cannot be used", "a run has a folder and a name"
+                "folder",
+                f"and name={self.name!r} cannot be used",
+                cure="a run has a folder and a name",
+                value=self.folder,
             )
         if "data" not in self.mesh.shape:
             raise InputError(
-                "mesh", NO_VALUE, f"has the axes {tuple(self.mesh.shape)}, and no 'data'", "take canvax.make_mesh()"
+                "mesh", f"has the axes {tuple(self.mesh.shape)}, and no 'data'", cure="take canvax.make_mesh()"
             )
         for what in ("save_every", "preview_every"):
             if getattr(self, what) < 0:
-                raise InputError(what, getattr(self, what), "is fewer than 0 seconds")
+                raise InputError(what, "is fewer than 0 seconds", value=getattr(self, what))
         for what in ("save_steps", "preview_steps"):
             if getattr(self, what) is not None:
                 check_count(what, getattr(self, what))
@@ -183,16 +186,16 @@ def fit(
         CanvaxError: the loss or a parameter is no longer finite.
     """
     if session.folder.exists() and not session.folder.is_dir():
-        raise InputError("folder", str(session.folder), "is not a folder", "choose another name")
+        raise InputError("folder", "is not a folder", cure="choose another name", value=str(session.folder))
     if samples < 1:
-        raise InputError("samples", samples, "leaves nothing to train on")
+        raise InputError("samples", "leaves nothing to train on", value=samples)
     check_arrays("params", params, trained=True)
     check_arrays("data", data)
     check_arrays("shared", shared)
     data = _on_host(data, samples)
     _check_loss(loss, params, data, shared, plan)
     if plan.batch % session.mesh.shape["data"]:
-        raise InputError("batch", plan.batch, f"cannot be split over {session.mesh.shape['data']} devices")
+        raise InputError("batch", f"cannot be split over {session.mesh.shape['data']} devices", value=plan.batch)
     path, everywhere = session.folder / STATE, replicated(session.mesh)
     if path.is_file():
         check_same(path, plan, samples, session.about)
@@ -397,7 +400,7 @@ def _check_loss(loss: Loss, params: Params, data: Any, shared: Any, plan: Plan) 
     pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
     if not pair or getattr(result[0], "shape", None) != () or not jnp.issubdtype(result[0].dtype, jnp.floating):
         raise InputError(
-            "loss", NO_VALUE, f"returned {shown(result)}", "return (a number, {}), the second what else to log, by name"
+            "loss", f"returned {shown(result)}", cure="return (a number, {}), the second what else to log, by name"
         )
 
 
@@ -427,7 +430,7 @@ def batch_indices(seed: int, start: int, steps: int, batch: int, samples: int) -
     for name, value in (("steps", steps), ("batch", batch), ("samples", samples)):
         check_count(name, value)
     if seed < 0 or start < 0:
-        raise InputError("seed", seed, f"and start={start} are not whole numbers of at least 0")
+        raise InputError("seed", f"and start={start} are not whole numbers of at least 0", value=seed)
     first, last = start * batch, (start + steps) * batch
     out = np.empty(last - first, np.int32)
     for epoch in range(first // samples, -(-last // samples)):
@@ -440,7 +443,7 @@ def batch_indices(seed: int, start: int, steps: int, batch: int, samples: int) -
 def step_key(seed: int, step: Array | int) -> Array:
     """Return the key of an update's random choices."""
     if isinstance(step, int) and step < 0:
-        raise InputError("step", step, "is not a whole number of at least 0")
+        raise InputError("step", "is not a whole number of at least 0", value=step)
     return jax.random.fold_in(jax.random.key(seed), step)
 
 
@@ -575,9 +578,8 @@ def is_longer(path: Path, plan: Plan) -> bool:
     if plan.final != 1:
         raise InputError(
             "steps",
-            NO_VALUE,
             f"was {old}, now {plan.steps}: a run whose learning rate falls until the last step cannot be made longer",
-            "choose another folder",
+            cure="choose another folder",
         )
     return True
 
@@ -593,7 +595,7 @@ def check_same(path: Path, plan: Plan, samples: int, about: Mapping[str, Any] | 
     if changed:
         (name, first), *others = changed.items()
         cure = [*(f"{{{name}}} {words}" for name, words in others), f"use the same as in {path}, or another folder"]
-        raise InputError(name, NO_VALUE, first, "; ".join(cure))
+        raise InputError(name, first, cure="; ".join(cure))
 
 
 def _log(path: Path, step: int, metrics: Mapping[str, float]) -> None:

@@ -81,10 +81,12 @@ class Lora(LoraRecord):
         """Refuse what only Stable Diffusion has; read the factors to begin with."""
         if model.networks.denoiser.component != "unet":
             if self.text:
-                raise InputError("text", True, f"is for CLIP, and {model.name} reads a language model", "leave it out")
+                raise InputError(
+                    "text", f"is for CLIP, and {model.name} reads a language model", cure="leave it out", value=True
+                )
             if self.names != "peft":
                 cure = "give {names='peft'}"
-                raise InputError("names", self.names, f"is not there for {model.family.name} models", cure)
+                raise InputError("names", f"is not there for {model.family.name} models", cure=cure, value=self.names)
         if self.start is not None:
             self._factors(model, training)
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from canvax.adapters import NotLowRank, low_rank
-from canvax.errors import NO_VALUE, InputError, check_count, nearest, shown
+from canvax.errors import InputError, check_count, nearest, shown
 from canvax.nn import LOW_RANK
 from canvax.params import Axis, Param, Params, Spec, copied, flatten, halves_first, pairs_together
 from canvax.quantize import SCALE, quantize
@@ -88,7 +88,7 @@ def targets(specs: Mapping[str, Spec], layers: str, stacks: Sequence[Rule] = ())
         stacks: the layers of a transformer that diffusers stores as one.
     """
     if layers not in LAYERS:
-        raise InputError("layers", layers, "is not known", nearest(layers, list(LAYERS)))
+        raise InputError("layers", "is not known", cure=nearest(layers, list(LAYERS)), value=layers)
     return {component: dict(_targets(spec, layers, Names(stacks))) for component, spec in specs.items()}
 
 
@@ -121,7 +121,7 @@ def new_factors(chosen: Targets, rank: int, seed: int) -> Params:
     """
     check_count("rank", rank)
     if seed < 0:
-        raise InputError("seed", seed, "is not a whole number of at least 0")
+        raise InputError("seed", "is not a whole number of at least 0", value=seed)
     rng = np.random.default_rng(seed)
 
     def new_pair(layer: Layer) -> dict[str, HostArray]:
@@ -155,7 +155,7 @@ def read_factors(source: str | Path, specs: Mapping[str, Spec], chosen: Targets,
         component, name = sorted(parts.keys() ^ wanted)[0]
         has = "has" if (component, name) in parts else "lacks"
         problem = f"{has} factors of {component}.{name}"
-        raise InputError("start", source, problem, "give the {layers} and {text} that it was trained with")
+        raise InputError("start", problem, cure="give the {layers} and {text} that it was trained with", value=source)
     factors: Params = {component: {} for component in chosen}
     for component, of in chosen.items():
         for name, layer in of.items():
@@ -165,9 +165,11 @@ def read_factors(source: str | Path, specs: Mapping[str, Spec], chosen: Targets,
                 try:
                     down, up = low_rank(replace(part, scale=part.scale / scale), param.checkpoint_shapes[0])
                 except NotLowRank as error:
-                    raise InputError("start", source, f"cannot be trained further: {error}", "give a LoRA") from None
+                    raise InputError(
+                        "start", f"cannot be trained further: {error}", cure="give a LoRA", value=source
+                    ) from None
                 if len(down) != rank:
-                    raise InputError("rank", rank, f"is not that of {source}", f"give {{rank={len(down)}}}")
+                    raise InputError("rank", f"is not that of {source}", cure=f"give {{rank={len(down)}}}", value=rank)
                 down = down.transpose(2, 3, 1, 0) if len(param.shape) == 4 else down.reshape(rank, -1).T
                 pairs.append((down, (halves_first(up, param.pairs) if param.pairs else up).T))
             factors[component][name] = _joined(layer, pairs, source)
@@ -178,7 +180,9 @@ def _joined(layer: Layer, pairs: Sequence[tuple[HostArray, HostArray]], source: 
     """Return the factors of a layer from those of its weights."""
     downs, ups = zip(*pairs, strict=True)
     if any(not np.array_equal(first, other) for first, other in pairwise(ups if layer.axis else downs)):
-        raise InputError("start", source, f"has different factors for {', '.join(layer.parts)}", "give another LoRA")
+        raise InputError(
+            "start", f"has different factors for {', '.join(layer.parts)}", cure="give another LoRA", value=source
+        )
     down = np.concatenate(downs) if layer.axis else downs[0]
     up = ups[0] if layer.axis else np.concatenate(ups, axis=1)
     return {"down": np.ascontiguousarray(down, np.float32), "up": np.ascontiguousarray(up, np.float32)}
@@ -230,17 +234,11 @@ def _check_factors(factors: Params, of: Mapping[str, Any]) -> None:
             isinstance(pair, Mapping) and {"down", "up"} <= pair.keys() for pair in layers.values()
         ):
             raise InputError(
-                "factors",
-                NO_VALUE,
-                f"has {component!r}: {shown(layers)}, which are no factors",
-                "new_factors makes them",
+                "factors", f"has {component!r}: {shown(layers)}, which are no factors", cure="new_factors makes them"
             )
         if not isinstance(of.get(component), Mapping):
             raise InputError(
-                "factors",
-                NO_VALUE,
-                f"are of {component!r}, and there is none",
-                nearest(component, list(of) or ["unet"]),
+                "factors", f"are of {component!r}, and there is none", cure=nearest(component, list(of) or ["unet"])
             )
 
 
@@ -266,10 +264,10 @@ def write_factors(
     """
     dtype = parse_dtype(dtype)
     if names not in FORMATS:
-        raise InputError("names", names, "is not known", nearest(names, FORMATS))
+        raise InputError("names", "is not known", cure=nearest(names, FORMATS), value=names)
     _check_factors(factors, chosen)
     if not any(factors.values()):
-        raise InputError("factors", {}, "holds none", "new_factors makes them")
+        raise InputError("factors", "holds none", cure="new_factors makes them", value={})
     to_save: list[ArrayToSave] = []
     for component, of in factors.items():
         for name, pair in of.items():

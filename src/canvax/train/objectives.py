@@ -61,7 +61,7 @@ def loss_weights(schedule: NoiseSchedule, gamma: float | None) -> Array:
     """
     a = jnp.asarray(schedule.alphas_cumprod, jnp.float32)
     if gamma is not None and schedule.is_flow:
-        raise InputError("gamma", gamma, "is for diffusions, and the model is a flow", "give None")
+        raise InputError("gamma", "is for diffusions, and the model is a flow", cure="give None", value=gamma)
     if gamma is None:
         return jnp.ones_like(a)
     snr = a / jnp.maximum(1.0 - a, 1e-8)

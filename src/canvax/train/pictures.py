@@ -25,7 +25,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from canvax.call import MAX_SIDE
-from canvax.errors import NO_VALUE, HintWarning, InputError, check_count, warn
+from canvax.errors import HintWarning, InputError, check_count, warn
 from canvax.files import named_path
 from canvax.images.convert import upright_mask, upright_rgb
 from canvax.types import HostArray
@@ -79,7 +79,7 @@ class Pictures:
         """Return the chosen images, in this order."""
         indices = list(chosen)
         if other := [i for i in indices if not -len(self) <= i < len(self)]:
-            raise InputError("chosen", NO_VALUE, f"has {other[0]}, which is not one of the {len(self)} pictures")
+            raise InputError("chosen", f"has {other[0]}, which is not one of the {len(self)} pictures")
         return Pictures(
             self.pixels[indices],
             [self.captions[i] for i in indices],
@@ -135,11 +135,11 @@ def read_pictures(
     """
     source = named_path("pictures", source)
     if check_count("size", size, MAX_SIDE) < 8:
-        raise InputError("size", size, "is too small", "give the pixels of a side, such as 512")
+        raise InputError("size", "is too small", cure="give the pixels of a side, such as 512", value=size)
     if limit is not None:
         check_count("limit", limit)
     if isinstance(captions, str):
-        raise InputError("captions", captions, "is a text", f"give a list of captions, [{captions!r:.40}]")
+        raise InputError("captions", "is a text", cure=f"give a list of captions, [{captions!r:.40}]", value=captions)
     files = _Files(source)
     if captions:
         mask_files = {row["file_name"]: row[_MASK_FILE] for row in _tables(files, source, None) if _MASK_FILE in row}
@@ -151,13 +151,13 @@ def read_pictures(
                 row[_MASK_FILE] = mask_files[row["file_name"]]
         if not rows:
             raise InputError(
-                "pictures", source, "holds no pictures", f"files that end in {', '.join(SUFFIXES)} are read"
+                "pictures", "holds no pictures", cure=f"files that end in {', '.join(SUFFIXES)} are read", value=source
             )
     else:
         rows = (_tables(files, source, caption_column) or _with_text_files(files, source, caption_column))[:limit]
     if not rows:
         needs = f"it needs {' or '.join(TABLES)}, or .txt beside pictures that end in {', '.join(SUFFIXES)}"
-        raise InputError("pictures", source, "holds no captioned pictures", needs)
+        raise InputError("pictures", "holds no captioned pictures", cure=needs, value=source)
     repeated = {part for row in rows for part in Path(row["file_name"]).parts[:-1] if _REPEATS.match(part)}
     if repeated:
         first = sorted(repeated)[0]
@@ -191,9 +191,9 @@ def check_apart(source: str | Path, folder: Path) -> None:
     if Path(where).is_relative_to(pictures) and not any(Path(pictures, table).is_file() for table in TABLES):
         raise InputError(
             "folder",
-            folder,
             "lies in that of the pictures, and images that are generated there would be read as some",
-            "choose another one",
+            cure="choose another one",
+            value=folder,
         )
 
 
@@ -216,7 +216,7 @@ class _Files:
             try:
                 self.archive = zipfile.ZipFile(source)
             except zipfile.BadZipFile as error:
-                raise InputError("pictures", source, "is neither a folder nor a zip file") from error
+                raise InputError("pictures", "is neither a folder nor a zip file", value=source) from error
             names = self.archive.namelist()
             self.names = sorted(name for name in names if not name.endswith("/") and not name.startswith("__MACOSX/"))
         elif source.is_dir():
@@ -224,11 +224,13 @@ class _Files:
                 paths = list(islice(source.rglob("*"), _MOST_FILES + 1))
                 self.names = sorted(path.relative_to(source).as_posix() for path in paths if path.is_file())
             except OSError as error:
-                raise InputError("pictures", source, f"cannot be read ({error})") from None
+                raise InputError("pictures", f"cannot be read ({error})", value=source) from None
             if len(paths) > _MOST_FILES:
-                raise InputError("pictures", source, f"holds more than {_MOST_FILES} files", "is it this folder?")
+                raise InputError(
+                    "pictures", f"holds more than {_MOST_FILES} files", cure="is it this folder?", value=source
+                )
         else:
-            raise InputError("pictures", source, "is no folder or zip file that is there")
+            raise InputError("pictures", "is no folder or zip file that is there", value=source)
         self._known = frozenset(self.names)
 
     def read(self, name: str) -> bytes:
@@ -363,9 +365,9 @@ def _with_text_files(files: _Files, source: Path, column: str) -> list[dict[str,
     if texts and column != CAPTION:
         raise InputError(
             "caption_column",
-            column,
             f"is not read: {source} has no {' or '.join(TABLES)}, and .txt files have no columns",
-            "leave it out, or write a table",
+            cure="leave it out, or write a table",
+            value=column,
         )
     without = [name for name in pictures if PurePosixPath(name).with_suffix("") not in texts]
     if texts and without:

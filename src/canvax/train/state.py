@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from canvax.errors import NO_VALUE, CheckpointError, InputError, nearest, shown
+from canvax.errors import CheckpointError, InputError, nearest, shown
 from canvax.params import Params
 from canvax.train.objectives import cast
 from canvax.types import Array, DType, HostArray
@@ -53,7 +53,7 @@ def check_arrays(name: str, tree: Any, *, trained: bool = False) -> None:
         if trained and not jnp.issubdtype(dtype, jnp.floating):
             raise InputError(f"{where} holds {dtype}, which has no gradient; give floats")
     if trained and not leaves:
-        raise InputError(name, NO_VALUE, "holds no array: there is nothing to train")
+        raise InputError(name, "holds no array: there is nothing to train")
 
 
 def new_state(params: Params, optimizer: Any, *, averaged: bool) -> TrainState:
@@ -128,7 +128,7 @@ def in_dtype(params: Params, names: Sequence[str], dtype: DType) -> Params:
     dtype = parse_dtype(dtype)
     for name in names:
         if name not in params:
-            raise InputError("names", NO_VALUE, f"has {name!r}, which params do not have", nearest(name, list(params)))
+            raise InputError("names", f"has {name!r}, which params do not have", cure=nearest(name, list(params)))
         check_arrays(f"params[{name!r}]", params[name])
         params[name] = cast(params[name], dtype)
     return {name: params[name] for name in names}

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from canvax.call import LOCATION, PARTS, Load
-from canvax.errors import NO_VALUE, HintWarning, InputError, check_utf8, needs
+from canvax.errors import HintWarning, InputError, check_utf8, needs
 from canvax.families.base import Model
 from canvax.images.grid import make_grid
 from canvax.models.controlnet import ControlNet
@@ -86,10 +86,10 @@ class Training(TrainingRecord):
     def __post_init__(self) -> None:
         check_all(self)
         if self.dtype is not None and parse_dtype(self.dtype) == np.float16:
-            raise InputError("dtype", "float16", "rounds small gradients to 0", "take bfloat16 or float32")
+            raise InputError("dtype", "rounds small gradients to 0", cure="take bfloat16 or float32", value="float16")
         check_kind(self.quantize, trained=True)
         for name in self.loading.keys() - {*LOCATION, "prediction_type", "scheduler"}:
-            raise InputError("loading", name, "is not an argument of loading for training", "leave it out")
+            raise InputError("loading", "is not an argument of loading for training", cure="leave it out", value=name)
         self.source()
         if self.tensorboard is not None:
             check_board(self.tensorboard)
@@ -122,7 +122,7 @@ class Subject:
         for text in (*self.captions, self.prior_caption):
             check_utf8("caption", text)
         if self.prior_weight <= 0:
-            raise InputError("prior_weight", self.prior_weight, "must be more than 0")
+            raise InputError("prior_weight", "must be more than 0", value=self.prior_weight)
         for name, differs in (("prior_caption", self.prior_caption), ("prior_weight", self.prior_weight != 1)):
             if self.prior is None and differs:
                 raise needs(name, "prior", cure="it is the folder of pictures of the class")
@@ -346,7 +346,7 @@ def check_folder(training: Training, aim: TrainingTask) -> None:
         if not (state.is_file() and is_longer(state, training.plan)):
             problem = f"{str(target)!r} exists already: this run is finished"
             cure = "choose another folder, or more {steps} at a constant learning rate"
-            raise InputError("", NO_VALUE, problem, cure)
+            raise InputError("", problem, cure=cure)
         if (path := numbered(target, read_facts(state)["total"])).exists():
             raise InputError(f"{str(path)!r} exists already, where {target.name} would be kept; move it away.")
     elif not state.is_file() and (others := list(folder.glob(f"{escape(target.stem)}-{'[0-9]' * 6}{target.suffix}"))):
@@ -362,29 +362,26 @@ def _check_model(training: Training, aim: TrainingTask, model: Model) -> None:
             f"is for the frozen weights of a LoRA, and {aim.name} has others",
             "leave it out, or train a LoRA",
         )
-        raise InputError("quantize", training.quantize, problem, cure)
+        raise InputError("quantize", problem, cure=cure, value=training.quantize)
     if training.gamma is not None and schedule.is_flow:
-        raise InputError("gamma", training.gamma, f"is not for {model.name}, a flow model", "leave it out")
+        raise InputError("gamma", f"is not for {model.name}, a flow model", cure="leave it out", value=training.gamma)
     if not aim.for_transformers and model.networks.denoiser.component != "unet":
         problem = f"is a {model.family.name} model, of which a LoRA can be trained and nothing else"
-        raise InputError("model", training.model, problem, "train a LoRA")
+        raise InputError("model", problem, cure="train a LoRA", value=training.model)
     if model.networks.denoiser.component == "unet" and model.unet.in_channels != model.vae.latent_channels:
         raise InputError(
             "model",
-            NO_VALUE,
             f"has a UNet of {model.unet.in_channels} channels (an inpainting model), which cannot be trained yet",
-            f"take one of {model.vae.latent_channels}",
+            cure=f"take one of {model.vae.latent_channels}",
         )
     if model.networks.embeds_guidance:
-        raise InputError(
-            "model", NO_VALUE, "was distilled to take its guidance scale as an input, which cannot be trained yet"
-        )
+        raise InputError("model", "was distilled to take its guidance scale as an input, which cannot be trained yet")
     aim.check(model, training)
     for text in training.prompts:
         try:
             make_request(model, Call(text))
         except InputError as error:
-            raise InputError("prompts", text, f"cannot be a preview: {error}") from None
+            raise InputError("prompts", f"cannot be a preview: {error}", value=text) from None
 
 
 def _preview(
@@ -444,7 +441,7 @@ def size_of(training: Training, model: Model) -> int:
     size = training.size or model.native_size[0]
     step = 2 * model.vae.factor if model.networks.denoiser.component == "unet" else model.networks.size_step
     if size % step:
-        raise InputError("size", size, f"must be divisible by {step}")
+        raise InputError("size", f"must be divisible by {step}", value=size)
     return size
 
 
@@ -460,7 +457,7 @@ def _read(
         masked=training.unmasked_weight != 1 and control_column != MASK,
     ).split("train")
     if not len(pictures):
-        raise InputError("pictures", source, "has no picture of the split 'train'")
+        raise InputError("pictures", "has no picture of the split 'train'", value=source)
     return pictures
 
 
@@ -492,9 +489,9 @@ def _check_masks(training: Training, sets: Sequence[Pictures]) -> bool:
     if weight is not None and weight != 1 and not masked:
         raise InputError(
             "unmasked_weight",
-            weight,
             "has no effect: no picture has a mask",
-            f"name their files in the column {MASK!r} of the table, or call the mask of a.png a{MASK_ENDING}",
+            cure=f"name their files in the column {MASK!r} of the table, or call the mask of a.png a{MASK_ENDING}",
+            value=weight,
         )
     return masked
 
@@ -529,7 +526,7 @@ def _text_lengths(model: Model, texts: Sequence[str]) -> tuple[int, ...]:
         try:
             words = [encoder.words(tokenizers[encoder.component], [(caption, 1.0)], {}) for encoder in text.encoders]
         except InputError as error:
-            raise InputError("caption", caption[:60], error.problem, error.cure) from None
+            raise InputError("caption", error.problem, cure=error.cure, value=caption[:60]) from None
         needed.add(tuple(prompt.length for prompt in text.even(words)))
     return text.fit(needed)
 
@@ -562,7 +559,7 @@ def _features(
     if available is not None and needed > available:
         problem = f"has captions whose features need {gigabytes(needed)} of the host's memory"
         cure = f"take fewer images or shorter captions: {gigabytes(available)} are free"
-        raise InputError("pictures", training.pictures, problem, cure)
+        raise InputError("pictures", problem, cure=cure, value=training.pictures)
     model, _, params = open_model(training.model, dtype=dtype, mesh=mesh, weights=model.text.names, **training.source())
 
     def encoded(texts: Sequence[str], lengths: Sequence[int]) -> dict[str, HostArray]:

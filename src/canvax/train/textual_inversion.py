@@ -64,7 +64,9 @@ class Inversion(InversionRecord):
         check_token(self.token)
         check_all(self)
         if not self.initializer.strip():
-            raise InputError("initializer", self.initializer, "is empty", "give the word to begin with, such as 'toy'")
+            raise InputError(
+                "initializer", "is empty", cure="give the word to begin with, such as 'toy'", value=self.initializer
+            )
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -86,17 +88,17 @@ class Inversion(InversionRecord):
             if len(tokenizer.spare) < self.vectors:
                 raise InputError(
                     "vectors",
-                    self.vectors,
                     f"is more than the {len(tokenizer.spare)} new vectors for which {part} has room",
+                    value=self.vectors,
                 )
             if not tokenizer.ids(self.initializer):
-                raise InputError("initializer", self.initializer, "holds no word", "give one, such as 'toy'")
+                raise InputError("initializer", "holds no word", cure="give one, such as 'toy'", value=self.initializer)
             if len(tokenizer.ids(self.token)) == 1:
                 raise InputError(
                     "token",
-                    self.token,
                     "is a common word, whose meaning would be lost",
-                    f"give another, such as '<{self.token}>'",
+                    cure=f"give another, such as '<{self.token}>'",
+                    value=self.token,
                 )
 
     def exact(self, model: Model) -> Collection[str]:

@@ -69,5 +69,5 @@ def parse_dtype(dtype: DType, argument: str = "dtype", *, quantizes: bool = Fals
         small = re.fullmatch(r"(u?int|fp|float|f|q|nf)_?[48].*", str(name))
         cure = nearest(str(name), list(dict.fromkeys(_DTYPES.values())))
         cure = "{quantize='int8'} or 'float8' keeps large weights in 8 bits" if small and quantizes else cure
-        raise InputError(argument, dtype, "is not supported", cure)
+        raise InputError(argument, "is not supported", cure=cure, value=dtype)
     return jnp.dtype(_DTYPES[name])

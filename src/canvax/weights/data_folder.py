@@ -40,7 +40,7 @@ def data_folder() -> Path | None:
         return None
     folder = named_path("data_dir", name)
     if not folder.is_dir():
-        raise InputError("data_dir", name, "is not a folder")
+        raise InputError("data_dir", "is not a folder", value=name)
     return folder
 
 
@@ -127,7 +127,9 @@ def find_named(name: str, argument: str) -> Path | None:
     paths = all_named(name, argument)
     if len(paths) > 1:
         names = " or ".join(list(paths)[:3])
-        raise InputError(argument, name, f"is the name of {len(paths)} files in {data_folder()}", f"write {names}")
+        raise InputError(
+            argument, f"is the name of {len(paths)} files in {data_folder()}", cure=f"write {names}", value=name
+        )
     return next(iter(paths.values()), None)
 
 

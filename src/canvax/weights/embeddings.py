@@ -67,7 +67,10 @@ def read_embeddings(
     if token is not None:
         if len(embeddings) > 1:
             raise InputError(
-                "token", token, f"is one name, and {paths[0]} holds {len(embeddings)} embeddings", "leave it out"
+                "token",
+                f"is one name, and {paths[0]} holds {len(embeddings)} embeddings",
+                cure="leave it out",
+                value=token,
             )
         embeddings = _renamed(next(iter(embeddings.values())), token)
     return [Embedding(check_token(name), vectors) for name, vectors in embeddings.items()]
@@ -111,9 +114,11 @@ def check_token(name: object) -> str:
         InputError: it cannot.
     """
     if not isinstance(name, str) or not name.strip() or len(name) > _MOST_NAME or not name.isprintable():
-        raise InputError("token", name, "cannot be a word of a prompt", "give another one with {token}")
+        raise InputError("token", "cannot be a word of a prompt", cure="give another one with {token}", value=name)
     if name.strip().lower() in ("<|startoftext|>", "<|endoftext|>"):
-        raise InputError("token", name, "is what CLIP begins and ends prompts with", "give another one with {token}")
+        raise InputError(
+            "token", "is what CLIP begins and ends prompts with", cure="give another one with {token}", value=name
+        )
     return name.strip()
 
 
@@ -167,5 +172,5 @@ def _renamed(vectors: Mapping[str, HostArray], token: str | Sequence[str]) -> di
     names, count = list(token), {len(array) for array in vectors.values()}
     if count != {len(names)} or len(set(names)) < len(names):
         problem = f"has {len(set(names))} names for {max(count)} vectors"
-        raise InputError("token", names, problem, "give one for each")
+        raise InputError("token", problem, cure="give one for each", value=names)
     return {name: {part: array[i : i + 1] for part, array in vectors.items()} for i, name in enumerate(names)}

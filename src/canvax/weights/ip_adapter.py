@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from canvax.errors import NO_VALUE, CheckpointError, HubError, InputError
+from canvax.errors import CheckpointError, HubError, InputError
 from canvax.models.configs import ClipVisionConfig, UNetConfig
 from canvax.models.ip_adapter import HEAD, IPAdapter
 from canvax.weights.files import EncoderFiles, NetworkFiles, open_weights
@@ -129,7 +129,7 @@ def find_encoder(named: str | Path | None, adapter: IPAdapter, files: NetworkFil
             return _open_encoder(*place, adapter, files)
         except (HubError, CheckpointError) as error:
             fault = str(error) if isinstance(error, CheckpointError) else fault
-    raise InputError("image_encoder", NO_VALUE, f"is needed for {files}: {fault}", encoder_wanted(adapter))
+    raise InputError("image_encoder", f"is needed for {files}: {fault}", cure=encoder_wanted(adapter))
 
 
 def _beside(files: NetworkFiles, location: Location) -> list[tuple[Location, str]]:

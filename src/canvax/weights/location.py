@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from canvax.errors import NO_VALUE, CheckpointError, InputError, check_flag, nearest, warn
+from canvax.errors import CheckpointError, InputError, check_flag, nearest, warn
 from canvax.files import first_there, named_path
 from canvax.weights.data_folder import find_named, meant_by
 from canvax.weights.entries import PICKLES, WEIGHTS, pickle_refused
@@ -79,28 +79,28 @@ class Location:
     def __post_init__(self) -> None:
         what = "name a file, a folder or a Hub id 'owner/name'"
         if not isinstance(self.name, str | os.PathLike):
-            raise InputError(self.argument, self.name, "is no name", what)
+            raise InputError(self.argument, "is no name", cure=what, value=self.name)
         if not str(self.name):
-            raise InputError(self.argument, self.name, "is empty", what)
+            raise InputError(self.argument, "is empty", cure=what, value=self.name)
         check_variant(self.variant)
         revision = self.revision
         if revision is not None and (
             not isinstance(revision, str) or not _REVISION.fullmatch(revision) or ".." in revision
         ):
-            raise InputError("revision", revision, "is no branch, tag or commit")
+            raise InputError("revision", "is no branch, tag or commit", value=revision)
         file = self.weight_name
         if file is not None and (not isinstance(file, str) or not file.endswith(".safetensors")):
-            raise InputError("weight_name", file, "is no name of a safetensors file")
+            raise InputError("weight_name", "is no name of a safetensors file", value=file)
         if not isinstance(self.token, str | bool | None):
-            raise InputError("token", NO_VALUE, f"is a {type(self.token).__name__}", "pass its text, or leave it out")
+            raise InputError("token", f"is a {type(self.token).__name__}", cure="pass its text, or leave it out")
         if isinstance(self.token, str) and not re.fullmatch("[!-~]*", self.token):
-            raise InputError("token", NO_VALUE, "has spaces, accents or other letters of no token", "copy it again")
+            raise InputError("token", "has spaces, accents or other letters of no token", cure="copy it again")
         if not isinstance(self.cache_dir, str | os.PathLike | None):
-            raise InputError("cache_dir", self.cache_dir, "is no name of a folder")
+            raise InputError("cache_dir", "is no name of a folder", value=self.cache_dir)
         if self.cache_dir is not None:
             there = first_there(named_path("cache_dir", self.cache_dir))
             if not there.is_dir():
-                raise InputError("cache_dir", self.cache_dir, f"is no folder: {there} is a file")
+                raise InputError("cache_dir", f"is no folder: {there} is a file", value=self.cache_dir)
         check_flag("local_files_only", self.local_files_only)
         check_flag("progress", self.progress)
 
@@ -134,19 +134,19 @@ class Location:
             exists = path.is_dir() or path.is_file()
         except (OSError, RuntimeError, ValueError) as error:  # too long, of an unknown user, with a null byte
             reason = getattr(error, "strerror", None) or error
-            raise InputError(self.argument, text, f"cannot be a file's or folder's name ({reason})") from None
+            raise InputError(self.argument, f"cannot be a file's or folder's name ({reason})", value=text) from None
         if exists:
             return path
         if (named := find_named(text, self.argument)) is not None:
             return named
         place = self.repository
         if path.exists():
-            raise InputError(self.argument, text, "is not a regular file")
+            raise InputError(self.argument, "is not a regular file", value=text)
         if text.lower().endswith(_FILES) and not (place and place[1]):
-            raise InputError(self.argument, text, "cannot be found: there is no such file", self._cure())
+            raise InputError(self.argument, "cannot be found: there is no such file", cure=self._cure(), value=text)
         if place is None or path.is_absolute():
             problem = "cannot be found: there is no such folder or file, and it is no Hub id 'owner/name'"
-            raise InputError(self.argument, text, problem, self._cure())
+            raise InputError(self.argument, problem, cure=self._cure(), value=text)
         return None
 
     def on_hub(self) -> tuple[Location, str]:
@@ -179,7 +179,7 @@ class Location:
 def check_variant(variant: str | None) -> None:
     """Refuse a variant that cannot be part of a file name."""
     if variant is not None and (not isinstance(variant, str) or not _VARIANT.fullmatch(variant)):
-        raise InputError("variant", variant, "is no name of a variant", "'fp16' is one")
+        raise InputError("variant", "is no name of a variant", cure="'fp16' is one", value=variant)
 
 
 def warn_unused_cache(cache_dir: str | Path | None, *names: str | Path) -> None:
@@ -195,7 +195,7 @@ def check_source(source: Mapping[str, Any], argument: str, *known: str) -> None:
         InputError: names the first.
     """
     for name in sorted(source.keys() - set(known)):
-        raise InputError(name, NO_VALUE, f"is not an argument beside {argument}", nearest(name, known))
+        raise InputError(name, f"is not an argument beside {argument}", cure=nearest(name, known))
 
 
 def refuse_pickle(path: str | Path) -> None:

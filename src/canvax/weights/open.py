@@ -224,7 +224,10 @@ def find_adapter(location: Location, usual: Sequence[Sequence[str]]) -> tuple[li
     name, file = repository.text, _one_name(location, file)
     if not file and not usual:
         raise InputError(
-            location.argument, name, "names a repository and no file in it", f"write {name}/FOLDER/FILE.safetensors"
+            location.argument,
+            "names a repository and no file in it",
+            cure=f"write {name}/FOLDER/FILE.safetensors",
+            value=name,
         )
     commit = find_commit(repository, *([file] if file else [row[0] for row in usual]))
     if commit.names is None:
@@ -266,7 +269,7 @@ def find_tokenizer(location: Location, *, otherwise: Path | None = None) -> Path
         if otherwise is not None:
             return otherwise
         cure = "name the folder of the tokenizer, or a Hub id"
-        raise InputError(location.argument, location.text, f"has no {_TOKENIZER}", cure)
+        raise InputError(location.argument, f"has no {_TOKENIZER}", cure=cure, value=location.text)
     location, inside = location.on_hub()
     folders = [f"{inside}/"] if inside else ["tokenizer/", ""]
     commit = find_commit(location, *(folder + _TOKENIZER for folder in folders))
@@ -331,7 +334,7 @@ def _local_adapter(
 ) -> tuple[list[Path], dict[str, Any] | None] | None:
     """Return the result of ``find_adapter`` for a file or folder; None for a Hub id."""
     if location.variant is not None:
-        raise InputError("variant", location.variant, "is for models", "choose the file with {weight_name}")
+        raise InputError("variant", "is for models", cure="choose the file with {weight_name}", value=location.variant)
     path = location.local()
     if path is None:
         return None
@@ -354,7 +357,7 @@ def _one_name(location: Location, file: str) -> str | None:
     weight_name = location.weight_name
     if file and weight_name is not None and weight_name != file:
         cure = "give its folder or repository, or leave weight_name out"
-        raise InputError("weight_name", weight_name, f"is another file than {location.text[:200]!r}", cure)
+        raise InputError("weight_name", f"is another file than {location.text[:200]!r}", cure=cure, value=weight_name)
     return file or weight_name
 
 

@@ -79,12 +79,12 @@ class Overrides:
                 refuse_pickle(parts[name])
         if prediction_type is not None and str(prediction_type) not in PREDICTION_TYPES:
             cure = nearest(str(prediction_type), list(PREDICTION_TYPES))
-            raise InputError("prediction_type", prediction_type, "is not known", cure)
+            raise InputError("prediction_type", "is not known", cure=cure, value=prediction_type)
         fields = _fields(scheduler)
         other = fields.get("prediction_type", prediction_type) if isinstance(scheduler, Mapping) else prediction_type
         if prediction_type is not None and other != prediction_type:
             problem = f"is not that of scheduler, {other!r:.80}"
-            raise InputError("prediction_type", prediction_type, problem, "give one of them")
+            raise InputError("prediction_type", problem, cure="give one of them", value=prediction_type)
         return cls(**parts, prediction=prediction_type, scheduler=fields)
 
     @property
@@ -119,7 +119,7 @@ class Overrides:
         for name in where.keys() - {"vae"}:
             if single is None:
                 problem = f"does not go with {files.name}, whose text encoder is no language model"
-                raise InputError(name, self.parts[name], problem, "leave it out")
+                raise InputError(name, problem, cure="leave it out", value=self.parts[name])
         if "text_encoder" in where:
             opened["text_encoder"] = open_language_model(where["text_encoder"], configs["text_encoder"])
         configs |= {name: part.config for name, part in opened.items()}
@@ -274,7 +274,7 @@ def _fields(scheduler: Any) -> dict[str, Any]:
             return read_json(path)
     raise InputError(
         "scheduler",
-        scheduler,
         "is no table of fields of scheduler_config.json, such as {'rescale_betas_zero_snr': True}, and no such file",
-        "a sampler is chosen in each call: {sampler='Euler'}",
+        cure="a sampler is chosen in each call: {sampler='Euler'}",
+        value=scheduler,
     )

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from canvax.errors import NO_VALUE, CanvaxError, InputError
+from canvax.errors import CanvaxError, InputError
 from canvax.files import temporary_folder, written
 from canvax.params import Param, flatten
 from canvax.tokenizers.concepts import FILE as CONCEPTS
@@ -112,9 +112,11 @@ def save_checkpoint(
     """
     folder = Path(os.path.abspath(folder))  # "." has no parent to put the temporary folder into
     if folder.exists() and not folder.is_dir():
-        raise InputError("folder", str(folder), "is a file", "choose another name")
+        raise InputError("folder", "is a file", cure="choose another name", value=str(folder))
     if not overwrite and folder.is_dir() and any(folder.iterdir()):
-        raise InputError("folder", str(folder), "is not empty", "choose another one, or pass {overwrite=True}")
+        raise InputError(
+            "folder", "is not empty", cure="choose another one, or pass {overwrite=True}", value=str(folder)
+        )
     _check_parts([part.name for part in components], params, configs)
     # An existing folder may be a mount point or a link, so its parent may be on another disk.
     with writing("folder", folder), temporary_folder(folder if folder.exists() else folder.parent) as build:
@@ -176,7 +178,7 @@ def arrays_of(component: Component, params: Params, dtype: DType | None) -> list
     if faults:
         more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
         what = f"of {component.name!r} do not fit their spec: {'; '.join(sorted(faults)[:8])}{more}"
-        raise InputError("params", NO_VALUE, what)
+        raise InputError("params", what)
     return [
         ArrayToSave(
             name,
@@ -214,7 +216,7 @@ def narrowed(array: HostArray, dtype: DType) -> HostArray:
             cast_into(out, np.ascontiguousarray(array).reshape(array.shape))
     except FloatingPointError:
         raise InputError(
-            "dtype", np.dtype(dtype).name, "cannot hold a number of a parameter", "save bfloat16"
+            "dtype", "cannot hold a number of a parameter", cure="save bfloat16", value=np.dtype(dtype).name
         ) from None
     return out
 
@@ -226,7 +228,7 @@ def _whole(leaf: Any) -> HostArray:
     parts = {str(shard.index): shard for shard in leaf.addressable_shards}
     if sum(shard.data.size for shard in parts.values()) < leaf.size:
         problem = "are split over several processes, and none has all of them"
-        raise InputError("params", NO_VALUE, problem, "to save, load with model=1 in the mesh")
+        raise InputError("params", problem, cure="to save, load with model=1 in the mesh")
     out = np.empty(leaf.shape, leaf.dtype)
     for shard in parts.values():
         out[shard.index] = shard.data
@@ -250,7 +252,7 @@ def _check_parts(names: Sequence[str], params: Params, configs: Mapping[str, Any
     without = [name for name in names if name not in configs]
     if set(names) != params.keys() or without:
         problem = f"has {sorted(params)} and configs has {sorted(configs)}"
-        raise InputError("params", NO_VALUE, problem, f"give both {sorted(names)}")
+        raise InputError("params", problem, cure=f"give both {sorted(names)}")
 
 
 def _copy_tokenizers(components: Sequence[str], source: Callable[[str], Path], target: Path) -> list[str]:
@@ -280,7 +282,7 @@ def _index(index: Mapping[str, Any], written: Sequence[str]) -> dict[str, Any]:
             result[name] = [value[0], value[1].removeprefix("Flax")]
     absent = [name for name in written if name not in result]
     if absent:
-        raise InputError("index", NO_VALUE, f"does not name {', '.join(absent)}", "add [library, class] for each")
+        raise InputError("index", f"does not name {', '.join(absent)}", cure="add [library, class] for each")
     if "safety_checker" in result and "requires_safety_checker" in result:
         result["requires_safety_checker"] = False
     return result

@@ -43,7 +43,9 @@ def open_transformer_file(name: str, path: Path, given: Collection[str] = ()) ->
     if family is None or (layout := family.single_file) is None:
         return None
     if missing := [f"{{{part}=FILE}}" for part in PARTS if part not in given]:
-        raise InputError("model", name, f"is the transformer of {family.title} alone", f"add {' and '.join(missing)}")
+        raise InputError(
+            "model", f"is the transformer of {family.title} alone", cure=f"add {' and '.join(missing)}", value=name
+        )
     arrays = [replace(entry, name=entry.name.removeprefix(UNET)) for entry in entries]
     arrays = [array for array in arrays if not array.name.startswith(layout.unused)]
     try:

@@ -82,7 +82,10 @@ def dpm2_ancestral(schedule: NoiseSchedule, steps: int, options: SamplerOptions)
         # The first step begins at 2^24, goes down to almost 0, and uses the slope at the next level. The error of that
         # slope times 2^24 is far larger than the data.
         raise InputError(
-            "sampler", "dpm2_a", "diverges on flow models, which begin without any signal", "use 'dpm2' or 'dpmpp_2s_a'"
+            "sampler",
+            "diverges on flow models, which begin without any signal",
+            cure="use 'dpm2' or 'dpmpp_2s_a'",
+            value="dpm2_a",
         )
     a = _AncestralLevels(euler_path(schedule, steps, options), options)
     both, noise = a.down > 0, column(a.up) * NOISE

@@ -28,7 +28,9 @@ def dpm_multistep(schedule: NoiseSchedule, steps: int, options: SamplerOptions) 
     """
     algorithm = _checked(options)
     if algorithm == "sde-dpmsolver" and options.solver_order == 3:
-        raise InputError("solver_order", 3, "is not defined for algorithm_type='sde-dpmsolver'", "use solver_order=2")
+        raise InputError(
+            "solver_order", "is not defined for algorithm_type='sde-dpmsolver'", cure="use solver_order=2", value=3
+        )
     path = dpm_path(schedule, steps, options)
     orders = orders_of(path, options, options.solver_order)
     with np.errstate(all="ignore"):  # h is infinite at a last level of 0; infinite values are not used
@@ -56,7 +58,10 @@ def dpm_singlestep(schedule: NoiseSchedule, steps: int, options: SamplerOptions)
     algorithm = _checked(options)
     if algorithm == "sde-dpmsolver":
         raise InputError(
-            "algorithm_type", "sde-dpmsolver", "is not defined for a singlestep solver", "use 'sde-dpmsolver++'"
+            "algorithm_type",
+            "is not defined for a singlestep solver",
+            cure="use 'sde-dpmsolver++'",
+            value="sde-dpmsolver",
         )
     path = dpm_path(schedule, steps, options)
     count = len(path)
@@ -184,8 +189,8 @@ def _checked(options: SamplerOptions) -> str:
     if not algorithm.endswith("++") and options.final_sigmas_type == "zero":
         raise InputError(
             "algorithm_type",
-            algorithm,
             "with final_sigmas_type='zero' divides by zero at its last step",
-            "use final_sigmas_type='sigma_min' or algorithm_type='dpmsolver++'",
+            cure="use final_sigmas_type='sigma_min' or algorithm_type='dpmsolver++'",
+            value=algorithm,
         )
     return algorithm

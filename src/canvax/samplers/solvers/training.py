@@ -58,7 +58,9 @@ def ddim_inverse(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -
     """
     demand_numbered(schedule, "ddim_inverse")
     if options.spacing == "linspace":
-        raise InputError("spacing", "linspace", "is not defined for DDIM inversion", "use 'leading' or 'trailing'")
+        raise InputError(
+            "spacing", "is not defined for DDIM inversion", cure="use 'leading' or 'trailing'", value="linspace"
+        )
     path = training_path(schedule, steps, options)
     timesteps, sigmas = path.timesteps[::-1], path.sigmas[-2::-1]
     a_to, s_to = Frame(schedule).alpha_std(sigmas)
@@ -77,9 +79,9 @@ def ddim_inverse(schedule: NoiseSchedule, steps: int, options: SamplerOptions) -
             if np.any(s == 0):
                 raise InputError(
                     "prediction_type",
-                    schedule.prediction_type,
                     "says nothing about the noise of a clean image, where DDIM inversion starts",
-                    "set_alpha_to_one=False starts at the first timestep",
+                    cure="set_alpha_to_one=False starts at the first timestep",
+                    value=schedule.prediction_type,
                 )
             eps, image = (X - column(a) * D) / column(s), D
     M = rows(steps, {0: column(a_to) * image + column(s_to) * eps})
