@@ -631,14 +631,15 @@ class ModelSet:
                     self._kept.add(group.key)
                     self._say(group.summary())
         self._show_cards()
+        for name in self._names:
+            self._hash(self._served[name])
 
     def _show_cards(self) -> None:
         most = MOST_REFERENCES if self._on_demand else self._references
-        self.cards = [
-            served.card(self._warm, any_size=self._on_demand, references=most) for served in self._served.values()
-        ]
-        for name in self._names:
-            self._hash(self._served[name])
+        with self._lock:
+            self.cards = [
+                served.card(self._warm, any_size=self._on_demand, references=most) for served in self._served.values()
+            ]
 
     def card(self, name: str) -> ModelCard:
         """Return what clients see of a model."""
