@@ -207,9 +207,9 @@ def test_a_strict_server_exchanges_weights(folder: Path, base: canvax.Pipeline) 
 
 @pytest.mark.slow
 def test_a_file_that_is_gone_costs_its_jobs_alone(folder: Path, base: canvax.Pipeline, tmp_path: Path) -> None:
-    """Beside an adapter, in two passes, too."""
+    """Beside an adapter, in two passes, too; a file with the name of the model as well."""
     nets = tmp_path / "models/ControlNet"
-    for name in ("kept", "gone"):
+    for name in ("kept", "emoji"):
         shutil.copytree(folder / "models/ControlNet/edges", nets / name)
     shape = dict(flatten(base.model.networks.denoiser.spec))[QUERY + ".weight"].shape
     arrays = lora(Draw(0), shape).arrays
@@ -219,10 +219,13 @@ def test_a_file_that_is_gone_costs_its_jobs_alone(folder: Path, base: canvax.Pip
         warm=(Warm((SIDE, SIDE), (1,)),), compile_on_demand=True, adapters=AdapterSettings(tmp_path / "models/Lora"),
     )  # fmt: skip
     with using(str(tmp_path)), asked(settings, load=lambda name: base) as (client, _):
-        shutil.rmtree(nets / "gone")
-        job = client.post("/api/jobs", json=BODY | {"controlnet": "gone", "control": b64(ONE)}).json()
+        shutil.rmtree(nets / "emoji")
+        long = client.post("/api/jobs", json=BODY | {"steps": 200, "n": 64}).json()["id"]
+        job = client.post("/api/jobs", json=BODY | {"controlnet": "emoji", "control": b64(ONE)}).json()
         until(lambda: client.get(f"/api/jobs/{job['id']}").json()["status"] == "failed", 120)
-        assert "gone" in client.get(f"/api/jobs/{job['id']}").json()["error"]["message"]
+        assert "emoji" in client.get(f"/api/jobs/{job['id']}").json()["error"]["message"]
+        assert client.get(f"/api/jobs/{long}").json()["status"] in ("queued", "running")
+        client.delete(f"/api/jobs/{long}")
         more = {"controlnet": "kept", "control": b64(ONE), "adapters": {"ink": 1.0}}
         found, _ = by_job(client, BODY | more | {"options": {"hires": 2}})
     pipe = base.with_controlnet(nets / "kept")

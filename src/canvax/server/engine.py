@@ -526,12 +526,7 @@ class ImageEngine:
             if self._in_decoder():
                 return None
         self._progress = None  # loading may take as long as it takes
-
-        def waits(item: Item) -> bool:
-            """Whether an image needs what is loaded: the model, or ControlNets of it alone."""
-            of_key = item.group.variant == key.variant or missing == key.model
-            return item.group.model == key.model and of_key
-
+        waits = self._lacking(key)
         if missing:
             self._tell_waits(waits, f"loading {missing}")
         try:
@@ -539,14 +534,19 @@ class ImageEngine:
         except Exception:
             log.exception("a model cannot be loaded again")
             with self._wake:
-                missing = self._models.missing(key)  # the model may be there, and not its ControlNets
-                for item in filter(waits, list(self._queue)):
+                missing = self._models.missing(key)
+                for item in filter(self._lacking(key), list(self._queue)):
                     self._book.fail(item.job, "model_unavailable", unavailable(missing))
             return None
         finally:
             self._progress = time.monotonic()
             if missing:
                 self._tell_waits(waits, "")
+
+    def _lacking(self, key: GroupKey) -> Callable[[Item], bool]:
+        """Return which images need what is not there for a key: its model or, where that is there, ControlNets."""
+        loaded = self._models.named(key.model).loaded
+        return lambda item: item.group.model == key.model and not (loaded and item.group.variant != key.variant)
 
     def _since(self, began: float) -> float:
         """Seconds, which are no overhead of this turn."""
