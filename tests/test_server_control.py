@@ -232,7 +232,7 @@ def test_the_size_is_that_of_the_control_image(server: tuple[httpx.Client, Image
         ({"control": [b64(ONE), None], "control_scale": 99}, "control_scale", "is not a number in -10..10"),
         ({"control": [b64(ONE), None], "control_scale": [1, 1, 1]}, "control_scale", "3 entries for 2 networks"),
         ({"control": [b64(ONE), None], "control_start": 0.5, "control_end": 0.5}, "control_start", "is not before"),
-        ({"control_scale": 0.5}, "control_scale", "a control image"),
+        ({"control_scale": 0.5}, "control_scale", "needs control"),
         ({"control": [b64(ONE), None], "image": b64(ONE), "upscale": 2}, "control", "does not go with upscale"),
         ({"control": True}, "control", "is for upscale"),
         ({"control": [b64(ONE), None], "image": b64(ONE), "mask": b64(left()), "options": {"padding_mask_crop": 4}},
