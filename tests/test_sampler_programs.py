@@ -137,7 +137,7 @@ class Own(Addition):
         return ("mine",)
 
     def programs(self, site: Site) -> dict[str, ProgramSpec]:
-        return {"mine": site.reader("image encoder", partial(jnp.add, x2=1.0), "vae", self.size)}
+        return {"mine": site.reader("image encoder", partial(jnp.asarray, dtype=jnp.float32), "vae", self.size)}
 
     def conditions(self, site: Site) -> dict[str, Any]:
         return {"mine": jax.ShapeDtypeStruct((site.latents[0], self.size), jnp.float32)}
