@@ -318,11 +318,7 @@ def test_saved(files: Files, tmp_path: Path) -> None:
     same_files(saved(files, tmp_path / "saved"), files)
 
 
-# canvax writes text_encoder_select_layers of a Krea 2 index as if it were a part that was left out.
-KREA2_INDEX = pytest.mark.xfail(raises=canvax.CheckpointError, strict=True)
-
-
-@over("z-image", "flux2", "flux3", pytest.param("krea2-turbo", marks=KREA2_INDEX))
+@over("z-image", "flux2", "flux3", "krea2-turbo")
 def test_saved_and_loaded(files: Files, tmp_path: Path) -> None:
     """A saved folder is the same model in canvax; so is one that is saved of that."""
     first, again = saved(files, tmp_path / "saved"), tmp_path / "again"

@@ -122,16 +122,21 @@ def check_control(model: Model, control: Any, count: int, options: Options) -> C
     return ControlImages(images, marks, tuple(i for i, (name, _) in enumerate(nets) if name in images))
 
 
-def strengths(model: Model, control: ControlImages, options: Options, rows: int) -> HostArray:
-    """How strong each network's layers are in each row, for the negative prompt and for the others.
+def strengths(
+    model: Model, control: ControlImages, options: Options, rows: int, names: Sequence[str] = ()
+) -> HostArray:
+    """How strong the layers of each network are in each row, for the negative prompt and for the others.
+
+    ``names`` of the networks that programs know; those that have an image, if there are none.
 
     [R, N, 2, L] float32, as ``canvax.engine.batch.Run`` has them. Outside of its window a network is 0. Layers are
     weighed as the modes say: ``guess`` from 0.1 to 1 (Zhang et al. 2023, section 3.4, and PyTorch diffusers), the
     others as A1111's extension weighs them.
     """
-    nets = [net for name, net in model.networks.controls if name in control.names]
-    out = np.zeros((rows, len(nets), 2, max(net.layers for net in nets)), np.float32)
-    for n, (place, net) in enumerate(zip(control.places, nets, strict=True)):
+    nets, names = dict(model.networks.controls), names or control.names
+    out = np.zeros((rows, len(names), 2, max(nets[name].layers for name in names)), np.float32)
+    for name, place in zip([name for name in nets if name in control.names], control.places, strict=True):
+        n, net = names.index(name), nets[name]
         scale, start, end, mode = (_of_net(getattr(options, name), place) for name in OPTIONS)
         inside = np.array([not (i / rows < start or (i + 1) / rows > end) for i in range(rows)])
         weights = scale * layer_weights(net, mode)

@@ -76,7 +76,9 @@ def text_to_image(
     check_programs(((compiled.program.name, compiled.executable) for compiled in ready.values()), mesh, cure)
 
     with clock("encode"):
-        batch, keep = prepare(model, programs, params, request, ready, table, deep, tables)
+        state, keep = prepare(model, programs, params, request, ready, table, deep, tables)
+        batch = Batch(ready, params, mesh, latents)
+        batch.begin(state)
     with clock("denoise"):
         is_steered = denoise(batch, request, table, display, spread=spread, keep=keep)
         samples, rows = batch.samples, None

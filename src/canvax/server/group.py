@@ -6,23 +6,20 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from canvax.compile.additions import Keeps, ReadsReferences
+from canvax.compile.additions import ReadsReferences
 from canvax.compile.aot import BuildCallback, CacheEntry
-from canvax.compile.kinds import DENOISERS, Kinds, Ready
+from canvax.compile.kinds import DENOISERS, Ready
 from canvax.compile.programs import Programs
-from canvax.denoise import Known
 from canvax.engine.batch import Batch, ParkedImage, filled
 from canvax.families.base import Model
 from canvax.parallel.mesh import over_batch, padded_batch
 from canvax.parallel.place import put
 from canvax.params import Params
-from canvax.pipelines.encoding import conditions_of
 from canvax.pipelines.prepare import prepare
-from canvax.server.control import Idle
 from canvax.server.policy import best_batch
 from canvax.server.work import GroupKey, Item
 from canvax.types import HostArray
@@ -117,7 +114,6 @@ class Group:
         self.batches = sorted({self.alone, *(padded_batch(batch, programs.mesh) for batch in batches)})
         self._model, self._programs, self._params = model, programs, params
         self._ready: Ready | None = None
-        self._idle: Idle | None = None
         self._denoisers: dict[int, Ready] = {}
         self._batch: Batch | None = None
         self._seats: list[Item | None] = []
@@ -126,7 +122,6 @@ class Group:
         """Make all programs ready. May run in any thread; ``params`` may be shapes."""
         kinds, shape = self.key.kinds, self._latents(self.alone)
         self._ready = self._programs.ready(params, shape, kinds, announce)
-        self._idle = Idle(conditions_of(self._ready), self._programs.networks.controls)
         self._denoisers = {self.alone: _denoisers(self._ready)}
         for batch in self.batches[1:]:
             wanted = self._programs.wanted(params, self._latents(batch), kinds)
@@ -200,15 +195,12 @@ class Group:
         """Encode what an item was given; it can be seated then."""
         if item.carried is None:
             assert self._ready is not None
-            assert self._idle is not None
             beside = item.beside
             if beside.shelf is not None:
                 item.request = replace(item.request, beside=beside.shelf.shares(beside.adapters))
             params = self._params(beside.words, beside.vae, self.key.variant.controlnets)
-            prepared = prepare(self._model, self._programs, params, item.request, self._ready, item.table)
-            names = item.request.control.names if item.request.control else ()
-            carried = self._idle.beside(prepared.batch.carried()[0], names)
-            item.carried = carried._replace(flight=_with_known(carried.flight, self.key.kinds))
+            state, _ = prepare(self._model, self._programs, params, item.request, self._ready, item.table)
+            item.carried = state.parked()[0]
         return item.carried
 
     @property
@@ -358,13 +350,3 @@ class Group:
 def _denoisers(programs: Mapping[str, T]) -> dict[str, T]:
     """The denoisers among the programs of a run."""
     return {name: programs[name] for name in DENOISERS.values() if name in programs}
-
-
-def _with_known(flight: Any, kinds: Kinds) -> Any:
-    """With a mask by which all is generated, for an image that has none."""
-    if kinds.of(Keeps) is None or flight.known is not None:
-        return flight
-    _, _, height, width, channels = flight.state.shape
-    empty = np.zeros((1, height, width, channels), np.float32)
-    whole = Known(np.ones_like(empty), empty, np.zeros(1, bool))
-    return flight._replace(known=whole)

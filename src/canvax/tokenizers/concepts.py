@@ -22,7 +22,7 @@ STYLES = ("noto", "twemoji", "fluent", "fluent flat")
 
 _STYLE = "an the of in on with and to for style noto twemoji fluent flat emoji icon drawing image photo big small"
 _JOINT = re.compile(r"\b(?:and|with|without|on|in|at|under|over|beside|behind|near|next to)\b|[+&]")
-"""What stands between the things of a prompt, and behind the noun in the name of a concept."""
+"""Words between the things of a prompt, and behind the noun in the name of a concept."""
 
 _WORD = re.compile(r"[^\W\d_]+")
 _SELECTOR = "\N{VARIATION SELECTOR-16}"
@@ -77,7 +77,7 @@ class Concepts:
         return [word for word in words if not self._known(word)] + other_symbols
 
     def things(self, prompt: str) -> list[str]:
-        """Returns the nouns of a prompt that combines several things, such as "a cat on a chair"; else nothing."""
+        """Return the nouns of a prompt that combines several things, such as "a cat on a chair"; else an empty list."""
         things: dict[str, set[str]] = {}
         for part in _JOINT.split(self.spelled(prompt).lower()):
             nouns = [(noun, word) for word in _WORD.findall(part) if (noun := self._noun(word))]
@@ -124,5 +124,5 @@ class Concepts:
 
 
 def _forms(word: str) -> tuple[str, str, str]:
-    """A word, and what it may be the plural of."""
+    """Return a word and its possible singulars."""
     return word, word.removesuffix("s"), word.removesuffix("es")

@@ -274,7 +274,8 @@ def _index(index: Mapping[str, Any], written: Sequence[str]) -> dict[str, Any]:
     """Return ``model_index.json`` with PyTorch's class names and only the components that were written."""
     result = _without_flax(index)
     for name, value in result.items():
-        if not isinstance(value, list) or name.startswith("_"):
+        is_part = isinstance(value, list) and all(isinstance(entry, str | dict | None) for entry in value)
+        if not is_part or name.startswith("_"):
             continue
         if name not in written:
             result[name] = [None, None]
