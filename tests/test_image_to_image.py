@@ -17,7 +17,7 @@ from PIL import Image
 import canvax
 from canvax.cli import BAD_INPUT, main
 from canvax.compile.monitor import counting
-from canvax.denoise import Known, _keep
+from canvax.denoise import Known, _blend_known
 from canvax.images.inputs import fingerprint, read_images
 from canvax.images.masks import around, box_of, extended, painted_over
 from canvax.noise import initial_noise
@@ -114,10 +114,10 @@ def test_on_many_devices(emoji: canvax.Pipeline, apple: Image.Image) -> None:
 def test_a_graded_mask_begins_later_where_it_is_darker() -> None:
     mask = np.array([[0.0, 0.3, 0.6, 1.0]], np.float32).reshape(1, 1, 4, 1)
     known = Known(mask, np.zeros((1, 1, 4, 1), np.float32), np.array([True]))
-    seen = [np.asarray(_keep(np.ones((1, 1, 4, 1), np.float32), known, np.float32([part]))).ravel().tolist()
+    seen = [np.asarray(_blend_known(np.ones((1, 1, 4, 1), np.float32), known, np.float32([part]))).ravel().tolist()
             for part in (0.0, 0.5, 0.75)]  # fmt: skip
     assert seen == [[0, 0, 0, 1], [0, 0, 1, 1], [0, 1, 1, 1]]
-    mixed = _keep(np.ones((1, 1, 4, 1), np.float32), known._replace(graded=np.array([False])), np.float32([0]))
+    mixed = _blend_known(np.ones((1, 1, 4, 1), np.float32), known._replace(graded=np.array([False])), np.float32([0]))
     np.testing.assert_allclose(np.asarray(mixed).ravel(), mask.ravel())
 
 

@@ -320,7 +320,7 @@ def test_bad_upscale(changes: dict[str, Any], argument: str, emoji: canvax.Pipel
 def test_upscale_with_a_table(emoji: canvax.Pipeline) -> None:
     """A table begins where it was built to, as the strength says for a name."""
     image = draw(emoji).images[0]
-    named = upscale(emoji, image, scale=1.5, sampler="ddim", num_inference_steps=10)
+    named = upscale(emoji, image, scale=1.5, sampler="ddim", num_inference_steps=10, strength=0.3)
     table = build_table(emoji.model.scheduler, 10, sampler="ddim", skip=7)
     own = upscale(emoji, image, scale=1.5, sampler=table, num_inference_steps=None)
     np.testing.assert_array_equal(own.pixels, named.pixels)

@@ -45,7 +45,7 @@ from canvax.models.denoiser import (
 )
 from canvax.models.flux2 import Flux2Config, Flux2Denoiser
 from canvax.models.networks import Networks
-from canvax.models.text import TextEncoders
+from canvax.models.text import Conditions, TextEncoders
 from canvax.originals import foreign
 from canvax.parallel.mesh import make_mesh
 from canvax.params import Params, init_params

@@ -340,8 +340,9 @@ class Enlarging:
     """The arguments of ``pipe.upscale`` that are not those of a call, or have other defaults."""
 
     scale: float = setting(2.0, "how many times larger", low=1, high=16, cure="2 is usual")
-    strength: float = setting(
-        0.3, "how much the model may change", low=0, high=1, above=True, cure="0.3 is usual",
+    strength: float | None = setting(
+        None, "how much the model may change", low=0, high=1, above=True, unset="0.3, or what the model brings",
+        cure="0.3 is usual",
     )  # fmt: skip
     overlap: int | None = setting(
         None, "what neighbouring tiles share at least", low=1, high=MAX_SIDE, unset="three eighths of a tile",

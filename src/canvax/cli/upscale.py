@@ -67,5 +67,5 @@ def _check(arguments: argparse.Namespace, call: Call, how: Enlarging) -> None:
         if (value := getattr(arguments, name)) is not None and value is not False:  # 0 is a value
             raise InputError(name, "does not go with tiles", cure="leave it out")
     check_table(call, None)
-    if arguments.num_inference_steps is not None:
+    if arguments.num_inference_steps is not None and how.strength is not None:
         steps_of_strength(how.strength, arguments.num_inference_steps, call.options.strength_rule, MOST_STEPS)

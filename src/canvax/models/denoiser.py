@@ -349,7 +349,7 @@ class DenoiserWrapper:
 
     @property
     def facts(self) -> Facts:
-        """Those of the wrapped denoiser, without extras that an ``apply`` of the wrapper has no parameter for."""
+        """Facts of the wrapped denoiser, without extras that an ``apply`` of the wrapper has no parameter for."""
         facts, apply = self.base.facts, vars(type(self)).get("apply")
         takes = apply is None or len(inspect.signature(apply).parameters) > _ARGUMENTS_OF_APPLY
         return facts if takes or not facts.offers else replace(facts, offers=())

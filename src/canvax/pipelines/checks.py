@@ -116,11 +116,15 @@ def check_size(name: str, value: Any, default: int, factor: int | None = None) -
 
 
 def check_side(argument: str, name: str, side: int, factor: int) -> None:
-    """Refuse images, of an ``argument``, whose height or width is no multiple of ``factor`` and was not asked for."""
+    """Refuse images, of an ``argument``, whose height or width is no multiple of ``factor`` and was not asked for.
+
+    ``SIZE_STEP`` stands for a model that is not known yet: the cure fits all.
+    """
     if side % factor:
-        below = side // factor * factor
+        usable = FITS_ALL if factor == SIZE_STEP else factor
+        below = side // usable * usable
         problem = f"has a {name} of {side} pixels, which is not a multiple of {factor}"
-        sides = " or ".join(f"{{{name}={each}}}" for each in (below, below + factor) if each)
+        sides = " or ".join(f"{{{name}={each}}}" for each in (below, below + usable) if each)
         raise InputError(argument, problem, cure=f"give {sides}, which it is resized to")
 
 

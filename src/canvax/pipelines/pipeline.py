@@ -437,7 +437,7 @@ class Pipeline(LoadedModel):
         negative_prompt: str | None = None,
         *,
         scale: float = 2.0,
-        strength: float = 0.3,
+        strength: float | None = None,
         overlap: int | None = None,
         batch: int = 4,
         num_inference_steps: int | None = None,
@@ -458,7 +458,8 @@ class Pipeline(LoadedModel):
             prompt: what it shows; what fits every part of it does best.
             negative_prompt: what to keep away from.
             scale: how many times larger, 1..16.
-            strength: 0..1, how much the model may change; a sampler that is a table says by itself where it begins.
+            strength: 0..1, how much the model may change; by default 0.3, or less if the model brings less. A sampler
+                that is a table says by itself where it begins.
             overlap: pixels that neighbouring tiles share at least; by default three eighths of a tile.
             batch: tiles at once.
             num_inference_steps: as in a call, and so are all below.

@@ -30,6 +30,8 @@ from canvax.images.masks import (
 )
 from canvax.models.clip import most_skipped
 from canvax.pipelines.checks import (
+    FITS_ALL,
+    SIZE_STEP,
     check_guidance,
     check_latents,
     check_prompts,
@@ -536,7 +538,7 @@ def _outpainted(
                 raise InputError(
                     "outpaint",
                     f"makes a {side} of {length + pixels} pixels",
-                    cure=f"add a multiple of {factor} to {length}",
+                    cure=f"add a multiple of {FITS_ALL if factor == SIZE_STEP else factor} to {length}",
                     value=sides,
                 )
     holes: Sequence[Any] = masks or [None]

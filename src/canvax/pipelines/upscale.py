@@ -28,6 +28,15 @@ from canvax.samplers.table import SamplerTable
 from canvax.settings import check_setting
 from canvax.types import HostArray
 
+STRENGTH = 0.3
+"""How much a model may change what it enlarges, if it does not say."""
+
+
+def usual_strength(model: Model, steps: int | None) -> float:
+    """Return how much a model may change what it enlarges: no more than in a second pass, but one step at least."""
+    one_step = (1 + 1e-9) / (steps or model.defaults.num_inference_steps)
+    return min(1.0, max(one_step, min(STRENGTH, model.defaults.hires_strength)))
+
 
 def upscaled(
     pipe: Callable[..., Result],
@@ -54,7 +63,11 @@ def upscaled(
     shown = "" if prompt else _prompt_of(image)
     tiles = Tiles(model, source, scale=how.scale, overlap=how.overlap, seed=seed, noise=options.noise, prompt=shown)
     is_table = isinstance(keywords.get("sampler"), SamplerTable)  # which says by itself where it begins
-    strength = None if is_table and how.strength == Enlarging.strength else how.strength
+    strength = (
+        how.strength
+        if how.strength is not None or is_table
+        else usual_strength(model, keywords.get("num_inference_steps"))
+    )
     results = []
     for begin in range(0, len(tiles), batch):
         some = list(range(begin, min(begin + batch, len(tiles))))

@@ -6,11 +6,10 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-from canvax.call import Enlarging
 from canvax.families.base import Model
 from canvax.noise import NoiseKind
 from canvax.pipelines.request import Request
-from canvax.pipelines.upscale import Tiles, tiles_shown
+from canvax.pipelines.upscale import Tiles, tiles_shown, usual_strength
 from canvax.server.images_in import MOST_PIXELS
 from canvax.server.jobs import JobRequest, invalid
 from canvax.types import HostArray
@@ -52,7 +51,7 @@ def cut(job_request: JobRequest, model: Model, seed: int, noise: NoiseKind) -> t
     if len(tiles) > MOST_TILES:
         size = f"{len(tiles)} tiles, more than {MOST_TILES}"
         raise invalid("upscale", f"upscale={job_request.upscale:g} makes {size}; use less, or send a smaller image")
-    strength = Enlarging.strength if job_request.strength is None else job_request.strength
+    strength = usual_strength(model, job_request.steps) if job_request.strength is None else job_request.strength
     control = job_request.control and tiles_shown(model, [tiles[0].image])
     return replace(job_request, image=tiles[0].image, strength=strength, control=control), tiles
 
