@@ -38,7 +38,7 @@ def run_loss(
         seen["ids"] = np.asarray(inputs["text_encoder"]["ids"])
         return {"text": inputs["text_encoder"]["ids"]}
 
-    def unet(p: Any, x: Any, times: Any, *, text: Any, cfg: Any, special: Any, residuals: Any) -> Any:
+    def unet(p: Any, x: Any, times: Any, *, text: Any, cfg: Any, options: Any, residuals: Any) -> Any:
         seen.update(x=np.asarray(x, np.float64), times=np.asarray(times))
         return 0.5 * x
 

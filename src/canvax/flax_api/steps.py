@@ -17,6 +17,7 @@ from canvax.denoise import InFlight, StepInputs, denoise
 from canvax.errors import InputError, check_count
 from canvax.flax_api.keys import step_words, wrap_keys
 from canvax.flax_api.output import by_name_or_index
+from canvax.guidance import Alone
 from canvax.kernels.target import jitted
 from canvax.models.denoiser import Denoiser
 from canvax.params import Spec
@@ -135,7 +136,7 @@ def _stepped(
     rows = {name: jnp.broadcast_to(value, (len(slots), 1, *jnp.shape(value))) for name, value in row.items()}
     slots = slots.at[:, 0].set(jnp.moveaxis(sample, 1, -1).astype(jnp.float32))
     inputs = StepInputs(InFlight(slots, ({},), words), rows, {"noisy": jnp.asarray(noisy)[None]}, jnp.int32(1))
-    slots, *_ = denoise({}, inputs, denoiser=_KnownOutput(jnp.moveaxis(output, 1, -1)))
+    slots, *_ = denoise({}, inputs, denoiser=_KnownOutput(jnp.moveaxis(output, 1, -1)), guidance=Alone())
     return jnp.moveaxis(slots[:, 0], -1, 1), slots
 
 

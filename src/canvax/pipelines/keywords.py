@@ -169,7 +169,7 @@ class ForeignFields(OptionFields, total=False):
     cfg_scale: float | None
     """The same as guidance_scale: how closely to follow the prompt; 1 or less (0 for Z-Image and Krea 2) turns
     guidance off, which halves the work and is another program."""
-    guidance: float | None | GuidanceFunction | GuidanceMethod
+    guidance: float | GuidanceFunction | GuidanceMethod | None
     """The same as guidance_scale: how closely to follow the prompt; 1 or less (0 for Z-Image and Krea 2) turns
     guidance off, which halves the work and is another program; a rule, a function or a name is guidance_method."""
     n: int

@@ -143,7 +143,7 @@ def _decoded(body: bytes, kind: type[Body], status: int, strict: bool) -> Body:
         raise field_error(error, kind, sent, status) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         at = _fault_at(body, error)
-        near = "" if at is None else f" near {body[max(0, at - 30) : at + 10].decode(errors='replace')!r}"
+        near = "" if at is None else f" near {body[max(0, at - 40) : at + 10].decode(errors='replace')!r}"
         message = f"the body is not JSON that can be read{near}; send an object in UTF-8"
         raise Rejected(status, "invalid_json", message) from None
 
