@@ -180,7 +180,9 @@ class Family:
     def defaults_of(self, networks: Networks, schedule: NoiseSchedule | None = None) -> Defaults:
         """Return the defaults of a model, as far as its networks and its schedule tell."""
         distilled = networks.unguided or (schedule and self.is_distilled and self.is_distilled(schedule))
-        return self.distilled if distilled and self.distilled else self.defaults
+        defaults = self.distilled if distilled and self.distilled else self.defaults
+        steps = len(schedule.run_times) if schedule else 0
+        return replace(defaults, num_inference_steps=steps) if steps else defaults
 
     def guides(self, networks: Networks, scale: float) -> bool:
         """Whether one prompt at a guidance scale also needs the negative prompt, which doubles the denoiser's batch."""

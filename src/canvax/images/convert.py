@@ -41,7 +41,7 @@ def to_uint8(images: Any) -> np.ndarray:
 
 
 def to_pil(images: Any) -> list[Image]:
-    """Converts [B, H, W, 3] or [H, W, 3], uint8 or floats in 0..1, to PIL images of mode RGB.
+    """Converts [B, H, W, C] or [H, W, C], uint8 or floats in 0..1, to PIL images: RGB of 3 channels, RGBA of 4.
 
     Raises:
         InputError: ``images`` have another shape.
@@ -51,9 +51,11 @@ def to_pil(images: Any) -> list[Image]:
     array = np.asarray(images)
     if array.ndim == 3:
         array = array[None]
-    if array.ndim != 4 or array.shape[-1] != 3:
+    if array.ndim != 4 or array.shape[-1] not in (3, 4):
         raise InputError(
-            "images", NO_VALUE, f"must have the shape [B, H, W, 3] or [H, W, 3], got {list(np.shape(images))}"
+            "images",
+            NO_VALUE,
+            f"must have the shape [B, H, W, C] or [H, W, C], with 3 or 4 channels, got {list(np.shape(images))}",
         )
     if array.dtype != np.uint8:
         array = to_uint8(array)

@@ -49,8 +49,13 @@ class Autoencoder(Protocol):
         """C of the latents [B, h, w, C]."""
         ...
 
+    @property
+    def channels(self) -> int:
+        """Channels of the images that it decodes: 3, or 4 with alpha."""
+        return 3
+
     def decode(self, p: Params, latents: Array, *, tiled: bool = False) -> Array:
-        """Latents [B, h, w, C] float32 -> images [B, H, W, 3] float32, 0..1 but for rounding."""
+        """Latents [B, h, w, C] float32 -> images [B, H, W, channels] float32, 0..1 but for rounding."""
         ...
 
     def encode(self, p: Params, images: Array, *, tiled: bool = False) -> tuple[Array, Array]:
@@ -59,7 +64,7 @@ class Autoencoder(Protocol):
 
 
 @dataclass(frozen=True)
-class _Configured:
+class _Configured(Autoencoder):
     """The shape of the latents, as the config of an autoencoder declares it."""
 
     cfg: AutoencoderConfig

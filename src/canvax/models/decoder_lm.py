@@ -89,14 +89,17 @@ class DecoderConfig(Config):
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def decoder_lm_spec(cfg: DecoderConfig, layers: int) -> Spec:
-    """Parameters of the embedding and the first ``layers`` layers, named as in ``Qwen3ForCausalLM``; the last
-    normalisation belongs to all layers."""
+def decoder_lm_spec(cfg: DecoderConfig, layers: int, *, normalised: bool = True) -> Spec:
+    """Return the parameters of the embedding and the first ``layers`` layers, named as in ``Qwen3ForCausalLM``.
+
+    With ``normalised``, those of the last normalisation too, if they are all layers.
+    """
     spec: Spec = {
         "embed_tokens": embedding_spec(cfg.vocab_size, cfg.hidden_size),
         "layers": {str(i): _layer_spec(cfg) for i in range(layers)},
     }
-    return {"model": spec | ({"norm": rms_norm_spec(cfg.hidden_size)} if layers == cfg.num_hidden_layers else {})}
+    last = normalised and layers == cfg.num_hidden_layers
+    return {"model": spec | ({"norm": rms_norm_spec(cfg.hidden_size)} if last else {})}
 
 
 def _layer_spec(cfg: DecoderConfig) -> Spec:
@@ -126,7 +129,8 @@ def decoder_lm(
     taps: tuple[int, ...],
     pad_position: int | None = None,
 ) -> Array:
-    """Token ids -> the residual stream behind some layers; behind the last layer of the model it is normalised.
+    """Return the residual stream behind some layers for token ids; behind the last layer of the model it is normalised,
+    if the parameters have that normalisation.
 
     Args:
         p: parameters as declared by ``decoder_lm_spec``.
@@ -151,7 +155,7 @@ def decoder_lm(
         for i in range(max(taps)):
             h = _layer(p["layers"][str(i)], h, rope, lengths, cfg=cfg, where=f"layers.{i}")
             stream.append(h)
-    if len(stream) > cfg.num_hidden_layers:
+    if "norm" in p:
         stream[-1] = rms_norm(p["norm"], h, eps=cfg.rms_norm_eps)
     return jnp.stack([stream[tap] for tap in taps], axis=2)
 
@@ -181,6 +185,8 @@ class LanguageModel(TextEncoder):
         lengths: of ``TextEncoder``.
         most: tokens of the longest prompt.
         pad_position: of ``decoder_lm``.
+        normalised: whether the last layer of the model is read behind its normalisation.
+        tokenizer: of ``TextEncoder``.
     """
 
     cfg: DecoderConfig
@@ -189,12 +195,13 @@ class LanguageModel(TextEncoder):
     lengths: tuple[int, ...] = (128, 256, 512)
     most: int = 512
     pad_position: int | None = None
+    normalised: bool = True
+    tokenizer: str = "tokenizer"
     component = FIRST
-    tokenizer = "tokenizer"
 
     @property
     def spec(self) -> Spec:
-        return decoder_lm_spec(self.cfg, self.tap)
+        return decoder_lm_spec(self.cfg, self.tap, normalised=self.normalised)
 
     @property
     def width(self) -> int:

@@ -26,6 +26,7 @@ class ChatTokenizer:
         template: what the model reads, with {} for the prompt.
         largest: the largest id.
         pad: the id that stands behind a prompt.
+        empty: what stands in the template for an empty prompt.
         added: words of textual inversions, of which there are none.
     """
 
@@ -33,6 +34,7 @@ class ChatTokenizer:
     template: str
     largest: int
     pad: int = 0
+    empty: str = ""
     added: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -64,7 +66,7 @@ class ChatTokenizer:
             InputError: ``text`` is not valid Unicode.
         """
         try:
-            return self.backend.encode(self.template.format(text), add_special_tokens=False).ids
+            return self.backend.encode(self.template.format(text or self.empty), add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError):
             raise InputError("prompt", NO_VALUE, f"is not valid Unicode: {text!r}", "pass valid Unicode") from None
 

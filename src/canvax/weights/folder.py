@@ -47,7 +47,7 @@ OTHER_KINDS: dict[str, Library] = {"safety_checker": "transformers"}
 PLAIN_FILES: dict[str, tuple[str, ...]] = {
     "scheduler": ("scheduler_config.json",),
     **dict.fromkeys(
-        ("tokenizer", "tokenizer_2"),
+        ("tokenizer", "tokenizer_2", "processor"),
         (
             *("tokenizer.json", "vocab.json", "merges.txt"),
             *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
